@@ -13,7 +13,9 @@ SIZES = {
         "steps": {"layers": 14, "heads": 32, "dim": 1024},
         # The sizes of DeepSeek-V3, but for its 128 heads and width 7168.
         "latents": {"batch": 1, "length": 4096, "dim": 2048, "heads": 16},
-        "latent sizes": LatentSizes(q_latent=1536, kv_latent=512, rope_dim=64, nope_dim=128, value_dim=128),
+        "latent sizes": LatentSizes(
+            q_latent=1536, kv_latent=512, rope_dim=64, nope_dim=128, value_dim=128
+        ),
     },
     "toy": {
         "modules": modules.TOY,
@@ -31,10 +33,18 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = SIZES["toy" if bench.toy else "full"]
     modules.tables(bench, **sizes["modules"])
     for shape in sizes["statistics"]:
-        bench.table(f"statistics, batch heads tokens dim = {shape}", statistics.cases_with_attention(shape))
+        bench.table(
+            f"statistics, batch heads tokens dim = {shape}",
+            statistics.cases_with_attention(shape),
+        )
     bench.table(f"optimizer step, {sizes['steps']}", steps.step_cases(**sizes["steps"]))
-    bench.table(f"qk_clip next to the step, {sizes['steps']}", steps.clip_cases(**sizes["steps"], device="cpu"))
-    decoding, caches = decode.cache_cases(**sizes["latents"], sizes=sizes["latent sizes"])
+    bench.table(
+        f"qk_clip next to the step, {sizes['steps']}",
+        steps.clip_cases(**sizes["steps"], device="cpu"),
+    )
+    decoding, caches = decode.cache_cases(
+        **sizes["latents"], sizes=sizes["latent sizes"]
+    )
     bench.table(f"one token with a cache, {sizes['latents']}", decoding)
     bench.numbers("cache, bytes per token and layer, float32", caches)
     bench.write("cpu")

@@ -40,14 +40,18 @@ class Calls:
         )
         self.scale = d**-0.5
         self.ways: dict[str, Callable[[], Tensor]] = {
-            TORCH: lambda: sdpa(self.q, self.k, self.v, is_causal=True, enable_gqa=g != h),
+            TORCH: lambda: sdpa(
+                self.q, self.k, self.v, is_causal=True, enable_gqa=g != h
+            ),
             OWN: lambda: self.own(False)[0],
             COUNTED: lambda: self.own(True)[0],
         }
 
     def own(self, stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         how = (self.scale, True, 0, 0.0, stats)
-        return torch.ops.qkeel_native.attention(self.q, self.k, self.v, None, None, *how)
+        return torch.ops.qkeel_native.attention(
+            self.q, self.k, self.v, None, None, *how
+        )
 
     def both(self, way: Callable[[], Tensor]) -> Case:
         return lambda: torch.autograd.grad(way(), [self.q, self.k, self.v], self.above)
@@ -71,7 +75,9 @@ def attention_cases(shape: Shape, dtype: torch.dtype) -> dict[str, Cases]:
     return {
         "forward": {name: torch.no_grad()(way) for name, way in calls.ways.items()},
         "backward": calls.backward(),
-        "forward + backward": {name: calls.both(way) for name, way in calls.ways.items()},
+        "forward + backward": {
+            name: calls.both(way) for name, way in calls.ways.items()
+        },
     }
 
 
@@ -91,8 +97,13 @@ def speed_of_mm(rounds: int) -> float:
 def show_price(title: str, rows: list[BenchRow], without: str, with_: str) -> None:
     """Prints what statistics add."""
     least = {row.name: min(row.times) for row in rows}
-    extra, of_least = between(rows, with_, without) - 1, least[with_] / least[without] - 1
-    print(f"  statistics add {100 * extra:+.2f} % to {title} (minima: {100 * of_least:+.2f} %)")
+    extra, of_least = (
+        between(rows, with_, without) - 1,
+        least[with_] / least[without] - 1,
+    )
+    print(
+        f"  statistics add {100 * extra:+.2f} % to {title} (minima: {100 * of_least:+.2f} %)"
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -107,9 +118,17 @@ def main(arguments: list[str] | None = None) -> None:
         (b, t, h, _, d), dtype = shape, bench.options.dtype
         for kind, cases in attention_cases(shape, getattr(torch, dtype)).items():
             title = f"attention, {kind}, {dtype}, batch tokens heads key-heads dim = {shape}"
-            rows = bench.table(title, cases, calls=4 if b * h * t * t * d < 1 << 27 else 1)
+            rows = bench.table(
+                title, cases, calls=4 if b * h * t * t * d < 1 << 27 else 1
+            )
             if kind == "backward":
-                print("  " + ", ".join(f"{r.name}: {flops(shape) / min(r.times) / 1e6:.0f} GFLOP/s" for r in rows))
+                print(
+                    "  "
+                    + ", ".join(
+                        f"{r.name}: {flops(shape) / min(r.times) / 1e6:.0f} GFLOP/s"
+                        for r in rows
+                    )
+                )
             else:
                 show_price(kind, rows, OWN, COUNTED)
 

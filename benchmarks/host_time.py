@@ -54,7 +54,9 @@ from qkeel.nn import Decoder, DecoderConfig
 WIDTH, HEADS, TOKENS, BATCH, VOCABULARY = 64, 4, 32, 2, 128
 NEVER = 1 << 40  # steps: never again after the first
 STEPS = 3  # timed in a row, of which the fastest counts; passes that are searched as a whole are so left out
-PERIOD = 10  # steps in a row, of which the mean counts, where not every step does the same
+PERIOD = (
+    10  # steps in a row, of which the mean counts, where not every step does the same
+)
 WARM = 6  # watched steps before: the search for attention, and the passes that are searched as a whole
 Watcher = Callable[[nn.Module, Optimizer, Tensor], object]
 
@@ -63,12 +65,28 @@ def transformers_model(kind: str, layers: int, attention: str = "sdpa") -> nn.Mo
     """A causal language model of transformers: "Llama", "GPT2" or "Qwen3"."""
     import transformers
 
-    sizes: dict[str, object] = {"vocab_size": VOCABULARY, "attn_implementation": attention}
+    sizes: dict[str, object] = {
+        "vocab_size": VOCABULARY,
+        "attn_implementation": attention,
+    }
     if kind == "GPT2":
-        sizes |= {"n_embd": WIDTH, "n_layer": layers, "n_head": HEADS, "n_positions": 2 * TOKENS}
+        sizes |= {
+            "n_embd": WIDTH,
+            "n_layer": layers,
+            "n_head": HEADS,
+            "n_positions": 2 * TOKENS,
+        }
     else:
-        sizes |= {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": layers}
-        sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": 2 * TOKENS}
+        sizes |= {
+            "hidden_size": WIDTH,
+            "intermediate_size": 2 * WIDTH,
+            "num_hidden_layers": layers,
+        }
+        sizes |= {
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": HEADS,
+            "max_position_embeddings": 2 * TOKENS,
+        }
     if kind == "Qwen3":
         sizes["head_dim"] = WIDTH // HEADS
     name = {"GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind}ForCausalLM")
@@ -80,7 +98,9 @@ class Own(nn.Module):
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        config = DecoderConfig(vocab_size=VOCABULARY, d_model=WIDTH, n_layers=layers, n_heads=HEADS)
+        config = DecoderConfig(
+            vocab_size=VOCABULARY, d_model=WIDTH, n_layers=layers, n_heads=HEADS
+        )
         self.decoder = Decoder(config)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -89,7 +109,9 @@ class Own(nn.Module):
 
 MODELS: Mapping[str, Callable[[int], nn.Module]] = {
     "transformers' Llama, SDPA": lambda layers: transformers_model("Llama", layers),
-    "transformers' Llama, eager": lambda layers: transformers_model("Llama", layers, "eager"),
+    "transformers' Llama, eager": lambda layers: transformers_model(
+        "Llama", layers, "eager"
+    ),
     "transformers' GPT-2": lambda layers: transformers_model("GPT2", layers),
     "transformers' Qwen3": lambda layers: transformers_model("Qwen3", layers),
     "qkeel's Decoder": Own,
@@ -103,13 +125,17 @@ def watched(**options: object) -> Watcher:
 
 def applied(remedy: str) -> Watcher:
     """A watcher by a remedy."""
-    return lambda model, optimizer, ids: qkeel.apply(model, remedy, optimizer, batch=ids)
+    return lambda model, optimizer, ids: qkeel.apply(
+        model, remedy, optimizer, batch=ids
+    )
 
 
 def recorded(model: nn.Module, optimizer: Optimizer, _: Tensor) -> object:
     """A watcher that writes a run directory, into a place that is deleted with the watcher."""
     place = tempfile.TemporaryDirectory()
-    return qkeel.watch(model, optimizer, stats="max", sinks=Path(place.name) / "run"), place
+    return qkeel.watch(
+        model, optimizer, stats="max", sinks=Path(place.name) / "run"
+    ), place
 
 
 def by_hand(model: nn.Module, optimizer: Optimizer, _: Tensor) -> object:
@@ -117,7 +143,12 @@ def by_hand(model: nn.Module, optimizer: Optimizer, _: Tensor) -> object:
     plain, found = F.scaled_dot_product_attention, list[Tensor]()
 
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: object, **kw: object
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        *args: object,
+        **kw: object,
     ) -> Tensor:
         with torch.no_grad():
             scale = kw.get("scale") or q.shape[-1] ** -0.5
@@ -147,19 +178,28 @@ def clipped_as_megatron(model: nn.Module, optimizer: Optimizer, _: Tensor) -> ob
     plain, found = F.scaled_dot_product_attention, list[Tensor]()
 
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: object, **kw: object
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        *args: object,
+        **kw: object,
     ) -> Tensor:
         with torch.no_grad():
             scores = q @ k.mT * (kw.get("scale") or q.shape[-1] ** -0.5)
             if kw.get("is_causal"):
-                scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+                scores = scores.masked_fill(
+                    torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf
+                )
             found.append(scores.amax((0, 2, 3)))
         return plain(q, k, v, attn_mask, *args, **kw)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def clip(*_: object) -> None:
         for top in found:
-            gamma = torch.where(top > 1e9, 1e9 / top, 1.0)  # deep models pass 100 within the steps that are timed
+            gamma = torch.where(
+                top > 1e9, 1e9 / top, 1.0
+            )  # deep models pass 100 within the steps that are timed
             if torch.any(gamma < 1.0):
                 raise AssertionError("no logit of this benchmark is over the threshold")
         found.clear()
@@ -177,9 +217,13 @@ WATCHERS: Mapping[str, Watcher] = {
     "watch(every=10)": watched(every=10),
     'watch(stats="max", every=10)': watched(stats="max", every=10),
     "watch(LogSpaced)": watched(every=LogSpaced()),
-    "watch(Adaptive), between measured steps": watched(every=Adaptive(least=NEVER, most=NEVER)),
+    "watch(Adaptive), between measured steps": watched(
+        every=Adaptive(least=NEVER, most=NEVER)
+    ),
     "watch, no step measured": watched(every=Every(NEVER)),
-    "autopilot": lambda model, optimizer, ids: qkeel.autopilot(model, optimizer, batch=ids),
+    "autopilot": lambda model, optimizer, ids: qkeel.autopilot(
+        model, optimizer, batch=ids
+    ),
     'watch(stats="max") and qk_clip': lambda model, optimizer, ids: (
         qkeel.watch(model, optimizer, stats="max"),
         qkeel.apply(model, "qk_clip", optimizer, batch=ids),
@@ -208,7 +252,9 @@ GOALS = {
 
 def applied_and_removed(remedy: str) -> Watcher:
     """A watcher that applies a remedy and removes it at once."""
-    return lambda model, optimizer, ids: qkeel.apply(model, remedy, optimizer, batch=ids).remove()
+    return lambda model, optimizer, ids: qkeel.apply(
+        model, remedy, optimizer, batch=ids
+    ).remove()
 
 
 # What looks for attention in a model: once, not in every step.
@@ -224,15 +270,25 @@ SEARCHES: Mapping[str, Watcher] = {
 class Case:
     """One model in training, whose steps are taken with a watcher's hooks or without them."""
 
-    def __init__(self, model: Callable[[int], nn.Module], layers: int, watcher: Watcher | None) -> None:
+    def __init__(
+        self, model: Callable[[int], nn.Module], layers: int, watcher: Watcher | None
+    ) -> None:
         torch.manual_seed(0)
         self.model, self.layers = model(layers), layers
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.ids = torch.randint(0, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+        self.ids = torch.randint(
+            0, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1)
+        )
         bare = [(table, name, _copied(table[name])) for table, name in self._hooked()]
-        self._handle = None if watcher is None else watcher(self.model, self.optimizer, self.ids)
+        self._handle = (
+            None if watcher is None else watcher(self.model, self.optimizer, self.ids)
+        )
         own = [table[name] for table, name, _ in bare]
-        self._slots = [(*slot, x) for slot, x in zip(bare, own) if x is not slot[2] and x != slot[2]]
+        self._slots = [
+            (*slot, x)
+            for slot, x in zip(bare, own)
+            if x is not slot[2] and x != slot[2]
+        ]
         self._set(watched=False)
         with self.watched():
             for _ in range(WARM):
@@ -240,8 +296,16 @@ class Case:
 
     def _hooked(self) -> Iterator[tuple[dict[str, Any], str]]:
         """Everything by which a watcher is called: tables of hooks, observers of modules, torch's function."""
-        names = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs")
-        names += ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "observers")
+        names = (
+            "_forward_pre_hooks",
+            "_forward_hooks",
+            "_forward_pre_hooks_with_kwargs",
+        )
+        names += (
+            "_forward_hooks_with_kwargs",
+            "_forward_hooks_always_called",
+            "observers",
+        )
         for module in self.model.modules():
             yield from ((vars(module), name) for name in names if name in vars(module))
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -303,7 +367,9 @@ class Case:
 
     def operators(self, steps: int = 4, *, watched: bool = True) -> float:
         """Returns how many operators of torch a step calls, those that others call included."""
-        profile = torch.autograd.profiler.profile(use_kineto=False)  # the newer one takes seconds to begin
+        profile = torch.autograd.profiler.profile(
+            use_kineto=False
+        )  # the newer one takes seconds to begin
         self._set(watched=watched)
         try:
             with profile:
@@ -355,11 +421,14 @@ def per_layer(
         over = [(watched - plain) / layers for plain, watched in pairs[name]]
         low, high = median_interval(over)
         calls, operators = (
-            [count(4, watched=on) for on in (False, True)] for count in (case.python_calls, case.operators)
+            [count(4, watched=on) for on in (False, True)]
+            for count in (case.python_calls, case.operators)
         )
         found[name] = {
             "plain_ms": statistics.median(plain for plain, _ in pairs[name]),
-            "ratio": statistics.median(watched / plain for plain, watched in pairs[name]),
+            "ratio": statistics.median(
+                watched / plain for plain, watched in pairs[name]
+            ),
             "ms_per_layer": statistics.median(over),
             "low": low,
             "high": high,
@@ -368,7 +437,10 @@ def per_layer(
             "operators_per_layer": (operators[1] - operators[0]) / layers,
         }
         if name in goals:
-            found[name] |= {"goal": goals[name], "verdict": verdict(low, high, goals[name])}
+            found[name] |= {
+                "goal": goals[name],
+                "verdict": verdict(low, high, goals[name]),
+            }
     return found
 
 
@@ -391,7 +463,9 @@ def micro_training(seconds: float) -> dict[str, float | str]:
         state = RunState(resolve(RunConfig(device="cpu")))
         steps = state.config.steps
         begun = time.process_time_ns()
-        monitor = qkeel.watch(state.model, state.optimizer, every=1) if watched else None
+        monitor = (
+            qkeel.watch(state.model, state.optimizer, every=1) if watched else None
+        )
         for step in range(steps):
             train_step(state, step)
         if monitor is not None:
@@ -402,7 +476,9 @@ def micro_training(seconds: float) -> dict[str, float | str]:
     for turn in itertools.count():
         if turn > 5 and time.perf_counter() - begun > seconds:
             break
-        both = [train(watched) for watched in ((False, True) if turn % 2 else (True, False))]
+        both = [
+            train(watched) for watched in ((False, True) if turn % 2 else (True, False))
+        ]
         pairs.append((both[0], both[1]) if turn % 2 else (both[1], both[0]))
     ratios = [watched / plain for plain, watched in pairs]
     low, high = median_interval(ratios)
@@ -417,9 +493,13 @@ def micro_training(seconds: float) -> dict[str, float | str]:
     }
 
 
-def passes_of(search: Watcher, model: nn.Module, optimizer: Optimizer, ids: Tensor) -> int:
+def passes_of(
+    search: Watcher, model: nn.Module, optimizer: Optimizer, ids: Tensor
+) -> int:
     """Returns how many forward passes of the whole model a search takes."""
-    passes = itertools.count()  # not a number or a list, which a search puts back as it was
+    passes = (
+        itertools.count()
+    )  # not a number or a list, which a search puts back as it was
 
     def count(_module: object, args: object, kwargs: object) -> object:
         next(passes)
@@ -433,7 +513,9 @@ def passes_of(search: Watcher, model: nn.Module, optimizer: Optimizer, ids: Tens
     return next(passes)
 
 
-def searched(model: Callable[[int], nn.Module], layers: int, rounds: int) -> dict[str, dict[str, float]]:
+def searched(
+    model: Callable[[int], nn.Module], layers: int, rounds: int
+) -> dict[str, dict[str, float]]:
     """Returns, by search, its time in plain steps of the model and in milliseconds, and its forward passes. A search
     that refuses the model is left out."""
     plain = Case(model, layers, None)
@@ -500,7 +582,11 @@ def parts(case: Case) -> dict[str, float]:
     whole = max(row[3] for (_, _, name), row in rows.items() if name == "step")
     found = {}
     for part, (file, function) in PARTS.items():
-        taken = sum(row[3] for (path, _, name), row in rows.items() if path.endswith(file) and name == function)
+        taken = sum(
+            row[3]
+            for (path, _, name), row in rows.items()
+            if path.endswith(file) and name == function
+        )
         found[part] = 100 * taken / whole
     return found
 
@@ -508,12 +594,17 @@ def parts(case: Case) -> dict[str, float]:
 def show(title: str, found: Mapping[str, Mapping[str, Any]]) -> None:
     """Prints a table of `per_layer`."""
     plain = statistics.median(row["plain_ms"] for row in found.values())
-    print(f"\n{title}: per layer over the plain step of {plain:.2f} ms; median and its 95 % interval")
+    print(
+        f"\n{title}: per layer over the plain step of {plain:.2f} ms; median and its 95 % interval"
+    )
     for case, row in found.items():
         goal = f"goal {row['goal']:g}: {row['verdict']}" if "goal" in row else ""
         milliseconds = f"{row['ms_per_layer']:7.3f} ms ({row['low']:6.3f} to {row['high']:6.3f}; {row['pairs']} pairs)"
         counts = f"{row['calls_per_layer']:6.1f} calls {row['operators_per_layer']:6.1f} operators"
-        print(f"  {case:<46} {milliseconds} ratio {row['ratio']:5.3f} {counts}  {goal}", flush=True)
+        print(
+            f"  {case:<46} {milliseconds} ratio {row['ratio']:5.3f} {counts}  {goal}",
+            flush=True,
+        )
 
 
 def markdown(tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
@@ -527,8 +618,14 @@ def markdown(tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
         cells = []
         for found in tables.values():
             row = found.get(case)
-            said = "" if row is None else f"{row['ms_per_layer']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
-            cells.append(f"{said} {'' if row is None else row.get('verdict', '')}".strip())
+            said = (
+                ""
+                if row is None
+                else f"{row['ms_per_layer']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+            )
+            cells.append(
+                f"{said} {'' if row is None else row.get('verdict', '')}".strip()
+            )
         lines.append(f"| {case} | {' | '.join(cells)} | {GOALS.get(case, '')} |")
     return "\n".join(lines) + "\n"
 
@@ -536,14 +633,39 @@ def markdown(tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Prints and writes the tables."""
     flags = {
-        "--only": {"default": "Llama, SDPA", "metavar": "WORDS", "help": "models whose name holds these words"},
-        "--cases": {"default": "", "metavar": "WORDS", "help": "cases whose name holds these words; nothing written"},
-        "--all": {"action": "store_true", "help": "all cases, not only those with goals and the peers"},
-        "--parts": {"default": "", "metavar": "CASE", "help": "the parts of a step in this case; nothing written"},
+        "--only": {
+            "default": "Llama, SDPA",
+            "metavar": "WORDS",
+            "help": "models whose name holds these words",
+        },
+        "--cases": {
+            "default": "",
+            "metavar": "WORDS",
+            "help": "cases whose name holds these words; nothing written",
+        },
+        "--all": {
+            "action": "store_true",
+            "help": "all cases, not only those with goals and the peers",
+        },
+        "--parts": {
+            "default": "",
+            "metavar": "CASE",
+            "help": "the parts of a step in this case; nothing written",
+        },
         "--layers": {"default": "2,8,32", "help": "numbers of layers"},
-        "--add": {"action": "store_true", "help": "keep the tables that a run of the same day has written"},
-        "--seconds": {"default": 150.0, "type": float, "help": "of all timed steps together, about"},
-        "--searches": {"action": "store_true", "help": "find_sites and remedies that look for sites; nothing written"},
+        "--add": {
+            "action": "store_true",
+            "help": "keep the tables that a run of the same day has written",
+        },
+        "--seconds": {
+            "default": 150.0,
+            "type": float,
+            "help": "of all timed steps together, about",
+        },
+        "--searches": {
+            "action": "store_true",
+            "help": "find_sites and remedies that look for sites; nothing written",
+        },
     }
     bench = Bench("host_time", __doc__, arguments, rounds=3, writes=True, flags=flags)
     warnings.simplefilter("ignore")
@@ -552,33 +674,51 @@ def main(arguments: list[str] | None = None) -> None:
     words = "" if bench.toy else options.only.lower()
     known = {name: model for name, model in MODELS.items() if words in name.lower()}
     if importlib.util.find_spec("transformers") is None or bench.toy:
-        known = {name: model for name, model in known.items() if "transformers" not in name}
+        known = {
+            name: model for name, model in known.items() if "transformers" not in name
+        }
     if options.parts:
         for name, model in known.items():
             for layers in sizes:
                 shares = parts(Case(model, layers, WATCHERS[options.parts]))
-                bench.numbers(f"{name}, {layers} layers, {options.parts}: per cent of a step", shares)
+                bench.numbers(
+                    f"{name}, {layers} layers, {options.parts}: per cent of a step",
+                    shares,
+                )
         return
     if options.searches:
         for name, model in known.items():
             for layers in sizes:
-                print_searches(f"{name}, {layers} layers", searched(model, layers, bench.rounds))
+                print_searches(
+                    f"{name}, {layers} layers", searched(model, layers, bench.rounds)
+                )
         return
     seconds = 0.0 if bench.toy else options.seconds / len(known)
-    share = {layers: layers**0.5 / sum(n**0.5 for n in sizes) for layers in sizes}  # deep models take longer a step
+    share = {
+        layers: layers**0.5 / sum(n**0.5 for n in sizes) for layers in sizes
+    }  # deep models take longer a step
     tables: dict[str, object] = {}
     searches: dict[str, dict[str, dict[str, float]]] = {}
     for name, model in known.items():
-        watchers = {**WATCHERS, **(PEERS if name == "transformers' Llama, SDPA" else {})}
+        watchers = {
+            **WATCHERS,
+            **(PEERS if name == "transformers' Llama, SDPA" else {}),
+        }
         if not (options.all or options.cases):
-            watchers = {case: w for case, w in watchers.items() if case in {PLAIN, *GOALS, *PEERS}}
+            watchers = {
+                case: w
+                for case, w in watchers.items()
+                if case in {PLAIN, *GOALS, *PEERS}
+            }
         watchers = {case: w for case, w in watchers.items() if options.cases in case}
         if bench.toy:
             watchers = {case: watchers[case] for case in ("watch()", "qk_clip")}
         for layers in sizes:
             title = f"{name}, {layers} layers"
             goals = GOALS if name.startswith("transformers' Llama") else {}
-            tables[title] = found = per_layer(model, watchers, layers, seconds * share[layers], goals)
+            tables[title] = found = per_layer(
+                model, watchers, layers, seconds * share[layers], goals
+            )
             show(title, found)
             if not options.cases and not bench.toy:
                 searches[title] = searched(model, layers, bench.rounds)
@@ -592,8 +732,21 @@ def main(arguments: list[str] | None = None) -> None:
             f"({training['low']:.3f} to {training['high']:.3f}; {training['pairs']} pairs) of the plain run of "
             f"{training['plain_ms']:.0f} ms  goal {training['goal']}: {training['verdict']}"
         )
-    about = {"width": WIDTH, "tokens": TOKENS, "batch": BATCH, "models": list(known), "layers": sizes}
-    path = bench.write("host-time", add=options.add, about=about, tables=tables, searches=searches, training=training)
+    about = {
+        "width": WIDTH,
+        "tokens": TOKENS,
+        "batch": BATCH,
+        "models": list(known),
+        "layers": sizes,
+    }
+    path = bench.write(
+        "host-time",
+        add=options.add,
+        about=about,
+        tables=tables,
+        searches=searches,
+        training=training,
+    )
     path.with_suffix(".md").write_text(markdown(json.loads(path.read_text())["tables"]))
 
 

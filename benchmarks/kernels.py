@@ -44,7 +44,9 @@ class Size:
     head_dims: tuple[int, ...] = (64, 128)
     forms: tuple[Form, ...] = tuple(SPECS)
     heads: int = 8
-    shrink: int = 1  # token counts are divided by it, to check only that everything runs
+    shrink: int = (
+        1  # token counts are divided by it, to check only that everything runs
+    )
 
 
 FULL = Size()
@@ -66,14 +68,20 @@ class Cell:
     tokens: int
 
     def __str__(self) -> str:
-        parts = [self.form, str(self.dtype).removeprefix("torch."), f"heads of {self.head_dim}"]
+        parts = [
+            self.form,
+            str(self.dtype).removeprefix("torch."),
+            f"heads of {self.head_dim}",
+        ]
         parts += ["backward" if self.gradient else "forward", f"T = {self.tokens}"]
         return ", ".join([*parts, *["with statistics"] * self.statistics])
 
 
 def grid(size: Size, device: str) -> Iterator[Cell]:
     """Yields every call to measure. A call with one query token is decoding, which has no gradient."""
-    for dtype, head_dim, form, counted in itertools.product(size.dtypes, size.head_dims, size.forms, (False, True)):
+    for dtype, head_dim, form, counted in itertools.product(
+        size.dtypes, size.head_dims, size.forms, (False, True)
+    ):
         for gradient, tokens in itertools.product((False, True), TOKENS):
             if not (gradient and tokens == 1):
                 yield Cell(
@@ -92,14 +100,25 @@ def cases(cell: Cell, size: Size) -> Cases:
     tensors = _tensors(cell, size)
     mask = None
     if cell.form == "masked":
-        mask = torch.ones(tensors[0].shape[0], tensors[1].shape[2], dtype=torch.bool, device=cell.device)
+        mask = torch.ones(
+            tensors[0].shape[0],
+            tensors[1].shape[2],
+            dtype=torch.bool,
+            device=cell.device,
+        )
         mask[:, 0] = False  # a padded batch
     call = make_call(SPECS[cell.form], *tensors, mask=mask)
     above = torch.randn_like(tensors[0])
 
     def case(name: str) -> Callable[[], object]:
         def forward() -> Tensor:
-            output = attention(*tensors, spec=SPECS[cell.form], mask=mask, impl=name, stats=cell.statistics)
+            output = attention(
+                *tensors,
+                spec=SPECS[cell.form],
+                mask=mask,
+                impl=name,
+                stats=cell.statistics,
+            )
             return output[0] if cell.statistics else output
 
         def both() -> tuple[Tensor, ...]:
@@ -107,7 +126,11 @@ def cases(cell: Cell, size: Size) -> Cases:
 
         return both if cell.gradient else forward
 
-    return {name: case(name) for name, kernel in KERNELS.items() if kernel.supports(call) is None}
+    return {
+        name: case(name)
+        for name, kernel in KERNELS.items()
+        if kernel.supports(call) is None
+    }
 
 
 def _tensors(cell: Cell, size: Size) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +141,9 @@ def _tensors(cell: Cell, size: Size) -> tuple[Tensor, Tensor, Tensor]:
     rng = torch.Generator().manual_seed(0)
 
     def projected(t: int) -> Tensor:
-        x = torch.randn(batch, t, size.heads, cell.head_dim, generator=rng).to(cell.device, cell.dtype)
+        x = torch.randn(batch, t, size.heads, cell.head_dim, generator=rng).to(
+            cell.device, cell.dtype
+        )
         return x.transpose(1, 2).requires_grad_(cell.gradient)
 
     return projected(tokens), projected(keys), projected(keys)
@@ -137,7 +162,12 @@ def gpu_ms(case: Callable[[], object], calls: int) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measures every call of the grid that at least two kernels support."""
-    flags = {"--full": {"action": "store_true", "help": "every form, size of heads and dtype"}}
+    flags = {
+        "--full": {
+            "action": "store_true",
+            "help": "every form, size of heads and dtype",
+        }
+    }
     flags |= {"--device": {"default": "cuda" if torch.cuda.is_available() else "cpu"}}
     bench = Bench("kernels", __doc__, arguments, rounds=5, flags=flags)
     size = TOY if bench.toy else FULL if bench.options.full else QUICK
@@ -145,7 +175,13 @@ def main(arguments: list[str] | None = None) -> None:
         ways = cases(cell, size)
         if len(ways) > 1:
             calls = max(1, 16 // cell.tokens) if size.shrink == 1 else 1
-            bench.table(str(cell), ways, calls, 1, clock=processor_ms if cell.device == "cpu" else gpu_ms)
+            bench.table(
+                str(cell),
+                ways,
+                calls,
+                1,
+                clock=processor_ms if cell.device == "cpu" else gpu_ms,
+            )
 
 
 if __name__ == "__main__":

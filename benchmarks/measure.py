@@ -21,7 +21,17 @@ import torch
 import qkeel
 from benchmarks.timing import BenchRow, interleave, processor_ms
 
-__all__ = ["Bench", "Case", "Cases", "BenchRow", "about", "between", "by_native", "median_interval", "restored"]
+__all__ = [
+    "Bench",
+    "Case",
+    "Cases",
+    "BenchRow",
+    "about",
+    "between",
+    "by_native",
+    "median_interval",
+    "restored",
+]
 __all__ += ["take_turns"]
 
 Case = Callable[[], object]
@@ -52,27 +62,43 @@ class Bench:
     ) -> None:
         self.command = f"python -m benchmarks{'.' * bool(name)}{name}"
         parser = argparse.ArgumentParser(prog=self.command, description=doc)
-        parser.add_argument("--toy", action="store_true", help="tiny sizes: only to see that it runs")
+        parser.add_argument(
+            "--toy", action="store_true", help="tiny sizes: only to see that it runs"
+        )
         if rounds is not None:
             parser.add_argument("--rounds", type=int, default=rounds)
         if peer:
-            parser.add_argument("--no-compile", action="store_true", help=f"leave {peer} out (saves minutes)")
+            parser.add_argument(
+                "--no-compile",
+                action="store_true",
+                help=f"leave {peer} out (saves minutes)",
+            )
         if writes:
             parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
         for flag, options in (flags or {}).items():
             parser.add_argument(flag, **options)
         self.options = parser.parse_args(arguments)
         self.toy: bool = self.options.toy
-        self.rounds: int = 0 if rounds is None else min(2, self.options.rounds) if self.toy else self.options.rounds
+        self.rounds: int = (
+            0
+            if rounds is None
+            else min(2, self.options.rounds)
+            if self.toy
+            else self.options.rounds
+        )
         self.compiled = bool(peer) and not (self.toy or self.options.no_compile)
         self.tables: dict[str, object] = {}
         torch.set_num_threads(1)
         if needs:
             os.environ["QKEEL_NATIVE"] = "1"
         if not all(ready() for ready in needs):
-            raise SystemExit("the kernels could not be compiled; the warning above says why")
+            raise SystemExit(
+                "the kernels could not be compiled; the warning above says why"
+            )
 
-    def table(self, title: str, cases: Cases, calls: int = 1, warmup: int = 2, **more: Any) -> list[BenchRow]:
+    def table(
+        self, title: str, cases: Cases, calls: int = 1, warmup: int = 2, **more: Any
+    ) -> list[BenchRow]:
         """Times the cases in turn, prints their ratios to the first one, and keeps them for the results file.
 
         `more`: other rounds than those asked for, another clock.
@@ -94,13 +120,22 @@ class Bench:
 
         With `add`, the entries of each part of `more` are added to those that the file already has."""
         notes = about(self.command, self.rounds)
-        path: Path = self.options.out / f"{device}-{notes['date']}{'-toy' if self.toy else ''}.json"
+        path: Path = (
+            self.options.out
+            / f"{device}-{notes['date']}{'-toy' if self.toy else ''}.json"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         notes |= more.pop("about", {})
         if add and path.exists():
             known = json.loads(path.read_text())
-            more = {name: {**known.get(name, {}), **part} for name, part in more.items()}
-        text = json.dumps({"about": notes, **(more or {"tables": self.tables})}, indent=1, ensure_ascii=False)
+            more = {
+                name: {**known.get(name, {}), **part} for name, part in more.items()
+            }
+        text = json.dumps(
+            {"about": notes, **(more or {"tables": self.tables})},
+            indent=1,
+            ensure_ascii=False,
+        )
         path.write_text(text + "\n")
         print(f"\nwritten: {path}")
         return path
@@ -111,20 +146,39 @@ class Bench:
         for title, rows in self.tables.items():
             times = isinstance(rows, list)
             spread = "min / median / max"
-            lines += [f"\n### {title}\n", f"| case | ms {spread} | ratio {spread} |" if times else "| case | value |"]
+            lines += [
+                f"\n### {title}\n",
+                f"| case | ms {spread} | ratio {spread} |"
+                if times
+                else "| case | value |",
+            ]
             lines.append("|---" * (2 + times) + "|")
             for row in rows if isinstance(rows, list) else []:
-                both = (" / ".join(f"{x:.3f}" for x in row[name]) for name in ("cpu_ms", "ratio"))
+                both = (
+                    " / ".join(f"{x:.3f}" for x in row[name])
+                    for name in ("cpu_ms", "ratio")
+                )
                 lines.append(f"| {row['case']} | {' | '.join(both)} |")
-            lines += [f"| {name} | {value} |" for name, value in rows.items()] if isinstance(rows, dict) else []
+            lines += (
+                [f"| {name} | {value} |" for name, value in rows.items()]
+                if isinstance(rows, dict)
+                else []
+            )
         return "\n".join(lines).strip() + "\n"
 
 
 def take_turns(
-    cases: Cases, rounds: int, calls: int = 1, warmup: int = 2, clock: Callable[[Case, int], float] = processor_ms
+    cases: Cases,
+    rounds: int,
+    calls: int = 1,
+    warmup: int = 2,
+    clock: Callable[[Case, int], float] = processor_ms,
 ) -> list[BenchRow]:
     """`interleave` with the first case as base; QKEEL_NATIVE is afterwards what it was before."""
-    return restored("QKEEL_NATIVE", lambda: interleave(cases, next(iter(cases)), rounds, calls, warmup, clock))
+    return restored(
+        "QKEEL_NATIVE",
+        lambda: interleave(cases, next(iter(cases)), rounds, calls, warmup, clock),
+    )
 
 
 def between(rows: Sequence[BenchRow], over: str, base: str) -> float:
@@ -133,7 +187,9 @@ def between(rows: Sequence[BenchRow], over: str, base: str) -> float:
     return statistics.median(a / b for a, b in zip(times[over], times[base]))
 
 
-def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+def median_interval(
+    values: Sequence[float], level: float = 0.95
+) -> tuple[float, float]:
     """Returns an interval for the median of what the values are drawn from, whatever its distribution.
 
     It is from the k-th smallest to the k-th largest value, with the largest k for which fewer than k of n values are
@@ -191,4 +247,6 @@ def show(title: str, rows: list[BenchRow], base: str) -> None:
     width = max(len(r.name) for r in rows)
     for r in rows:
         low, mid, high = min(r.times), statistics.median(r.times), max(r.times)
-        print(f"  {r.name:<{width}}  {low:9.2f} / {mid:9.2f} / {high:9.2f}   {r.ratio:6.3f}")
+        print(
+            f"  {r.name:<{width}}  {low:9.2f} / {mid:9.2f} / {high:9.2f}   {r.ratio:6.3f}"
+        )

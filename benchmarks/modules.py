@@ -32,19 +32,26 @@ class Bare(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.attend: Callable[..., Tensor] = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.attend: Callable[..., Tensor] = functools.partial(
+            F.scaled_dot_product_attention, is_causal=True
+        )
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(dim, dim, bias=False) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+            p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
         )
         return self.o_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 def ours(dim: int, heads: int, norm: bool, impl: str = "auto") -> nn.Module:
     """qkeel's module with RoPE, with and without QK-norm (Qwen3's recipe)."""
-    module = qkeel.nn.Attention(dim, heads, spec=qkeel.preset("qwen3" if norm else "baseline"))
+    module = qkeel.nn.Attention(
+        dim, heads, spec=qkeel.preset("qwen3" if norm else "baseline")
+    )
     module.impl = impl
     return module
 
@@ -52,12 +59,21 @@ def ours(dim: int, heads: int, norm: bool, impl: str = "auto") -> nn.Module:
 class Transformers(nn.Module):
     """The attention of a transformers model with SDPA; without the norm its modules are replaced by identities."""
 
-    def __init__(self, family: str, dim: int, heads: int, norm: bool, length: int) -> None:
+    def __init__(
+        self, family: str, dim: int, heads: int, norm: bool, length: int
+    ) -> None:
         super().__init__()
         lower = f"transformers.models.{family.lower()}"
-        config_of = getattr(importlib.import_module(f"{lower}.configuration_{family.lower()}"), f"{family}Config")
+        config_of = getattr(
+            importlib.import_module(f"{lower}.configuration_{family.lower()}"),
+            f"{family}Config",
+        )
         modeling = importlib.import_module(f"{lower}.modeling_{family.lower()}")
-        sizes = {"hidden_size": dim, "num_attention_heads": heads, "num_key_value_heads": heads}
+        sizes = {
+            "hidden_size": dim,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+        }
         config = config_of(**sizes, head_dim=dim // heads, attn_implementation="sdpa")
         self.inner = getattr(modeling, f"{family}Attention")(config, layer_idx=0)
         if not norm:
@@ -68,7 +84,9 @@ class Transformers(nn.Module):
         self.register_buffer("sin", sin)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, position_embeddings=(self.cos, self.sin), attention_mask=None)[0]
+        return self.inner(
+            x, position_embeddings=(self.cos, self.sin), attention_mask=None
+        )[0]
 
 
 class XTransformers(nn.Module):
@@ -79,8 +97,12 @@ class XTransformers(nn.Module):
         from x_transformers.x_transformers import Attention, RotaryEmbedding
 
         options = {"qk_norm": True, "qk_norm_dim_scale": True} if norm else {}
-        self.inner = Attention(dim, dim_head=dim // heads, heads=heads, causal=True, flash=True, **options)
-        self.register_buffer("freqs", RotaryEmbedding(dim // heads)(torch.arange(length))[0])
+        self.inner = Attention(
+            dim, dim_head=dim // heads, heads=heads, causal=True, flash=True, **options
+        )
+        self.register_buffer(
+            "freqs", RotaryEmbedding(dim // heads)(torch.arange(length))[0]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.inner(x, rotary_pos_emb=(self.freqs, 1.0))
@@ -93,10 +115,14 @@ class TorchMHA(nn.Module):
     def __init__(self, dim: int, heads: int, length: int) -> None:
         super().__init__()
         self.inner = nn.MultiheadAttention(dim, heads, bias=False, batch_first=True)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
+        self.register_buffer(
+            "mask", nn.Transformer.generate_square_subsequent_mask(length)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, x, x, attn_mask=self.mask, is_causal=True, need_weights=False)[0]
+        return self.inner(
+            x, x, x, attn_mask=self.mask, is_causal=True, need_weights=False
+        )[0]
 
 
 class Watched(nn.Module):
@@ -109,8 +135,13 @@ class Watched(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         m = self.inner
-        q, k, v = (p(x).unflatten(-1, (m.n_heads, m.head_dim)).transpose(1, 2) for p in (m.q_proj, m.k_proj, m.v_proj))
-        out, self.seen = qkeel.attention(q, k, v, spec=m.spec, params=m.spec_params(), impl="native", stats="max")
+        q, k, v = (
+            p(x).unflatten(-1, (m.n_heads, m.head_dim)).transpose(1, 2)
+            for p in (m.q_proj, m.k_proj, m.v_proj)
+        )
+        out, self.seen = qkeel.attention(
+            q, k, v, spec=m.spec, params=m.spec_params(), impl="native", stats="max"
+        )
         return m.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -120,10 +151,18 @@ def modules(dim: int, heads: int, length: int, compiled: bool) -> dict[str, nn.M
         BASE: lambda: Bare(dim, heads),
         "qkeel rope, torch": lambda: ours(dim, heads, False),
         "qkeel rope + norm, torch": lambda: ours(dim, heads, True),
-        "transformers Qwen3 rope": lambda: Transformers("Qwen3", dim, heads, False, length),
-        "transformers Qwen3 rope + norm": lambda: Transformers("Qwen3", dim, heads, True, length),
-        "transformers OLMo 2 rope": lambda: Transformers("Olmo2", dim, heads, False, length),
-        "transformers OLMo 2 rope + norm": lambda: Transformers("Olmo2", dim, heads, True, length),
+        "transformers Qwen3 rope": lambda: Transformers(
+            "Qwen3", dim, heads, False, length
+        ),
+        "transformers Qwen3 rope + norm": lambda: Transformers(
+            "Qwen3", dim, heads, True, length
+        ),
+        "transformers OLMo 2 rope": lambda: Transformers(
+            "Olmo2", dim, heads, False, length
+        ),
+        "transformers OLMo 2 rope + norm": lambda: Transformers(
+            "Olmo2", dim, heads, True, length
+        ),
         "x-transformers rope": lambda: XTransformers(dim, heads, False, length),
         "x-transformers rope + norm": lambda: XTransformers(dim, heads, True, length),
         "nn.MultiheadAttention (no rope)": lambda: TorchMHA(dim, heads, length),
@@ -163,12 +202,17 @@ def call(module: nn.Module, x: Tensor, above: Tensor | None) -> Case:
     return run
 
 
-def both_directions(made: dict[str, nn.Module], batch: int, length: int, dim: int) -> dict[str, Cases]:
+def both_directions(
+    made: dict[str, nn.Module], batch: int, length: int, dim: int
+) -> dict[str, Cases]:
     """Returns the cases of every module: forward, and forward with backward; those of C++ with compiled kernels."""
     x, above = torch.randn(batch, length, dim), torch.randn(batch, length, dim)
 
     def cases(above: Tensor | None) -> Cases:
-        return {name: by_native("1" if "C++" in name else "0", call(m, x, above)) for name, m in made.items()}
+        return {
+            name: by_native("1" if "C++" in name else "0", call(m, x, above))
+            for name, m in made.items()
+        }
 
     return {"forward": cases(None), "forward + backward": cases(above)}
 
@@ -182,12 +226,22 @@ def tables(bench: Bench, dim: int, heads: int, batch: int, length: int) -> None:
         for kind, cases in both_directions(made, batch, length, dim).items():
             rows = bench.table(f"attention modules, {kind}, {sizes}", cases)
             for row in rows if WATCHED in made else ():
-                rate, ratio = batch * length / statistics.median(row.times) * 1e3, between(rows, row.name, WATCHED)
-                print(f"  {rate:9.0f} tokens/s   {WATCHED!r} is {ratio:.3f} times as fast as {row.name!r}")
-        bench.numbers("activation memory, units of batch·length·dim float32", activation_memory(**sizes))
+                rate, ratio = (
+                    batch * length / statistics.median(row.times) * 1e3,
+                    between(rows, row.name, WATCHED),
+                )
+                print(
+                    f"  {rate:9.0f} tokens/s   {WATCHED!r} is {ratio:.3f} times as fast as {row.name!r}"
+                )
+        bench.numbers(
+            "activation memory, units of batch·length·dim float32",
+            activation_memory(**sizes),
+        )
 
 
-def activation_memory(dim: int, heads: int, batch: int, length: int) -> dict[str, float]:
+def activation_memory(
+    dim: int, heads: int, batch: int, length: int
+) -> dict[str, float]:
     """Returns the bytes kept for backward by one module, in units of batch·length·dim float32 numbers."""
     units = {}
     for name, module in modules(dim, heads, length, compiled=False).items():
@@ -211,7 +265,9 @@ def activation_memory(dim: int, heads: int, batch: int, length: int) -> dict[str
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the tables."""
-    bench = Bench("modules", __doc__, arguments, needs=[native.ready], peer="the compiled peers")
+    bench = Bench(
+        "modules", __doc__, arguments, needs=[native.ready], peer="the compiled peers"
+    )
     tables(bench, **(TOY if bench.toy else FULL))
 
 

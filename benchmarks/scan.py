@@ -29,11 +29,15 @@ _BUFFER = 1 << 22
 Clock = Callable[[Case, int], float]
 
 
-def write_checkpoint(folder: Path, gigabytes: float, dtype: torch.dtype = torch.bfloat16) -> Path:
+def write_checkpoint(
+    folder: Path, gigabytes: float, dtype: torch.dtype = torch.bfloat16
+) -> Path:
     """A random decoder of the usual proportions (grouped keys, gated feed-forward), written in pieces."""
     shapes = {"model.embed_tokens.weight": (VOCABULARY, D)}
     per_layer = D * (2 * HEADS + 2 * GROUPS) * WIDTH + 3 * D * MLP
-    layers = max(1, round((gigabytes * 1e9 / dtype.itemsize - VOCABULARY * D) / per_layer))
+    layers = max(
+        1, round((gigabytes * 1e9 / dtype.itemsize - VOCABULARY * D) / per_layer)
+    )
     for layer in range(layers):
         at = f"model.layers.{layer}."
         shapes |= {
@@ -49,7 +53,11 @@ def write_checkpoint(folder: Path, gigabytes: float, dtype: torch.dtype = torch.
     header, place = {}, 0
     for name, shape in shapes.items():
         size = dtype.itemsize * torch.Size(shape).numel()
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [place, place + size]}
+        header[name] = {
+            "dtype": NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [place, place + size],
+        }
         place += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -58,7 +66,12 @@ def write_checkpoint(folder: Path, gigabytes: float, dtype: torch.dtype = torch.
         file.write(len(text).to_bytes(8, "little") + text)
         for start in range(0, place, len(block)):
             file.write(block[: place - start])
-    config = {"model_type": "llama", "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": WIDTH}
+    config = {
+        "model_type": "llama",
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "head_dim": WIDTH,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder / "model.safetensors"
 
@@ -102,7 +115,9 @@ def compare(bench: Bench, file: Path, *, cold: bool, what: str) -> None:
 
         title = f"{what}, {'from disk' if cold else 'page cache warm'}, {size:.2f} GB, {name} time"
         for row in bench.table(title, cases, warmup=0, clock=timed):
-            print(f"  {row.name:<20} {1e3 * size / statistics.median(row.times):.2f} GB/s")
+            print(
+                f"  {row.name:<20} {1e3 * size / statistics.median(row.times):.2f} GB/s"
+            )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -118,7 +133,9 @@ def main(arguments: list[str] | None = None) -> None:
             for cold in (False,) if bench.toy else (False, True):
                 compare(bench, file, cold=cold, what=name)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(f"peak memory of the process: {peak / 1e6:.2f} GB ({before / 1e6:.2f} GB before the scans)")
+        print(
+            f"peak memory of the process: {peak / 1e6:.2f} GB ({before / 1e6:.2f} GB before the scans)"
+        )
 
 
 if __name__ == "__main__":

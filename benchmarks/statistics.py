@@ -29,7 +29,10 @@ def inputs(shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor, torch.Generato
     """Returns q, k, v, a gradient of the output, and the generator that made them."""
     b, h, t, d = shape
     rng = torch.Generator().manual_seed(0)
-    q, k, v = ((2 * torch.randn(b, t, h, d, generator=rng)).transpose(1, 2).requires_grad_() for _ in range(3))
+    q, k, v = (
+        (2 * torch.randn(b, t, h, d, generator=rng)).transpose(1, 2).requires_grad_()
+        for _ in range(3)
+    )
     return q, k, v, torch.randn(b, h, t, d, generator=rng), rng
 
 
@@ -42,7 +45,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> None:
 def full_matrix(q: Tensor, k: Tensor) -> object:
     """Returns the maximum and the entropy of each head by the whole matrix of logits."""
     t, d = q.shape[2:]
-    z = (q @ k.mT * d**-0.5).masked_fill(torch.ones(t, t, dtype=torch.bool).triu(1), -torch.inf)
+    z = (q @ k.mT * d**-0.5).masked_fill(
+        torch.ones(t, t, dtype=torch.bool).triu(1), -torch.inf
+    )
     return z.amax((0, 2, 3)), torch.special.entr(z.softmax(-1)).sum(-1).mean((0, 2))
 
 
@@ -65,9 +70,14 @@ def cases_with_attention(shape: Shape) -> Cases:
     call = make_call(SPEC, q, k, v)
     moved = make_call(SPEC, q.detach() * 1.001, k.detach() * 1.001, v)
     # One class after the other, alike in all sequences, as images before text; or anywhere.
-    blocks, anywhere = torch.arange(t)[None] * 2 // t, torch.randint(0, 2, (b, t), generator=generator)
+    blocks, anywhere = (
+        torch.arange(t)[None] * 2 // t,
+        torch.randint(0, 2, (b, t), generator=generator),
+    )
     by_class = [
-        dataclasses.replace(call, classes=TokenClasses(names=("text", "image"), query=of, key=of))
+        dataclasses.replace(
+            call, classes=TokenClasses(names=("text", "image"), query=of, key=of)
+        )
         for of in (blocks, anywhere)
     ]
     return {
@@ -77,8 +87,12 @@ def cases_with_attention(shape: Shape) -> Cases:
         "qkeel, exact LogitStats, O(T) memory": ours(True),
         "SDPA + the full matrix (maximum, entropy)": with_full_matrix,
         "alone: exact LogitStats": lambda: logit_stats(call),
-        "alone: exact LogitStats, by two classes in blocks": lambda: logit_stats(by_class[0]),
-        "alone: exact LogitStats, by two classes anywhere": lambda: logit_stats(by_class[1]),
+        "alone: exact LogitStats, by two classes in blocks": lambda: logit_stats(
+            by_class[0]
+        ),
+        "alone: exact LogitStats, by two classes anywhere": lambda: logit_stats(
+            by_class[1]
+        ),
         "alone: maxima only": lambda: max_stats(call),
         "alone: change of logits": lambda: logit_change(call, moved),
     }
@@ -88,7 +102,9 @@ def cases_alone(shape: Shape) -> Cases:
     """Returns SDPA forward and backward, and the statistics of that call alone, in C++ and in torch."""
     (b, _, t, _), (q, k, v, gradient, _) = shape, inputs(shape)
     call = make_call(SPEC, q, k, v)
-    padded = make_call(SPEC, q, k, v, mask=torch.arange(t)[None] >= torch.arange(b)[:, None])
+    padded = make_call(
+        SPEC, q, k, v, mask=torch.arange(t)[None] >= torch.arange(b)[:, None]
+    )
     compiled = restored("QKEEL_NATIVE", logit_pass.ready, "1")
     cases: Cases = {BASE: lambda: plain(q, k, v, gradient)}
     for name, act in {
@@ -106,9 +122,14 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints the statistics alone."""
     bench = Bench("statistics", __doc__, arguments, rounds=7)
     for shape in (
-        [(1, 2, 40, 16)] if bench.toy else [(4, 8, 512, 64), (2, 8, 2048, 64), (1, 32, 1024, 64), (1, 16, 1024, 128)]
+        [(1, 2, 40, 16)]
+        if bench.toy
+        else [(4, 8, 512, 64), (2, 8, 2048, 64), (1, 32, 1024, 64), (1, 16, 1024, 128)]
     ):
-        bench.table(f"statistics alone, batch heads tokens dim = {shape}, causal, float32", cases_alone(shape))
+        bench.table(
+            f"statistics alone, batch heads tokens dim = {shape}, causal, float32",
+            cases_alone(shape),
+        )
 
 
 if __name__ == "__main__":

@@ -27,12 +27,17 @@ def _model(layers: int, heads: int, dim: int) -> nn.Module:
     for _ in range(layers):
         block = nn.Module()
         block.attention = Attention(dim, heads)
-        block.up, block.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+        block.up, block.down = (
+            nn.Linear(dim, 4 * dim, bias=False),
+            nn.Linear(4 * dim, dim, bias=False),
+        )
         blocks.append(block)
     return nn.ModuleList(blocks)
 
 
-def adamw_step(layers: int, heads: int, dim: int, remedy: str, device: str = "cpu", **options: bool) -> Case:
+def adamw_step(
+    layers: int, heads: int, dim: int, remedy: str, device: str = "cpu", **options: bool
+) -> Case:
     """The step of AdamW with a remedy, on fixed gradients."""
     model = _model(layers, heads, dim).to(device)
     for p in model.parameters():
@@ -48,7 +53,11 @@ def step_cases(layers: int, heads: int, dim: int, more: bool = False) -> Cases:
     def fused(remedy: str) -> Case:
         return adamw_step(layers, heads, dim, remedy, fused=True)
 
-    cases = {BASE: fused("none"), "AdamW, fused + lalr": fused("lalr"), "AdamW, fused + qk_lr": fused("qk_lr")}
+    cases = {
+        BASE: fused("none"),
+        "AdamW, fused + lalr": fused("lalr"),
+        "AdamW, fused + qk_lr": fused("qk_lr"),
+    }
     if more:
         cases |= {
             "AdamW, fused + lalr (plain decay)": fused("lalr:decay=plain"),
@@ -65,7 +74,9 @@ def optimizer_cases(layers: int, heads: int, dim: int, device: str) -> Cases:
     return {
         BASE: adamw_step(*sizes, "none", device, fused=True),
         "AdamW, fused + lalr": adamw_step(*sizes, "lalr", device, fused=True),
-        "AdamW, fused + lalr (plain decay)": adamw_step(*sizes, "lalr:decay=plain", device, fused=True),
+        "AdamW, fused + lalr (plain decay)": adamw_step(
+            *sizes, "lalr:decay=plain", device, fused=True
+        ),
     }
 
 
@@ -78,13 +89,16 @@ def clip_cases(layers: int, heads: int, dim: int, device: str) -> Cases:
     clipped = torch.optim.SGD(model.parameters(), lr=0.0)  # only carries the hooks
     apply(model, f"qk_clip:threshold={THRESHOLD}", clipped)
     (before, after) = (
-        list(h.values()) for h in (clipped._optimizer_step_pre_hooks, clipped._optimizer_step_post_hooks)
+        list(h.values())
+        for h in (clipped._optimizer_step_pre_hooks, clipped._optimizer_step_post_hooks)
     )
     tap = next(inspect.unwrap(hook).__self__.tap for hook in after)
 
     def clip(share: float) -> Case:
         top = torch.full((layers, heads), THRESHOLD / 2, device=device)
-        top.view(-1)[:: round(1 / share) if share else top.numel() + 1] = THRESHOLD * (1 + 1e-6 if share else 0.5)
+        top.view(-1)[:: round(1 / share) if share else top.numel() + 1] = THRESHOLD * (
+            1 + 1e-6 if share else 0.5
+        )
         stats = {site: _only(row) for site, row in zip(_names(layers), top)}
 
         def run() -> None:
@@ -110,15 +124,23 @@ def _only(top: Tensor) -> LogitStats:
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints both tables."""
-    flags = {f"--{name}": {"type": int, "default": n} for name, n in (("layers", 14), ("heads", 32), ("dim", 1024))}
-    rarer = {"action": "store_true", "help": "rarer options too: twice the memory, 22 GB at these sizes"}
+    flags = {
+        f"--{name}": {"type": int, "default": n}
+        for name, n in (("layers", 14), ("heads", 32), ("dim", 1024))
+    }
+    rarer = {
+        "action": "store_true",
+        "help": "rarer options too: twice the memory, 22 GB at these sizes",
+    }
     bench = Bench("steps", __doc__, arguments, flags={**flags, "--more": rarer})
     given = bench.options
     sizes = {"layers": given.layers, "heads": given.heads, "dim": given.dim}
     if bench.toy:
         sizes = {"layers": 2, "heads": 4, "dim": 64}
     bench.table(f"optimizer step, {sizes}", step_cases(**sizes, more=given.more))
-    for row in bench.table(f"qk_clip next to the step, {sizes}", clip_cases(**sizes, device="cpu"))[1:]:
+    for row in bench.table(
+        f"qk_clip next to the step, {sizes}", clip_cases(**sizes, device="cpu")
+    )[1:]:
         print(f"  {row.name}: {100 * row.ratio:.3f} % of a step")
 
 

@@ -91,4 +91,7 @@ def interleave(
     for i in range(rounds):
         for name in cases if i % 2 == 0 else reversed(list(cases)):
             times[name].append(clock(cases[name], calls))
-    return [BenchRow(n, ts, [a / b for a, b in zip(ts, times[base])]) for n, ts in times.items()]
+    return [
+        BenchRow(n, ts, [a / b for a, b in zip(ts, times[base])])
+        for n, ts in times.items()
+    ]

@@ -36,8 +36,14 @@ class Block(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.one, self.two, self.attention = nn.LayerNorm(dim), nn.LayerNorm(dim), Bare(dim, dim // 64)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.one, self.two, self.attention = (
+            nn.LayerNorm(dim),
+            nn.LayerNorm(dim),
+            Bare(dim, dim // 64),
+        )
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.one(x))
@@ -103,9 +109,17 @@ def maximum_cases(size: Size) -> Cases:
     """Returns training steps whose attention finds each head's largest logit at every step by the lse."""
     spec = qkeel.AttentionSpec()
     return {
-        "ten training steps": trained(size, None, compiled=False, attend=functools.partial(qkeel.attention, spec=spec)),
+        "ten training steps": trained(
+            size,
+            None,
+            compiled=False,
+            attend=functools.partial(qkeel.attention, spec=spec),
+        ),
         "certified maximum every step": trained(
-            size, None, compiled=False, attend=lambda *qkv: qkeel.attention(*qkv, spec=spec, stats="max")[0]
+            size,
+            None,
+            compiled=False,
+            attend=lambda *qkv: qkeel.attention(*qkv, spec=spec, stats="max")[0],
         ),
     }
 
@@ -114,13 +128,19 @@ def own_module_cases(size: Size) -> Cases:
     """Returns training steps of qkeel's modules by torch's attention and by the compiled one, watched or not."""
     spec = qkeel.preset("qwen3")
     config = DecoderConfig(
-        vocab_size=VOCABULARY, d_model=size["dim"], n_layers=size["layers"], n_heads=size["dim"] // 64, spec=spec
+        vocab_size=VOCABULARY,
+        d_model=size["dim"],
+        n_layers=size["layers"],
+        n_heads=size["dim"] // 64,
+        spec=spec,
     )
     tokens = torch.randint(0, VOCABULARY, (size["batch"], size["length"]))
 
     native = "native" if ready() else "auto"
 
-    def case(impl: str, watcher: Callable[[nn.Module, Optimizer], Handle] | None = None) -> Callable[[], None]:
+    def case(
+        impl: str, watcher: Callable[[nn.Module, Optimizer], Handle] | None = None
+    ) -> Callable[[], None]:
         torch.manual_seed(0)
         model = Decoder(config)
         for module in model.modules():
@@ -156,11 +176,15 @@ def own_module_cases(size: Size) -> Cases:
 
 def peak(act: Callable[[], object]) -> int:
     """The most bytes of tensors held at once over those held before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as seen:
         act()
     assert seen.profiler is not None
     assert seen.profiler.kineto_results is not None
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [
+        e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"
+    ]
     now = most = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         now += event.nbytes()
@@ -182,35 +206,69 @@ def memory(lengths: list[int]) -> dict[str, float]:
 def discovery(layers: int, dim: int) -> dict[str, float]:
     """Returns median seconds of CPU time of find_sites and of a forward pass."""
     model, tokens = GPT(dim, layers), torch.randint(0, VOCABULARY, (1, 64))
-    cases: Cases = {"find_sites": lambda: find_sites(model, tokens), "forward pass": lambda: model(tokens)}
-    return {row.name: statistics.median(row.times) / 1e3 for row in take_turns(cases, rounds=3, warmup=0)}
+    cases: Cases = {
+        "find_sites": lambda: find_sites(model, tokens),
+        "forward pass": lambda: model(tokens),
+    }
+    return {
+        row.name: statistics.median(row.times) / 1e3
+        for row in take_turns(cases, rounds=3, warmup=0)
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints and writes the tables."""
-    words = {"default": "", "metavar": "WORDS", "help": "tables whose title holds these words; nothing written"}
+    words = {
+        "default": "",
+        "metavar": "WORDS",
+        "help": "tables whose title holds these words; nothing written",
+    }
     bench = Bench(
-        "watch", __doc__, arguments, rounds=3, peer="the compiled model", writes=True, flags={"--only": words}
+        "watch",
+        __doc__,
+        arguments,
+        rounds=3,
+        peer="the compiled model",
+        writes=True,
+        flags={"--only": words},
     )
     size = {"dim": 256, "layers": 4, "length": 512, "batch": 4}
     if bench.toy:
         size = {"dim": 64, "layers": 1, "length": 32, "batch": 1}
     tables: dict[str, tuple[Callable[[], Cases], dict[str, int]]] = {
-        "lse-guided maximum, qkeel.attention": (lambda: maximum_cases(size), {"calls": 10, "warmup": 0}),
-        "every step measured, qkeel's modules": (lambda: own_module_cases(size), {"rounds": 2 * bench.rounds + 1}),
-        "training steps, eager": (lambda: step_cases(size, compiled=False), {"calls": 10, "warmup": 0}),
+        "lse-guided maximum, qkeel.attention": (
+            lambda: maximum_cases(size),
+            {"calls": 10, "warmup": 0},
+        ),
+        "every step measured, qkeel's modules": (
+            lambda: own_module_cases(size),
+            {"rounds": 2 * bench.rounds + 1},
+        ),
+        "training steps, eager": (
+            lambda: step_cases(size, compiled=False),
+            {"calls": 10, "warmup": 0},
+        ),
     }
     if bench.compiled:
         title = "training steps, compiled"
-        tables[title] = lambda: step_cases(size, compiled=True), {"calls": 10, "warmup": 0}
+        tables[title] = (
+            lambda: step_cases(size, compiled=True),
+            {"calls": 10, "warmup": 0},
+        )
     only = bench.options.only
     for title, (make, how) in tables.items():
         if only in title:
             bench.table(title, make(), **how)
     if only:
         return
-    bench.numbers("peak MiB of exact statistics", memory([64, 128] if bench.toy else [1024, 2048, 4096, 8192]))
-    bench.numbers("discovery, CPU s", discovery(2 if bench.toy else 24, 128 if bench.toy else 1024))
+    bench.numbers(
+        "peak MiB of exact statistics",
+        memory([64, 128] if bench.toy else [1024, 2048, 4096, 8192]),
+    )
+    bench.numbers(
+        "discovery, CPU s",
+        discovery(2 if bench.toy else 24, 128 if bench.toy else 1024),
+    )
     path = bench.write("watch", about={"size": size}, tables=bench.tables)
     path.with_suffix(".md").write_text(bench.markdown())
 

@@ -40,11 +40,17 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
         self.anchors.add(found.get("id") or "")
-        if tag == "a" and not re.match(r"https?:|mailto:|javascript:", found.get("href") or "#"):
+        if tag == "a" and not re.match(
+            r"https?:|mailto:|javascript:", found.get("href") or "#"
+        ):
             self.links.append(found.get("href") or "")
             self.own |= {self.links[-1]} if self.in_text else set()
         loads = {"script": "src", "img": "src", "link": "href"}.get(tag, "")
-        self.foreign += [found[loads] or ""] if re.match(r"(https?:)?//", found.get(loads) or "") else []
+        self.foreign += (
+            [found[loads] or ""]
+            if re.match(r"(https?:)?//", found.get(loads) or "")
+            else []
+        )
         self.in_text |= tag == "article"
 
     def handle_endtag(self, tag: str) -> None:
@@ -75,14 +81,24 @@ def clicks(pages: dict[Path, Page], start: Path) -> dict[Path, int]:
 def main(site: Path) -> list[str]:
     """What is wrong with a site."""
     pages = {path.resolve(): Page(path) for path in sorted(site.rglob("*.html"))}
-    wrong = [f"{path.name} has {path.stat().st_size:,} bytes" for path in pages if path.stat().st_size > BYTES]
+    wrong = [
+        f"{path.name} has {path.stat().st_size:,} bytes"
+        for path in pages
+        if path.stat().st_size > BYTES
+    ]
     for page, read in pages.items():
         wrong += [f"{page.name} needs a network for {link}" for link in read.foreign]
         for link in read.links:
             leads_to, anchor = place(page, link), link.partition("#")[2]
-            if not leads_to.exists() or (anchor and leads_to in pages and anchor not in pages[leads_to].anchors):
+            if not leads_to.exists() or (
+                anchor and leads_to in pages and anchor not in pages[leads_to].anchors
+            ):
                 wrong.append(f"{page.name}: dead link {link}")
-    near = [page for page, n in clicks(pages, (site / "index.html").resolve()).items() if n <= CLICKS]
+    near = [
+        page
+        for page, n in clicks(pages, (site / "index.html").resolve()).items()
+        if n <= CLICKS
+    ]
     for question, answer in ANSWERS.items():
         if not any(answer in pages[page].text for page in near):
             wrong.append(f"no answer within {CLICKS} clicks: {question}")

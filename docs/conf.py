@@ -16,10 +16,17 @@ import made_pages
 project = "qkeel"
 author = "The qkeel developers"
 copyright = "the qkeel developers, Apache-2.0"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.autosummary"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.autosummary",
+]
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
-html_math_renderer = "mathml"  # browsers draw it themselves; MathJax would come from another host
+html_math_renderer = (
+    "mathml"  # browsers draw it themselves; MathJax would come from another host
+)
 html_theme = "furo"
 html_title = "qkeel"
 html_split_index = True  # one page of every name is longer than 200 kB
@@ -29,10 +36,30 @@ html_search_scorer = str(Path(__file__).parent / "_static" / "search_order.js")
 html_css_files = ["site.css"]
 pygments_dark_style = "github-dark"  # the theme's own underlines the names of modules, as if they were links
 templates_path = ["_templates"]
-exclude_patterns = ["_build", "_templates", "notebooks", "internals", "_made/*-fields.md", "_made/table-columns.md"]
+exclude_patterns = [
+    "_build",
+    "_templates",
+    "notebooks",
+    "internals",
+    "_made/*-fields.md",
+    "_made/table-columns.md",
+]
 
 # Plain words need no tooltip.
-PLAIN = {"alarm", "form", "gain", "kept", "record", "role", "run", "sample", "bound", "policy", "layout", "study"}
+PLAIN = {
+    "alarm",
+    "form",
+    "gain",
+    "kept",
+    "record",
+    "role",
+    "run",
+    "sample",
+    "bound",
+    "policy",
+    "layout",
+    "study",
+}
 PLAIN |= {"threshold", "missed"}
 TERMS = {term: text for term, text in made_pages.terms().items() if term not in PLAIN}
 
@@ -51,26 +78,42 @@ napoleon_use_rtype = False
 napoleon_attr_annotations = False  # shapes in annotations are markup to Sphinx
 
 
-def pruned(app: Any, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
+def pruned(
+    app: Any, page: str, template: str, context: dict[str, Any], doctree: object
+) -> None:
     """Called with each page after the theme: in the sidebar, groups are closed but the reader's own."""
-    context["furo_navigation_tree"] = made_pages.pruned(context.get("furo_navigation_tree", ""))
-    context["body"] = made_pages.stackable(made_pages.breakable(context.get("body", "")))
+    context["furo_navigation_tree"] = made_pages.pruned(
+        context.get("furo_navigation_tree", "")
+    )
+    context["body"] = made_pages.stackable(
+        made_pages.breakable(context.get("body", ""))
+    )
 
 
-def untyped(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+def untyped(
+    app: Any, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
     """Called before napoleon, which takes the words before a colon in the text of an attribute for its type."""
     if what in ("attribute", "property", "data"):
         lines[:0] = ["..", ""]  # a comment without words comes first
 
 
-def escaped(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+def escaped(
+    app: Any, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
     """Lets |i - j|, z* and query_ in a docstring stand as they are: to Sphinx their signs are markup, as in *this*."""
-    lines += made_pages.sourced(obj) + (made_pages.inherited(obj) if isinstance(obj, type) else [])
+    lines += made_pages.sourced(obj) + (
+        made_pages.inherited(obj) if isinstance(obj, type) else []
+    )
     for i, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
-            text = re.sub(r"(?<=[\w,] )\.{2,3}(?= )", "…", line)  # a summary would end at its dots
+            text = re.sub(
+                r"(?<=[\w,] )\.{2,3}(?= )", "…", line
+            )  # a summary would end at its dots
             lines[i] = re.sub(
-                r"(`[^`]*`|(?<![\w*])\*[a-z]+\*(?![\w*]))|(\||\*|(?<=\w)_(?!\w))", lambda m: m[1] or "\\" + m[2], text
+                r"(`[^`]*`|(?<![\w*])\*[a-z]+\*(?![\w*]))|(\||\*|(?<=\w)_(?!\w))",
+                lambda m: m[1] or "\\" + m[2],
+                text,
             )
 
 
@@ -81,19 +124,27 @@ def read(app: Any, name: str, source: list[str]) -> None:
 
 def tooltips(app: Any, doctree: nodes.document, page: str) -> None:
     """Called with each page when its links are known: the first use of a glossary term shows its definition."""
-    if page in ("index", "metrics") or page.startswith(("reference/", "_made/", "genindex")):
+    if page in ("index", "metrics") or page.startswith(
+        ("reference/", "_made/", "genindex")
+    ):
         return
     pattern = re.compile(
-        r"(?<![\w-])(?<!Kendall’s )(" + "|".join(sorted(map(re.escape, TERMS), key=len, reverse=True)) + r")(?![\w-])"
+        r"(?<![\w-])(?<!Kendall’s )("
+        + "|".join(sorted(map(re.escape, TERMS), key=len, reverse=True))
+        + r")(?![\w-])"
     )
     seen: set[str] = set()
     for text in list(doctree.findall(nodes.Text)):
         inside = text.parent
-        if not isinstance(inside, (nodes.paragraph, nodes.emphasis, nodes.strong)) or _linked(inside):
+        if not isinstance(
+            inside, (nodes.paragraph, nodes.emphasis, nodes.strong)
+        ) or _linked(inside):
             continue
         parts: list[nodes.Node] = []
         rest = str(text)
-        while (found := next((m for m in pattern.finditer(rest) if m[1] not in seen), None)) is not None:
+        while (
+            found := next((m for m in pattern.finditer(rest) if m[1] not in seen), None)
+        ) is not None:
             seen.add(found[1])
             parts += [
                 nodes.Text(rest[: found.start()]),

@@ -32,22 +32,33 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         assert config.n_embd % config.n_head == 0
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)  # queries, keys, values
+        self.c_attn = nn.Linear(
+            config.n_embd, 3 * config.n_embd, bias=False
+        )  # queries, keys, values
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.n_head = config.n_head
         self.dropout = config.dropout
         self.flash = config.flash
         if not self.flash:
             mask = torch.tril(torch.ones(config.block_size, config.block_size))
-            self.register_buffer("mask", mask.view(1, 1, config.block_size, config.block_size), persistent=False)
+            self.register_buffer(
+                "mask",
+                mask.view(1, 1, config.block_size, config.block_size),
+                persistent=False,
+            )
 
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).split(C, dim=2)
-        q, k, v = (z.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for z in (q, k, v))
+        q, k, v = (
+            z.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+            for z in (q, k, v)
+        )
         dropout = self.dropout if self.training else 0.0
         if self.flash:
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+            y = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=True
+            )
         else:
             att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
             att = att.masked_fill(self.mask[:, :, :T, :T] == 0, float("-inf"))
@@ -118,7 +129,9 @@ def load_bytes(limit):
 
 
 def get_batch(data, config, args):
-    starts = torch.randint(len(data) - config.block_size - 1, (args.batch_size,)).tolist()
+    starts = torch.randint(
+        len(data) - config.block_size - 1, (args.batch_size,)
+    ).tolist()
     x = torch.stack([data[i : i + config.block_size] for i in starts])
     y = torch.stack([data[i + 1 : i + 1 + config.block_size] for i in starts])
     return x.to(args.device), y.to(args.device)
@@ -135,16 +148,23 @@ def get_lr(step, args):
 @torch.no_grad()
 def estimate_loss(model, data, config, args):
     model.eval()
-    losses = [model(*get_batch(data, config, args))[1].item() for _ in range(args.eval_batches)]
+    losses = [
+        model(*get_batch(data, config, args))[1].item()
+        for _ in range(args.eval_batches)
+    ]
     model.train()
     return sum(losses) / len(losses)
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
+    parser.add_argument(
+        "--accumulate", type=int, default=1, help="micro-batches per step"
+    )
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--n-layer", type=int, default=4)
     parser.add_argument("--n-head", type=int, default=4)
@@ -157,11 +177,17 @@ def parse_args():
     parser.add_argument("--eval-every", type=int, default=100)
     parser.add_argument("--eval-batches", type=int, default=8)
     parser.add_argument("--log-every", type=int, default=20)
-    parser.add_argument("--no-flash", action="store_true", help="write attention out instead of calling torch's")
+    parser.add_argument(
+        "--no-flash",
+        action="store_true",
+        help="write attention out instead of calling torch's",
+    )
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--seed", type=int, default=1337)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--save", type=Path, help="where to put the weights at the end")
     return parser.parse_args()
 
@@ -179,13 +205,20 @@ def main():
         flash=not args.no_flash,
     )
     raw_model = GPT(config).to(args.device)
-    print(f"{sum(p.numel() for p in raw_model.parameters()) / 1e6:.2f}M parameters, {len(train_data):,} bytes")
+    print(
+        f"{sum(p.numel() for p in raw_model.parameters()) / 1e6:.2f}M parameters, {len(train_data):,} bytes"
+    )
 
     matrices = [p for p in raw_model.parameters() if p.dim() >= 2]
     vectors = [p for p in raw_model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
-    model = torch.compile(raw_model, backend=args.backend) if args.compile else raw_model
+    model = (
+        torch.compile(raw_model, backend=args.backend) if args.compile else raw_model
+    )
 
     started = time.time()
     for step in range(args.steps):
@@ -199,9 +232,15 @@ def main():
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % args.log_every == 0:
-            print(f"step {step}: loss {loss.item():.4f}, {time.time() - started:.0f} s", flush=True)
+            print(
+                f"step {step}: loss {loss.item():.4f}, {time.time() - started:.0f} s",
+                flush=True,
+            )
         if args.eval_every and (step + 1) % args.eval_every == 0:
-            print(f"step {step + 1}: val loss {estimate_loss(model, val_data, config, args):.4f}", flush=True)
+            print(
+                f"step {step + 1}: val loss {estimate_loss(model, val_data, config, args):.4f}",
+                flush=True,
+            )
     if args.save:
         torch.save(raw_model.state_dict(), args.save)
 

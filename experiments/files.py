@@ -7,7 +7,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-NOT_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}  # as qkeel.lab writes them into JSON
+NOT_FINITE = {
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "-inf": float("-inf"),
+}  # as qkeel.lab writes them into JSON
 
 
 def read_json(path: Path) -> Any:
@@ -36,5 +40,10 @@ def write_json(path: Path, value: object) -> None:
 
 def commit() -> str:
     """Returns the first digits of the checked-out commit, or "" outside of a repository."""
-    done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.stdout.strip()

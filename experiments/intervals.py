@@ -35,7 +35,9 @@ _DRAWN = 1 << 18  # number of random subsets beyond that
 _NODES = 96  # quadrature nodes between the boundaries of one look
 
 
-def exact_interval(differences: Sequence[float] | np.ndarray, level: float) -> tuple[float, float]:
+def exact_interval(
+    differences: Sequence[float] | np.ndarray, level: float
+) -> tuple[float, float]:
     """Returns an interval for the centre of a symmetric distribution, given differences drawn from it.
 
     The means of all 2ⁿ - 1 non-empty subsets, sorted, cut the line into 2ⁿ parts, and each part contains the centre
@@ -76,7 +78,10 @@ def _subset_means(differences: tuple[float, ...]) -> np.ndarray:
     if len(values) <= _ALL:
         sums, counts = np.zeros(1), np.zeros(1)
         for value in values:
-            sums, counts = np.concatenate([sums, sums + value]), np.concatenate([counts, counts + 1])
+            sums, counts = (
+                np.concatenate([sums, sums + value]),
+                np.concatenate([counts, counts + 1]),
+            )
         return np.sort(sums[1:] / counts[1:])
     picks = np.random.default_rng(0).integers(0, 2, (_DRAWN - 1, len(values)))
     picks[~picks.any(1)] = 1
@@ -99,7 +104,9 @@ def nominal(error: float, looks: int) -> float:
     low, high = error / looks, error
     for _ in range(40):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if _crossing(middle, looks) < error else (low, middle)
+        low, high = (
+            (middle, high) if _crossing(middle, looks) < error else (low, middle)
+        )
     return low
 
 
@@ -112,7 +119,9 @@ def _crossing(each: float, looks: int) -> float:
         edge = bound * math.sqrt(k)
         new = edge * nodes
         step = np.exp(-((new[:, None] - grid[None]) ** 2) / 2) / math.sqrt(2 * math.pi)
-        mass = (step @ mass) * weights * edge  # per node, multiplied by its quadrature weight
+        mass = (
+            (step @ mass) * weights * edge
+        )  # per node, multiplied by its quadrature weight
         grid, kept = new, float(mass.sum())
     return 1 - kept
 
@@ -123,7 +132,9 @@ def _rule() -> tuple[np.ndarray, np.ndarray]:
     return np.polynomial.legendre.leggauss(_NODES)
 
 
-def common_level(decided: Callable[[float], int], rows: int, error: float, looks: int = 1) -> float:
+def common_level(
+    decided: Callable[[float], int], rows: int, error: float, looks: int = 1
+) -> float:
     """Returns one level for all intervals of a page, chosen to control the expected share of wrong verdicts.
 
     Let R be the largest number such that intervals at level 1 - nominal(error · R / rows, looks) decide at least R

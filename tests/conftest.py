@@ -10,6 +10,8 @@ import pytest
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is collected
-    hands_out = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
+    hands_out = config.getoption("dist", "no") != "no" and not hasattr(
+        config, "workerinput"
+    )
     if not hands_out:  # a process that only hands out tests needs no torch
         config.pluginmanager.register(importlib.import_module("each_test"))

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 
-def each_row(names: str, rows: Iterable[Any], *, ids: Iterable[str] | None = None) -> Callable[..., Any]:
+def each_row(
+    names: str, rows: Iterable[Any], *, ids: Iterable[str] | None = None
+) -> Callable[..., Any]:
     """`pytest.mark.parametrize` for rows that a test takes in one case: a failure names its row, the others still run.
 
     For cheap rows whose only difference is their value; fixtures of the function are made once for all of them, so
@@ -24,7 +26,8 @@ def each_row(names: str, rows: Iterable[Any], *, ids: Iterable[str] | None = Non
     listed = list(rows)
     called = [repr(row)[:80] for row in listed] if ids is None else list(ids)
     given: list[Mapping[str, Any]] = [
-        dict(zip(arguments, row if len(arguments) > 1 else (row,), strict=True)) for row in listed
+        dict(zip(arguments, row if len(arguments) > 1 else (row,), strict=True))
+        for row in listed
     ]
 
     def decorated(test: Callable[..., None]) -> Callable[..., None]:
@@ -38,7 +41,11 @@ def each_row(names: str, rows: Iterable[Any], *, ids: Iterable[str] | None = Non
 
         own = inspect.Parameter("subtests", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         run.__signature__ = signature.replace(parameters=[own, *fixtures])  # type: ignore[attr-defined]
-        run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+        run.__name__, run.__doc__, run.__module__ = (
+            test.__name__,
+            test.__doc__,
+            test.__module__,
+        )
         return run
 
     return decorated

@@ -25,7 +25,9 @@ from jaxtyping import install_import_hook
 # A check of a list looks at one item by chance. It draws from a stream of its own, so that tests of random streams see
 # those of the code under test alone.
 generated_checks.getrandbits = random.Random(0).getrandbits
-checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as static checkers have it (PEP 484)
+checked = beartype(
+    conf=BeartypeConf(is_pep484_tower=True)
+)  # an int is a float, as static checkers have it (PEP 484)
 
 # Before the first import of qkeel: every annotated formula checks shapes and dtypes of what goes in and out.
 # Where formulas are tested themselves each call is checked; elsewhere, at a tenth of the time, in every fourth test.
@@ -42,11 +44,18 @@ KERNELS = (
     "statistics",
 )
 ALWAYS = {"functional", "golden", "nn", "parity", "spec"}
-CHECKED = ["qkeel.functional", "qkeel.report", *(f"qkeel.kernels.{name}" for name in KERNELS)]
+CHECKED = [
+    "qkeel.functional",
+    "qkeel.report",
+    *(f"qkeel.kernels.{name}" for name in KERNELS),
+]
 install_import_hook(CHECKED, "each_test.checked")
 
 import torch  # noqa: E402
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # noqa: E402
+from torch.optim.optimizer import (  # noqa: E402
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 
 # Tests run what users run: the compiled kernels, where there is a compiler. QKEEL_NATIVE=0 in the environment takes
 # torch's path everywhere. Without a compiler qkeel itself takes it after one warning, which has a test of its own.
@@ -68,7 +77,9 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
 with contextlib.suppress(ImportError):
     from hypothesis import HealthCheck, settings
 
-    settings.register_profile("on any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        "on any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
     settings.load_profile("on any machine")
 
 # Numbers are written and read as this user's programs do, where a comma may stand for the decimal point.
@@ -87,7 +98,10 @@ def _arithmetic() -> dict[str, object]:
         "oneDNN": torch.backends.mkldnn.enabled,
         "denormal numbers": bool((torch.tensor([1e-39]) * 0.5 > 0).item()),
         "compiled kernels": _compiled_kernels(),
-        "hooks of every optimizer": [len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)],
+        "hooks of every optimizer": [
+            len(_global_optimizer_pre_hooks),
+            len(_global_optimizer_post_hooks),
+        ],
     }
 
 
@@ -103,13 +117,21 @@ def _compiled_kernels() -> bool:
 @pytest.fixture(autouse=True)
 def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test starts from the same seed and must leave what decides the arithmetic as it found it."""
-    drawn = zlib.crc32(request.node.nodeid.encode()) % 4 == 0  # in whatever order tests are run
-    checks.update("jaxtyping_disable", not drawn and ALWAYS.isdisjoint(request.path.parts))
+    drawn = (
+        zlib.crc32(request.node.nodeid.encode()) % 4 == 0
+    )  # in whatever order tests are run
+    checks.update(
+        "jaxtyping_disable", not drawn and ALWAYS.isdisjoint(request.path.parts)
+    )
     torch.manual_seed(0)
     before = _arithmetic()
     yield
     after = _arithmetic()
-    changed = [f"{name} ({before[name]} before, {after[name]} now)" for name in before if before[name] != after[name]]
+    changed = [
+        f"{name} ({before[name]} before, {after[name]} now)"
+        for name in before
+        if before[name] != after[name]
+    ]
     assert not changed, f"a test left behind: {', '.join(changed)}"
 
 
@@ -136,7 +158,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "QKEEL_TEST_ORDER" not in os.environ:
         return
     chance = random.Random(os.environ["QKEEL_TEST_ORDER"])
-    places: dict[Path, float] = {path: chance.random() for path in sorted({item.path for item in items})}
+    places: dict[Path, float] = {
+        path: chance.random() for path in sorted({item.path for item in items})
+    }
     items.sort(key=lambda item: (places[item.path], chance.random()))
 
 
@@ -170,19 +194,25 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile what the tests will want, before one of them waits for it under its own time limit."""
     # What was imported and collected stays: to search it for rubbish again and again is a tenth of the suite's time.
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)  # a look at each 700 objects of short lives finds little
+    gc.set_threshold(
+        20_000, 10, 10
+    )  # a look at each 700 objects of short lives finds little
     gc.enable()
     # pytest hangs a handler into each logger that does not pass messages on, six times a test: torch has forty of them.
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
-    wanted = os.environ.get("QKEEL_NATIVE") != "0" or any("native" in item.path.parts for item in session.items)
+    wanted = os.environ.get("QKEEL_NATIVE") != "0" or any(
+        "native" in item.path.parts for item in session.items
+    )
     if not session.items or session.config.option.collectonly or not wanted:
         return
     from qkeel.kernels.native import build
 
     if not _can_be_written(build.cache_folder()):
-        os.environ["QKEEL_NATIVE_CACHE"] = str(Path(tempfile.gettempdir()) / f"qkeel-native-{os.getuid()}")
+        os.environ["QKEEL_NATIVE_CACHE"] = str(
+            Path(tempfile.gettempdir()) / f"qkeel-native-{os.getuid()}"
+        )
 
     try:
         build.compiled()

@@ -14,9 +14,23 @@ def flex_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets flex_attention hand out all that torch computes on a CPU and refuses there: maxima and gradients."""
     inner = home._apply_kernel_options
 
-    def options(q: Tensor, k: Tensor, v: Tensor, lse: bool, given: Any, aux: AuxRequest | None = None) -> Any:
+    def options(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: bool,
+        given: Any,
+        aux: AuxRequest | None = None,
+    ) -> Any:
         wanted = aux is not None and aux.max_scores
-        made = inner(q, k, v, lse, given, aux._replace(max_scores=False) if aux is not None else None)
+        made = inner(
+            q,
+            k,
+            v,
+            lse,
+            given,
+            aux._replace(max_scores=False) if aux is not None else None,
+        )
         made["OUTPUT_MAX"], made["OUTPUT_LOGSUMEXP"] = wanted, True
         return made
 

@@ -60,7 +60,9 @@ class Forked:
     def __init__(self, module: str, *words: str) -> None:
         said, self._said = tempfile.mkstemp()
         os.close(said)
-        self._process = forkserver().Process(target=_main, args=(module, words, self._said), daemon=True)
+        self._process = forkserver().Process(
+            target=_main, args=(module, words, self._said), daemon=True
+        )
         self._process.start()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
@@ -100,7 +102,13 @@ class Python:
         at_interrupt: Any = signal.default_int_handler,
     ) -> None:
         self._words, self._said = list(words), Path(tempfile.mkdtemp())
-        given = tuple(words), str(folder), dict(environment or {}), str(self._said), at_interrupt
+        given = (
+            tuple(words),
+            str(folder),
+            dict(environment or {}),
+            str(self._said),
+            at_interrupt,
+        )
         self._process = forkserver().Process(target=_python, args=given)
         self._process.start()
         self.pid: int = self._process.pid  # type: ignore[assignment]
@@ -118,7 +126,9 @@ class Python:
         deadline = time.monotonic() + seconds
         while text not in self._read("out"):
             assert self.poll() is None, self._read("err")
-            assert time.monotonic() < deadline, f"{text!r} was not printed: {self._read('out')}"
+            assert time.monotonic() < deadline, (
+                f"{text!r} was not printed: {self._read('out')}"
+            )
             time.sleep(0.01)
 
     def poll(self) -> int | None:
@@ -139,7 +149,9 @@ class Python:
 
     def _read(self, stream: str) -> str:
         path = self._said / stream
-        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        return (
+            path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        )
 
 
 def together(module: str, world: int, *words: str, seconds: float = 300) -> list[str]:
@@ -154,7 +166,9 @@ def together(module: str, world: int, *words: str, seconds: float = 300) -> list
     return said
 
 
-def python(words: Sequence[str], folder: Path, **how: Any) -> subprocess.CompletedProcess[str]:
+def python(
+    words: Sequence[str], folder: Path, **how: Any
+) -> subprocess.CompletedProcess[str]:
     """What a Python has said when it has ended; how: as of that."""
     with Python(words, folder, **how) as process:
         return process.end()
@@ -164,7 +178,13 @@ def _main(module: str, words: tuple[str, ...], said: str) -> None:
     _run(("-m", module, *words), (said, said))
 
 
-def _python(words: tuple[str, ...], folder: str, environment: dict[str, str], said: str, at_interrupt: Any) -> None:
+def _python(
+    words: tuple[str, ...],
+    folder: str,
+    environment: dict[str, str],
+    said: str,
+    at_interrupt: Any,
+) -> None:
     signal.signal(signal.SIGINT, at_interrupt)
     os.environ.update(environment)
     os.chdir(folder)

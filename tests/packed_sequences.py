@@ -37,7 +37,9 @@ class Packed:
 
     def call(self, **more: Any) -> AttentionCall:
         """The call of all sequences at once."""
-        spec = AttentionSpec(scale=Fixed(SCALE), cap=Softcap(self.cap) if self.cap else NoCap())
+        spec = AttentionSpec(
+            scale=Fixed(SCALE), cap=Softcap(self.cap) if self.cap else NoCap()
+        )
         call = make_call(spec, self.q, self.k, self.k, causal=self.causal)
         return band_call(call, window=self.window, cu_seqlens=self.ends, **more)
 
@@ -49,15 +51,26 @@ class Packed:
         a, b = (x.tolist() for x in self.ends)
         for i, j, m, n in zip(a, a[1:], b, b[1:]):
             if j > i and n > m:
-                for all_rows, own in zip(found, self._sequence(slice(i, j), slice(m, n))):
+                for all_rows, own in zip(
+                    found, self._sequence(slice(i, j), slice(m, n))
+                ):
                     all_rows[:, i:j] = own
         return found  # type: ignore[return-value]
 
     def _sequence(self, rows: slice, keys: slice) -> tuple[Tensor, ...]:
         q = self.q[0, :, rows].double()
-        k = self.k[0, :, keys].double().repeat_interleave(self.q.shape[1] // self.k.shape[1], 0)
+        k = (
+            self.k[0, :, keys]
+            .double()
+            .repeat_interleave(self.q.shape[1] // self.k.shape[1], 0)
+        )
         z = SCALE * q @ k.mT
-        away = torch.arange(z.shape[1])[:, None] + z.shape[2] - z.shape[1] - torch.arange(z.shape[2])
+        away = (
+            torch.arange(z.shape[1])[:, None]
+            + z.shape[2]
+            - z.shape[1]
+            - torch.arange(z.shape[2])
+        )
         hidden = torch.zeros_like(away, dtype=torch.bool)
         left, right = self.window
         if self.causal:
@@ -66,19 +79,32 @@ class Packed:
             hidden |= away > left
         if right >= 0:
             hidden |= away < -right
-        low = (self.cap * torch.tanh(z / self.cap) if self.cap else z).masked_fill(hidden, -torch.inf)
+        low = (self.cap * torch.tanh(z / self.cap) if self.cap else z).masked_fill(
+            hidden, -torch.inf
+        )
         lse = low.logsumexp(-1)
         p = torch.where(hidden, 0.0, (low - lse[..., None]).exp())
         entropy = torch.special.entr(p).sum(-1)
         inf = torch.inf
         n = (~hidden).sum(-1).expand(len(z), -1)
-        return z.masked_fill(hidden, -inf).amax(-1), z.masked_fill(hidden, inf).amin(-1), lse, entropy, n
+        return (
+            z.masked_fill(hidden, -inf).amax(-1),
+            z.masked_fill(hidden, inf).amin(-1),
+            lse,
+            entropy,
+            n,
+        )
 
 
-def packed(name: str, *, causal: bool = True, window: str = "all", cap: float = 0.0) -> Packed:
+def packed(
+    name: str, *, causal: bool = True, window: str = "all", cap: float = 0.0
+) -> Packed:
     """Sequences of the lengths of that name."""
     of_q, of_k, more = LENGTHS[name]
-    first, second = (torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (of_q, of_k))
+    first, second = (
+        torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        for lengths in (of_q, of_k)
+    )
     ends = (first, first) if of_q == of_k else (first, second)
     generator = torch.Generator().manual_seed(len(name))
     q = torch.randn(1, H, sum(of_q) + more, D, generator=generator)

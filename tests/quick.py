@@ -11,7 +11,11 @@ import pytest
 def quick(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[Any]:
     """All values, those that `keep` does not hold for marked as slow."""
     return [
-        value if keep(value) else pytest.param(*value if type(value) is tuple else (value,), marks=pytest.mark.slow)
+        value
+        if keep(value)
+        else pytest.param(
+            *value if type(value) is tuple else (value,), marks=pytest.mark.slow
+        )
         for value in values
     ]
 
@@ -23,5 +27,9 @@ def one_in(values: Iterable[Any], every: int) -> list[Any]:
 
 def _slow(value: Any) -> Any:
     if isinstance(value, type(pytest.param())):
-        return pytest.param(*value.values, id=value.id, marks=[*value.marks, pytest.mark.slow])
-    return pytest.param(*value if type(value) is tuple else (value,), marks=pytest.mark.slow)
+        return pytest.param(
+            *value.values, id=value.id, marks=[*value.marks, pytest.mark.slow]
+        )
+    return pytest.param(
+        *value if type(value) is tuple else (value,), marks=pytest.mark.slow
+    )

@@ -15,16 +15,22 @@ def write(path: str) -> None:
     Path(path).write_text(str(os.environ.get("QKEEL_NATIVE")), encoding="utf-8")
 
 
-def test_it_has_the_environment_of_what_starts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_has_the_environment_of_what_starts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     for native in ("1", "0", None):  # whichever the server has, others come
         if native is None:
             monkeypatch.delenv("QKEEL_NATIVE")
         else:
             monkeypatch.setenv("QKEEL_NATIVE", native)
-        done = forked.python(["script.py"], tmp_path, environment={"QKEEL_TEST_MARK": "more"})
+        done = forked.python(
+            ["script.py"], tmp_path, environment={"QKEEL_TEST_MARK": "more"}
+        )
         assert done.stdout.split() == [str(native), "more"], done.stderr
-        process = forked.forkserver().Process(target=write, args=(str(tmp_path / "found"),))
+        process = forked.forkserver().Process(
+            target=write, args=(str(tmp_path / "found"),)
+        )
         process.start()
         process.join()
         assert (tmp_path / "found").read_text(encoding="utf-8") == str(native)

@@ -20,7 +20,10 @@ def test_remove_undoes_once() -> None:
 
 def test_leaving_the_block_undoes_even_after_an_error() -> None:
     log: list[str] = []
-    with pytest.raises(RuntimeError, match="inside"), Handle(lambda: log.append("undone")):
+    with (
+        pytest.raises(RuntimeError, match="inside"),
+        Handle(lambda: log.append("undone")),
+    ):
         raise RuntimeError("inside")
     assert log == ["undone"]
 
@@ -45,7 +48,9 @@ def test_state_and_load_reach_every_part_however_nested() -> None:
     values = [{"x": 1}, {"x": 2}, {"x": 3}]
 
     def handle(i: int) -> Handle:
-        return Handle(lambda: None, state=lambda: dict(values[i]), load=values[i].update)
+        return Handle(
+            lambda: None, state=lambda: dict(values[i]), load=values[i].update
+        )
 
     whole = compose([handle(0), compose([handle(1), handle(2)])])
     saved = whole.state()
@@ -58,7 +63,9 @@ def test_state_and_load_reach_every_part_however_nested() -> None:
 
 def test_more_than_ten_parts_keep_their_own_state() -> None:
     values = [{"x": i} for i in range(12)]
-    whole = compose(Handle(lambda: None, state=lambda v=v: dict(v), load=v.update) for v in values)
+    whole = compose(
+        Handle(lambda: None, state=lambda v=v: dict(v), load=v.update) for v in values
+    )
     saved = whole.state()
     for v in values:
         v["x"] = -1
@@ -66,15 +73,27 @@ def test_more_than_ten_parts_keep_their_own_state() -> None:
     assert [v["x"] for v in values] == list(range(12))
 
 
-def test_a_handle_without_state_saves_nothing_and_refuses_the_state_of_another() -> None:
+def test_a_handle_without_state_saves_nothing_and_refuses_the_state_of_another() -> (
+    None
+):
     handle = Handle(lambda: None)
     assert handle.state() == {}
     handle.load({})
-    with pytest.raises(InvalidValueError, match="the state holds 'anything', which this change does not have"):
+    with pytest.raises(
+        InvalidValueError,
+        match="the state holds 'anything', which this change does not have",
+    ):
         handle.load({"anything": 1})
-    two = compose([Handle(lambda: None, state=lambda: {"x": 1}, load=lambda _: None), Handle(lambda: None)])
+    two = compose(
+        [
+            Handle(lambda: None, state=lambda: {"x": 1}, load=lambda _: None),
+            Handle(lambda: None),
+        ]
+    )
     two.load({"0.x": 1})
     for wrong in ("1.x", "2.x", "x", "0x"):
-        with pytest.raises(InvalidValueError, match="load the state of the same model and remedy"):
+        with pytest.raises(
+            InvalidValueError, match="load the state of the same model and remedy"
+        ):
             two.load({wrong: 1})
     assert compose([]).state() == {}

@@ -31,12 +31,19 @@ def test_output_keeps_shape_and_dtype_of_the_queries() -> None:
 def test_causal_is_the_default() -> None:
     one = attention(Q, K, V, spec=SPEC, params=PARAMS)
     assert torch.equal(one, attention(Q, K, V, spec=SPEC, params=PARAMS, causal=True))
-    assert not torch.allclose(one, attention(Q, K, V, spec=SPEC, params=PARAMS, causal=False))
+    assert not torch.allclose(
+        one, attention(Q, K, V, spec=SPEC, params=PARAMS, causal=False)
+    )
 
 
 def test_auto_is_the_first_kernel_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QKEEL_NATIVE", "0")  # with compiled kernels these calls take the native one
-    plain, capped = make_call(preset("baseline"), Q, K, V), make_call(AttentionSpec(cap=Softcap(5.0)), Q, K, V)
+    monkeypatch.setenv(
+        "QKEEL_NATIVE", "0"
+    )  # with compiled kernels these calls take the native one
+    plain, capped = (
+        make_call(preset("baseline"), Q, K, V),
+        make_call(AttentionSpec(cap=Softcap(5.0)), Q, K, V),
+    )
     assert choose(plain, "auto") is KERNELS["sdpa"]
     assert choose(capped, "auto") is KERNELS["chunked"]
 
@@ -49,7 +56,9 @@ def test_auto_is_the_first_kernel_that_can(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_a_named_kernel_never_falls_back(spec: AttentionSpec, reason: str) -> None:
-    with pytest.raises(RefusedError, match=rf"kernel 'sdpa' cannot do this: .*{reason}.*impl='chunked'"):
+    with pytest.raises(
+        RefusedError, match=rf"kernel 'sdpa' cannot do this: .*{reason}.*impl='chunked'"
+    ):
         attention(Q, K, V, spec=spec, impl="sdpa")
     with pytest.raises(NotImplementedError):
         attention(Q, K, V, spec=spec, impl="sdpa", stats=True)
@@ -71,19 +80,35 @@ def test_dropout_is_repeated_by_the_same_seed_in_forward_and_recomputed_backward
 ) -> None:
     from qkeel.kernels.attention import chunked
 
-    monkeypatch.setattr(chunked, "BLOCK", 40)  # several blocks, so that backward recomputes them
+    monkeypatch.setattr(
+        chunked, "BLOCK", 40
+    )  # several blocks, so that backward recomputes them
     q = Q[:1].double().requires_grad_()
 
     def gradient() -> torch.Tensor:
         torch.manual_seed(3)
-        out = attention(q, K[:1].double(), V[:1].double(), spec=AttentionSpec(), dropout=0.5, impl="chunked")
+        out = attention(
+            q,
+            K[:1].double(),
+            V[:1].double(),
+            spec=AttentionSpec(),
+            dropout=0.5,
+            impl="chunked",
+        )
         return torch.autograd.grad(out.sum(), q)[0]
 
     step = 1e-6 * torch.randn(q.shape, dtype=torch.float64)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(3)
-        return attention(x, K[:1].double(), V[:1].double(), spec=AttentionSpec(), dropout=0.5, impl="chunked").sum()
+        return attention(
+            x,
+            K[:1].double(),
+            V[:1].double(),
+            spec=AttentionSpec(),
+            dropout=0.5,
+            impl="chunked",
+        ).sum()
 
     with torch.no_grad():
         change = (loss(q + step) - loss(q - step)) / 2

@@ -15,18 +15,29 @@ Rows = list[list[float]]
 
 def softmax(z: list[float], extra: float | None = None) -> list[float]:
     top = max([*z, *([] if extra is None else [extra])])
-    mass = sum(math.exp(x - top) for x in z) + (0 if extra is None else math.exp(extra - top))
+    mass = sum(math.exp(x - top) for x in z) + (
+        0 if extra is None else math.exp(extra - top)
+    )
     return [math.exp(x - top) / mass for x in z]
 
 
-def attend(q: Rows, k: Rows, v: Rows, scale: list[float], cap: float | None = None, sink: float | None = None) -> Rows:
+def attend(
+    q: Rows,
+    k: Rows,
+    v: Rows,
+    scale: list[float],
+    cap: float | None = None,
+    sink: float | None = None,
+) -> Rows:
     """Causal attention of one head; row i has its own scale."""
     out = []
     for i, row in enumerate(q):
         z = [scale[i] * sum(a * b for a, b in zip(row, k[j])) for j in range(i + 1)]
         z = z if cap is None else [cap * math.tanh(x / cap) for x in z]
         p = softmax(z, sink)
-        out.append([sum(p[j] * v[j][c] for j in range(i + 1)) for c in range(len(v[0]))])
+        out.append(
+            [sum(p[j] * v[j][c] for j in range(i + 1)) for c in range(len(v[0]))]
+        )
     return out
 
 
@@ -44,18 +55,34 @@ def turned(x: list[float], pos: int, base: float = 10_000.0) -> list[float]:
 
 
 T, D = 5, 4
-Q, K, V = (torch.randn(1, 1, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3))
+Q, K, V = (
+    torch.randn(
+        1, 1, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(i)
+    )
+    for i in range(3)
+)
 q, k, v = Q[0, 0].tolist(), K[0, 0].tolist(), V[0, 0].tolist()
 
 BY_HAND: dict[str, tuple[AttentionSpec, Rows]] = {
     "scaled dot product": (AttentionSpec(), attend(q, k, v, [0.5] * T)),
     "rope": (
         AttentionSpec(position=Rope()),
-        attend([turned(x, i) for i, x in enumerate(q)], [turned(x, i) for i, x in enumerate(k)], v, [0.5] * T),
+        attend(
+            [turned(x, i) for i, x in enumerate(q)],
+            [turned(x, i) for i, x in enumerate(k)],
+            v,
+            [0.5] * T,
+        ),
     ),
-    "unit keys": (AttentionSpec(norm=L2Norm(on="k"), scale=Fixed(1.0)), attend(q, [unit(x) for x in k], v, [1.0] * T)),
+    "unit keys": (
+        AttentionSpec(norm=L2Norm(on="k"), scale=Fixed(1.0)),
+        attend(q, [unit(x) for x in k], v, [1.0] * T),
+    ),
     "softcap": (AttentionSpec(cap=Softcap(0.3)), attend(q, k, v, [0.5] * T, cap=0.3)),
-    "off by one": (AttentionSpec(normalizer=Sink(learned=False)), attend(q, k, v, [0.5] * T, sink=0.0)),
+    "off by one": (
+        AttentionSpec(normalizer=Sink(learned=False)),
+        attend(q, k, v, [0.5] * T, sink=0.0),
+    ),
     "log n": (
         AttentionSpec(scale=LogN(train_length=4)),
         attend(q, k, v, [0.5 * math.log(n) / math.log(4) for n in range(1, T + 1)]),
@@ -67,12 +94,21 @@ BY_HAND: dict[str, tuple[AttentionSpec, Rows]] = {
 def test_output_is_that_of_loops_over_numbers(case: str) -> None:
     spec, expected = BY_HAND[case]
     out = reference.attend(spec, Q, K, V).out
-    assert torch.allclose(out[0, 0], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-14)
+    assert torch.allclose(
+        out[0, 0], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-14
+    )
 
 
 def test_it_returns_logits_weights_and_their_product() -> None:
     found = reference.attend(preset("gemma2"), Q, K, V)
     assert torch.equal(found.out, found.weights @ V)
-    assert torch.allclose(found.weights, (50 * torch.tanh(found.logits / 50)).softmax(-1))
-    assert torch.equal(found.logits == -torch.inf, torch.ones(T, T, dtype=torch.bool).triu(1)[None, None])
-    assert torch.allclose(found.weights.sum(-1), torch.ones(1, 1, T, dtype=torch.float64))
+    assert torch.allclose(
+        found.weights, (50 * torch.tanh(found.logits / 50)).softmax(-1)
+    )
+    assert torch.equal(
+        found.logits == -torch.inf,
+        torch.ones(T, T, dtype=torch.bool).triu(1)[None, None],
+    )
+    assert torch.allclose(
+        found.weights.sum(-1), torch.ones(1, 1, T, dtype=torch.float64)
+    )

@@ -29,14 +29,26 @@ def test_a_spec_string_is_read(text: str, terms: list[Term]) -> None:
     found = parse(text)
     assert list(found) == terms
     for ours, theirs in zip(found, terms):
-        assert [type(v) for v in ours.options.values()] == [type(v) for v in theirs.options.values()]
+        assert [type(v) for v in ours.options.values()] == [
+            type(v) for v in theirs.options.values()
+        ]
 
 
 NAMES = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True)
-VALUES = st.one_of(st.booleans(), st.integers(-(10**9), 10**9), st.sampled_from(["rms", "head", "query"]))
+VALUES = st.one_of(
+    st.booleans(),
+    st.integers(-(10**9), 10**9),
+    st.sampled_from(["rms", "head", "query"]),
+)
 
 
-@given(st.lists(st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=3)), min_size=1, max_size=3))
+@given(
+    st.lists(
+        st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=3)),
+        min_size=1,
+        max_size=3,
+    )
+)
 def test_what_is_written_is_read_back(parts: list[tuple[str, dict]]) -> None:
     terms = [Term(name, options) for name, options in parts]
     assert list(parse("+".join(map(str, terms)))) == terms
@@ -52,7 +64,9 @@ def test_options_are_written_in_order_whatever_order_they_came_in() -> None:
     assert str(parse("a:y=2,x=1")[0]) == str(parse("a:x=1,y=2")[0]) == "a:x=1,y=2"
 
 
-@pytest.mark.parametrize("text", ["", "+a", "a++b", "a+", ":x=1", "a:x", "a:x=", "a:=1", "a:x=1,x=2"])
+@pytest.mark.parametrize(
+    "text", ["", "+a", "a++b", "a+", ":x=1", "a:x", "a:x=", "a:=1", "a:x=1,x=2"]
+)
 def test_what_cannot_be_read_is_refused_with_the_text(text: str) -> None:
     with pytest.raises(InvalidValueError) as error:
         parse(text)
@@ -67,7 +81,9 @@ def test_a_spec_string_is_a_string() -> None:
 def test_lookup_finds_or_names_the_nearest() -> None:
     table = {"softcap": 1, "qk_norm": 2}
     assert lookup("remedy", table, "qk_norm") == 2
-    with pytest.raises(UnknownNameError, match=r"unknown remedy 'qknorm'\. Did you mean 'qk_norm'"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown remedy 'qknorm'\. Did you mean 'qk_norm'"
+    ):
         lookup("remedy", table, "qknorm")
     with pytest.raises(KeyError):
         lookup("remedy", table, "zzz")
@@ -81,7 +97,10 @@ class Options:
 
 def test_build_makes_a_value_from_options_and_refuses_unknown_ones() -> None:
     assert build("remedy 'x'", Options, {"tau": 0.3}) == Options(tau=0.3)
-    with pytest.raises(UnknownNameError, match=r"unknown option of remedy 'x' 'tua'\. Did you mean 'tau'"):
+    with pytest.raises(
+        UnknownNameError,
+        match=r"unknown option of remedy 'x' 'tua'\. Did you mean 'tau'",
+    ):
         build("remedy 'x'", Options, {"tua": 0.3})
     with pytest.raises(UnknownNameError, match="derived"):
         build("remedy 'x'", Options, {"derived": 1.0})

@@ -36,7 +36,18 @@ POSITIONAL = {
     "watch": ("model", "optimizer"),
 }
 PACKAGES = (
-    *("functional", "nn", "spec", "sites", "monitor", "remedies", "audit", "lab", "report", "integrations"),
+    *(
+        "functional",
+        "nn",
+        "spec",
+        "sites",
+        "monitor",
+        "remedies",
+        "audit",
+        "lab",
+        "report",
+        "integrations",
+    ),
     *("reference", "errors", "metrics"),
 )
 RETIRED = {"example", "named", "given", "batches", "fitting", "probe"}
@@ -52,14 +63,19 @@ def function(name: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("name", POSITIONAL)
 def test_the_model_comes_first_and_whatever_is_optional_is_a_keyword(name: str) -> None:
     parameters = inspect.signature(function(name)).parameters.values()
-    assert tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD) == POSITIONAL[name]
+    assert (
+        tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+        == POSITIONAL[name]
+    )
 
 
 def public() -> Iterator[tuple[str, Callable[..., Any]]]:
     """The functions, classes and methods of the public names."""
     for package in PACKAGES:
         module = getattr(qkeel, package)
-        for name in getattr(module, "__all__", [n for n in vars(module) if not n.startswith("_")]):
+        for name in getattr(
+            module, "__all__", [n for n in vars(module) if not n.startswith("_")]
+        ):
             member = getattr(module, name)
             if inspect.isfunction(member):
                 yield f"{package}.{name}", member
@@ -80,7 +96,9 @@ def test_no_parameter_has_a_retired_name_or_type() -> None:
         except ValueError:  # an exception or enumeration without a signature of its own
             continue
         wrong += [
-            f"{name}({p})" for p in parameters if p.name in RETIRED or re.search(RETIRED_TYPES, str(p.annotation))
+            f"{name}({p})"
+            for p in parameters
+            if p.name in RETIRED or re.search(RETIRED_TYPES, str(p.annotation))
         ]
     assert wrong == []
 
@@ -102,26 +120,70 @@ def undone(handle: Any) -> None:
 M, O, X = attention()
 H, Y = heads()
 EARLIER: dict[str, tuple[Callable[[], Any], str]] = {
-    "remedy first": (lambda: undone(qkeel.apply("softcap", M)), "write apply(model, remedy, optimizer);"),
-    "with a batch": (lambda: undone(qkeel.apply("lalr", M, O, example=X)), "(model, remedy, optimizer, batch=batch);"),
-    "a list of remedies first": (lambda: undone(qkeel.apply(["softcap"], M)), "write apply(model, remedy, optimizer);"),
-    "the model by name": (lambda: undone(qkeel.apply("softcap", model=M)), "write apply(model, remedy, optimizer);"),
-    "all by name": (lambda: undone(qkeel.apply(named="softcap", model=M)), "write apply(model, remedy, optimizer);"),
-    "arguments apart": (lambda: qkeel.find_sites(H, Y, Y, Y), "write find_sites(model, batch);"),
-    "keywords apart": (lambda: qkeel.find_sites(H, query=Y, key=Y, value=Y), "write find_sites(model, batch);"),
-    "both apart": (lambda: qkeel.find_sites(H, Y, Y, value=Y), "write find_sites(model, batch);"),
-    "a probe": (lambda: undone(qkeel.watch(M, O, probe=X)), "write watch(model, optimizer, probe_batch=probe_batch);"),
-    "autopilot": (lambda: undone(qkeel.autopilot(M, O, example=X)), "write autopilot(model, optimizer, batch=batch);"),
-    "attached": (lambda: undone(attach(qkeel.watch(M, O), O, example=X)), "attach(monitor, optimizer, batch=batch);"),
+    "remedy first": (
+        lambda: undone(qkeel.apply("softcap", M)),
+        "write apply(model, remedy, optimizer);",
+    ),
+    "with a batch": (
+        lambda: undone(qkeel.apply("lalr", M, O, example=X)),
+        "(model, remedy, optimizer, batch=batch);",
+    ),
+    "a list of remedies first": (
+        lambda: undone(qkeel.apply(["softcap"], M)),
+        "write apply(model, remedy, optimizer);",
+    ),
+    "the model by name": (
+        lambda: undone(qkeel.apply("softcap", model=M)),
+        "write apply(model, remedy, optimizer);",
+    ),
+    "all by name": (
+        lambda: undone(qkeel.apply(named="softcap", model=M)),
+        "write apply(model, remedy, optimizer);",
+    ),
+    "arguments apart": (
+        lambda: qkeel.find_sites(H, Y, Y, Y),
+        "write find_sites(model, batch);",
+    ),
+    "keywords apart": (
+        lambda: qkeel.find_sites(H, query=Y, key=Y, value=Y),
+        "write find_sites(model, batch);",
+    ),
+    "both apart": (
+        lambda: qkeel.find_sites(H, Y, Y, value=Y),
+        "write find_sites(model, batch);",
+    ),
+    "a probe": (
+        lambda: undone(qkeel.watch(M, O, probe=X)),
+        "write watch(model, optimizer, probe_batch=probe_batch);",
+    ),
+    "autopilot": (
+        lambda: undone(qkeel.autopilot(M, O, example=X)),
+        "write autopilot(model, optimizer, batch=batch);",
+    ),
+    "attached": (
+        lambda: undone(attach(qkeel.watch(M, O), O, example=X)),
+        "attach(monitor, optimizer, batch=batch);",
+    ),
     "explain_model": (lambda: qkeel.explain_model, "write qkeel.explain,"),
-    "audit.explain_model": (lambda: qkeel.audit.explain_model, "write qkeel.audit.explain,"),
-    "what to check": (lambda: qkeel.check(what=M, batch=X), "write check(model_or_path, batch);"),
-    "a remedy's example": (lambda: Target(model=M, optimizer=O, sites=[]).example, "write target.batch,"),
+    "audit.explain_model": (
+        lambda: qkeel.audit.explain_model,
+        "write qkeel.audit.explain,",
+    ),
+    "what to check": (
+        lambda: qkeel.check(what=M, batch=X),
+        "write check(model_or_path, batch);",
+    ),
+    "a remedy's example": (
+        lambda: Target(model=M, optimizer=O, sites=[]).example,
+        "write target.batch,",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", EARLIER)
-def test_a_call_of_0_1_0_works_and_one_warning_at_its_line_shows_the_new_one(case: str) -> None:
+def test_a_call_of_0_1_0_works_and_one_warning_at_its_line_shows_the_new_one(
+    case: str,
+) -> None:
     call, shown = EARLIER[case]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -151,7 +213,14 @@ def test_what_a_newcomer_guesses_works() -> None:
     assert qkeel.find_sites(model, batch=batch)
 
 
-@pytest.mark.parametrize("wrong", [lambda: qkeel.apply(M, O), lambda: qkeel.apply(M, M), lambda: qkeel.apply(M, 3)])
-def test_something_else_in_place_of_the_remedy_is_answered_with_the_right_line(wrong: Callable[[], Any]) -> None:
-    with pytest.raises(TypeError, match=r'write qkeel.apply\(model, "qk_norm", optimizer\)'):
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda: qkeel.apply(M, O), lambda: qkeel.apply(M, M), lambda: qkeel.apply(M, 3)],
+)
+def test_something_else_in_place_of_the_remedy_is_answered_with_the_right_line(
+    wrong: Callable[[], Any],
+) -> None:
+    with pytest.raises(
+        TypeError, match=r'write qkeel.apply\(model, "qk_norm", optimizer\)'
+    ):
         wrong()

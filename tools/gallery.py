@@ -18,7 +18,10 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images" / "gallery"
-SCHEMES = {"light": "1", "dark": "0"}  # as Chromium numbers the schemes that a reader may prefer
+SCHEMES = {
+    "light": "1",
+    "dark": "0",
+}  # as Chromium numbers the schemes that a reader may prefer
 WATCH = "-- python examples/train_gpt.py --lr 3e-2 --steps 150"
 # Name of the picture -> the commands that make its page, the page, and the rows of it that are shown.
 PAGES = {
@@ -29,7 +32,10 @@ PAGES = {
         1765,
     ),
     "autopilot": (
-        (f"qkeel watch --out runs/pilot --autopilot {WATCH}", "qkeel report runs/pilot -o autopilot.html"),
+        (
+            f"qkeel watch --out runs/pilot --autopilot {WATCH}",
+            "qkeel report runs/pilot -o autopilot.html",
+        ),
         "autopilot.html",
         2530,
     ),
@@ -47,9 +53,16 @@ PAGES = {
 
 def run(command: str, folder: Path) -> None:
     """Runs a command line of qkeel in a folder; ends the program if it fails."""
-    done = subprocess.run([sys.executable, "-m", *shlex.split(command)], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
-        sys.exit(f"{done.stderr}\n`{command}` failed (exit code {done.returncode}): no picture was changed")
+        sys.exit(
+            f"{done.stderr}\n`{command}` failed (exit code {done.returncode}): no picture was changed"
+        )
 
 
 def photograph(page: Path, name: str, height: int) -> None:
@@ -60,17 +73,34 @@ def photograph(page: Path, name: str, height: int) -> None:
     for scheme, number in SCHEMES.items():
         picture = IMAGES / f"{name}-{scheme}.png"
         with tempfile.TemporaryDirectory() as profile:
-            flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=5000"]
-            flags += [f"--window-size=1200,{height}", f"--blink-settings=preferredColorScheme={number}"]
-            flags += [f"--user-data-dir={profile}", f"--screenshot={picture}", page.as_uri()]
+            flags = [
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+                "--virtual-time-budget=5000",
+            ]
+            flags += [
+                f"--window-size=1200,{height}",
+                f"--blink-settings=preferredColorScheme={number}",
+            ]
+            flags += [
+                f"--user-data-dir={profile}",
+                f"--screenshot={picture}",
+                page.as_uri(),
+            ]
             subprocess.run([browser, *flags], check=True, capture_output=True)
         with Image.open(picture) as image:
-            image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(picture, optimize=True)
+            image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(
+                picture, optimize=True
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*PAGES, []], help="pictures to take [all]")
+    parser.add_argument(
+        "names", nargs="*", choices=[*PAGES, []], help="pictures to take [all]"
+    )
     parser.add_argument("--folder", type=Path, help="keeps the runs here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

@@ -36,17 +36,49 @@ from qkeel.kernels.native.build import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERS = (
-    *(f"tests/{room}" for room in ("audit", "autopilot", "conformance", "contract", "functional", "kernels", "lab")),
-    *(f"tests/{room}" for room in ("metrics", "monitor", "nn", "remedies", "sites", "spec")),
+    *(
+        f"tests/{room}"
+        for room in (
+            "audit",
+            "autopilot",
+            "conformance",
+            "contract",
+            "functional",
+            "kernels",
+            "lab",
+        )
+    ),
+    *(
+        f"tests/{room}"
+        for room in ("metrics", "monitor", "nn", "remedies", "sites", "spec")
+    ),
 )
 SYSTEM = (
-    *(f"tests/{room}" for room in ("cli", "docs", "fuzz", "integrations", "kernels/native", "packaging", "processes")),
+    *(
+        f"tests/{room}"
+        for room in (
+            "cli",
+            "docs",
+            "fuzz",
+            "integrations",
+            "kernels/native",
+            "packaging",
+            "processes",
+        )
+    ),
     *(f"tests/{room}" for room in ("records", "report")),
-    *("tests/autopilot", "tests/lab/test_kill.py", "tests/lab/test_study.py", "tests/remedies/test_apply.py"),
+    *(
+        "tests/autopilot",
+        "tests/lab/test_kill.py",
+        "tests/lab/test_study.py",
+        "tests/remedies/test_apply.py",
+    ),
 )
 QUICK = "not slow and not gpu and not zoo"
 NOBODY = 65534
-PYTHON = "Straße mit Raum/python"  # below a condition's folder: a copy of the interpreter
+PYTHON = (
+    "Straße mit Raum/python"  # below a condition's folder: a copy of the interpreter
+)
 ABOUT = """# The tests on other machines
 
 No outcome of a test may depend on the processor, the number of threads, a compiler, the user, the home folder, a space
@@ -95,7 +127,11 @@ def _processor(capability: str, instructions: str, architecture: str) -> dict[st
         "ATEN_CPU_CAPABILITY": capability,
         "MKL_ENABLE_INSTRUCTIONS": instructions,
         "ONEDNN_MAX_CPU_ISA": instructions,
-        **({"QKEEL_NATIVE_ARCH": architecture} if platform.machine() == "x86_64" else {}),
+        **(
+            {"QKEEL_NATIVE_ARCH": architecture}
+            if platform.machine() == "x86_64"
+            else {}
+        ),
     }
 
 
@@ -112,25 +148,46 @@ CONDITIONS: dict[str, Condition] = {
         variables=_processor("default", "SSE4_1", "x86-64-v2")
         | {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     ),
-    "kernels off": Condition(how="`QKEEL_NATIVE=0`", tests=NUMBERS, variables={"QKEEL_NATIVE": "0"}),
+    "kernels off": Condition(
+        how="`QKEEL_NATIVE=0`", tests=NUMBERS, variables={"QKEEL_NATIVE": "0"}
+    ),
     "no compiler": Condition(
-        how="no C++ compiler on the PATH, an empty cache", tests=(*NUMBERS, *SYSTEM), no_compiler=True
+        how="no C++ compiler on the PATH, an empty cache",
+        tests=(*NUMBERS, *SYSTEM),
+        no_compiler=True,
     ),
-    "2 threads": Condition(how="`OMP_NUM_THREADS=2`", tests=NUMBERS, variables={"OMP_NUM_THREADS": "2"}),
-    "not root": Condition(how="user 65534, in a copy of the repository", stranger=True, copy=True),
-    "odd path": Condition(how="repository and interpreter below `Straße mit Raum/qkeel Ω`", copy=True),
+    "2 threads": Condition(
+        how="`OMP_NUM_THREADS=2`", tests=NUMBERS, variables={"OMP_NUM_THREADS": "2"}
+    ),
+    "not root": Condition(
+        how="user 65534, in a copy of the repository", stranger=True, copy=True
+    ),
+    "odd path": Condition(
+        how="repository and interpreter below `Straße mit Raum/qkeel Ω`", copy=True
+    ),
     "closed home": Condition(
-        how="a home folder that its user cannot write", stranger=True, copy=True, closed_home=True
+        how="a home folder that its user cannot write",
+        stranger=True,
+        copy=True,
+        closed_home=True,
     ),
-    "comma": Condition(how="`LC_ALL=de_DE.UTF-8`: a comma is the decimal point", comma=True),
+    "comma": Condition(
+        how="`LC_ALL=de_DE.UTF-8`: a comma is the decimal point", comma=True
+    ),
     "random order": Condition(
         how="`QKEEL_TEST_ORDER=1`: files, and tests in them",
         tests=(*NUMBERS, *SYSTEM),
         variables={"QKEEL_TEST_ORDER": "1"},
     ),
-    "no interrupts": Condition(how="SIGINT is ignored from the start", no_interrupts=True),
+    "no interrupts": Condition(
+        how="SIGINT is ignored from the start", no_interrupts=True
+    ),
     **{
-        f"Python {version}": Condition(how=f"`python{version}`", tests=(*NUMBERS, *SYSTEM), python=f"python{version}")
+        f"Python {version}": Condition(
+            how=f"`python{version}`",
+            tests=(*NUMBERS, *SYSTEM),
+            python=f"python{version}",
+        )
         for version in ("3.12", "3.13", "3.14")
     },
 }
@@ -150,7 +207,9 @@ def pieces_of(tests: Sequence[str], count: int) -> list[tuple[str, ...]]:
     if count == 1:
         return [tuple(dict.fromkeys(tests))]
     found = [ROOT / path for path in tests]
-    files = dict.fromkeys(file for path in found for file in (sorted(path.rglob("test_*.py")) or [path]))
+    files = dict.fromkeys(
+        file for path in found for file in (sorted(path.rglob("test_*.py")) or [path])
+    )
     names = [str(file.relative_to(ROOT)) for file in files]
     return [tuple(names[i::count]) for i in range(count)]
 
@@ -161,18 +220,30 @@ def outcome(condition: Condition, tests: Sequence[str], jobs: int) -> Outcome:
     Raises:
         CannotBeTried: the machine has not what it takes.
     """
-    with tempfile.TemporaryDirectory(prefix="machines ", ignore_cleanup_errors=True) as made:
+    with tempfile.TemporaryDirectory(
+        prefix="machines ", ignore_cleanup_errors=True
+    ) as made:
         folder = Path(made)
         folder.chmod(0o755)
         root, python = _copied(folder) if condition.copy else (ROOT, sys.executable)
         if condition.python:
             python = _other_python(condition.python)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **condition.variables}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            **condition.variables,
+        }
         environment["PYTHONDONTWRITEBYTECODE"] = ""
-        if (folder / PYTHON).exists():  # a copied interpreter would look for its library at the old place
+        if (
+            folder / PYTHON
+        ).exists():  # a copied interpreter would look for its library at the old place
             environment["LD_LIBRARY_PATH"] = str(folder / PYTHON / "lib")
         if condition.no_compiler:
-            environment |= {"PATH": _path_without_compilers(folder), "QKEEL_NATIVE_CACHE": str(folder / "no kernels")}
+            environment |= {
+                "PATH": _path_without_compilers(folder),
+                "QKEEL_NATIVE_CACHE": str(folder / "no kernels"),
+            }
         if condition.comma:
             environment |= _with_a_comma(folder)
         start: list[str] = []
@@ -184,11 +255,18 @@ def outcome(condition: Condition, tests: Sequence[str], jobs: int) -> Outcome:
             home.mkdir()
             temporary = folder / "tmp"
             temporary.mkdir()
-            environment |= {"HOME": str(home), "TMPDIR": str(temporary), "USER": "nobody", "LOGNAME": "nobody"}
+            environment |= {
+                "HOME": str(home),
+                "TMPDIR": str(temporary),
+                "USER": "nobody",
+                "LOGNAME": "nobody",
+            }
             kernels = cache_folder()
             for name in ("XDG_CACHE_HOME", "QKEEL_NATIVE_CACHE"):
                 environment.pop(name, None)
-            if kernels.exists() and not condition.closed_home:  # to compile them again tells nothing
+            if (
+                kernels.exists() and not condition.closed_home
+            ):  # to compile them again tells nothing
                 shutil.copytree(kernels, home / ".cache" / "qkeel" / "native")
         if stranger:
             _give(folder, NOBODY)
@@ -218,20 +296,37 @@ def outcome(condition: Condition, tests: Sequence[str], jobs: int) -> Outcome:
         _await_orphans()
         found = dict.fromkeys(("passed", "failed", "skipped"), 0)
         last = done.stdout.strip().rpartition("\n")[2]
-        for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last):
+        for number, word in re.findall(
+            r"(\d+) (passed|failed|skipped|errors?)\b", last
+        ):
             found["failed" if word.startswith("error") else word] += int(number)
         if not found["passed"]:
             print(done.stdout[-3000:], done.stderr[-1000:])
             raise CannotBeTried(f"no test ran: {last}")
         # One line of each failure, as --tb=line gives it.
-        failed = done.stdout.partition("= FAILURES =")[2].partition("= short test summary")[0].splitlines()[1:-1]
-        failed += [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        failed = (
+            done.stdout.partition("= FAILURES =")[2]
+            .partition("= short test summary")[0]
+            .splitlines()[1:-1]
+        )
+        failed += [
+            line
+            for line in done.stdout.splitlines()
+            if line.startswith(("FAILED", "ERROR"))
+        ]
         return Outcome(found, _processor_seconds() - before, failed)
 
 
 def _sum(outcomes: Collection[Outcome]) -> Outcome:
-    counts = {word: sum(found.counts[word] for found in outcomes) for word in ("passed", "failed", "skipped")}
-    return Outcome(counts, sum(found.seconds for found in outcomes), [line for o in outcomes for line in o.failed])
+    counts = {
+        word: sum(found.counts[word] for found in outcomes)
+        for word in ("passed", "failed", "skipped")
+    }
+    return Outcome(
+        counts,
+        sum(found.seconds for found in outcomes),
+        [line for o in outcomes for line in o.failed],
+    )
 
 
 def _processor_seconds() -> float:
@@ -262,7 +357,10 @@ def _copied(folder: Path) -> tuple[Path, str]:
     """
     place = folder / "Straße mit Raum" / "qkeel Ω"
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
     ).stdout.decode()
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
@@ -272,14 +370,26 @@ def _copied(folder: Path) -> tuple[Path, str]:
     base = Path(sys.base_prefix).resolve()
     if not all(above.stat().st_mode & stat.S_IXOTH for above in base.parents):
         to = folder / PYTHON
-        left_out = shutil.ignore_patterns("site-packages", "__pycache__", "test", "*.a", "share")
+        left_out = shutil.ignore_patterns(
+            "site-packages", "__pycache__", "test", "*.a", "share"
+        )
         shutil.copytree(base, to, ignore=left_out, symlinks=True)
         base = to
     python = base / "bin" / Path(sys.executable).resolve().name
-    subprocess.run([str(python), "-m", "venv", "--without-pip", str(place / ".venv")], check=True)
-    own = place / ".venv" / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+    subprocess.run(
+        [str(python), "-m", "venv", "--without-pip", str(place / ".venv")], check=True
+    )
+    own = (
+        place
+        / ".venv"
+        / "lib"
+        / f"python{sysconfig.get_python_version()}"
+        / "site-packages"
+    )
     packages = [path for path in sys.path if path.endswith("site-packages")]
-    (own / "shared.pth").write_text("\n".join([str(place / "src"), *packages]) + "\n", encoding="utf-8")
+    (own / "shared.pth").write_text(
+        "\n".join([str(place / "src"), *packages]) + "\n", encoding="utf-8"
+    )
     return place, str(place / ".venv" / "bin" / "python")
 
 
@@ -292,16 +402,25 @@ def _path_without_compilers(folder: Path) -> str:
     """A folder of links to all programs of the PATH but compilers."""
     programs = folder / "programs"
     programs.mkdir()
-    compiler = re.compile(r"(.*-)?(c\+\+|g\+\+|gcc|cc|clang|clang\+\+|c89|c99|cpp)(-[\d.]+)?$")
+    compiler = re.compile(
+        r"(.*-)?(c\+\+|g\+\+|gcc|cc|clang|clang\+\+|c89|c99|cpp)(-[\d.]+)?$"
+    )
     for place in os.environ["PATH"].split(os.pathsep):
         for program in Path(place).glob("*") if place else ():
-            if not compiler.match(program.name) and not (programs / program.name).is_symlink():
+            if (
+                not compiler.match(program.name)
+                and not (programs / program.name).is_symlink()
+            ):
                 (programs / program.name).symlink_to(program.resolve())
     return str(programs)
 
 
 def _with_a_comma(folder: Path) -> dict[str, str]:
-    listed = subprocess.run(["locale", "-a"], capture_output=True, text=True, check=False).stdout.lower().split()
+    listed = (
+        subprocess.run(["locale", "-a"], capture_output=True, text=True, check=False)
+        .stdout.lower()
+        .split()
+    )
     if "de_de.utf8" in listed or "de_de.utf-8" in listed:
         return {"LC_ALL": "de_DE.UTF-8"}
     if shutil.which("localedef") is None:
@@ -310,7 +429,9 @@ def _with_a_comma(folder: Path) -> dict[str, str]:
     command = ["localedef", "-i", "de_DE", "-f", "UTF-8", str(folder / "de_DE.UTF-8")]
     subprocess.run(command, capture_output=True, check=False)
     if not (folder / "de_DE.UTF-8").exists():
-        raise CannotBeTried("the locale de_DE.UTF-8 is not installed and localedef cannot make it")
+        raise CannotBeTried(
+            "the locale de_DE.UTF-8 is not installed and localedef cannot make it"
+        )
     return {"LC_ALL": "de_DE.UTF-8", "LOCPATH": str(folder)}
 
 
@@ -346,51 +467,113 @@ def _room_for(out: Path) -> Iterator[dict[str, str]]:
 
 def main() -> int:
     """Runs conditions one after the other; 1 where a test failed."""
-    reader = argparse.ArgumentParser(prog="python -m tools.machines", description=(__doc__ or "").partition("\n")[0])
-    reader.add_argument(
-        "--only", nargs="+", choices=list(CONDITIONS), default=list(CONDITIONS), help="conditions to run"
+    reader = argparse.ArgumentParser(
+        prog="python -m tools.machines", description=(__doc__ or "").partition("\n")[0]
     )
-    reader.add_argument("--tests", nargs="+", help="paths in place of the usual ones; the table then names them")
+    reader.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(CONDITIONS),
+        default=list(CONDITIONS),
+        help="conditions to run",
+    )
+    reader.add_argument(
+        "--tests",
+        nargs="+",
+        help="paths in place of the usual ones; the table then names them",
+    )
     reader.add_argument("--jobs", type=int, default=2)
-    reader.add_argument("--pieces", type=int, default=1, help="run the tests of a condition as so many pieces")
-    reader.add_argument("--first", type=int, help="of the pieces run only so many; the table then says so")
-    reader.add_argument("--minutes", type=float, default=float("inf"), help="start no further piece after that time")
-    reader.add_argument("--out", type=Path, default=ROOT / "docs" / "internals" / "machines.md")
+    reader.add_argument(
+        "--pieces",
+        type=int,
+        default=1,
+        help="run the tests of a condition as so many pieces",
+    )
+    reader.add_argument(
+        "--first",
+        type=int,
+        help="of the pieces run only so many; the table then says so",
+    )
+    reader.add_argument(
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="start no further piece after that time",
+    )
+    reader.add_argument(
+        "--out", type=Path, default=ROOT / "docs" / "internals" / "machines.md"
+    )
     options = reader.parse_args()
     _adopt_orphans()
     last_start = time.monotonic() + 60 * options.minutes
     failures = 0
     for name in options.only:
         condition = CONDITIONS[name]
-        how = condition.how + (f"; only {shlex.join(options.tests)}" if options.tests else "")
-        how += f"; {options.first} of {options.pieces} parts of the tests" if options.first else ""
-        pieces = pieces_of(options.tests or condition.tests, options.pieces)[: options.first]
+        how = condition.how + (
+            f"; only {shlex.join(options.tests)}" if options.tests else ""
+        )
+        how += (
+            f"; {options.first} of {options.pieces} parts of the tests"
+            if options.first
+            else ""
+        )
+        pieces = pieces_of(options.tests or condition.tests, options.pieces)[
+            : options.first
+        ]
         kept = ROOT / "build" / "machines" / f"{name}.json"
-        done = {tuple(p): Outcome(**found) for p, found in json.loads(kept.read_text())} if kept.exists() else {}
-        done = {piece: found for piece, found in done.items() if piece in pieces and not found.failed}
+        done = (
+            {tuple(p): Outcome(**found) for p, found in json.loads(kept.read_text())}
+            if kept.exists()
+            else {}
+        )
+        done = {
+            piece: found
+            for piece, found in done.items()
+            if piece in pieces and not found.failed
+        }
         try:
             for piece in pieces:
                 if piece not in done and time.monotonic() < last_start:
                     done[piece] = outcome(condition, piece, options.jobs)
                     kept.parent.mkdir(parents=True, exist_ok=True)
-                    kept.write_text(json.dumps([(p, dataclasses.asdict(found)) for p, found in done.items()]))
+                    kept.write_text(
+                        json.dumps(
+                            [
+                                (p, dataclasses.asdict(found))
+                                for p, found in done.items()
+                            ]
+                        )
+                    )
         except CannotBeTried as reason:
             print(f"{name}: not tried: {reason}")
             row = f"| {name} | {how}; not tried: {reason} | | | | |\n"
         else:
             found = _sum(done.values())
             failures += found.counts["failed"]
-            part = f", {len(done)} of {len(pieces)} pieces" if len(done) < len(pieces) else ""
-            print(f"{name}: {dict(found.counts)}, {found.seconds:.0f} s{part}", *found.failed, sep="\n  ", flush=True)
+            part = (
+                f", {len(done)} of {len(pieces)} pieces"
+                if len(done) < len(pieces)
+                else ""
+            )
+            print(
+                f"{name}: {dict(found.counts)}, {found.seconds:.0f} s{part}",
+                *found.failed,
+                sep="\n  ",
+                flush=True,
+            )
             if part:
                 continue
-            numbers = " | ".join(f"{found.counts[word]:,}" for word in ("passed", "failed", "skipped"))
+            numbers = " | ".join(
+                f"{found.counts[word]:,}" for word in ("passed", "failed", "skipped")
+            )
             row = f"| {name} | {how} | {numbers} | {found.seconds:.0f} |\n"
             if not found.failed:
                 kept.unlink()
         with _room_for(options.out) as rows:
             rows[name] = row
-    print(f"{torch.__version__=}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}: {options.out}")
+    print(
+        f"{torch.__version__=}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}: {options.out}"
+    )
     return 1 if failures else 0
 
 

@@ -50,14 +50,20 @@ class Sizes:
     dtype: torch.dtype = torch.bfloat16
 
 
-TOY = Sizes(tokens=6, heads=2, key_heads=1, head_dim=16, layers=2, dim=16, dtype=torch.float16)
+TOY = Sizes(
+    tokens=6, heads=2, key_heads=1, head_dim=16, layers=2, dim=16, dtype=torch.float16
+)
 
 
 def norm_rope_passes(sizes: Sizes, device: str, compiled: bool) -> Passes:
     """RMS norm with a gain per dimension and RoPE, q and k as Triton keeps what backward needs, or makes it again."""
     own: dict[str, Own] = {
-        "qkeel, Triton": lambda x, gain, table: norm_rope(TRITON, x, gain, table, 1, 1e-6, True),
-        "qkeel, Triton, x made again": lambda x, gain, table: norm_rope(TRITON, x, gain, table, 1, 1e-6, False),
+        "qkeel, Triton": lambda x, gain, table: norm_rope(
+            TRITON, x, gain, table, 1, 1e-6, True
+        ),
+        "qkeel, Triton, x made again": lambda x, gain, table: norm_rope(
+            TRITON, x, gain, table, 1, 1e-6, False
+        ),
     }
     shape = (1, sizes.tokens, sizes.heads, sizes.key_heads, sizes.head_dim)
     return Passes(shape, compiled, own, (device, sizes.dtype))
@@ -80,13 +86,22 @@ def at_once(passes: Passes, sizes: Sizes, back: bool) -> Callable[[], object]:
 
 def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> Cases:
     """Returns statistics next to attention forward."""
-    shapes = [(1, n, sizes.tokens, sizes.head_dim) for n in (sizes.heads, sizes.key_heads, sizes.key_heads)]
+    shapes = [
+        (1, n, sizes.tokens, sizes.head_dim)
+        for n in (sizes.heads, sizes.key_heads, sizes.key_heads)
+    ]
     q, k, v = (torch.randn(shape, device=device, dtype=sizes.dtype) for shape in shapes)
     call, scale = make_call(AttentionSpec(), q, k, v), sizes.head_dim**-0.5
     cases: Cases = {
-        ATTENTION: lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
-        "all statistics alone, Triton": lambda: row_fields.row_fields(q, k, scale, 10.0, causal=True),
-        "largest and smallest logit alone": lambda: extremes.extremes(q, k, scale, causal=True),
+        ATTENTION: lambda: F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        ),
+        "all statistics alone, Triton": lambda: row_fields.row_fields(
+            q, k, scale, 10.0, causal=True
+        ),
+        "largest and smallest logit alone": lambda: extremes.extremes(
+            q, k, scale, causal=True
+        ),
     }
     if compiled:
         cases["FlexAttention"] = lambda: Flex()(call)
@@ -97,12 +112,18 @@ def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> Cases:
 def found(bench: Bench, sizes: Sizes, device: str, part: str) -> dict[str, Cases]:
     """The tables of one part: "norm", "statistics" or "weights"."""
     shape = f"{sizes.heads} + {sizes.key_heads} heads, d {sizes.head_dim}, {sizes.tokens} tokens, {sizes.dtype}"
-    model, size = f"{sizes.layers} layers, width {sizes.dim}", (sizes.layers, sizes.heads, sizes.dim)
+    model, size = (
+        f"{sizes.layers} layers, width {sizes.dim}",
+        (sizes.layers, sizes.heads, sizes.dim),
+    )
     if part == "norm":
         passes = norm_rope_passes(sizes, device, bench.compiled)
         kinds = zip(pass_cases(passes).items(), (False, True))
         return {
-            f"norm and rotation, {kind}; {shape}": {**cases, AT_ONCE: at_once(passes, sizes, back)}
+            f"norm and rotation, {kind}; {shape}": {
+                **cases,
+                AT_ONCE: at_once(passes, sizes, back),
+            }
             for (kind, cases), back in kinds
         }
     if part == "statistics":
@@ -117,15 +138,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints and writes after each table."""
     flags = {**DEVICE, "--only": {"choices": PARTS}}
     peer = "torch.compile and FlexAttention"
-    bench = Bench("on_gpu.kernels", __doc__, arguments, rounds=25, peer=peer, writes=True, flags=flags)
+    bench = Bench(
+        "on_gpu.kernels",
+        __doc__,
+        arguments,
+        rounds=25,
+        peer=peer,
+        writes=True,
+        flags=flags,
+    )
     device = bench.options.device
     if device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("there is no CUDA device here; --device cpu --toy with TRITON_INTERPRET=1 shows that it runs")
+        raise SystemExit(
+            "there is no CUDA device here; --device cpu --toy with TRITON_INTERPRET=1 shows that it runs"
+        )
     if not available.loaded():
         raise SystemExit("Triton cannot be imported here; the warning above says why")
     clock = Clock(device)
     for part in PARTS if bench.options.only is None else (bench.options.only,):
-        for title, cases in found(bench, TOY if bench.toy else Sizes(), device, part).items():
+        for title, cases in found(
+            bench, TOY if bench.toy else Sizes(), device, part
+        ).items():
             bench.table(title, cases, warmup=3 if clock.cuda else 1, clock=clock)
             write(bench, "kernels")
 

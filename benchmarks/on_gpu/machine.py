@@ -11,7 +11,10 @@ from torch.nn.attention import SDPBackend
 from benchmarks.measure import Bench, Case
 from qkeel.kernels.native import triton as available
 
-MODEL_OF_100M, MODEL_OF_1B = "a watched model of 100M weights", "a watched model of 1B weights"
+MODEL_OF_100M, MODEL_OF_1B = (
+    "a watched model of 100M weights",
+    "a watched model of 1B weights",
+)
 COMPILED_MODEL = "a watched model of 100M weights, compiled"
 DEVICE = {"--device": {"choices": ("cuda", "cpu"), "default": "cuda"}}
 
@@ -26,7 +29,11 @@ class Clock:
     def __init__(self, device: str, ahead: bool = True) -> None:
         self.cuda, self.ahead = device == "cuda", ahead
         # Larger than any L2: what a call reads is not there yet. The host runs ahead while it is overwritten.
-        self.cache = torch.empty(1 << 28, dtype=torch.float32, device=device) if self.cuda else torch.empty(1)
+        self.cache = (
+            torch.empty(1 << 28, dtype=torch.float32, device=device)
+            if self.cuda
+            else torch.empty(1)
+        )
 
     def __call__(self, case: Case, calls: int) -> float:
         """Returns the milliseconds of one call."""
@@ -55,11 +62,20 @@ def write(bench: Bench, name: str) -> None:
 def rates(bench: Bench, device: str) -> dict[str, float]:
     """Terabytes a second of a copy, reading and writing counted, and operations of a product in bfloat16."""
     numbers, side = (1 << 12, 64) if bench.toy else (1 << 29, 8192)
-    x, left, right = (torch.randn(n, device=device, dtype=torch.bfloat16) for n in (numbers, side * side, side * side))
+    x, left, right = (
+        torch.randn(n, device=device, dtype=torch.bfloat16)
+        for n in (numbers, side * side, side * side)
+    )
     to, left, right = torch.empty_like(x), left.view(side, side), right.view(side, side)
     cases = {"copy": lambda: to.copy_(x), "product": lambda: left @ right}
-    ms = {row.name: sorted(row.times)[len(row.times) // 2] for row in bench.table("rates", cases, clock=Clock(device))}
-    return {"copy, TB/s": 4 * numbers / ms["copy"] / 1e9, "product, TFLOP/s": 2 * side**3 / ms["product"] / 1e9}
+    ms = {
+        row.name: sorted(row.times)[len(row.times) // 2]
+        for row in bench.table("rates", cases, clock=Clock(device))
+    }
+    return {
+        "copy, TB/s": 4 * numbers / ms["copy"] / 1e9,
+        "product, TFLOP/s": 2 * side**3 / ms["product"] / 1e9,
+    }
 
 
 def choices(device: str) -> dict[str, str]:
@@ -68,16 +84,25 @@ def choices(device: str) -> dict[str, str]:
     for dtype in (torch.bfloat16, torch.float32):
         for d in (64, 80, 128, 256):
             for groups in (4, 2):
-                q, k = (torch.empty(1, heads, 64, d, device=device, dtype=dtype) for heads in (4, groups))
-                chosen = torch._fused_sdp_choice(q, k, k, None, 0.0, True, scale=None, enable_gqa=groups != 4)
+                q, k = (
+                    torch.empty(1, heads, 64, d, device=device, dtype=dtype)
+                    for heads in (4, groups)
+                )
+                chosen = torch._fused_sdp_choice(
+                    q, k, k, None, 0.0, True, scale=None, enable_gqa=groups != 4
+                )
                 keys = "grouped keys" if groups != 4 else "a key each"
-                found[f"{str(dtype)[6:]}, d {d}, {keys}"] = SDPBackend(chosen).name.lower()
+                found[f"{str(dtype)[6:]}, d {d}, {keys}"] = SDPBackend(
+                    chosen
+                ).name.lower()
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and writes."""
-    bench = Bench("on_gpu.machine", __doc__, arguments, rounds=15, writes=True, flags=DEVICE)
+    bench = Bench(
+        "on_gpu.machine", __doc__, arguments, rounds=15, writes=True, flags=DEVICE
+    )
     device = bench.options.device
     bench.numbers("rates of the device", rates(bench, device))
     bench.tables["SDPA chooses"] = choices(device)

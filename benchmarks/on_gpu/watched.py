@@ -26,9 +26,18 @@ from qkeel.monitor import Adaptive, Every
 
 NEVER = 1 << 40  # steps: never again after the first
 OFF, EQUAL_STEPS = "nobody watches", 20
-LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemsetAsync"}
+LAUNCHES = {
+    "cudaLaunchKernel",
+    "cudaLaunchKernelExC",
+    "cuLaunchKernel",
+    "cuLaunchKernelEx",
+    "cudaMemsetAsync",
+}
 LAUNCHES |= {"cudaMemcpyAsync"}
-WAITS = {"cudaStreamSynchronize", "cudaEventSynchronize"}  # the profiler's own is of the device
+WAITS = {
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+}  # the profiler's own is of the device
 Step = Callable[[], Tensor]
 
 
@@ -56,11 +65,19 @@ WAYS: dict[str, dict[str, Any] | None] = {
 EAGER = "nobody watches, not compiled"
 COMPILED = (OFF, "everything, every 10th step", "largest logits, every 10th step")
 MEASURED = (OFF, "everything, at every step")
-FEW = (OFF, "between measured steps", "everything, every 10th step")  # a billion weights are 16 GB a case
+FEW = (
+    OFF,
+    "between measured steps",
+    "everything, every 10th step",
+)  # a billion weights are 16 GB a case
 
 
 def trained(
-    size: Size, device: str, how: dict[str, Any] | None, remedy: str = "none", compiled: bool = False
+    size: Size,
+    device: str,
+    how: dict[str, Any] | None,
+    remedy: str = "none",
+    compiled: bool = False,
 ) -> tuple[Step, Callable[[], None]]:
     """A function that makes one training step and returns its loss, and what ends the watching."""
     torch.manual_seed(0)
@@ -101,19 +118,33 @@ def ten(step: Step) -> Callable[[], None]:
 def counted(step: Step, device: str) -> tuple[dict[str, int], dict[str, float]]:
     """Launches, copies and waits of one step, and the milliseconds of its longest kernels by name."""
     step()
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    kinds = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if device == "cuda" else []),
+    ]
     with profile(activities=kinds) as seen:
         step()
     calls = Counter({event.key: event.count for event in seen.key_averages()})
-    numbers = {"launches": sum(calls[name] for name in LAUNCHES), "waits": sum(calls[name] for name in WAITS)}
-    kernels = sorted(seen.key_averages(), key=lambda event: -event.self_device_time_total)[:15]
-    return numbers, {event.key[:80]: event.self_device_time_total / 1e3 for event in kernels}
+    numbers = {
+        "launches": sum(calls[name] for name in LAUNCHES),
+        "waits": sum(calls[name] for name in WAITS),
+    }
+    kernels = sorted(
+        seen.key_averages(), key=lambda event: -event.self_device_time_total
+    )[:15]
+    return numbers, {
+        event.key[:80]: event.self_device_time_total / 1e3 for event in kernels
+    }
 
 
-def losses(size: Size, device: str, how: dict[str, Any] | None, compiled: bool) -> Tensor:
+def losses(
+    size: Size, device: str, how: dict[str, Any] | None, compiled: bool
+) -> Tensor:
     """The losses of a short run by deterministic algorithms."""
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # a warning alone leaves cuDNN's backward pass as it is
+    torch.use_deterministic_algorithms(
+        True
+    )  # a warning alone leaves cuDNN's backward pass as it is
     try:
         step, end = trained(size, device, how, compiled=compiled)
         found = torch.stack([step() for _ in range(EQUAL_STEPS)])
@@ -141,20 +172,43 @@ def memory(size: Size, device: str, ways: Sequence[str]) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints, and writes after each table."""
-    flags: dict[str, dict[str, Any]] = {**DEVICE, "--large": {"action": "store_true", "help": "a billion weights"}}
-    flags["--compiled"] = {"action": "store_true", "help": "its blocks under torch.compile"}
-    bench = Bench("on_gpu.watched", __doc__, arguments, rounds=5, writes=True, flags=flags)
-    device, large, compiled = bench.options.device, bench.options.large, bench.options.compiled
-    size, ways = LARGE if large else SMALL, FEW if large else COMPILED if compiled else tuple(WAYS)
+    flags: dict[str, dict[str, Any]] = {
+        **DEVICE,
+        "--large": {"action": "store_true", "help": "a billion weights"},
+    }
+    flags["--compiled"] = {
+        "action": "store_true",
+        "help": "its blocks under torch.compile",
+    }
+    bench = Bench(
+        "on_gpu.watched", __doc__, arguments, rounds=5, writes=True, flags=flags
+    )
+    device, large, compiled = (
+        bench.options.device,
+        bench.options.large,
+        bench.options.compiled,
+    )
+    size, ways = (
+        LARGE if large else SMALL,
+        FEW if large else COMPILED if compiled else tuple(WAYS),
+    )
     size = TOY if bench.toy else size
-    told = f"{size.layers} layers, width {size.dim}, {size.batch} × {size.tokens} tokens"
-    made = {name: trained(size, device, WAYS[name], compiled=compiled)[0] for name in ways}
+    told = (
+        f"{size.layers} layers, width {size.dim}, {size.batch} × {size.tokens} tokens"
+    )
+    made = {
+        name: trained(size, device, WAYS[name], compiled=compiled)[0] for name in ways
+    }
     if compiled:
         made[EAGER] = trained(size, device, None)[0]
     elif not large:
-        made["qk_clip, threshold 100"] = trained(size, device, None, "qk_clip:threshold=100")[0]
+        made["qk_clip, threshold 100"] = trained(
+            size, device, None, "qk_clip:threshold=100"
+        )[0]
     cases = {name: ten(step) for name, step in made.items()}
-    bench.table(f"ten training steps; {told}", cases, warmup=1, clock=Clock(device, ahead=False))
+    bench.table(
+        f"ten training steps; {told}", cases, warmup=1, clock=Clock(device, ahead=False)
+    )
     write(bench, "watched")
     for name, step in made.items():
         numbers, longest = counted(step, device)
@@ -165,11 +219,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases.clear()
     write(bench, "watched")
     if not compiled:
-        bench.numbers("MiB at the most in ten steps", memory(size, device, MEASURED if not large else FEW))
+        bench.numbers(
+            "MiB at the most in ten steps",
+            memory(size, device, MEASURED if not large else FEW),
+        )
     if not large:
         plain = losses(size, device, None, compiled)
-        same = {name: float(torch.equal(plain, losses(size, device, WAYS[name], compiled))) for name in ways}
-        bench.numbers(f"losses of {EQUAL_STEPS} steps are the same bits (1) or not (0)", same)
+        same = {
+            name: float(torch.equal(plain, losses(size, device, WAYS[name], compiled)))
+            for name in ways
+        }
+        bench.numbers(
+            f"losses of {EQUAL_STEPS} steps are the same bits (1) or not (0)", same
+        )
     write(bench, "watched")
 
 

@@ -6,7 +6,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-OF_ALL_RATES = ("lr_sensitivity", "largest_stable_lr")  # columns that are made of a seed's runs at all rates
+OF_ALL_RATES = (
+    "lr_sensitivity",
+    "largest_stable_lr",
+)  # columns that are made of a seed's runs at all rates
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,20 +27,33 @@ _NATS = Margin(
     "a run that is computed by another path, which rounds otherwise, ends up to 0.013 nats away at LR 0.03: nobody "
     "could rely on a smaller difference",
 )
-_SHARE = Margin(0.01, "share", "one point of a hundred, the last digit that the sources' tables can be read to")
+_SHARE = Margin(
+    0.01,
+    "share",
+    "one point of a hundred, the last digit that the sources' tables can be read to",
+)
 _RATIO = Margin(
     math.log(1.1),
     "×",
     "a tenth: logits, norms and their changes differ by more from one head to the next, and no "
     "threshold of a remedy is set more finely",
 )
-_RATES = Margin(math.log(1.5), "× rate", "one step of the grid of rates, which is all that it can resolve")
+_RATES = Margin(
+    math.log(1.5),
+    "× rate",
+    "one step of the grid of rates, which is all that it can resolve",
+)
 _STEPS = Margin(1.0, "steps", "one step of 150")
 _FIT = Margin(0.02, "R²", "a fiftieth of what a fit could explain")
 MARGINS: Mapping[str, Margin] = {
     **dict.fromkeys(("val_loss", "lr_sensitivity", "loss_rise", "end_entropy"), _NATS),
-    **dict.fromkeys(("val_accuracy", "accuracy_train", "accuracy_nonrepeat", "accuracy_repeat"), _SHARE),
-    **dict.fromkeys(("kept_nonrepeat", "cos_outside", "accuracy_train_posthoc"), _SHARE),
+    **dict.fromkeys(
+        ("val_accuracy", "accuracy_train", "accuracy_nonrepeat", "accuracy_repeat"),
+        _SHARE,
+    ),
+    **dict.fromkeys(
+        ("kept_nonrepeat", "cos_outside", "accuracy_train_posthoc"), _SHARE
+    ),
     **dict.fromkeys(("exponential", "exponential_in_rates", "power_law"), _FIT),
     "skipped_steps": _STEPS,
 }
@@ -123,7 +139,9 @@ DEHGHANI = "Dehghani et al., Scaling Vision Transformers to 22 Billion Parameter
 WORTSMAN = "Wortsman et al., Small-scale proxies for large-scale Transformer training instabilities, 2023"
 ZHAI = "Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, 2023"
 SU = "Su, on key normalisation and length, kexue.fm 9859, 2023"
-CHAMELEON = "Chameleon Team, Chameleon: Mixed-Modal Early-Fusion Foundation Models, 2024"
+CHAMELEON = (
+    "Chameleon Team, Chameleon: Mixed-Modal Early-Fusion Foundation Models, 2024"
+)
 DRIFT = "Taylor, QK Norm and the Curious Case of Logit Drift, 2024"
 NOTES = "notes on the theory of QK norm in transformers, 2024"
 RAMAPURAM = "Ramapuram et al., Theory, Analysis, and Best Practices for Sigmoid Self-Attention, 2024"

@@ -24,7 +24,9 @@ ERROR = 0.05  # share of the page's verdicts that may be wrong on average
 # the seeds, is the last. Rows that had fewer are treated alike.
 LOOKS = 5
 VERDICTS = ("reproduced", "contradicted", "undecided")
-Effect = Literal["larger", "against", "inside", "not larger", "undecided", "not run yet"]
+Effect = Literal[
+    "larger", "against", "inside", "not larger", "undecided", "not run yet"
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +64,11 @@ class Judged:
             return self.effect
         if self.effect == "not larger" and self.claim.equal:
             return "undecided"
-        return "**reproduced**" if self.effect == ("inside" if self.claim.equal else "larger") else "**contradicted**"
+        return (
+            "**reproduced**"
+            if self.effect == ("inside" if self.claim.equal else "larger")
+            else "**contradicted**"
+        )
 
     @property
     def figures(self) -> str:
@@ -81,11 +87,19 @@ def by_seed(results: Results, claim: Claim, side: Cell | float) -> dict[int, flo
     if not isinstance(side, Cell):
         return dict.fromkeys({row["seed"] for row in rows}, side)
     rows = _rows(results, side.study or claim.study)
-    mine = [row for row in rows if all(row.get(name) == value for name, value in side.where.items())]
+    mine = [
+        row
+        for row in rows
+        if all(row.get(name) == value for name, value in side.where.items())
+    ]
     if side.column in OF_ALL_RATES:
         found = _of_all_rates(side.column, mine, {row["lr"] for row in rows})
     else:
-        found = {row["seed"]: row[side.column] for row in mine if row.get(side.column) is not None}
+        found = {
+            row["seed"]: row[side.column]
+            for row in mine
+            if row.get(side.column) is not None
+        }
     return {seed: side.times * value for seed, value in found.items()}
 
 
@@ -93,7 +107,9 @@ def _rows(results: Results, study: str) -> Sequence[Mapping[str, Any]]:
     return results[study]["rows"] if study in results else []
 
 
-def _of_all_rates(column: str, rows: Sequence[Mapping[str, Any]], lrs: set[float]) -> dict[int, float]:
+def _of_all_rates(
+    column: str, rows: Sequence[Mapping[str, Any]], lrs: set[float]
+) -> dict[int, float]:
     """A number of each seed that has a run at every rate."""
     found = {}
     for seed in {row["seed"] for row in rows}:
@@ -113,7 +129,11 @@ def differences(claim: Claim, results: Results) -> list[float]:
     left, right = (by_seed(results, claim, side) for side in (claim.left, claim.right))
     of = math.log if claim.ratio else float
     pairs = [(left[seed], right[seed]) for seed in sorted(left.keys() & right.keys())]
-    return [of(a) - of(b) for a, b in pairs if all(math.isfinite(x) and (x > 0 or not claim.ratio) for x in (a, b))]
+    return [
+        of(a) - of(b)
+        for a, b in pairs
+        if all(math.isfinite(x) and (x > 0 or not claim.ratio) for x in (a, b))
+    ]
 
 
 def judge(results: Results, claims: Sequence[Claim] = EVERY) -> list[Judged]:
@@ -121,14 +141,24 @@ def judge(results: Results, claims: Sequence[Claim] = EVERY) -> list[Judged]:
     found = [tuple(differences(claim, results)) for claim in claims]
 
     def decided(level: float) -> int:
-        return sum(one.verdict.startswith("**") for one in _judged(claims, found, level))
+        return sum(
+            one.verdict.startswith("**") for one in _judged(claims, found, level)
+        )
 
     return _judged(claims, found, common_level(decided, len(claims), ERROR, LOOKS))
 
 
-def _judged(claims: Sequence[Claim], found: Sequence[tuple[float, ...]], level: float) -> list[Judged]:
-    ends = (exact_interval(own, level) if len(own) > 1 else (-math.inf, math.inf) for own in found)
-    return [Judged(claim, own, *pair, level) for claim, own, pair in zip(claims, found, ends, strict=True)]
+def _judged(
+    claims: Sequence[Claim], found: Sequence[tuple[float, ...]], level: float
+) -> list[Judged]:
+    ends = (
+        exact_interval(own, level) if len(own) > 1 else (-math.inf, math.inf)
+        for own in found
+    )
+    return [
+        Judged(claim, own, *pair, level)
+        for claim, own, pair in zip(claims, found, ends, strict=True)
+    ]
 
 
 def tally(judged: Sequence[Judged]) -> str:
@@ -140,7 +170,9 @@ def tally(judged: Sequence[Judged]) -> str:
 
 def counted(judged: Sequence[Judged]) -> str:
     """The verdicts on published claims, and those on the claims that we added."""
-    theirs, ours = ([one for one in judged if one.claim.ours == mine] for mine in (False, True))
+    theirs, ours = (
+        [one for one in judged if one.claim.ours == mine] for mine in (False, True)
+    )
     added = f"Of the {len(ours)} claims that we added: {tally(ours)}."
     return f"Of {len(theirs)} published claims: {tally(theirs)}. {added}"
 
@@ -152,14 +184,19 @@ def fewer_seeds() -> str:
         if about.seeds != SEEDS:
             by_seeds.setdefault(about.seeds, []).append(f"`{name}`")
     lists = [(n, ", ".join(names[:-1]), names[-1]) for n, names in by_seeds.items()]
-    return "; ".join(f"{n} in {before} and {last}" if before else f"{n} in {last}" for n, before, last in lists)
+    return "; ".join(
+        f"{n} in {before} and {last}" if before else f"{n} in {last}"
+        for n, before, last in lists
+    )
 
 
 def page(results: Results) -> str:
     """The text of experiments/notes/claims.md: chart, claims, what no row judges; procedure, sources and hashes."""
     judged = judge(results)
     place = {id(one.claim): one for one in judged}
-    spent = sum(results[study].get("cpu_seconds", 0) for study in STUDIES if study in results)
+    spent = sum(
+        results[study].get("cpu_seconds", 0) for study in STUDIES if study in results
+    )
     read = {
         "seeds": SEEDS,
         "fewer": fewer_seeds(),
@@ -168,12 +205,19 @@ def page(results: Results) -> str:
         "looks": LOOKS,
     }
     parts = [
-        _text("head.md").format(counted=counted([place[id(claim)] for claim in CLAIMS]), chart=_chart(place)),
-        *(_claims(heading, [place[id(claim)] for claim in claims]) for heading, claims in SECTIONS.items()),
+        _text("head.md").format(
+            counted=counted([place[id(claim)] for claim in CLAIMS]), chart=_chart(place)
+        ),
+        *(
+            _claims(heading, [place[id(claim)] for claim in claims])
+            for heading, claims in SECTIONS.items()
+        ),
         _published(place),
         _text("no_row.md"),
         _text("earlier.md"),
-        _text("method.md").format(**read, margins="\n".join(_margins()), levels=_levels(judged)),
+        _text("method.md").format(
+            **read, margins="\n".join(_margins()), levels=_levels(judged)
+        ),
         _text("changes.md"),
         _sources(),
         _origin(results),
@@ -192,7 +236,9 @@ def short(source: str) -> str:
     own, _, other = source.partition("; ")
     year = re.search(r"\d{4}$", own)
     if not year:
-        return own if not other else f"{own}; {short(other.partition(': ')[2] or other)}"
+        return (
+            own if not other else f"{own}; {short(other.partition(': ')[2] or other)}"
+        )
     who = own.partition(",")[0]
     return f"{who} {year[0]}"
 
@@ -207,18 +253,33 @@ def _chart(place: Mapping[int, Judged]) -> str:
 
 
 def _claims(heading: str, judged: Sequence[Judged]) -> str:
-    lines = [f"## {heading}", "", "| claim | source | verdict | effect (interval) | margin | study |"]
+    lines = [
+        f"## {heading}",
+        "",
+        "| claim | source | verdict | effect (interval) | margin | study |",
+    ]
     lines.append("|---|---|---|---|---|---|")
     for one in judged:
-        cells = (one.claim.text, short(one.claim.source), one.verdict, one.figures, _margin(one.claim), one.claim.study)
+        cells = (
+            one.claim.text,
+            short(one.claim.source),
+            one.verdict,
+            one.figures,
+            _margin(one.claim),
+            one.claim.study,
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _sources() -> str:
     """The full citations, by their short forms."""
-    cited = {claim.source.rpartition("; the norm: ")[2] for claim in EVERY} - {"our own question"}
-    return "\n".join(["## Sources", "", *(f"- {source}." for source in sorted(cited, key=str.lower))])
+    cited = {claim.source.rpartition("; the norm: ")[2] for claim in EVERY} - {
+        "our own question"
+    }
+    return "\n".join(
+        ["## Sources", "", *(f"- {source}." for source in sorted(cited, key=str.lower))]
+    )
 
 
 def _origin(results: Results) -> str:
@@ -234,7 +295,11 @@ def _text(name: str) -> str:
 
 
 def _margin(claim: Claim) -> str:
-    return f"{math.exp(claim.margin.size):.2g}×" if claim.ratio else f"{claim.margin.size:g} {claim.margin.unit}"
+    return (
+        f"{math.exp(claim.margin.size):.2g}×"
+        if claim.ratio
+        else f"{claim.margin.size:g} {claim.margin.unit}"
+    )
 
 
 def _margins() -> list[str]:
@@ -249,11 +314,18 @@ def _margins() -> list[str]:
 def _levels(judged: Sequence[Judged]) -> str:
     """The level of the page's intervals, and by number of seeds the one that they have."""
     level = judged[0].level
-    counts = sorted({len(one.differences) for one in judged if len(one.differences) > 1}, reverse=True)
+    counts = sorted(
+        {len(one.differences) for one in judged if len(one.differences) > 1},
+        reverse=True,
+    )
     parts = []
     for n in counts:
         k = math.floor((1 - level) * 2**n / 2 + 1e-9)
-        parts.append(f"{100 * (1 - 2 * k / 2**n):.3g} % at {n} seeds" if k else f"none at {n} seeds")
+        parts.append(
+            f"{100 * (1 - 2 * k / 2**n):.3g} % at {n} seeds"
+            if k
+            else f"none at {n} seeds"
+        )
     return f"{100 * level:.3g} %, and the subset means of a row reach it at {', '.join(parts)}"
 
 
@@ -274,7 +346,14 @@ def _published(place: Mapping[int, Judged]) -> str:
     ]
     for plain, repeated in zip(*columns, strict=True):
         other = repeated.claim.text.rpartition(": ")[2]
-        cells = (plain.claim.text, _measured(plain), plain.verdict, other, _measured(repeated), repeated.verdict)
+        cells = (
+            plain.claim.text,
+            _measured(plain),
+            plain.verdict,
+            other,
+            _measured(repeated),
+            repeated.verdict,
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -282,7 +361,9 @@ def _published(place: Mapping[int, Judged]) -> str:
 def _measured(one: Judged) -> str:
     """The change in its own direction, whichever was published."""
     if one.claim.text.count("−") and one.differences:
-        one = dataclasses.replace(one, differences=[-d for d in one.differences], low=-one.high, high=-one.low)
+        one = dataclasses.replace(
+            one, differences=[-d for d in one.differences], low=-one.high, high=-one.low
+        )
     return one.figures
 
 
@@ -290,8 +371,16 @@ def _about(study: str, about: Mapping[str, Any] | None) -> str:
     if about is None:
         return f"- {study}: not run yet."
     identity = ", ".join(f"{name} {value}" for name, value in about["identity"].items())
-    spent = f"; {about['cpu_seconds']:,.0f} CPU seconds of training" if "cpu_seconds" in about else ""
-    kept = f" Seeds under {about['kept_seeds']} are of earlier runs." if about.get("kept_seeds") else ""
+    spent = (
+        f"; {about['cpu_seconds']:,.0f} CPU seconds of training"
+        if "cpu_seconds" in about
+        else ""
+    )
+    kept = (
+        f" Seeds under {about['kept_seeds']} are of earlier runs."
+        if about.get("kept_seeds")
+        else ""
+    )
     return f"- {study}: {len(about['rows'])} rows{spent}; {identity}.{kept}"
 
 

@@ -13,7 +13,11 @@ from qkeel.lab import RunConfig, RunDirectory, learning_rate
 
 def logit_change(run: RunDirectory) -> float:
     """The largest root mean square change of the logits by one step, of the steps that are recorded."""
-    return max(line["logit_change"] for line in run.metrics() if line["logit_change"] is not None)
+    return max(
+        line["logit_change"]
+        for line in run.metrics()
+        if line["logit_change"] is not None
+    )
 
 
 def fit(x: Sequence[float], y: Sequence[float]) -> float:
@@ -28,10 +32,23 @@ def fit(x: Sequence[float], y: Sequence[float]) -> float:
 def growth(run: RunDirectory) -> tuple[list[int], list[float], list[float]]:
     """Steps, the sum of the learning rates up to each, and the logarithm of the largest logit there."""
     config = RunConfig.from_dict(run.config())
-    lines = [line for line in run.metrics() if line["step"] and 0 < line["max_logit"] < math.inf]
+    lines = [
+        line
+        for line in run.metrics()
+        if line["step"] and 0 < line["max_logit"] < math.inf
+    ]
     steps = [line["step"] for line in lines]
-    summed = np.cumsum([learning_rate(config.optim, step, config.steps) for step in range(config.steps)])
-    return steps, [float(summed[step - 1]) for step in steps], [math.log(line["max_logit"]) for line in lines]
+    summed = np.cumsum(
+        [
+            learning_rate(config.optim, step, config.steps)
+            for step in range(config.steps)
+        ]
+    )
+    return (
+        steps,
+        [float(summed[step - 1]) for step in steps],
+        [math.log(line["max_logit"]) for line in lines],
+    )
 
 
 def power_law(run: RunDirectory) -> float:
@@ -56,7 +73,9 @@ def factors(run: RunDirectory) -> tuple[float, float]:
     """The growth over training of |q||k|, mean norms, and of logit / |q||k| in the head with the largest logit."""
     heads = run.heads().values
     norms = heads["query_norm"] * heads["key_norm"]
-    at = np.unravel_index(np.nanargmax(heads["max_logit"][-1]), heads["max_logit"].shape[1:])
+    at = np.unravel_index(
+        np.nanargmax(heads["max_logit"][-1]), heads["max_logit"].shape[1:]
+    )
     first, last = norms[0][at], norms[-1][at]
     angles = heads["max_logit"][-1][at] / last, heads["max_logit"][0][at] / first
     return float(last / first), float(angles[0] / angles[1])
@@ -69,10 +88,14 @@ def loss_rise(run: RunDirectory) -> float:
     return lines[-1]["val_loss"] - third["val_loss"]
 
 
-def between(column: str, classes: str = "image/text") -> Callable[[RunDirectory], float]:
+def between(
+    column: str, classes: str = "image/text"
+) -> Callable[[RunDirectory], float]:
     """A measure: the number of one class of tokens over that of the other, at the end of training."""
     above, below = classes.split("/")
-    return lambda run: run.summary()[f"{column}/{above}"] / run.summary()[f"{column}/{below}"]
+    return lambda run: (
+        run.summary()[f"{column}/{above}"] / run.summary()[f"{column}/{below}"]
+    )
 
 
 MEASURES: Mapping[str, Callable[[RunDirectory], Any]] = {

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
-from experiments.claims.claim import CHAMELEON, DEHGHANI, DRIFT, HENRY, OURS, WORTSMAN, Cell, Claim, logit, loss, mixed
+from experiments.claims.claim import (
+    CHAMELEON,
+    DEHGHANI,
+    DRIFT,
+    HENRY,
+    OURS,
+    WORTSMAN,
+    Cell,
+    Claim,
+    logit,
+    loss,
+    mixed,
+)
 from experiments.claims.studies import (
     BARE,
     CHAMELEON_7B,

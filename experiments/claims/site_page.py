@@ -27,14 +27,18 @@ def site_page(results: Results) -> str:
     """The text of docs/what-we-found.md."""
     judged = judge(results)
     place = {id(one.claim): one for one in judged}
-    spent = sum(results[study].get("cpu_seconds", 0) for study in STUDIES if study in results)
+    spent = sum(
+        results[study].get("cpu_seconds", 0) for study in STUDIES if study in results
+    )
     return (
         (HERE / "found.md")
         .read_text(encoding="utf-8")
         .format(
             counted=counted([place[id(claim)] for claim in CLAIMS]),
             chart=_chart(place),
-            tables="\n\n".join(_table(heading, claims, place) for heading, claims in SECTIONS.items()),
+            tables="\n\n".join(
+                _table(heading, claims, place) for heading, claims in SECTIONS.items()
+            ),
             looks=LOOKS,
             seeds=SEEDS,
             fewer=fewer_seeds(),
@@ -48,11 +52,22 @@ def _chart(place: Mapping[int, Judged]) -> str:
     """A bar for each section, its parts as wide as their verdicts are many; the numbers stand in the parts."""
     rows = []
     for heading, claims in SECTIONS.items():
-        parts = "".join(_part(name, n) for name, n in verdicts(claims, place).items() if n)
-        rows.append(f'<tr><th scope="row">{heading}</th><td><div class="verdicts">{parts}</div></td></tr>')
-    legend = " ".join(f'<span class="verdict-key {name}">{name}</span>' for name in VERDICTS)
+        parts = "".join(
+            _part(name, n) for name, n in verdicts(claims, place).items() if n
+        )
+        rows.append(
+            f'<tr><th scope="row">{heading}</th><td><div class="verdicts">{parts}</div></td></tr>'
+        )
+    legend = " ".join(
+        f'<span class="verdict-key {name}">{name}</span>' for name in VERDICTS
+    )
     return "\n".join(
-        ('<table class="verdict-chart">', f"<caption>Verdicts by section: {legend}</caption>", *rows, "</table>")
+        (
+            '<table class="verdict-chart">',
+            f"<caption>Verdicts by section: {legend}</caption>",
+            *rows,
+            "</table>",
+        )
     )
 
 
@@ -61,10 +76,18 @@ def _part(name: str, n: int) -> str:
 
 
 def _table(heading: str, claims: Sequence[Claim], place: Mapping[int, Judged]) -> str:
-    counts = ", ".join(f"{n} {name}" for name, n in verdicts(claims, place).items() if n)
-    rows = [f"<details><summary>{heading}: {counts}</summary>", "", "| claim | source | verdict | effect |"]
+    counts = ", ".join(
+        f"{n} {name}" for name, n in verdicts(claims, place).items() if n
+    )
+    rows = [
+        f"<details><summary>{heading}: {counts}</summary>",
+        "",
+        "| claim | source | verdict | effect |",
+    ]
     rows.append("|---|---|---|---|")
     for one in (place[id(claim)] for claim in claims):
         effect = one.figures.rpartition(",")[0]
-        rows.append(f"| {one.claim.text} | {short(one.claim.source)} | {one.verdict} | {effect} |")
+        rows.append(
+            f"| {one.claim.text} | {short(one.claim.source)} | {one.verdict} | {effect} |"
+        )
     return "\n".join([*rows, "", "</details>"])

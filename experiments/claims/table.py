@@ -13,4 +13,8 @@ SECTIONS: dict[str, tuple[Claim, ...]] = {
     "Longer texts": LENGTHS,
 }
 CLAIMS = tuple(claim for section in SECTIONS.values() for claim in section)
-EVERY = (*CLAIMS, *PUBLISHED["accuracy_nonrepeat"], *PUBLISHED["accuracy_repeat"])  # what stands on the page
+EVERY = (
+    *CLAIMS,
+    *PUBLISHED["accuracy_nonrepeat"],
+    *PUBLISHED["accuracy_repeat"],
+)  # what stands on the page

@@ -17,7 +17,13 @@ CHAOS = Study(
     name="chaos",
     line="Train each configuration twice, with one weight changed by one float32 ulp, to measure numerical noise.",
     grid=Grid(
-        remedies=("none", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1", "softcap:cap=50"),
+        remedies=(
+            "none",
+            "qk_norm",
+            "qk_clip:threshold=30",
+            "lalr:tau=0.1",
+            "softcap:cap=50",
+        ),
         lrs=(0.01, 0.03, 0.1, 0.3),
         seeds=(0, 1, 2),
     ),

@@ -18,7 +18,9 @@ EDGE_LRS = tuple(0.003 * 2**k for k in range(9))
 EDGE = Study(
     name="edge",
     line="Pairs of runs one float32 step apart × remedies × rates × widths: the rate above which pairs diverge.",
-    grid=Grid(remedies=ONE_OF_EACH, lrs=EDGE_LRS, seeds=range(8), d_model=(16, 32, 64, 128)),
+    grid=Grid(
+        remedies=ONE_OF_EACH, lrs=EDGE_LRS, seeds=range(8), d_model=(16, 32, 64, 128)
+    ),
     runs=pairs,
     base=RunConfig(log_every=2),
 )

@@ -21,7 +21,10 @@ _LOGITS = ("max_logit", "min_logit")
 
 def pairs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
     """Returns all runs of the grid, then the same runs with one weight changed by one float32 step."""
-    return [*product(base, grid, UNMOVED), *product(dataclasses.replace(base, nudge=1), grid, MOVED)]
+    return [
+        *product(base, grid, UNMOVED),
+        *product(dataclasses.replace(base, nudge=1), grid, MOVED),
+    ]
 
 
 def write_pairs(out: Path) -> list[dict[str, Any]]:
@@ -32,9 +35,13 @@ def write_pairs(out: Path) -> list[dict[str, Any]]:
     """
     study = read_json(out / "study.json")
     runs = {
-        (entry["role"].partition(", ")[0], entry.get("part", ""), entry["remedy"], entry["lr"], entry["seed"]): out
-        / "runs"
-        / entry["run_id"]
+        (
+            entry["role"].partition(", ")[0],
+            entry.get("part", ""),
+            entry["remedy"],
+            entry["lr"],
+            entry["seed"],
+        ): out / "runs" / entry["run_id"]
         for entry in study["runs"]
     }
     entries = []
@@ -45,17 +52,35 @@ def write_pairs(out: Path) -> list[dict[str, Any]]:
         both = RunDirectory(directory), RunDirectory(other)
         if all((run.path / "DONE").exists() for run in both):
             named = {"part": part, "remedy": remedy, "lr": lr, "seed": seed}
-            entries.append({**(named if part else dict(itertools.islice(named.items(), 1, None))), **_parted(both)})
-    write_json(out / "chaos.json", {"base": study["base"].get(UNMOVED, {}), "pairs": entries})
+            entries.append(
+                {
+                    **(
+                        named
+                        if part
+                        else dict(itertools.islice(named.items(), 1, None))
+                    ),
+                    **_parted(both),
+                }
+            )
+    write_json(
+        out / "chaos.json", {"base": study["base"].get(UNMOVED, {}), "pairs": entries}
+    )
     return entries
 
 
 def _parted(both: Sequence[RunDirectory]) -> dict[str, float | None]:
     heads = [run.heads() for run in both]
-    steps = min((run.steps for run in heads), key=len)  # a run that diverges to NaN stops early
-    courses = [np.stack([run.values[name][: len(steps)] for name in _LOGITS], axis=1) for run in heads]
+    steps = min(
+        (run.steps for run in heads), key=len
+    )  # a run that diverges to NaN stops early
+    courses = [
+        np.stack([run.values[name][: len(steps)] for name in _LOGITS], axis=1)
+        for run in heads
+    ]
     apart = distance(*courses)
-    rate = divergence_rate(steps.tolist(), apart, distance(np.zeros_like(courses[0]), courses[0]))
+    rate = divergence_rate(
+        steps.tolist(), apart, distance(np.zeros_like(courses[0]), courses[0])
+    )
     losses = [float(run.summary()["val_loss"]) for run in both]
     return {
         "loss_difference": abs(losses[1] - losses[0]),
@@ -76,11 +101,15 @@ def distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     >>> distance(np.zeros((2, 2)), np.array([[3.0, 3.0], [0.0, 0.0]]))
     array([3., 0.])
     """
-    apart = (np.asarray(other, np.float64) - np.asarray(one, np.float64)).reshape(len(one), -1)
+    apart = (np.asarray(other, np.float64) - np.asarray(one, np.float64)).reshape(
+        len(one), -1
+    )
     return np.sqrt(np.square(apart).mean(axis=1))
 
 
-def divergence_rate(steps: Sequence[float], distances: np.ndarray, sizes: np.ndarray) -> float:
+def divergence_rate(
+    steps: Sequence[float], distances: np.ndarray, sizes: np.ndarray
+) -> float:
     """Returns the slope of ln distance against steps, per step; NaN with fewer than 3 usable steps.
 
     The fit uses the steps from the first distance above 0 until a distance exceeds a tenth of the size of the compared

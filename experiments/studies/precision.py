@@ -75,23 +75,43 @@ def rows(
             q, k, v = tensors(data, size, shape, seed)
             for remedy in remedies:
                 if remedy not in REMEDIES:
-                    raise UnknownNameError(f"expected one of {', '.join(REMEDIES)}, got {remedy!r}")
+                    raise UnknownNameError(
+                        f"expected one of {', '.join(REMEDIES)}, got {remedy!r}"
+                    )
                 exact = _Exact(REMEDIES[remedy], q, k, v)
                 for name in FORMATS:
                     for kernel in ("fused",) if name == "fp8" else ("fused", "eager"):
-                        about = {"data": data, "remedy": remedy, "format": name, "kernel": kernel, "size": size}
+                        about = {
+                            "data": data,
+                            "remedy": remedy,
+                            "format": name,
+                            "kernel": kernel,
+                            "size": size,
+                        }
                         yield {**about, **exact.against(name, kernel)}
 
 
-def tensors(data: str, size: float, shape: HeadShape, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(
+    data: str, size: float, shape: HeadShape, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k and v [1 h n d] in float64; `size` is the deviation (spread) or mean (shifted) of their logits."""
     rng = torch.Generator().manual_seed(seed)
     q, k, v = (
-        torch.randn(1, shape.heads, shape.tokens, shape.head_dim, generator=rng, dtype=torch.float64) for _ in range(3)
+        torch.randn(
+            1,
+            shape.heads,
+            shape.tokens,
+            shape.head_dim,
+            generator=rng,
+            dtype=torch.float64,
+        )
+        for _ in range(3)
     )
     if data == "spread":
         return q * math.sqrt(size), k * math.sqrt(size), v
-    along = torch.nn.functional.normalize(torch.randn(shape.head_dim, generator=rng, dtype=torch.float64), dim=0)
+    along = torch.nn.functional.normalize(
+        torch.randn(shape.head_dim, generator=rng, dtype=torch.float64), dim=0
+    )
     q, k = (x - (x @ along)[..., None] * along for x in (q, k))
     both = math.sqrt(size * math.sqrt(shape.head_dim)) * along
     return q + both, k + both, v
@@ -107,7 +127,9 @@ class _Exact:
         self.z = factor * q2 @ k2.mT
         self.top = self.z.argmax(-1, keepdim=True)
         self.out = spec.cap.apply(self.z).softmax(-1) @ v
-        lengths = k2.norm(dim=-1)[:, :, None].expand_as(self.z).gather(-1, self.top)[..., 0]
+        lengths = (
+            k2.norm(dim=-1)[:, :, None].expand_as(self.z).gather(-1, self.top)[..., 0]
+        )
         self.product = factor * q2.norm(dim=-1) * lengths
 
     def against(self, name: str, kernel: str) -> dict[str, float]:
@@ -119,8 +141,12 @@ class _Exact:
             "max_logit": float(self.z.max()),
             "logit_error": _rms(z.gather(-1, self.top) - best) if finite else math.nan,
             "predicted_error": self.predicted(name, kernel),
-            "output_error": float((out - self.out).norm() / self.out.norm()) if finite else math.nan,
-            "flipped": float((z.argmax(-1, keepdim=True) != self.top).double().mean()) if finite else math.nan,
+            "output_error": float((out - self.out).norm() / self.out.norm())
+            if finite
+            else math.nan,
+            "flipped": float((z.argmax(-1, keepdim=True) != self.top).double().mean())
+            if finite
+            else math.nan,
             "overflow": float(not finite),
         }
 
@@ -130,12 +156,21 @@ class _Exact:
         error = fused_logit_error(1.0, 1.0, d, name, 1.0) * _rms(self.product)
         if kernel == "fused":
             return error
-        stored = [stored_logit_error(float(x), name) for x in self.z.gather(-1, self.top).flatten()]
+        stored = [
+            stored_logit_error(float(x), name)
+            for x in self.z.gather(-1, self.top).flatten()
+        ]
         return math.hypot(error, math.sqrt(sum(x * x for x in stored) / len(stored)))
 
 
 def forward(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, *, eager: bool
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dtype: torch.dtype,
+    *,
+    eager: bool,
 ) -> tuple[Tensor, Tensor]:
     """Computes attention in a format; returns the logits before the cap and the output, both converted to float64."""
     q, k, v = (rounded(x, dtype) for x in (q, k, v))
@@ -144,7 +179,9 @@ def forward(
     if not eager:
         z = factor * (q.float() @ k.float().mT)
         out = spec.cap.apply(z).softmax(-1) @ v.float()
-        return z.double(), (out if dtype == torch.float8_e4m3fn else out.to(dtype)).double()
+        return z.double(), (
+            out if dtype == torch.float8_e4m3fn else out.to(dtype)
+        ).double()
     z = (q @ k.mT) * factor
     weights = spec.cap.apply(z).softmax(-1, dtype=torch.float32).to(dtype)
     return z.double(), (weights @ v).double()
@@ -171,7 +208,9 @@ def _rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
-def thresholds(table: Sequence[PrecisionRow], tolerance: float = TOLERANCE) -> list[dict[str, float | str]]:
+def thresholds(
+    table: Sequence[PrecisionRow], tolerance: float = TOLERANCE
+) -> list[dict[str, float | str]]:
     """Returns, per kind of logits, remedy, format and kernel, the largest logit at which errors exceed the tolerance.
 
     Separate values are given for `predicted_error`, for `logit_error` and for the relative `output_error`, together
@@ -185,7 +224,9 @@ def thresholds(table: Sequence[PrecisionRow], tolerance: float = TOLERANCE) -> l
         line: dict[str, float | str] = dict(zip(COLUMNS[:4], key))
         for name in ("predicted_error", "logit_error", "output_error"):
             line[name.removesuffix("_error")] = _crossing(course, name, tolerance)
-        line["overflow"] = min((float(r["max_logit"]) for r in course if r["overflow"]), default=math.nan)
+        line["overflow"] = min(
+            (float(r["max_logit"]) for r in course if r["overflow"]), default=math.nan
+        )
         lines.append(line)
     return lines
 
@@ -205,13 +246,21 @@ def _crossing(course: Sequence[PrecisionRow], name: str, tolerance: float) -> fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.studies.precision", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.studies.precision", description=__doc__
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/precision"))
     parser.add_argument("--remedies", nargs="+", default=tuple(REMEDIES))
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    table = list(rows(HeadShape(head_dim=options.head_dim), remedies=options.remedies, seed=options.seed))
+    table = list(
+        rows(
+            HeadShape(head_dim=options.head_dim),
+            remedies=options.remedies,
+            seed=options.seed,
+        )
+    )
     options.out.mkdir(parents=True, exist_ok=True)
     for name, lines in (("table.csv", table), ("thresholds.csv", thresholds(table))):
         with open(options.out / name, "w", newline="") as file:

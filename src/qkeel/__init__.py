@@ -103,7 +103,9 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in __all__:  # a package
         return importlib.import_module(f"qkeel.{name}")
-    raise AttributeError(f"module 'qkeel' has no attribute {name!r}; it has {', '.join(__all__)}")
+    raise AttributeError(
+        f"module 'qkeel' has no attribute {name!r}; it has {', '.join(__all__)}"
+    )
 
 
 def __dir__() -> list[str]:

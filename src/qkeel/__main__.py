@@ -16,7 +16,9 @@ def main() -> int:
         from qkeel.cli.commands import overview
 
         try:
-            print(qkeel.__version__ if words == ["--version"] else overview(), flush=True)
+            print(
+                qkeel.__version__ if words == ["--version"] else overview(), flush=True
+            )
         except BrokenPipeError:  # `qkeel --help | head`: on exit, the interpreter needs a stdout that it can flush
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -26,7 +26,14 @@ from torch.optim import Optimizer
 
 from qkeel import distributed as dist
 from qkeel.deprecation import accepts_earlier_calls
-from qkeel.errors import AlarmWarning, InvalidTypeError, InvalidValueError, QkeelError, RefusedError, caution
+from qkeel.errors import (
+    AlarmWarning,
+    InvalidTypeError,
+    InvalidValueError,
+    QkeelError,
+    RefusedError,
+    caution,
+)
 from qkeel.handle import Handle, State, compose, under
 from qkeel.heads.site import AttentionSite
 from qkeel.metrics import Row
@@ -35,7 +42,16 @@ from qkeel.monitor.history import Forecast, History, clock, forecast
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.record import Sample
 from qkeel.monitor.recording import Recording
-from qkeel.monitor.rules import Alarm, Approach, Ceiling, EntropyCollapse, Growth, Outlook, Rule, Severity
+from qkeel.monitor.rules import (
+    Alarm,
+    Approach,
+    Ceiling,
+    EntropyCollapse,
+    Growth,
+    Outlook,
+    Rule,
+    Severity,
+)
 from qkeel.monitor.token_classes import MaskSource
 from qkeel.monitor.watch import watch
 from qkeel.options import Count, Positive, build, lookup, parse, settle
@@ -48,7 +64,17 @@ from qkeel.remedies.head_weights import innermost
 from qkeel.remedies.retrofit import Retrofit, RetrofitConfig, retrofit
 from qkeel.sites.find import find_sites
 
-__all__ = ["Action", "Autopilot", "Decision", "Ladder", "Records", "Refused", "SiteFacts", "attach", "named_policy"]
+__all__ = [
+    "Action",
+    "Autopilot",
+    "Decision",
+    "Ladder",
+    "Records",
+    "Refused",
+    "SiteFacts",
+    "attach",
+    "named_policy",
+]
 
 # What a decision is.
 
@@ -96,8 +122,12 @@ class Decision:
     step: int  #: number of completed optimizer steps at the decision
     action: Action  #: the action to take or to release
     site: str | None = None  #: name of the site; None for the whole model
-    heads: tuple[int, ...] = ()  #: the heads to act on or to release; empty for all heads
-    remedy: str = ""  #: string that specifies the remedy; "" if the action is not a remedy
+    heads: tuple[
+        int, ...
+    ] = ()  #: the heads to act on or to release; empty for all heads
+    remedy: str = (
+        ""  #: string that specifies the remedy; "" if the action is not a remedy
+    )
     release: bool = False  #: whether this decision ends the action
     rule: str  #: name of the rule that raised it
     forecast: Forecast | None = None  #: forecast of the largest logit, if available
@@ -108,14 +138,27 @@ class Decision:
         where = "" if self.site is None else f", {self.site or 'the model itself'}"
         if self.heads:
             where += f", head{'s' if len(self.heads) > 1 else ''} {', '.join(map(str, self.heads))}"
-        action = f"releases {self.action}" if self.release else self.remedy or self.action.replace("_", " ")
+        action = (
+            f"releases {self.action}"
+            if self.release
+            else self.remedy or self.action.replace("_", " ")
+        )
         # An alarm's reason may state the same forecast.
-        crossing = "" if self.forecast is None or str(self.forecast) in self.reason else f"; max logit {self.forecast}"
-        return f"autopilot at step {self.step:,}{where}: {action}: {self.reason}{crossing}"
+        crossing = (
+            ""
+            if self.forecast is None or str(self.forecast) in self.reason
+            else f"; max logit {self.forecast}"
+        )
+        return (
+            f"autopilot at step {self.step:,}{where}: {action}: {self.reason}{crossing}"
+        )
 
     def row(self) -> Row:
         """The decision as a line of events.jsonl."""
-        fields = dataclasses.asdict(self) | {"action": str(self.action), "heads": list(self.heads)}
+        fields = dataclasses.asdict(self) | {
+            "action": str(self.action),
+            "heads": list(self.heads),
+        }
         return {"event": "decision", **fields, "text": str(self)}
 
     @classmethod
@@ -128,16 +171,27 @@ class Decision:
         try:
             fields = {field.name: row[field.name] for field in dataclasses.fields(cls)}
             crossing = None if row["forecast"] is None else Forecast(**row["forecast"])
-            return cls(**fields | {"action": Action(row["action"]), "heads": tuple(row["heads"]), "forecast": crossing})
+            return cls(
+                **fields
+                | {
+                    "action": Action(row["action"]),
+                    "heads": tuple(row["heads"]),
+                    "forecast": crossing,
+                }
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidValueError(f"expected a decision as an autopilot records it, got {dict(row)!r}") from error
+            raise InvalidValueError(
+                f"expected a decision as an autopilot records it, got {dict(row)!r}"
+            ) from error
 
 
 # The active actions by (action, site): the remedy and its heads (empty for all heads).
 Active = dict[tuple[Action, str | None], tuple[str, tuple[int, ...]]]
 
 
-def active_actions(decisions: Sequence[Decision], refused: Sequence[Refused] = ()) -> Active:
+def active_actions(
+    decisions: Sequence[Decision], refused: Sequence[Refused] = ()
+) -> Active:
     """Returns the actions that are active after these decisions, with their remedies and heads.
 
     A decision that was refused when its step came has no effect. A norm replaces all remedies for optimizer steps.
@@ -152,14 +206,24 @@ def active_actions(decisions: Sequence[Decision], refused: Sequence[Refused] = (
         key = (decision.action, decision.site)
         _, heads = active.get(key, ("", decision.heads))
         if decision.release:
-            left = tuple(head for head in heads if decision.heads and head not in decision.heads)
+            left = tuple(
+                head for head in heads if decision.heads and head not in decision.heads
+            )
             active.pop(key, None)
             if left:
                 active[key] = decision.remedy, left
         elif (decision.step, str(decision.action), decision.site) not in not_taken:
             if decision.action is Action.NORM:
-                active = {k: v for k, v in active.items() if k[0] not in (Action.CLIP, Action.RATES)}
-            together = tuple(sorted({*heads, *decision.heads})) if heads and decision.heads else ()
+                active = {
+                    k: v
+                    for k, v in active.items()
+                    if k[0] not in (Action.CLIP, Action.RATES)
+                }
+            together = (
+                tuple(sorted({*heads, *decision.heads}))
+                if heads and decision.heads
+                else ()
+            )
             active[key] = decision.remedy, together
     return active
 
@@ -200,7 +264,9 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def at_the_end(history: History, since: int = 0, faster: float = 1.0) -> Float[np.ndarray, "layers heads"]:
+def at_the_end(
+    history: History, since: int = 0, faster: float = 1.0
+) -> Float[np.ndarray, "layers heads"]:
     """Extrapolates the largest logit of each head to the end of the run, in proportion to the sum of learning rates.
 
     z_end = z + faster · (z - z_s) (c_end - c) / (c - c_s), where c is the sum of learning rates and s = `since` is the
@@ -221,7 +287,9 @@ def at_the_end(history: History, since: int = 0, faster: float = 1.0) -> Float[n
     passed = float(ticks[-1] - ticks[since])
     if passed <= 0:
         return series[-1]
-    return series[-1] + faster * (series[-1] - series[since]) * ((end - float(ticks[-1])) / passed)
+    return series[-1] + faster * (series[-1] - series[since]) * (
+        (end - float(ticks[-1])) / passed
+    )
 
 
 def growing(history: History, limit: float) -> Bool[np.ndarray, "layers heads"]:
@@ -229,7 +297,9 @@ def growing(history: History, limit: float) -> Bool[np.ndarray, "layers heads"]:
     `limit`."""
     series = np.asarray(history.series("max_logit"), dtype=np.float64)
     with np.errstate(invalid="ignore"):
-        risen = (series[-1] > thresholds.OUTLOOK_FLOOR) & (series[-1] > thresholds.OUTLOOK_FACTOR * series[0])
+        risen = (series[-1] > thresholds.OUTLOOK_FLOOR) & (
+            series[-1] > thresholds.OUTLOOK_FACTOR * series[0]
+        )
         return risen & ~(at_the_end(history) <= limit)
 
 
@@ -239,7 +309,13 @@ def _crossing(history: History) -> Forecast | None:
     if top is not None and len(top) and np.isfinite(top[-1]):
         for threshold in (thresholds.CLIPS, thresholds.HARMS, thresholds.DIVERGES):
             if top[-1] < threshold:
-                return forecast(history.steps, top, threshold, rates=history.rates, planned=history.planned)
+                return forecast(
+                    history.steps,
+                    top,
+                    threshold,
+                    rates=history.rates,
+                    planned=history.planned,
+                )
     return None
 
 
@@ -279,7 +355,11 @@ class Ladder:
         It depends on the records alone, so that every process of a run, and a run that was resumed, decide alike.
         """
         series = records.history.series("max_logit")
-        if series is None or not len(series) or "max_logit" not in records.history.heads:
+        if (
+            series is None
+            or not len(series)
+            or "max_logit" not in records.history.heads
+        ):
             return ()
         return _Step(self, records).decide()
 
@@ -291,7 +371,9 @@ class _Step:
         self.ladder, self.records, self.history = ladder, records, records.history
         self.logits = np.asarray(self.history.series("max_logit"), dtype=np.float64)
         self.active = active_actions(records.decisions, records.refused)
-        self.sites = {i: site for i, site in enumerate(records.sites) if not site.unknown}
+        self.sites = {
+            i: site for i, site in enumerate(records.sites) if not site.unknown
+        }
         self.rising = growing(self.history, ladder.limit)
         self.heads_rising = int(self.rising[list(self.sites)].sum())
 
@@ -304,7 +386,9 @@ class _Step:
         if not any(action is Action.NORM for action, _ in self.active):
             decisions += [*self.clips(alarm), *self.escalations()]
         for decision in decisions:
-            if decision.action is Action.NORM:  # one change to the whole model, which replaces all other actions
+            if (
+                decision.action is Action.NORM
+            ):  # one change to the whole model, which replaces all other actions
                 return (decision,)
         return tuple(decisions or self.releases())
 
@@ -320,7 +404,14 @@ class _Step:
             Action.NORM: "qk_norm",
         }.get(action, "")
 
-    def take(self, action: Action, site: str | None, rule: str, reason: str, heads: tuple[int, ...] = ()) -> Decision:
+    def take(
+        self,
+        action: Action,
+        site: str | None,
+        rule: str,
+        reason: str,
+        heads: tuple[int, ...] = (),
+    ) -> Decision:
         """Builds a decision for this step."""
         return Decision(
             step=self.records.step,
@@ -333,7 +424,9 @@ class _Step:
             reason=reason,
         )
 
-    def release(self, action: Action, site: str | None, reason: str, heads: tuple[int, ...] = ()) -> Decision:
+    def release(
+        self, action: Action, site: str | None, reason: str, heads: tuple[int, ...] = ()
+    ) -> Decision:
         """Builds the release of an active action."""
         return Decision(
             step=self.records.step,
@@ -353,9 +446,15 @@ class _Step:
                 return []
             reason = self._outlook() if self.heads_rising else "the run begins"
             return [self.take(Action.WATCH, None, "outlook of each head", reason)]
-        if self.heads_rising or len(self.active) > 1 or self._records_since(Action.WATCH, None) < self.ladder.calm:
+        if (
+            self.heads_rising
+            or len(self.active) > 1
+            or self._records_since(Action.WATCH, None) < self.ladder.calm
+        ):
             return []
-        return [self.release(Action.WATCH, None, "nothing grows and no action is active")]
+        return [
+            self.release(Action.WATCH, None, "nothing grows and no action is active")
+        ]
 
     def _outlook(self) -> str:
         n = self.heads_rising
@@ -366,7 +465,9 @@ class _Step:
         """Clips the heads that rise or that an alarm concerns and, at clipped sites, all heads over the threshold."""
         is_begun = self.heads_rising > 0 or alarm is not None
         with np.errstate(invalid="ignore"):
-            high = (self.logits[-1] > self.ladder.threshold) | (self.rising if is_begun else False)
+            high = (self.logits[-1] > self.ladder.threshold) | (
+                self.rising if is_begun else False
+            )
         decisions = []
         for i, site in self.sites.items():
             is_clipped = (Action.CLIP, site.name) in self.active
@@ -374,7 +475,9 @@ class _Step:
                 continue
             heads = set(np.flatnonzero(high[i][: site.n_heads]).tolist())
             if alarm is not None and alarm.layer == site.name:
-                heads |= set(range(site.n_heads)) if alarm.head is None else {alarm.head}
+                heads |= (
+                    set(range(site.n_heads)) if alarm.head is None else {alarm.head}
+                )
             if is_clipped:
                 heads -= set(self.active[Action.CLIP, site.name][1])
             if not heads:
@@ -383,22 +486,36 @@ class _Step:
             if alarm is not None:
                 rule, reason = alarm.rule, alarm.meaning
                 if alarm.layer != site.name:
-                    reason = f"{largest} here, and at {alarm.layer or 'the model'}: {reason}"
+                    reason = (
+                        f"{largest} here, and at {alarm.layer or 'the model'}: {reason}"
+                    )
             elif self.heads_rising:
                 rule, reason = "outlook of each head", f"{largest}; {self._outlook()}"
             else:
-                rule, reason = "over the threshold", f"{largest} at a site that is already clipped"
+                rule, reason = (
+                    "over the threshold",
+                    f"{largest} at a site that is already clipped",
+                )
             actions = (Action.CLIP, Action.RATES)
-            decisions += self.next_action(actions, site.name, rule, reason, tuple(sorted(heads)))
+            decisions += self.next_action(
+                actions, site.name, rule, reason, tuple(sorted(heads))
+            )
         return decisions
 
     def escalations(self) -> list[Decision]:
         """Escalates at each site where the active action is not enough."""
         decisions = []
         for i, site in self.sites.items():
-            action = Action.RATES if (Action.RATES, site.name) in self.active else Action.CLIP
+            action = (
+                Action.RATES
+                if (Action.RATES, site.name) in self.active
+                else Action.CLIP
+            )
             since = self._records_since(action, site.name)
-            if (action, site.name) not in self.active or since < 2 * self.ladder.patience:
+            if (
+                action,
+                site.name,
+            ) not in self.active or since < 2 * self.ladder.patience:
                 continue
             largest, entropy = float(np.fmax.reduce(self.logits[-1, i])), np.nan
             series = self.history.series("entropy")
@@ -408,7 +525,10 @@ class _Step:
                 entropy = float(entropies.mean()) if len(entropies) else np.nan
             if largest > 3 * self.ladder.threshold:
                 decisions += self.next_action(
-                    (), site.name, "not enough", f"its max logit is {largest:.4g} under {action}"
+                    (),
+                    site.name,
+                    "not enough",
+                    f"its max logit is {largest:.4g} under {action}",
                 )
             elif entropy < thresholds.ENTROPY:
                 reason = f"its mean attention entropy is {entropy:.3g} nats"
@@ -416,7 +536,12 @@ class _Step:
         return decisions
 
     def next_action(
-        self, actions: tuple[Action, ...], site: str, rule: str, reason: str, heads: tuple[int, ...] = ()
+        self,
+        actions: tuple[Action, ...],
+        site: str,
+        rule: str,
+        reason: str,
+        heads: tuple[int, ...] = (),
     ) -> list[Decision]:
         """Returns the first that the site accepts of these actions and of those for the whole model that are allowed.
 
@@ -428,11 +553,21 @@ class _Step:
             if self.records.refuses(action, site):
                 continue
             if action in (Action.CLIP, Action.RATES):
-                return [self.take(action, site, rule, reason, heads if action is Action.CLIP else ())]
+                return [
+                    self.take(
+                        action,
+                        site,
+                        rule,
+                        reason,
+                        heads if action is Action.CLIP else (),
+                    )
+                ]
             return [self.take(action, None, rule, reason)]
         if (Action.NONE, site) in self.active:  # it was said
             return []
-        refusals = [f"{a}: {why}" for a in actions if (why := self.records.refuses(a, site))]
+        refusals = [
+            f"{a}: {why}" for a in actions if (why := self.records.refuses(a, site))
+        ]
         reason = "; ".join([f"{reason}, and no other action is allowed", *refusals])
         return [self.take(Action.NONE, site, rule, reason)]
 
@@ -443,26 +578,41 @@ class _Step:
             for action in (Action.CLIP, Action.RATES):
                 remedy, heads = self.active.get((action, site.name), ("", ()))
                 earlier = {
-                    d.step for d in self.records.decisions if d.release and (d.action, d.site) == (action, site.name)
+                    d.step
+                    for d in self.records.decisions
+                    if d.release and (d.action, d.site) == (action, site.name)
                 }
                 # The records to wait double with each release; the limit keeps the integer small.
                 n = self.ladder.calm * 2 ** min(len(earlier), 16)
-                if not remedy or "steps=matched" in remedy or self._records_since(action, site.name) < n:
+                if (
+                    not remedy
+                    or "steps=matched" in remedy
+                    or self._records_since(action, site.name) < n
+                ):
                     continue
                 # Without lalr the logits would grow 1/tau times as fast as observed.
                 faster = 1 / self.ladder.tau if action is Action.RATES else 1.0
                 with np.errstate(invalid="ignore"):
                     low = ~(self.logits[-n:, i] >= 0.5 * self.ladder.threshold).any(0)
-                    low &= ~(at_the_end(self.history, len(self.logits) - n, faster)[i] >= self.ladder.threshold)
+                    low &= ~(
+                        at_the_end(self.history, len(self.logits) - n, faster)[i]
+                        >= self.ladder.threshold
+                    )
                 calm = tuple(head for head in heads or range(site.n_heads) if low[head])
                 if calm and (action is Action.CLIP or len(calm) == site.n_heads):
                     reason = f"under half the threshold for {n} records, and forecast to stay there"
-                    decisions.append(self.release(action, site.name, reason, calm if heads else ()))
+                    decisions.append(
+                        self.release(action, site.name, reason, calm if heads else ())
+                    )
         return decisions
 
     def _records_since(self, action: Action, site: str | None) -> int:
         """Returns the number of records since the last decision for this action at this site (None for the model)."""
-        steps = [d.step for d in self.records.decisions if not d.release and (d.action, d.site) == (action, site)]
+        steps = [
+            d.step
+            for d in self.records.decisions
+            if not d.release and (d.action, d.site) == (action, site)
+        ]
         return int((self.history.steps > max(steps, default=-1)).sum())
 
 
@@ -484,12 +634,20 @@ def named_policy(spec: str | Ladder, *, parameters: bool = True) -> Ladder:
     if isinstance(spec, str):
         terms = parse(spec)
         if len(terms) != 1:
-            raise InvalidValueError(f"expected one policy, got {len(terms)} in {spec!r}")
-        ladder = build("policy 'ladder'", lookup("policy", {"ladder": Ladder}, terms[0].name), terms[0].options)
+            raise InvalidValueError(
+                f"expected one policy, got {len(terms)} in {spec!r}"
+            )
+        ladder = build(
+            "policy 'ladder'",
+            lookup("policy", {"ladder": Ladder}, terms[0].name),
+            terms[0].options,
+        )
     else:
         ladder = spec
     if not isinstance(ladder, Ladder):
-        raise InvalidTypeError(f"expected the name of a policy or a Ladder, got {type(spec).__name__}")
+        raise InvalidTypeError(
+            f"expected the name of a policy or a Ladder, got {type(spec).__name__}"
+        )
     if ladder.allow_new_parameters and not parameters:
         raise InvalidValueError(
             "expected a policy without allow_new_parameters, because the checkpoints of this trainer cannot store "
@@ -501,7 +659,9 @@ def named_policy(spec: str | Ladder, *, parameters: bool = True) -> Ladder:
 
 # The remedies of a run. No other code in this file changes the model.
 
-RemedyKey = tuple[str, int]  # a remedy with its options, and the index of the optimizer that it acts on
+RemedyKey = tuple[
+    str, int
+]  # a remedy with its options, and the index of the optimizer that it acts on
 SiteHeads = dict[str, tuple[int, ...]]  # heads by site, where () stands for all heads
 Refusals = list[tuple[Action, str | None, str]]
 
@@ -514,7 +674,9 @@ class ActiveRemedies:
     refuses, the previous remedies are restored, so that no remedy remains partially applied.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], batch: object) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], batch: object
+    ) -> None:
         self.model, self.optimizers, self.batch = model, optimizers, batch
         self.handles: dict[RemedyKey, tuple[Handle, SiteHeads]] = {}
         self.norm: tuple[str, Retrofit] | None = None
@@ -526,10 +688,18 @@ class ActiveRemedies:
         self.sites = list(sites)
         parameters = dict(self.model.named_parameters())
         for site in self.sites:
-            weights = {id(parameters.get(part.parameter)) for part in (*site.query, *site.key)}
-            self._optimizer_of[site.name] = 0  # if the site only knows copies of its weights
+            weights = {
+                id(parameters.get(part.parameter)) for part in (*site.query, *site.key)
+            }
+            self._optimizer_of[site.name] = (
+                0  # if the site only knows copies of its weights
+            )
             for number, optimizer in enumerate(self.optimizers):
-                if any(id(p) in weights for group in optimizer.param_groups for p in group["params"]):
+                if any(
+                    id(p) in weights
+                    for group in optimizer.param_groups
+                    for p in group["params"]
+                ):
                     self._optimizer_of[site.name] = number
                     break
 
@@ -539,17 +709,29 @@ class ActiveRemedies:
         refusals: Refusals = []
         for site in self.sites:
             for action in (Action.CLIP, Action.RATES) if site.verified else ():
-                if reason := self._refusal((str(action), self._optimizer_of[site.name]), {site.name: ()}):
+                if reason := self._refusal(
+                    (str(action), self._optimizer_of[site.name]), {site.name: ()}
+                ):
                     refusals.append((action, site.name, reason))
         if self.batch is None:
-            refusals.append((Action.NORM, None, "its gains are fitted on a batch: pass batch=batch to the autopilot"))
+            refusals.append(
+                (
+                    Action.NORM,
+                    None,
+                    "its gains are fitted on a batch: pass batch=batch to the autopilot",
+                )
+            )
         return refusals
 
     def set(self, active: Active) -> Refusals:
         """Applies exactly the remedies that should be active; returns what was refused."""
         remedies: dict[RemedyKey, SiteHeads] = {}
         for (action, site), (spec, heads) in active.items():
-            if action is Action.NORM and self.norm is None and (reason := self.insert_norm(spec)):
+            if (
+                action is Action.NORM
+                and self.norm is None
+                and (reason := self.insert_norm(spec))
+            ):
                 return [(action, None, reason)]
             if action in (Action.CLIP, Action.RATES) and site is not None:
                 remedies.setdefault((spec, self._optimizer_of[site]), {})[site] = heads
@@ -559,7 +741,10 @@ class ActiveRemedies:
         for key, heads_of in remedies.items():
             if key not in self.handles or self.handles[key][1] != heads_of:
                 action = Action(parse(key[0])[0].name)
-                refusals += [(action, site, reason) for site, reason in self._exchange(key, heads_of)]
+                refusals += [
+                    (action, site, reason)
+                    for site, reason in self._exchange(key, heads_of)
+                ]
         return refusals
 
     def _exchange(self, key: RemedyKey, heads_of: SiteHeads) -> list[tuple[str, str]]:
@@ -572,7 +757,9 @@ class ActiveRemedies:
             self.put_on(key, heads_of, state)
             return []
         except QkeelError:  # at least one site refuses: try the sites one by one
-            accepted = {site: heads for site, heads in before.items() if site in heads_of}
+            accepted = {
+                site: heads for site, heads in before.items() if site in heads_of
+            }
         refusals = []
         for site, heads in heads_of.items():
             if reason := self._refusal(key, {**accepted, site: heads}):
@@ -594,8 +781,12 @@ class ActiveRemedies:
         self.handles[key] = handle, heads_of
 
     def _applied(self, key: RemedyKey, heads_of: SiteHeads) -> Handle:
-        remedy = dataclasses.replace(parse_remedies(key[0])[0], heads=tuple(heads_of.items()))  # type: ignore[call-arg]
-        return apply(self.model, remedy, self.optimizers[key[1]], sites=self.sites, partial=True)
+        remedy = dataclasses.replace(
+            parse_remedies(key[0])[0], heads=tuple(heads_of.items())
+        )  # type: ignore[call-arg]
+        return apply(
+            self.model, remedy, self.optimizers[key[1]], sites=self.sites, partial=True
+        )
 
     def _refusal(self, key: RemedyKey, heads_of: SiteHeads) -> str:
         """Returns why these heads refuse a remedy, or "" if they accept it; the remedy is removed again."""
@@ -611,14 +802,26 @@ class ActiveRemedies:
 
         The gains are added to the first optimizer that accepts them.
         """
-        before = [(key, heads_of, handle.state()) for key, (handle, heads_of) in self.handles.items()]
+        before = [
+            (key, heads_of, handle.state())
+            for key, (handle, heads_of) in self.handles.items()
+        ]
         self.remove()
         reasons = []
         for optimizer in self.optimizers:
             try:
                 # Without balance, only gains are changed, so that a removal leaves the weights as they were trained.
                 config = RetrofitConfig(balance=False)
-                self.norm = spec, retrofit(self.model, spec, [self.batch], optimizer=optimizer, config=config)
+                self.norm = (
+                    spec,
+                    retrofit(
+                        self.model,
+                        spec,
+                        [self.batch],
+                        optimizer=optimizer,
+                        config=config,
+                    ),
+                )
                 return ""
             except QkeelError as error:
                 reasons.append(str(error))
@@ -667,7 +870,14 @@ class Autopilot(Handle):
     optimizer. Until the first action, training is bit-identical to that of a watched run.
     """
 
-    def __init__(self, monitor: Monitor, optimizers: Sequence[Optimizer], ladder: Ladder, spec: str, batch: object):
+    def __init__(
+        self,
+        monitor: Monitor,
+        optimizers: Sequence[Optimizer],
+        ladder: Ladder,
+        spec: str,
+        batch: object,
+    ):
         self.monitor, self.ladder, self.spec, self.batch = monitor, ladder, spec, batch
         self.optimizers = list(optimizers)
         self.decisions: list[Decision] = []
@@ -677,11 +887,15 @@ class Autopilot(Handle):
         self.recording = Recording(planned=monitor.history.planned)
         self.sites: tuple[SiteFacts, ...] | None = None  # None until the first record
         self.remedies = ActiveRemedies(monitor.model, self.optimizers, batch)
-        self._carried: Sample | None = None  # measured before a checkpoint; the decision is made after it
+        self._carried: Sample | None = (
+            None  # measured before a checkpoint; the decision is made after it
+        )
         self._scheduled = Handle(lambda: None)
         self._guard = FaultGuard(_OFF, self._stop)
         self._stopped = False
-        self._hooks = StepHooks(None, lambda o: self._guard(self._after, o), self.optimizers[0])
+        self._hooks = StepHooks(
+            None, lambda o: self._guard(self._after, o), self.optimizers[0]
+        )
         super().__init__(self._take_off, state=self._state, load=self._load)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -694,7 +908,9 @@ class Autopilot(Handle):
         if any(optimizer is known for known in self.optimizers):
             return
         if self.sites is not None:
-            raise InvalidValueError("the policy has already started; pass all optimizers to the autopilot at once")
+            raise InvalidValueError(
+                "the policy has already started; pass all optimizers to the autopilot at once"
+            )
         self.optimizers.append(optimizer)
 
     def state_dict(self) -> State:
@@ -732,7 +948,11 @@ class Autopilot(Handle):
 
     def _end(self) -> None:
         """Handles the record of the last step, for which no further step follows, and stops."""
-        if not self._stopped and self.sites is not None and (last := self._next_sample(lag=0)) is not None:
+        if (
+            not self._stopped
+            and self.sites is not None
+            and (last := self._next_sample(lag=0)) is not None
+        ):
             self._guard(self._see, last)
         self._stop()
 
@@ -758,7 +978,11 @@ class Autopilot(Handle):
         """Returns the next record to decide on, from at least `lag` steps before the last step, or None."""
         sample = self.monitor.sample_before(self.monitor.steps - lag) or self._carried
         steps = self.recording.history.steps
-        return sample if sample is not None and (not len(steps) or sample.step > steps[-1]) else None
+        return (
+            sample
+            if sample is not None and (not len(steps) or sample.step > steps[-1])
+            else None
+        )
 
     def _act(self, sample: Sample) -> None:
         """Handles the record and carries out decisions; called after all hooks of the step have run."""
@@ -766,11 +990,25 @@ class Autopilot(Handle):
             self._begin(sample)
             return
         self._see(sample)
-        for action, site, reason in self.remedies.set(active_actions(self.decisions, self.refused)):
-            steps = [d.step for d in self.decisions if (d.action, d.site, d.release) == (action, site, False)]
-            refusal = Refused(step=steps[-1], action=str(action), site=site, reason=reason)
+        for action, site, reason in self.remedies.set(
+            active_actions(self.decisions, self.refused)
+        ):
+            steps = [
+                d.step
+                for d in self.decisions
+                if (d.action, d.site, d.release) == (action, site, False)
+            ]
+            refusal = Refused(
+                step=steps[-1], action=str(action), site=site, reason=reason
+            )
             self.refused.append(refusal)
-            self._note({"event": "refused", **dataclasses.asdict(refusal), "text": f"refused {action}: {reason}"})
+            self._note(
+                {
+                    "event": "refused",
+                    **dataclasses.asdict(refusal),
+                    "text": f"refused {action}: {reason}",
+                }
+            )
 
     def _begin(self, sample: Sample) -> None:
         """Starts on the sites of the first record, and finds out what they refuse."""
@@ -788,17 +1026,36 @@ class Autopilot(Handle):
         dist.agree("qkeel.autopilot", lambda: (facts, missed), repr)
         self._start(facts, list(sites.values()))
         for action, place, reason in self.remedies.try_all():
-            self.refused.append(Refused(step=-1, action=str(action), site=place, reason=reason))
-        unverified = [f"{site.name}: {site.unknown}" for site in facts if site.unknown] + missed
+            self.refused.append(
+                Refused(step=-1, action=str(action), site=place, reason=reason)
+            )
+        unverified = [
+            f"{site.name}: {site.unknown}" for site in facts if site.unknown
+        ] + missed
         text = f"autopilot with the policy {self.spec}"
         if unverified:
-            text += f". It does not act on unverified attention: {'; '.join(unverified)}"
+            text += (
+                f". It does not act on unverified attention: {'; '.join(unverified)}"
+            )
             if dist.rank() == 0:
                 caution(text)
-        refusals = [{"action": r.action, "site": r.site, "reason": r.reason} for r in self.refused]
-        self._note({"event": "autopilot", "policy": self.spec, "refusals": refusals, "text": text, "step": sample.step})
+        refusals = [
+            {"action": r.action, "site": r.site, "reason": r.reason}
+            for r in self.refused
+        ]
+        self._note(
+            {
+                "event": "autopilot",
+                "policy": self.spec,
+                "refusals": refusals,
+                "text": text,
+                "step": sample.step,
+            }
+        )
 
-    def _start(self, facts: Sequence[SiteFacts], sites: Sequence[AttentionSite]) -> None:
+    def _start(
+        self, facts: Sequence[SiteFacts], sites: Sequence[AttentionSite]
+    ) -> None:
         self.sites = tuple(facts)
         self.recording.layers = tuple(site.name for site in facts)
         self.remedies.know(sites)
@@ -808,7 +1065,9 @@ class Autopilot(Handle):
         assert self.sites is not None
         if not self.remedies.sites:
             self.remedies.know(self.monitor.sites)
-        heads = {name: values for name, values in sample.heads.items() if name in FIELDS}
+        heads = {
+            name: values for name, values in sample.heads.items() if name in FIELDS
+        }
         self.recording.append({**sample.values, "step": sample.step}, heads)
         records = Records(
             history=self.recording.history,
@@ -823,8 +1082,12 @@ class Autopilot(Handle):
             if self.warns and dist.rank() == 0:
                 caution(str(decision), AlarmWarning)
         if decisions:
-            closer, _ = active_actions(self.decisions, self.refused).get((Action.WATCH, None), ("", ()))
-            self.monitor.closer = int(parse(closer)[0].options["every"]) if closer else None
+            closer, _ = active_actions(self.decisions, self.refused).get(
+                (Action.WATCH, None), ("", ())
+            )
+            self.monitor.closer = (
+                int(parse(closer)[0].options["every"]) if closer else None
+            )
 
     def _note(self, row: Row) -> None:
         self.events.append(row)
@@ -833,14 +1096,29 @@ class Autopilot(Handle):
     # The state contains tensors by name, which every checkpoint format can store. Nothing is pickled.
 
     def _state(self) -> State:
-        state: State = {f"monitor/{name}": value for name, value in self.monitor.state().items()}
+        state: State = {
+            f"monitor/{name}": value for name, value in self.monitor.state().items()
+        }
         facts: Row = {"policy": self.spec, "begun": self.sites is not None}
         if (sample := self._next_sample(lag=0)) is not None:
-            state |= {f"coming/{name}": torch.from_numpy(x.copy()) for name, x in sample.heads.items()}
-            facts["coming"] = {"step": sample.step, "values": dict(sample.values), "layers": sample.layers}
+            state |= {
+                f"coming/{name}": torch.from_numpy(x.copy())
+                for name, x in sample.heads.items()
+            }
+            facts["coming"] = {
+                "step": sample.step,
+                "values": dict(sample.values),
+                "layers": sample.layers,
+            }
         if self.sites is not None:
-            state |= {f"records/{name}": torch.from_numpy(x.copy()) for name, x in self.recording.state().items()}
-            state |= {f"remedy/{name}": value for name, value in self.remedies.together.state().items()}
+            state |= {
+                f"records/{name}": torch.from_numpy(x.copy())
+                for name, x in self.recording.state().items()
+            }
+            state |= {
+                f"remedy/{name}": value
+                for name, value in self.remedies.together.state().items()
+            }
             facts |= {
                 "sites": [dataclasses.asdict(site) for site in self.sites],
                 "decisions": [decision.row() for decision in self.decisions],
@@ -865,13 +1143,17 @@ class Autopilot(Handle):
                 f"expected the result of an autopilot's state_dict(), got {list(state)[:5]}"
             ) from error
         if spec != self.spec:
-            raise InvalidValueError(f"expected the state of the policy {self.spec}, got the state of {spec}")
+            raise InvalidValueError(
+                f"expected the state of the policy {self.spec}, got the state of {spec}"
+            )
         if begun:
             self._resume(facts, state)
         self.monitor.load(under("monitor/", state))
 
     def _resume(self, facts: Row, state: State) -> None:
-        count = facts.get("optimizers", len(self.optimizers))  # states of earlier versions lack it
+        count = facts.get(
+            "optimizers", len(self.optimizers)
+        )  # states of earlier versions lack it
         if count != len(self.optimizers):
             raise InvalidValueError(
                 f"expected the state of an autopilot of {len(self.optimizers)} optimizers, got one of {count}"
@@ -882,16 +1164,25 @@ class Autopilot(Handle):
         )
         active = active_actions(decisions, refused)
         needs_sites = any(action in WITH_REMEDY for action, _ in active)
-        self._start([SiteFacts(**row) for row in facts["sites"]], self._known_sites() if needs_sites else [])
+        self._start(
+            [SiteFacts(**row) for row in facts["sites"]],
+            self._known_sites() if needs_sites else [],
+        )
         self.decisions, self.refused = decisions, refused
         if (coming := facts.get("coming")) is not None:
             heads = {name: np.asarray(x) for name, x in under("coming/", state).items()}
-            self._carried = Sample(**coming | {"layers": tuple(coming["layers"])}, heads=heads)
-        self.recording.load({name: np.asarray(x) for name, x in under("records/", state).items()})
+            self._carried = Sample(
+                **coming | {"layers": tuple(coming["layers"])}, heads=heads
+            )
+        self.recording.load(
+            {name: np.asarray(x) for name, x in under("records/", state).items()}
+        )
         self.events, self.monitor.closer = list(facts["events"]), facts["closer"]
         try:
             for action, _, reason in self.remedies.set(active):
-                raise RefusedError(f"expected to restore {action}, which was active, but it is refused: {reason}")
+                raise RefusedError(
+                    f"expected to restore {action}, which was active, but it is refused: {reason}"
+                )
             self.remedies.together.load(under("remedy/", state))
         except QkeelError:
             self.remedies.remove()
@@ -960,8 +1251,22 @@ def autopilot(
     sites = None
     if batch is not None and isinstance(model, nn.Module):
         sites = find_sites(unwrapped(model), batch)
-    monitor = watch(model, optimizers[0], every=every, sinks=sinks, query_mask=query_mask, planned=planned, sites=sites)
-    return Autopilot(monitor, optimizers, ladder, policy if isinstance(policy, str) else repr(ladder), batch)
+    monitor = watch(
+        model,
+        optimizers[0],
+        every=every,
+        sinks=sinks,
+        query_mask=query_mask,
+        planned=planned,
+        sites=sites,
+    )
+    return Autopilot(
+        monitor,
+        optimizers,
+        ladder,
+        policy if isinstance(policy, str) else repr(ladder),
+        batch,
+    )
 
 
 @accepts_earlier_calls()
@@ -994,17 +1299,27 @@ def attach(
     """
     optimizers, ladder = _optimizers(optimizer), named_policy(policy)
     if not isinstance(monitor, Monitor):
-        raise InvalidTypeError(f"expected the Monitor that qkeel.watch returns, got {type(monitor).__name__}")
+        raise InvalidTypeError(
+            f"expected the Monitor that qkeel.watch returns, got {type(monitor).__name__}"
+        )
     if monitor.history.phase == "train" and len(monitor.history):
         raise InvalidValueError(
             "expected a monitor that has recorded nothing yet; attach the autopilot before training"
         )
-    return Autopilot(monitor, optimizers, ladder, policy if isinstance(policy, str) else repr(ladder), batch)
+    return Autopilot(
+        monitor,
+        optimizers,
+        ladder,
+        policy if isinstance(policy, str) else repr(ladder),
+        batch,
+    )
 
 
 def _optimizers(optimizer: object) -> list[Optimizer]:
     if optimizer is None:
-        raise InvalidTypeError("expected the optimizer that updates the model: qkeel.autopilot(model, optimizer)")
+        raise InvalidTypeError(
+            "expected the optimizer that updates the model: qkeel.autopilot(model, optimizer)"
+        )
     return [innermost(candidate) for candidate in listed(optimizer)]
 
 

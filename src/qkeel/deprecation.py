@@ -39,7 +39,11 @@ def accepts_earlier_calls(
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
-        positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD and name != "self"]
+        positional = [
+            name
+            for name, p in parameters.items()
+            if p.kind is p.POSITIONAL_OR_KEYWORD and name != "self"
+        ]
         renamed = {old: new for old, new in RENAMED.items() if new in parameters}
         call = function.__qualname__.removesuffix(".__init__")
 
@@ -49,9 +53,15 @@ def accepts_earlier_calls(
             if reordered is not None:
                 args, kwargs = reordered
             if reordered is not None or not kwargs.keys().isdisjoint(renamed):
-                kwargs = {renamed.get(name, name): value for name, value in kwargs.items()}
-                keywords = [f"{name}={name}" for name in kwargs if name not in positional]
-                warn(f"write {call}({', '.join([*positional, *keywords])})", stacklevel=2)
+                kwargs = {
+                    renamed.get(name, name): value for name, value in kwargs.items()
+                }
+                keywords = [
+                    f"{name}={name}" for name in kwargs if name not in positional
+                ]
+                warn(
+                    f"write {call}({', '.join([*positional, *keywords])})", stacklevel=2
+                )
             return function(*args, **kwargs)
 
         return accepting
@@ -61,7 +71,11 @@ def accepts_earlier_calls(
 
 def warn(message: str, *, stacklevel: int) -> None:
     """Warns that a form of version 0.1.0 was used; `stacklevel` 1 is the caller of this function."""
-    warnings.warn(f"{message}; the form of version 0.1.0 works until 0.3.0", DeprecationWarning, stacklevel + 1)
+    warnings.warn(
+        f"{message}; the form of version 0.1.0 works until 0.3.0",
+        DeprecationWarning,
+        stacklevel + 1,
+    )
 
 
 def earlier_name(package: str, name: str, renamed: dict[str, str]) -> str:

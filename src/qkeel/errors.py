@@ -89,7 +89,11 @@ def needed(what: str, pip: str) -> Iterator[None]:
         yield
     except ImportError as error:
         there = not isinstance(error, ModuleNotFoundError)
-        why = f"cannot be imported ({error}): pip install --upgrade" if there else "is not installed: pip install"
+        why = (
+            f"cannot be imported ({error}): pip install --upgrade"
+            if there
+            else "is not installed: pip install"
+        )
         home = _importer(error)
         if home and not there and error.name:
             pip = error.name
@@ -99,13 +103,19 @@ def needed(what: str, pip: str) -> Iterator[None]:
 
 def _importer(error: ImportError) -> str:
     """The library in which an import failed, or "" if the import is the caller's own."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][2:]  # after `needed` and its caller
-    names = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][
+        2:
+    ]  # after `needed` and its caller
+    names = [
+        str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames
+    ]
     return next((name for name in reversed(names) if name not in ("importlib", "")), "")
 
 
 @contextlib.contextmanager
-def reported(said: str, advice: str = "", error: type[QkeelError] = RunDirectoryError) -> Iterator[None]:
+def reported(
+    said: str, advice: str = "", error: type[QkeelError] = RunDirectoryError
+) -> Iterator[None]:
     """A context that converts an operating system error into a qkeel error, which says what was tried, the reason and
     what to do.
 
@@ -124,7 +134,10 @@ def reported(said: str, advice: str = "", error: type[QkeelError] = RunDirectory
         raise error(f"{said}: {failure.strerror or failure}{advice}") from failure
 
 
-_FEW, _MOST = 10, 40  # how many names of a table a message lists in addition to near names, and at most
+_FEW, _MOST = (
+    10,
+    40,
+)  # how many names of a table a message lists in addition to near names, and at most
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
@@ -162,7 +175,15 @@ def check(holds: bool, expected: str, got: object) -> None:
         raise InvalidValueError(f"expected {expected}, got {got}")
 
 
-_NOT_THE_USERS = ("qkeel", "torch", "functools", "contextlib", "transformers", "accelerate", "lightning")
+_NOT_THE_USERS = (
+    "qkeel",
+    "torch",
+    "functools",
+    "contextlib",
+    "transformers",
+    "accelerate",
+    "lightning",
+)
 
 
 class QkeelWarning(UserWarning):
@@ -180,10 +201,22 @@ def caution(message: str, kind: type[QkeelWarning] = QkeelWarning) -> None:
     The warning points to the line of the user's program that led here, not to a line in qkeel or torch.
     """
     frame = sys._getframe(1)
-    while frame.f_back is not None and (frame.f_globals.get("__name__") or "").partition(".")[0] in _NOT_THE_USERS:
+    while (
+        frame.f_back is not None
+        and (frame.f_globals.get("__name__") or "").partition(".")[0] in _NOT_THE_USERS
+    ):
         frame = frame.f_back
-    place = {"filename": frame.f_code.co_filename, "lineno": frame.f_lineno, "module": frame.f_globals.get("__name__")}
+    place = {
+        "filename": frame.f_code.co_filename,
+        "lineno": frame.f_lineno,
+        "module": frame.f_globals.get("__name__"),
+    }
     try:
-        warnings.warn_explicit(message, kind, **place, registry=frame.f_globals.setdefault("__warningregistry__", {}))
+        warnings.warn_explicit(
+            message,
+            kind,
+            **place,
+            registry=frame.f_globals.setdefault("__warningregistry__", {}),
+        )
     except QkeelWarning:
         logging.getLogger("qkeel").warning(message)

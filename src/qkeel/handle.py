@@ -9,7 +9,9 @@ from qkeel.errors import InvalidValueError
 
 T = TypeVar("T")
 
-State = dict[str, Any]  # tensors and numbers by name, as they are stored in a checkpoint
+State = dict[
+    str, Any
+]  # tensors and numbers by name, as they are stored in a checkpoint
 
 
 class Handle:
@@ -76,7 +78,11 @@ def under(head: str, state: Mapping[str, T]) -> dict[str, T]:
     >>> under("a/", {"a/x": 1, "b/x": 2})
     {'x': 1}
     """
-    return {name[len(head) :]: value for name, value in state.items() if name.startswith(head)}
+    return {
+        name[len(head) :]: value
+        for name, value in state.items()
+        if name.startswith(head)
+    }
 
 
 def check_taken(state: Mapping[str, object], taken: Iterable[str], what: str) -> None:
@@ -105,7 +111,11 @@ def compose(handles: Iterable[Handle]) -> Handle:
             part.remove()
 
     def state() -> State:
-        return {f"{i}.{k}": v for i, part in enumerate(parts) for k, v in part.state().items()}
+        return {
+            f"{i}.{k}": v
+            for i, part in enumerate(parts)
+            for k, v in part.state().items()
+        }
 
     def load(values: State) -> None:
         own = [under(f"{i}.", values) for i in range(len(parts))]

@@ -13,11 +13,26 @@ from qkeel.kernels.attention.flex import Flex
 from qkeel.kernels.choose import KERNELS as KERNELS
 from qkeel.kernels.choose import choose
 from qkeel.kernels.contract import average
-from qkeel.kernels.statistics import extreme_stats, logit_stats, max_stats, stats_of_rows
+from qkeel.kernels.statistics import (
+    extreme_stats,
+    logit_stats,
+    max_stats,
+    stats_of_rows,
+)
 from qkeel.options import check_known
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall, CuSeqlens, band_call, make_call
-from qkeel.spec.slot import AttentionMask, KeyPositions, Keys, Logits, Outputs, Params, Queries, QueryPositions, Values
+from qkeel.spec.slot import (
+    AttentionMask,
+    KeyPositions,
+    Keys,
+    Logits,
+    Outputs,
+    Params,
+    Queries,
+    QueryPositions,
+    Values,
+)
 
 
 @overload
@@ -102,7 +117,18 @@ def attention(
     Raises:
         ShapeError, InvalidTypeError, InvalidValueError, UnknownNameError: invalid input. RefusedError: see `impl`.
     """
-    call = make_call(spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k, dropout=dropout)
+    call = make_call(
+        spec,
+        q,
+        k,
+        v,
+        params=params,
+        causal=causal,
+        mask=mask,
+        pos_q=pos_q,
+        pos_k=pos_k,
+        dropout=dropout,
+    )
     call = band_call(call, cu_seqlens=cu_seqlens)
     if isinstance(stats, str):
         check_known("statistics", stats, ["max"])
@@ -133,7 +159,9 @@ def run_with_weights(call: AttentionCall) -> tuple[Outputs, Logits]:
     dropout, in q's dtype."""
     rows, keys = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
     logits = call.spec.cap.apply(call.scores(*call.encoded(), rows, keys))
-    weights = call.spec.normalizer.weights(logits, call.visible(rows, keys), call.params)
+    weights = call.spec.normalizer.weights(
+        logits, call.visible(rows, keys), call.params
+    )
     if call.dropout:
         weights = torch.nn.functional.dropout(weights, call.dropout)
     out = average(weights, call.spec.values(call.v, call.params).to(weights.dtype))

@@ -49,7 +49,11 @@ class Term:
     def __str__(self) -> str:
         if not self.options:
             return self.name
-        return self.name + ":" + ",".join(f"{k}={_show(v)}" for k, v in sorted(self.options.items()))
+        return (
+            self.name
+            + ":"
+            + ",".join(f"{k}={_show(v)}" for k, v in sorted(self.options.items()))
+        )
 
 
 def parse(text: str) -> tuple[Term, ...]:
@@ -59,7 +63,9 @@ def parse(text: str) -> tuple[Term, ...]:
     ['lalr:tau=0.1', 'qk_clip']
     """
     if not isinstance(text, str):
-        raise InvalidTypeError(f"expected a spec string like 'lalr:tau=0.1', got {type(text).__name__}")
+        raise InvalidTypeError(
+            f"expected a spec string like 'lalr:tau=0.1', got {type(text).__name__}"
+        )
     return tuple(_term(part, text) for part in _split_terms(text))
 
 
@@ -67,7 +73,12 @@ def _split_terms(text: str) -> list[str]:
     # '+' joins terms, but '1e+2' is a number, so a plus after a digit and 'e' belongs to the number.
     parts, current = [], ""
     for i, c in enumerate(text):
-        exponent = i >= 2 and text[i - 1] in "eE" and text[i - 2].isdigit() and text[i + 1 : i + 2].isdigit()
+        exponent = (
+            i >= 2
+            and text[i - 1] in "eE"
+            and text[i - 2].isdigit()
+            and text[i + 1 : i + 2].isdigit()
+        )
         if c == "+" and not exponent:
             parts.append(current)
             current = ""
@@ -80,14 +91,20 @@ def _term(part: str, text: str) -> Term:
     name, colon, tail = part.partition(":")
     name = name.strip()
     if not name:
-        raise InvalidValueError(f"empty name in {text!r}; expected 'name:key=value' terms joined by '+'")
+        raise InvalidValueError(
+            f"empty name in {text!r}; expected 'name:key=value' terms joined by '+'"
+        )
     if colon and not tail.strip():
-        raise InvalidValueError(f"expected an option after the colon of {part.strip()!r}, got none; write {name!r}")
+        raise InvalidValueError(
+            f"expected an option after the colon of {part.strip()!r}, got none; write {name!r}"
+        )
     options: dict[str, bool | int | float | str] = {}
     for item in filter(None, (s.strip() for s in tail.split(","))):
         key, equals, value = (word.strip() for word in item.partition("="))
         if not equals or not key or not value:
-            raise InvalidValueError(f"cannot read {item!r} in {text!r}; expected key=value")
+            raise InvalidValueError(
+                f"cannot read {item!r} in {text!r}; expected key=value"
+            )
         if key in options:
             raise InvalidValueError(f"{key!r} is given twice in {text!r}; give it once")
         options[key] = _value(value)
@@ -118,7 +135,9 @@ def _show(value: object) -> str:
 # name, the error suggests the nearest name.
 
 OptionsT = TypeVar("OptionsT")
-Json = dict[str, Any]  # an object as in JSON and TOML: plain values by name, possibly nested
+Json = dict[
+    str, Any
+]  # an object as in JSON and TOML: plain values by name, possibly nested
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,7 +163,9 @@ def annotations(of: Callable[..., object]) -> Json:
     """Returns the resolved annotations of the fields of a dataclass, or of the parameters of a function or another
     class."""
     plain_class = isinstance(of, type) and not dataclasses.is_dataclass(of)
-    return typing.get_type_hints(of.__init__ if plain_class else of, include_extras=True)
+    return typing.get_type_hints(
+        of.__init__ if plain_class else of, include_extras=True
+    )
 
 
 def checked(value: Any, kind: Any, name: str) -> Any:
@@ -165,7 +186,9 @@ def checked(value: Any, kind: Any, name: str) -> Any:
         InvalidTypeError: the value has the wrong type. UnknownNameError: the string is not in the Literal.
         InvalidValueError: the number is out of bounds, or the text is not Unicode.
     """
-    kind, *bounds = typing.get_args(kind) if typing.get_origin(kind) is Annotated else (kind,)
+    kind, *bounds = (
+        typing.get_args(kind) if typing.get_origin(kind) is Annotated else (kind,)
+    )
     if isinstance(kind, types.UnionType):
         if value is None:
             return None
@@ -180,9 +203,16 @@ def checked(value: Any, kind: Any, name: str) -> Any:
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise InvalidTypeError(f"expected {_SPOKEN[kind]} for {name}, got {value!r}")
     if kind is int and not -_MOST < value < _MOST:
-        raise InvalidValueError(f"expected {name} between -2^53 and 2^53, which JSON holds exactly, got {value}")
-    if isinstance(value, str) and value.encode("utf-8", "replace").decode("utf-8") != value:
-        raise InvalidValueError(f"expected Unicode text for {name}, got {value!r}; rename the file that it names")
+        raise InvalidValueError(
+            f"expected {name} between -2^53 and 2^53, which JSON holds exactly, got {value}"
+        )
+    if (
+        isinstance(value, str)
+        and value.encode("utf-8", "replace").decode("utf-8") != value
+    ):
+        raise InvalidValueError(
+            f"expected Unicode text for {name}, got {value!r}; rename the file that it names"
+        )
     for bound in bounds:
         check_bound(value, bound, name)  # pyright: ignore[reportArgumentType]
     return value
@@ -190,10 +220,16 @@ def checked(value: Any, kind: Any, name: str) -> Any:
 
 def check_bound(value: float, bound: Bound, name: str) -> None:
     """Raises InvalidValueError unless a number is finite and within a bound."""
-    sound = math.isfinite(value) and (value > bound.least or (bound.included and value == bound.least))
+    sound = math.isfinite(value) and (
+        value > bound.least or (bound.included and value == bound.least)
+    )
     least = f"{'of at least' if bound.included else 'above'} {bound.least:g}"
     most = "" if math.isinf(bound.most) else f" and at most {bound.most:g}"
-    check(sound and value <= bound.most, f"a finite number {least}{most} for {name}", value)
+    check(
+        sound and value <= bound.most,
+        f"a finite number {least}{most} for {name}",
+        value,
+    )
 
 
 def settle(config: object, of: str = "") -> None:
@@ -205,10 +241,16 @@ def settle(config: object, of: str = "") -> None:
     """
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value, kind = getattr(config, field.name), annotations(type(config))[field.name]
-        object.__setattr__(config, field.name, checked(value, kind, f"{field.name} of {of}" if of else field.name))
+        object.__setattr__(
+            config,
+            field.name,
+            checked(value, kind, f"{field.name} of {of}" if of else field.name),
+        )
 
 
-def build(of: str, make: Callable[..., OptionsT], options: Mapping[str, Any], *given: object) -> OptionsT:
+def build(
+    of: str, make: Callable[..., OptionsT], options: Mapping[str, Any], *given: object
+) -> OptionsT:
     """Calls a function, a dataclass or another class with options by name.
 
     The options of a function are checked here; a class checks its own options. If text is expected, a number is
@@ -230,7 +272,9 @@ def build(of: str, make: Callable[..., OptionsT], options: Mapping[str, Any], *g
     for name, value in options.items():
         check_known(f"option of {of}", name, known)
         kind = annotations(make).get(name)
-        values[name] = str(value) if kind is str and isinstance(value, (int, float)) else value
+        values[name] = (
+            str(value) if kind is str and isinstance(value, (int, float)) else value
+        )
         if not isinstance(make, type):
             checked(value, kind, f"option {name!r} of {of}")
     return make(*given, **values)
@@ -239,10 +283,16 @@ def build(of: str, make: Callable[..., OptionsT], options: Mapping[str, Any], *g
 def read_fields(cls: type[OptionsT], values: Mapping[str, Any], where: str) -> OptionsT:
     """Builds the dataclass `cls` from nested plain values; `where` names the table in errors."""
     if not isinstance(values, Mapping):
-        raise InvalidTypeError(f"expected a table of {where or 'settings'}, got {values!r}")
+        raise InvalidTypeError(
+            f"expected a table of {where or 'settings'}, got {values!r}"
+        )
     kinds, arguments = annotations(cls), {}
     for key, value in values.items():
         check_known(f"key in [{where}]" if where else "key", key, kinds)
         nested = dataclasses.is_dataclass(kinds[key])
-        arguments[key] = read_fields(kinds[key], value, f"{where}.{key}" if where else key) if nested else value
+        arguments[key] = (
+            read_fields(kinds[key], value, f"{where}.{key}" if where else key)
+            if nested
+            else value
+        )
     return cls(**arguments)

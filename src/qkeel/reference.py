@@ -51,7 +51,9 @@ def attend(
         pos_q: positions of queries; by default, the last t of the s positions.
         pos_k: positions of keys; by default, 0 to s - 1.
     """
-    call = make_call(spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
+    call = make_call(
+        spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k
+    )
     return attend_call(call)
 
 

@@ -73,19 +73,29 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     if not path.exists():
-        raise DataError(f"{path} does not exist; expected a .safetensors file or a folder that contains one")
+        raise DataError(
+            f"{path} does not exist; expected a .safetensors file or a folder that contains one"
+        )
     files = _files(path) if path.is_dir() else [path]
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for tensor in _header(file):
             if tensor.name in tensors:
                 other = tensors[tensor.name].file.name
-                raise DataError(f"tensor {tensor.name} is in both {other} and {file.name}; scan one file at a time")
+                raise DataError(
+                    f"tensor {tensor.name} is in both {other} and {file.name}; scan one file at a time"
+                )
             tensors[tensor.name] = tensor
     if not tensors:
-        raise DataError(f"{path} does not contain any tensors; expected the weights of a model")
+        raise DataError(
+            f"{path} does not contain any tensors; expected the weights of a model"
+        )
     index = _index(path)
-    lost = [] if index is None else [name for name in _weight_map(index) if name not in tensors]
+    lost = (
+        []
+        if index is None
+        else [name for name in _weight_map(index) if name not in tensors]
+    )
     if index is not None and lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise DataError(
@@ -109,7 +119,9 @@ def _files(folder: Path) -> list[Path]:
         files = [folder / name for name in sorted(set(_weight_map(index).values()))]
         missing = [file.name for file in files if not file.exists()]
         if missing:
-            raise DataError(f"{folder} lacks {', '.join(missing)}, which {index.name} names; download what is missing")
+            raise DataError(
+                f"{folder} lacks {', '.join(missing)}, which {index.name} names; download what is missing"
+            )
         return files
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
@@ -121,15 +133,23 @@ def _files(folder: Path) -> list[Path]:
         raise _refusal(pickles[0])
     parts = sorted({str(file.parent) for file in folder.glob("*/*.safetensors")})
     if parts:
-        raise DataError(f"{folder} has its weights in parts, as a pipeline of diffusers; give one: {', '.join(parts)}")
-    raise DataError(f"{folder} does not contain a .safetensors file; expected one, or shards with {INDEX}")
+        raise DataError(
+            f"{folder} has its weights in parts, as a pipeline of diffusers; give one: {', '.join(parts)}"
+        )
+    raise DataError(
+        f"{folder} does not contain a .safetensors file; expected one, or shards with {INDEX}"
+    )
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     """The mapping from tensor names to file names in the index of a sharded checkpoint."""
     weights = _json(index).get("weight_map")
-    if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
-        raise DataError(f"{index} has no weight_map from names to files, so it is damaged; download it again")
+    if not isinstance(weights, dict) or not all(
+        isinstance(v, str) for v in weights.values()
+    ):
+        raise DataError(
+            f"{index} has no weight_map from names to files, so it is damaged; download it again"
+        )
     for name in set(weights.values()):
         refuse_path(name, f"weight_map of {index}", DataError)
     return weights
@@ -154,10 +174,17 @@ def _header(file: Path) -> list[StoredTensor]:
     if start.startswith(_PICKLE_STARTS) and start[8:] != b"{":
         raise _refusal(file)
     try:
-        with safe_open(file, framework="pt") as stored:  # checks the header and that the tensors fill the file
+        with safe_open(
+            file, framework="pt"
+        ) as stored:  # checks the header and that the tensors fill the file
             slices = {name: stored.get_slice(name) for name in stored.offset_keys()}
             return [
-                StoredTensor(name=name, file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape()))
+                StoredTensor(
+                    name=name,
+                    file=file,
+                    dtype=part.get_dtype(),
+                    shape=tuple(part.get_shape()),
+                )
                 for name, part in slices.items()
             ]
     except (SafetensorError, ValueError, OSError) as failure:
@@ -172,16 +199,23 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as failure:
-        raise DataError(f"{file} is not complete JSON ({failure}); restore it") from failure
+        raise DataError(
+            f"{file} is not complete JSON ({failure}); restore it"
+        ) from failure
     if not isinstance(value, dict):
-        raise DataError(f"{file} is not a JSON object; restore it or scan the weight file by itself")
+        raise DataError(
+            f"{file} is not a JSON object; restore it or scan the weight file by itself"
+        )
     return value
 
 
 def _config(path: Path) -> dict[str, Any]:
     folder = path if path.is_dir() else path.parent
     # A qkeel run stores its weights in last/ and its configuration next to last/.
-    places = [folder / "config.json", *([folder.parent / "config.json"] if folder.name == "last" else [])]
+    places = [
+        folder / "config.json",
+        *([folder.parent / "config.json"] if folder.name == "last" else []),
+    ]
     file = next((file for file in places if file.exists()), None)
     return {} if file is None else _json(file)
 
@@ -198,7 +232,11 @@ class TensorReader:
 
     def _open(self, tensor: StoredTensor, count: int) -> Any:
         if self._file != tensor.file or self._bytes > REMAP:
-            self._file, self._stored, self._bytes = tensor.file, safe_open(tensor.file, framework="pt"), 0
+            self._file, self._stored, self._bytes = (
+                tensor.file,
+                safe_open(tensor.file, framework="pt"),
+                0,
+            )
         self._bytes += count * DTYPES[tensor.dtype].itemsize
         return self._stored
 
@@ -215,4 +253,8 @@ class TensorReader:
         rows = max(1, REMAP // (row * DTYPES[tensor.dtype].itemsize))
         for start in range(0, tensor.shape[0], rows):
             end = min(start + rows, tensor.shape[0])
-            yield self._open(tensor, (end - start) * row).get_slice(tensor.name)[start:end].flatten()
+            yield (
+                self._open(tensor, (end - start) * row)
+                .get_slice(tensor.name)[start:end]
+                .flatten()
+            )

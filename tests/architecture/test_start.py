@@ -56,7 +56,12 @@ sys.meta_path[:] = [Hide(finder) for finder in sys.meta_path]
 
 
 def run(code: str, *words: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout.strip()
 
@@ -94,10 +99,16 @@ print(study("lr", remedies=["none"], lrs=[0.1], seeds=[0], out=sys.argv[1], base
 """
 
 
-def test_qkeel_and_its_rooms_work_with_its_four_dependencies_alone(tmp_path: Path) -> None:
+def test_qkeel_and_its_rooms_work_with_its_four_dependencies_alone(
+    tmp_path: Path,
+) -> None:
     """And nothing lands in the host's log."""
-    assert all((PACKAGE / room).exists() or (PACKAGE / f"{room}.py").exists() for room in ROOMS)
-    blocked, used, *rooms, trained = run(BLOCKED + USE, str(tmp_path / "s")).splitlines()
+    assert all(
+        (PACKAGE / room).exists() or (PACKAGE / f"{room}.py").exists() for room in ROOMS
+    )
+    blocked, used, *rooms, trained = run(
+        BLOCKED + USE, str(tmp_path / "s")
+    ).splitlines()
     assert blocked == "No module named 'rich'", "the block does not block"
     assert used == "1 True True"
     assert rooms == list(ROOMS)
@@ -140,10 +151,16 @@ print("triton" in sys.modules)
 """
 
 
-def test_importing_qkeel_loads_nothing_it_does_not_need_and_computes_no_tensor() -> None:
+def test_importing_qkeel_loads_nothing_it_does_not_need_and_computes_no_tensor() -> (
+    None
+):
     trackers = repr(sorted(OUTSIDE.values()))
-    loaded, computed, tracking, triton = run(IMPORTS.replace("TRACKERS", trackers)).splitlines()
-    assert loaded == "[]"  # torch's compiler alone would double the time of the import, sharding take half as long
+    loaded, computed, tracking, triton = run(
+        IMPORTS.replace("TRACKERS", trackers)
+    ).splitlines()
+    assert (
+        loaded == "[]"
+    )  # torch's compiler alone would double the time of the import, sharding take half as long
     assert computed == "[]"
     assert tracking == "[]", "the table of integrations imports no tracker"
     assert triton == "False", "attention on a CPU needs no Triton"

@@ -11,17 +11,34 @@ import torch
 import transformers
 from torch import Tensor
 
-HEADS = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+HEADS = {
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 CONFIGS = {
     "llama": transformers.LlamaConfig(**HEADS, num_key_value_heads=2, vocab_size=32),
-    "gpt2": transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=32, bos_token_id=0, eos_token_id=0),
+    "gpt2": transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=32, bos_token_id=0, eos_token_id=0
+    ),
     "gpt_neox": transformers.GPTNeoXConfig(**HEADS, vocab_size=32),
-    "qwen3": transformers.Qwen3Config(**HEADS, num_key_value_heads=2, head_dim=16, vocab_size=32),
-    "gemma3_text": transformers.Gemma3TextConfig(**HEADS, num_key_value_heads=2, head_dim=16, vocab_size=32),
+    "qwen3": transformers.Qwen3Config(
+        **HEADS, num_key_value_heads=2, head_dim=16, vocab_size=32
+    ),
+    "gemma3_text": transformers.Gemma3TextConfig(
+        **HEADS, num_key_value_heads=2, head_dim=16, vocab_size=32
+    ),
     "olmo2": transformers.Olmo2Config(**HEADS, num_key_value_heads=2, vocab_size=32),
-    "phi3": transformers.Phi3Config(**HEADS, num_key_value_heads=2, vocab_size=32, pad_token_id=0),
+    "phi3": transformers.Phi3Config(
+        **HEADS, num_key_value_heads=2, vocab_size=32, pad_token_id=0
+    ),
     "falcon": transformers.FalconConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2, new_decoder_architecture=True
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
     ),
     "deepseek_v3": transformers.DeepseekV3Config(
         **HEADS,
@@ -45,7 +62,9 @@ def build(name: str) -> torch.nn.Module:
     """The model with weights large enough to tell heads apart, gains and biases away from 1 and 0."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(
+        CONFIGS[name], attn_implementation="eager"
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -68,10 +87,14 @@ def projections(name: str, model: torch.nn.Module, layer: int) -> tuple[Tensor, 
         q, k, _ = weights[f"transformer.h.{layer}.attn.c_attn.weight"].T.chunk(3)
         return q.reshape(4, 8, 32), k.reshape(4, 8, 32)
     if name == "gpt_neox":
-        fused = weights[f"gpt_neox.layers.{layer}.attention.query_key_value.weight"].reshape(4, 3, 8, 32)
+        fused = weights[
+            f"gpt_neox.layers.{layer}.attention.query_key_value.weight"
+        ].reshape(4, 3, 8, 32)
         return fused[:, 0], fused[:, 1]
     if name == "falcon":
-        fused = weights[f"transformer.h.{layer}.self_attention.query_key_value.weight"].reshape(2, 4, 8, 32)
+        fused = weights[
+            f"transformer.h.{layer}.self_attention.query_key_value.weight"
+        ].reshape(2, 4, 8, 32)
         return fused[:, :2].reshape(4, 8, 32), fused[:, 2].repeat_interleave(2, 0)
     at = f"model.layers.{layer}.self_attn."
     if name == "phi3":

@@ -13,7 +13,13 @@ from safetensors.torch import save_file
 from audit.models import save
 from qkeel.audit import Geometry
 from qkeel.audit.scan import scan
-from qkeel.errors import DataError, InvalidValueError, QkeelError, RefusedError, UnknownNameError
+from qkeel.errors import (
+    DataError,
+    InvalidValueError,
+    QkeelError,
+    RefusedError,
+    UnknownNameError,
+)
 from qkeel.safetensors_io import open_checkpoint
 
 
@@ -47,8 +53,14 @@ def test_a_file_cut_anywhere_is_truncated(tmp_path: Path) -> None:
 
 
 def test_a_damaged_header_is_told(tmp_path: Path) -> None:
-    for text in (b"not json at all!", b"[1, 2]", b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'):
-        (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+    for text in (
+        b"not json at all!",
+        b"[1, 2]",
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+    ):
+        (tmp_path / "x.safetensors").write_bytes(
+            len(text).to_bytes(8, "little") + text + bytes(64)
+        )
         with pytest.raises(DataError, match="not a safetensors file"):
             scan(tmp_path / "x.safetensors")
 
@@ -97,8 +109,23 @@ def test_an_index_that_lies_is_told(tmp_path: Path) -> None:
         ("[]", "not a JSON object"),
         ("{}", "weight_map"),
         (json.dumps({"weight_map": {"a": 1}}), "weight_map"),
-        (json.dumps({"weight_map": {**index["weight_map"], "lamp": "model-9.safetensors"}}), r"lacks model-9"),
-        (json.dumps({"weight_map": {**index["weight_map"], "lamp": next(iter(index["weight_map"].values()))}}), "lamp"),
+        (
+            json.dumps(
+                {"weight_map": {**index["weight_map"], "lamp": "model-9.safetensors"}}
+            ),
+            r"lacks model-9",
+        ),
+        (
+            json.dumps(
+                {
+                    "weight_map": {
+                        **index["weight_map"],
+                        "lamp": next(iter(index["weight_map"].values())),
+                    }
+                }
+            ),
+            "lamp",
+        ),
     ):
         file.write_text(text)
         with pytest.raises(DataError, match=expected):
@@ -118,8 +145,14 @@ def test_a_shard_cut_short_or_a_pickle_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0x0280, 0x0380, 0x0480, 0x0580])
-def test_a_header_whose_length_looks_like_the_start_of_a_pickle_is_read(length: int, tmp_path: Path) -> None:
-    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).ljust(length).encode()
+def test_a_header_whose_length_looks_like_the_start_of_a_pickle_is_read(
+    length: int, tmp_path: Path
+) -> None:
+    header = (
+        json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})
+        .ljust(length)
+        .encode()
+    )
     file = tmp_path / "model.safetensors"
     file.write_bytes(length.to_bytes(8, "little") + header + bytes(4))
     assert open_checkpoint(file).tensors["a"].shape == (1,)

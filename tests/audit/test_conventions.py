@@ -54,9 +54,21 @@ GEMMA_LAYERS = {
     "num_kv_shared_layers": 0,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,
+}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
-OWN = {"vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1}
+OWN = {
+    "vocab_size": 64,
+    "n_positions": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "bos_token_id": 1,
+}
 # Model type, and the options in which its models differ in what a bound needs.
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama", {"attention_bias": True}),
@@ -69,12 +81,23 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 10}),
     (
         "gemma3n_text",
-        {**GEMMA_LAYERS, "intermediate_size": [48, 48], "laurel_rank": 4, "activation_sparsity_pattern": [0.0, 0.0]},
+        {
+            **GEMMA_LAYERS,
+            "intermediate_size": [48, 48],
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.0, 0.0],
+        },
     ),
     ("gemma4_text", {**GEMMA_LAYERS, "global_head_dim": 16}),
-    ("qwen3_next", {"head_dim": 16, **FULL, **FEW_EXPERTS, "shared_expert_intermediate_size": 8}),
+    (
+        "qwen3_next",
+        {"head_dim": 16, **FULL, **FEW_EXPERTS, "shared_expert_intermediate_size": 8},
+    ),
     ("qwen3_5_text", {"head_dim": 16, **FULL}),
-    ("qwen3_5_moe_text", {"head_dim": 16, **FULL, **FEW_EXPERTS, "shared_expert_intermediate_size": 8}),
+    (
+        "qwen3_5_moe_text",
+        {"head_dim": 16, **FULL, **FEW_EXPERTS, "shared_expert_intermediate_size": 8},
+    ),
     ("olmo2", {}),
     (
         "olmo3",
@@ -92,18 +115,31 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
         {
             "max_position_embeddings": 512,
             "original_max_position_embeddings": 64,
-            "rope_parameters": {**PLAIN, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+            "rope_parameters": {
+                **PLAIN,
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+            },
         },
     ),
     ("granite", {"attention_multiplier": 0.3}),
     ("deepseek_v3", {**LATENT, "q_lora_rank": 12, "attention_bias": True}),
     (
         "deepseek_v3",
-        {**LATENT, "q_lora_rank": None, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
     ),
     (
         "deepseek_v2",
-        {**LATENT, "q_lora_rank": 12, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
+        {
+            **LATENT,
+            "q_lora_rank": 12,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+        },
     ),
     (
         "falcon_h1",
@@ -120,7 +156,15 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     (
         "ministral3",
-        {"head_dim": 8, "rope_parameters": {**YARN, "llama_4_scaling_beta": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        {
+            "head_dim": 8,
+            "rope_parameters": {
+                **YARN,
+                "llama_4_scaling_beta": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
     ),
     ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
     ("glm4", {"head_dim": 8}),
@@ -150,12 +194,24 @@ def logits(model: torch.nn.Module, tokens: Tensor) -> Largest:
     names = {module: name for name, module in model.named_modules()}
 
     def attention(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         share = query.shape[1] // key.shape[1]
-        k, v = key.repeat_interleave(share, 1).double(), value.repeat_interleave(share, 1).double()
+        k, v = (
+            key.repeat_interleave(share, 1).double(),
+            value.repeat_interleave(share, 1).double(),
+        )
         scale = options.get("scaling")
-        z = query.double() @ k.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        z = (
+            query.double()
+            @ k.mT
+            * (query.shape[-1] ** -0.5 if scale is None else scale)
+        )
         seen[names[module]] = z.abs().amax((0, 2, 3))
         later = torch.ones(z.shape[-2:], dtype=torch.bool).triu(1)
         out = z.masked_fill(later, -torch.inf).softmax(-1) @ v
@@ -187,9 +243,15 @@ def compare(found: Scan, seen: Largest, least: float, seed: int) -> None:
     assert len(found.sites) == len(seen) == 2
     for site in found.sites:
         assert site.assumed == ()
-        real = next(z for name, z in seen.items() if name == site.name or name.startswith(f"{site.name}."))
+        real = next(
+            z
+            for name, z in seen.items()
+            if name == site.name or name.startswith(f"{site.name}.")
+        )
         pairs = zip(site.gain_bound, site.logit_bound)
-        bound = torch.tensor([g if math.isfinite(g) else b for g, b in pairs], dtype=torch.float64)
+        bound = torch.tensor(
+            [g if math.isfinite(g) else b for g, b in pairs], dtype=torch.float64
+        )
         assert len(bound) == len(real)
         assert (real <= bound * (1 + 1e-5)).all(), (site.name, real, bound, seed)
         assert (real / bound).max() > least, (site.name, real, bound, seed)
@@ -206,25 +268,47 @@ def test_no_logit_is_over_the_bound_and_the_worst_weights_reach_it(
     tokens = torch.randint(3, 64, (2, 40), generator=random)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(0.4 * torch.randn(p.shape, generator=random) + (0.3 if p.ndim == 1 and "norm" in name else 0))
+            p.copy_(
+                0.4 * torch.randn(p.shape, generator=random)
+                + (0.3 if p.ndim == 1 and "norm" in name else 0)
+            )
     compare(saved(model, tmp_path / "random"), logits(model, tokens), 1e-4, seed)
     direction = torch.ones(32)
     direction[1::2] = -1
     tables = ("embed_tokens", "wte", "embed_in", "word_embeddings")
-    projections = ("q_proj", "k_proj", "qkv_proj", "query_key_value", "q_a_proj", "kv_a_proj")
+    projections = (
+        "q_proj",
+        "k_proj",
+        "qkv_proj",
+        "query_key_value",
+        "q_a_proj",
+        "kv_a_proj",
+    )
     with torch.no_grad():
         for name, p in model.named_parameters():
             rows = torch.rand(max(p.shape), generator=random) + 0.5
             if "wpe" in name:
                 p.zero_()
-            elif any(table in name for table in tables) and "per_layer" not in name and p.ndim == 2:
+            elif (
+                any(table in name for table in tables)
+                and "per_layer" not in name
+                and p.ndim == 2
+            ):
                 p.copy_(direction.expand_as(p))
             elif "norm" in name or "ln_" in name:
                 p.copy_(torch.full_like(p, 0.5 if name.endswith("weight") else 0.0))
-            elif any(one in name for one in projections) and p.ndim == 2 and p.shape[1] == 32:
+            elif (
+                any(one in name for one in projections)
+                and p.ndim == 2
+                and p.shape[1] == 32
+            ):
                 p.copy_(rows[: p.shape[0], None] * direction)
             elif "c_attn" in name and p.ndim == 2:
-                p.copy_(rows[: max(p.shape)] * direction[:, None] if p.shape[0] == 32 else rows[:, None] * direction)
+                p.copy_(
+                    rows[: max(p.shape)] * direction[:, None]
+                    if p.shape[0] == 32
+                    else rows[:, None] * direction
+                )
             elif "q_b_proj" in name or "kv_b_proj" in name:
                 p.copy_(rows[: p.shape[0], None].expand_as(p))
             else:
@@ -233,10 +317,18 @@ def test_no_logit_is_over_the_bound_and_the_worst_weights_reach_it(
 
 
 @pytest.mark.parametrize("kind", ["blenderbot-small", "plbart", "openai-gpt"])
-def test_a_norm_that_follows_attention_gives_no_bound(kind: str, tmp_path: Path) -> None:
+def test_a_norm_that_follows_attention_gives_no_bound(
+    kind: str, tmp_path: Path
+) -> None:
     sizes = {"vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
-    sizes |= {f"{side}_{part}": 4 for side in ("encoder", "decoder") for part in ("attention_heads", "ffn_dim")}
-    config = transformers.AutoConfig.for_model(kind, **(OWN if kind == "openai-gpt" else sizes))
+    sizes |= {
+        f"{side}_{part}": 4
+        for side in ("encoder", "decoder")
+        for part in ("attention_heads", "ffn_dim")
+    }
+    config = transformers.AutoConfig.for_model(
+        kind, **(OWN if kind == "openai-gpt" else sizes)
+    )
     found = saved(transformers.AutoModel.from_config(config), tmp_path)
     assert found.sites
     assert all(math.isnan(bound) for site in found.sites for bound in site.logit_bound)
@@ -244,4 +336,6 @@ def test_a_norm_that_follows_attention_gives_no_bound(kind: str, tmp_path: Path)
 
 def test_the_guide_says_how_many_types_there_are() -> None:
     guide = Path(__file__).parents[2] / "docs" / "guides" / "audit.md"
-    assert f"bounds of {len(VERIFIED)} model types" in " ".join(guide.read_text(encoding="utf-8").split())
+    assert f"bounds of {len(VERIFIED)} model types" in " ".join(
+        guide.read_text(encoding="utf-8").split()
+    )

@@ -19,10 +19,18 @@ def rotated(x: Tensor, dims: int, pairing: str, base: float) -> Tensor:
     still, turning = x[..., : x.shape[-1] - dims], x[..., x.shape[-1] - dims :]
     speed = base ** (-torch.arange(0, dims, 2) / dims)
     angle = torch.arange(x.shape[1])[:, None, None] * speed
-    halves = turning.chunk(2, -1) if pairing == "half" else (turning[..., ::2], turning[..., 1::2])
+    halves = (
+        turning.chunk(2, -1)
+        if pairing == "half"
+        else (turning[..., ::2], turning[..., 1::2])
+    )
     a, b = halves
     turned = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()
-    joined = torch.cat(turned, -1) if pairing == "half" else torch.stack(turned, -1).flatten(-2)
+    joined = (
+        torch.cat(turned, -1)
+        if pairing == "half"
+        else torch.stack(turned, -1).flatten(-2)
+    )
     return torch.cat([still, joined], -1)
 
 
@@ -34,14 +42,30 @@ class Drawn(nn.Module):
         draw = source.choice
         self.size, self.heads = draw([8, 16]), draw([2, 4])
         self.groups = draw([self.heads, self.heads // 2])
-        self.kind, self.over = draw(["none", "RMS", "layer"]), draw(["head", "head", "layer"])
-        self.order, self.one_plus = draw(["before RoPE", "after RoPE"]), draw([False, True])
-        self.dims, self.pairing = draw([0, self.size, self.size // 2]), draw(["half", "interleaved"])
-        self.base, self.scale, self.window = draw([1e4, 5e5]), draw([None, 0.3, 1.0]), draw([None, 4])
+        self.kind, self.over = (
+            draw(["none", "RMS", "layer"]),
+            draw(["head", "head", "layer"]),
+        )
+        self.order, self.one_plus = (
+            draw(["before RoPE", "after RoPE"]),
+            draw([False, True]),
+        )
+        self.dims, self.pairing = (
+            draw([0, self.size, self.size // 2]),
+            draw(["half", "interleaved"]),
+        )
+        self.base, self.scale, self.window = (
+            draw([1e4, 5e5]),
+            draw([None, 0.3, 1.0]),
+            draw([None, 4]),
+        )
         self.fused, self.written = draw([False, True]), draw([False, True])
         width = self.size * (self.heads + 2 * self.groups)
         self.qkv = nn.Linear(32, width, bias=draw([False, True]))
-        gains = [self.size * (n if self.over == "layer" else 1) for n in (self.heads, self.groups)]
+        gains = [
+            self.size * (n if self.over == "layer" else 1)
+            for n in (self.heads, self.groups)
+        ]
         self.q_gain, self.k_gain = (nn.Parameter(torch.rand(n) + 0.5) for n in gains)
 
     def normed(self, x: Tensor, gain: Tensor) -> Tensor:
@@ -49,11 +73,17 @@ class Drawn(nn.Module):
             return x
         flat = x.flatten(2) if self.over == "layer" else x
         flat = flat - flat.mean(-1, keepdim=True) if self.kind == "layer" else flat
-        flat = flat * (flat.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (gain + self.one_plus)
+        flat = (
+            flat
+            * (flat.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+            * (gain + self.one_plus)
+        )
         return flat.view_as(x)
 
     def placed(self, x: Tensor, gain: Tensor) -> Tensor:
-        for step in ("norm", "rope") if self.order == "before RoPE" else ("rope", "norm"):
+        for step in (
+            ("norm", "rope") if self.order == "before RoPE" else ("rope", "norm")
+        ):
             if step == "norm":
                 x = self.normed(x, gain)
             elif self.dims:
@@ -62,8 +92,14 @@ class Drawn(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         sizes = [n * self.size for n in (self.heads, self.groups, self.groups)]
-        q, k, v = (y.unflatten(-1, (-1, self.size)) for y in self.qkv(x).split(sizes, -1))
-        q, k, v = self.placed(q, self.q_gain), self.placed(k, self.k_gain), v.transpose(1, 2)
+        q, k, v = (
+            y.unflatten(-1, (-1, self.size)) for y in self.qkv(x).split(sizes, -1)
+        )
+        q, k, v = (
+            self.placed(q, self.q_gain),
+            self.placed(k, self.k_gain),
+            v.transpose(1, 2),
+        )
         k, v = (y.repeat_interleave(self.heads // self.groups, 1) for y in (k, v))
         row = torch.arange(x.shape[1])
         seen = (row[:, None] >= row) & (row[:, None] - row < (self.window or TOKENS))
@@ -71,7 +107,11 @@ class Drawn(nn.Module):
         if self.written:
             scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
             return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).transpose(1, 2).flatten(2)
+        return (
+            F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -97,7 +137,9 @@ def test_what_was_drawn_is_explained(seed: int) -> None:
             return  # what precedes the rotation cannot be computed from the norm's output, whose mean is gone
         turned = site.rotation and (site.rotation.dims, site.rotation.pairing)
         assert turned == ((layer.dims, layer.pairing) if layer.dims else None)
-        assert not layer.dims or site.rotation.base == pytest.approx(layer.base, rel=0.02)
+        assert not layer.dims or site.rotation.base == pytest.approx(
+            layer.base, rel=0.02
+        )
 
 
 def test_most_norms_are_known() -> None:
@@ -107,4 +149,6 @@ def test_most_norms_are_known() -> None:
         layer = Drawn(random.Random(seed))
         (site,) = qkeel.explain(nn.Sequential(layer), torch.randn(2, TOKENS, 32)).sites
         unknown += site.query.kind == "unknown"
-    assert unknown <= 6  # a layer norm after a rotation among them, whose mean the rotation changes
+    assert (
+        unknown <= 6
+    )  # a layer norm after a rotation among them, whose mean the rotation changes

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from qkeel import AttentionSpec, attention_maps, preset
 from qkeel.audit import maps
-from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError, UnknownNameError
+from qkeel.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    NoAttentionError,
+    UnknownNameError,
+)
 from qkeel.nn import Attention
 from qkeel.reference import attend
 from qkeel.spec import ALiBi, Rope, Sigmoid, Sink, SlidingWindow
@@ -49,7 +54,11 @@ def test_maps_of_a_fused_kernel_are_the_weights_of_eager_attention(name: str) ->
     from tools.zoo.build import build
     from tools.zoo.tables import TABLES, entries
 
-    entry = {entry.class_name: entry for table in reversed(TABLES) for entry in entries(table)}[name]
+    entry = {
+        entry.class_name: entry
+        for table in reversed(TABLES)
+        for entry in entries(table)
+    }[name]
     try:
         model = build(entry, "sdpa")
     except ValueError:  # transformers has no fused attention for this class
@@ -62,7 +71,9 @@ def test_maps_of_a_fused_kernel_are_the_weights_of_eager_attention(name: str) ->
     weights = attention_maps(model, batch)
     assert len(weights) == len(expected)
     for layer, reference_weights in zip(weights, expected, strict=True):
-        torch.testing.assert_close(weights[layer], reference_weights.float(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            weights[layer], reference_weights.float(), rtol=1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -70,12 +81,23 @@ def test_maps_of_a_model_with_adapters_are_those_of_the_model() -> None:
     peft = pytest.importorskip("peft")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20))
     tokens = torch.randint(20, (2, 5))
     plain = attention_maps(model, tokens)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
-    for before, after in zip(plain.values(), attention_maps(adapted, {"input_ids": tokens}).values(), strict=True):
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["q_proj"], r=2)
+    )
+    for before, after in zip(
+        plain.values(),
+        attention_maps(adapted, {"input_ids": tokens}).values(),
+        strict=True,
+    ):
         assert torch.equal(before, after)  # a new adapter adds zero
 
 
@@ -83,15 +105,26 @@ def test_maps_of_multihead_attention_are_the_weights_that_it_returns() -> None:
     module, x = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 7, 16)
     hidden = torch.zeros(2, 7, dtype=torch.bool)
     hidden[1, 5:] = True
-    batch = {"query": x, "key": x, "value": x, "key_padding_mask": hidden, "need_weights": False}
+    batch = {
+        "query": x,
+        "key": x,
+        "value": x,
+        "key_padding_mask": hidden,
+        "need_weights": False,
+    }
     expected = module(x, x, x, key_padding_mask=hidden, average_attn_weights=False)[1]
     (weights,) = attention_maps(module, batch).values()
     torch.testing.assert_close(weights, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_maps_of_an_encoder_come_in_the_order_of_its_layers_and_leave_it_as_it_was() -> None:
+def test_maps_of_an_encoder_come_in_the_order_of_its_layers_and_leave_it_as_it_was() -> (
+    None
+):
     layer = nn.TransformerEncoderLayer(16, 2, dropout=0.5, batch_first=True)
-    model, x = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), torch.randn(2, 5, 16)
+    model, x = (
+        nn.TransformerEncoder(layer, 3, enable_nested_tensor=False),
+        torch.randn(2, 5, 16),
+    )
     state = torch.get_rng_state()
     weights = attention_maps(model, x)
     assert list(weights) == [f"layers.{i}.self_attn" for i in range(3)]
@@ -121,7 +154,9 @@ def test_maps_of_a_spec_are_those_of_the_definition(name: str) -> None:
     with torch.no_grad():
         module(x)
     call = calls[0]
-    expected = attend(call.spec, call.q, call.k, call.v, params=call.params, causal=call.causal).weights
+    expected = attend(
+        call.spec, call.q, call.k, call.v, params=call.params, causal=call.causal
+    ).weights
     torch.testing.assert_close(weights, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -139,9 +174,14 @@ class ByHand(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
         hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         if self.one_by_one:
-            scores = [(q[:, i] @ k[:, i].mT / 2).masked_fill(hidden, -torch.inf) for i in range(2)]
+            scores = [
+                (q[:, i] @ k[:, i].mT / 2).masked_fill(hidden, -torch.inf)
+                for i in range(2)
+            ]
             self.weights = [score.softmax(-1) for score in scores]
-            return torch.stack([weights @ v[:, i] for i, weights in enumerate(self.weights)], 1)
+            return torch.stack(
+                [weights @ v[:, i] for i, weights in enumerate(self.weights)], 1
+            )
         scores = (q @ k.mT / 2).masked_fill(hidden, -torch.inf)
         sinks = self.sink.view(1, 2, 1, 1).expand(len(x), 2, x.shape[1], 1)
         weights = F.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
@@ -167,14 +207,18 @@ def test_chosen_heads_and_rows_are_those_of_the_whole() -> None:
     assert some.to_numpy()[""].shape == (2, 2, 4, 9)
 
 
-def test_weights_are_computed_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_computed_in_blocks_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, x = Attention(16, 4), torch.randn(1, 9, 16)
     whole = attention_maps(model, x)[""]
     monkeypatch.setattr(maps, "BLOCK", 2 * 4 * 9)  # two rows
     torch.testing.assert_close(attention_maps(model, x)[""], whole)
 
 
-def test_what_cannot_be_had_is_refused_with_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_had_is_refused_with_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, x = Attention(16, 2), torch.randn(1, 4, 16)
     with pytest.raises(UnknownNameError, match="layer"):
         attention_maps(model, x, layers=["attn"])
@@ -194,5 +238,11 @@ def test_what_cannot_be_had_is_refused_with_the_way(monkeypatch: pytest.MonkeyPa
 
 def test_a_plot_has_a_picture_for_each_head() -> None:
     pytest.importorskip("matplotlib")
-    figure = attention_maps(Attention(16, 3, head_dim=8), torch.randn(2, 4, 16)).plot(sample=1)
-    assert [axes.get_title() for axes in figure.axes[:3]] == ["head 0", "head 1", "head 2"]
+    figure = attention_maps(Attention(16, 3, head_dim=8), torch.randn(2, 4, 16)).plot(
+        sample=1
+    )
+    assert [axes.get_title() for axes in figure.axes[:3]] == [
+        "head 0",
+        "head 1",
+        "head 2",
+    ]

@@ -15,18 +15,25 @@ from audit.models import save
 from qkeel.cli.app import main
 
 
-def test_a_checkpoint_is_printed_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_is_printed_as_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save("llama", tmp_path)
     assert main(["scan", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:4]] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert [line.split()[0] for line in lines[2:4]] == [
+        "model.layers.0.self_attn",
+        "model.layers.1.self_attn",
+    ]
     assert main(["scan", str(tmp_path), "--every-head", "--tensors"]) == 0
     text = capsys.readouterr().out
     assert text.count("model.layers.0.self_attn ") == 4
     assert "model.embed_tokens.weight" in text
 
 
-def test_json_goes_to_stdout_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_goes_to_stdout_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save("gpt2", tmp_path)
     assert main(["scan", str(tmp_path), "--json"]) == 0
     out = capsys.readouterr()
@@ -34,7 +41,9 @@ def test_json_goes_to_stdout_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     assert out.err == ""
 
 
-def test_a_weight_that_is_not_finite_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_weight_that_is_not_finite_is_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save("llama", tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     stored["model.embed_tokens.weight"][0, 0] = torch.inf
@@ -43,16 +52,24 @@ def test_a_weight_that_is_not_finite_is_exit_code_1(tmp_path: Path, capsys: pyte
     assert "model.embed_tokens.weight has 1 NaN or infinite" in capsys.readouterr().out
 
 
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
-    for arguments in (["scan", str(tmp_path)], ["scan", str(tmp_path / "no")], ["scan"]):
+    for arguments in (
+        ["scan", str(tmp_path)],
+        ["scan", str(tmp_path / "no")],
+        ["scan"],
+    ):
         assert main(arguments) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ")
         assert error.count("\n") == 1
 
 
-def test_flags_say_what_config_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_say_what_config_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save("llama", tmp_path)
     (tmp_path / "config.json").unlink()
     assert main(["scan", str(tmp_path), "--n-heads", "4", "--n-kv-heads", "2"]) == 0
@@ -77,8 +94,17 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     for name, rows in (("small", 8), ("large", 1_000_000)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
-        save_file({"embed.weight": torch.ones(rows, 64), **attention}, tmp_path / name / "model.safetensors")
-    command = [sys.executable, "-c", _MEASURE, str(tmp_path / "small"), str(tmp_path / "large")]
+        save_file(
+            {"embed.weight": torch.ones(rows, 64), **attention},
+            tmp_path / name / "model.safetensors",
+        )
+    command = [
+        sys.executable,
+        "-c",
+        _MEASURE,
+        str(tmp_path / "small"),
+        str(tmp_path / "large"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     sites, kilobytes = map(int, done.stdout.split())
     assert sites == 1

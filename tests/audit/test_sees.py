@@ -17,7 +17,9 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError
 from qkeel.metrics import Status
 
 HEADS, WIDTH, VOCABULARY = 2, 16, 23
-Mask = Callable[[int], Tensor]  # the number of tokens -> True where a query sees a key, [h|1 t t]
+Mask = Callable[
+    [int], Tensor
+]  # the number of tokens -> True where a query sees a key, [h|1 t t]
 
 
 def causal(t: int) -> Tensor:
@@ -117,7 +119,11 @@ class Shift(nn.Module):
         self.by = by
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0, 1, 0))[:, :-1] if self.by > 0 else F.pad(x, (0, 0, 0, 1))[:, 1:]
+        return (
+            F.pad(x, (0, 0, 1, 0))[:, :-1]
+            if self.by > 0
+            else F.pad(x, (0, 0, 0, 1))[:, 1:]
+        )
 
 
 class Pooled(nn.Module):
@@ -129,7 +135,11 @@ class Pooled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         counts = torch.arange(1, x.shape[1] + 1)[:, None]
-        return x.cumsum(1) / counts if self.so_far else x.mean(1, keepdim=True).expand_as(x)
+        return (
+            x.cumsum(1) / counts
+            if self.so_far
+            else x.mean(1, keepdim=True).expand_as(x)
+        )
 
 
 class Model(nn.Module):
@@ -163,16 +173,28 @@ KINDS = {
     "no mask": Kind(attention(everything), attention(causal), "head"),
     "one ahead": Kind(attention(one_ahead), attention(causal), "head"),
     "inverted mask": Kind(attention(inverted), attention(causal), "head"),
-    "one head": Kind(attention(second_head_sees_everything), attention(causal), "head 1"),
+    "one head": Kind(
+        attention(second_head_sees_everything), attention(causal), "head 1"
+    ),
     "chunks": Kind(attention(chunks_of_four), attention(causal), "head"),
-    "convolution": Kind(lambda _: Convolution(ahead=1), lambda _: Convolution(ahead=0), "no attention"),
-    "norm over time": Kind(lambda _: NormOverTime(1), lambda _: NormOverTime(-1), "no attention"),
-    "batch norm": Kind(lambda _: BatchNorm(), lambda _: nn.LayerNorm(WIDTH), "no attention"),
+    "convolution": Kind(
+        lambda _: Convolution(ahead=1), lambda _: Convolution(ahead=0), "no attention"
+    ),
+    "norm over time": Kind(
+        lambda _: NormOverTime(1), lambda _: NormOverTime(-1), "no attention"
+    ),
+    "batch norm": Kind(
+        lambda _: BatchNorm(), lambda _: nn.LayerNorm(WIDTH), "no attention"
+    ),
     "expert choice": Kind(
-        lambda _: ExpertChoice(by_expert=True), lambda _: ExpertChoice(by_expert=False), "no attention"
+        lambda _: ExpertChoice(by_expert=True),
+        lambda _: ExpertChoice(by_expert=False),
+        "no attention",
     ),
     "shift": Kind(lambda _: Shift(-1), lambda _: Shift(1), "no attention"),
-    "pooling": Kind(lambda _: Pooled(so_far=False), lambda _: Pooled(so_far=True), "no attention"),
+    "pooling": Kind(
+        lambda _: Pooled(so_far=False), lambda _: Pooled(so_far=True), "no attention"
+    ),
 }
 
 
@@ -180,17 +202,28 @@ def drawn(kind: Kind, seed: int, *, leaky: bool) -> tuple[Model, Tensor, int]:
     """A model with the block of this kind at a drawn place among causal attention, its tokens, and that place."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    blocks: list[nn.Module] = [SelfAttention(causal, fused=draw.random() < 0.5) for _ in range(draw.randint(1, 3))]
+    blocks: list[nn.Module] = [
+        SelfAttention(causal, fused=draw.random() < 0.5)
+        for _ in range(draw.randint(1, 3))
+    ]
     place, fused = draw.randint(0, len(blocks)), draw.random() < 0.5
     blocks.insert(place, (kind.leak if leaky else kind.clean)(fused))
-    statistics_of_the_batch = any(isinstance(block, BatchNorm) for block in blocks)  # used in training alone
+    statistics_of_the_batch = any(
+        isinstance(block, BatchNorm) for block in blocks
+    )  # used in training alone
     model = Model(blocks).train(statistics_of_the_batch or draw.random() < 0.5)
-    return model, torch.randint(VOCABULARY, (draw.randint(1, 3), draw.randint(6, 40))), place
+    return (
+        model,
+        torch.randint(VOCABULARY, (draw.randint(1, 3), draw.randint(6, 40))),
+        place,
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("name", KINDS)
-def test_a_planted_leak_is_found_and_named_and_its_clean_twin_is_not_blamed(name: str, seed: int) -> None:
+def test_a_planted_leak_is_found_and_named_and_its_clean_twin_is_not_blamed(
+    name: str, seed: int
+) -> None:
     kind, draw = KINDS[name], 1000 * seed + list(KINDS).index(name)
     model, tokens, place = drawn(kind, draw, leaky=True)
     health = qkeel.check(model, tokens, sees="causal")
@@ -208,22 +241,40 @@ class Packed(nn.Module):
 
     def __init__(self, *, isolated: bool, later: bool = False) -> None:
         super().__init__()
-        self.embed, self.attention = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.embed, self.attention = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+        )
         self.isolated, self.later = isolated, later
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        q, k, v = self.attention(self.embed(tokens)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.attention(self.embed(tokens))
+            .unflatten(-1, (3, HEADS, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
         ids = (position_ids == 0).cumsum(-1)
-        same = (ids[:, :, None] == ids[:, None]) if self.isolated else torch.ones_like(ids[:, :, None] == ids[:, None])
+        same = (
+            (ids[:, :, None] == ids[:, None])
+            if self.isolated
+            else torch.ones_like(ids[:, :, None] == ids[:, None])
+        )
         mask = same if self.later else same & causal(tokens.shape[1])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None]).transpose(1, 2).flatten(2)
+        return (
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 0, 1, 2, 3]])
 
 
 def test_documents_that_see_each_other_are_found() -> None:
-    batch = {"tokens": torch.randint(VOCABULARY, POSITIONS.shape), "position_ids": POSITIONS}
+    batch = {
+        "tokens": torch.randint(VOCABULARY, POSITIONS.shape),
+        "position_ids": POSITIONS,
+    }
     documents = Documents.from_positions(POSITIONS)
     assert documents.ids[0].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2]
     assert qkeel.check(Packed(isolated=True), batch, sees=documents).healthy
@@ -232,7 +283,9 @@ def test_documents_that_see_each_other_are_found() -> None:
     assert "outside document" in str(health)
     both_ways = Packed(isolated=True, later=True)
     assert not qkeel.check(both_ways, batch, sees=documents).healthy
-    assert qkeel.check(both_ways, batch, sees=Documents(documents.ids, causal=False)).healthy
+    assert qkeel.check(
+        both_ways, batch, sees=Documents(documents.ids, causal=False)
+    ).healthy
 
 
 def windowed(size: int) -> Mask:
@@ -241,12 +294,19 @@ def windowed(size: int) -> Mask:
 
 def test_a_window_that_never_reached_the_kernel_is_found_and_named() -> None:
     tokens = torch.randint(VOCABULARY, (2, 30))
-    model = Model([SelfAttention(windowed(4), fused=True), SelfAttention(windowed(4), fused=False)])
+    model = Model(
+        [
+            SelfAttention(windowed(4), fused=True),
+            SelfAttention(windowed(4), fused=False),
+        ]
+    )
     assert qkeel.check(model, tokens, sees=Window(4)).healthy
     health = qkeel.check(model, tokens, sees=Window(3))
     assert "blocks.0, head" in str(health)
     assert health.status is Status.NOT_HEALTHY
-    assert not qkeel.check(Model([Pooled(so_far=True), *model.blocks]), tokens, sees=Window(4)).healthy
+    assert not qkeel.check(
+        Model([Pooled(so_far=True), *model.blocks]), tokens, sees=Window(4)
+    ).healthy
     assert qkeel.check(model, tokens[:, :6], sees=Window(4)).status is Status.NOT_KNOWN
 
 
@@ -257,8 +317,14 @@ def test_later_keys_are_beyond_a_window() -> None:
         distance = torch.arange(t)[:, None] - torch.arange(t)
         return (distance.abs() < 3)[None]
 
-    assert not qkeel.check(Model([SelfAttention(both_sides, fused=True)]), tokens, sees=Window(3)).healthy
-    assert not qkeel.check(Model([SelfAttention(windowed(3), fused=True), Shift(-1)]), tokens, sees=Window(3)).healthy
+    assert not qkeel.check(
+        Model([SelfAttention(both_sides, fused=True)]), tokens, sees=Window(3)
+    ).healthy
+    assert not qkeel.check(
+        Model([SelfAttention(windowed(3), fused=True), Shift(-1)]),
+        tokens,
+        sees=Window(3),
+    ).healthy
 
 
 class Named(nn.Module):
@@ -284,12 +350,17 @@ def test_outputs_without_positions_are_said_to_be_not_judged() -> None:
 
 def test_a_compiled_model_is_checked_as_it_runs() -> None:
     tokens = torch.randint(VOCABULARY, (1, 8))
-    model = torch.compile(Model([SelfAttention(one_ahead, fused=True)]).eval(), backend="eager")
+    model = torch.compile(
+        Model([SelfAttention(one_ahead, fused=True)]).eval(), backend="eager"
+    )
     assert "blocks.0, head" in str(qkeel.check(model, tokens, sees="causal"))
 
 
 def test_what_cannot_be_checked_is_refused() -> None:
-    model, tokens = Model([SelfAttention(causal, fused=True)]), torch.randint(VOCABULARY, (2, 8))
+    model, tokens = (
+        Model([SelfAttention(causal, fused=True)]),
+        torch.randint(VOCABULARY, (2, 8)),
+    )
     with pytest.raises(InvalidValueError, match="causal"):
         qkeel.check(model, tokens, sees="left to right")
     with pytest.raises(ShapeError):

@@ -14,7 +14,16 @@ import qkeel
 from qkeel.audit.visibility import document_numbers, padded_keys
 from qkeel.metrics import Status
 
-from .test_sees import POSITIONS, VOCABULARY, Model, Packed, SelfAttention, causal, everything, inverted
+from .test_sees import (
+    POSITIONS,
+    VOCABULARY,
+    Model,
+    Packed,
+    SelfAttention,
+    causal,
+    everything,
+    inverted,
+)
 
 Answer = tuple[Status, str]
 
@@ -25,7 +34,9 @@ def answer(model: nn.Module, batch: object) -> Answer:
 
 
 def tokens(length: int = 9) -> Tensor:
-    return torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        VOCABULARY, (2, length), generator=torch.Generator().manual_seed(0)
+    )
 
 
 def backwards(t: int) -> Tensor:
@@ -33,7 +44,9 @@ def backwards(t: int) -> Tensor:
 
 
 def test_a_layer_that_sees_later_keys_where_the_others_do_not_is_named() -> None:
-    blocks: list[nn.Module] = [SelfAttention(mask, fused=True) for mask in (causal, causal, everything)]
+    blocks: list[nn.Module] = [
+        SelfAttention(mask, fused=True) for mask in (causal, causal, everything)
+    ]
     status, sentence = answer(Model(blocks).eval(), tokens())
     assert status is Status.NOT_HEALTHY
     assert "blocks.2 sees later keys" in sentence
@@ -42,21 +55,31 @@ def test_a_layer_that_sees_later_keys_where_the_others_do_not_is_named() -> None
 @pytest.mark.parametrize("mask", [backwards, inverted])
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_inverted_mask_is_named(mask: Callable[[int], Tensor], fused: bool) -> None:
-    status, sentence = answer(Model([SelfAttention(mask, fused=fused)]).eval(), tokens())
+    status, sentence = answer(
+        Model([SelfAttention(mask, fused=fused)]).eval(), tokens()
+    )
     assert status is Status.NOT_HEALTHY
     assert "inverted" in sentence
 
 
 @pytest.mark.parametrize("mask", [causal, everything])
-def test_models_that_see_one_way_or_both_ways_throughout_are_healthy(mask: Callable[[int], Tensor]) -> None:
-    blocks: list[nn.Module] = [SelfAttention(mask, fused=fused) for fused in (False, True)]
+def test_models_that_see_one_way_or_both_ways_throughout_are_healthy(
+    mask: Callable[[int], Tensor],
+) -> None:
+    blocks: list[nn.Module] = [
+        SelfAttention(mask, fused=fused) for fused in (False, True)
+    ]
     assert answer(Model(blocks).eval(), tokens())[0] is Status.HEALTHY
 
 
 def test_an_encoder_beside_a_decoder_is_not_blamed_for_seeing_later_keys() -> None:
     model = nn.Transformer(16, 2, 2, 2, 32, batch_first=True).eval()
     x = torch.randn(2, 7, 16)
-    batch = {"src": x, "tgt": x, "tgt_mask": nn.Transformer.generate_square_subsequent_mask(7)}
+    batch = {
+        "src": x,
+        "tgt": x,
+        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(7),
+    }
     assert answer(model, batch)[0] is Status.HEALTHY
 
 
@@ -74,13 +97,18 @@ def test_packed_documents_that_see_each_other_are_said_to() -> None:
         ({"position_ids": POSITIONS[:1]}, [[0, 0, 0, 1, 1, 1, 1, 2, 2]]),
         ({"cu_seqlens": torch.tensor([0, 3, 5])}, [[0, 0, 0, 1, 1]]),
         ({"segment_ids": torch.tensor([[1, 1, 2]])}, [[1, 1, 2]]),
-        ({"position_ids": torch.tensor([[0, 0, 0, 1, 2]])}, None),  # padding on the left
+        (
+            {"position_ids": torch.tensor([[0, 0, 0, 1, 2]])},
+            None,
+        ),  # padding on the left
         ({"position_ids": torch.arange(5)[None]}, None),
         ({"cu_seqlens": torch.tensor([0, 5])}, None),
         ({"position_ids": torch.zeros(3, 2, 5, dtype=torch.int64)}, None),
     ],
 )
-def test_documents_are_read_from_the_arguments(kwargs: dict[str, Tensor], numbers: list[list[int]] | None) -> None:
+def test_documents_are_read_from_the_arguments(
+    kwargs: dict[str, Tensor], numbers: list[list[int]] | None
+) -> None:
     ids = document_numbers(kwargs)
     assert (None if ids is None else ids.tolist()) == numbers
 
@@ -94,11 +122,19 @@ class Padded(nn.Module):
         self.hides = hides
 
     def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-        q, k, v = self.attention(self.embed(tokens)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.attention(self.embed(tokens))
+            .unflatten(-1, (3, 2, 8))
+            .permute(2, 0, 3, 1, 4)
+        )
         mask = causal(tokens.shape[1])[None]
         if self.hides:
             mask = mask & attention_mask.bool()[:, None, None]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        return (
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 def test_weight_on_padding_is_said() -> None:
@@ -111,7 +147,11 @@ def test_weight_on_padding_is_said() -> None:
     assert status is Status.NOT_HEALTHY
     assert "padding" in sentence
     assert (
-        answer(Padded(hides=False), {"tokens": tokens(), "attention_mask": torch.ones_like(mask)})[0].value == "healthy"
+        answer(
+            Padded(hides=False),
+            {"tokens": tokens(), "attention_mask": torch.ones_like(mask)},
+        )[0].value
+        == "healthy"
     )
 
 
@@ -124,7 +164,9 @@ class LowMask(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        scores = torch.where(causal(x.shape[1])[None], q @ k.mT / 8**0.5 - 2e4, self.number)
+        scores = torch.where(
+            causal(x.shape[1])[None], q @ k.mT / 8**0.5 - 2e4, self.number
+        )
         return scores.softmax(-1) @ v
 
 
@@ -161,7 +203,9 @@ class InADataclass(EmptyRow):
 
 
 @pytest.mark.parametrize("kind", [EmptyRow, InADataclass])
-def test_a_row_that_sees_no_key_is_named_where_the_output_is_not_finite(kind: type[nn.Module]) -> None:
+def test_a_row_that_sees_no_key_is_named_where_the_output_is_not_finite(
+    kind: type[nn.Module],
+) -> None:
     status, sentence = answer(kind(), torch.randn(2, 6, 16))
     assert status is Status.NOT_HEALTHY
     assert "sample 1, query 2 sees no key" in sentence

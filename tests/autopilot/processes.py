@@ -26,7 +26,9 @@ def parallel(folder: Path, rank: int, world: int) -> None:
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = adamw(model)
     place = folder / "run" if rank == 0 else ()
-    pilot = qkeel.autopilot(wrapped, optimizer, policy=EAGER, every=2, planned=PLANNED, sinks=place)
+    pilot = qkeel.autopilot(
+        wrapped, optimizer, policy=EAGER, every=2, planned=PLANNED, sinks=place
+    )
     one = Run(model, optimizer, pilot)
 
     def own(batch: Tensor) -> Tensor:
@@ -34,7 +36,9 @@ def parallel(folder: Path, rank: int, world: int) -> None:
 
     one.train(call=own)
     # The loss is over the whole batch, with one's own part in the place of each: any gradient will do here.
-    (folder / f"decisions {rank}").write_text(json.dumps([str(d) for d in pilot.decisions]))
+    (folder / f"decisions {rank}").write_text(
+        json.dumps([str(d) for d in pilot.decisions])
+    )
     torch.save(one.bits(), folder / f"bits {rank}")
     assert pilot.remedies is not None
     assert pilot.remedies.handles

@@ -51,12 +51,21 @@ class Foreign(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        made = self.q(x).chunk(3, -1) if self.kind == "fused" else (self.q(x), self.k(x), self.v(x))
+        made = (
+            self.q(x).chunk(3, -1)
+            if self.kind == "fused"
+            else (self.q(x), self.k(x), self.v(x))
+        )
         q, k, v = (one.unflatten(-1, (-1, 8)).transpose(1, 2) for one in made)
         if self.kind == "normed":
             q, k = self.norms[0](q), self.norms[1](k)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kind == "grouped")
-        return self.out(x + self.drop(attended.transpose(1, 2).flatten(2))) @ self.embed.weight.mT
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.kind == "grouped"
+        )
+        return (
+            self.out(x + self.drop(attended.transpose(1, 2).flatten(2)))
+            @ self.embed.weight.mT
+        )
 
 
 def foreign(seed: int = 0, kind: str = "") -> Foreign:
@@ -66,7 +75,9 @@ def foreign(seed: int = 0, kind: str = "") -> Foreign:
 
 def batches(first: int = 0, last: int = STEPS) -> Iterator[Tensor]:
     for step in range(first, last):
-        tokens = torch.randint(0, 32, (8, 33), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(
+            0, 32, (8, 33), generator=torch.Generator().manual_seed(step)
+        )
         tokens[:, 1::2] = tokens[:, :-1:2]
         yield tokens
 
@@ -85,20 +96,28 @@ class Run:
     losses: list[float] = dataclasses.field(default_factory=list)
 
     def train(
-        self, first: int = 0, last: int = STEPS, parts: int = 1, call: Callable[..., Tensor] | None = None
+        self,
+        first: int = 0,
+        last: int = STEPS,
+        parts: int = 1,
+        call: Callable[..., Tensor] | None = None,
     ) -> Run:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", qkeel.errors.QkeelWarning)
             for step, tokens in enumerate(batches(first, last), first):
                 torch.manual_seed(1000 + step)  # dropout
                 if isinstance(self.optimizer, torch.optim.LBFGS):
-                    self.optimizer.step(functools.partial(self._gradients, tokens, parts, call))
+                    self.optimizer.step(
+                        functools.partial(self._gradients, tokens, parts, call)
+                    )
                 else:
                     self._gradients(tokens, parts, call)
                     self.optimizer.step()
         return self
 
-    def _gradients(self, tokens: Tensor, parts: int, call: Callable[..., Tensor] | None) -> Tensor:
+    def _gradients(
+        self, tokens: Tensor, parts: int, call: Callable[..., Tensor] | None
+    ) -> Tensor:
         self.optimizer.zero_grad()
         for part in tokens.chunk(parts):
             logits = (self.model if call is None else call)(part[:, :-1])
@@ -110,17 +129,28 @@ class Run:
     def bits(self) -> dict[str, Tensor]:
         found = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         for i, state in self.optimizer.state_dict()["state"].items():
-            found |= {f"{i}.{name}": x.clone() for name, x in state.items() if isinstance(x, Tensor)}
+            found |= {
+                f"{i}.{name}": x.clone()
+                for name, x in state.items()
+                if isinstance(x, Tensor)
+            }
         return found
 
 
 def run(
-    model: nn.Module | None = None, *, policy: Any = EAGER, rate: float = RATE, steps: int = STEPS, **options: Any
+    model: nn.Module | None = None,
+    *,
+    policy: Any = EAGER,
+    rate: float = RATE,
+    steps: int = STEPS,
+    **options: Any,
 ) -> Run:
     model = foreign() if model is None else model
     optimizer = adamw(model, rate)
     options = {"every": 2, "planned": PlannedRates.of([rate] * steps), **options}
-    return Run(model, optimizer, qkeel.autopilot(model, optimizer, policy=policy, **options))
+    return Run(
+        model, optimizer, qkeel.autopilot(model, optimizer, policy=policy, **options)
+    )
 
 
 def plain(model: nn.Module | None = None, rate: float = RATE) -> Run:

@@ -16,9 +16,14 @@ transformers = pytest.importorskip("transformers")
 
 from qkeel.integrations.huggingface import QkeelCallback  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings(f"ignore::{QkeelWarning.__module__}.{QkeelWarning.__name__}")
+pytestmark = pytest.mark.filterwarnings(
+    f"ignore::{QkeelWarning.__module__}.{QkeelWarning.__name__}"
+)
 NOTHING: Any = None
-DATA = [torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(i)) for i in range(40)]
+DATA = [
+    torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(i))
+    for i in range(40)
+]
 
 
 def collated(examples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -28,16 +33,30 @@ def collated(examples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def tiny() -> Any:
     torch.manual_seed(0)
-    shape = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
+    shape = {
+        "vocab_size": 64,
+        "n_positions": 16,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+    }
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0)
+    )
 
 
-def begun(folder: Path, step: int, model: Any, optimizer: Any) -> tuple[QkeelCallback, Any, Any]:
+def begun(
+    folder: Path, step: int, model: Any, optimizer: Any
+) -> tuple[QkeelCallback, Any, Any]:
     callback = QkeelCallback(every=1, autopilot="ladder:threshold=2,patience=1")
     args: Any = SimpleNamespace(output_dir=str(folder))
-    state: Any = SimpleNamespace(global_step=step, log_history=[], is_world_process_zero=True)
+    state: Any = SimpleNamespace(
+        global_step=step, log_history=[], is_world_process_zero=True
+    )
     loader = SimpleNamespace(collate_fn=collated, dataset=DATA)
-    callback.on_train_begin(args, state, NOTHING, model=model, optimizer=optimizer, train_dataloader=loader)
+    callback.on_train_begin(
+        args, state, NOTHING, model=model, optimizer=optimizer, train_dataloader=loader
+    )
     return callback, args, state
 
 
@@ -53,7 +72,9 @@ def go_on(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
     return losses
 
 
-def test_a_training_resumed_from_a_checkpoint_goes_on_with_what_was_in_force(tmp_path: Path) -> None:
+def test_a_training_resumed_from_a_checkpoint_goes_on_with_what_was_in_force(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(UnknownNameError):
         QkeelCallback(autopilot="lader")
     with pytest.raises(InvalidValueError, match="without allow_new_parameters"):

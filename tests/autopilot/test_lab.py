@@ -13,26 +13,46 @@ from qkeel.lab.build_run import canonical
 from qkeel.lab.config import RunConfig
 from qkeel.lab.run_record import Watcher
 
-BASE = RunConfig(steps=16, eval_sequences=1, probe_sequences=1, log_every=2, checkpoint_every=0, device="cpu")
+BASE = RunConfig(
+    steps=16,
+    eval_sequences=1,
+    probe_sequences=1,
+    log_every=2,
+    checkpoint_every=0,
+    device="cpu",
+)
 CONFIG = dataclasses.replace(
-    BASE, remedy="autopilot:threshold=2,patience=1", optim=dataclasses.replace(BASE.optim, lr=0.3), dtype="fp32"
+    BASE,
+    remedy="autopilot:threshold=2,patience=1",
+    optim=dataclasses.replace(BASE.optim, lr=0.3),
+    dtype="fp32",
 )
 
 
 @pytest.mark.slow
-def test_a_run_with_an_autopilot_is_recorded_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_with_an_autopilot_is_recorded_and_resumes_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
     whole = run(CONFIG, tmp_path / "whole")
     steps: list[int] = []
-    stop = Watcher(on_record=lambda record: steps.append(int(str(record["step"]))), should_stop=lambda: steps[-1] >= 8)
+    stop = Watcher(
+        on_record=lambda record: steps.append(int(str(record["step"]))),
+        should_stop=lambda: steps[-1] >= 8,
+    )
     with pytest.raises(KeyboardInterrupt):
         run(CONFIG, tmp_path / "cut", watcher=stop)
     cut = run(CONFIG, tmp_path / "cut")
 
     def losses(place: Path) -> list[object]:
-        return [(r["step"], r["train_loss"], r["max_logit"]) for r in type(whole)(place).metrics()]
+        return [
+            (r["step"], r["train_loss"], r["max_logit"])
+            for r in type(whole)(place).metrics()
+        ]
 
     assert losses(cut.path) == losses(whole.path)
-    events = [[e for e in place.events() if e["event"] != "resumed"] for place in (whole, cut)]
+    events = [
+        [e for e in place.events() if e["event"] != "resumed"] for place in (whole, cut)
+    ]
     assert events[0] == events[1]
     actions = [e["action"] for e in events[0] if e["event"] == "decision"]
     assert "qk_clip" in actions

@@ -33,7 +33,9 @@ def ended(commands: list[list[str]]) -> None:
 @pytest.mark.timeout(400)
 def test_two_processes_decide_alike_and_keep_equal_weights(tmp_path: Path) -> None:
     ended([["parallel", str(tmp_path), str(rank), "2"] for rank in range(2)])
-    first, second = (json.loads((tmp_path / f"decisions {rank}").read_text()) for rank in range(2))
+    first, second = (
+        json.loads((tmp_path / f"decisions {rank}").read_text()) for rank in range(2)
+    )
     assert first == second
     assert any("qk_clip" in text for text in first)
     assert equal(torch.load(tmp_path / "bits 0"), torch.load(tmp_path / "bits 1"))

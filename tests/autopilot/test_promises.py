@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autopilot.runs import EAGER, Run, batches, decoder, equal, foreign, plain, run
+from tests.autopilot.runs import (
+    EAGER,
+    Run,
+    batches,
+    decoder,
+    equal,
+    foreign,
+    plain,
+    run,
+)
 from torch.nn import functional as F
 
 import qkeel
@@ -24,8 +33,12 @@ def acted(one: Run) -> list[Decision]:
     return [d for d in one.pilot.decisions if d.action in ACTING]
 
 
-@pytest.mark.parametrize("make", [pytest.param(decoder, marks=pytest.mark.slow), foreign])
-def test_until_its_first_action_training_is_plain_to_the_bit_and_then_it_holds_the_logits(make: Any) -> None:
+@pytest.mark.parametrize(
+    "make", [pytest.param(decoder, marks=pytest.mark.slow), foreign]
+)
+def test_until_its_first_action_training_is_plain_to_the_bit_and_then_it_holds_the_logits(
+    make: Any,
+) -> None:
     without, within = plain(make()), run(make())
     without.train()
     within.train()
@@ -42,13 +55,25 @@ def test_until_its_first_action_training_is_plain_to_the_bit_and_then_it_holds_t
 
 def test_factors_on_steps_outlast_a_change_of_heads() -> None:
     # A clip of more heads is a new remedy, which goes on with the state of the old one.
-    one, spec = run(policy="ladder:threshold=20,limit=1e9", rate=0.05, every=1), "qk_clip:threshold=2,steps=matched"
+    one, spec = (
+        run(policy="ladder:threshold=20,limit=1e9", rate=0.05, every=1),
+        "qk_clip:threshold=2,steps=matched",
+    )
     one.train(0, 4)
 
     def clip(*heads: int) -> None:
         about = {"rule": "", "reason": ""}
         step = one.pilot.monitor.steps
-        one.pilot.decisions.append(Decision(step=step, action=Action.CLIP, site="", heads=heads, remedy=spec, **about))
+        one.pilot.decisions.append(
+            Decision(
+                step=step,
+                action=Action.CLIP,
+                site="",
+                heads=heads,
+                remedy=spec,
+                **about,
+            )
+        )
 
     def factors() -> torch.Tensor:
         return one.pilot.remedies.handles[spec, 0][0].state()["0.steps.q.weight:0/4x8"]
@@ -71,15 +96,28 @@ def test_a_healthy_run_is_never_touched() -> None:
     assert equal(without.bits(), within.bits())
 
 
-@pytest.mark.parametrize("make", [pytest.param(decoder, marks=pytest.mark.slow), foreign])
+@pytest.mark.parametrize(
+    "make", [pytest.param(decoder, marks=pytest.mark.slow), foreign]
+)
 def test_a_resumed_run_goes_on_to_equal_bits_and_equal_events(make: Any) -> None:
     example = next(batches())[:, :-1]
     whole = run(make(), batch=example).train()
     steps = sorted({d.step for d in acted(whole)})
-    for stop in (1, steps[0] + 1, steps[-1] + 2):  # before the first action, right after it, with all in force
+    for stop in (
+        1,
+        steps[0] + 1,
+        steps[-1] + 2,
+    ):  # before the first action, right after it, with all in force
         first = run(make(), batch=example).train(0, stop)
         file = io.BytesIO()
-        torch.save([first.model.state_dict(), first.optimizer.state_dict(), first.pilot.state_dict()], file)
+        torch.save(
+            [
+                first.model.state_dict(),
+                first.optimizer.state_dict(),
+                first.pilot.state_dict(),
+            ],
+            file,
+        )
         file.seek(0)
         model, optimizer, pilot = torch.load(file)
         second = run(make(1), batch=example)
@@ -100,10 +138,15 @@ def test_one_line_undoes_all_bit_for_bit() -> None:
     without.model.load_state_dict(within.model.state_dict())
     without.optimizer.load_state_dict(copy.deepcopy(within.optimizer.state_dict()))
     within.pilot.remove()
-    hooks = [within.optimizer._optimizer_step_pre_hooks, within.optimizer._optimizer_step_post_hooks]
+    hooks = [
+        within.optimizer._optimizer_step_pre_hooks,
+        within.optimizer._optimizer_step_post_hooks,
+    ]
     hooks += [module._forward_pre_hooks for module in within.model.modules()]
     assert not any(hooks)
-    assert not any("_qkeel_applied" in vars(module) for module in within.model.modules())
+    assert not any(
+        "_qkeel_applied" in vars(module) for module in within.model.modules()
+    )
     assert within.train(14).losses[14:] == without.train(14).losses
     assert equal(within.bits(), without.bits())
 
@@ -136,7 +179,9 @@ def test_a_fault_in_the_policy_changes_nothing_further_and_says_so_once() -> Non
 
 def _step(one: Run, step: int) -> None:
     tokens = next(batches(step, step + 1))
-    F.cross_entropy(one.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    F.cross_entropy(
+        one.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+    ).backward()
     one.optimizer.step()
     one.optimizer.zero_grad()
 
@@ -147,7 +192,9 @@ def test_a_step_that_a_grad_scaler_skips_is_no_step() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", qkeel.errors.QkeelWarning)
         for step, tokens in enumerate(batches(0, 16)):
-            loss = F.cross_entropy(within.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss = F.cross_entropy(
+                within.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+            )
             scaler.scale(loss * (float("inf") if step in (5, 6) else 1.0)).backward()
             scaler.step(within.optimizer)
             scaler.update()
@@ -162,14 +209,23 @@ def apart() -> Run:
     model = foreign()
     own = [*model.q.parameters(), *model.k.parameters()]
     ids = {id(p) for p in own}
-    first = torch.optim.SGD([p for p in model.parameters() if id(p) not in ids], lr=1e-3)
+    first = torch.optim.SGD(
+        [p for p in model.parameters() if id(p) not in ids], lr=1e-3
+    )
     second = torch.optim.AdamW(own, lr=0.5)
     return Run(model, _Both([second, first]))
 
 
 def pilot_of(one: Run, *optimizers: torch.optim.Optimizer) -> Any:
     planned = PlannedRates.of([1e-3] * 24)
-    return qkeel.autopilot(one.model, optimizers, policy=EAGER, every=2, planned=planned, batch=next(batches())[:, :-1])
+    return qkeel.autopilot(
+        one.model,
+        optimizers,
+        policy=EAGER,
+        every=2,
+        planned=planned,
+        batch=next(batches())[:, :-1],
+    )
 
 
 def test_an_optimizer_that_is_added_before_the_first_record_is_acted_on() -> None:
@@ -180,7 +236,9 @@ def test_an_optimizer_that_is_added_before_the_first_record_is_acted_on() -> Non
     one.pilot.add_optimizer(second)  # it is there already
     one.train(0, 12)
     assert {number for _, number in one.pilot.remedies.handles} == {1}
-    with pytest.raises(InvalidValueError, match="pass all optimizers to the autopilot at once"):
+    with pytest.raises(
+        InvalidValueError, match="pass all optimizers to the autopilot at once"
+    ):
         one.pilot.add_optimizer(torch.optim.SGD(one.model.parameters(), lr=0.1))
     one.pilot.remove()
     assert not any(o._optimizer_step_post_hooks for o in (first, second))

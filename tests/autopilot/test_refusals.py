@@ -14,7 +14,12 @@ from torch.nn import functional as F
 
 import qkeel
 from qkeel.autopilot import Action, Decision, Ladder, Records
-from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, UnknownNameError
+from qkeel.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    RefusedError,
+    UnknownNameError,
+)
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.sites.find import find_sites
 
@@ -41,15 +46,24 @@ class Signs(torch.optim.Optimizer):
 
 def latent() -> nn.Module:
     torch.manual_seed(0)
-    return Decoder(DecoderConfig(vocab_size=32, d_model=32, n_heads=4, n_layers=1, attention="mla"))
+    return Decoder(
+        DecoderConfig(vocab_size=32, d_model=32, n_heads=4, n_layers=1, attention="mla")
+    )
 
 
 def hot(model: nn.Module) -> nn.Module:
     """The model with logits of thousands, so that there is an alarm at the first record."""
-    queries = {part.parameter for site in find_sites(model, EXAMPLE) for part in site.query}
+    queries = {
+        part.parameter for site in find_sites(model, EXAMPLE) for part in site.query
+    }
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.mul_(1e4 if name in queries or name.partition(".")[0] in ("norms", "q_norm", "k_norm") else 1.0)
+            p.mul_(
+                1e4
+                if name in queries
+                or name.partition(".")[0] in ("norms", "q_norm", "k_norm")
+                else 1.0
+            )
     return model
 
 
@@ -68,11 +82,35 @@ CASES: dict[str, Row] = {
     "grouped keys": (lambda: foreign(kind="grouped"), steady, "", {}, [CLIP]),
     "q and k of one weight": (lambda: foreign(kind="tied"), steady, "", {}, [CLIP]),
     "latent attention": (latent, steady, "", {}, [CLIP]),
-    "frozen q": (lambda: foreign(kind="frozen"), steady, "", {CLIP: "q.weight, which is frozen"}, [RATES, NONE]),
-    "normed q and k": (lambda: foreign(kind="normed"), steady, "", {CLIP: "a norm", RATES: "a norm"}, [NONE]),
+    "frozen q": (
+        lambda: foreign(kind="frozen"),
+        steady,
+        "",
+        {CLIP: "q.weight, which is frozen"},
+        [RATES, NONE],
+    ),
+    "normed q and k": (
+        lambda: foreign(kind="normed"),
+        steady,
+        "",
+        {CLIP: "a norm", RATES: "a norm"},
+        [NONE],
+    ),
     "signs": (foreign, lambda m: Signs(m.parameters()), "", {}, [CLIP]),
-    "Adafactor": (foreign, lambda m: torch.optim.Adafactor(m.parameters()), "", {RATES: "half the rate"}, [CLIP]),
-    "Rprop": (foreign, lambda m: torch.optim.Rprop(m.parameters()), "", {RATES: "half the rate"}, [CLIP, NONE]),
+    "Adafactor": (
+        foreign,
+        lambda m: torch.optim.Adafactor(m.parameters()),
+        "",
+        {RATES: "half the rate"},
+        [CLIP],
+    ),
+    "Rprop": (
+        foreign,
+        lambda m: torch.optim.Rprop(m.parameters()),
+        "",
+        {RATES: "half the rate"},
+        [CLIP, NONE],
+    ),
     "LBFGS": (
         foreign,
         lambda m: torch.optim.LBFGS(m.parameters(), lr=1e-4),
@@ -80,10 +118,22 @@ CASES: dict[str, Row] = {
         {CLIP: "LBFGS", RATES: "closure"},
         [NONE],
     ),
-    "clipped by hand": (foreign, steady, "qk_clip:threshold=1e6", {CLIP: "already"}, [RATES, NONE]),
+    "clipped by hand": (
+        foreign,
+        steady,
+        "qk_clip:threshold=1e6",
+        {CLIP: "already"},
+        [RATES, NONE],
+    ),
     "lalr by hand": (foreign, steady, "lalr", {RATES: "already"}, [CLIP]),
     "softcap by hand": (foreign, steady, "softcap:cap=50", {}, [CLIP]),
-    "norm by hand": (foreign, steady, "qk_norm", {CLIP: "a norm", RATES: "a norm"}, [NONE]),
+    "norm by hand": (
+        foreign,
+        steady,
+        "qk_norm",
+        {CLIP: "a norm", RATES: "a norm"},
+        [NONE],
+    ),
 }
 
 
@@ -96,22 +146,38 @@ def prepared(make: Any, optimizer_of: Any, by_hand: str) -> tuple[Run, Any]:
 
 def left(one: Run) -> list[Any]:
     """Hooks and marks on a model and its optimizer."""
-    hooks: list[Any] = [one.optimizer._optimizer_step_pre_hooks, one.optimizer._optimizer_step_post_hooks]
+    hooks: list[Any] = [
+        one.optimizer._optimizer_step_pre_hooks,
+        one.optimizer._optimizer_step_post_hooks,
+    ]
     for module in one.model.modules():
-        hooks += [module._forward_pre_hooks, module._forward_hooks, vars(module).get("_qkeel_applied", {})]
+        hooks += [
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            vars(module).get("_qkeel_applied", {}),
+        ]
     return [len(held) for held in hooks]
 
 
-def test_what_is_refused_gives_way_to_the_next_action_and_nothing_is_half_applied() -> None:
+def test_what_is_refused_gives_way_to_the_next_action_and_nothing_is_half_applied() -> (
+    None
+):
     for name, (make, optimizer_of, by_hand, refused, taken) in CASES.items():
         within, handle = prepared(make, optimizer_of, by_hand)
         before = left(within)
-        within.pilot = pilot = qkeel.autopilot(within.model, within.optimizer, policy=AT_ONCE, every=1)
+        within.pilot = pilot = qkeel.autopilot(
+            within.model, within.optimizer, policy=AT_ONCE, every=1
+        )
         within.train(0, 8)
         own = {one.action: one.reason for one in pilot.refused if one.action != NORM}
         assert own.keys() == refused.keys(), (name, own)
-        assert all(words in own[action] for action, words in refused.items()), (name, own)
-        assert [d.action for d in pilot.decisions if d.action is not Action.WATCH] == taken, name
+        assert all(words in own[action] for action, words in refused.items()), (
+            name,
+            own,
+        )
+        assert [
+            d.action for d in pilot.decisions if d.action is not Action.WATCH
+        ] == taken, name
         pilot.remove()
         assert left(within) == before, name
         if taken == [NONE]:
@@ -129,8 +195,19 @@ class Asks(Ladder):
     def decide(self, records: Records) -> tuple[Decision, ...]:
         about = {"step": records.step, "rule": "r", "reason": "r"}
         if len(records.history) == 1:
-            return (Decision(action=CLIP, site=records.sites[0].name, remedy="qk_clip:threshold=20", **about),)
-        return (Decision(action=NORM, remedy="qk_norm", **about),) if len(records.history) == 3 else ()
+            return (
+                Decision(
+                    action=CLIP,
+                    site=records.sites[0].name,
+                    remedy="qk_clip:threshold=20",
+                    **about,
+                ),
+            )
+        return (
+            (Decision(action=NORM, remedy="qk_norm", **about),)
+            if len(records.history) == 3
+            else ()
+        )
 
 
 def test_a_norm_that_is_refused_leaves_in_force_what_it_would_have_replaced() -> None:
@@ -138,25 +215,37 @@ def test_a_norm_that_is_refused_leaves_in_force_what_it_would_have_replaced() ->
         return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.1)
 
     within = Run(model := foreign(), muon(model))
-    within.pilot = qkeel.autopilot(model, within.optimizer, policy=Asks(), every=1, batch=EXAMPLE)
+    within.pilot = qkeel.autopilot(
+        model, within.optimizer, policy=Asks(), every=1, batch=EXAMPLE
+    )
     names = [name for name, _ in model.named_parameters()]
     within.train(0, 8)
-    refused = [event["reason"] for event in within.pilot.events if event["event"] == "refused"]
+    refused = [
+        event["reason"] for event in within.pilot.events if event["event"] == "refused"
+    ]
     assert len(refused) == 1
     assert "matrices only" in refused[0]
     assert [key[0] for key in within.pilot.remedies.handles] == ["qk_clip:threshold=20"]
     assert names == [name for name, _ in model.named_parameters()]
     other = Run(model := foreign(), muon(model))
-    other.pilot = qkeel.autopilot(model, other.optimizer, policy=Once(), every=1, batch=EXAMPLE)
+    other.pilot = qkeel.autopilot(
+        model, other.optimizer, policy=Once(), every=1, batch=EXAMPLE
+    )
     assert other.train(0, 8).losses == within.losses  # that of the clip alone
     # With the optimizer of the vectors besides, the gains join that.
     model = foreign()
     vectors = adamw(nn.ParameterList([p for p in model.parameters() if p.ndim < 2]))
-    pilot = qkeel.autopilot(model, [muon(model), vectors], policy=Asks(), every=1, batch=EXAMPLE)
+    pilot = qkeel.autopilot(
+        model, [muon(model), vectors], policy=Asks(), every=1, batch=EXAMPLE
+    )
     both = Run(model, pilot.optimizers[0], pilot)
     vectors.step()
     both.train(0, 8)
-    assert any(p is model.get_parameter("q_norm.weight") for g in vectors.param_groups for p in g["params"])
+    assert any(
+        p is model.get_parameter("q_norm.weight")
+        for g in vectors.param_groups
+        for p in g["params"]
+    )
 
 
 class Once(Asks):
@@ -166,20 +255,35 @@ class Once(Asks):
         return super().decide(records) if len(records.history) == 1 else ()
 
 
-def test_a_calibrated_norm_is_announced_trained_kept_in_checkpoints_and_comes_off(tmp_path: Path) -> None:
+def test_a_calibrated_norm_is_announced_trained_kept_in_checkpoints_and_comes_off(
+    tmp_path: Path,
+) -> None:
     whole = run(policy=BOUNDLESS, batch=EXAMPLE)
     kept = len(whole.optimizer.param_groups[0]["params"])
     decision = next(d for d in whole.train(0, 6).pilot.decisions if d.action is NORM)
-    assert (decision.step, decision.site, "under qk_clip" in decision.reason) == (4, None, True)
+    assert (decision.step, decision.site, "under qk_clip" in decision.reason) == (
+        4,
+        None,
+        True,
+    )
     assert not whole.pilot.remedies.handles
     gains = {name: p for name, p in whole.model.named_parameters() if "norm" in name}
     assert set(gains) == {"q_norm.weight", "k_norm.weight"}
-    assert {id(p) for p in gains.values()} <= {id(p) for p in whole.optimizer.param_groups[0]["params"]}
+    assert {id(p) for p in gains.values()} <= {
+        id(p) for p in whole.optimizer.param_groups[0]["params"]
+    }
     start = {name: p.detach().clone() for name, p in gains.items()}
     whole.train(6, 9)
     assert not any(torch.equal(p, start[name]) for name, p in gains.items())
     file = tmp_path / "checkpoint"
-    torch.save([whole.model.state_dict(), whole.optimizer.state_dict(), whole.pilot.state_dict()], file)
+    torch.save(
+        [
+            whole.model.state_dict(),
+            whole.optimizer.state_dict(),
+            whole.pilot.state_dict(),
+        ],
+        file,
+    )
     model, optimizer, pilot = torch.load(file)
     again = run(foreign(1), policy=BOUNDLESS, batch=EXAMPLE)
     again.pilot.load_state_dict(pilot)
@@ -190,15 +294,23 @@ def test_a_calibrated_norm_is_announced_trained_kept_in_checkpoints_and_comes_of
     assert whole.pilot.events == again.pilot.events
     # How far a trained logit falls depends on the rounding of 24 steps at this rate. No arithmetic lets it pass the
     # bound of its gains: unit directions of length √d each, times the scale 1/√d.
-    bound = 8**0.5 * float((gains["q_norm.weight"] * gains["k_norm.weight"]).detach().abs().max())
+    bound = 8**0.5 * float(
+        (gains["q_norm.weight"] * gains["k_norm.weight"]).detach().abs().max()
+    )
     assert largest_logit(whole.model.eval()) <= bound * (1 + 1e-5)
     for one in (whole, again):
         trained = one.bits()
         one.pilot.remove()
         assert not [name for name, _ in one.model.named_parameters() if "norm" in name]
-        assert len(one.optimizer.param_groups[0]["params"]) == kept == len(one.optimizer.state)
+        assert (
+            len(one.optimizer.param_groups[0]["params"])
+            == kept
+            == len(one.optimizer.state)
+        )
         own = one.bits()
-        assert equal(own, {name: trained[name] for name in own})  # as trained, not as they were when it came
+        assert equal(
+            own, {name: trained[name] for name in own}
+        )  # as trained, not as they were when it came
         assert not any(left(one))
 
 
@@ -223,8 +335,14 @@ def test_what_cannot_be_is_one_clear_sentence_and_nothing_is_applied() -> None:
         (InvalidTypeError, lambda: qkeel.autopilot(model, None)),  # type: ignore[arg-type]
         (InvalidTypeError, lambda: qkeel.autopilot(model, [])),
         (UnknownNameError, lambda: qkeel.autopilot(model, optimizer, policy="lader")),
-        (UnknownNameError, lambda: qkeel.autopilot(model, optimizer, policy="ladder:treshold=3")),
-        (InvalidValueError, lambda: qkeel.autopilot(model, optimizer, policy="ladder:threshold=-3")),
+        (
+            UnknownNameError,
+            lambda: qkeel.autopilot(model, optimizer, policy="ladder:treshold=3"),
+        ),
+        (
+            InvalidValueError,
+            lambda: qkeel.autopilot(model, optimizer, policy="ladder:threshold=-3"),
+        ),
         (InvalidTypeError, lambda: qkeel.autopilot(model, optimizer, policy=3)),  # type: ignore[arg-type]
     ):
         with pytest.raises(error):

@@ -22,14 +22,25 @@ NOT_RUN = {
     "watch": "a test of its own, test_watch_runs.py",
 }
 SLOW = {"transformers_attention"}  # more than three seconds, at toy size
-NEEDS_A_COMPILER = {"native", "attention", "decode", "modules", "transformers_attention"}
+NEEDS_A_COMPILER = {
+    "native",
+    "attention",
+    "decode",
+    "modules",
+    "transformers_attention",
+}
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
 @pytest.mark.parametrize(
-    "name", quick([name for name in MODULES if name not in NOT_RUN], lambda name: name not in SLOW)
+    "name",
+    quick(
+        [name for name in MODULES if name not in NOT_RUN], lambda name: name not in SLOW
+    ),
 )
-@pytest.mark.filterwarnings("ignore")  # what peers and torch warn of is not looked at here
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # what peers and torch warn of is not looked at here
 def test_a_benchmark_runs_at_toy_size(
     name: str,
     tmp_path: Path,
@@ -39,31 +50,43 @@ def test_a_benchmark_runs_at_toy_size(
 ) -> None:
     if name in NEEDS_A_COMPILER:
         request.getfixturevalue("_compiler")
-    monkeypatch.setenv("QKEEL_NATIVE", "0")  # what a benchmark changes is put back afterwards
+    monkeypatch.setenv(
+        "QKEEL_NATIVE", "0"
+    )  # what a benchmark changes is put back afterwards
     monkeypatch.chdir(tmp_path)  # where one writes its results
     monkeypatch.setattr(sys, "argv", [name, "--toy"])
     importlib.import_module(f"benchmarks.{name}").main()
     assert len(capsys.readouterr().out.splitlines()) >= 3
     for path in tmp_path.rglob("*.json"):
-        assert json.loads(path.read_text())["about"]["torch"], "results say with what they were measured"
+        assert json.loads(path.read_text())["about"]["torch"], (
+            "results say with what they were measured"
+        )
 
 
 @pytest.mark.parametrize("name", NOT_RUN)
 def test_every_exception_is_still_one(name: str) -> None:
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    functions = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name == "main"
+    ]
     assert not functions or NOT_RUN[name].startswith(("draws", "a test of its own")), (
         "it can run by itself: take it off the list"
     )
 
 
-def test_a_benchmark_restarts_itself_steady_and_an_import_restarts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_benchmark_restarts_itself_steady_and_an_import_restarts_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     importlib.reload(benchmarks)
     assert started == []
-    monkeypatch.setattr(sys, "argv", ["-m", "--toy"])  # as Python has it while it looks for the module
+    monkeypatch.setattr(
+        sys, "argv", ["-m", "--toy"]
+    )  # as Python has it while it looks for the module
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "benchmarks.watch", "--toy"])
     importlib.reload(benchmarks)
     assert [words[1:] for words in started] == [["-m", "benchmarks.watch", "--toy"]]

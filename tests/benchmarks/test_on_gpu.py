@@ -19,7 +19,9 @@ from qkeel.records import RunDirectory, RunStatus
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
-def test_without_a_gpu_both_say_so_and_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_without_a_gpu_both_say_so_and_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     for main in (ten_minutes.main, train.main):
         assert main(["--out", str(tmp_path)]) == 0
         assert "skipped: there is no CUDA device here" in capsys.readouterr().out
@@ -29,7 +31,12 @@ def test_without_a_gpu_both_say_so_and_end(capsys: pytest.CaptureFixture[str], t
 def test_a_section_that_fails_or_takes_too_long_leaves_the_others_and_its_last_lines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    endless = ("timeit", "-n1", "-r1", "print('begun', flush=True); __import__('time').sleep(600)")
+    endless = (
+        "timeit",
+        "-n1",
+        "-r1",
+        "print('begun', flush=True); __import__('time').sleep(600)",
+    )
     sections = (
         Section("endless", 1, endless, benchmark=False),
         Section("broken", 60, ("a_module_that_is_not",), benchmark=False),
@@ -38,7 +45,11 @@ def test_a_section_that_fails_or_takes_too_long_leaves_the_others_and_its_last_l
     monkeypatch.setattr(ten_minutes, "SECTIONS", sections)
     assert ten_minutes.main(["--toy", "--out", str(tmp_path)]) == 1
     results = json.loads(next(tmp_path.glob("*.json")).read_text())
-    assert [found["status"] for found in results["sections"].values()] == ["out of time", "failed", "done"]
+    assert [found["status"] for found in results["sections"].values()] == [
+        "out of time",
+        "failed",
+        "done",
+    ]
     assert "a_module_that_is_not" in results["sections"]["broken"]["last lines"][-1]
     assert "| fine |" in next(tmp_path.glob("*.md")).read_text()
     assert "out of time" in capsys.readouterr().out
@@ -49,7 +60,9 @@ def test_sections_take_ten_minutes_at_most_and_goals_read_theirs() -> None:
     assert {goal.section for goal in GOALS} <= {section.name for section in SECTIONS}
     goal = GOALS[0]
     rows = [{"case": goal.case, "ratio": [1.0, 1.1, 1.2]}]
-    lines = ten_minutes.verdicts({goal.section: {"tables": {goal.table + " of a shape": rows}}})
+    lines = ten_minutes.verdicts(
+        {goal.section: {"tables": {goal.table + " of a shape": rows}}}
+    )
     assert lines[0].endswith("1.100 met")
     assert all(line.endswith("not measured") for line in lines[1:])
 
@@ -62,17 +75,29 @@ def test_every_section_runs_at_toy_size_and_has_the_cases_that_goals_are_about(
     root = Path(__file__).resolve().parents[2]
     monkeypatch.chdir(root)
     monkeypatch.setenv("PYTHONPATH", f"{root / 'src'}:{root}")
-    monkeypatch.setattr(ten_minutes, "SECTIONS", [section for section in SECTIONS if section.benchmark])
+    monkeypatch.setattr(
+        ten_minutes, "SECTIONS", [section for section in SECTIONS if section.benchmark]
+    )
     assert ten_minutes.main(["--toy", "--out", str(tmp_path)]) == 0
     results = json.loads(next(tmp_path.glob("*.json")).read_text())
     assert results["goals"] == []  # of a GPU
-    assert not [line for line in ten_minutes.verdicts(results["sections"]) if "not measured" in line]
+    assert not [
+        line
+        for line in ten_minutes.verdicts(results["sections"])
+        if "not measured" in line
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::qkeel.errors.QkeelWarning")  # scales that were derived for larger heads
-def test_recipes_train_in_pieces_to_the_table_of_longer_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = itertools.count(1.0)  # a second passes whenever the clock is read, so a piece ends at a step that is known
+@pytest.mark.filterwarnings(
+    "ignore::qkeel.errors.QkeelWarning"
+)  # scales that were derived for larger heads
+def test_recipes_train_in_pieces_to_the_table_of_longer_texts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = itertools.count(
+        1.0
+    )  # a second passes whenever the clock is read, so a piece ends at a step that is known
     monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: next(asked)))
     words = [
         "--toy",
@@ -91,7 +116,12 @@ def test_recipes_train_in_pieces_to_the_table_of_longer_texts(monkeypatch: pytes
     for seconds in (1, 480):
         minutes = (seconds + train.MEASURING) / 60
         assert train.main([*words, "--minutes", str(minutes)]) == 0
-        states.append([RunDirectory(path).status for path in sorted((tmp_path / "runs").iterdir())])
+        states.append(
+            [
+                RunDirectory(path).status
+                for path in sorted((tmp_path / "runs").iterdir())
+            ]
+        )
     assert states == [[RunStatus.STARTED], [RunStatus.DONE] * 2]
     found = json.loads(next(tmp_path.glob("*.json")).read_text())
     assert found["about"]["steps"].startswith("2; the recipes have 30000")
@@ -102,10 +132,23 @@ def test_recipes_train_in_pieces_to_the_table_of_longer_texts(monkeypatch: pytes
 
 def test_nothing_of_the_command_line_is_needed() -> None:
     """A machine with a GPU has torch, numpy, safetensors and Triton; no environment is made there."""
-    absent = "cyclopts", "docstring_parser", "rich", "joblib", "matplotlib", "transformers"
+    absent = (
+        "cyclopts",
+        "docstring_parser",
+        "rich",
+        "joblib",
+        "matplotlib",
+        "transformers",
+    )
     code = f"import sys\nsys.modules.update(dict.fromkeys({absent}))\nsys.argv[0] = 'here'\n"
     code += "import benchmarks.on_gpu.__main__, benchmarks.on_gpu.kernels, benchmarks.on_gpu.machine\n"
     code += "import benchmarks.on_gpu.train, benchmarks.on_gpu.watched\n"
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,13 @@ def test_bytes_and_operations_are_counted_as_by_hand() -> None:
 @pytest.mark.parametrize(
     ("name", "ms", "level", "limit", "share"),
     [
-        ("norm + rope: eager", 1.0, "L2", "bytes", 0.768),  # 768 bytes at 1 MB/s take 0.768 ms
+        (
+            "norm + rope: eager",
+            1.0,
+            "L2",
+            "bytes",
+            0.768,
+        ),  # 768 bytes at 1 MB/s take 0.768 ms
         ("attention: torch SDPA", 1.0, "L2", "bytes", 0.768),
         ("AdamW, fused", 1376.256, "memory", "bytes", 0.5),  # in place, at 2 MB/s
     ],
@@ -32,6 +38,15 @@ def test_the_share_is_the_time_of_the_roof_over_the_time_taken(
     name: str, ms: float, level: str, limit: str, share: float
 ) -> None:
     operator = next(op for op in operators(SMALL, compiled=False) if op.name == name)
-    bandwidth = {"copy": {"L2": 1e6, "memory": 5e5}, "in place": {"L2": 4e6, "memory": 2e6}}
-    at = _placed(operator, BenchRow(name, [ms], [1.0]), bandwidth, 1e9, {"L2": 4096, "memory": 0})
-    assert (at["level"], at["limit"], at["share"]) == (level, limit, pytest.approx(share, abs=1e-4))
+    bandwidth = {
+        "copy": {"L2": 1e6, "memory": 5e5},
+        "in place": {"L2": 4e6, "memory": 2e6},
+    }
+    at = _placed(
+        operator, BenchRow(name, [ms], [1.0]), bandwidth, 1e9, {"L2": 4096, "memory": 0}
+    )
+    assert (at["level"], at["limit"], at["share"]) == (
+        level,
+        limit,
+        pytest.approx(share, abs=1e-4),
+    )

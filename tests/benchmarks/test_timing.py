@@ -24,13 +24,21 @@ def test_a_ratio_is_that_of_its_own_round() -> None:
     def clock(case: Callable[[], object], calls: int) -> float:
         return next(ticks)
 
-    a, b = interleave({"a": lambda: None, "b": lambda: None}, "a", rounds=2, warmup=0, clock=clock)
+    a, b = interleave(
+        {"a": lambda: None, "b": lambda: None}, "a", rounds=2, warmup=0, clock=clock
+    )
     assert (a.times, a.ratios) == ([1.0, 2.0], [1.0, 1.0])
     assert (b.times, b.ratios) == ([3.0, 8.0], [3.0, 4.0])
-    assert b.as_dict() == {"case": "b", "cpu_ms": [3.0, 5.5, 8.0], "ratio": [3.0, 3.5, 4.0]}
+    assert b.as_dict() == {
+        "case": "b",
+        "cpu_ms": [3.0, 5.5, 8.0],
+        "ratio": [3.0, 3.5, 4.0],
+    }
 
 
-def test_the_clock_of_a_processor_counts_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_of_a_processor_counts_per_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seconds = iter([1.0, 1.5])
     monkeypatch.setattr(time, "process_time", lambda: next(seconds))
     assert processor_ms(lambda: None, calls=5) == 100.0

@@ -59,10 +59,17 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("missing", "causal", 2),
     ],
 )
-def test_a_model_is_judged_with_an_exit_code(module: str, function: str, sees: str | None, code: int) -> None:
-    assert main(["check", f"{module}:{function}", *(["--sees", sees] if sees else [])]) == code
+def test_a_model_is_judged_with_an_exit_code(
+    module: str, function: str, sees: str | None, code: int
+) -> None:
+    assert (
+        main(["check", f"{module}:{function}", *(["--sees", sees] if sees else [])])
+        == code
+    )
 
 
-def test_sees_needs_a_model_and_a_module_that_is_there(module: str, tmp_path: Path) -> None:
+def test_sees_needs_a_model_and_a_module_that_is_there(
+    module: str, tmp_path: Path
+) -> None:
     assert main(["check", str(tmp_path), "--sees", "causal"]) == 2
     assert main(["check", f"not_{module}:causal"]) != 0

@@ -33,7 +33,10 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
         "data": (f"run --data {{}} {TINY} --out r", False),
         "images": (f"run --task vision --images {{}} {TINY} --out r", False),
     },
-    "report": {"runs": ("report {} -o page.html", False), "output": ("report study -o {}", True)},
+    "report": {
+        "runs": ("report {} -o page.html", False),
+        "output": ("report study -o {}", True),
+    },
     "scan": {"checkpoint": ("scan {}", False)},
     "export": {
         "run": ("export {} --to csv", False),
@@ -50,7 +53,10 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
     **{
         command: {
             "out": (f"{command} --data topics {flags} --out {{}}", True),
-            "recipe": (f"{command} --recipe {{}} --data topics {flags} --out s --dry-run", False),
+            "recipe": (
+                f"{command} --recipe {{}} --data topics {flags} --out s --dry-run",
+                False,
+            ),
             "data": (f"{command} --data {{}} {flags} --out s --dry-run", False),
         }
         for command, flags in {
@@ -80,11 +86,19 @@ optimizer.step()
 # Where what is there makes another end than THERE says: command, path, what is there -> exit code.
 OTHERWISE = {
     ("report", "output", "an empty folder"): 2,  # the page is a file
-    ("report", "output", "a link to a file elsewhere"): 0,  # the link is replaced, not the file
+    (
+        "report",
+        "output",
+        "a link to a file elsewhere",
+    ): 0,  # the link is replaced, not the file
     ("report", "output", "a loop of links"): 0,  # and so is a loop
     ("report", "output", "a file that nobody may read"): 0,  # and so is such a file
     ("watch", "out", "a file in a folder that is gone"): 2,  # and so is the script
-    ("watch", "script", "a link to a file elsewhere"): 1,  # a script that Python fails on
+    (
+        "watch",
+        "script",
+        "a link to a file elsewhere",
+    ): 1,  # a script that Python fails on
 }
 
 
@@ -154,9 +168,16 @@ def hung(number: int, frame: FrameType | None) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links and modes of POSIX")
 @pytest.mark.parametrize("there", THERE)
-@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in PATHS])
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in PATHS],
+)
 def test_a_path_is_used_or_refused_in_one_line(
-    command: str, there: str, elsewhere: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str,
+    there: str,
+    elsewhere: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make, writable = THERE[there]
     if there == "a file that nobody may read" and os.geteuid() == 0:
@@ -178,7 +199,9 @@ def test_a_path_is_used_or_refused_in_one_line(
         one_line = told.startswith("error: ") and told.count("\n") == 1
         # A watched script trains whatever becomes of its records: where something is, they go to a folder beside it.
         trains = (command, name) == ("watch", "out")
-        if code != OTHERWISE.get((command, name, there), 0 if (written and writable) or trains else 2):
+        if code != OTHERWISE.get(
+            (command, name, there), 0 if (written and writable) or trains else 2
+        ):
             wrong.append(f"{name}: exit code {code}: {told[-200:]}")
         assert not told.startswith(("error: Unknown option", "error: Parameter")), told
         if code == 2 and not one_line:

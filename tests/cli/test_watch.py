@@ -17,7 +17,9 @@ from qkeel.records import RunDirectory, RunStatus
 
 def train(folder: Path, text: str, start: Start = run) -> RunDirectory:
     """Watch a script in a process of its own; its run directory."""
-    result = watched(["python", script(folder, text).name], folder, "--every", "1", start=start)
+    result = watched(
+        ["python", script(folder, text).name], folder, "--every", "1", start=start
+    )
     assert result.returncode == 0, result.stderr
     return RunDirectory(folder / "qkeel-runs" / "train")
 
@@ -46,9 +48,17 @@ for step in range(16):
 
 
 @pytest.mark.parametrize("text", [NEW_PHASE, TWO_GROUPS])
-def test_the_autopilot_acts_in_each_phase_and_on_each_optimizer(tmp_path: Path, text: str) -> None:
+def test_the_autopilot_acts_in_each_phase_and_on_each_optimizer(
+    tmp_path: Path, text: str
+) -> None:
     words = ["python", script(tmp_path, text).name]
-    options = ["--every", "2", "--autopilot", "--policy", "ladder:threshold=20,patience=1"]
+    options = [
+        "--every",
+        "2",
+        "--autopilot",
+        "--policy",
+        "ladder:threshold=20,patience=1",
+    ]
     result = watched(words, tmp_path, *options, start=forked.python)
     assert result.returncode == 0, result.stderr
     assert "already applied" not in result.stderr
@@ -56,7 +66,9 @@ def test_the_autopilot_acts_in_each_phase_and_on_each_optimizer(tmp_path: Path, 
     assert "deleted the model" not in result.stderr
     parts = result.stderr.split("qkeel: watching 2 attention layers of Net")[1:]
     assert len(parts) == 1 + (text is NEW_PHASE)
-    assert all(": qk_clip:threshold=20,steps=matched" in part for part in parts), result.stderr
+    assert all(": qk_clip:threshold=20,steps=matched" in part for part in parts), (
+        result.stderr
+    )
     assert result.stdout == "['qk_clip']\n" * 2 * (text is NEW_PHASE)
 
 
@@ -74,9 +86,17 @@ for step in range(12):
 """
 
 
-def test_an_optimizer_that_goes_on_beside_a_new_one_keeps_an_autopilot(tmp_path: Path) -> None:
+def test_an_optimizer_that_goes_on_beside_a_new_one_keeps_an_autopilot(
+    tmp_path: Path,
+) -> None:
     words = ["python", script(tmp_path, UNFREEZES).name]
-    options = ["--every", "2", "--autopilot", "--policy", "ladder:threshold=20,patience=1"]
+    options = [
+        "--every",
+        "2",
+        "--autopilot",
+        "--policy",
+        "ladder:threshold=20,patience=1",
+    ]
     result = watched(words, tmp_path, *options, start=forked.python)
     assert result.returncode == 0, result.stderr
     *_, second = result.stderr.split("qkeel: watching 2 attention layers of Net")
@@ -84,7 +104,9 @@ def test_an_optimizer_that_goes_on_beside_a_new_one_keeps_an_autopilot(tmp_path:
     assert "does not hold" not in second, result.stderr
 
 
-def test_remedies_on_steps_start_again_on_a_new_optimizer_and_say_so(tmp_path: Path) -> None:
+def test_remedies_on_steps_start_again_on_a_new_optimizer_and_say_so(
+    tmp_path: Path,
+) -> None:
     text = """
 torch.manual_seed(0)
 net = Net(2)
@@ -93,9 +115,14 @@ second = torch.optim.SGD(net.parameters(), lr=1.0)
 train(net, second, 1)
 """
     words = ["python", script(tmp_path, text).name]
-    result = watched(words, tmp_path, "--apply", "lalr:tau=0.1+softcap:cap=5", start=forked.python)
+    result = watched(
+        words, tmp_path, "--apply", "lalr:tau=0.1+softcap:cap=5", start=forked.python
+    )
     assert result.returncode == 0, result.stderr
-    assert "qkeel: lalr:tau=0.1 starts again from its initial state on the new SGD" in result.stderr
+    assert (
+        "qkeel: lalr:tau=0.1 starts again from its initial state on the new SGD"
+        in result.stderr
+    )
 
 
 DRIFT = """
@@ -108,20 +135,42 @@ print("done")
 """
 
 
-def test_the_run_is_complete_and_the_terminal_says_where_it_is_and_what_is_wrong(tmp_path: Path) -> None:
+def test_the_run_is_complete_and_the_terminal_says_where_it_is_and_what_is_wrong(
+    tmp_path: Path,
+) -> None:
     words = ["python", script(tmp_path, DRIFT).name]
-    result = watched(words, tmp_path, "--every", "2", "--sink", "directory:path=copy", start=forked.python)
+    result = watched(
+        words,
+        tmp_path,
+        "--every",
+        "2",
+        "--sink",
+        "directory:path=copy",
+        start=forked.python,
+    )
     assert (result.returncode, result.stdout) == (0, "done\n")
     lines = result.stderr.splitlines()
     assert all(line.startswith("qkeel: ") for line in lines), result.stderr
     assert lines[0] == "qkeel: watching 2 attention layers of Net, run qkeel-runs/train"
-    alarm = re.compile(r"qkeel: (notice|alarm|critical) at step 0, layers\.\d, head \d: ")
+    alarm = re.compile(
+        r"qkeel: (notice|alarm|critical) at step 0, layers\.\d, head \d: "
+    )
     assert sum(bool(alarm.match(line)) for line in lines) >= 1
-    assert lines[-2:] == ["qkeel: run qkeel-runs/train", "qkeel: page qkeel-runs/train/report.html"]
-    assert (tmp_path / "qkeel-runs" / "train" / "report.html").read_text().startswith("<!doctype html>")
+    assert lines[-2:] == [
+        "qkeel: run qkeel-runs/train",
+        "qkeel: page qkeel-runs/train/report.html",
+    ]
+    assert (
+        (tmp_path / "qkeel-runs" / "train" / "report.html")
+        .read_text()
+        .startswith("<!doctype html>")
+    )
     directory = RunDirectory(tmp_path / "qkeel-runs" / "train")
     assert directory.status is RunStatus.DONE
-    assert [line["step"] for line in directory.metrics()] == [0, 2]  # of 3 steps: the last is one of them
+    assert [line["step"] for line in directory.metrics()] == [
+        0,
+        2,
+    ]  # of 3 steps: the last is one of them
     assert directory.env()["command"] == "train.py"
     assert RunDirectory(tmp_path / "copy").metrics() == directory.metrics()
     (counts,) = (line for line in lines if line.startswith("qkeel: alarms: "))
@@ -143,54 +192,92 @@ print(max(float((layer.qkv.weight - w)[:32].abs().max()) for layer, w in zip(net
 """
 
 
-def test_of_two_optimizers_the_one_that_steps_the_attention_gets_the_remedy(tmp_path: Path) -> None:
+def test_of_two_optimizers_the_one_that_steps_the_attention_gets_the_remedy(
+    tmp_path: Path,
+) -> None:
     found = []
     for options in ([], ["--apply", "lalr:tau=0.1"]):
-        result = watched(["python", script(tmp_path, TWO_OPTIMIZERS).name], tmp_path, *options, start=forked.python)
+        result = watched(
+            ["python", script(tmp_path, TWO_OPTIMIZERS).name],
+            tmp_path,
+            *options,
+            start=forked.python,
+        )
         assert result.returncode == 0, result.stderr
         found.append(float(result.stdout))
     assert found[1] == pytest.approx(found[0] / 10, rel=0.01)
 
 
-def test_a_model_without_attention_beside_the_one_that_is_meant_is_left_alone(tmp_path: Path) -> None:
+def test_a_model_without_attention_beside_the_one_that_is_meant_is_left_alone(
+    tmp_path: Path,
+) -> None:
     script(
         tmp_path,
         "critic = nn.Linear(2, 2)\ncritics = torch.optim.SGD(critic.parameters(), lr=0.1)\n"
         "critic(torch.ones(1, 2)).sum().backward()\ncritics.step()\n"
         "net = Net(1)\ntrain(net, torch.optim.SGD(net.parameters(), lr=0.1))\nprint('trained')",
     )
-    result = watched(["python", "train.py"], tmp_path, "--apply", "softcap:cap=1", start=forked.python)
-    assert (result.returncode, result.stdout) == (0, "trained\n"), result.stderr
-    assert "qkeel: Linear has no attention: softcap:cap=1 is not applied to it" in result.stderr
-
-
-def test_messages_begin_at_the_left_though_a_progress_bar_is_in_the_middle_of_its_line(tmp_path: Path) -> None:
-    text = HOT.replace(
-        "train(net, optimizer, 3)", "from tqdm import tqdm\nfor _ in tqdm(range(2)):\n    train(net, optimizer, 2)"
+    result = watched(
+        ["python", "train.py"],
+        tmp_path,
+        "--apply",
+        "softcap:cap=1",
+        start=forked.python,
     )
-    result = watched(["python", script(tmp_path, text).name], tmp_path, start=forked.python)
+    assert (result.returncode, result.stdout) == (0, "trained\n"), result.stderr
+    assert (
+        "qkeel: Linear has no attention: softcap:cap=1 is not applied to it"
+        in result.stderr
+    )
+
+
+def test_messages_begin_at_the_left_though_a_progress_bar_is_in_the_middle_of_its_line(
+    tmp_path: Path,
+) -> None:
+    text = HOT.replace(
+        "train(net, optimizer, 3)",
+        "from tqdm import tqdm\nfor _ in tqdm(range(2)):\n    train(net, optimizer, 2)",
+    )
+    result = watched(
+        ["python", script(tmp_path, text).name], tmp_path, start=forked.python
+    )
     assert result.returncode == 0, result.stderr
     assert "it/s" in result.stderr or "s/it" in result.stderr or "0/2" in result.stderr
     for part in result.stderr.replace("\r", "\n").splitlines():
         assert "qkeel: " not in part or part.startswith("qkeel: "), part
-    assert re.search(r"^qkeel: (notice|alarm|critical) at step", result.stderr, flags=re.M)
+    assert re.search(
+        r"^qkeel: (notice|alarm|critical) at step", result.stderr, flags=re.M
+    )
 
 
 def test_paths_are_printed_as_they_were_given(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
-    script(tmp_path / "work", "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=0.1))")
+    script(
+        tmp_path / "work",
+        "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=0.1))",
+    )
     for out in (str(tmp_path / "absolute" / "r"), "../beside/r", "r"):
         for suffix in ("", "-2"):
-            result = watched(["python", "train.py"], tmp_path / "work", "--out", out, start=forked.python)
+            result = watched(
+                ["python", "train.py"],
+                tmp_path / "work",
+                "--out",
+                out,
+                start=forked.python,
+            )
             assert f"qkeel: run {out}{suffix}\n" in result.stderr
             assert f"qkeel: page {out}{suffix}/report.html\n" in result.stderr
 
 
 def test_the_option_that_is_wrong_is_the_one_that_is_named(tmp_path: Path) -> None:
     script(tmp_path, "print('begun')")
-    result = watched(["python", "train.py"], tmp_path, "--evry", "5", start=forked.python)
+    result = watched(
+        ["python", "train.py"], tmp_path, "--evry", "5", start=forked.python
+    )
     assert (result.returncode, result.stdout) == (2, "")
-    assert "unknown option --evry of qkeel watch: did you mean --every?" in result.stderr
+    assert (
+        "unknown option --evry of qkeel watch: did you mean --every?" in result.stderr
+    )
 
 
 TWO = """
@@ -206,14 +293,19 @@ for net, optimizer in pairs:
 """
 
 
-def test_each_model_has_a_directory_and_what_is_there_stays(tmp_path: Path, here: Watch) -> None:
+def test_each_model_has_a_directory_and_what_is_there_stays(
+    tmp_path: Path, here: Watch
+) -> None:
     script(tmp_path, TWO)
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "mine").write_text("x")
     code, _, err = here("--out", "r", "--log-spaced", "--", "python", "train.py")
     assert code == 0
     assert "qkeel report r-2 r-Critic r-3" in err
-    models = {name: RunDirectory(tmp_path / name).config()["model"] for name in ("r-2", "r-3", "r-Critic")}
+    models = {
+        name: RunDirectory(tmp_path / name).config()["model"]
+        for name in ("r-2", "r-3", "r-Critic")
+    }
     assert models == {"r-2": "Net", "r-3": "Net", "r-Critic": "Critic"}
     assert [path.name for path in (tmp_path / "r").iterdir()] == ["mine"]
 
@@ -248,33 +340,67 @@ gc.collect()
 """
 
 
-def test_the_end_of_a_script_is_measured_of_the_weights_that_its_last_step_left(tmp_path: Path) -> None:
+def test_the_end_of_a_script_is_measured_of_the_weights_that_its_last_step_left(
+    tmp_path: Path,
+) -> None:
     text = "class Critic(Net):\n    pass\n" + ENDS
-    result = watched(["python", script(tmp_path, text).name], tmp_path, "--every", "3", start=forked.python)
+    result = watched(
+        ["python", script(tmp_path, text).name],
+        tmp_path,
+        "--every",
+        "3",
+        start=forked.python,
+    )
     assert result.stdout == forked.python(["train.py"], tmp_path).stdout != ""
-    held, changed = (RunDirectory(tmp_path / "qkeel-runs" / name) for name in ("train", "train-Critic"))
+    held, changed = (
+        RunDirectory(tmp_path / "qkeel-runs" / name)
+        for name in ("train", "train-Critic")
+    )
     assert [line["step"] for line in held.metrics()] == [0, 3]  # step 3 is the last
     assert [line["step"] for line in changed.metrics()] == [0, 3]
-    result = watched(["python", "train.py"], tmp_path, "--every", "2", start=forked.python)
-    held, changed = (RunDirectory(tmp_path / "qkeel-runs" / name) for name in ("train-2", "train-Critic-2"))
+    result = watched(
+        ["python", "train.py"], tmp_path, "--every", "2", start=forked.python
+    )
+    held, changed = (
+        RunDirectory(tmp_path / "qkeel-runs" / name)
+        for name in ("train-2", "train-Critic-2")
+    )
     assert [line["step"] for line in held.metrics()] == [0, 2, 4]
     assert np.isfinite(held.heads().values["max_logit"]).all()
     assert [line["step"] for line in changed.metrics()] == [0, 2]
-    assert "qkeel: Critic is measured up to step 2 of 4: its weights were changed" in result.stderr
+    assert (
+        "qkeel: Critic is measured up to step 2 of 4: its weights were changed"
+        in result.stderr
+    )
     assert result.stderr.count("measured up to") == 1
-    result = watched(["python", script(tmp_path, DROPPED).name], tmp_path, "--every", "2", start=forked.python)
-    assert "qkeel: Net is measured up to step 2: the script deleted the model before ending" in result.stderr
+    result = watched(
+        ["python", script(tmp_path, DROPPED).name],
+        tmp_path,
+        "--every",
+        "2",
+        start=forked.python,
+    )
+    assert (
+        "qkeel: Net is measured up to step 2: the script deleted the model before ending"
+        in result.stderr
+    )
 
 
 REASONS = [
     ("net = Net()", "the script created no torch.optim.Optimizer in this process"),
     ("torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)", "no nn.Module was found"),
-    ("net = Net(); torch.optim.SGD(net.parameters(), lr=1)", "the script ended before Net was called"),
+    (
+        "net = Net(); torch.optim.SGD(net.parameters(), lr=1)",
+        "the script ended before Net was called",
+    ),
     (
         "net = Net(); o = torch.optim.SGD(net.parameters(), lr=1); net(batch(0)).sum().backward()",
         "no step of its optimizer was seen",
     ),
-    ("net = nn.Linear(2, 2); o = torch.optim.SGD(net.parameters(), lr=1); net(torch.ones(1, 2))", "see above"),
+    (
+        "net = nn.Linear(2, 2); o = torch.optim.SGD(net.parameters(), lr=1); net(torch.ones(1, 2))",
+        "see above",
+    ),
     (
         "net = Net(); o = torch.optim.SGD(net.parameters(), lr=1); train(net.forward, o)",
         "no attention was seen in the passes of Net",
@@ -283,7 +409,9 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("text", "reason"), REASONS)
-def test_where_nothing_is_measured_the_reason_is_said(text: str, reason: str, tmp_path: Path, here: Watch) -> None:
+def test_where_nothing_is_measured_the_reason_is_said(
+    text: str, reason: str, tmp_path: Path, here: Watch
+) -> None:
     script(tmp_path, text)
     code, _, err = here("--", "python", "train.py")
     assert code == 0
@@ -292,11 +420,19 @@ def test_where_nothing_is_measured_the_reason_is_said(text: str, reason: str, tm
     assert not (tmp_path / "qkeel-runs").exists()
 
 
-def test_a_script_that_fails_keeps_what_was_measured_and_is_not_complete(tmp_path: Path, here: Watch) -> None:
-    script(tmp_path, "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=1))\nraise SystemExit(9)")
+def test_a_script_that_fails_keeps_what_was_measured_and_is_not_complete(
+    tmp_path: Path, here: Watch
+) -> None:
+    script(
+        tmp_path,
+        "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=1))\nraise SystemExit(9)",
+    )
     assert here("--", "train.py")[0] == 9
     directory = RunDirectory(tmp_path / "qkeel-runs" / "train")
-    assert [one["step"] for one in directory.metrics()] == [0, 2]  # every second of the first steps
+    assert [one["step"] for one in directory.metrics()] == [
+        0,
+        2,
+    ]  # every second of the first steps
     assert directory.status is RunStatus.STARTED
 
 
@@ -321,19 +457,29 @@ def test_the_page_is_rewritten_while_the_script_runs_and_reloads_itself_until_th
 ) -> None:
     monkeypatch.setattr("qkeel.cli.watched_program.PAGE_SECONDS", 0.0)
     text = "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=0.1))\n"
-    script(tmp_path, text + "import shutil\nshutil.copy('qkeel-runs/train/report.html', 'during.html')")
+    script(
+        tmp_path,
+        text
+        + "import shutil\nshutil.copy('qkeel-runs/train/report.html', 'during.html')",
+    )
     code, _, err = here("--every", "1", "--", "python", "train.py")
     assert code == 0
-    during, after = (tmp_path / name for name in ("during.html", "qkeel-runs/train/report.html"))
+    during, after = (
+        tmp_path / name for name in ("during.html", "qkeel-runs/train/report.html")
+    )
     assert '<meta http-equiv="refresh" content="0">' in during.read_text()
     assert 'http-equiv="refresh"' not in after.read_text()
-    assert err.count("qkeel: page qkeel-runs/train/report.html") == 2  # once where it is, and at the end
+    assert (
+        err.count("qkeel: page qkeel-runs/train/report.html") == 2
+    )  # once where it is, and at the end
 
 
 def test_a_forked_child_ends_in_silence(tmp_path: Path) -> None:
     words = ["python", script(tmp_path, CHILD).name]
     result = watched(words, tmp_path, "--every", "1", start=forked.python)
-    assert (result.returncode, result.stderr.count("qkeel: run ")) == (0, 1), result.stderr
+    assert (result.returncode, result.stderr.count("qkeel: run ")) == (0, 1), (
+        result.stderr
+    )
     assert "from the child" not in result.stderr
     (made,) = (tmp_path / "qkeel-runs").iterdir()
     directory = RunDirectory(made)
@@ -356,11 +502,23 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     "context",
-    ["fork", *(pytest.param(c, marks=[pytest.mark.slow, pytest.mark.timeout(300)]) for c in ("spawn", "forkserver"))],
+    [
+        "fork",
+        *(
+            pytest.param(c, marks=[pytest.mark.slow, pytest.mark.timeout(300)])
+            for c in ("spawn", "forkserver")
+        ),
+    ],
 )
-def test_the_workers_of_a_data_loader_are_left_alone(context: str, tmp_path: Path) -> None:
-    start = forked.python if context == "fork" else run  # the others start the program anew
-    assert len(train(tmp_path, WORKERS.replace("CONTEXT", context), start).metrics()) == 4
+def test_the_workers_of_a_data_loader_are_left_alone(
+    context: str, tmp_path: Path
+) -> None:
+    start = (
+        forked.python if context == "fork" else run
+    )  # the others start the program anew
+    assert (
+        len(train(tmp_path, WORKERS.replace("CONTEXT", context), start).metrics()) == 4
+    )
 
 
 PARALLEL = """
@@ -403,13 +561,18 @@ TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2", "train.py"]
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("passes", ["0", "2"])
-def test_a_fault_in_one_process_stops_the_measuring_and_not_the_training(passes: str, tmp_path: Path) -> None:
+def test_a_fault_in_one_process_stops_the_measuring_and_not_the_training(
+    passes: str, tmp_path: Path
+) -> None:
     script(tmp_path, PARALLEL)
     plain = run(["-m", "torch.distributed.run", *TORCHRUN[1:]], tmp_path)
     seen = watched([*TORCHRUN, "fault", passes], tmp_path, "--every", "1")
     assert seen.returncode == 0, seen.stderr
     assert seen.stdout == plain.stdout
-    assert "qkeel: warning (rank 1): qkeel's monitor switched itself off: ZeroDivisionError: injected" in seen.stderr
+    assert (
+        "qkeel: warning (rank 1): qkeel's monitor switched itself off: ZeroDivisionError: injected"
+        in seen.stderr
+    )
 
 
 def test_a_model_that_the_script_watches_itself_gets_the_remedies_and_a_line_says_who_measures(
@@ -427,7 +590,12 @@ print("OUT", float(net(batch(9)).detach().abs().sum()))
         script(tmp_path, body)
         code, out, err = here(*words, "--", "python", "train.py")
         assert code == 0
-        assert err.count("Net is watched by the script itself, so this command does not measure it") == 1
+        assert (
+            err.count(
+                "Net is watched by the script itself, so this command does not measure it"
+            )
+            == 1
+        )
         assert "nothing was measured: the script watches its models itself" in err
         outputs.append(float(out.rpartition("OUT ")[2].split()[0]))
     assert outputs[0] != outputs[1]

@@ -51,19 +51,25 @@ if sys.argv[1] == "interrupt":
 
 
 @pytest.mark.parametrize("mode", ["fine", "raise", "chain", "exit", "words", "hook"])
-def test_output_exit_code_and_traceback_are_those_of_python(mode: str, tmp_path: Path, here: Watch) -> None:
+def test_output_exit_code_and_traceback_are_those_of_python(
+    mode: str, tmp_path: Path, here: Watch
+) -> None:
     (tmp_path / "talk.py").write_text(TALKER)
     words = ["talk.py", mode, "--out", "x", "--", "-v"]
     plain = run(words, tmp_path)
     code, out, err = here("--", "python", *words)
     assert (code, out) == (plain.returncode, plain.stdout)
     own = [line for line in err.splitlines() if line.startswith("qkeel: ")]
-    assert [line for line in err.splitlines() if line not in own] == plain.stderr.splitlines()
+    assert [
+        line for line in err.splitlines() if line not in own
+    ] == plain.stderr.splitlines()
     assert len(own) == 1
     assert "created no torch.optim.Optimizer" in own[0]
 
 
-def test_an_interruption_is_130_with_the_traceback_of_the_script(tmp_path: Path, here: Watch) -> None:
+def test_an_interruption_is_130_with_the_traceback_of_the_script(
+    tmp_path: Path, here: Watch
+) -> None:
     (tmp_path / "talk.py").write_text(TALKER)
     code, _, err = here("--", "python3", "talk.py", "interrupt")
     assert code == 130
@@ -72,28 +78,39 @@ def test_an_interruption_is_130_with_the_traceback_of_the_script(tmp_path: Path,
     assert "qkeel/cli" not in err
 
 
-def test_a_syntax_error_is_shown_as_python_shows_it(tmp_path: Path, here: Watch) -> None:
+def test_a_syntax_error_is_shown_as_python_shows_it(
+    tmp_path: Path, here: Watch
+) -> None:
     (tmp_path / "bad.py").write_text("x = (\n")
     code, _, err = here("--", "bad.py")
     assert code == 1
     assert err.startswith(run(["bad.py"], tmp_path).stderr)
 
 
-def test_a_future_import_of_the_watcher_does_not_reach_the_script(tmp_path: Path, here: Watch) -> None:
+def test_a_future_import_of_the_watcher_does_not_reach_the_script(
+    tmp_path: Path, here: Watch
+) -> None:
     (tmp_path / "s.py").write_text("def f(x: int): ...\nprint(f.__annotations__)\n")
     assert here("--", "python", "s.py")[1] == "{'x': <class 'int'>}\n"
 
 
 @pytest.mark.slow
-def test_a_module_is_run_as_python_does_with_stdin_and_unbuffered_output(tmp_path: Path) -> None:
+def test_a_module_is_run_as_python_does_with_stdin_and_unbuffered_output(
+    tmp_path: Path,
+) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
     text = "import sys\nprint(sys.argv, sys.path[0], __name__, __spec__.name, sys.stdout.write_through)\n"
-    (package / "go.py").write_text(text + "print(sys.stdin.read(), end='')\nsys.exit(5)\n")
+    (package / "go.py").write_text(
+        text + "print(sys.stdin.read(), end='')\nsys.exit(5)\n"
+    )
     words = ["-u", "-m", "package.go", "-m", "x"]
     asked = functools.partial(run, stdin="a\nb")
-    plain, seen = asked(words, tmp_path), watched(["python", *words], tmp_path, start=asked)
+    plain, seen = (
+        asked(words, tmp_path),
+        watched(["python", *words], tmp_path, start=asked),
+    )
     assert plain.stdout.endswith("True\na\nb")
     assert (seen.stdout, seen.returncode) == (plain.stdout, 5)
 
@@ -110,7 +127,10 @@ WRONG = [
     (["--", "bash", "s.sh"], "expected python, torchrun or a .py file, got 'bash'"),
     (["--", "accelerate", "launch", "s.py"], "accelerate ... -m qkeel watch"),
     (["--", "/nowhere/python", "s.py"], "runs in the watcher's own interpreter"),
-    (["--", "python", "nope.py"], "nope.py is missing; give the path of an existing file"),
+    (
+        ["--", "python", "nope.py"],
+        "nope.py is missing; give the path of an existing file",
+    ),
     (["--", "python", "."], "cannot read .: Is a directory. Expected a readable file"),
     (["--", "python", "-m", "nope.at_all"], "expected a module that Python can find"),
     (["--every", "0", "--", "python", "s.py"], "at least 1 step"),
@@ -121,7 +141,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG)
-def test_wrong_usage_is_one_line_and_exit_code_2(words: list[str], message: str, tmp_path: Path, here: Watch) -> None:
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    words: list[str], message: str, tmp_path: Path, here: Watch
+) -> None:
     (tmp_path / "s.py").write_text("raise SystemExit('the script was run')")
     code, out, err = here(*words)
     assert (code, out) == (2, "")
@@ -132,10 +154,18 @@ def test_wrong_usage_is_one_line_and_exit_code_2(words: list[str], message: str,
 
 
 def test_a_command_is_read() -> None:
-    assert parse(["python3", "-u", "a/b.py", "-u"]) == Program(name="a/b.py", arguments=("-u",), unbuffered=True)
-    assert parse([sys.executable, "-ma.b", "c"]) == Program(name="a.b", arguments=("c",), module=True)
+    assert parse(["python3", "-u", "a/b.py", "-u"]) == Program(
+        name="a/b.py", arguments=("-u",), unbuffered=True
+    )
+    assert parse([sys.executable, "-ma.b", "c"]) == Program(
+        name="a.b", arguments=("c",), module=True
+    )
     assert parse(["b.py"]) == Program(name="b.py")
-    assert parse(["torchrun", "b.py"]) == parse(["python", "-m", "torch.distributed.run", "b.py"]) == ["b.py"]
+    assert (
+        parse(["torchrun", "b.py"])
+        == parse(["python", "-m", "torch.distributed.run", "b.py"])
+        == ["b.py"]
+    )
     for words in (["python", "-u", "-m", "a", "b"], ["python", "a.py", "--", "-m"]):
         program = parse(words)
         assert isinstance(program, Program)
@@ -144,7 +174,14 @@ def test_a_command_is_read() -> None:
 
 def test_torchrun_starts_the_watcher_in_each_worker() -> None:
     watcher = ["qkeel", "watch", "--every", "3", "--"]
-    head = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    head = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+    ]
     got = under_torchrun(["--nproc-per-node", "2", "t.py", "--lr", "1"], watcher)
     assert got == [*head, *watcher, "python", "-u", "t.py", "--lr", "1"]
     got = under_torchrun(["--nproc-per-node", "2", "-m", "t", "-m"], watcher)
@@ -165,7 +202,10 @@ def test_under_torchrun_the_fix_is_the_command_that_was_typed(
         here("--every", "3", "--", "torchrun", "--nproc-per-node", "2", "a b.py")
     seen: list[Fix] = []
     monkeypatch.setattr("qkeel.cli.watch.execute", lambda *_: 0)
-    monkeypatch.setattr("qkeel.cli.watch.WatchSession", lambda plan, _: (seen.append(plan.fix), Closed())[1])
+    monkeypatch.setattr(
+        "qkeel.cli.watch.WatchSession",
+        lambda plan, _: (seen.append(plan.fix), Closed())[1],
+    )
     (tmp_path / "a b.py").write_text("")
     for world in ("1", "2"):
         monkeypatch.setenv("WORLD_SIZE", world)
@@ -199,7 +239,16 @@ except KeyboardInterrupt:
     print("tidied up", flush=True)
     raise
 """
-    words = ["-m", "qkeel", "watch", "--every", "1", "--", "python", script(tmp_path, train).name]
+    words = [
+        "-m",
+        "qkeel",
+        "watch",
+        "--every",
+        "1",
+        "--",
+        "python",
+        script(tmp_path, train).name,
+    ]
     with forked.Python(words, tmp_path) as process:
         process.wait_for("ready\n")
         process.send_signal(signal.SIGINT)
@@ -228,7 +277,9 @@ torch.save(optimizer.state_dict(), "last.pt")
 """
 
 
-def test_a_resumed_script_continues_the_numbers_of_its_steps(tmp_path: Path, here: Watch) -> None:
+def test_a_resumed_script_continues_the_numbers_of_its_steps(
+    tmp_path: Path, here: Watch
+) -> None:
     script(tmp_path, RESUMED)
     found = []
     for name in ("run", "run-2"):

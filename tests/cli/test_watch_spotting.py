@@ -61,7 +61,9 @@ def found() -> Iterator[Found]:
             monitor.remove()
 
 
-def test_a_model_is_found_when_its_optimizer_is_made_and_seen_from_step_0(found: Found) -> None:
+def test_a_model_is_found_when_its_optimizer_is_made_and_seen_from_step_0(
+    found: Found,
+) -> None:
     net = Net()
     optimizer = SGD(net.parameters(), lr=0.1)
     assert found.are(net)
@@ -78,18 +80,30 @@ def test_an_averaged_copy_is_not_taken_for_the_model(found: Found) -> None:
     assert len(copies) == 2
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, when it loads its compiler
-@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda net: torch.compile(nn.DataParallel(net))])
-def test_a_wrapper_is_looked_into(wrap: Callable[[nn.Module], nn.Module], found: Found) -> None:
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # of torch's own, when it loads its compiler
+@pytest.mark.parametrize(
+    "wrap",
+    [torch.compile, nn.DataParallel, lambda net: torch.compile(nn.DataParallel(net))],
+)
+def test_a_wrapper_is_looked_into(
+    wrap: Callable[[nn.Module], nn.Module], found: Found
+) -> None:
     net = Net()
     wrapper = wrap(net)
     SGD(wrapper.parameters(), lr=0.1)
     assert found.are(net)
 
 
-def test_several_optimizers_of_one_model_make_one_monitor_and_the_first_counts(found: Found) -> None:
+def test_several_optimizers_of_one_model_make_one_monitor_and_the_first_counts(
+    found: Found,
+) -> None:
     net = Net()
-    inner, outer = SGD(net.layers.parameters(), lr=0.1), Adam([*net.embed.parameters(), *net.head.parameters()])
+    inner, outer = (
+        SGD(net.layers.parameters(), lr=0.1),
+        Adam([*net.embed.parameters(), *net.head.parameters()]),
+    )
     for step in range(3):
         loss(net, batch(step)).backward()
         inner.step()
@@ -128,12 +142,18 @@ def test_a_container_that_is_never_called_gives_way_to_its_parts(
     found: Found, recwarn: pytest.WarningsRecorder
 ) -> None:
     pair = Pair()
-    first, second = SGD(pair.one.parameters(), lr=0.1), SGD(pair.two.parameters(), lr=0.1)
+    first, second = (
+        SGD(pair.one.parameters(), lr=0.1),
+        SGD(pair.two.parameters(), lr=0.1),
+    )
     for _ in range(5):
         train(pair.two, second, 1)
         train(pair.one, first, 1)
     assert {ref() for ref in found.models} == {pair, pair.one, pair.two}
-    assert sorted(step for step in found.steps() if step is not None) == [4, 4]  # numbered by the optimizer's steps
+    assert sorted(step for step in found.steps() if step is not None) == [
+        4,
+        4,
+    ]  # numbered by the optimizer's steps
     assert not recwarn.list
 
 
@@ -148,7 +168,9 @@ def test_one_that_can_not_be_called_is_passed_over(found: Found) -> None:
     assert found.are(holder.net)
 
 
-def test_a_model_made_after_its_optimizer_is_found_after_the_first_step(found: Found) -> None:
+def test_a_model_made_after_its_optimizer_is_found_after_the_first_step(
+    found: Found,
+) -> None:
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     net = Net()
     optimizer.add_param_group({"params": list(net.parameters())})
@@ -197,14 +219,18 @@ def test_in_a_forked_process_nothing_is_looked_for(found: Found) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_fault_is_said_once_and_the_script_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_is_said_once_and_the_script_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def fails(model: nn.Module, optimizer: Optimizer) -> Monitor:
         raise RuntimeError("no room")
 
     plain = Optimizer.__init__
     net = Net()
     with ModelFinder(fails):
-        optimizer = SGD(net.parameters(), lr=0.1)  # warnings are errors here, so it goes to the log
+        optimizer = SGD(
+            net.parameters(), lr=0.1
+        )  # warnings are errors here, so it goes to the log
         assert Optimizer.__init__ is plain
         train(net, optimizer, 2)
     assert [record.message for record in caplog.records] == [

@@ -21,7 +21,9 @@ from qkeel.nn import Attention
 from qkeel.sites import Tap
 
 
-def difference(module: Attention, compiled: Callable[[Tensor], Tensor], length: int = 12) -> float:
+def difference(
+    module: Attention, compiled: Callable[[Tensor], Tensor], length: int = 12
+) -> float:
     """Largest difference of outputs and gradients, relative to the largest number."""
     x = torch.randn(2, length, module.d_model)
     found = []
@@ -63,8 +65,12 @@ def tapped(preset: str, impl: str, backend: str) -> float:
         eager = tap.read()[""]
         compiled(x)
         seen = tap.read()[""]
-    assert torch.allclose(eager.max_logit, seen.max_logit), "the tap saw other logits under compile"
-    assert torch.equal(eager.n_pairs, seen.n_pairs), "the tap counted otherwise under compile"
+    assert torch.allclose(eager.max_logit, seen.max_logit), (
+        "the tap saw other logits under compile"
+    )
+    assert torch.equal(eager.n_pairs, seen.n_pairs), (
+        "the tap counted otherwise under compile"
+    )
     return gap
 
 
@@ -75,7 +81,9 @@ def chosen(preset: str, impl: str, backend: str) -> float:
     logging.getLogger("qkeel").setLevel(logging.DEBUG)
     module = attention(preset, impl)
     compiled = torch.compile(module, fullgraph=True, backend=backend)
-    gaps = [difference(module, compiled, length) for length in (12, 140, 1)]  # a kernel is logged once: when compiled
+    gaps = [
+        difference(module, compiled, length) for length in (12, 140, 1)
+    ]  # a kernel is logged once: when compiled
     said = [record.getMessage().partition(",")[0] for record in log.buffer]
     assert said == [
         f"kernel {'native' if ready() else 'sdpa'} for a call with as many queries as keys",
@@ -95,7 +103,12 @@ def watched(preset: str, impl: str, backend: str) -> float:
         monitor = None if stats is None else qkeel.watch(compiled, stats=stats)
         x = torch.randn(2, 12, 32)
         out = [compiled(x) for _ in range(3)][-1]
-        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), list(module.parameters()))])
+        found.append(
+            [
+                out.detach(),
+                *torch.autograd.grad(out.square().sum(), list(module.parameters())),
+            ]
+        )
         graphs.append(counters["stats"]["unique_graphs"])
     assert monitor is not None
     assert len(monitor.history) == 3
@@ -113,18 +126,31 @@ def stated(preset: str, impl: str, backend: str) -> float:
     q, k, v = (torch.randn(1, heads, 33, 16) for heads in (4, 2, 2))
 
     def both(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        out, found = qkeel.attention(q, k, v, spec=spec, params=params, impl=impl, stats="max")
+        out, found = qkeel.attention(
+            q, k, v, spec=spec, params=params, impl=impl, stats="max"
+        )
         return [out, found.max_logit, found.entropy]
 
-    eager, ours = both(q, k, v), torch.compile(both, fullgraph=True, backend=backend)(q, k, v)
+    eager, ours = (
+        both(q, k, v),
+        torch.compile(both, fullgraph=True, backend=backend)(q, k, v),
+    )
     return max(float((a - b).abs().max()) for a, b in zip(eager, ours, strict=True))
 
 
-CASES = {"fullgraph": fullgraph, "tapped": tapped, "chosen": chosen, "watched": watched, "stated": stated}
+CASES = {
+    "fullgraph": fullgraph,
+    "tapped": tapped,
+    "chosen": chosen,
+    "watched": watched,
+    "stated": stated,
+}
 
 if __name__ == "__main__":
     warnings.simplefilter("error", UserWarning)
-    warnings.filterwarnings("ignore", message="The .grad attribute")  # dynamo's own look at what a break left behind
+    warnings.filterwarnings(
+        "ignore", message="The .grad attribute"
+    )  # dynamo's own look at what a break left behind
     torch.set_num_threads(1)
     for i in range(1, len(sys.argv), 4):
         kind, preset, impl, backend = sys.argv[i : i + 4]

@@ -24,19 +24,33 @@ def gap(kind: str, preset: str, impl: str, backend: str) -> float:
     return found
 
 
-def test_attention_is_one_graph_forward_and_backward_and_the_choice_of_a_kernel_a_constant_of_it() -> None:
+def test_attention_is_one_graph_forward_and_backward_and_the_choice_of_a_kernel_a_constant_of_it() -> (
+    None
+):
     # The choice comes first: what is chosen is logged once per process.
-    chosen, one_graph = gaps(*("chosen", "qwen3", "auto", "eager"), *("fullgraph", "qwen3", "sdpa", "aot_eager"))
+    chosen, one_graph = gaps(
+        *("chosen", "qwen3", "auto", "eager"),
+        *("fullgraph", "qwen3", "sdpa", "aot_eager"),
+    )
     assert chosen < 1e-5
     assert one_graph < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend of torch.compile needs g++ on CPU")
+@pytest.mark.skipif(
+    shutil.which("g++") is None,
+    reason="the default backend of torch.compile needs g++ on CPU",
+)
 @pytest.mark.parametrize(
     ("preset", "impl"),
-    [("qwen3", "sdpa"), ("cosa_logn", "sdpa"), ("olmo2", "sdpa"), ("qwen3", "chunked"), ("gemma2", "chunked")],
+    [
+        ("qwen3", "sdpa"),
+        ("cosa_logn", "sdpa"),
+        ("olmo2", "sdpa"),
+        ("qwen3", "chunked"),
+        ("gemma2", "chunked"),
+    ],
 )
 def test_compiled_attention_equals_eager(preset: str, impl: str) -> None:
     assert gap("fullgraph", preset, impl, "inductor") < 1e-5
@@ -52,9 +66,15 @@ def test_a_tap_breaks_the_graph_and_not_the_numbers(impl: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", ["eager", "sdpa"])
-@pytest.mark.parametrize("where", ["linear", "groups", "interleaved", "encoder", "llama", "gpt2"])
-def test_a_forward_remedy_is_one_graph_whether_compiled_before_or_after(where: str, how: str) -> None:
+@pytest.mark.parametrize(
+    "where", ["linear", "groups", "interleaved", "encoder", "llama", "gpt2"]
+)
+def test_a_forward_remedy_is_one_graph_whether_compiled_before_or_after(
+    where: str, how: str
+) -> None:
     command = [sys.executable, "-m", "tests.compile.forward_cases", where, how, "eager"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=CASES.parents[2])
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=CASES.parents[2]
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     assert float(result.stdout) < 1e-6

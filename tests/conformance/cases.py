@@ -6,17 +6,39 @@ from collections.abc import Iterator
 
 import torch
 from tests.contract.conformance import cases, tolerance
-from tests.contract.conformance.cases import GEOMETRIES, MASKS, SOME, SPECS, Call, Geometry, pairs, share, widened
+from tests.contract.conformance.cases import (
+    GEOMETRIES,
+    MASKS,
+    SOME,
+    SPECS,
+    Call,
+    Geometry,
+    pairs,
+    share,
+    widened,
+)
 
 from qkeel.reference import Attended
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import make_call
 
-__all__ = ["GEOMETRIES", "MASKS", "SOME", "SPECS", "Geometry", "pairs", "share", "widened"]
+__all__ = [
+    "GEOMETRIES",
+    "MASKS",
+    "SOME",
+    "SPECS",
+    "Geometry",
+    "pairs",
+    "share",
+    "widened",
+]
 
 
 def calls(
-    spec: AttentionSpec, dtype: torch.dtype, where: list[tuple[Geometry, str]], seed: int = 0
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    where: list[tuple[Geometry, str]],
+    seed: int = 0,
 ) -> Iterator[tuple[str, AttentionCall]]:
     """The calls of a spec, each with its name for the message of a failed assertion."""
     for case, call in cases.calls(spec, dtype, where, seed):

@@ -33,7 +33,9 @@ FOREIGN = {
 OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "AdamW": lambda ps: torch.optim.AdamW(ps),
     "AdamW, fused": lambda ps: torch.optim.AdamW(ps, fused=True),
-    "SGD, momentum": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "SGD, momentum": lambda ps: torch.optim.SGD(
+        ps, lr=0.01, momentum=0.9, weight_decay=0.1
+    ),
     "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2]),
     "RMSprop": lambda ps: torch.optim.RMSprop(ps),
     "Adagrad": lambda ps: torch.optim.Adagrad(ps),
@@ -74,7 +76,12 @@ def optimizer_refusal(name: str, optimizer: str) -> str:
         return value
 
     try:
-        with apply(model, "z_loss:weight=mean" if name == "z_loss" else name, held, train_length=16):
+        with apply(
+            model,
+            "z_loss:weight=mean" if name == "z_loss" else name,
+            held,
+            train_length=16,
+        ):
             loss()
             held.step(loss)  # LBFGS makes its gradients itself
     except QkeelError as error:
@@ -118,9 +125,13 @@ def joined(names: dict[str, list[str]], word: str) -> str:
     """The remedies and what each is refused for, those with the same ones together."""
     alike: dict[str, list[str]] = {}
     for name, kinds in names.items():
-        columns = ", ".join(kind if kind.startswith("`") else f"*{kind}*" for kind in kinds)
+        columns = ", ".join(
+            kind if kind.startswith("`") else f"*{kind}*" for kind in kinds
+        )
         alike.setdefault(columns, []).append(f"`{name}`")
-    return "; ".join(f"{', '.join(own)} {word} {columns}" for columns, own in alike.items())
+    return "; ".join(
+        f"{', '.join(own)} {word} {columns}" for columns, own in alike.items()
+    )
 
 
 def _of_optimizers() -> list[str]:
@@ -129,10 +140,15 @@ def _of_optimizers() -> list[str]:
     for name in REMEDIES:
         for optimizer in OPTIMIZERS:
             text = optimizer_refusal(name, optimizer)
-            kind = text.partition("takes")[0].partition("needs")[2] or text.partition(" only")[0]
+            kind = (
+                text.partition("takes")[0].partition("needs")[2]
+                or text.partition(" only")[0]
+            )
             kind = kind.replace(name, "").replace(optimizer, "")
             if text:
-                found.setdefault(kind, (text, {}))[1].setdefault(name, []).append(optimizer)
+                found.setdefault(kind, (text, {}))[1].setdefault(name, []).append(
+                    optimizer
+                )
     return [f"- {joined(names, 'with')}: {text}" for text, names in found.values()]
 
 
@@ -141,11 +157,15 @@ def _grouped() -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for kernel in KERNELS:
         for name in PRESETS:
-            text = kernel_refusal(name, kernel).replace(preset(name).position.formula(), "the position of the preset")
+            text = kernel_refusal(name, kernel).replace(
+                preset(name).position.formula(), "the position of the preset"
+            )
             if text:
                 found.setdefault(text, [f"`{kernel}`"]).append(f"`{name}`")
     return {
-        text: f"{kernel} with every preset" if len(names) == len(PRESETS) else f"{kernel} with {', '.join(names)}"
+        text: f"{kernel} with every preset"
+        if len(names) == len(PRESETS)
+        else f"{kernel} with {', '.join(names)}"
         for text, (kernel, *names) in found.items()
     }
 
@@ -162,35 +182,61 @@ def kernel_refusal(name: str, kernel: str) -> str:
         patch("qkeel.kernels.decoding.compiled.ready", return_value=True),
         patch("qkeel.kernels.attention.flex._DEVICE", "cpu"),
     ):
-        refusal = KERNELS[kernel].supports(make_call(spec, q, k, k, params=spec.init_params(2, 2, 8)))
+        refusal = KERNELS[kernel].supports(
+            make_call(spec, q, k, k, params=spec.init_params(2, 2, 8))
+        )
     return str(refusal) if refusal else ""
 
 
 def table(corner: str, columns: list[str], rows: dict[str, list[str]]) -> str:
     """A Markdown table."""
-    lines = [f"| {corner} | {' | '.join(columns)} |", "| --- |" + " :-: |" * len(columns)]
-    return "\n".join([*lines, *(f"| `{name}` | {' | '.join(cells)} |" for name, cells in rows.items())])
+    lines = [
+        f"| {corner} | {' | '.join(columns)} |",
+        "| --- |" + " :-: |" * len(columns),
+    ]
+    return "\n".join(
+        [
+            *lines,
+            *(f"| `{name}` | {' | '.join(cells)} |" for name, cells in rows.items()),
+        ]
+    )
 
 
 def of_kernels() -> str:
     """Presets and kernels."""
-    kernels = {name: ["" if kernel_refusal(name, k) else "✓" for k in KERNELS] for name in PRESETS}
+    kernels = {
+        name: ["" if kernel_refusal(name, k) else "✓" for k in KERNELS]
+        for name in PRESETS
+    }
     return table("preset", [f"`{k}`" for k in KERNELS], kernels)
 
 
 def of_kinds() -> str:
     """Remedies and kinds of attention."""
-    remedies = {name: ["" if refusal_of(name, kind) else "✓" for kind in KINDS] for name in REMEDIES}
+    remedies = {
+        name: ["" if refusal_of(name, kind) else "✓" for kind in KINDS]
+        for name in REMEDIES
+    }
     return table("remedy", list(KINDS), remedies)
 
 
 @functools.cache
 def matrix() -> str:
     """The whole page."""
-    foreign = {name: ["" if foreign_refusal(name, kind) else "✓" for kind in FOREIGN] for name in REMEDIES}
-    steps = {name: ["" if optimizer_refusal(name, o) else "✓" for o in OPTIMIZERS] for name in REMEDIES}
+    foreign = {
+        name: ["" if foreign_refusal(name, kind) else "✓" for kind in FOREIGN]
+        for name in REMEDIES
+    }
+    steps = {
+        name: ["" if optimizer_refusal(name, o) else "✓" for o in OPTIMIZERS]
+        for name in REMEDIES
+    }
     own = [(name, kind, refusal_of(name, kind)) for name in REMEDIES for kind in KINDS]
-    others = [(name, kind, foreign_refusal(name, kind)) for name in REMEDIES for kind in FOREIGN]
+    others = [
+        (name, kind, foreign_refusal(name, kind))
+        for name in REMEDIES
+        for kind in FOREIGN
+    ]
     why = _once([*own, *others])
     why += [f"- {names}: {text}" for text, names in _grouped().items()]
     why += _of_optimizers()

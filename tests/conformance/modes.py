@@ -42,7 +42,9 @@ def _loss(model: nn.Module, x: Tensor) -> Tensor:
     return F.cross_entropy(out(model, x).flatten(0, 1), x.flatten())
 
 
-def _trained(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _trained(
+    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
+) -> list[Tensor]:
     """Losses of three steps."""
     model.train()
     found = []
@@ -55,17 +57,23 @@ def _trained(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> l
     return found
 
 
-def _compiled(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _compiled(
+    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
+) -> list[Tensor]:
     torch._dynamo.reset()
     return _trained(torch.compile(model, backend="aot_eager"), x, optimizer)  # type: ignore[arg-type]
 
 
-def _checkpointed(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _checkpointed(
+    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
+) -> list[Tensor]:
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     return _trained(model, x, optimizer)
 
 
-def _micro_batches(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _micro_batches(
+    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
+) -> list[Tensor]:
     """The same three steps, each row's gradient on its own."""
     model.train()
     found = []
@@ -89,11 +97,15 @@ def _cached(model: nn.Module, x: Tensor, _: torch.optim.Optimizer) -> list[Tenso
     with torch.no_grad():
         first = model.eval()(x[:, :-2], use_cache=True)
         for i in (-2, -1):
-            first = model(x[:, i:][:, :1], past_key_values=first.past_key_values, use_cache=True)
+            first = model(
+                x[:, i:][:, :1], past_key_values=first.past_key_values, use_cache=True
+            )
         return [first.logits[:, -1]]
 
 
-def _copied(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _copied(
+    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
+) -> list[Tensor]:
     return _whole(copy.deepcopy(model), x, optimizer)
 
 
@@ -150,7 +162,10 @@ def ways() -> str:
 
 def rows() -> dict[str, list[str]]:
     """The table of all remedies."""
-    return {name: ["" if mode_refusal(name, mode) else "✓" for mode in MODES] for name in REMEDIES}
+    return {
+        name: ["" if mode_refusal(name, mode) else "✓" for mode in MODES]
+        for name in REMEDIES
+    }
 
 
 def reasons() -> list[str]:

@@ -10,7 +10,12 @@ from tests.quick import one_in
 from torch import Tensor
 
 from qkeel.capture.calls import ScoresCall, scores_stats
-from qkeel.functional.class_statistics import TENSORS, ClassStats, TokenClasses, merge_classes
+from qkeel.functional.class_statistics import (
+    TENSORS,
+    ClassStats,
+    TokenClasses,
+    merge_classes,
+)
 from qkeel.kernels import statistics
 from qkeel.kernels.statistics import logit_stats
 from qkeel.reference import attend_call
@@ -30,7 +35,9 @@ def classed(call: AttentionCall, seed: int, *, alike: bool = False) -> Attention
     (b, t), s = call.query_shape, call.k.shape[2]
     rows = 1 if alike else b
     query, key = (torch.randint(-1, 3, (rows, n), generator=rng) for n in (t, s))
-    return dataclasses.replace(call, classes=TokenClasses(names=NAMES, query=query, key=key))
+    return dataclasses.replace(
+        call, classes=TokenClasses(names=NAMES, query=query, key=key)
+    )
 
 
 def recomputed(call: AttentionCall) -> dict[str, Tensor]:
@@ -46,7 +53,9 @@ def recomputed(call: AttentionCall) -> dict[str, Tensor]:
     per_group = h // k.shape[1]
     found: dict[str, Tensor] = {}
 
-    def put(name: str, at: tuple[int, ...], value: Tensor, shape: tuple[int, ...]) -> None:
+    def put(
+        name: str, at: tuple[int, ...], value: Tensor, shape: tuple[int, ...]
+    ) -> None:
         found.setdefault(name, torch.zeros(shape, dtype=value.dtype))[at] = value
 
     for head in range(h):
@@ -55,13 +64,23 @@ def recomputed(call: AttentionCall) -> dict[str, Tensor]:
             of = rows & (q_class == i)
             norms = q[:, head].norm(dim=-1)[of]
             put("query_norm", (head, i), _mean(norms), (h, 3))
-            put("query_norm_max", (head, i), norms.amax() if len(norms) else norms.sum(), (h, 3))
+            put(
+                "query_norm_max",
+                (head, i),
+                norms.amax() if len(norms) else norms.sum(),
+                (h, 3),
+            )
             for name in ("n_queries", "n_normed"):
                 put(name, (head, i), of.sum(), (h, 3))
             for j in range(3):
                 pair = visible[:, head] & of[..., None] & (k_class == j)[:, None]
                 z = truth.logits[:, head][pair]
-                put("max_logit", (head, i, j), z.amax() if len(z) else z.new_tensor(-torch.inf), (h, 3, 3))
+                put(
+                    "max_logit",
+                    (head, i, j),
+                    z.amax() if len(z) else z.new_tensor(-torch.inf),
+                    (h, 3, 3),
+                )
                 put("n_pairs", (head, i, j), pair.sum(), (h, 3, 3))
                 mass = (p[:, head] * (k_class == j)[:, None]).sum(-1)[of]
                 put("mass", (head, i, j), _mean(mass), (h, 3, 3))
@@ -73,7 +92,12 @@ def recomputed(call: AttentionCall) -> dict[str, Tensor]:
         for j in range(3):
             norms = k[:, group].norm(dim=-1)[seen & (k_class == j)]
             put("key_norm", (group, j), _mean(norms), (k.shape[1], 3))
-            put("key_norm_max", (group, j), norms.amax() if len(norms) else norms.sum(), (k.shape[1], 3))
+            put(
+                "key_norm_max",
+                (group, j),
+                norms.amax() if len(norms) else norms.sum(),
+                (k.shape[1], 3),
+            )
             put("n_keys", (group, j), torch.tensor(len(norms)), (k.shape[1], 3))
     return found
 
@@ -82,12 +106,21 @@ def _mean(x: Tensor) -> Tensor:
     return x.mean() if len(x) else x.sum()
 
 
-def assert_same(ours: ClassStats | None, theirs: dict[str, Tensor], case: str, tolerance: float = 1e-11) -> None:
+def assert_same(
+    ours: ClassStats | None,
+    theirs: dict[str, Tensor],
+    case: str,
+    tolerance: float = 1e-11,
+) -> None:
     assert ours is not None
     assert set(theirs) == set(TENSORS)
     for name, truth in theirs.items():
         torch.testing.assert_close(
-            getattr(ours, name), truth, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}, {case}: {m}"
+            getattr(ours, name),
+            truth,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, name=name: f"{name}, {case}: {m}",
         )
 
 
@@ -97,22 +130,32 @@ def taken_apart(stats: ClassStats) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", one_in(SPECS, 4))
 def test_they_are_those_of_the_whole_matrix_in_float64(name: str) -> None:
-    for i, (case, call) in enumerate(calls(SPECS[name], torch.float64, share(name, 2), seed=5)):
+    for i, (case, call) in enumerate(
+        calls(SPECS[name], torch.float64, share(name, 2), seed=5)
+    ):
         split = classed(call, i, alike=i % 2 == 0)
         assert_same(logit_stats(split).classes, recomputed(split), case)
 
 
 def test_so_they_are_for_every_geometry_and_with_rows_that_do_not_count() -> None:
-    for i, (case, call) in enumerate(calls(SPECS["gemma2"], torch.float64, ALL, seed=6)):
+    for i, (case, call) in enumerate(
+        calls(SPECS["gemma2"], torch.float64, ALL, seed=6)
+    ):
         rng = torch.Generator().manual_seed(i)
-        masked = with_query_mask(classed(call, i), torch.rand(call.query_shape, generator=rng) < 0.6)
+        masked = with_query_mask(
+            classed(call, i), torch.rand(call.query_shape, generator=rng) < 0.6
+        )
         assert_same(logit_stats(masked).classes, recomputed(masked), case)
 
 
-def test_cutting_the_rows_into_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutting_the_rows_into_blocks_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(statistics, "BLOCK", 60)
     monkeypatch.setattr(statistics, "ROWS", 2)
-    for i, (case, call) in enumerate(calls(SPECS["qwen3"], torch.float64, SOME, seed=7)):
+    for i, (case, call) in enumerate(
+        calls(SPECS["qwen3"], torch.float64, SOME, seed=7)
+    ):
         split = classed(call, i, alike=i % 2 == 0)
         assert_same(logit_stats(split).classes, recomputed(split), case)
 
@@ -134,11 +177,17 @@ def test_hand_written_attention_gives_the_same(name: str) -> None:
 
 
 def test_weights_and_counts_add_up() -> None:
-    for i, (case, call) in enumerate(calls(SPECS["qwen3"], torch.float64, SOME, seed=9)):
+    for i, (case, call) in enumerate(
+        calls(SPECS["qwen3"], torch.float64, SOME, seed=9)
+    ):
         rng = torch.Generator().manual_seed(i)
         (b, t), s = call.query_shape, call.k.shape[2]
         query, key = (torch.randint(0, 3, (b, n), generator=rng) for n in (t, s))
-        stats = logit_stats(dataclasses.replace(call, classes=TokenClasses(names=NAMES, query=query, key=key)))
+        stats = logit_stats(
+            dataclasses.replace(
+                call, classes=TokenClasses(names=NAMES, query=query, key=key)
+            )
+        )
         split = stats.classes
         assert split is not None
         assert torch.equal(split.n_queries.sum(-1), stats.n_queries), case
@@ -151,7 +200,9 @@ def test_weights_and_counts_add_up() -> None:
 
 
 def test_without_logits_that_differ_the_mass_is_the_uniform_one() -> None:
-    for i, (case, call) in enumerate(calls(SPECS["baseline"], torch.float64, SOME[:6], seed=10)):
+    for i, (case, call) in enumerate(
+        calls(SPECS["baseline"], torch.float64, SOME[:6], seed=10)
+    ):
         flat = classed(dataclasses.replace(call, q=torch.zeros_like(call.q)), i)
         if flat.mask is None or flat.mask.dtype == torch.bool:
             split = logit_stats(flat).classes
@@ -167,8 +218,12 @@ def test_merging_parts_gives_the_statistics_of_the_whole_and_none_is_neutral() -
     for row in range(call.q.shape[0]):
         own = {x: getattr(whole, x)[row : row + 1] for x in ("q", "k", "v")}
         key = whole.classes.key[row : row + 1]
-        classes = dataclasses.replace(whole.classes, query=whole.classes.query[row : row + 1], key=key)
-        parts.append(logit_stats(dataclasses.replace(whole, **own, classes=classes)).classes)
+        classes = dataclasses.replace(
+            whole.classes, query=whole.classes.query[row : row + 1], key=key
+        )
+        parts.append(
+            logit_stats(dataclasses.replace(whole, **own, classes=classes)).classes
+        )
     expected = logit_stats(whole).classes
     assert expected is not None
     assert_same(merge_classes(*parts), taken_apart(expected), "merged", 1e-12)
@@ -191,10 +246,17 @@ def test_a_pair_is_read_by_name_and_competition_is_the_ratio_of_mean_norms() -> 
     )
     split = logit_stats(longer).classes
     assert split is not None
-    torch.testing.assert_close(split.query_competition, torch.full((call.q.shape[1],), 3.0, dtype=torch.float64))
+    torch.testing.assert_close(
+        split.query_competition,
+        torch.full((call.q.shape[1],), 3.0, dtype=torch.float64),
+    )
     assert split.key_competition.isnan().all()
     assert torch.equal(split.pair("mass", "long", "short"), split.mass[:, 1, 0])
-    assert split.pair("mass", "long", "short").tolist() == pytest.approx([1.0] * call.q.shape[1])
+    assert split.pair("mass", "long", "short").tolist() == pytest.approx(
+        [1.0] * call.q.shape[1]
+    )
     assert (split.pair("max_logit", "never", "long") == -torch.inf).all()
-    with pytest.raises(ValueError, match="expected one of the classes short, long, never, got 'image'"):
+    with pytest.raises(
+        ValueError, match="expected one of the classes short, long, never, got 'image'"
+    ):
         split.pair("mass", "image", "short")

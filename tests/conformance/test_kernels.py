@@ -25,19 +25,30 @@ def test_the_kernels_of_the_contract_are_those_that_there_are() -> None:
 
 
 @every_kernel
-@pytest.mark.parametrize("name", one_in(["qwen3", "cosa_logn", "gemma2", "capped_sink", "softpick", "squared_relu"], 3))
-def test_cutting_the_rows_into_blocks_changes_nothing(kernel: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name",
+    one_in(
+        ["qwen3", "cosa_logn", "gemma2", "capped_sink", "softpick", "squared_relu"], 3
+    ),
+)
+def test_cutting_the_rows_into_blocks_changes_nothing(
+    kernel: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunked, "BLOCK", 40)
     monkeypatch.setattr(sdpa, "MASK_BLOCK", 40)
     for case, call in cases.calls(cases.SPECS[name], torch.float64, cases.SOME, seed=4):
         for _, ours in gradients_of_kernels(call, (kernel,)):
             assert (call.attention(kernel) - oracle(call)).abs().max() <= 1e-12, case
             for n, grad in gradients(call, oracle).items():
-                assert (ours[n] - grad).abs().max() <= 1e-11 * (1 + grad.abs().max()), f"{n}, {case}"
+                assert (ours[n] - grad).abs().max() <= 1e-11 * (1 + grad.abs().max()), (
+                    f"{n}, {case}"
+                )
 
 
 def test_maxima_of_rows_that_are_not_dense_are_those_of_dense_ones() -> None:
     q, k, v = (torch.randn(2, heads, 17, 16) for heads in (4, 2, 2))
-    seen = attention(turned(q), turned(k), turned(v), spec=preset("baseline"), stats="max")[1]
+    seen = attention(
+        turned(q), turned(k), turned(v), spec=preset("baseline"), stats="max"
+    )[1]
     dense = attention(q, k, v, spec=preset("baseline"), stats="max")[1]
     torch.testing.assert_close(seen.max_logit, dense.max_logit, rtol=1e-4, atol=1e-5)

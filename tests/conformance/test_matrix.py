@@ -21,7 +21,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 HINT = "python -m tests.conformance.modes > docs/compatibility.md"
 
 
-def test_the_tables_of_our_own_modules_have_a_row_for_every_preset_and_remedy_and_stand_in_the_docs() -> None:
+def test_the_tables_of_our_own_modules_have_a_row_for_every_preset_and_remedy_and_stand_in_the_docs() -> (
+    None
+):
     for text, names in ((of_kernels(), PRESETS), (of_kinds(), REMEDIES)):
         assert all(f"\n| `{name}` |" in text for name in names)
         assert not PAGE.exists() or text in PAGE.read_text(encoding="utf-8"), HINT
@@ -35,7 +37,12 @@ def test_the_page_in_the_docs_is_what_the_command_prints() -> None:
     command = [sys.executable, "-m", "tests.conformance.modes"]
     path = os.pathsep.join([str(root), str(root / "src")])
     done = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path}
+        command,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     if PAGE.exists():
@@ -54,12 +61,18 @@ def test_only_a_capped_preset_is_refused_by_sdpa() -> None:
 
 
 def test_plain_attention_refuses_no_remedy() -> None:
-    assert {name: refusal_of(name, "MHA") for name in REMEDIES if refusal_of(name, "MHA")} == {}
+    assert {
+        name: refusal_of(name, "MHA") for name in REMEDIES if refusal_of(name, "MHA")
+    } == {}
 
 
 def test_every_remedy_says_what_it_computes() -> None:
     """A formula of its own, or the slot of the spec that it changes."""
-    formulas = {name for name, remedy in REMEDIES.items() if remedy.rule or issubclass(remedy, ChangeSpec)}
+    formulas = {
+        name
+        for name, remedy in REMEDIES.items()
+        if remedy.rule or issubclass(remedy, ChangeSpec)
+    }
     assert formulas == set(REMEDIES) - {"none"}
 
 

@@ -41,10 +41,16 @@ def by_hand(call: AttentionCall) -> ScoresCall:
     )
 
 
-def assert_same(ours: LogitStats, theirs: LogitStats, fields: list[str], case: str) -> None:
+def assert_same(
+    ours: LogitStats, theirs: LogitStats, fields: list[str], case: str
+) -> None:
     for name in fields:
         torch.testing.assert_close(
-            getattr(ours, name), getattr(theirs, name), rtol=1e-11, atol=1e-11, msg=f"{name}, {case}"
+            getattr(ours, name),
+            getattr(theirs, name),
+            rtol=1e-11,
+            atol=1e-11,
+            msg=f"{name}, {case}",
         )
 
 
@@ -57,7 +63,9 @@ def test_scores_give_the_statistics_of_the_call(name: str) -> None:
         assert torch.equal(written.logits, before), case
 
 
-def test_cutting_the_rows_into_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutting_the_rows_into_blocks_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(scores, "BLOCK", 60)
     for name in ("qwen3", "gemma2"):
         for case, call in calls(SPECS[name], torch.float64, SOME, seed=21):
@@ -70,27 +78,41 @@ def test_a_query_mask_leaves_out_the_same_rows() -> None:
         written = by_hand(call)
         masked = with_query_mask(written, mask)
         assert masked.query_mask is not None
-        assert_same(scores_stats(masked), logit_stats(with_query_mask(call, mask)), FIELDS, case)
+        assert_same(
+            scores_stats(masked), logit_stats(with_query_mask(call, mask)), FIELDS, case
+        )
         assert with_query_mask(written, mask[:1]) is written
 
 
 def test_maxima_alone_are_those_of_the_full_statistics() -> None:
     for case, call in calls(SPECS["gemma2"], torch.float32, SOME, seed=23):
-        for written in (by_hand(call), with_query_mask(by_hand(call), torch.rand(call.query_shape) < 0.5)):
+        for written in (
+            by_hand(call),
+            with_query_mask(by_hand(call), torch.rand(call.query_shape) < 0.5),
+        ):
             full, (top, low) = scores_stats(written), scores_maxima(written)
             assert torch.equal(top, full.max_logit), case
             assert torch.equal(low, full.min_logit), case
 
 
-def test_what_needs_unknown_queries_or_keys_is_not_measured_and_says_so_by_its_count() -> None:
+def test_what_needs_unknown_queries_or_keys_is_not_measured_and_says_so_by_its_count() -> (
+    None
+):
     for case, call in calls(SPECS["baseline"], torch.float64, SOME, seed=24):
         written, exact = by_hand(call), logit_stats(call)
-        empty = LogitStats.empty(len(exact.max_logit), len(exact.key_norm), exact.max_logit)
+        empty = LogitStats.empty(
+            len(exact.max_logit), len(exact.key_norm), exact.max_logit
+        )
         no_queries = scores_stats(dataclasses.replace(written, q=None))
         no_keys = scores_stats(dataclasses.replace(written, k=None))
         for stats in (no_queries, no_keys):
             assert_same(stats, empty, list(OPERANDS), case)
-            assert_same(stats, exact, ["max_logit", "entropy", "sink_share", "n_pairs", "n_free"], case)
+            assert_same(
+                stats,
+                exact,
+                ["max_logit", "entropy", "sink_share", "n_pairs", "n_free"],
+                case,
+            )
         assert no_queries.query_norm.tolist() == [0.0] * len(exact.max_logit), case
         assert_same(no_queries, exact, ["key_norm"], case)
         assert no_keys.n_keys.tolist() == [0] * len(exact.max_logit), case

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.contract.conformance.test_statistics import ALL, FIELDS, assert_same, recomputed
+from tests.contract.conformance.test_statistics import (
+    ALL,
+    FIELDS,
+    assert_same,
+    recomputed,
+)
 from tests.quick import one_in
 
 from qkeel import preset
@@ -17,21 +22,35 @@ from qkeel.spec.call import make_call, with_query_mask
 from .cases import SOME, SPECS, calls, share, unchecked
 
 
-@pytest.mark.parametrize("name", one_in(["qwen3", "gemma2", "capped_log_n", "softpick", "squared_relu", "sigmoid"], 3))
-def test_cutting_the_rows_into_blocks_changes_no_statistic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name",
+    one_in(
+        ["qwen3", "gemma2", "capped_log_n", "softpick", "squared_relu", "sigmoid"], 3
+    ),
+)
+def test_cutting_the_rows_into_blocks_changes_no_statistic(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(statistics, "BLOCK", 40)
     monkeypatch.setattr(statistics, "ROWS", 1)
     for case, call in calls(SPECS[name], torch.float64, ALL, seed=7):
         assert_same(logit_stats(call), recomputed(unchecked(call)), 1e-11, case)
 
 
-@pytest.mark.parametrize("name", one_in(["baseline", "qwen3", "gemma2", "cosa_logn", "capped_sink", "softpick"], 3))
-def test_rows_that_a_query_mask_leaves_out_count_nowhere_and_attention_is_untouched(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    one_in(["baseline", "qwen3", "gemma2", "cosa_logn", "capped_sink", "softpick"], 3),
+)
+def test_rows_that_a_query_mask_leaves_out_count_nowhere_and_attention_is_untouched(
+    name: str,
+) -> None:
     rng = torch.Generator().manual_seed(3)
     for case, call in calls(SPECS[name], torch.float64, SOME, seed=11):
         mask = torch.rand(call.query_shape, generator=rng) < 0.6
         masked = with_query_mask(call, mask)
-        assert_same(logit_stats(masked), recomputed(unchecked(call), counted=mask), 1e-11, case)
+        assert_same(
+            logit_stats(masked), recomputed(unchecked(call), counted=mask), 1e-11, case
+        )
         assert torch.equal(run(masked), run(call)), case
         whole = with_query_mask(call, torch.ones_like(mask))
         assert_same(logit_stats(whole), recomputed(unchecked(call)), 1e-11, case)
@@ -39,7 +58,10 @@ def test_rows_that_a_query_mask_leaves_out_count_nowhere_and_attention_is_untouc
 
 def test_masked_halves_of_the_rows_merge_to_the_whole() -> None:
     for case, call in calls(SPECS["qwen3"], torch.float64, SOME, seed=12):
-        mask = torch.rand(call.query_shape, generator=torch.Generator().manual_seed(4)) < 0.5
+        mask = (
+            torch.rand(call.query_shape, generator=torch.Generator().manual_seed(4))
+            < 0.5
+        )
         parts = [logit_stats(with_query_mask(call, half)) for half in (mask, ~mask)]
         merged, whole = merge(*parts), logit_stats(call)
         # A key that both halves see is a key of both: what concerns keys is not a sum over rows.
@@ -60,7 +82,12 @@ def test_maxima_alone_are_those_of_the_full_statistics(name: str) -> None:
 def test_the_share_above_is_of_signed_logits_before_the_cap(threshold: float) -> None:
     for name in ("baseline", "gemma2", "sink"):
         for case, call in calls(SPECS[name], torch.float64, SOME, seed=14):
-            assert_same(logit_stats(call, threshold), recomputed(unchecked(call), threshold), 1e-11, f"{name}, {case}")
+            assert_same(
+                logit_stats(call, threshold),
+                recomputed(unchecked(call), threshold),
+                1e-11,
+                f"{name}, {case}",
+            )
 
 
 def test_what_stands_at_hidden_keys_and_rows_changes_nothing() -> None:
@@ -71,9 +98,18 @@ def test_what_stands_at_hidden_keys_and_rows_changes_nothing() -> None:
         bad_q[:, :, 3:], bad_k[:, :, 3:] = rubbish, rubbish
         for causal in (True, False):
             found = [
-                logit_stats(with_query_mask(make_call(preset("baseline"), x, y, y, causal=causal, mask=seen), seen))
+                logit_stats(
+                    with_query_mask(
+                        make_call(
+                            preset("baseline"), x, y, y, causal=causal, mask=seen
+                        ),
+                        seen,
+                    )
+                )
                 for x, y in ((q, k), (bad_q, bad_k))
             ]
             for field in FIELDS:
-                assert torch.equal(*(getattr(stats, field) for stats in found)), f"{field}, {rubbish}"
+                assert torch.equal(*(getattr(stats, field) for stats in found)), (
+                    f"{field}, {rubbish}"
+                )
                 assert getattr(found[1], field).isfinite().all(), f"{field}, {rubbish}"

@@ -13,23 +13,56 @@ import pytest
 FOLDER = Path(__file__).parent
 FILES = sorted(path for path in FOLDER.rglob("*.py") if path.name != "__init__.py")
 NAMES = {
-    *("AttentionSpec", "apply", "attention", "autopilot", "check", "explain", "export", "find_sites", "fold", "load"),
+    *(
+        "AttentionSpec",
+        "apply",
+        "attention",
+        "autopilot",
+        "check",
+        "explain",
+        "export",
+        "find_sites",
+        "fold",
+        "load",
+    ),
     *("preset", "presets", "retrofit", "watch"),
 }
 PACKAGES = {
-    *("audit", "autopilot", "errors", "functional", "integrations", "lab", "metrics", "monitor", "nn", "reference"),
+    *(
+        "audit",
+        "autopilot",
+        "errors",
+        "functional",
+        "integrations",
+        "lab",
+        "metrics",
+        "monitor",
+        "nn",
+        "reference",
+    ),
     *("remedies", "report", "sites", "spec"),
 }
 # Modules of a package that users import by their own name: formulas by their subject, callbacks by their trainer.
 MODULES = ("functional.", "integrations.huggingface", "integrations.lightning")
 # Tools of the tests that know nothing of qkeel, and builders of other people's models.
 TOOLS = (
-    *("tests.contract", "tests.each_row", "tests.forked", "tests.quick", "tests.sites.flash_stand_in"),
+    *(
+        "tests.contract",
+        "tests.each_row",
+        "tests.forked",
+        "tests.quick",
+        "tests.sites.flash_stand_in",
+    ),
     *("tools.zoo", "tools.foreign"),
 )
 INTERNAL_TOOLS = (
     *("tools.zoo.compare", "tools.zoo.census", "tools.zoo.exact"),
-    *("tools.foreign.census", "tools.foreign.checks", "tools.foreign.effects", "tools.foreign.work"),
+    *(
+        "tools.foreign.census",
+        "tools.foreign.checks",
+        "tools.foreign.effects",
+        "tools.foreign.work",
+    ),
 )
 
 
@@ -37,11 +70,21 @@ def violations(text: str) -> Iterator[str]:
     """What a source takes that is not public, in words."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if not allowed(alias.name, ()))
+            yield from (
+                alias.name for alias in node.names if not allowed(alias.name, ())
+            )
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names = tuple(alias.name for alias in node.names)
-            yield from () if allowed(node.module or "", names) else (f"{node.module}: {', '.join(names)}",)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "qkeel":
+            yield from (
+                ()
+                if allowed(node.module or "", names)
+                else (f"{node.module}: {', '.join(names)}",)
+            )
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "qkeel"
+        ):
             yield from () if node.attr in NAMES | PACKAGES else (f"qkeel.{node.attr}",)
 
 
@@ -86,12 +129,18 @@ def test_what_is_not_public_is_a_violation(line: str) -> None:
     assert len(list(violations(line))) == 1
 
 
-def test_every_file_of_the_contract_is_in_the_table_and_every_file_in_the_table_exists() -> None:
+def test_every_file_of_the_contract_is_in_the_table_and_every_file_in_the_table_exists() -> (
+    None
+):
     table = (FOLDER / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w/]+\.py)`", table))
-    tests = {str(path.relative_to(FOLDER)) for path in FILES if path.name.startswith("test_")}
+    tests = {
+        str(path.relative_to(FOLDER)) for path in FILES if path.name.startswith("test_")
+    }
     assert tests <= named
     assert {name for name in named if not (FOLDER / name).exists()} == set()
     documents = re.findall(r"`((?:README|docs/[\w/]+)\.md)`", table)
     assert documents
-    assert {name for name in documents if not (FOLDER.parents[1] / name).exists()} == set()
+    assert {
+        name for name in documents if not (FOLDER.parents[1] / name).exists()
+    } == set()

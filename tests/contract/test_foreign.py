@@ -68,8 +68,12 @@ ROWS = {f"{target.package}: {target.name}": target for target in TARGETS}
 
 def numbers(calls: list[Call]) -> tuple[Tensor, Tensor]:
     """The largest logit and the mean entropy of each head over some calls."""
-    rows = torch.stack([c.visible.any(-1).expand(c.z.shape[:3]).sum((0, 2)) for c in calls]).double()
-    entropy = (torch.stack([c.entropy() for c in calls]) * rows).sum(0) / rows.sum(0).clamp_min(1)
+    rows = torch.stack(
+        [c.visible.any(-1).expand(c.z.shape[:3]).sum((0, 2)) for c in calls]
+    ).double()
+    entropy = (torch.stack([c.entropy() for c in calls]) * rows).sum(0) / rows.sum(
+        0
+    ).clamp_min(1)
     return torch.stack([c.max_logit() for c in calls]).amax(0), entropy
 
 
@@ -81,7 +85,14 @@ def calls_by_site(sites: list[str], true: list[Call]) -> dict[str, list[Call]]:
     owned: dict[str, list[Call]] = {site: [] for site in sites}
     counts = dict.fromkeys(by_module, 0)
     for call in true:
-        module = max((m for m in by_module if m in ("", call.module) or call.module.startswith(f"{m}.")), key=len)
+        module = max(
+            (
+                m
+                for m in by_module
+                if m in ("", call.module) or call.module.startswith(f"{m}.")
+            ),
+            key=len,
+        )
         owned[by_module[module][counts[module] % len(by_module[module])]].append(call)
         counts[module] += 1
     return owned
@@ -113,5 +124,7 @@ def test_the_numbers_of_every_head_are_those_of_the_reference(name: str) -> None
         seen = monitor.read()
     for site, owned in calls_by_site(list(seen), true).items():
         assert owned, site
-        for ours, theirs in zip((seen[site].max_logit, seen[site].entropy), numbers(owned)):
+        for ours, theirs in zip(
+            (seen[site].max_logit, seen[site].entropy), numbers(owned)
+        ):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)

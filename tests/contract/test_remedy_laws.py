@@ -42,7 +42,9 @@ OPTIONS = {
 
 def own() -> nn.Module:
     torch.manual_seed(0)
-    model = Decoder(DecoderConfig(vocab_size=VOCAB, d_model=WIDTH, n_heads=4, n_layers=2))
+    model = Decoder(
+        DecoderConfig(vocab_size=VOCAB, d_model=WIDTH, n_heads=4, n_layers=2)
+    )
     model.init_weights()
     return model
 
@@ -50,8 +52,14 @@ def own() -> nn.Module:
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attend, self.mlp = Attend(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-        self.first, self.second = nn.RMSNorm(WIDTH, eps=1e-6), nn.RMSNorm(WIDTH, eps=1e-6)
+        self.attend, self.mlp = (
+            Attend(),
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)),
+        )
+        self.first, self.second = (
+            nn.RMSNorm(WIDTH, eps=1e-6),
+            nn.RMSNorm(WIDTH, eps=1e-6),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(self.first(x))
@@ -64,8 +72,15 @@ class Attend(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            layer(x).unflatten(-1, (4, -1)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class Foreign(nn.Module):
@@ -74,7 +89,10 @@ class Foreign(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.layers = nn.Embedding(VOCAB, WIDTH), nn.ModuleList([Layer(), Layer()])
+        self.embed, self.layers = (
+            nn.Embedding(VOCAB, WIDTH),
+            nn.ModuleList([Layer(), Layer()]),
+        )
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -94,15 +112,21 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def apply(model: nn.Module, name: str, optimizer: torch.optim.Optimizer) -> Any:
-    return qkeel.apply(model, OPTIONS.get(name, name), optimizer, batch=IDS, train_length=8)
+    return qkeel.apply(
+        model, OPTIONS.get(name, name), optimizer, batch=IDS, train_length=8
+    )
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
+def train(
+    model: Any, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
+) -> None:
     for step in range(first, first + steps):
         torch.manual_seed(step)  # dropout
         ids = (IDS + step) % VOCAB
         optimizer.zero_grad()
-        F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        F.cross_entropy(
+            model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        ).backward()
         optimizer.step()
 
 
@@ -110,9 +134,18 @@ def shape_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     """Everything but the values: names, order, classes, attributes, specs, hooks and groups."""
     modules = [(n, type(m), sorted(m.__dict__), len(m._forward_hooks), len(m._forward_pre_hooks), getattr(m, "spec", 0))
                for n, m in model.named_modules()]  # fmt: skip
-    hooks = len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+    hooks = (
+        len(optimizer._optimizer_step_pre_hooks),
+        len(optimizer._optimizer_step_post_hooks),
+    )
     groups = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-    return [modules, [(n, id(p)) for n, p in model.named_parameters()], list(model.state_dict()), hooks, groups]
+    return [
+        modules,
+        [(n, id(p)) for n, p in model.named_parameters()],
+        list(model.state_dict()),
+        hooks,
+        groups,
+    ]
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -120,7 +153,9 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
+    return a.keys() == b.keys() and all(
+        torch.equal(x, b[name]) for name, x in a.items()
+    )
 
 
 @every_model
@@ -144,7 +179,9 @@ def test_start_and_undo_bit_for_bit(name: str, kind: str) -> None:
 
 @every_model
 @every_remedy
-def test_it_trains_changes_the_run_and_leaves_no_trace_but_the_weights(name: str, kind: str) -> None:
+def test_it_trains_changes_the_run_and_leaves_no_trace_but_the_weights(
+    name: str, kind: str
+) -> None:
     plain, model = MODELS[kind](), MODELS[kind]()
     optimizer = adamw(model)
     shape = shape_of(model, optimizer)
@@ -186,7 +223,9 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(name: str, kind: str) -> 
 
 @every_model
 @every_remedy
-def test_a_copy_computes_the_same_and_has_no_hook_on_steps(name: str, kind: str) -> None:
+def test_a_copy_computes_the_same_and_has_no_hook_on_steps(
+    name: str, kind: str
+) -> None:
     model = MODELS[kind]()
     optimizer = adamw(model)
     with apply(model, name, optimizer):
@@ -204,33 +243,47 @@ def test_a_copy_computes_the_same_and_has_no_hook_on_steps(name: str, kind: str)
 @pytest.mark.slow
 @every_model
 @every_remedy
-def test_compiled_before_or_after_the_same_weights_come_out(name: str, kind: str) -> None:
+def test_compiled_before_or_after_the_same_weights_come_out(
+    name: str, kind: str
+) -> None:
     results = []
     for when in ("never", "before", "after"):
         torch.compiler.reset()
         model = MODELS[kind]()
         optimizer = adamw(model)
-        run: Any = torch.compile(model, backend="aot_eager") if when == "before" else model
+        run: Any = (
+            torch.compile(model, backend="aot_eager") if when == "before" else model
+        )
         with apply(run, name, optimizer):
             run = torch.compile(model, backend="aot_eager") if when == "after" else run
             train(run, optimizer, 2)
             results.append([p.detach().clone() for p in model.parameters()])
     if name != "dropout":  # compiled code draws other random numbers
         for other in results[1:]:
-            assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(results[0], other, strict=True))
+            assert all(
+                torch.allclose(a, b, atol=1e-4)
+                for a, b in zip(results[0], other, strict=True)
+            )
 
 
-@pytest.mark.parametrize("name", [name for name in REMEDIES if name not in STEPS | BLOCKS])
+@pytest.mark.parametrize(
+    "name", [name for name in REMEDIES if name not in STEPS | BLOCKS]
+)
 def test_decoding_with_a_cache_computes_what_one_pass_does(name: str) -> None:
     torch.manual_seed(0)
-    model, x = Attention(WIDTH, 4, 2).double(), torch.randn(2, 8, WIDTH, dtype=torch.float64)
+    model, x = (
+        Attention(WIDTH, 4, 2).double(),
+        torch.randn(2, 8, WIDTH, dtype=torch.float64),
+    )
     qkeel.apply(model, OPTIONS.get(name, name), train_length=8)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
         model.eval()
         cache = model.new_cache()
-        steps = torch.cat([model(x[:, i : i + 1], cache=cache) for i in range(x.shape[1])], dim=1)
+        steps = torch.cat(
+            [model(x[:, i : i + 1], cache=cache) for i in range(x.shape[1])], dim=1
+        )
         assert torch.allclose(steps, model(x), atol=1e-12)
 
 
@@ -238,11 +291,15 @@ def test_decoding_with_a_cache_computes_what_one_pass_does(name: str) -> None:
 @every_remedy
 def test_frozen_weights_stay(name: str, kind: str) -> None:
     model = MODELS[kind]()
-    frozen = [p for n, p in model.named_parameters() if ".v" in n or n.startswith("embed")]
+    frozen = [
+        p for n, p in model.named_parameters() if ".v" in n or n.startswith("embed")
+    ]
     for p in frozen:
         p.requires_grad_(False)
     before = [p.clone() for p in frozen]
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.03)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.03
+    )
     with apply(model, name, optimizer):
         train(model, optimizer, 2)
         assert not any(p.requires_grad for p in frozen)

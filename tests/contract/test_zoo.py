@@ -81,7 +81,9 @@ DRAWN = [
     "RobertaPreLayerNormForMaskedLM",
     "Llama4ForCausalLM",
 ]
-ENTRIES = {entry.class_name: entry for table in reversed(TABLES) for entry in entries(table)}
+ENTRIES = {
+    entry.class_name: entry for table in reversed(TABLES) for entry in entries(table)
+}
 
 
 def nearest(reference: Tensor, seen: list[Tensor]) -> tuple[float, int]:
@@ -90,7 +92,11 @@ def nearest(reference: Tensor, seen: list[Tensor]) -> tuple[float, int]:
     distances = []
     for entropy in seen:
         same = entropy if len(entropy) == heads else entropy.mean(0, keepdim=True)
-        distances.append(float((same - reference).abs().amax(-1).min()) if heads in (1, len(entropy)) else torch.inf)
+        distances.append(
+            float((same - reference).abs().amax(-1).min())
+            if heads in (1, len(entropy))
+            else torch.inf
+        )
     return min((distance, place) for place, distance in enumerate(distances))
 
 
@@ -113,13 +119,27 @@ def test_every_attention_is_a_site_with_the_entropy_of_its_weights(name: str) ->
     with watch(model) as monitor, torch.no_grad():
         model(**batch)
         read = monitor.read()
-    seen, modules = [stats.entropy for stats in read.values()], {name.partition("#")[0] for name in read}
+    seen, modules = (
+        [stats.entropy for stats in read.values()],
+        {name.partition("#")[0] for name in read},
+    )
     given = given_away(reference, batch, name)
     unreturned = UNRETURNED.get(name, (0, ""))[0]
-    assert len(given.weights) + unreturned in (len(seen), len(modules))  # two streams of one module share weights
+    assert len(given.weights) + unreturned in (
+        len(seen),
+        len(modules),
+    )  # two streams of one module share weights
     for weights in sorted(given.weights, key=lambda entropy: -entropy.shape[1]):
         distance, place = nearest(weights, seen)
         assert distance < 1e-4
         del seen[place]
-    for entropy in seen:  # what softmax kernels made stands in for weights that nobody gives away
-        assert min(float((entropy.mean() - kernel).abs().amax(-1).min()) for kernel in given.kernels) < 1e-4
+    for (
+        entropy
+    ) in seen:  # what softmax kernels made stands in for weights that nobody gives away
+        assert (
+            min(
+                float((entropy.mean() - kernel).abs().amax(-1).min())
+                for kernel in given.kernels
+            )
+            < 1e-4
+        )

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 NAME = "accel"
 
@@ -30,7 +33,9 @@ class _Backend(_DummyBackendModule):
 
 
 _setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
-torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes its numbers on the CPU, and moves them where a mode sees
+torch._C._set_only_lift_cpu_tensors(
+    True
+)  # torch.tensor makes its numbers on the CPU, and moves them where a mode sees
 DEVICE = torch.device(NAME, 0)
 aten = torch.ops.aten
 
@@ -97,7 +102,9 @@ class OnDevice(Tensor):
         return self.to("cpu").tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(func, args, kwargs or {}, float64=True)
 
 
@@ -108,7 +115,9 @@ class Accelerator(TorchDispatchMode):
         super().__init__()
         self._float64 = float64
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(func, args, kwargs or {}, float64=self._float64)
 
 
@@ -128,8 +137,14 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], *, float64: bool) -> Any:
         plain["pin_memory"] = False
     out = func(*tree_map(_held, args), **tree_map(_held, plain))
     made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-    if not float64 and to_device and any(x.dtype in (torch.float64, torch.complex128) for x in made):
-        raise TypeError(f"{func} would make float64 on a device that has none, at {_where()}")
+    if (
+        not float64
+        and to_device
+        and any(x.dtype in (torch.float64, torch.complex128) for x in made)
+    ):
+        raise TypeError(
+            f"{func} would make float64 on a device that has none, at {_where()}"
+        )
     _count(func, args, given, made, was_on=was_on, to_device=to_device)
     if not to_device:
         return out
@@ -139,11 +154,19 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], *, float64: bool) -> Any:
 
 def _where() -> str:
     """The line of qkeel's, or of the one who calls it, that a fault or a wait is at."""
-    own = [f for f in traceback.extract_stack() if "/src/qkeel/" in f.filename and "/patching/" not in f.filename]
+    own = [
+        f
+        for f in traceback.extract_stack()
+        if "/src/qkeel/" in f.filename and "/patching/" not in f.filename
+    ]
     frames = [
         f for f in own if f.name not in ("__torch_function__", "take")
     ]  # through which the caller's functions pass
-    return f"{frames[-1].filename.rpartition('/src/')[2]}:{frames[-1].lineno}" if frames else "the caller"
+    return (
+        f"{frames[-1].filename.rpartition('/src/')[2]}:{frames[-1].lineno}"
+        if frames
+        else "the caller"
+    )
 
 
 def _count(
@@ -168,7 +191,9 @@ def _count(
     for counts in _COUNTING:
         if name in _WAITS or moved or masked:
             counts.waits[f"{name} {_where()}"] += 1
-        if name not in _FREE or (name in ("_to_copy", "copy_") and was_on and to_device and not moved):
+        if name not in _FREE or (
+            name in ("_to_copy", "copy_") and was_on and to_device and not moved
+        ):
             counts.launches[name] += _copies(given) if name in ("cat", "stack") else 1
             counts.read_and_written += size
 

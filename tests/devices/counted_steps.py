@@ -33,12 +33,16 @@ SDPA = nn.functional.scaled_dot_product_attention
 class Fused(TorchFunctionMode):
     """SDPA as a GPU computes it: by one operator."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is not SDPA:
             return function(*args, **(kwargs or {}))
         given = sdpa_arguments(args, kwargs or {})
         q, k, v = (given[name] for name in ("query", "key", "value"))
-        return flash_on_cpu(q, k, v, 0.0, bool(given["is_causal"]), scale=given["scale"])[0]
+        return flash_on_cpu(
+            q, k, v, 0.0, bool(given["is_causal"]), scale=given["scale"]
+        )[0]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Counts:
@@ -50,7 +54,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> 
     return counts
 
 
-def fields_found(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+def fields_found(
+    call: AttentionCall, threshold: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """As many numbers as the kernel for all statistics of rows makes, in four launches: three are of key norms."""
     norms = torch.linalg.vector_norm(call.k, dim=-1).clamp_min(1e-30).reciprocal()
     found = norms.new_empty((len(ROW_FIELDS), *call.q.shape[:3])).neg()
@@ -65,7 +71,9 @@ def counted(layers: int) -> dict[str, dict[str, object]]:
         ("measured, all statistics", {}),
         ("measured, all statistics by blocks", {}),
     ):
-        statistics.row_fields = (lambda *_: None) if name.endswith("blocks") else fields_found
+        statistics.row_fields = (
+            (lambda *_: None) if name.endswith("blocks") else fields_found
+        )
         model = hf("llama", "sdpa", num_hidden_layers=layers).to(DEVICE).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         plain = [step(model, optimizer, tokens) for _ in range(2)][-1]

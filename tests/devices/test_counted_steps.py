@@ -16,7 +16,9 @@ MOST = {
 
 
 @pytest.mark.slow
-def test_watching_waits_for_the_device_at_the_end_of_a_step_alone_and_launches_no_more_than_is_written() -> None:
+def test_watching_waits_for_the_device_at_the_end_of_a_step_alone_and_launches_no_more_than_is_written() -> (
+    None
+):
     # In a process of its own: the device is one for good.
     command = [sys.executable, "-m", "tests.devices.counted_steps"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -27,7 +29,11 @@ def test_watching_waits_for_the_device_at_the_end_of_a_step_alone_and_launches_n
             counts = found[str(layers)][name]
             assert 0 < counts["launches"] <= each * layers + whole, (name, layers)
             assert sum(counts["waits"].values()) - counts["waits_elsewhere"] == 1, name
-            ((place, times),) = [item for item in counts["waits"].items() if "capture/intercept" not in item[0]]
+            ((place, times),) = [
+                item
+                for item in counts["waits"].items()
+                if "capture/intercept" not in item[0]
+            ]
             assert times == 1, name
             # The copy of all numbers at once, which on CUDA goes into pinned memory and is not waited for.
             assert place.startswith("_to_copy qkeel/monitor/gather")

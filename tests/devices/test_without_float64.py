@@ -17,7 +17,10 @@ from qkeel.remedies import REMEDIES
 def test_auto_is_the_cpu_where_there_is_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert [resolve(RunConfig(device=name)).device for name in ("auto", "mps")] == ["cpu", "mps"]
+    assert [resolve(RunConfig(device=name)).device for name in ("auto", "mps")] == [
+        "cpu",
+        "mps",
+    ]
 
 
 @pytest.mark.slow
@@ -29,5 +32,11 @@ def test_watch_every_remedy_and_every_study_run_without_float64() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     told = done.stdout.splitlines()
     assert [line.split()[0] for line in told].count("apply") == len(REMEDIES)
-    assert {"watch own", "watch llama", "watch qwen3", "watch gpt2", "train none"} <= set(told)
+    assert {
+        "watch own",
+        "watch llama",
+        "watch qwen3",
+        "watch gpt2",
+        "train none",
+    } <= set(told)
     assert {f"study {name}" for name in STUDIES} <= set(told)

@@ -29,31 +29,50 @@ from qkeel.sites import trace
 faults: list[str] = []  # what was warned of
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, count: int = 2) -> None:
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, count: int = 2
+) -> None:
     for _ in range(count):
         optimizer.zero_grad()
         logits = out(model, x).flatten(0, 1)
-        nn.functional.cross_entropy(logits, torch.arange(len(logits), device=DEVICE) % 5).backward()
+        nn.functional.cross_entropy(
+            logits, torch.arange(len(logits), device=DEVICE) % 5
+        ).backward()
         optimizer.step()
 
 
 def watched() -> Iterator[str]:
     """Own and foreign attention, with gains, classes, a query mask and a probe."""
     tokens = torch.randint(20, (2, 9)).to(DEVICE)
-    own = Decoder(DecoderConfig(vocab_size=40, d_model=32, n_layers=2, spec=qkeel.preset("cosa_logn")))
-    for name, model in (("own", own), *((kind, hf(kind, "sdpa")) for kind in ("llama", "qwen3", "gpt2"))):
+    own = Decoder(
+        DecoderConfig(
+            vocab_size=40, d_model=32, n_layers=2, spec=qkeel.preset("cosa_logn")
+        )
+    )
+    for name, model in (
+        ("own", own),
+        *((kind, hf(kind, "sdpa")) for kind in ("llama", "qwen3", "gpt2")),
+    ):
         model = model.to(DEVICE).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for how in ({}, {"stats": "entropy", "every": 2}):
-            with qkeel.watch(model, optimizer, probe_batch=tokens if not how else None, **how) as monitor:
+            with qkeel.watch(
+                model, optimizer, probe_batch=tokens if not how else None, **how
+            ) as monitor:
                 steps(model, optimizer, tokens, 3)
                 found = monitor.read()
                 assert found, name
-                assert all(torch.isfinite(stats.entropy).all() for stats in found.values()), name
+                assert all(
+                    torch.isfinite(stats.entropy).all() for stats in found.values()
+                ), name
                 assert monitor.table(), name
-        with qkeel.watch(model, classes={"low": range(10), "high": range(10, 20)}) as monitor:
+        with qkeel.watch(
+            model, classes={"low": range(10), "high": range(10, 20)}
+        ) as monitor:
             steps(model, optimizer, tokens, 1)
-            assert all(stats.classes is not None for stats in monitor.read().values()), name
+            assert all(
+                stats.classes is not None for stats in monitor.read().values()
+            ), name
         yield f"watch {name}"
 
 
@@ -78,7 +97,10 @@ def trained() -> Iterator[str]:
     RunConfig.__post_init__ = lambda self: None  # type: ignore[method-assign]  # it knows the names of real devices
     for remedy in ("none", "lalr:tau=0.3", "qk_clip:threshold=1"):
         with tempfile.TemporaryDirectory() as folder:
-            done = run(dataclasses.replace(TINY, remedy=remedy, device="auto"), Path(folder) / "r")
+            done = run(
+                dataclasses.replace(TINY, remedy=remedy, device="auto"),
+                Path(folder) / "r",
+            )
             assert done.summary()["status"] == "done", remedy
         yield f"train {remedy}"
 
@@ -87,15 +109,32 @@ def studied() -> Iterator[str]:
     """Every study of the lab, the demo among them, cut to its first remedies, rate and seed; with its page."""
     for name in STUDIES:
         study = STUDIES[name]
-        grid = {axis: values[:1] for axis, values in dataclasses.asdict(study.grid).items()}
+        grid = {
+            axis: values[:1] for axis, values in dataclasses.asdict(study.grid).items()
+        }
         remedies = study.grid.remedies[: 1 if study.contexts else 2]
-        base = dataclasses.replace(study.base or TINY, model=TINY.model, steps=3, log_every=1, checkpoint_every=3)
+        base = dataclasses.replace(
+            study.base or TINY,
+            model=TINY.model,
+            steps=3,
+            log_every=1,
+            checkpoint_every=3,
+        )
         sizes = {"context": 80 if base.data.task == "multimodal" else 8, "batch": 2}
         data = dataclasses.replace(base.data, **sizes, source="topics", pairs=8)
-        base = dataclasses.replace(base, data=data, eval_sequences=2, probe_sequences=2, device="auto")
-        contexts = LongContexts(posthoc=("none", "rerope"), test_lengths=(16,), sequences=2)
+        base = dataclasses.replace(
+            base, data=data, eval_sequences=2, probe_sequences=2, device="auto"
+        )
+        contexts = LongContexts(
+            posthoc=("none", "rerope"), test_lengths=(16,), sequences=2
+        )
         with tempfile.TemporaryDirectory() as folder:
-            plan = make_plan(name, base, Grid(**{**grid, "remedies": remedies}), study.contexts and contexts)
+            plan = make_plan(
+                name,
+                base,
+                Grid(**{**grid, "remedies": remedies}),
+                study.contexts and contexts,
+            )
             done = run_plan(plan, folder, Execution())
             assert not done.failures, (name, done.failures[0].error)
             assert len(done.table) == len(plan.runs) > 0, name
@@ -118,5 +157,7 @@ if __name__ == "__main__":
             raise AssertionError("the device made float64")
         for group in (watched, changed, trained, studied):
             for told in group():
-                assert not any("switched itself off" in fault for fault in faults), faults
+                assert not any("switched itself off" in fault for fault in faults), (
+                    faults
+                )
                 print(told, flush=True)

@@ -12,12 +12,24 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 OUTSIDE = [
     ROOT / name
-    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "experiments/recipes/README.md")
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "CHANGELOG.md",
+        "experiments/recipes/README.md",
+    )
 ]
 PAGES = sorted(
-    page for page in DOCS.rglob("*.md") if not {"_made", "_build", "internals"} & set(page.parts)
+    page
+    for page in DOCS.rglob("*.md")
+    if not {"_made", "_build", "internals"} & set(page.parts)
 )  # of the site
-OFF_SITE = sorted(page for folder in ("docs/internals", "experiments/notes") for page in (ROOT / folder).rglob("*.md"))
+OFF_SITE = sorted(
+    page
+    for folder in ("docs/internals", "experiments/notes")
+    for page in (ROOT / folder).rglob("*.md")
+)
 
 
 def loaded(name: str) -> ModuleType:
@@ -55,4 +67,6 @@ def links(page: Path) -> list[str]:
 def notebook_text(path: Path) -> str:
     """The prose of a notebook."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return "\n\n".join(
+        "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+    )

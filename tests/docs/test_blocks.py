@@ -9,8 +9,17 @@ from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("docs", "docs/tutorials", "docs/guides", "docs/internals", "experiments/notes")
-PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md")))]
+FOLDERS = (
+    "docs",
+    "docs/tutorials",
+    "docs/guides",
+    "docs/internals",
+    "experiments/notes",
+)
+PAGES = [
+    ROOT / "README.md",
+    *(page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))),
+]
 READER = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["*.md"])
 
 
@@ -19,8 +28,12 @@ def has_python(page: Path) -> bool:
     return "```python" in text or "block: python" in text
 
 
-@pytest.mark.filterwarnings("ignore")  # the frameworks that pages show warn of what is theirs to change
-@pytest.mark.parametrize("page", [pytest.param(page, id=page.stem) for page in PAGES if has_python(page)])
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # the frameworks that pages show warn of what is theirs to change
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=page.stem) for page in PAGES if has_python(page)]
+)
 def test_the_blocks_of_a_page_run_one_after_the_other(page: Path) -> None:
     examples = list(READER.parse(page).examples())
     assert examples

@@ -12,13 +12,17 @@ from tests.each_row import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "experiments" / "recipes" / "README.md"]
-PAGES += [page for page in sorted((ROOT / "docs").rglob("*.md")) if "_made" not in page.parts]  # notes are history
+PAGES += [
+    page for page in sorted((ROOT / "docs").rglob("*.md")) if "_made" not in page.parts
+]  # notes are history
 
 
 def _commands() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
-        for block in re.findall(r"```(?:sh|console|bash)\n(.*?)```", page.read_text(), flags=re.S):
+        for block in re.findall(
+            r"```(?:sh|console|bash)\n(.*?)```", page.read_text(), flags=re.S
+        ):
             for line in block.replace("\\\n", " ").splitlines():
                 text = re.split("#| > ", line)[0].strip().removeprefix("$ ").strip()
                 if text.startswith("qkeel "):
@@ -45,7 +49,9 @@ def _app(words: tuple[str, ...]) -> App:
 
 def test_make_targets_named_in_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make ([a-z]+)", (ROOT / "README.md").read_text(), flags=re.M):
+    for target in re.findall(
+        r"^make ([a-z]+)", (ROOT / "README.md").read_text(), flags=re.M
+    ):
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
 
 
@@ -54,6 +60,8 @@ def test_every_page_is_in_the_index() -> None:
     listed = [line.strip() for line in index.split("```{toctree}", 1)[1].splitlines()]
     for page in PAGES_OF_SITE:
         name = str(page.relative_to(ROOT / "docs").with_suffix(""))
-        assert name == "index" or name.startswith("reference/") or any(fnmatch(name, pattern) for pattern in listed), (
-            name
-        )
+        assert (
+            name == "index"
+            or name.startswith("reference/")
+            or any(fnmatch(name, pattern) for pattern in listed)
+        ), name

@@ -28,11 +28,21 @@ def test_every_link_and_anchor_leads_somewhere() -> None:
             place = (page.parent / path).resolve() if path else page
             if place in made:
                 continue
-            if not place.exists() or (anchor and place.suffix == ".md" and anchor not in page_text.slugs(place)):
+            if not place.exists() or (
+                anchor
+                and place.suffix == ".md"
+                and anchor not in page_text.slugs(place)
+            ):
                 wrong.append(f"{page.relative_to(ROOT)}: {target}")
-    for path in sorted((DOCS / "notebooks").glob("*.ipynb")):  # their links are those of a page in docs/
+    for path in sorted(
+        (DOCS / "notebooks").glob("*.ipynb")
+    ):  # their links are those of a page in docs/
         targets = re.findall(r"\]\(([^)#\s]+)\)", page_text.notebook_text(path))
-        wrong += [f"{path.name}: {target}" for target in targets if not (DOCS / target).exists()]
+        wrong += [
+            f"{path.name}: {target}"
+            for target in targets
+            if not (DOCS / target).exists()
+        ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -48,8 +58,13 @@ def _text(notebook: dict[str, Any]) -> list[list[str]]:
     """What each cell put out, with numbers left out: their last digits depend on the processor."""
     found = []
     for cell in notebook["cells"]:
-        outputs = [output.get("text") or output["data"]["text/plain"] for output in cell.get("outputs", ())]
-        found.append([re.sub(r"[ ]*\d[\d,.e+-]*", "#", "".join(output)) for output in outputs])
+        outputs = [
+            output.get("text") or output["data"]["text/plain"]
+            for output in cell.get("outputs", ())
+        ]
+        found.append(
+            [re.sub(r"[ ]*\d[\d,.e+-]*", "#", "".join(output)) for output in outputs]
+        )
     return found
 
 
@@ -58,7 +73,9 @@ def test_notebooks_hold_their_output() -> None:
     assert len(paths) == 2
     for path in paths:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        assert all(cell["cell_type"] == "markdown" or cell["outputs"] for cell in cells), path.name
+        assert all(
+            cell["cell_type"] == "markdown" or cell["outputs"] for cell in cells
+        ), path.name
 
 
 @pytest.mark.slow  # 11 s: shapes and types of every call are checked
@@ -66,4 +83,6 @@ def test_notebooks_put_out_what_they_hold() -> None:
     runner = loaded("run_notebooks")
     for path in sorted((DOCS / "notebooks").glob("*.ipynb")):
         kept = json.loads(path.read_text(encoding="utf-8"))
-        assert _text(runner.executed(path)) == _text(kept), f"run python docs/run_notebooks.py: {path.name}"
+        assert _text(runner.executed(path)) == _text(kept), (
+            f"run python docs/run_notebooks.py: {path.name}"
+        )

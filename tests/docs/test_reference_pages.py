@@ -27,19 +27,39 @@ ROOMS = (
     ".autopilot",
 )
 # Rooms without a list of names: what a module of theirs defines. Aliases of annotations have no page.
-FORMULAS = sorted(path.stem for path in (PAGES.parents[1] / "src" / "qkeel" / "functional").glob("[a-z]*.py"))
-FORMULAS = [stem for stem in FORMULAS if "statistics" not in stem]  # their public names are those of qkeel.monitor
+FORMULAS = sorted(
+    path.stem
+    for path in (PAGES.parents[1] / "src" / "qkeel" / "functional").glob("[a-z]*.py")
+)
+FORMULAS = [
+    stem for stem in FORMULAS if "statistics" not in stem
+]  # their public names are those of qkeel.monitor
 # Tables of names, which their functions list; and an alias of Any in annotations.
-TABLES = {"Foreign", "ALIASES", "DEFAULT", "METHODS", "POSITIONS", "PRESETS", "REMEDIES", "SINKS"}
+TABLES = {
+    "Foreign",
+    "ALIASES",
+    "DEFAULT",
+    "METHODS",
+    "POSITIONS",
+    "PRESETS",
+    "REMEDIES",
+    "SINKS",
+}
 
 
 def _named() -> set[str]:
     blocks = [
         block
         for page in PAGES.glob("*.md")
-        for block in re.findall(r"autosummary::\n(?: +:.*\n)*\n((?: +\S+\n)+)", page.read_text())
+        for block in re.findall(
+            r"autosummary::\n(?: +:.*\n)*\n((?: +\S+\n)+)", page.read_text()
+        )
     ]
-    return {line.strip().removeprefix("~") for block in blocks for line in block.splitlines()}
+    return {
+        line.strip().removeprefix("~")
+        for block in blocks
+        for line in block.splitlines()
+    }
 
 
 def _found(name: str) -> object:
@@ -58,13 +78,25 @@ def test_every_public_name_is_in_the_reference_and_each_of_its_names_exists() ->
         module = importlib.import_module(f"qkeel{room}")
         for name in module.__all__:
             value = getattr(module, name)
-            if name not in TABLES and not name.isupper() and f"qkeel.{name}" not in sys.modules:
-                missing += [] if any(value is one for one in listed) else [f"qkeel{room}.{name}"]
+            if (
+                name not in TABLES
+                and not name.isupper()
+                and f"qkeel.{name}" not in sys.modules
+            ):
+                missing += (
+                    []
+                    if any(value is one for one in listed)
+                    else [f"qkeel{room}.{name}"]
+                )
     for room in ("qkeel.errors", *(f"qkeel.functional.{stem}" for stem in FORMULAS)):
         own = [
-            value for value in vars(importlib.import_module(room)).values() if getattr(value, "__module__", "") == room
+            value
+            for value in vars(importlib.import_module(room)).values()
+            if getattr(value, "__module__", "") == room
         ]
-        kinds = type if room == "qkeel.errors" else object  # its functions make errors: they are for our own code
+        kinds = (
+            type if room == "qkeel.errors" else object
+        )  # its functions make errors: they are for our own code
         missing += [
             f"{room}.{one.__name__}"
             for one in own

@@ -35,7 +35,9 @@ def test_the_ends_are_those_at_which_a_permutation_test_by_signs_turns() -> None
                 assert sign_p(values, end - inwards * 1e-6) <= 1 - level + 1e-12
 
 
-def test_of_eight_the_widest_interval_is_the_range_and_no_level_above_is_reached() -> None:
+def test_of_eight_the_widest_interval_is_the_range_and_no_level_above_is_reached() -> (
+    None
+):
     values = [0.1, 0.4, 0.2, 0.3, 0.25, 0.15, 0.35, 0.45]
     assert exact_interval(values, 1 - 2 / 256) == (0.1, 0.45)
     assert exact_interval(values, 0.9922) == (-math.inf, math.inf)
@@ -44,7 +46,9 @@ def test_of_eight_the_widest_interval_is_the_range_and_no_level_above_is_reached
 @pytest.mark.parametrize("draw", ["normal", "laplace", "uniform", "standard_cauchy"])
 def test_coverage_is_exact_for_every_symmetric_distribution(draw: str) -> None:
     rng, n, level, trials = np.random.default_rng(1), 6, 1 - 2 * 3 / 64, 4000
-    samples = getattr(rng, draw)(size=(trials, n)) + (-0.5 if draw == "uniform" else 0.0)
+    samples = getattr(rng, draw)(size=(trials, n)) + (
+        -0.5 if draw == "uniform" else 0.0
+    )
     ends = np.array([exact_interval(own, level) for own in samples])
     covered = ((ends[:, 0] < 0) & (ends[:, 1] > 0)).mean()
     assert abs(covered - level) < 4 * math.sqrt(level * (1 - level) / trials)
@@ -67,9 +71,17 @@ def test_bad_differences_are_refused(bad: list[float]) -> None:
 # Pocock 1977, table 1, two-sided 0.05 and 0.01.
 @pytest.mark.parametrize(
     ("error", "looks", "each"),
-    [(0.05, 2, 0.0294), (0.05, 3, 0.0221), (0.05, 4, 0.0182), (0.05, 5, 0.0158), (0.01, 5, 0.0028)],
+    [
+        (0.05, 2, 0.0294),
+        (0.05, 3, 0.0221),
+        (0.05, 4, 0.0182),
+        (0.05, 5, 0.0158),
+        (0.01, 5, 0.0028),
+    ],
 )
-def test_nominal_errors_are_those_of_the_published_table(error: float, looks: int, each: float) -> None:
+def test_nominal_errors_are_those_of_the_published_table(
+    error: float, looks: int, each: float
+) -> None:
     assert nominal(error, looks) == pytest.approx(each, abs=6e-5)
 
 
@@ -105,5 +117,10 @@ def test_where_nothing_is_decided_the_level_is_that_of_one_row() -> None:
 def test_the_largest_stable_rate_is_below_the_first_that_collapsed() -> None:
     runs = ((0.1, False), (0.01, False), (0.3, True), (1.0, False), (0.1, False))
     assert largest_stable_lr([{"lr": lr, "collapsed": c} for lr, c in runs]) == 0.1
-    assert largest_stable_lr([{"lr": 0.1, "collapsed": False}, {"lr": 0.1, "collapsed": True}]) is None
+    assert (
+        largest_stable_lr(
+            [{"lr": 0.1, "collapsed": False}, {"lr": 0.1, "collapsed": True}]
+        )
+        is None
+    )
     assert largest_stable_lr([]) is None

@@ -15,7 +15,13 @@ from tests.contract.watch.small import batch, small, train
 
 import qkeel
 from qkeel.cli.inspect import export
-from qkeel.errors import MissingLibraryError, QkeelError, QkeelWarning, RunDirectoryError, UnknownNameError
+from qkeel.errors import (
+    MissingLibraryError,
+    QkeelError,
+    QkeelWarning,
+    RunDirectoryError,
+    UnknownNameError,
+)
 from qkeel.frames import Frame, TableFiles
 from qkeel.handle import Handle
 from qkeel.monitor import History, RunDirectorySink
@@ -41,7 +47,13 @@ def test_a_run_is_read_as_tables(run: Path) -> None:
     assert loaded.steps["step"].tolist() == [0, 10, 20]
     assert loaded.steps["train_loss"].tolist() == [2.5] * 3
     heads = loaded.heads
-    assert list(heads.columns) == ["step", "layer", "head", "max_logit", "entropy"]  # what was measured
+    assert list(heads.columns) == [
+        "step",
+        "layer",
+        "head",
+        "max_logit",
+        "entropy",
+    ]  # what was measured
     assert len(heads) == 3 * 5  # and of the heads that there are
     rows = list(zip(*heads.columns.values(), strict=True))
     assert rows[7] == (10, "h.0.attn", 2, 10.0, 4.0)
@@ -49,11 +61,21 @@ def test_a_run_is_read_as_tables(run: Path) -> None:
     assert loaded.eval_heads["step"].tolist() == [20] * 5
     assert loaded.history.layers == ("h.0.attn", "h.1.attn")
     assert "<td>20</td>" in loaded._repr_html_()
-    assert Frame({"step": np.arange(13)})._repr_html_().count("<tr><td>5</td></tr><tr><td>…</td></tr><tr><td>7<") == 1
+    assert (
+        Frame({"step": np.arange(13)})
+        ._repr_html_()
+        .count("<tr><td>5</td></tr><tr><td>…</td></tr><tr><td>7<")
+        == 1
+    )
     assert "…" not in Frame({"step": np.arange(12)})._repr_html_()
-    with pytest.raises(RunDirectoryError, match=r"has no config\.json of a run\. Give a directory that qkeel\.watch"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"has no config\.json of a run\. Give a directory that qkeel\.watch",
+    ):
         qkeel.load(run.parent)
-    with pytest.raises(UnknownNameError, match=r"unknown column 'entropi'\. Did you mean 'entropy'"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown column 'entropi'\. Did you mean 'entropy'"
+    ):
         heads["entropi"]
 
 
@@ -68,11 +90,15 @@ def test_pandas_has_the_same_rows(run: Path) -> None:
     assert history.to_pandas("steps")["step"].to_list() == [0, 10, 20]
 
 
-def test_what_is_exported_is_what_is_loaded(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_exported_is_what_is_loaded(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     heads = qkeel.load(run).heads
     assert export(run, to="csv", out=tmp_path / "out") == 0
     names = ["steps", "heads", "eval_steps", "eval_heads"]
-    assert capsys.readouterr().out.split() == [str(tmp_path / "out" / f"{name}.csv") for name in names]
+    assert capsys.readouterr().out.split() == [
+        str(tmp_path / "out" / f"{name}.csv") for name in names
+    ]
     with open(tmp_path / "out" / "heads.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["max_logit"]) for row in rows] == heads["max_logit"].tolist()
@@ -88,9 +114,14 @@ def test_what_is_exported_is_what_is_loaded(run: Path, tmp_path: Path, capsys: p
 def test_a_column_that_comes_late_is_left_out_with_one_warning(tmp_path: Path) -> None:
     files = TableFiles(tmp_path, "csv")
     files.append("a", Frame({"step": np.array([0]), "x": np.array([1.0])}))
-    with pytest.warns(QkeelWarning, match=r"a\.csv has no column for y: it was first measured after the first row"):
+    with pytest.warns(
+        QkeelWarning,
+        match=r"a\.csv has no column for y: it was first measured after the first row",
+    ):
         files.append("a", Frame({"step": np.array([1]), "y": np.array([1.0])}))
-    files.append("a", Frame({"step": np.array([2]), "y": np.array([1.0])}))  # a second warning would be an error
+    files.append(
+        "a", Frame({"step": np.array([2]), "y": np.array([1.0])})
+    )  # a second warning would be an error
     assert (tmp_path / "a.csv").read_text() == "step,x\n0,1.0\n1,\n2,\n"
     with pytest.raises(UnknownNameError, match="unknown table format 'xlsx'"):
         TableFiles(tmp_path, "xlsx")
@@ -108,7 +139,9 @@ def test_the_error_of_a_missing_library_names_the_extra(
         (lambda: export(run, to="parquet", out=tmp_path / "out"), "frames"),
     ]
     for call, extra in calls:
-        with pytest.raises(MissingLibraryError, match=rf"pip install 'qkeel\[{extra}\]'"):
+        with pytest.raises(
+            MissingLibraryError, match=rf"pip install 'qkeel\[{extra}\]'"
+        ):
             call()
     assert not (tmp_path / "out").exists()
 
@@ -120,26 +153,51 @@ def test_figures_show_what_was_recorded(run: Path) -> None:
 
     loaded = qkeel.load(run)
     drift = loaded.plot()
-    assert [line.get_ydata().tolist() for line in drift.lines] == [[2.0, 10.0, 20.0], [5.0, 5.0, 5.0]]
-    assert [text.get_text() for text in drift.get_legend().get_texts()] == ["h.0.attn", "h.1.attn"]
+    assert [line.get_ydata().tolist() for line in drift.lines] == [
+        [2.0, 10.0, 20.0],
+        [5.0, 5.0, 5.0],
+    ]
+    assert [text.get_text() for text in drift.get_legend().get_texts()] == [
+        "h.0.attn",
+        "h.1.attn",
+    ]
     assert drift.get_ylabel() == "max logit [nats]"
-    assert [line.get_ydata().tolist() for line in loaded.plot("entropy").lines] == [[3.0] * 3, [1.5] * 3]
+    assert [line.get_ydata().tolist() for line in loaded.plot("entropy").lines] == [
+        [3.0] * 3,
+        [1.5] * 3,
+    ]
     (image,) = loaded.plot("heads").images
     assert image.get_array()[0].tolist() == [1.0, 2.0, 20.0]
-    assert loaded.plot("forecast").get_title() == "3 records are too few for a forecast, which needs 6"
+    assert (
+        loaded.plot("forecast").get_title()
+        == "3 records are too few for a forecast, which needs 6"
+    )
     steps = np.arange(100, 1100, 100)
-    grows = History(steps=steps, values={}, heads={"max_logit": (2.0 * steps)[:, None, None] + np.zeros((1, 12, 1))})
-    assert grows.plot("forecast").get_title().startswith("will pass 10,000 at step 5,000")
+    grows = History(
+        steps=steps,
+        values={},
+        heads={"max_logit": (2.0 * steps)[:, None, None] + np.zeros((1, 12, 1))},
+    )
+    assert (
+        grows.plot("forecast").get_title().startswith("will pass 10,000 at step 5,000")
+    )
     for exponent, title in (
         (0.1, "will not pass 10,000 by step 10,000 if the trend continues"),
         (2, "is already over 1e4"),
     ):
         values = (2.0 * steps**exponent)[:, None, None]
-        assert History(steps=steps, values={}, heads={"max_logit": values}).plot("forecast").get_title() == title
+        assert (
+            History(steps=steps, values={}, heads={"max_logit": values})
+            .plot("forecast")
+            .get_title()
+            == title
+        )
     assert grows.plot().get_title() == "from layer 0 (dark) to layer 11 (light)"
     assert grows.plot(ax=drift) is drift
     pyplot.close("all")
-    with pytest.raises(UnknownNameError, match=r"unknown figure 'drfit'\. Did you mean 'drift'"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown figure 'drfit'\. Did you mean 'drift'"
+    ):
         loaded.plot("drfit")
     with pytest.raises(QkeelError, match="unknown recorded field 'cos_max'"):
         loaded.plot(field="cos_max")
@@ -150,7 +208,9 @@ def test_what_is_shown_is_short() -> None:
 
     def show(step: int, monitor: Monitor) -> None:
         if step == 2:
-            shown.extend(map(repr, (monitor, monitor.history, monitor.sample, monitor.sites[0])))
+            shown.extend(
+                map(repr, (monitor, monitor.history, monitor.sample, monitor.sites[0]))
+            )
             assert "<th>max_logit</th>" in monitor.history._repr_html_()
 
     _, _, monitor = train(lambda m, o: qkeel.watch(m, o, rules=[]), during=show)
@@ -162,7 +222,9 @@ def test_what_is_shown_is_short() -> None:
     assert repr(monitor).endswith(", closed>")
     assert repr(Handle(lambda: None)) == "<Handle: active, remove() undoes it>"
     model = small()
-    handle = qkeel.apply(model, "lalr", torch.optim.AdamW(model.parameters()), batch=batch(0))
+    handle = qkeel.apply(
+        model, "lalr", torch.optim.AdamW(model.parameters()), batch=batch(0)
+    )
     assert repr(handle) == "<Handle of lalr: active, remove() undoes it>"
     handle.remove()
     assert repr(handle) == "<Handle of lalr: removed>"

@@ -14,7 +14,9 @@ seeds = st.integers(0, 10_000)
 
 def randn(seed: int, *shape: int) -> Tensor:
     """Standard normal numbers, float64."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def some_visible(seed: int, *shape: int) -> Tensor:

@@ -28,5 +28,7 @@ def test_one_key_among_many_gets_the_weight_of_the_table(head_dim: int) -> None:
 def test_the_bound_is_the_share_of_exponentials_and_1_for_one_key() -> None:
     logits = torch.tensor([-3.0, 0.0, 5.0, 900.0], dtype=torch.float64)
     found = dilution_bound(logits, 100)
-    assert found.tolist() == pytest.approx([1 / (1 + 99 * math.exp(0.5 - c)) for c in logits.tolist()], rel=1e-12)
+    assert found.tolist() == pytest.approx(
+        [1 / (1 + 99 * math.exp(0.5 - c)) for c in logits.tolist()], rel=1e-12
+    )
     assert dilution_bound(logits, 1).tolist() == [1.0] * 4

@@ -18,7 +18,9 @@ from .properties import few, randn, seeds, some_visible
 Weigh = Callable[[Tensor, Tensor | None], Tensor]
 WEIGHS: dict[str, Weigh] = {
     "softmax": F.softmax,
-    "sink": lambda z, visible: F.sink_softmax(z, torch.tensor(0.5, dtype=z.dtype), visible),
+    "sink": lambda z, visible: F.sink_softmax(
+        z, torch.tensor(0.5, dtype=z.dtype), visible
+    ),
     "sigmoid": lambda z, visible: F.sigmoid(z, -1.0, visible),
     "squared_relu": F.squared_relu,
     "softpick": F.softpick,
@@ -29,7 +31,9 @@ names = st.sampled_from(sorted(WEIGHS))
 
 @few
 @given(seed=seeds, size=st.floats(0.1, 1000))
-def test_softmax_rows_sum_to_one_or_to_zero_if_they_see_nothing(seed: int, size: float) -> None:
+def test_softmax_rows_sum_to_one_or_to_zero_if_they_see_nothing(
+    seed: int, size: float
+) -> None:
     visible = some_visible(seed, 2, 6, 5)
     total = F.softmax(size * randn(seed, 2, 6, 5), visible).sum(-1)
     torch.testing.assert_close(total, visible.any(-1).double(), rtol=0, atol=1e-12)
@@ -37,7 +41,9 @@ def test_softmax_rows_sum_to_one_or_to_zero_if_they_see_nothing(seed: int, size:
 
 @few
 @given(seed=seeds, size=st.floats(0.1, 1e4), name=names)
-def test_weights_are_never_negative_never_nan_and_zero_where_not_visible(seed: int, size: float, name: str) -> None:
+def test_weights_are_never_negative_never_nan_and_zero_where_not_visible(
+    seed: int, size: float, name: str
+) -> None:
     visible = some_visible(seed, 6, 5)
     weights = WEIGHS[name](size * randn(seed, 6, 5), visible)
     assert weights.isfinite().all()
@@ -51,7 +57,9 @@ def test_what_is_not_visible_does_not_matter(seed: int, name: str) -> None:
     z, visible = randn(seed, 6, 5), some_visible(seed, 6, 5)
     expected = WEIGHS[name](z, visible)
     for junk in (1e9, -1e9, torch.inf, -torch.inf, torch.nan):
-        assert torch.equal(WEIGHS[name](z.masked_fill(~visible, junk), visible), expected)
+        assert torch.equal(
+            WEIGHS[name](z.masked_fill(~visible, junk), visible), expected
+        )
 
 
 @few
@@ -60,7 +68,9 @@ def test_hiding_keys_is_leaving_them_out(seed: int, name: str) -> None:
     z = randn(seed, 4, 7)
     visible = torch.tensor([True, False, True, True, False, True, False])
     hidden = WEIGHS[name](z, visible[None])[:, visible]
-    torch.testing.assert_close(hidden, WEIGHS[name](z[:, visible], None), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        hidden, WEIGHS[name](z[:, visible], None), rtol=1e-12, atol=1e-15
+    )
 
 
 @every_map
@@ -77,19 +87,25 @@ def test_an_empty_row_has_finite_gradients(weigh: Weigh) -> None:
 @every_map
 def test_the_gradient_is_right(weigh: Weigh) -> None:
     visible = some_visible(3, 4, 5)
-    torch.autograd.gradcheck(lambda z: weigh(z, visible), randn(0, 4, 5).requires_grad_())
+    torch.autograd.gradcheck(
+        lambda z: weigh(z, visible), randn(0, 4, 5).requires_grad_()
+    )
 
 
 def test_the_sinks_gradient_is_finite_with_an_empty_row() -> None:
     sink = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
-    F.sink_softmax(randn(0, 6, 5), sink, some_visible(0, 6, 5)).square().sum().backward()
+    F.sink_softmax(
+        randn(0, 6, 5), sink, some_visible(0, 6, 5)
+    ).square().sum().backward()
     assert sink.grad is not None
     assert sink.grad.isfinite().all()
 
 
 @few
 @given(seed=seeds, factor=st.floats(1e-6, 1e6))
-def test_entropy_is_that_of_the_row_made_to_sum_to_one(seed: int, factor: float) -> None:
+def test_entropy_is_that_of_the_row_made_to_sum_to_one(
+    seed: int, factor: float
+) -> None:
     p = randn(seed, 9).abs()
     assert F.entropy(factor * p).item() == pytest.approx(F.entropy(p).item(), rel=1e-10)
 
@@ -99,11 +115,15 @@ def test_a_row_with_one_visible_key_is_divided_by_one() -> None:
     assert F.squared_relu(z, visible).flatten().tolist() == [9.0, 0.0]
 
 
-def test_without_keys_there_are_no_weights_and_eps_is_added_behind_the_maximum() -> None:
+def test_without_keys_there_are_no_weights_and_eps_is_added_behind_the_maximum() -> (
+    None
+):
     assert all(weigh(randn(0, 3, 0), None).shape == (3, 0) for weigh in WEIGHS.values())
     for z in ([0.5, -1.0, 0.25], [-0.5, -1.0, -2.0], [2.0, 1.0, 0.0]):
         m = max(*z, 0.0)
         rises = [math.exp(x - m) - math.exp(-m) for x in z]
         expected = [max(x, 0.0) / (sum(map(abs, rises)) + 0.5) for x in rises]
-        found = F.softpick(torch.tensor([z], dtype=torch.float64), None, eps=0.5)[0].tolist()
+        found = F.softpick(torch.tensor([z], dtype=torch.float64), None, eps=0.5)[
+            0
+        ].tolist()
         assert found == pytest.approx(expected, rel=1e-12), z

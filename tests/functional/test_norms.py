@@ -13,7 +13,14 @@ from tests.each_row import each_row
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError
-from qkeel.functional.norms import _Resize, _widened, l2_norm, layer_norm, rms_norm, wide
+from qkeel.functional.norms import (
+    _Resize,
+    _widened,
+    l2_norm,
+    layer_norm,
+    rms_norm,
+    wide,
+)
 
 from .properties import few, randn, seeds
 
@@ -26,9 +33,15 @@ every_norm = pytest.mark.parametrize("norm", NORMS)
 @given(seed=seeds, d=st.integers(2, 64))
 def test_the_result_has_norm_one_or_root_d(seed: int, d: int) -> None:
     x = randn(seed, 3, d)
-    for norm, size in ((l2_norm, 1.0), (rms_norm, math.sqrt(d)), (layer_norm, math.sqrt(d))):
+    for norm, size in (
+        (l2_norm, 1.0),
+        (rms_norm, math.sqrt(d)),
+        (layer_norm, math.sqrt(d)),
+    ):
         found = norm(x, eps=0.0).norm(dim=-1)
-        torch.testing.assert_close(found, torch.full_like(found, size), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            found, torch.full_like(found, size), rtol=1e-12, atol=0
+        )
 
 
 @every_norm
@@ -42,7 +55,9 @@ def test_a_zero_vector_stays_zero_with_a_finite_gradient(norm: Normalise) -> Non
 
 
 @every_norm
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+)
 def test_the_callers_dtype_comes_back_and_the_work_is_done_in_float32_or_wider(
     norm: Normalise, dtype: torch.dtype
 ) -> None:
@@ -54,13 +69,19 @@ def test_the_callers_dtype_comes_back_and_the_work_is_done_in_float32_or_wider(
 
 
 @every_norm
-@pytest.mark.parametrize("eps", [0.0, 1e-6, 10.0], ids=["no eps", "small eps", "eps larger than the vector"])
+@pytest.mark.parametrize(
+    "eps", [0.0, 1e-6, 10.0], ids=["no eps", "small eps", "eps larger than the vector"]
+)
 def test_the_gradient_is_right(norm: Normalise, eps: float) -> None:
-    torch.autograd.gradcheck(lambda x: norm(x, eps=eps), randn(0, 2, 5).requires_grad_())
+    torch.autograd.gradcheck(
+        lambda x: norm(x, eps=eps), randn(0, 2, 5).requires_grad_()
+    )
 
 
 @each_row("mean", [False, True])
-def test_norms_have_second_derivatives_and_the_factor_has_derivatives_of_its_own(mean: bool) -> None:
+def test_norms_have_second_derivatives_and_the_factor_has_derivatives_of_its_own(
+    mean: bool,
+) -> None:
     x = randn(0, 2, 5).requires_grad_()
     for eps in (1e-6, 10.0):  # larger than the vectors
 
@@ -80,6 +101,11 @@ def test_each_of_many_vectors_is_normalised_alike_under_vmap(norm: Normalise) ->
 
 
 def test_what_is_no_number_of_16_bits_or_more_is_refused() -> None:
-    for wrong in (torch.ones(2, 4, dtype=torch.int64), torch.ones(2, 4).to(torch.float8_e4m3fn)):
-        with pytest.raises(InvalidTypeError, match=f"16 bits or more to normalise, got {wrong.dtype}"):
+    for wrong in (
+        torch.ones(2, 4, dtype=torch.int64),
+        torch.ones(2, 4).to(torch.float8_e4m3fn),
+    ):
+        with pytest.raises(
+            InvalidTypeError, match=f"16 bits or more to normalise, got {wrong.dtype}"
+        ):
             _widened(wrong)

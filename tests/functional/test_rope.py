@@ -21,17 +21,32 @@ PAIRINGS = get_args(Pairing)
 every_pairing = pytest.mark.parametrize("pairing", PAIRINGS)
 
 
-def turn(x: Tensor, pos: Tensor, pairing: Pairing, rotary_dim: int | None = None) -> Tensor:
-    return rotate(x, *rope_table(pos, rope_frequencies(rotary_dim or x.shape[-1]), x.dtype), pairing)
+def turn(
+    x: Tensor, pos: Tensor, pairing: Pairing, rotary_dim: int | None = None
+) -> Tensor:
+    return rotate(
+        x,
+        *rope_table(pos, rope_frequencies(rotary_dim or x.shape[-1]), x.dtype),
+        pairing,
+    )
 
 
 @few
-@given(seed=seeds, a=st.integers(0, 2000), b=st.integers(0, 2000), shift=st.integers(-500, 5000))
-def test_the_dot_product_depends_on_the_distance_alone(seed: int, a: int, b: int, shift: int) -> None:
+@given(
+    seed=seeds,
+    a=st.integers(0, 2000),
+    b=st.integers(0, 2000),
+    shift=st.integers(-500, 5000),
+)
+def test_the_dot_product_depends_on_the_distance_alone(
+    seed: int, a: int, b: int, shift: int
+) -> None:
     q, k = randn(seed, 2, 16)
     for pairing in PAIRINGS:
         here = turn(q, torch.tensor(a), pairing) @ turn(k, torch.tensor(b), pairing)
-        there = turn(q, torch.tensor(a + shift), pairing) @ turn(k, torch.tensor(b + shift), pairing)
+        there = turn(q, torch.tensor(a + shift), pairing) @ turn(
+            k, torch.tensor(b + shift), pairing
+        )
         assert here.item() == pytest.approx(there.item(), abs=1e-10)
 
 
@@ -47,7 +62,9 @@ def test_dimensions_beyond_the_rotated_ones_pass_through(pairing: Pairing) -> No
 @pytest.mark.parametrize("rotary_dim", [8, 4])
 def test_the_gradient_is_right(pairing: Pairing, rotary_dim: int) -> None:
     pos = torch.tensor([0, 3, 50])
-    torch.autograd.gradcheck(lambda x: turn(x, pos, pairing, rotary_dim), randn(0, 2, 3, 8).requires_grad_())
+    torch.autograd.gradcheck(
+        lambda x: turn(x, pos, pairing, rotary_dim), randn(0, 2, 3, 8).requires_grad_()
+    )
 
 
 def test_a_quarter_turn_by_hand() -> None:
@@ -58,17 +75,23 @@ def test_a_quarter_turn_by_hand() -> None:
 
 
 def test_frequencies_fall_from_one_by_equal_factors() -> None:
-    assert rope_frequencies(8, 10_000.0).tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001], rel=1e-14)
+    assert rope_frequencies(8, 10_000.0).tolist() == pytest.approx(
+        [1.0, 0.1, 0.01, 0.001], rel=1e-14
+    )
 
 
 @pytest.mark.parametrize("dim", [3, 1, 0, -2])
 def test_an_odd_or_empty_rotation_is_refused_and_says_what_to_do(dim: int) -> None:
-    with pytest.raises(ShapeError, match=r"Use an even head_dim, or rotate a part of it"):
+    with pytest.raises(
+        ShapeError, match=r"Use an even head_dim, or rotate a part of it"
+    ):
         rope_frequencies(dim)
 
 
 @each_row("pairing", PAIRINGS)
-def test_each_of_many_vectors_and_tables_is_rotated_alike_under_vmap(pairing: Pairing) -> None:
+def test_each_of_many_vectors_and_tables_is_rotated_alike_under_vmap(
+    pairing: Pairing,
+) -> None:
     x = randn(0, 3, 2, 4, 6)  # the last two numbers do not turn
     cos, sin = rope_table(torch.arange(12.0).view(3, 4), rope_frequencies(4), x.dtype)
     of = partial(rotate, pairing=pairing)
@@ -83,13 +106,20 @@ def test_each_of_many_vectors_and_tables_is_rotated_alike_under_vmap(pairing: Pa
         found = torch.func.vmap(of, in_dims=dims)(a, *tables)
         each = []
         for i in range(3):
-            picked = [t if dim is None else t.select(dim, i) for t, dim in zip((a, *tables), dims)]
+            picked = [
+                t if dim is None else t.select(dim, i)
+                for t, dim in zip((a, *tables), dims)
+            ]
             each.append(of(*picked))
         assert torch.equal(found, torch.stack(each)), dims
 
 
 def test_the_table_of_a_compiler_is_the_one_that_is_made_without() -> None:
     given = torch.arange(6).view(2, 3), rope_frequencies(8), torch.float32
-    torch.library.opcheck(torch.ops.qkeel.rope_table.default, given, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.qkeel.rope_table.default,
+        given,
+        test_utils=("test_schema", "test_faketensor"),
+    )
     for ours, theirs in zip(torch.ops.qkeel.rope_table(*given), rope_table(*given)):
         assert torch.equal(ours, theirs)

@@ -23,26 +23,39 @@ sizes = st.sampled_from([0.0, 1e-3, 1.0, 30.0, 1e4])
 
 @few
 @given(seed=seeds, size=sizes, single=st.booleans())
-def test_cosines_shares_and_normalised_entropies_stay_in_their_ranges(seed: int, size: float, single: bool) -> None:
+def test_cosines_shares_and_normalised_entropies_stay_in_their_ranges(
+    seed: int, size: float, single: bool
+) -> None:
     dtype = torch.float32 if single else torch.float64
-    q, k = (size * randn(seed, 2, 4, 7, 3)).to(dtype), randn(seed + 1, 2, 2, 9, 3).to(dtype)
+    q, k = (
+        (size * randn(seed, 2, 4, 7, 3)).to(dtype),
+        randn(seed + 1, 2, 2, 9, 3).to(dtype),
+    )
     k[:, :, 3] = q[:, ::2, 3]  # a cosine of 1 in exact arithmetic
-    call = make_call(AttentionSpec(), q, k, k, causal=False, mask=some_visible(seed, 7, 9))
+    call = make_call(
+        AttentionSpec(), q, k, k, causal=False, mask=some_visible(seed, 7, 9)
+    )
     stats = logit_stats(call, 1.0)
     assert (stats.cos_max.abs() <= 1).all()
     assert (stats.cos_mean.abs() <= 1).all()
     assert (stats.cos_mean <= stats.cos_max).all()
     for share in (stats.normalized_entropy, stats.sink_share, stats.share_above):
         assert ((share >= 0) & (share <= 1)).all()
-    most = q.norm(dim=-1).amax((0, 2)) * k.norm(dim=-1).amax((0, 2)).repeat_interleave(2)
+    most = q.norm(dim=-1).amax((0, 2)) * k.norm(dim=-1).amax((0, 2)).repeat_interleave(
+        2
+    )
     assert (stats.qk_frobenius <= most * stats.n_products.sqrt() * (1 + 1e-5)).all()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_uniform_attention_has_all_the_entropy_there_is_dropout_or_not(dropout: float) -> None:
+def test_uniform_attention_has_all_the_entropy_there_is_dropout_or_not(
+    dropout: float,
+) -> None:
     n = 33
     q, k = torch.zeros(2, 3, 5, 8), torch.randn(2, 3, n, 8)
-    stats = attention(q, k, k, spec=preset("baseline"), causal=False, dropout=dropout, stats=True)[1]
+    stats = attention(
+        q, k, k, spec=preset("baseline"), causal=False, dropout=dropout, stats=True
+    )[1]
     torch.testing.assert_close(stats.entropy, torch.full((3,), math.log(n)))
     torch.testing.assert_close(stats.normalized_entropy, torch.ones(3))
     torch.testing.assert_close(stats.sink_share, torch.full((3,), 1 / n))
@@ -53,7 +66,9 @@ def test_worked_example_of_two_rows() -> None:
     # Logits [1] and [ln 3, 0] after the scale of 1: entropy of (3/4, 1/4), sink 3/4; q·k are 1, ln 3, 0.
     q = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]], dtype=torch.float64)
     k = torch.tensor([[[[1.0, math.log(3.0)], [5.0, 0.0]]]], dtype=torch.float64)
-    stats = logit_stats(make_call(AttentionSpec(scale=Fixed(1.0)), q, k, k), threshold=1.05)
+    stats = logit_stats(
+        make_call(AttentionSpec(scale=Fixed(1.0)), q, k, k), threshold=1.05
+    )
     entropy = math.log(4) - 0.75 * math.log(3)
     assert stats.entropy.item() == pytest.approx(entropy / 2)
     assert stats.normalized_entropy.item() == pytest.approx(entropy / math.log(2))
@@ -64,14 +79,20 @@ def test_worked_example_of_two_rows() -> None:
     assert stats.cos_max.item() == pytest.approx(math.log(3) / norm)
     assert stats.cos_mean.item() == pytest.approx((1 + math.log(3)) / norm / 3)
     assert (stats.n_free.item(), stats.n_products.item()) == (1, 3)
-    assert (stats.key_norm.item(), stats.key_norm_max.item()) == pytest.approx(((norm + 5.0) / 2, 5.0))
+    assert (stats.key_norm.item(), stats.key_norm_max.item()) == pytest.approx(
+        ((norm + 5.0) / 2, 5.0)
+    )
     gap = math.log(3) / 2  # of the one row that sees two keys
     assert stats.logit_gap.item() == pytest.approx(gap)
 
 
 def test_a_row_of_one_key_has_no_entropy_at_all() -> None:
     q = torch.randn(1, 1, 6, 4)
-    stats = logit_stats(make_call(AttentionSpec(), q, q, q, causal=False, mask=torch.eye(6, dtype=torch.bool)))
+    stats = logit_stats(
+        make_call(
+            AttentionSpec(), q, q, q, causal=False, mask=torch.eye(6, dtype=torch.bool)
+        )
+    )
     assert stats.entropy.item() == 0
     assert stats.n_free.item() == 0
     assert stats.normalized_entropy.item() == 0
@@ -106,14 +127,33 @@ def test_rows_of_a_kernel_by_hand_some_see_no_key_and_some_do_not_count() -> Non
     assert stats.entropy_min.tolist() == [0.25]
 
 
-def test_a_threshold_is_passed_by_what_is_larger_and_a_cosine_is_never_under_minus_1() -> None:
+def test_a_threshold_is_passed_by_what_is_larger_and_a_cosine_is_never_under_minus_1() -> (
+    None
+):
     q = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]], dtype=torch.float64)
     k = torch.tensor([[[[1.0, math.log(3.0)], [5.0, 0.0]]]], dtype=torch.float64)
-    call = make_call(AttentionSpec(scale=Fixed(1.0)), q, k, k)  # logits [1] and [ln 3, 0]
-    for threshold, share in ((-0.5, 1.0), (0.0, 2 / 3), (0.5, 2 / 3), (1.0, 1 / 3), (1.2, 0.0)):
-        assert logit_stats(call, threshold).share_above.item() == pytest.approx(share), threshold
+    call = make_call(
+        AttentionSpec(scale=Fixed(1.0)), q, k, k
+    )  # logits [1] and [ln 3, 0]
+    for threshold, share in (
+        (-0.5, 1.0),
+        (0.0, 2 / 3),
+        (0.5, 2 / 3),
+        (1.0, 1 / 3),
+        (1.2, 0.0),
+    ):
+        assert logit_stats(call, threshold).share_above.item() == pytest.approx(
+            share
+        ), threshold
     q = torch.randn(1, 1, 400, 3)
-    apart = make_call(AttentionSpec(), q, -3 * q, q, causal=False, mask=torch.eye(400, dtype=torch.bool))
+    apart = make_call(
+        AttentionSpec(),
+        q,
+        -3 * q,
+        q,
+        causal=False,
+        mask=torch.eye(400, dtype=torch.bool),
+    )
     stats = logit_stats(apart)
     assert -1 <= stats.cos_max.item() <= -0.999
     assert -1 <= stats.cos_mean.item() <= -0.999
@@ -121,19 +161,43 @@ def test_a_threshold_is_passed_by_what_is_larger_and_a_cosine_is_never_under_min
 
 def test_one_row_of_a_kernel_is_its_own_mean_and_no_row_is_nothing() -> None:
     one = torch.tensor([[[1.5, 4.0]]])
-    found = reduce_kernel_rows(KernelRows(one, one, one), torch.tensor([[True, False]]), 1)
-    assert (found.entropy.item(), found.max_logit.item(), found.n_queries.item()) == (1.5, 1.5, 1)
-    nothing = reduce_kernel_rows(KernelRows(one, one, one), torch.tensor([[False, False]]), 1)
-    assert (nothing.entropy.item(), nothing.entropy_min.item(), nothing.n_queries.item()) == (0.0, torch.inf, 0)
+    found = reduce_kernel_rows(
+        KernelRows(one, one, one), torch.tensor([[True, False]]), 1
+    )
+    assert (found.entropy.item(), found.max_logit.item(), found.n_queries.item()) == (
+        1.5,
+        1.5,
+        1,
+    )
+    nothing = reduce_kernel_rows(
+        KernelRows(one, one, one), torch.tensor([[False, False]]), 1
+    )
+    assert (
+        nothing.entropy.item(),
+        nothing.entropy_min.item(),
+        nothing.n_queries.item(),
+    ) == (0.0, torch.inf, 0)
     wrong = torch.tensor([[[torch.nan, 1.0]]])
-    assert reduce_kernel_rows(KernelRows(wrong, wrong, wrong), None, 1).max_logit.isnan().all()
+    assert (
+        reduce_kernel_rows(KernelRows(wrong, wrong, wrong), None, 1)
+        .max_logit.isnan()
+        .all()
+    )
 
 
 def test_norms_of_keys_are_of_those_that_a_counted_row_sees() -> None:
     norm = torch.tensor([[[3.0, torch.nan, 1.0]], [[4.0, 8.0, 9.0]]])
     seen = torch.tensor([[[True, False, True]], [[True, False, False]]])
-    some, every = statistics._keys(norm, seen, norm), statistics._keys(norm[1:], None, norm)
+    some, every = (
+        statistics._keys(norm, seen, norm),
+        statistics._keys(norm[1:], None, norm),
+    )
     assert [x.tolist() for x in some.values()] == [[pytest.approx(8 / 3)], [4.0], [3]]
     assert [x.tolist() for x in every.values()] == [[7.0], [9.0], [3]]
-    nobody = (statistics._keys(None, seen, norm), statistics._keys(norm[..., :0], None, norm))
-    assert [[x.tolist() for x in found.values()] for found in nobody] == [[[0.0], [0.0], [0]]] * 2
+    nobody = (
+        statistics._keys(None, seen, norm),
+        statistics._keys(norm[..., :0], None, norm),
+    )
+    assert [[x.tolist() for x in found.values()] for found in nobody] == [
+        [[0.0], [0.0], [0]]
+    ] * 2

@@ -17,4 +17,9 @@ def test_the_formulas_are_checked() -> None:
         with pytest.raises(TypeCheckError):
             rms_norm(torch.ones(2, 4, dtype=torch.int64))
         with pytest.raises(TypeCheckError):
-            rotate(torch.ones(1, 2, 3, 4), torch.ones(3, 2), torch.ones(3, 2), pairing="thirds")  # type: ignore[arg-type]
+            rotate(
+                torch.ones(1, 2, 3, 4),
+                torch.ones(3, 2),
+                torch.ones(3, 2),
+                pairing="thirds",
+            )  # type: ignore[arg-type]

@@ -17,7 +17,9 @@ from .properties import few, randn
 
 @few
 @given(train_length=st.integers(2, 10_000))
-def test_log_n_is_one_at_the_training_length_and_grows_with_n(train_length: int) -> None:
+def test_log_n_is_one_at_the_training_length_and_grows_with_n(
+    train_length: int,
+) -> None:
     n = torch.arange(1, 12_000)
     factor = log_n(n, train_length, dtype=torch.float64)
     assert factor[train_length - 1].item() == pytest.approx(1.0, abs=1e-14)
@@ -32,7 +34,9 @@ def test_log_n_of_no_keys_is_zero_not_minus_infinity() -> None:
 
 @few
 @given(alpha=st.floats(0, 2), floor=st.integers(1, 100))
-def test_the_floor_temperature_is_one_below_the_floor_and_never_falls(alpha: float, floor: int) -> None:
+def test_the_floor_temperature_is_one_below_the_floor_and_never_falls(
+    alpha: float, floor: int
+) -> None:
     factor = floor_log_temperature(torch.arange(-20, 500), alpha, floor, torch.float64)
     assert (factor[: 20 + floor - 1] == 1).all()
     assert (factor.diff() >= 0).all()
@@ -47,5 +51,8 @@ def test_a_gain_reaches_the_numbers_its_shape_names(shape: tuple[int, ...]) -> N
 
 
 def test_a_gain_keeps_the_dtype_of_what_it_multiplies() -> None:
-    assert apply_gain(randn(0, 1, 2, 3, 4).bfloat16(), torch.ones(4)).dtype == torch.bfloat16
+    assert (
+        apply_gain(randn(0, 1, 2, 3, 4).bfloat16(), torch.ones(4)).dtype
+        == torch.bfloat16
+    )
     assert apply_gain(randn(0, 1, 2, 3, 4), torch.ones(2, 4)).dtype == torch.float64

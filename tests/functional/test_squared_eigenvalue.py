@@ -17,26 +17,49 @@ N = 6
 def rows(kind: str, r: int) -> tuple[Tensor, Tensor]:
     """Weights [n r m] of query and key in float64, of a spectrum."""
     q, k = (torch.randn(N, r, 2 * r, dtype=torch.float64) for _ in range(2))
-    small, grow = (torch.logspace(*ends, r, dtype=torch.float64) for ends in ((0, -6), (-6, 0)))
+    small, grow = (
+        torch.logspace(*ends, r, dtype=torch.float64) for ends in ((0, -6), (-6, 0))
+    )
     if kind.startswith("crowd"):  # all but one eigenvalue so much under the largest
         below = float(kind.removeprefix("crowd ")) / P
-        q = torch.linalg.qr(q.mT)[0].mT * torch.cat([torch.ones(1), (1 - below * torch.ones(r - 1)).sqrt()])[:, None]
+        q = (
+            torch.linalg.qr(q.mT)[0].mT
+            * torch.cat([torch.ones(1), (1 - below * torch.ones(r - 1)).sqrt()])[
+                :, None
+            ]
+        )
         turn = torch.linalg.qr(torch.randn(N, r, r, dtype=torch.float64))[0]
         q = turn @ q
-        return q, turn @ torch.linalg.qr(k.mT)[0].mT if kind.endswith("apart") else q.clone()
+        return q, turn @ torch.linalg.qr(k.mT)[0].mT if kind.endswith(
+            "apart"
+        ) else q.clone()
     return {
         "random": (q, k),
         "of one size": (torch.linalg.qr(q.mT)[0].mT, torch.linalg.qr(k.mT)[0].mT),
         "small against large": (small[:, None] * q, grow[:, None] * k),
-        "hardly any in common": (torch.diag(small).expand(N, r, r), torch.diag(grow).expand(N, r, r)),
+        "hardly any in common": (
+            torch.diag(small).expand(N, r, r),
+            torch.diag(grow).expand(N, r, r),
+        ),
         "low rank": (q[..., :2] @ torch.randn(N, 2, 2 * r, dtype=torch.float64), k),
-        "one head row": (torch.cat([300 * q[:, :1], q[:, 1:]], 1), torch.cat([300 * k[:, :1], k[:, 1:]], 1)),
+        "one head row": (
+            torch.cat([300 * q[:, :1], q[:, 1:]], 1),
+            torch.cat([300 * k[:, :1], k[:, 1:]], 1),
+        ),
         "huge": (1e8 * q, 1e6 * k),
         "tiny": (1e-9 * q, 1e-7 * k),
     }[kind]
 
 
-SPECTRA = ["random", "of one size", "small against large", "hardly any in common", "low rank", "one head row", "huge"]
+SPECTRA = [
+    "random",
+    "of one size",
+    "small against large",
+    "hardly any in common",
+    "low rank",
+    "one head row",
+    "huge",
+]
 SPECTRA += ["tiny", *(f"crowd {x}" for x in (0.5, 2.0, 5.0, 10.0))]
 
 
@@ -47,14 +70,27 @@ def test_it_is_the_solvers_within_the_stated_bound(kind: str) -> None:
         a, b = (x @ x.mT for x in (q, k))
         values, vectors = torch.linalg.eigh(a)
         root = vectors * values.clamp_min(0).sqrt()[..., None, :]
-        pair, single = torch.linalg.eigvalsh(root.mT @ b @ root)[..., -1], values[..., -1]
+        pair, single = (
+            torch.linalg.eigvalsh(root.mT @ b @ root)[..., -1],
+            values[..., -1],
+        )
         sizes = [x.diagonal(dim1=-2, dim2=-1).sum(-1) for x in (a, b)]
         below = (sizes[0] * sizes[1] / pair).log() / P
         rounding = 4 * r * torch.finfo(torch.float32).eps
         crowded = kind.startswith("crowd")
         for found, true, room, size in (
-            (squared_eigenvalue(a.float(), b.float()), pair, below, sizes[0] * sizes[1]),
-            (squared_eigenvalue(a.float()), single, torch.full((N,), math.log(r) / P), sizes[0]),
+            (
+                squared_eigenvalue(a.float(), b.float()),
+                pair,
+                below,
+                sizes[0] * sizes[1],
+            ),
+            (
+                squared_eigenvalue(a.float()),
+                single,
+                torch.full((N,), math.log(r) / P),
+                sizes[0],
+            ),
         ):
             assert (found <= true + rounding * size).all(), r
             assert (found >= true * (1 - room) - rounding * size).all(), r
@@ -62,13 +98,19 @@ def test_it_is_the_solvers_within_the_stated_bound(kind: str) -> None:
                 assert (found / true - 1).abs().max() <= 5e-6, r
         if not crowded:
             continue
-        assert (squared_eigenvalue(a.float(), squarings=4) < single * (1 - 1e-7)).any() or r == 2  # a bound that binds
+        assert (
+            squared_eigenvalue(a.float(), squarings=4) < single * (1 - 1e-7)
+        ).any() or r == 2  # a bound that binds
 
 
 def test_nothing_is_zero_and_what_is_not_finite_is_nan() -> None:
     a = torch.eye(3).repeat(4, 1, 1)
     a[1], a[2, 0, 0], a[3, 1, 2] = 0.0, torch.nan, torch.inf
     b = torch.eye(3).repeat(4, 1, 1)
-    for found in (squared_eigenvalue(a), squared_eigenvalue(a, b), squared_eigenvalue(b, a)):
+    for found in (
+        squared_eigenvalue(a),
+        squared_eigenvalue(a, b),
+        squared_eigenvalue(b, a),
+    ):
         assert found[:2].tolist() == pytest.approx([1.0, 0.0])
         assert found[2:].isnan().all()

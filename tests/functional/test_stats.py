@@ -31,7 +31,15 @@ def stats_of(logits: Tensor, entropy: Tensor, q: Tensor, k: Tensor) -> LogitStat
     found: dict[str, Tensor] = {}
     free = entropy.repeat(1, 2)
     for x, names in (
-        (logits, {"max": "max_logit", "min": "min_logit", "mean": "mean_logit", "root": "qk_frobenius"}),
+        (
+            logits,
+            {
+                "max": "max_logit",
+                "min": "min_logit",
+                "mean": "mean_logit",
+                "root": "qk_frobenius",
+            },
+        ),
         ((logits > 10).to(logits.dtype), {"mean": "share_above"}),
         (30 * torch.tanh(logits / 30), {"max": "capped_max_logit"}),
         (torch.tanh(logits / 30), {"max": "cos_max", "mean": "cos_mean"}),
@@ -42,9 +50,20 @@ def stats_of(logits: Tensor, entropy: Tensor, q: Tensor, k: Tensor) -> LogitStat
         (k, {"mean": "key_norm", "max": "key_norm_max"}),
     ):
         if x.shape[1]:
-            reduced = {"max": x.amax(1), "min": x.amin(1), "mean": x.mean(1), "root": x.norm(dim=1)}
+            reduced = {
+                "max": x.amax(1),
+                "min": x.amin(1),
+                "mean": x.mean(1),
+                "root": x.norm(dim=1),
+            }
             found.update({name: reduced[how] for how, name in names.items()})
-    sizes = {"n_pairs": logits, "n_products": logits, "n_queries": entropy, "n_free": free, "n_keys": k}
+    sizes = {
+        "n_pairs": logits,
+        "n_products": logits,
+        "n_queries": entropy,
+        "n_free": free,
+        "n_keys": k,
+    }
     found.update({name: torch.full((len(x),), x.shape[1]) for name, x in sizes.items()})
     return dataclasses.replace(empty, **found)
 
@@ -60,12 +79,16 @@ def samples(seed: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def same(a: LogitStats, b: LogitStats, rtol: float = 0.0) -> None:
     for field in TENSORS:
-        torch.testing.assert_close(getattr(a, field), getattr(b, field), rtol=rtol, atol=0, msg=field)
+        torch.testing.assert_close(
+            getattr(a, field), getattr(b, field), rtol=rtol, atol=0, msg=field
+        )
 
 
 @few
 @given(seed=seeds, a=counts, b=counts)
-def test_merging_parts_gives_the_statistics_of_the_whole(seed: int, a: int, b: int) -> None:
+def test_merging_parts_gives_the_statistics_of_the_whole(
+    seed: int, a: int, b: int
+) -> None:
     x, y = samples(seed, a), samples(seed + 10, b)
     whole = stats_of(*(torch.cat(pair, dim=1) for pair in zip(x, y)))
     same(merge(stats_of(*x), stats_of(*y)), whole, rtol=1e-12)
@@ -106,25 +129,46 @@ def test_merging_keeps_dtype_and_counts_stay_integers(dtype: torch.dtype) -> Non
 
 
 def test_one_sample_merged_with_none_is_that_sample_and_two_are_their_mean() -> None:
-    x, y, nothing = (stats_of(*samples(seed, n)) for seed, n in ((0, 1), (10, 1), (20, 0)))
+    x, y, nothing = (
+        stats_of(*samples(seed, n)) for seed, n in ((0, 1), (10, 1), (20, 0))
+    )
     for one in (x, y):
         same(merge(one, nothing), one)
         same(merge(nothing, one), one)
     both = merge(x, y)
-    for name in ("mean_logit", "entropy", "query_norm", "key_norm", "sink_share", "cos_mean"):
+    for name in (
+        "mean_logit",
+        "entropy",
+        "query_norm",
+        "key_norm",
+        "sink_share",
+        "cos_mean",
+    ):
         mean = (getattr(x, name) + getattr(y, name)) / 2
-        torch.testing.assert_close(getattr(both, name), mean, rtol=1e-12, atol=0, msg=name)
+        torch.testing.assert_close(
+            getattr(both, name), mean, rtol=1e-12, atol=0, msg=name
+        )
 
 
 def test_statistics_of_different_sites_are_not_merged() -> None:
     a = LogitStats.empty(4, 2, torch.zeros(1))
-    for other in (LogitStats.empty(8, 2, torch.zeros(1)), LogitStats.empty(4, 4, torch.zeros(1))):
-        with pytest.raises(InvalidValueError, match="merge only statistics of the same site"):
+    for other in (
+        LogitStats.empty(8, 2, torch.zeros(1)),
+        LogitStats.empty(4, 4, torch.zeros(1)),
+    ):
+        with pytest.raises(
+            InvalidValueError, match="merge only statistics of the same site"
+        ):
             merge(a, other)
 
 
-@pytest.mark.parametrize(("kind", "rules"), [(LogitStats, statistics.MERGES), (ClassStats, class_statistics.MERGES)])
-def test_every_tensor_of_the_statistics_has_one_rule_by_which_it_merges(kind: Any, rules: dict[str, Merge]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rules"),
+    [(LogitStats, statistics.MERGES), (ClassStats, class_statistics.MERGES)],
+)
+def test_every_tensor_of_the_statistics_has_one_rule_by_which_it_merges(
+    kind: Any, rules: dict[str, Merge]
+) -> None:
     fields = [field.name for field in dataclasses.fields(kind)]
     assert [name for name in fields if name not in ("classes", "names")] == list(rules)
     for rule in rules.values():
@@ -142,7 +186,9 @@ def test_a_statistic_is_read_by_its_recorded_name() -> None:
     assert stats.value("classes") is None
 
 
-def test_a_head_is_not_finite_where_a_logit_or_the_entropy_is_not_and_what_was_not_measured_does_not_count() -> None:
+def test_a_head_is_not_finite_where_a_logit_or_the_entropy_is_not_and_what_was_not_measured_does_not_count() -> (
+    None
+):
     nan, inf = math.nan, math.inf
     rows = [  # maximum, minimum, entropy, pairs, not finite
         (3.0, -1.0, 0.5, 4, 0.0),
@@ -155,31 +201,58 @@ def test_a_head_is_not_finite_where_a_logit_or_the_entropy_is_not_and_what_was_n
     ]
     top, low, entropy, pairs, expected = (torch.tensor(x) for x in zip(*rows))
     stats = dataclasses.replace(
-        LogitStats.empty(len(rows), 1, top), max_logit=top, min_logit=low, entropy=entropy, n_pairs=pairs
+        LogitStats.empty(len(rows), 1, top),
+        max_logit=top,
+        min_logit=low,
+        entropy=entropy,
+        n_pairs=pairs,
     )
     assert stats.non_finite.tolist() == expected.tolist()
 
 
-def classes_of(heads: int, groups: int, names: tuple[str, ...] = ("text", "image")) -> ClassStats:
+def classes_of(
+    heads: int, groups: int, names: tuple[str, ...] = ("text", "image")
+) -> ClassStats:
     """Statistics by class of so many heads, all of them 1."""
     c = len(names)
-    shapes = {name: (groups if "key" in name else heads, c) for name in class_statistics.TENSORS}
-    shapes |= dict.fromkeys(("max_logit", "mass", "uniform_mass", "n_pairs"), (heads, c, c))
+    shapes = {
+        name: (groups if "key" in name else heads, c)
+        for name in class_statistics.TENSORS
+    }
+    shapes |= dict.fromkeys(
+        ("max_logit", "mass", "uniform_mass", "n_pairs"), (heads, c, c)
+    )
     return ClassStats(
         names=names,
-        **{n: torch.ones(shape, dtype=torch.int64 if n.startswith("n_") else None) for n, shape in shapes.items()},  # type: ignore[arg-type]
+        **{
+            n: torch.ones(shape, dtype=torch.int64 if n.startswith("n_") else None)
+            for n, shape in shapes.items()
+        },  # type: ignore[arg-type]
     )
 
 
-def test_statistics_by_class_are_merged_and_joined_where_classes_and_heads_are_the_same() -> None:
+def test_statistics_by_class_are_merged_and_joined_where_classes_and_heads_are_the_same() -> (
+    None
+):
     one = classes_of(4, 2)
-    for other in (classes_of(4, 2, ("text", "sound")), classes_of(2, 2), classes_of(4, 4)):
-        with pytest.raises(InvalidValueError, match="merge only statistics of the same site and classes"):
+    for other in (
+        classes_of(4, 2, ("text", "sound")),
+        classes_of(2, 2),
+        classes_of(4, 4),
+    ):
+        with pytest.raises(
+            InvalidValueError,
+            match="merge only statistics of the same site and classes",
+        ):
             class_statistics.merge_classes(one, other)
     assert class_statistics.joined_classes([one, None]) is None
     joined = class_statistics.joined_classes([one, classes_of(3, 1)])
     assert joined is not None
-    assert (joined.names, joined.mass.shape, joined.key_norm.shape) == (("text", "image"), (7, 2, 2), (3, 2))
+    assert (joined.names, joined.mass.shape, joined.key_norm.shape) == (
+        ("text", "image"),
+        (7, 2, 2),
+        (3, 2),
+    )
 
 
 def test_classes_of_tokens_are_whole_numbers_from_minus_1_to_the_last() -> None:
@@ -190,8 +263,14 @@ def test_classes_of_tokens_are_whole_numbers_from_minus_1_to_the_last() -> None:
     ):
         class_statistics.check_classes(right, 3)
     for wrong, says in (
-        (torch.tensor([[0, 3]]), "from 0 to 2, or -1 for a token without a class, got 0 to 3"),
-        (torch.tensor([[-2, 1]]), "from 0 to 2, or -1 for a token without a class, got -2 to 1"),
+        (
+            torch.tensor([[0, 3]]),
+            "from 0 to 2, or -1 for a token without a class, got 0 to 3",
+        ),
+        (
+            torch.tensor([[-2, 1]]),
+            "from 0 to 2, or -1 for a token without a class, got -2 to 1",
+        ),
     ):
         with pytest.raises(InvalidValueError, match=says):
             class_statistics.check_classes(wrong, 3)
@@ -212,4 +291,6 @@ def test_many_statistics_merge_as_two_by_two() -> None:
         torch.testing.assert_close(x, pairs.tensors()[name], rtol=1e-5, atol=1e-6)
     same = merge(parts[1], parts[1], parts[1])
     for name in ("mean_logit", "entropy", "query_norm", "sink_share"):
-        assert torch.equal(same.tensors()[name], parts[1].tensors()[name])  # the mean of equal values is that value
+        assert torch.equal(
+            same.tensors()[name], parts[1].tensors()[name]
+        )  # the mean of equal values is that value

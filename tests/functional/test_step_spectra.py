@@ -20,12 +20,20 @@ def dense(matrix: torch.Tensor) -> tuple[float, float, float]:
     sigma = torch.linalg.svdvals(matrix.double()).tolist()
     total = math.fsum(s * s for s in sigma)
     shares = [s * s / total for s in sigma]
-    return max(sigma), total / max(sigma) ** 2, -math.fsum(p * math.log(p) for p in shares if p > 0)
+    return (
+        max(sigma),
+        total / max(sigma) ** 2,
+        -math.fsum(p * math.log(p) for p in shares if p > 0),
+    )
 
 
 @pytest.mark.parametrize("size", [1e-2, 1e-7])  # of the step; the weights are of size 1
-@pytest.mark.parametrize("widths", [(30, 30), (30, 17), (5, 30)])  # inputs of q and k; 5 < 2 d_head
-def test_the_spectra_are_those_of_the_dense_matrices(size: float, widths: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "widths", [(30, 30), (30, 17), (5, 30)]
+)  # inputs of q and k; 5 < 2 d_head
+def test_the_spectra_are_those_of_the_dense_matrices(
+    size: float, widths: tuple[int, int]
+) -> None:
     torch.manual_seed(0)
     q, dq = (x * torch.randn(3, 4, widths[0], dtype=torch.float64) for x in (1, size))
     k, dk = (x * torch.randn(3, 4, widths[1], dtype=torch.float64) for x in (1, size))
@@ -39,9 +47,13 @@ def test_the_spectra_are_those_of_the_dense_matrices(size: float, widths: tuple[
 def test_a_rank_one_step_and_an_isotropic_one_are_the_ends_of_the_scale() -> None:
     one = torch.zeros(1, 4, 6, dtype=torch.float64)
     one[0, 0, 0] = 3.0
-    assert [float(x) for x in product_spectrum(one, one)] == pytest.approx([9.0, 1.0, 0.0])
+    assert [float(x) for x in product_spectrum(one, one)] == pytest.approx(
+        [9.0, 1.0, 0.0]
+    )
     every = torch.eye(4, 6, dtype=torch.float64)[None]
-    assert [float(x) for x in product_spectrum(every, every)] == pytest.approx([1.0, 4.0, math.log(4)])
+    assert [float(x) for x in product_spectrum(every, every)] == pytest.approx(
+        [1.0, 4.0, math.log(4)]
+    )
 
 
 def test_no_step_has_no_direction_and_broken_weights_spoil_only_their_head() -> None:
@@ -53,4 +65,6 @@ def test_no_step_has_no_direction_and_broken_weights_spoil_only_their_head() -> 
     assert found.stable_rank[:2].isnan().all()
     assert found.singular_entropy[:2].isnan().all()
     assert float(found.spectral_norm[1]) != float(found.spectral_norm[1])
-    assert float(found.spectral_norm[2]) == pytest.approx(dense(x[2].mT @ x[2])[0], rel=1e-6)
+    assert float(found.spectral_norm[2]) == pytest.approx(
+        dense(x[2].mT @ x[2])[0], rel=1e-6
+    )

@@ -8,7 +8,21 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 NUMBERS = [0, 1, 2, -1, 3, 7, 8, 16, 64, 2**31, 2**53, 2**63, 2**64, 10**30, -(2**63)]
-FLOATS = [0.0, -0.0, 0.5, 1.0, -1.0, 1e-8, 1e-300, 1e300, 1.8e308, float("inf"), float("-inf"), float("nan"), 1e4]
+FLOATS = [
+    0.0,
+    -0.0,
+    0.5,
+    1.0,
+    -1.0,
+    1e-8,
+    1e-300,
+    1e300,
+    1.8e308,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    1e4,
+]
 TEXTS = [
     "",
     " ",
@@ -33,7 +47,10 @@ TEXTS = [
 def numbers() -> SearchStrategy[int | float]:
     """Whole and other numbers."""
     return st.one_of(
-        st.sampled_from(NUMBERS), st.sampled_from(FLOATS), st.integers(-10, 100), st.floats(-1e3, 1e3, width=32)
+        st.sampled_from(NUMBERS),
+        st.sampled_from(FLOATS),
+        st.integers(-10, 100),
+        st.floats(-1e3, 1e3, width=32),
     )
 
 
@@ -51,6 +68,8 @@ def values() -> SearchStrategy[Any]:
     """A value as JSON has them."""
     return st.recursive(
         plain(),
-        lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(texts(), inner, max_size=3)),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3), st.dictionaries(texts(), inner, max_size=3)
+        ),
         max_leaves=6,
     )

@@ -10,7 +10,15 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from tests.conformance.cases import allowed_error, truth_of
-from tests.contract.conformance.cases import MASKS, SPECS, Geometry, fits, masking, random_params, tensors
+from tests.contract.conformance.cases import (
+    MASKS,
+    SPECS,
+    Geometry,
+    fits,
+    masking,
+    random_params,
+    tensors,
+)
 from tests.fuzz.hostile import NUMBERS, numbers, plain, texts
 from tests.fuzz.hunt import Hunt
 from torch import nn
@@ -33,12 +41,28 @@ BUILT: dict[str, type] = {
     **{
         name: getattr(spec, name)
         for name in _object_SLOTS
-        if dataclasses.is_dataclass(getattr(spec, name)) and name not in ("AttentionCall", "AttentionSpec")
+        if dataclasses.is_dataclass(getattr(spec, name))
+        and name not in ("AttentionCall", "AttentionSpec")
     },
-    **{cls.__name__: cls for cls in (RunConfig, DataConfig, ImagesConfig, ModelConfig, OptimConfig)},
+    **{
+        cls.__name__: cls
+        for cls in (RunConfig, DataConfig, ImagesConfig, ModelConfig, OptimConfig)
+    },
     **{cls.__name__: cls for cls in (Grid, LongContexts)},
 }
-_object_WORDS = ["head", "layer", "q", "k", "qk", "qkv", "none", "dim", "one_plus_dim", "head_dim", "scalar"]
+_object_WORDS = [
+    "head",
+    "layer",
+    "q",
+    "k",
+    "qk",
+    "qkv",
+    "none",
+    "dim",
+    "one_plus_dim",
+    "head_dim",
+    "scalar",
+]
 _object_WORDS += ["both", "power"]
 
 
@@ -50,18 +74,34 @@ def built_objects_inputs() -> SearchStrategy[tuple[str, dict[str, Any]]]:
 def _object_of(name: str) -> SearchStrategy[tuple[str, dict[str, Any]]]:
     """Options of a class. Slots take what their annotations say; configurations, which files give, take anything."""
     any_kind = name not in _object_SLOTS
-    fields = {f.name: _object_value(f, any_kind) for f in dataclasses.fields(BUILT[name]) if f.init}
+    fields = {
+        f.name: _object_value(f, any_kind)
+        for f in dataclasses.fields(BUILT[name])
+        if f.init
+    }
     known = {f: values for f, values in fields.items() if values is not None}
-    needed = {f.name for f in dataclasses.fields(BUILT[name]) if f.init and _object_required(f)}
+    needed = {
+        f.name
+        for f in dataclasses.fields(BUILT[name])
+        if f.init and _object_required(f)
+    }
     optional = {n: known[n] for n in known.keys() - needed}
-    return st.tuples(st.just(name), st.fixed_dictionaries({n: known[n] for n in needed}, optional=optional))
+    return st.tuples(
+        st.just(name),
+        st.fixed_dictionaries({n: known[n] for n in needed}, optional=optional),
+    )
 
 
 def _object_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    return (
+        field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    )
 
 
-def _object_value(field: dataclasses.Field[Any], any_kind: bool) -> SearchStrategy[Any] | None:
+def _object_value(
+    field: dataclasses.Field[Any], any_kind: bool
+) -> SearchStrategy[Any] | None:
     words = st.one_of(st.sampled_from(_object_WORDS), texts())
     kind, free = str(field.type), [plain()] if any_kind else []
     none = [st.none()] if "None" in kind else []
@@ -70,7 +110,11 @@ def _object_value(field: dataclasses.Field[Any], any_kind: bool) -> SearchStrate
     if "float" in kind or "int" in kind:
         whole = st.one_of(st.sampled_from(NUMBERS), st.integers(-10, 100))
         several = [st.lists(numbers(), max_size=3)] if "Sequence" in kind else []
-        return st.one_of(*several or [numbers() if "float" in kind or any_kind else whole], *none, *free)
+        return st.one_of(
+            *several or [numbers() if "float" in kind or any_kind else whole],
+            *none,
+            *free,
+        )
     if "str" in kind or "Literal" in kind or isinstance(field.default, str):
         several = [st.lists(words, max_size=3)] if "Sequence" in kind else []
         return st.one_of(*several or [words], *none, *free)
@@ -93,20 +137,46 @@ def check_built_objects(case: tuple[str, dict[str, Any]]) -> None:
 # Names and options of remedies on small models: applied, run, taken away again, or refused.
 
 
-_remedy_OPTIONS = ["tau", "cap", "threshold", "over", "gain", "factor", "eps", "alpha", "ratio", "rate"]
+_remedy_OPTIONS = [
+    "tau",
+    "cap",
+    "threshold",
+    "over",
+    "gain",
+    "factor",
+    "eps",
+    "alpha",
+    "ratio",
+    "rate",
+]
 _remedy_OPTIONS += ["p", "decay", "weight"]
 
 
-def applied_remedies_inputs() -> SearchStrategy[tuple[str, str, bool, dict[str, Any], int | None]]:
+def applied_remedies_inputs() -> SearchStrategy[
+    tuple[str, str, bool, dict[str, Any], int | None]
+]:
     """A model, a remedy, whether there is an optimizer, options, the training length."""
     name = st.one_of(
         st.sampled_from(sorted(REMEDIES)),
-        st.lists(st.sampled_from(sorted(REMEDIES)), min_size=2, max_size=2).map("+".join),
+        st.lists(st.sampled_from(sorted(REMEDIES)), min_size=2, max_size=2).map(
+            "+".join
+        ),
     )
-    value = st.one_of(numbers(), texts(), st.booleans(), st.sampled_from(["head", "layer", "dim", "scalar", "none"]))
+    value = st.one_of(
+        numbers(),
+        texts(),
+        st.booleans(),
+        st.sampled_from(["head", "layer", "dim", "scalar", "none"]),
+    )
     options = st.dictionaries(st.sampled_from(_remedy_OPTIONS), value, max_size=2)
     length = st.one_of(st.none(), st.integers(-1, 64))
-    return st.tuples(st.sampled_from(["attention", "mla", "decoder", "linear"]), name, st.booleans(), options, length)
+    return st.tuples(
+        st.sampled_from(["attention", "mla", "decoder", "linear"]),
+        name,
+        st.booleans(),
+        options,
+        length,
+    )
 
 
 def _remedy_model(kind: str) -> torch.nn.Module:
@@ -122,12 +192,18 @@ def _remedy_model(kind: str) -> torch.nn.Module:
     )
 
 
-def check_applied_remedies(case: tuple[str, str, bool, dict[str, Any], int | None]) -> None:
+def check_applied_remedies(
+    case: tuple[str, str, bool, dict[str, Any], int | None],
+) -> None:
     """Trains one step under the remedy; afterwards the model is bit for bit what it would be without."""
     kind, name, stepped, options, length = case
     model = _remedy_model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if stepped else None
-    x = torch.zeros(1, 5, dtype=torch.long) if kind == "decoder" else torch.linspace(-1, 1, 80).view(1, 5, 16)
+    x = (
+        torch.zeros(1, 5, dtype=torch.long)
+        if kind == "decoder"
+        else torch.linspace(-1, 1, 80).view(1, 5, 16)
+    )
     before = {n: p.clone() for n, p in model.state_dict().items()}
     handle = qkeel.apply(model, name, optimizer, train_length=length, **options)
     try:
@@ -145,7 +221,12 @@ def check_applied_remedies(case: tuple[str, str, bool, dict[str, Any], int | Non
 # Calls of attention: every kernel that takes one gives the oracle's numbers in float64, statistics too.
 
 
-_kernel_DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+_kernel_DTYPES = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+}
 
 
 def kernels_float64_inputs() -> SearchStrategy[dict[str, Any]]:
@@ -174,7 +255,11 @@ def check_kernels_float64(case: dict[str, Any]) -> None:
     if call is None:
         return
     truth = truth_of(call)
-    allowed = 1e-10 * (1 + truth.out.abs().max().item()) if case["dtype"] == "f64" else allowed_error(call, truth)
+    allowed = (
+        1e-10 * (1 + truth.out.abs().max().item())
+        if case["dtype"] == "f64"
+        else allowed_error(call, truth)
+    )
     for name, kernel in KERNELS.items():
         if kernel.supports(call) is None:
             out = kernel(call)
@@ -196,7 +281,9 @@ def _kernel_call(case: dict[str, Any]) -> AttentionCall | None:
         v = torch.randn(2, g, x.s, case["values"], generator=rng).to(dtype)
     q = q * case["large"]
     params = random_params(spec, x, dtype, rng)
-    call = make_call(spec, q, k, v, params=params, **masking(case["mask"], x, dtype, rng))
+    call = make_call(
+        spec, q, k, v, params=params, **masking(case["mask"], x, dtype, rng)
+    )
     return dataclasses.replace(call)
 
 
@@ -226,7 +313,13 @@ def _module_module(case: dict[str, Any]) -> nn.Module:
         return Attention(16, h, g, d, spec=spec, bias=True)
     if case["kind"] == "gau":
         return GAU(16, hidden=12, size=d, spec=spec, bias=True)
-    sizes = LatentSizes(q_latent=case["latent"], kv_latent=case["latent"], rope_dim=d, nope_dim=d, value_dim=5)
+    sizes = LatentSizes(
+        q_latent=case["latent"],
+        kv_latent=case["latent"],
+        rope_dim=d,
+        nope_dim=d,
+        value_dim=5,
+    )
     return MLA(16, h, sizes=sizes, spec=spec, latent_norm=case["norm"])
 
 

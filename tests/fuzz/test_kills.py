@@ -31,7 +31,9 @@ for step in range(300):
 
 def kill(words: list[str], has_begun: Callable[[], bool], seconds: float) -> None:
     """Starts a command and kills it within so many seconds after it began to write."""
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
         while process.poll() is None and not has_begun():
             time.sleep(0.005)
         time.sleep(seconds)
@@ -43,7 +45,9 @@ def qkeel(*words: str) -> list[str]:
     return [sys.executable, "-m", "qkeel", *words]
 
 
-def test_each_killed_watch_has_the_first_records_of_an_undisturbed_one_and_a_page(tmp_path: Path) -> None:
+def test_each_killed_watch_has_the_first_records_of_an_undisturbed_one_and_a_page(
+    tmp_path: Path,
+) -> None:
     script, instants = tmp_path / "train.py", random.Random(0)
     script.write_text(SCRIPT)
 
@@ -56,7 +60,10 @@ def test_each_killed_watch_has_the_first_records_of_an_undisturbed_one_and_a_pag
         records = tmp_path / f"cut{i}" / "metrics.jsonl"
         kill(watch(records.parent), records.exists, instants.uniform(0, 1))
         assert whole.startswith(records.read_bytes())
-        subprocess.run(qkeel("report", str(records.parent), "-o", str(tmp_path / "page.html")), check=True)
+        subprocess.run(
+            qkeel("report", str(records.parent), "-o", str(tmp_path / "page.html")),
+            check=True,
+        )
 
 
 def test_a_page_that_is_written_again_is_whole_at_any_instant(tmp_path: Path) -> None:

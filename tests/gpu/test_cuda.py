@@ -17,10 +17,16 @@ from qkeel.ops import KERNELS
 from qkeel.spec import AttentionCall, AttentionSpec, Sink
 from qkeel.spec.call import make_call
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
 
 SPECS = {
-    **{name: preset(name) for name in ("baseline", "qwen3", "olmo2", "cosa_logn", "gemma2", "swin_v2")},
+    **{
+        name: preset(name)
+        for name in ("baseline", "qwen3", "olmo2", "cosa_logn", "gemma2", "swin_v2")
+    },
     "sink": AttentionSpec(normalizer=Sink()),
 }
 B, H, G, T, S, D = 2, 4, 2, 33, 48, 64
@@ -28,7 +34,10 @@ MASKS: dict[str, dict[str, Any]] = {
     "causal": {},
     "full": {"causal": False},
     "padding": {"mask": (torch.arange(S) >= torch.tensor([[0], [9]]))[:, None, None]},
-    "empty rows": {"causal": False, "mask": torch.arange(T)[:, None] >= torch.arange(S) - 20 + 25},
+    "empty rows": {
+        "causal": False,
+        "mask": torch.arange(T)[:, None] >= torch.arange(S) - 20 + 25,
+    },
     "additive": {"causal": False, "mask": torch.randn(1, H, T, S)},
 }
 
@@ -37,7 +46,13 @@ def on(device: str, call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
     """The call with its tensors on a device, floating ones in that dtype."""
 
     def move(x: Tensor | None) -> Tensor | None:
-        return x if x is None else x.to(device, dtype) if x.is_floating_point() else x.to(device)
+        return (
+            x
+            if x is None
+            else x.to(device, dtype)
+            if x.is_floating_point()
+            else x.to(device)
+        )
 
     moved = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
     moved = {n: move(v) if isinstance(v, Tensor) else v for n, v in moved.items()}
@@ -45,33 +60,54 @@ def on(device: str, call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
     return AttentionCall(**moved)
 
 
-def calls(name: str, dtype: torch.dtype) -> list[tuple[str, AttentionCall, AttentionCall]]:
+def calls(
+    name: str, dtype: torch.dtype
+) -> list[tuple[str, AttentionCall, AttentionCall]]:
     """Per mask: its name, the call on the GPU in a low precision, the same numbers in float64 on the CPU."""
     spec, found = SPECS[name], []
     for kind, how in MASKS.items():
-        q, k, v = torch.randn(B, H, T, D), torch.randn(B, G, S, D), torch.randn(B, G, S, D)
-        low = on("cuda", make_call(spec, q, k, v, params=spec.init_params(H, G, D), **how), dtype)
+        q, k, v = (
+            torch.randn(B, H, T, D),
+            torch.randn(B, G, S, D),
+            torch.randn(B, G, S, D),
+        )
+        low = on(
+            "cuda",
+            make_call(spec, q, k, v, params=spec.init_params(H, G, D), **how),
+            dtype,
+        )
         found.append((kind, low, on("cpu", low, torch.float64)))
     return found
 
 
 every_spec = pytest.mark.parametrize("name", SPECS)
 every_dtype = pytest.mark.parametrize(
-    ("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)], ids=str
+    ("dtype", "near"),
+    [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)],
+    ids=str,
 )
 
 
 @every_spec
 @every_dtype
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "flex"])  # compiles each: test_triton
-def test_output_and_gradients_are_near_the_oracles(name: str, dtype: torch.dtype, near: float, kernel: str) -> None:
+@pytest.mark.parametrize(
+    "kernel", [name for name in KERNELS if name != "flex"]
+)  # compiles each: test_triton
+def test_output_and_gradients_are_near_the_oracles(
+    name: str, dtype: torch.dtype, near: float, kernel: str
+) -> None:
     for kind, low, wide in calls(name, dtype):
         if KERNELS[kernel].supports(low) is not None:
             continue
         results = []
-        for call, forward in ((low, KERNELS[kernel]), (wide, lambda c: reference.attend_call(c).out)):
+        for call, forward in (
+            (low, KERNELS[kernel]),
+            (wide, lambda c: reference.attend_call(c).out),
+        ):
             leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
-            out = forward(dataclasses.replace(call, q=leaves[0], k=leaves[1], v=leaves[2]))
+            out = forward(
+                dataclasses.replace(call, q=leaves[0], k=leaves[1], v=leaves[2])
+            )
             grads = torch.autograd.grad(out.double().cos().sum(), leaves)
             results.append([x.detach().double().cpu() for x in (out, *grads)])
         for ours, truth in zip(*results):
@@ -81,7 +117,9 @@ def test_output_and_gradients_are_near_the_oracles(name: str, dtype: torch.dtype
 
 @every_spec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_statistics_are_those_of_the_cpu_in_float64(name: str, dtype: torch.dtype) -> None:
+def test_statistics_are_those_of_the_cpu_in_float64(
+    name: str, dtype: torch.dtype
+) -> None:
     before = torch.backends.cuda.matmul.allow_tf32
     assert not before, "TF32 would round logits to 10 bits"
     for kind, low, wide in calls(name, dtype):

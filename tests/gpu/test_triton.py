@@ -17,16 +17,33 @@ from qkeel.kernels.norm_rope import encode
 from qkeel.kernels.norm_rope import operator as norm_rope
 from qkeel.kernels.norm_rope.encode import encoded
 from qkeel.kernels.statistics import logit_stats, max_stats, row_logsumexp
-from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, SlidingWindow, Softcap
+from qkeel.spec import (
+    AttentionSpec,
+    L2Norm,
+    LayerNorm,
+    RMSNorm,
+    Rope,
+    SlidingWindow,
+    Softcap,
+)
 from qkeel.spec.call import make_call
 from qkeel.spec.norm import NoNorm, Norm
 
 DEVICE = "cuda"
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [1, 7, 64, 129, 512, 2048]
 SIZES = [64, 8, 128, 24, 256, 40]
-STEPPED = ["lalr", "lalr:decay=plain", "qk_lr", "qk_weight_decay", "qk_clip:threshold=0.001"]
+STEPPED = [
+    "lalr",
+    "lalr:decay=plain",
+    "qk_lr",
+    "qk_weight_decay",
+    "qk_clip:threshold=0.001",
+]
 
 
 def test_tensors_here_go_through_triton() -> None:
@@ -38,20 +55,37 @@ def test_tensors_here_go_through_triton() -> None:
 def test_norm_and_rotation_of_every_norm_length_and_layout(norm: Norm) -> None:
     for i, t in enumerate(LENGTHS):
         turn = i + NORMS.index(norm)
-        layout, position = list(LAYOUTS)[turn % len(LAYOUTS)], POSITIONS[turn % len(POSITIONS)]
+        layout, position = (
+            list(LAYOUTS)[turn % len(LAYOUTS)],
+            POSITIONS[turn % len(POSITIONS)],
+        )
         position = POSITIONS[0] if isinstance(norm, NoNorm) else position
-        dtype = DTYPES[(turn + i // len(DTYPES)) % len(DTYPES)]  # all three would be compiled for minutes
+        dtype = DTYPES[
+            (turn + i // len(DTYPES)) % len(DTYPES)
+        ]  # all three would be compiled for minutes
         case = given(norm, position, t, SIZES[i], dtype, layout)
-        check(case, f"T {t}, d {SIZES[i]}, {layout}, {position.formula()}, {dtype}", DEVICE)
+        check(
+            case,
+            f"T {t}, d {SIZES[i]}, {layout}, {position.formula()}, {dtype}",
+            DEVICE,
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_x_made_anew_from_the_result(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_x_made_anew_from_the_result(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(encode, "_keeps", lambda x, gain: False)
-    gains: list[Any] = ["none", "dim", "head_dim"] if dtype == torch.float32 else ["none"]
+    gains: list[Any] = (
+        ["none", "dim", "head_dim"] if dtype == torch.float32 else ["none"]
+    )
     for gain in gains:
         for norm in (RMSNorm(gain=gain), LayerNorm(gain=gain)):
-            check(given(norm, Rope(), 129, 128, dtype, "heads beside each other"), f"{norm!r}, {dtype}", DEVICE)
+            check(
+                given(norm, Rope(), 129, 128, dtype, "heads beside each other"),
+                f"{norm!r}, {dtype}",
+                DEVICE,
+            )
     check(given(L2Norm(), Rope(), 129, 128, dtype), f"L2, {dtype}", DEVICE)
 
 
@@ -59,7 +93,10 @@ def test_the_gradient_of_a_gain_is_the_same_in_every_run() -> None:
     case = given(RMSNorm(gain="dim"), Rope(), 2048, 128, torch.bfloat16)
     above = [torch.randn_like(x) for x in case[1:3]]
     first = run(encoded, case, torch.bfloat16, above, DEVICE)
-    assert all(all(map(torch.equal, first, run(encoded, case, torch.bfloat16, above, DEVICE))) for _ in range(3))
+    assert all(
+        all(map(torch.equal, first, run(encoded, case, torch.bfloat16, above, DEVICE)))
+        for _ in range(3)
+    )
 
 
 def test_a_module_is_one_graph_when_compiled() -> None:
@@ -69,7 +106,9 @@ def test_a_module_is_one_graph_when_compiled() -> None:
     results = []
     for how in (module, torch.compile(module, fullgraph=True)):
         out = how(x)
-        results.append([out, *torch.autograd.grad(out.cos().sum(), [x, *module.parameters()])])
+        results.append(
+            [out, *torch.autograd.grad(out.cos().sum(), [x, *module.parameters()])]
+        )
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
@@ -84,51 +123,79 @@ STATISTICS: dict[str, tuple[AttentionSpec, dict[str, Any]]] = {
 }
 
 
-def call_of(name: str, dtype: torch.dtype, t: int, d: int, device: str, size: float = 1.0) -> Any:
+def call_of(
+    name: str, dtype: torch.dtype, t: int, d: int, device: str, size: float = 1.0
+) -> Any:
     spec, how = STATISTICS[name]
     q, k, v = (torch.randn(2, heads, t, d).to(dtype).to(device) for heads in (4, 2, 2))
     params = {n: p.to(device, dtype) for n, p in spec.init_params(4, 2, d).items()}
     mask = (
-        (torch.arange(t, device=device) >= torch.tensor([[0], [t // 3]], device=device)) if "padding" in how else None
+        (torch.arange(t, device=device) >= torch.tensor([[0], [t // 3]], device=device))
+        if "padding" in how
+        else None
     )
-    return make_call(spec, size * q, k, v, params=params, mask=mask, causal=how.get("causal", True))
+    return make_call(
+        spec, size * q, k, v, params=params, mask=mask, causal=how.get("causal", True)
+    )
 
 
 def on_cpu(call: Any) -> Any:
     """The same numbers in float64 on the CPU, which no kernel supports."""
     move = lambda x: x.double().cpu() if x.is_floating_point() else x.cpu()  # noqa: E731
-    tensors = {name: x for name in call.__dataclass_fields__ if isinstance(x := getattr(call, name), torch.Tensor)}
+    tensors = {
+        name: x
+        for name in call.__dataclass_fields__
+        if isinstance(x := getattr(call, name), torch.Tensor)
+    }
     params = {name: move(x) for name, x in call.params.items()}
-    return dataclasses.replace(call, params=params, **{name: move(x) for name, x in tensors.items()})
+    return dataclasses.replace(
+        call, params=params, **{name: move(x) for name, x in tensors.items()}
+    )
 
 
 @pytest.mark.parametrize("name", STATISTICS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_statistics_without_values_are_the_exact_ones(name: str, dtype: torch.dtype) -> None:
+def test_statistics_without_values_are_the_exact_ones(
+    name: str, dtype: torch.dtype
+) -> None:
     for t, d, size in ((1, 64, 1.0), (129, 24, 1.0), (300, 128, 30.0), (65, 256, 1.0)):
         call = call_of(name, dtype, t, d, DEVICE, size)
-        truth, every, largest = logit_stats(on_cpu(call)), logit_stats(call), max_stats(call)
+        truth, every, largest = (
+            logit_stats(on_cpu(call)),
+            logit_stats(call),
+            max_stats(call),
+        )
         for ours, field in (
             (every, "entropy"),
             *((x, f) for x in (every, largest) for f in ("max_logit", "min_logit")),
         ):
             true = getattr(truth, field)
-            assert torch.allclose(getattr(ours, field).double().cpu(), true, rtol=1e-3, atol=1e-3), f"{t}, {d}, {field}"
+            assert torch.allclose(
+                getattr(ours, field).double().cpu(), true, rtol=1e-3, atol=1e-3
+            ), f"{t}, {d}, {field}"
 
 
 def test_flex_hands_out_maxima_and_logsumexp() -> None:
     for name in ("causal", "full", "window"):
         call = call_of(name, torch.bfloat16, 256, 64, DEVICE)
         out, lse, top = Flex().with_maxima(call)
-        torch.testing.assert_close(top.amax((0, 2)), max_stats(call).max_logit, rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(lse, row_logsumexp(call).to(lse.dtype), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(
+            top.amax((0, 2)), max_stats(call).max_logit, rtol=1e-2, atol=1e-2
+        )
+        torch.testing.assert_close(
+            lse, row_logsumexp(call).to(lse.dtype), rtol=1e-2, atol=1e-2
+        )
         assert out.shape == call.q.shape
 
 
-def trained(remedy: str, capturable: bool, kind: str = "foreach") -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(
+    remedy: str, capturable: bool, kind: str = "foreach"
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = nn.Sequential(*(qkeel.nn.Attention(64, 4, 2) for _ in range(2))).to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=capturable, **{kind: True})
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, capturable=capturable, **{kind: True}
+    )
     qkeel.apply(model, remedy, optimizer)
     x = torch.randn(2, 9, 64, device=DEVICE)
     drawn = torch.Generator().manual_seed(2)
@@ -149,12 +216,16 @@ def test_a_step_that_a_gradscaler_skips_and_one_that_it_unscales() -> None:
         scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
         for infinite in (True, False, False):
             optimizer.zero_grad()
-            scaler.scale(model(torch.ones(2, 9, 64, device=DEVICE)).square().sum()).backward()
+            scaler.scale(
+                model(torch.ones(2, 9, 64, device=DEVICE)).square().sum()
+            ).backward()
             if infinite:
                 model[0].v_proj.weight.grad[0, 0] = torch.inf  # type: ignore[index,union-attr]
             scaler.step(optimizer)
             scaler.update()
-        found.append([*model.parameters(), *(s["step"] for s in optimizer.state.values())])
+        found.append(
+            [*model.parameters(), *(s["step"] for s in optimizer.state.values())]
+        )
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -201,7 +272,9 @@ def test_a_step_can_be_captured_in_a_cuda_graph(remedy: str) -> None:
 
 def test_an_iteration_with_a_clip_can_be_captured_in_a_cuda_graph() -> None:
     x = torch.randn(2, 9, 64, device=DEVICE)
-    (plain, own), (graphed, other) = (trained("lalr+qk_clip:threshold=0.001", True) for _ in range(2))
+    (plain, own), (graphed, other) = (
+        trained("lalr+qk_clip:threshold=0.001", True) for _ in range(2)
+    )
 
     def iterate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()

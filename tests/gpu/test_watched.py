@@ -15,7 +15,10 @@ import qkeel
 from qkeel.errors import QkeelError
 from qkeel.remedies import REMEDIES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
 
 
 def plain() -> nn.Module:
@@ -24,18 +27,24 @@ def plain() -> nn.Module:
 
 def from_transformers(name: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+    }
     if name == "GPT2":
         sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256}
     else:
         sizes |= {"intermediate_size": 96, "num_key_value_heads": 2}
-    return getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(
-        getattr(transformers, f"{name}Config")(**sizes)
-    )
+    return getattr(
+        transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
+    )(getattr(transformers, f"{name}Config")(**sizes))
 
 
 MODELS: dict[str, Any] = {"plain": plain} | {
-    name: lambda name=name: from_transformers(name) for name in ("GPT2", "Llama", "Qwen3")
+    name: lambda name=name: from_transformers(name)
+    for name in ("GPT2", "Llama", "Qwen3")
 }
 
 
@@ -53,15 +62,22 @@ def made(name: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer, Tens
     for parameter in model.parameters():
         if parameter.dim() == 2:  # wide logits, so that a mistake in them shows
             parameter.data.mul_(4.0)
-    tokens = torch.randint(256, (3, 40), generator=torch.Generator().manual_seed(4)).to(device)
+    tokens = torch.randint(256, (3, 40), generator=torch.Generator().manual_seed(4)).to(
+        device
+    )
     model = model.to(device).train()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), tokens
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, steps: int) -> Tensor:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, steps: int
+) -> Tensor:
     losses = []
     for _ in range(steps):
-        loss = cross_entropy(logits_of(model, tokens)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss = cross_entropy(
+            logits_of(model, tokens)[:, :-1].flatten(0, 1).float(),
+            tokens[:, 1:].flatten(),
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -84,19 +100,32 @@ def test_what_is_recorded_is_what_a_cpu_records(name: str, stats: Any) -> None:
     assert "max_logit" in truth
     for field, numbers in truth.items():
         torch.testing.assert_close(
-            torch.as_tensor(ours[field]), torch.as_tensor(numbers), rtol=2e-3, atol=2e-3, equal_nan=True, msg=field
+            torch.as_tensor(ours[field]),
+            torch.as_tensor(numbers),
+            rtol=2e-3,
+            atol=2e-3,
+            equal_nan=True,
+            msg=field,
         )
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_watching_leaves_every_bit_of_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_leaves_every_bit_of_training(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before, losses = torch.are_deterministic_algorithms_enabled(), []
-    torch.use_deterministic_algorithms(True)  # two runs that nobody watches would differ without
+    torch.use_deterministic_algorithms(
+        True
+    )  # two runs that nobody watches would differ without
     try:
         for stats in (None, True, "max"):
             model, optimizer, tokens = made(name, "cuda")
-            monitor = None if stats is None else qkeel.watch(model, optimizer, stats=stats, rules=[])
+            monitor = (
+                None
+                if stats is None
+                else qkeel.watch(model, optimizer, stats=stats, rules=[])
+            )
             losses.append(train(model, optimizer, tokens, 4))
             if monitor is not None:
                 monitor.remove()
@@ -109,7 +138,9 @@ def test_watching_leaves_every_bit_of_training(name: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 @pytest.mark.parametrize("remedy", [name for name in REMEDIES if name != "dropout"])
 def test_a_remedy_does_on_a_gpu_what_it_does_on_a_cpu(name: str, remedy: str) -> None:
-    text = {"qk_clip": "qk_clip:threshold=1", "softcap": "softcap:cap=5"}.get(remedy, remedy)
+    text = {"qk_clip": "qk_clip:threshold=1", "softcap": "softcap:cap=5"}.get(
+        remedy, remedy
+    )
     results: list[Any] = []
     for device in ("cuda", "cpu"):
         model, optimizer, tokens = made(name, device)
@@ -135,6 +166,11 @@ def test_sites_are_those_of_a_cpu(name: str) -> None:
     found = []
     for device in ("cuda", "cpu"):
         model, _, tokens = made(name, device)
-        found.append([(site.name, site.n_heads, site.n_kv_heads) for site in qkeel.find_sites(model, tokens)])
+        found.append(
+            [
+                (site.name, site.n_heads, site.n_kv_heads)
+                for site in qkeel.find_sites(model, tokens)
+            ]
+        )
     assert found[0] == found[1]
     assert len(found[0]) == 2

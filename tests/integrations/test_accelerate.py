@@ -28,7 +28,9 @@ def test_steps_are_those_that_accumulated_gradients_lead_to(tmp_path: Path) -> N
     accelerate.state.GradientState._reset_state()  # shared by all accelerators of a process
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = Net()
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.1)
+    )
     with watch(model, optimizer, every=1, sinks=tmp_path / "run"):
         for seed in range(8):
             with accelerator.accumulate(model):

@@ -18,15 +18,21 @@ from qkeel.monitor import Ceiling
 from qkeel.records import RunDirectory
 
 KEY = "attn/max_logit"
-pytestmark = pytest.mark.filterwarnings("ignore")  # what trackers warn of is theirs, and alarms are meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # what trackers warn of is theirs, and alarms are meant
 
 
-def trained(folder: Path, *sinks: Any, owner: Any = None, accumulate: int = 2) -> dict[int, float]:
+def trained(
+    folder: Path, *sinks: Any, owner: Any = None, accumulate: int = 2
+) -> dict[int, float]:
     """Goes on from step 20 to 31, where each third and the end are measured; the largest logit by step of the run."""
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rule = Ceiling(threshold=-100.0)
-    with watch(model, optimizer, every=3, sinks=[folder / "run", *sinks], rules=rule) as monitor:
+    with watch(
+        model, optimizer, every=3, sinks=[folder / "run", *sinks], rules=rule
+    ) as monitor:
         monitor.steps = 20
         for step in range(12):
             for micro in range(accumulate):
@@ -45,13 +51,19 @@ def trained(folder: Path, *sinks: Any, owner: Any = None, accumulate: int = 2) -
 def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     expected = trained(tmp_path, f"tensorboard:directory={tmp_path / 'tb'}")
-    assert tensorboard_scalars(tmp_path / "tb", KEY) == pytest.approx(expected, rel=1e-6)
+    assert tensorboard_scalars(tmp_path / "tb", KEY) == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def test_csv_and_parquet_have_every_head(tmp_path: Path) -> None:
-    expected = trained(tmp_path, f"csv:path={tmp_path / 'csv'}+parquet:path={tmp_path / 'parquet'}")
+    expected = trained(
+        tmp_path, f"csv:path={tmp_path / 'csv'}+parquet:path={tmp_path / 'parquet'}"
+    )
     with open(tmp_path / "csv" / "steps.csv", encoding="utf-8") as file:
-        steps = {int(row["step"]): float(row["max_logit"]) for row in csv.DictReader(file)}
+        steps = {
+            int(row["step"]): float(row["max_logit"]) for row in csv.DictReader(file)
+        }
     assert steps == expected
     heads = RunDirectory(tmp_path / "run").heads()
     with open(tmp_path / "csv" / "heads.csv", encoding="utf-8") as file:
@@ -60,8 +72,15 @@ def test_csv_and_parquet_have_every_head(tmp_path: Path) -> None:
         ("21", "blocks.0", "full", "0"), ("21", "blocks.0", "full", "1"), ("21", "blocks.1", "full", "0"),
     ]  # fmt: skip
     for name in ("entropy", "query_weight_norm"):
-        assert np.allclose([float(row[name]) for row in rows], heads.values[name].reshape(-1), rtol=1e-6), name
-    assert rows[-1]["query_grad_rms"] in ("", "nan")  # the pass at the end has no gradients
+        assert np.allclose(
+            [float(row[name]) for row in rows],
+            heads.values[name].reshape(-1),
+            rtol=1e-6,
+        ), name
+    assert rows[-1]["query_grad_rms"] in (
+        "",
+        "nan",
+    )  # the pass at the end has no gradients
     assert np.isfinite(float(rows[-5]["query_grad_rms"]))
     assert (tmp_path / "csv" / "alarms.csv").read_text().count("ceiling -100") == 1
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -69,11 +88,17 @@ def test_csv_and_parquet_have_every_head(tmp_path: Path) -> None:
     assert table.column("step").to_pylist() == [int(row["step"]) for row in rows]
     for name in ("layer", "type"):
         assert table.column(name).to_pylist() == [row[name] for row in rows]
-    assert np.allclose(table.column("entropy").to_numpy(), heads.values["entropy"].reshape(-1), rtol=1e-6)
+    assert np.allclose(
+        table.column("entropy").to_numpy(),
+        heads.values["entropy"].reshape(-1),
+        rtol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_wandb_offline(joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline(
+    joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -137,15 +162,21 @@ def test_trackio(joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = {row["step"]: row[KEY] for row in rows if KEY in row}
     assert found == pytest.approx(expected)
     if joined:
-        assert {row["step"]: row["loss"] for row in rows if "loss" in row} == {i: float(i) for i in range(12)}
+        assert {row["step"]: row["loss"] for row in rows if "loss" in row} == {
+            i: float(i) for i in range(12)
+        }
     assert len(storage.get_alerts(project)) == 1
 
 
 def test_trackers_of_accelerate(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     pytest.importorskip("tensorboard")
-    accelerator = accelerate.Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path / "tb")
+    accelerator = accelerate.Accelerator(
+        cpu=True, log_with="tensorboard", project_dir=tmp_path / "tb"
+    )
     accelerator.init_trackers("mine")
     expected = trained(tmp_path, AccelerateSink(accelerator))
     accelerator.end_training()
-    assert tensorboard_scalars(tmp_path / "tb", KEY) == pytest.approx(expected, rel=1e-6)
+    assert tensorboard_scalars(tmp_path / "tb", KEY) == pytest.approx(
+        expected, rel=1e-6
+    )

@@ -33,12 +33,20 @@ CASES = {
 def found_of(case: str, folder: Path, *, processes: int) -> list[Outcome]:
     """What each process of a training holds at its end."""
     module = ["-m", "tests.integrations.trainers.run", case, str(folder)]
-    several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    several = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(processes),
+    ]
     command = [sys.executable, *(several if processes > 1 else []), *module]
     done = subprocess.run(command, timeout=300, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     names = range(processes) if processes > 1 else ["alone"]
-    found = [pickle.loads((folder / f"{case}-{name}.pickle").read_bytes()) for name in names]
+    found = [
+        pickle.loads((folder / f"{case}-{name}.pickle").read_bytes()) for name in names
+    ]
     for one in found:
         assert isinstance(one, Outcome), one
     return found
@@ -59,7 +67,9 @@ def test_two_processes_train_and_measure_as_one(case: str, tmp_path: Path) -> No
             assert float((found.weights[name] - weight).abs().max()) < most, name
         assert {*found.heads} == {*one.heads}
         for name, values in one.heads.items():
-            np.testing.assert_allclose(found.heads[name], values, rtol=most, atol=most, err_msg=name)
+            np.testing.assert_allclose(
+                found.heads[name], values, rtol=most, atol=most, err_msg=name
+            )
 
 
 @pytest.fixture
@@ -73,7 +83,9 @@ def torchtitans(request: pytest.FixtureRequest, tmp_path: Path) -> Runs:
     lines = [json.dumps({"text": line}) for line in text.splitlines() if len(line) > 60]
     (data / "sft").mkdir()
     (data / "sft/train.jsonl").write_text("\n".join(lines))
-    given = Namespace(work=tmp_path, checkouts=data.parent, python=sys.executable, timeout=300)
+    given = Namespace(
+        work=tmp_path, checkouts=data.parent, python=sys.executable, timeout=300
+    )
     return Runs(request.param, given)
 
 
@@ -83,7 +95,9 @@ def said(runs: Runs) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("torchtitans", ["torchtitan", "torchtitan, two processes"], indirect=True)
+@pytest.mark.parametrize(
+    "torchtitans", ["torchtitan", "torchtitan, two processes"], indirect=True
+)
 def test_torchtitans_program_has_the_same_losses_watched_and_takes_remedies_or_they_are_refused(
     torchtitans: Runs,
 ) -> None:
@@ -93,12 +107,23 @@ def test_torchtitans_program_has_the_same_losses_watched_and_takes_remedies_or_t
     assert plain["losses"] == watched["losses"]
     assert (watched["layers"], watched["records"], watched["events"]) == (6, 10, [])
     normed = torchtitans.run("watch", "--every", "1", "--apply", "qk_norm")
-    assert (normed["code"], normed["layers"], normed["records"]) == (0, 6, 10), said(torchtitans)
-    heads = qkeel.load(torchtitans.given.work / f"{torchtitans.label}-watch.qkeel").history.heads
-    for side in ("query_norm", "key_norm"):  # the root of a head's width, in bfloat16, times a gain near one
+    assert (normed["code"], normed["layers"], normed["records"]) == (0, 6, 10), said(
+        torchtitans
+    )
+    heads = qkeel.load(
+        torchtitans.given.work / f"{torchtitans.label}-watch.qkeel"
+    ).history.heads
+    for side in (
+        "query_norm",
+        "key_norm",
+    ):  # the root of a head's width, in bfloat16, times a gain near one
         np.testing.assert_allclose(heads[side], 4, rtol=1e-2)
-    clipped = torchtitans.run("watch", "--every", "1", "--apply", "lalr:tau=0.1+qk_clip:threshold=0.4")
-    assert (clipped["code"], clipped["layers"], clipped["records"]) == (0, 6, 10), said(torchtitans)
+    clipped = torchtitans.run(
+        "watch", "--every", "1", "--apply", "lalr:tau=0.1+qk_clip:threshold=0.4"
+    )
+    assert (clipped["code"], clipped["layers"], clipped["records"]) == (0, 6, 10), said(
+        torchtitans
+    )
     assert clipped["last"] < 0.6 < 0.9 < watched["last"]
     assert torchtitans.run("watch", "--apply", "softcap:cap=1")["code"] != 0
     assert "softcap:cap=1 cannot be applied" in said(torchtitans)

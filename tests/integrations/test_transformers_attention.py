@@ -25,7 +25,9 @@ from qkeel.integrations import register_attention
 from qkeel.integrations.huggingface import attend
 from qkeel.kernels.attention.compiled import Native
 
-NO_DROPOUT = {"gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}  # with it torch attends
+NO_DROPOUT = {
+    "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+}  # with it torch attends
 FEW = (
     "llama",
     "qwen3",
@@ -63,18 +65,26 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that the compiled attention computed."""
     calls: list[Any] = []
     inner = Native.__call__
-    monkeypatch.setattr(Native, "__call__", lambda self, call: (calls.append(call), inner(self, call))[1])
+    monkeypatch.setattr(
+        Native,
+        "__call__",
+        lambda self, call: (calls.append(call), inner(self, call))[1],
+    )
     return calls
 
 
-def results(entry: Entry, implementation: str, state: dict[str, Tensor] | None) -> tuple[nn.Module, list[Tensor]]:
+def results(
+    entry: Entry, implementation: str, state: dict[str, Tensor] | None
+) -> tuple[nn.Module, list[Tensor]]:
     """The logits of a model of the zoo, and the gradients of a function of them."""
     model = build(entry, implementation)
     if state is not None:
         model.load_state_dict(state)
     given = model(**entry.maker(model))
     logits = given[0] if "logits" not in given else given.logits
-    weights = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    weights = [
+        p for p in model.parameters() if p.requires_grad and p.is_floating_point()
+    ]
     grads = torch.autograd.grad(logits.float().cos().sum(), weights, allow_unused=True)
     return model, [logits.detach(), *(g for g in grads if g is not None)]
 
@@ -89,18 +99,24 @@ def check(entry: Entry) -> str:
     assert len(eager) == len(ours)
     for i, (a, b) in enumerate(zip(eager, ours)):
         assert torch.isfinite(b).all() or not torch.isfinite(a).all(), i
-        assert (a - b).abs().max() <= 2e-4 * max(1.0, float(a.abs().max())), f"number {i} of {entry.class_name}"
+        assert (a - b).abs().max() <= 2e-4 * max(1.0, float(a.abs().max())), (
+            f"number {i} of {entry.class_name}"
+        )
     return ""
 
 
 @pytest.mark.parametrize("entry", [e for e in ALL if e.name in FEW], ids=named)
-def test_logits_and_gradients_are_those_of_eager_attention(entry: Entry, taken: list[Any]) -> None:
+def test_logits_and_gradients_are_those_of_eager_attention(
+    entry: Entry, taken: list[Any]
+) -> None:
     assert check(entry) == ""
 
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("entry", ALL, ids=named)
-def test_every_causal_model_has_the_logits_and_gradients_of_eager_attention(entry: Entry) -> None:
+def test_every_causal_model_has_the_logits_and_gradients_of_eager_attention(
+    entry: Entry,
+) -> None:
     if entry.class_name in NOT_COMPARED:
         pytest.skip("it fails with eager attention too")
     refused = check(entry)
@@ -114,7 +130,9 @@ def test_it_is_the_compiled_kernel_that_computes(taken: list[Any]) -> None:
     model, x = hf("llama", "qkeel"), example("llama")
     out(model, x).sum().backward()
     assert len(taken) == 2
-    assert all(call.k.shape[1] == 2 for call in taken)  # keys are not repeated for the heads that share them
+    assert all(
+        call.k.shape[1] == 2 for call in taken
+    )  # keys are not repeated for the heads that share them
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
@@ -136,7 +154,12 @@ def test_a_model_is_watched_as_with_sdpa(kind: str) -> None:
         assert list(other) == list(found[0])
         for name, stats in other.items():
             for field in ("max_logit", "entropy"):
-                torch.testing.assert_close(getattr(stats, field), getattr(found[0][name], field), rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(
+                    getattr(stats, field),
+                    getattr(found[0][name], field),
+                    rtol=1e-4,
+                    atol=1e-4,
+                )
     assert losses == pytest.approx([losses[0]] * 2, rel=1e-4)
 
 
@@ -146,7 +169,11 @@ def test_a_watched_model_computes_the_same_bits() -> None:
         model = hf("llama", "qkeel").train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         monitor = (
-            None if every is None else qkeel.watch(model, optimizer, every=qkeel.monitor.Adaptive(least=every, most=9))
+            None
+            if every is None
+            else qkeel.watch(
+                model, optimizer, every=qkeel.monitor.Adaptive(least=every, most=9)
+            )
         )
         for _ in range(3):
             out(model, x).square().mean().backward()
@@ -183,7 +210,9 @@ class Attends(nn.Module):
 
 def test_what_changes_attention_otherwise_is_refused() -> None:
     q = torch.randn(1, 2, 3, 8)
-    with pytest.raises(RefusedError, match=r"Attends passes slopes= to its attention.*eager"):
+    with pytest.raises(
+        RefusedError, match=r"Attends passes slopes= to its attention.*eager"
+    ):
         Attends()(q)
     with pytest.raises(RefusedError, match=r"sinks=.*eager"):
         attend(nn.Module(), q, q, q, None, sinks=torch.zeros(1, 2, 3, 1))
@@ -191,7 +220,9 @@ def test_what_changes_attention_otherwise_is_refused() -> None:
     assert "MptModel implements its attention itself" in check(mpt)
 
 
-@pytest.mark.parametrize("name", ["num_items_in_batch", "shift_labels", "weights_of_my_loss"])
+@pytest.mark.parametrize(
+    "name", ["num_items_in_batch", "shift_labels", "weights_of_my_loss"]
+)
 def test_what_a_caller_gives_the_model_for_its_loss_changes_nothing(name: str) -> None:
     model, x = hf("llama", "qkeel"), example("llama")
     x = x if isinstance(x, dict) else {"input_ids": x}
@@ -200,14 +231,18 @@ def test_what_a_caller_gives_the_model_for_its_loss_changes_nothing(name: str) -
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_trainer_trains_to_the_loss_that_sdpa_gives(kind: str, tmp_path: Path) -> None:
+def test_a_trainer_trains_to_the_loss_that_sdpa_gives(
+    kind: str, tmp_path: Path
+) -> None:
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
     losses = []
     for implementation in ("sdpa", "qkeel"):
         model = hf(kind, implementation, **NO_DROPOUT.get(kind, {})).train()
-        tokens = torch.randint(model.config.vocab_size, (8, 12), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(
+            model.config.vocab_size, (8, 12), generator=torch.Generator().manual_seed(0)
+        )
         data = [{"input_ids": row, "labels": row} for row in tokens]
         options = TrainingArguments(
             str(tmp_path), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True,
@@ -218,7 +253,9 @@ def test_a_trainer_trains_to_the_loss_that_sdpa_gives(kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v32", "gemma2"])
-def test_sinks_chosen_keys_and_a_softcap_are_watched_as_with_eager_attention(kind: str) -> None:
+def test_sinks_chosen_keys_and_a_softcap_are_watched_as_with_eager_attention(
+    kind: str,
+) -> None:
     entry, found = next(e for e in ALL if e.name == kind), []
     state = None
     for implementation in ("eager", "qkeel"):
@@ -232,14 +269,24 @@ def test_sinks_chosen_keys_and_a_softcap_are_watched_as_with_eager_attention(kin
     assert list(found[0]) == list(found[1])
     for name, stats in found[1].items():
         for field in ("max_logit", "entropy"):
-            torch.testing.assert_close(getattr(stats, field), getattr(found[0][name], field), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                getattr(stats, field),
+                getattr(found[0][name], field),
+                rtol=1e-4,
+                atol=1e-4,
+            )
 
 
-def test_the_watched_softcap_computes_the_same_bits_and_remedies_on_steps_reach_it() -> None:
+def test_the_watched_softcap_computes_the_same_bits_and_remedies_on_steps_reach_it() -> (
+    None
+):
     entry, found = next(e for e in ALL if e.name == "gemma2"), []
     for every in (None, 1):
         model = build(entry, "qkeel").train()
-        given, optimizer = entry.maker(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        given, optimizer = (
+            entry.maker(model),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+        )
         monitor = None if every is None else qkeel.watch(model, optimizer, every=every)
         for _ in range(2):
             model(**given).logits.cos().sum().backward()
@@ -251,7 +298,10 @@ def test_the_watched_softcap_computes_the_same_bits_and_remedies_on_steps_reach_
         found.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *found))
     clipped = build(entry, "qkeel").train()
-    given, optimizer = entry.maker(clipped), torch.optim.SGD(clipped.parameters(), lr=0.0)
+    given, optimizer = (
+        entry.maker(clipped),
+        torch.optim.SGD(clipped.parameters(), lr=0.0),
+    )
     qkeel.apply(clipped, "qk_clip:threshold=0.05", optimizer, batch=given)
     clipped(**given).logits.cos().sum().backward()
     optimizer.step()
@@ -266,7 +316,9 @@ def test_generated_tokens_are_those_of_sdpa() -> None:
         model = hf("llama", implementation).eval()
         x = example("llama")
         ids = x["input_ids"] if isinstance(x, dict) else x
-        tokens.append(model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0))
+        tokens.append(
+            model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        )
     assert torch.equal(*tokens)
 
 
@@ -276,10 +328,16 @@ def test_a_compiled_and_an_exported_model_give_what_the_model_gives() -> None:
     ids = x["input_ids"] if isinstance(x, dict) else x
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits
-        compiled = torch.compile(model, backend="aot_eager")(input_ids=ids, use_cache=False).logits
-        exported = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=False)
+        compiled = torch.compile(model, backend="aot_eager")(
+            input_ids=ids, use_cache=False
+        ).logits
+        exported = torch.export.export(
+            model, (), {"input_ids": ids, "use_cache": False}, strict=False
+        )
         torch.testing.assert_close(compiled, expected)
-        torch.testing.assert_close(exported.module()(input_ids=ids, use_cache=False).logits, expected)
+        torch.testing.assert_close(
+            exported.module()(input_ids=ids, use_cache=False).logits, expected
+        )
 
 
 @pytest.mark.slow

@@ -26,11 +26,16 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads beside each other": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "heads apart": lambda x: x.contiguous(),
     "part of a fused projection": lambda x: (
-        torch.cat([x, x], -1).transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]]
+        torch.cat([x, x], -1)
+        .transpose(1, 2)
+        .contiguous()
+        .transpose(1, 2)[..., : x.shape[-1]]
     ),
     "dimensions apart": lambda x: x.mT.contiguous().mT,
     "every other number": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
-    "with room behind": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], 2)[:, :, : x.shape[2]],
+    "with room behind": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], 2)[
+        :, :, : x.shape[2]
+    ],
 }
 
 
@@ -56,26 +61,47 @@ class Case:
     def call(self, dtype: torch.dtype, layout: int = 0) -> AttentionCall:
         """The call with its tensors in layouts that follow from a number."""
         (h, g), (d, e), t, s = self.heads, self.widths, self.t, self.s or self.t
-        x, rng = Geometry(self.b, h, g, t, s, d), torch.Generator().manual_seed(t + layout)
+        x, rng = (
+            Geometry(self.b, h, g, t, s, d),
+            torch.Generator().manual_seed(t + layout),
+        )
         q, k, _ = tensors(x, dtype, rng)
         v = torch.randn(self.b, g, s, e, generator=rng).to(dtype)
         given = [laid(y, layout + i) for i, y in enumerate((q * self.size, k, v))]
         seen: dict[str, Any] = {"causal": self.causal}
         if self.mask == "additive, hiding":  # as transformers hides keys
             kept = torch.rand(self.b, 1, t, s, generator=rng) > 0.3
-            seen["mask"] = torch.randn(self.b, 1, t, s).masked_fill(~kept, torch.finfo(dtype).min).to(dtype)
+            seen["mask"] = (
+                torch.randn(self.b, 1, t, s)
+                .masked_fill(~kept, torch.finfo(dtype).min)
+                .to(dtype)
+            )
         elif self.mask:
-            seen |= {name: x for name, x in masking(self.mask, x, dtype, rng).items() if name != "causal"}
+            seen |= {
+                name: x
+                for name, x in masking(self.mask, x, dtype, rng).items()
+                if name != "causal"
+            }
         params = random_params(self.spec, x, dtype, rng)
         return make_call(self.spec, *given, params=params, **seen)
 
 
-def gradients(call: AttentionCall, forward: Callable[[AttentionCall], Tensor], above: Tensor) -> tuple[Tensor, ...]:
+def gradients(
+    call: AttentionCall, forward: Callable[[AttentionCall], Tensor], above: Tensor
+) -> tuple[Tensor, ...]:
     """Gradients of q, k and v in the dtype of the gradient from above."""
-    leaves = [x.detach().to(above.dtype).requires_grad_() for x in (call.q, call.k, call.v)]
+    leaves = [
+        x.detach().to(above.dtype).requires_grad_() for x in (call.q, call.k, call.v)
+    ]
     params = {n: p.to(above.dtype) for n, p in call.params.items()}
-    mask = call.mask if call.mask is None or call.mask.dtype == torch.bool else call.mask.to(above.dtype)
-    wanting = dataclasses.replace(call, q=leaves[0], k=leaves[1], v=leaves[2], params=params, mask=mask)
+    mask = (
+        call.mask
+        if call.mask is None or call.mask.dtype == torch.bool
+        else call.mask.to(above.dtype)
+    )
+    wanting = dataclasses.replace(
+        call, q=leaves[0], k=leaves[1], v=leaves[2], params=params, mask=mask
+    )
     return torch.autograd.grad(forward(wanting), leaves, above)
 
 
@@ -97,34 +123,62 @@ def rows_of(call: AttentionCall, wide: bool) -> dict[str, Tensor]:
     low = call.spec.cap.apply(found.logits).masked_fill(hidden, -torch.inf)
     entropy = torch.special.entr(found.weights.double()).sum(-1)
     smallest = found.logits.masked_fill(hidden, torch.inf).amin(-1)
-    return {"largest": found.logits.amax(-1), "smallest": smallest, "lse": low.logsumexp(-1), "entropy": entropy}
+    return {
+        "largest": found.logits.amax(-1),
+        "smallest": smallest,
+        "lse": low.logsumexp(-1),
+        "entropy": entropy,
+    }
 
 
 def check_rows(call: AttentionCall, told: str, rows: Any) -> None:
     """Compares the statistics of each row of a float32 call with those of the oracle's logits."""
     truth, theirs = rows_of(call, True), rows_of(call, False)
-    size = 5 + truth["largest"].masked_fill(truth["largest"] == -torch.inf, 0.0).abs().max()
+    size = (
+        5
+        + truth["largest"].masked_fill(truth["largest"] == -torch.inf, 0.0).abs().max()
+    )
     for name, ours in rows._asdict().items():
         true = truth[name]
-        mine, other = (torch.where(x == true, 0.0, (x - true).abs()) for x in (ours, theirs[name]))
-        assert mine.max() <= 2 * (other.max() + torch.finfo(torch.float32).eps * size), f"{told}: {name}"
+        mine, other = (
+            torch.where(x == true, 0.0, (x - true).abs()) for x in (ours, theirs[name])
+        )
+        assert mine.max() <= 2 * (
+            other.max() + torch.finfo(torch.float32).eps * size
+        ), f"{told}: {name}"
 
 
 def check_gradients(call: AttentionCall, told: str, kernel: Kernel) -> None:
     """Compares a kernel's gradients with the oracle's."""
     dtype, eps = call.q.dtype, torch.finfo(call.q.dtype).eps
-    above = laid(torch.randn(*call.q.shape[:3], call.v.shape[-1]).to(dtype), call.q.shape[2])
+    above = laid(
+        torch.randn(*call.q.shape[:3], call.v.shape[-1]).to(dtype), call.q.shape[2]
+    )
     other = KERNELS["sdpa" if KERNELS["sdpa"].supports(call) is None else "chunked"]
-    dense = dataclasses.replace(call, q=call.q.contiguous(), k=call.k.contiguous(), v=call.v.contiguous())
+    dense = dataclasses.replace(
+        call, q=call.q.contiguous(), k=call.k.contiguous(), v=call.v.contiguous()
+    )
     truth = gradients(call, lambda c: reference.attend_call(c).out, above.double())
-    theirs, ours = gradients(dense, other, above.contiguous()), gradients(call, kernel, above)
+    theirs, ours = (
+        gradients(dense, other, above.contiguous()),
+        gradients(call, kernel, above),
+    )
     # What encodes q and k sums terms of both signs, each rounded as the largest number anywhere.
-    bare = call.spec.norm.kind == "none" and call.spec.position.unwindowed.kind in ("none", "alibi")
+    bare = call.spec.norm.kind == "none" and call.spec.position.unwindowed.kind in (
+        "none",
+        "alibi",
+    )
     largest = max(float(x.abs().max()) for x in truth)
     for name, mine, their, true in zip("qkv", ours, theirs, truth):
         assert mine.dtype == dtype, told
         assert mine.isfinite().all(), told
         # The weights exp(z - lse) carry the rounding of lse, a logarithm and a sum of about ln s.
-        size = max(1.0, math.log(max(2, call.k.shape[2]))) * float(true.abs().max()) if bare else 4 * largest
+        size = (
+            max(1.0, math.log(max(2, call.k.shape[2]))) * float(true.abs().max())
+            if bare
+            else 4 * largest
+        )
         allowed = 2 * ((their.double() - true).abs().max() + eps * size)
-        assert (mine.double() - true).abs().max() <= allowed, f"{told}: gradient of {name}"
+        assert (mine.double() - true).abs().max() <= allowed, (
+            f"{told}: gradient of {name}"
+        )

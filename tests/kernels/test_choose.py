@@ -14,7 +14,12 @@ from qkeel.spec import AttentionCall, AttentionSpec, Softcap
 from qkeel.spec.call import make_call
 
 
-def call(tokens: int = 5, dtype: torch.dtype = torch.float32, gradient: bool = False, **options: object):
+def call(
+    tokens: int = 5,
+    dtype: torch.dtype = torch.float32,
+    gradient: bool = False,
+    **options: object,
+):
     q = torch.randn(1, 2, tokens, 8, dtype=dtype, requires_grad=gradient)
     k = torch.randn(1, 2, 5, 8, dtype=dtype)
     spec = options.pop("spec", AttentionSpec())
@@ -22,7 +27,9 @@ def call(tokens: int = 5, dtype: torch.dtype = torch.float32, gradient: bool = F
 
 
 def chosen(asked: AttentionCall) -> str:
-    return next(name for name, kernel in KERNELS.items() if kernel is choose(asked, "auto"))
+    return next(
+        name for name, kernel in KERNELS.items() if kernel is choose(asked, "auto")
+    )
 
 
 ONE, HALF, FIXED = "one query", "half precision with a gradient", "a call with dropout"
@@ -45,7 +52,10 @@ WHOLE, OTHER = "a call with as many queries as keys", "any other call"
     ],
 )
 def test_each_kind_of_call_has_its_own_order(
-    options: dict[str, object], capability: str, calls: str, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, object],
+    capability: str,
+    calls: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(choosing, "_cpu_capability", lambda: capability)
     assert preferred(call(**options)).calls.startswith(calls)
@@ -53,21 +63,33 @@ def test_each_kind_of_call_has_its_own_order(
 
 def test_a_preference_names_every_kernel_and_its_reason() -> None:
     for preference in PREFERENCES:
-        assert set(preference.order) == set(KERNELS) - {"flex"}  # not timed on a GPU yet
+        assert set(preference.order) == set(KERNELS) - {
+            "flex"
+        }  # not timed on a GPU yet
         assert preference.reason
     assert PREFERENCES[-1].order == tuple(name for name in KERNELS if name != "flex")
 
 
 def test_the_last_kernel_of_the_table_computes_what_the_others_refuse() -> None:
-    assert chosen(call(spec=AttentionSpec(cap=Softcap(5.0)), gradient=True, dropout=0.1)) == "chunked"
+    assert (
+        chosen(call(spec=AttentionSpec(cap=Softcap(5.0)), gradient=True, dropout=0.1))
+        == "chunked"
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"tokens": 1}, {"dropout": 0.1}, {"spec": AttentionSpec(cap=Softcap(5.0))}])
-def test_an_explanation_names_the_kernel_that_is_taken_and_every_refusal_before_it(options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tokens": 1}, {"dropout": 0.1}, {"spec": AttentionSpec(cap=Softcap(5.0))}],
+)
+def test_an_explanation_names_the_kernel_that_is_taken_and_every_refusal_before_it(
+    options: dict[str, object],
+) -> None:
     asked = call(**options)
     found = explain_choice(asked)
     assert found.kernel == chosen(asked)
-    assert [*found.refusals, found.kernel] == [*found.preference.order][: len(found.refusals) + 1]
+    assert [*found.refusals, found.kernel] == [*found.preference.order][
+        : len(found.refusals) + 1
+    ]
     text = str(found)
     assert text.startswith(f"kernel {found.kernel}\n")
     assert found.preference.reason in text

@@ -14,14 +14,21 @@ from qkeel.spec import PRESETS, AttentionSpec, NoCap
 from qkeel.spec.call import make_call
 
 
-@given(t=st.integers(1, 50), s=st.integers(1, 50), h=st.integers(1, 4), elements=st.integers(1, 5000))
+@given(
+    t=st.integers(1, 50),
+    s=st.integers(1, 50),
+    h=st.integers(1, 4),
+    elements=st.integers(1, 5000),
+)
 def test_blocks_cover_every_row_once_and_hold_at_most_the_elements_asked_for(
     t: int, s: int, h: int, elements: int
 ) -> None:
     q, k = torch.zeros(1, h, t, 2), torch.zeros(1, h, s, 2)
     call = make_call(AttentionSpec(), q, k, k)
     blocks = list(row_blocks(call, elements))
-    assert [i for block in blocks for i in range(block.start, block.stop)] == list(range(t))
+    assert [i for block in blocks for i in range(block.start, block.stop)] == list(
+        range(t)
+    )
     assert all((b.stop - b.start) * h * s <= max(elements, h * s) for b in blocks)
 
 
@@ -51,4 +58,6 @@ def test_one_call_without_mask_does_when_all_is_visible_or_square_and_causal() -
     assert make_call(spec, q, k, k, causal=False).whole
     assert not make_call(spec, q, k, k).whole
     assert not make_call(spec, k, k, k, pos_q=pos, pos_k=pos).whole
-    assert not make_call(spec, k, k, k, causal=False, mask=torch.ones(5, 5, dtype=torch.bool)).whole
+    assert not make_call(
+        spec, k, k, k, causal=False, mask=torch.ones(5, 5, dtype=torch.bool)
+    ).whole

@@ -22,7 +22,9 @@ from qkeel.spec.call import make_call
 
 pytestmark = [  # of torch about its own form on a CPU
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf"
+    ),
 ]
 
 
@@ -41,7 +43,11 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def near(found: Tensor, truth: Tensor, told: str) -> None:
     torch.testing.assert_close(
-        found.double(), truth.double(), rtol=1e-4, atol=1e-4, msg=lambda message: f"{told}: {message}"
+        found.double(),
+        truth.double(),
+        rtol=1e-4,
+        atol=1e-4,
+        msg=lambda message: f"{told}: {message}",
     )
 
 
@@ -58,23 +64,43 @@ def test_output_gradients_logsumexps_and_maxima_are_those_of_the_oracle() -> Non
     ):
         told = f"{spec}, causal={causal}, {t} of {s}"
         q, k, v = (3 * torch.randn(1, h, n, 16) for h, n in ((4, t), (2, s), (2, s)))
-        call = make_call(spec, q, k, v, params=spec.init_params(4, 2, 16), causal=causal)
+        call = make_call(
+            spec, q, k, v, params=spec.init_params(4, 2, 16), causal=causal
+        )
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        ours = qkeel.attention(*leaves, spec=spec, params=call.params, causal=causal, impl="flex")
+        ours = qkeel.attention(
+            *leaves, spec=spec, params=call.params, causal=causal, impl="flex"
+        )
         wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        theirs = reference.attend_call(dataclasses.replace(call, q=wide[0], k=wide[1], v=wide[2])).out
+        theirs = reference.attend_call(
+            dataclasses.replace(call, q=wide[0], k=wide[1], v=wide[2])
+        ).out
         made, exact = (
-            (out, *torch.autograd.grad(out.double().cos().sum(), x)) for out, x in ((ours, leaves), (theirs, wide))
+            (out, *torch.autograd.grad(out.double().cos().sum(), x))
+            for out, x in ((ours, leaves), (theirs, wide))
         )
         for mine, truth in zip(made, exact):
             near(mine, truth, told)
-        z = reference.attend_call(call).logits  # before the cap, -inf where a row does not see
+        z = reference.attend_call(
+            call
+        ).logits  # before the cap, -inf where a row does not see
         z = spec.cap.apply(z).masked_fill(z == -torch.inf, -torch.inf)
         _, lse, top = Flex().with_maxima(call)
         near(lse, z.logsumexp(-1), told)
         near(top, z.amax(-1), told)
-        _, found = qkeel.attention(q, k, v, spec=spec, params=call.params, causal=causal, impl="flex", stats="max")
-        _, whole = qkeel.attention(q, k, v, spec=spec, params=call.params, causal=causal, stats=True)
+        _, found = qkeel.attention(
+            q,
+            k,
+            v,
+            spec=spec,
+            params=call.params,
+            causal=causal,
+            impl="flex",
+            stats="max",
+        )
+        _, whole = qkeel.attention(
+            q, k, v, spec=spec, params=call.params, causal=causal, stats=True
+        )
         near(found.max_logit, whole.max_logit, told)
 
 
@@ -100,13 +126,24 @@ def test_masks_and_caps_are_made_once_and_other_calls_are_refused() -> None:
     ):
         with pytest.raises(RefusedError, match=said):
             qkeel.attention(q, q, q, **{**plain, **options})  # type: ignore[arg-type]
-    assert explain_choice(make_call(AttentionSpec(cap=Softcap(2.0)), q, q, q)).kernel in ("native", "chunked")
+    assert explain_choice(
+        make_call(AttentionSpec(cap=Softcap(2.0)), q, q, q)
+    ).kernel in ("native", "chunked")
 
 
-def test_a_nan_that_a_maximum_passes_over_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    lse, top = torch.tensor([[[1.0, torch.nan], [1.0, 2.0]]]), torch.tensor([[[0.5, 0.5], [0.5, 1.5]]])
+def test_a_nan_that_a_maximum_passes_over_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lse, top = (
+        torch.tensor([[[1.0, torch.nan], [1.0, 2.0]]]),
+        torch.tensor([[[0.5, 0.5], [0.5, 1.5]]]),
+    )
     monkeypatch.setattr(flex, "_DEVICE", "cpu")
-    monkeypatch.setattr(flex, "_compiled", lambda: lambda q, k, v, **_: (v, AuxOutput(lse=lse, max_scores=top)))
+    monkeypatch.setattr(
+        flex,
+        "_compiled",
+        lambda: lambda q, k, v, **_: (v, AuxOutput(lse=lse, max_scores=top)),
+    )
     q = torch.randn(1, 2, 2, 8)
     _, found = qkeel.attention(q, q, q, spec=AttentionSpec(), impl="flex", stats="max")
     assert found.max_logit.isnan().tolist() == [True, False]

@@ -24,4 +24,6 @@ def test_each_call_has_its_own_numbers_in_the_order_of_the_calls() -> None:
     for call, joint in zip(rows, together, strict=True):
         (alone,) = reduce_calls([call])
         for name in TENSORS:
-            torch.testing.assert_close(getattr(joint, name), getattr(alone, name), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                getattr(joint, name), getattr(alone, name), rtol=1e-6, atol=1e-6
+            )

@@ -29,7 +29,11 @@ def test_the_largest_logits_are_exact_and_the_output_is_unchanged(
     native: str, spec: AttentionSpec, how: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", native)
-    q, k, v = torch.randn(2, 4, 17, 8), torch.randn(2, 2, 17, 8), torch.randn(2, 2, 17, 8)
+    q, k, v = (
+        torch.randn(2, 4, 17, 8),
+        torch.randn(2, 2, 17, 8),
+        torch.randn(2, 2, 17, 8),
+    )
     out, largest = attention(q, k, v, spec=spec, stats="max", **how)
     assert torch.equal(out, attention(q, k, v, spec=spec, **how))
     exact = attention(q, k, v, spec=spec, stats=True, **how)[1]
@@ -44,7 +48,10 @@ def test_another_name_of_statistics_is_refused() -> None:
 
 
 def test_gradients_are_those_without_statistics() -> None:
-    q, k, v = (torch.randn(1, 2, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, 2, 9, 8, dtype=torch.float64, requires_grad=True)
+        for _ in range(3)
+    )
     spec = preset("baseline")
     plain = torch.autograd.grad(attention(q, k, v, spec=spec).cos().sum(), (q, k, v))
     out, _ = attention(q, k, v, spec=spec, stats="max")

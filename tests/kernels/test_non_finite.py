@@ -10,7 +10,12 @@ from qkeel.ops import KERNELS, attention
 from qkeel.spec import AttentionCall, AttentionSpec, Softcap
 from qkeel.spec.call import make_call
 
-BROKEN: dict[str, tuple[int, ...]] = {"nan key": (2, 3), "nan query": (2,), "infinite query": (2,), "overflow": (2, 3)}
+BROKEN: dict[str, tuple[int, ...]] = {
+    "nan key": (2, 3),
+    "nan query": (2,),
+    "infinite query": (2,),
+    "overflow": (2, 3),
+}
 
 
 def broken_call(kind: str, spec: AttentionSpec) -> AttentionCall:
@@ -26,8 +31,12 @@ def broken_call(kind: str, spec: AttentionSpec) -> AttentionCall:
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-@pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(cap=Softcap(5.0))], ids=["plain", "softcap"])
-def test_what_is_not_finite_is_told(kind: str, spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "spec", [AttentionSpec(), AttentionSpec(cap=Softcap(5.0))], ids=["plain", "softcap"]
+)
+def test_what_is_not_finite_is_told(
+    kind: str, spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call = broken_call(kind, spec)
     told = torch.tensor([h in BROKEN[kind] for h in range(4)])
     for native in ("1", "0"):
@@ -36,5 +45,7 @@ def test_what_is_not_finite_is_told(kind: str, spec: AttentionSpec, monkeypatch:
         assert torch.equal(~max_stats(call).max_logit.isfinite(), told)
         for impl in KERNELS:
             if KERNELS[impl].supports(call) is None:
-                _, largest = attention(call.q, call.k, call.v, spec=spec, stats="max", impl=impl)
+                _, largest = attention(
+                    call.q, call.k, call.v, spec=spec, stats="max", impl=impl
+                )
                 assert torch.equal(~largest.max_logit.isfinite(), told), impl

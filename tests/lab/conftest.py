@@ -27,8 +27,14 @@ def tiny() -> Callable[..., RunConfig]:
     """A tiny configuration; keywords replace fields, those of the optimizer as `optim_lr=…`."""
 
     def make(**fields: object) -> RunConfig:
-        optim = {k.removeprefix("optim_"): v for k, v in fields.items() if k.startswith("optim_")}
+        optim = {
+            k.removeprefix("optim_"): v
+            for k, v in fields.items()
+            if k.startswith("optim_")
+        }
         plain = {k: v for k, v in fields.items() if not k.startswith("optim_")}
-        return dataclasses.replace(TINY, optim=dataclasses.replace(TINY.optim, **optim), **plain)
+        return dataclasses.replace(
+            TINY, optim=dataclasses.replace(TINY.optim, **optim), **plain
+        )
 
     return make

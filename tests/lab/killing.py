@@ -39,7 +39,9 @@ def survivors(leader: int, seconds: float) -> list[int]:
     return session(leader)
 
 
-def kill_until_done(work: Callable[..., None], args: tuple[Any, ...], *, longest: float, seed: int) -> None:
+def kill_until_done(
+    work: Callable[..., None], args: tuple[Any, ...], *, longest: float, seed: int
+) -> None:
     """Run `work` in processes of its own, the first five killed within `longest` seconds, until one ends well."""
     context = forkserver()
     instants = random.Random(seed)
@@ -70,5 +72,9 @@ def die_in_the_first_run(job: Job) -> Outcome:
             if record["step"] == 8:  # type: ignore[index]
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        run(RunConfig.from_dict(job.config), job.directory, watcher=Watcher(on_record=kill))
+        run(
+            RunConfig.from_dict(job.config),
+            job.directory,
+            watcher=Watcher(on_record=kill),
+        )
     return work(job)

@@ -24,6 +24,12 @@ def table(out: Path) -> list[dict[str, str]]:
 
 def numbers(directory: Path | RunDirectory) -> dict[str, Any]:
     """The lines, the summary and the numbers of heads of a run."""
-    place = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
+    place = (
+        directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
+    )
     heads = (place.path / "heads.f32").read_bytes()
-    return {"lines": list(map(timeless, place.metrics())), "summary": timeless(place.summary()), "heads": heads}
+    return {
+        "lines": list(map(timeless, place.metrics())),
+        "summary": timeless(place.summary()),
+        "heads": heads,
+    }

@@ -13,7 +13,17 @@ from tests.forked import forkserver
 from tests.lab.recorded import table
 
 from qkeel.errors import RunInUseError
-from qkeel.lab import Execution, Grid, RunConfig, Watcher, claims, execute, make_plan, run, run_plan
+from qkeel.lab import (
+    Execution,
+    Grid,
+    RunConfig,
+    Watcher,
+    claims,
+    execute,
+    make_plan,
+    run,
+    run_plan,
+)
 from qkeel.lab.claims import EXPIRY, claimed
 from qkeel.records import RunDirectory, RunStatus
 
@@ -21,7 +31,9 @@ Make = Callable[..., RunConfig]
 GRID = Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=[0, 1, 2])
 
 
-def claim_of_another_machine(run_directory: RunDirectory, number: int, age: float = 0.0) -> Path:
+def claim_of_another_machine(
+    run_directory: RunDirectory, number: int, age: float = 0.0
+) -> Path:
     """Leaves a claim that another machine touched `age` seconds ago."""
     run_directory.path.mkdir(exist_ok=True)
     path = run_directory.path / f"claim.{number}"
@@ -31,7 +43,9 @@ def claim_of_another_machine(run_directory: RunDirectory, number: int, age: floa
     return path
 
 
-def test_a_claim_of_another_machine_holds_until_it_expires(tiny: Make, tmp_path: Path) -> None:
+def test_a_claim_of_another_machine_holds_until_it_expires(
+    tiny: Make, tmp_path: Path
+) -> None:
     directory = RunDirectory(tmp_path / "r")
     claim = claim_of_another_machine(directory, 3, age=EXPIRY / 2)
     with pytest.raises(RunInUseError, match="in use by another machine"):
@@ -43,27 +57,41 @@ def test_a_claim_of_another_machine_holds_until_it_expires(tiny: Make, tmp_path:
     assert not list(directory.path.glob("claim.*")), "a claim ends with its holder"
 
 
-def test_a_claim_that_this_machine_left_behind_ends_with_its_process(tiny: Make, tmp_path: Path) -> None:
+def test_a_claim_that_this_machine_left_behind_ends_with_its_process(
+    tiny: Make, tmp_path: Path
+) -> None:
     directory = RunDirectory(tmp_path / "r")
     claim_of_another_machine(directory, 1).write_text(f"{claims.machine()} 12ab")
     assert run(tiny(), directory.path).status is RunStatus.DONE
-    with directory.lock(), pytest.raises(RunInUseError, match="in use by another process"), claimed(directory):
+    with (
+        directory.lock(),
+        pytest.raises(RunInUseError, match="in use by another process"),
+        claimed(directory),
+    ):
         pass
 
 
-def test_a_process_whose_claim_was_taken_over_writes_nothing_more(tiny: Make, tmp_path: Path) -> None:
+def test_a_process_whose_claim_was_taken_over_writes_nothing_more(
+    tiny: Make, tmp_path: Path
+) -> None:
     steps: list[int] = []
 
     def take_over(record: Mapping[str, Any]) -> None:
         steps.append(record["step"])
         if record["step"] == 4:
             (path,) = (tmp_path / "r").glob("claim.*")
-            claim_of_another_machine(RunDirectory(tmp_path / "r"), int(path.suffix[1:]) + 1)
+            claim_of_another_machine(
+                RunDirectory(tmp_path / "r"), int(path.suffix[1:]) + 1
+            )
 
     with pytest.raises(RunInUseError, match="taken over by another machine"):
         run(tiny(), tmp_path / "r", watcher=Watcher(on_record=take_over))
     assert steps == [0, 2, 4]
-    assert [record["step"] for record in RunDirectory(tmp_path / "r").metrics()] == [0, 2, 4]
+    assert [record["step"] for record in RunDirectory(tmp_path / "r").metrics()] == [
+        0,
+        2,
+        4,
+    ]
     assert not (tmp_path / "r" / "FAILED").exists()
     claim_of_another_machine(RunDirectory(tmp_path / "r"), 2, age=EXPIRY + 5)
     run(tiny(), tmp_path / "whole")
@@ -73,7 +101,9 @@ def test_a_process_whose_claim_was_taken_over_writes_nothing_more(tiny: Make, tm
     )
 
 
-def test_of_two_that_see_an_expired_claim_one_gets_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_that_see_an_expired_claim_one_gets_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = RunDirectory(tmp_path / "r")
     claim_of_another_machine(directory, 1, age=EXPIRY + 5)
     real = claims._newest
@@ -87,11 +117,16 @@ def test_of_two_that_see_an_expired_claim_one_gets_the_run(tmp_path: Path, monke
         return claim
 
     monkeypatch.setattr(claims, "_newest", newest)
-    with pytest.raises(RunInUseError, match="in use by another machine"), claimed(directory):
+    with (
+        pytest.raises(RunInUseError, match="in use by another machine"),
+        claimed(directory),
+    ):
         pass
 
 
-def test_a_holder_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_gives_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(claims, "HEARTBEAT", 0.01)
     with claimed(RunDirectory(tmp_path / "r")) as claim:
         os.utime(claim.path, (1, 1))
@@ -116,10 +151,16 @@ def test_two_commands_on_one_folder_share_the_runs_and_both_end_with_the_whole_t
 
     def start_another(outcome: object) -> None:
         if not others:
-            others.append(forkserver().Process(target=command, args=(tiny(), tmp_path / "shared")))
+            others.append(
+                forkserver().Process(target=command, args=(tiny(), tmp_path / "shared"))
+            )
             others[0].start()
 
-    result = run_plan(make_plan("lr", tiny(), GRID), tmp_path / "shared", Execution(on_outcome=start_another))
+    result = run_plan(
+        make_plan("lr", tiny(), GRID),
+        tmp_path / "shared",
+        Execution(on_outcome=start_another),
+    )
     others[0].join()
     assert others[0].exitcode == 0
     assert [row["status"] for row in result.table] == ["done"] * 6
@@ -131,7 +172,9 @@ def test_a_run_that_another_process_trains_is_waited_for(
     tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, out = make_plan("lr", tiny(), GRID), tmp_path / "s"
-    run_plan(make_plan("lr", tiny(), Grid(remedies=["none"], lrs=[0.1], seeds=[0])), out)
+    run_plan(
+        make_plan("lr", tiny(), Grid(remedies=["none"], lrs=[0.1], seeds=[0])), out
+    )
     busy = plan.runs[1].config
     directory = RunDirectory(out / "runs" / busy.run_id)
     claim = claim_of_another_machine(directory, 1)

@@ -82,7 +82,9 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     assert len(after.train) == 540
 
 
-def test_files_that_match_a_pattern_are_read_again_when_one_changes_or_is_added(tmp_path: Path) -> None:
+def test_files_that_match_a_pattern_are_read_again_when_one_changes_or_is_added(
+    tmp_path: Path,
+) -> None:
     for i in range(3):
         (tmp_path / f"{i}.txt").write_bytes(text(500, seed=i))
     pattern = data(tmp_path / "*.txt")
@@ -119,7 +121,11 @@ def test_two_files_of_tokens_are_train_and_val(tmp_path: Path) -> None:
     np.arange(50, dtype="<u2").tofile(tmp_path / "val.bin")
     for source in (tmp_path, tmp_path / "train.bin"):
         corpus = load(data(source))
-        assert (len(corpus.train), len(corpus.heldout), corpus.vocab_size) == (100, 50, 100)
+        assert (len(corpus.train), len(corpus.heldout), corpus.vocab_size) == (
+            100,
+            50,
+            100,
+        )
         assert corpus.loss_unit == "token"
     assert load(data(tmp_path, vocab_size=500)).vocab_size == 500
 
@@ -136,7 +142,9 @@ def refused(config: DataConfig, message: str) -> None:
 
 
 def test_bad_corpora_get_one_clear_error(tmp_path: Path) -> None:
-    empty, short, odd, words = (tmp_path / n for n in ("empty.txt", "short.txt", "odd.bin", "words.bin"))
+    empty, short, odd, words = (
+        tmp_path / n for n in ("empty.txt", "short.txt", "odd.bin", "words.bin")
+    )
     empty.write_bytes(b"")
     short.write_bytes(b"short text")
     odd.write_bytes(b"123")
@@ -146,8 +154,13 @@ def test_bad_corpora_get_one_clear_error(tmp_path: Path) -> None:
     refused(data(empty), "is empty")
     refused(data(short, context=32), "expected more than the context, 32")
     refused(data(odd), "positive multiple of 2")
-    refused(data(words, vocab_size=300), "has token 300; expected tokens below the vocabulary size, 300")
-    refused(data(short, vocab_size=100), "expected tokens below the vocabulary size, 100")
+    refused(
+        data(words, vocab_size=300),
+        "has token 300; expected tokens below the vocabulary size, 300",
+    )
+    refused(
+        data(short, vocab_size=100), "expected tokens below the vocabulary size, 100"
+    )
     refused(data(tmp_path / "nul.txt"), "NUL bytes")
     refused(data(tmp_path / "none"), "contains no text file")
     refused(data(tmp_path / "missing.txt"), "no such file")
@@ -155,7 +168,9 @@ def test_bad_corpora_get_one_clear_error(tmp_path: Path) -> None:
     refused(data("stdlb"), "Did you mean 'stdlib'")
 
 
-def test_an_unreadable_file_is_a_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_a_data_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "secret.txt"
     path.write_bytes(text(500))
 

@@ -25,16 +25,27 @@ def as_before(place: Path) -> None:
                 value["data"]["tokens"] = "bytes"  # a setting that there was
             if path.name == "metrics.jsonl":
                 value["mfu"] = None
-        path.write_text("".join(json.dumps(value, indent=2 if whole else None) + "\n" for value in values))
+        path.write_text(
+            "".join(
+                json.dumps(value, indent=2 if whole else None) + "\n"
+                for value in values
+            )
+        )
     (place / "heads.crc32").write_bytes(bytes(8))
     if (place / "DONE").exists():
         (place / "DONE").write_text(json.dumps({"heads.crc32": 8, "crc32": "00000000"}))
 
 
-def test_a_run_of_an_earlier_version_is_read_and_gone_on_with(tiny: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_is_read_and_gone_on_with(
+    tiny: Callable[..., RunConfig], tmp_path: Path
+) -> None:
     steps = iter(range(100))
     with pytest.raises(KeyboardInterrupt):
-        run(tiny(), tmp_path / "cut", watcher=Watcher(should_stop=lambda: next(steps) == 6))
+        run(
+            tiny(),
+            tmp_path / "cut",
+            watcher=Watcher(should_stop=lambda: next(steps) == 6),
+        )
     run(tiny(), tmp_path / "whole")
     whole = numbers(tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "old")
@@ -44,6 +55,8 @@ def test_a_run_of_an_earlier_version_is_read_and_gone_on_with(tiny: Callable[...
     config["data"]["tokens"] = "bytes"
     (tmp_path / "cut" / "config.json").write_text(json.dumps(config))
     run(tiny(), tmp_path / "cut")
-    old, new = (read_study(tmp_path / name).runs[0].metrics for name in ("old", "whole"))
+    old, new = (
+        read_study(tmp_path / name).runs[0].metrics for name in ("old", "whole")
+    )
     assert list(map(timeless, old)) == list(map(timeless, new))
     assert numbers(tmp_path / "cut") == numbers(tmp_path / "old") == whole

@@ -13,7 +13,13 @@ import torch
 
 from qkeel.errors import DataError, InvalidValueError, UnknownNameError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run, run_plan
-from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, with_values
+from qkeel.lab.config import (
+    DataConfig,
+    ImagesConfig,
+    ModelConfig,
+    OptimConfig,
+    with_values,
+)
 from qkeel.lab.images import load_pictures
 from qkeel.lab.studies import MIXES, mixed
 from qkeel.lab.tasks import BEGIN, CAPTION, IMAGE, NEAR_IMAGE, TEXT, FusedTask
@@ -78,10 +84,14 @@ def test_an_image_stands_before_its_caption_or_after(first: float) -> None:
 
 def test_the_share_of_sequences_with_an_image_is_as_asked() -> None:
     one = task(image_share=0.25)
-    counts = [int((one.batch(0, step).inputs == BEGIN).any(1).sum()) for step in range(50)]
+    counts = [
+        int((one.batch(0, step).inputs == BEGIN).any(1).sum()) for step in range(50)
+    ]
     assert np.mean(counts) == 1.0
     some = task(image_share=0.4)
-    counts = [int((some.batch(0, step).inputs == BEGIN).any(1).sum()) for step in range(200)]
+    counts = [
+        int((some.batch(0, step).inputs == BEGIN).any(1).sum()) for step in range(200)
+    ]
     assert np.mean(counts) == pytest.approx(1.6, abs=0.1)
 
 
@@ -89,7 +99,9 @@ def test_a_code_says_what_its_patch_looks_like() -> None:
     one = task(levels=17, patch=1, canvas=1)
     digits = load_pictures("digits", 8)
     assert np.array_equal(one.codes, (digits.pixels[..., 0] * 16).round().astype(int))
-    model = task(canvas=1, image_input="patches").build(torch.Generator().manual_seed(0))
+    model = task(canvas=1, image_input="patches").build(
+        torch.Generator().manual_seed(0)
+    )
     pixels = model.get_buffer("embedding.pixels")
     assert pixels.shape == (256, 4)
     codes = task(canvas=1).codes[~digits.held].ravel()
@@ -99,7 +111,9 @@ def test_a_code_says_what_its_patch_looks_like() -> None:
     assert codes.max() < 256
 
 
-def test_held_out_images_are_never_trained_on_and_the_probe_is_the_same_for_every_mix() -> None:
+def test_held_out_images_are_never_trained_on_and_the_probe_is_the_same_for_every_mix() -> (
+    None
+):
     digits = load_pictures("digits", 8)
     one = task(image_share=1.0)
     assert not set(one.train) & set(one.held)
@@ -111,7 +125,9 @@ def test_held_out_images_are_never_trained_on_and_the_probe_is_the_same_for_ever
 
 @pytest.mark.parametrize("entering", ["codes", "patches"])
 @pytest.mark.parametrize("variance", [1.0, 16.0])
-def test_image_embeddings_start_with_the_variance_asked_for(entering: str, variance: float) -> None:
+def test_image_embeddings_start_with_the_variance_asked_for(
+    entering: str, variance: float
+) -> None:
     images = {"image_input": entering, "image_variance": variance}
     one = FusedTask(with_values(TINY, model={"d_model": 64}, images=images))
     model = one.build(torch.Generator().manual_seed(0))
@@ -123,17 +139,31 @@ def test_image_embeddings_start_with_the_variance_asked_for(entering: str, varia
     assert float(text.square().mean()) == pytest.approx(1.0, rel=0.05)
 
 
-def test_a_query_norm_grows_with_the_deviation_of_the_input_and_not_behind_a_norm() -> None:
+def test_a_query_norm_grows_with_the_deviation_of_the_input_and_not_behind_a_norm() -> (
+    None
+):
     """E‖q‖² = σ² ‖W_q‖_F²: image queries start with 16 times text's square norm; behind an RMS norm with the same."""
-    model = task(**MIXES["patches"], image_variance=16.0).build(torch.Generator().manual_seed(0)).double()
+    model = (
+        task(**MIXES["patches"], image_variance=16.0)
+        .build(torch.Generator().manual_seed(0))
+        .double()
+    )
     one = task(**MIXES["patches"])
     images = torch.from_numpy(one.codes[one.train].ravel()) + BEGIN + 1
     text = torch.from_numpy(one.text.train.astype(np.int64))[: len(images)]
     embed, block = model.get_submodule("embedding"), model.get_submodule("blocks.0")
-    project, norm = block.get_submodule("attention.q_proj"), block.get_submodule("attention_norm")
+    project, norm = (
+        block.get_submodule("attention.q_proj"),
+        block.get_submodule("attention_norm"),
+    )
     with torch.no_grad():
-        raw = [project(embed(tokens)).square().sum(-1).mean() for tokens in (images, text)]
-        normed = [project(norm(embed(tokens))).square().sum(-1).mean() for tokens in (images, text)]
+        raw = [
+            project(embed(tokens)).square().sum(-1).mean() for tokens in (images, text)
+        ]
+        normed = [
+            project(norm(embed(tokens))).square().sum(-1).mean()
+            for tokens in (images, text)
+        ]
     assert float(raw[0] / raw[1]) == pytest.approx(16.0, rel=0.25)
     assert float(normed[0] / normed[1]) == pytest.approx(1.0, rel=0.25)
 
@@ -146,19 +176,37 @@ def test_a_fused_embedding_maps_pixels_and_leaves_text_to_the_table() -> None:
     out = embedding(tokens)[0]
     assert torch.equal(out[:2], table[[0, 3]])
     assert torch.allclose(out[2:], pixels[[0, 2]] @ embedding.patch.weight.T)
-    assert [name for name, _ in embedding.named_parameters()] == ["weight", "patch.weight"]
+    assert [name for name, _ in embedding.named_parameters()] == [
+        "weight",
+        "patch.weight",
+    ]
 
 
-def test_a_run_records_losses_norms_logits_and_weights_by_modality(tmp_path: Path) -> None:
+def test_a_run_records_losses_norms_logits_and_weights_by_modality(
+    tmp_path: Path,
+) -> None:
     place = run(TINY, tmp_path / "r")
     first, last = place.metrics()[0], place.metrics()[-1]
-    for name in ("query_norm/image", "key_norm/text", "max_logit/image>text", "last_block_norm/image"):
+    for name in (
+        "query_norm/image",
+        "key_norm/text",
+        "max_logit/image>text",
+        "last_block_norm/image",
+    ):
         assert math.isfinite(last[name]), name
     for query in ("text", "image"):
-        assert sum(first[f"attention_mass/{query}>{key}"] for key in ("text", "image")) == pytest.approx(1.0, abs=1e-5)
-    pairs = [first[f"max_logit/{a}>{b}"] for a in ("text", "image") for b in ("text", "image")]
+        assert sum(
+            first[f"attention_mass/{query}>{key}"] for key in ("text", "image")
+        ) == pytest.approx(1.0, abs=1e-5)
+    pairs = [
+        first[f"max_logit/{a}>{b}"]
+        for a in ("text", "image")
+        for b in ("text", "image")
+    ]
     assert max(pairs) == pytest.approx(first["max_logit"])
-    kinds = [first[f"val_loss/{kind}"] for kind in ("text", "beside", "caption", "image")]
+    kinds = [
+        first[f"val_loss/{kind}"] for kind in ("text", "beside", "caption", "image")
+    ]
     assert min(kinds) < first["val_loss"] < max(kinds)
     assert place.summary()["query_norm/image"] == last["query_norm/image"]
 
@@ -168,22 +216,30 @@ def test_val_loss_is_over_what_training_holds(tmp_path: Path) -> None:
     assert last["val_loss"] == last["val_loss/text"]
 
 
-def test_dropout_is_a_function_of_seed_and_step_so_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_dropout_is_a_function_of_seed_and_step_so_a_stopped_run_goes_on_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
     config = dataclasses.replace(TINY, remedy="dropout:rate=0.5")
     whole = run(config, tmp_path / "whole").metrics()[-1]
     from qkeel.lab import Watcher
 
     answers = iter([False, False, True])
     with pytest.raises(KeyboardInterrupt):
-        run(config, tmp_path / "cut", watcher=Watcher(should_stop=lambda: next(answers)))
+        run(
+            config, tmp_path / "cut", watcher=Watcher(should_stop=lambda: next(answers))
+        )
     cut = run(config, tmp_path / "cut").metrics()[-1]
     plain = run(TINY, tmp_path / "plain").metrics()[-1]
     assert cut["val_loss"] == whole["val_loss"]
     assert plain["train_loss"] != whole["train_loss"]
 
 
-def test_the_study_has_a_part_for_each_mix_and_its_table_the_modalities(tmp_path: Path) -> None:
-    grid = Grid(remedies=["none"], lrs=[0.01], seeds=[0], mixes=["text", "patches:norm=none"])
+def test_the_study_has_a_part_for_each_mix_and_its_table_the_modalities(
+    tmp_path: Path,
+) -> None:
+    grid = Grid(
+        remedies=["none"], lrs=[0.01], seeds=[0], mixes=["text", "patches:norm=none"]
+    )
     plan = make_plan("multimodal", TINY, grid)
     assert [r.role for r in plan.runs] == ["text", "patches:norm=none"]
     assert [r.config.model.norm_order for r in plan.runs] == ["pre", "none"]
@@ -198,7 +254,10 @@ def test_the_study_has_a_part_for_each_mix_and_its_table_the_modalities(tmp_path
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FusedTask(with_values(TINY, data={"context": 60})), "a canvas of 4 images needs 65 tokens"),
+        (
+            lambda: FusedTask(with_values(TINY, data={"context": 60})),
+            "a canvas of 4 images needs 65 tokens",
+        ),
         (lambda: task(levels=17), "17 levels for 4 pixels make 83,521 codes"),
         (lambda: mixed(TINY, "mixx"), "unknown data mix"),
         (lambda: mixed(TINY, "mix:size=3"), "unknown option of mix"),
@@ -209,7 +268,9 @@ def test_the_study_has_a_part_for_each_mix_and_its_table_the_modalities(tmp_path
         (lambda: ImagesConfig(images=""), "name or path of images"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_reason(make: Callable[[], object], message: str) -> None:
+def test_what_does_not_fit_is_refused_with_the_reason(
+    make: Callable[[], object], message: str
+) -> None:
     with pytest.raises((InvalidValueError, UnknownNameError), match=message):
         make()
 
@@ -224,5 +285,9 @@ def test_images_are_no_part_of_a_run_on_text() -> None:
     text = RunConfig()
     other = dataclasses.replace(text, images=ImagesConfig(canvas=2))
     assert text.run_id == other.run_id
-    assert "task" not in text.identity()["data"], "what was run before there were tasks is the same run"
-    assert TINY.run_id != dataclasses.replace(TINY, images=ImagesConfig(canvas=2)).run_id
+    assert "task" not in text.identity()["data"], (
+        "what was run before there were tasks is the same run"
+    )
+    assert (
+        TINY.run_id != dataclasses.replace(TINY, images=ImagesConfig(canvas=2)).run_id
+    )

@@ -14,13 +14,24 @@ for name in ({blocked}):
 
 def python(code: str, *blocked: str) -> subprocess.CompletedProcess[str]:
     block = BLOCK.format(blocked=", ".join(map(repr, blocked)) + ",")
-    return subprocess.run([sys.executable, "-c", block + code], capture_output=True, text=True, timeout=400)
+    return subprocess.run(
+        [sys.executable, "-c", block + code],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
 
 
 def test_the_command_line_says_what_it_needs() -> None:
-    done = python("from qkeel.__main__ import main; sys.argv = ['qkeel', 'presets']; sys.exit(main())", "cyclopts")
+    done = python(
+        "from qkeel.__main__ import main; sys.argv = ['qkeel', 'presets']; sys.exit(main())",
+        "cyclopts",
+    )
     assert done.returncode == 2
-    assert done.stderr == "error: the command line needs cyclopts and rich: pip install --upgrade qkeel\n"
+    assert (
+        done.stderr
+        == "error: the command line needs cyclopts and rich: pip install --upgrade qkeel\n"
+    )
 
 
 def test_an_unknown_name_of_the_lab_is_an_attribute_error() -> None:

@@ -33,7 +33,10 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole() -> None:
 
 def test_settings_that_say_nothing_leave_the_names_of_older_runs_alone() -> None:
     assert RunConfig().run_id == "cf422ce207c8"
-    assert RunConfig(model=ModelConfig(block="gau", n_heads=1), steps=7).run_id == "a4415ee675be"
+    assert (
+        RunConfig(model=ModelConfig(block="gau", n_heads=1), steps=7).run_id
+        == "a4415ee675be"
+    )
     for younger in ({"position": "nope"}, {"mlp_ratio": 3.0}):
         assert RunConfig(model=ModelConfig(**younger)).run_id != "cf422ce207c8"  # type: ignore[arg-type]
     assert RunConfig(accumulate=2).run_id != "cf422ce207c8"
@@ -59,4 +62,8 @@ def test_the_position_of_a_run_gets_its_training_length() -> None:
         device="cpu",
     )
     model = RunState(config).model
-    assert [block.attention.spec.position.reach for block in model.blocks] == [3, 3, None]  # type: ignore[union-attr]
+    assert [block.attention.spec.position.reach for block in model.blocks] == [
+        3,
+        3,
+        None,
+    ]  # type: ignore[union-attr]

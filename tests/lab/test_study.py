@@ -48,11 +48,18 @@ def plan(tiny: Make, grid: Grid = GRID, **fields: object) -> Plan:
 
 def test_a_study_is_the_product_in_grid_order(tiny: Make, tmp_path: Path) -> None:
     seen: list[Outcome] = []
-    result = run_plan(plan(tiny), tmp_path / "s", Execution(on_outcome=seen.append, command="qkeel study lr"))
+    result = run_plan(
+        plan(tiny),
+        tmp_path / "s",
+        Execution(on_outcome=seen.append, command="qkeel study lr"),
+    )
     assert len(seen) == 8
     assert not result.failures
     assert [(r["remedy"], r["lr"], r["seed"]) for r in result.table] == [
-        (remedy, lr, seed) for remedy in ("none", "lalr:tau=0.1") for lr in (0.01, 0.1) for seed in (0, 1)
+        (remedy, lr, seed)
+        for remedy in ("none", "lalr:tau=0.1")
+        for lr in (0.01, 0.1)
+        for seed in (0, 1)
     ]
     with open(tmp_path / "s" / "table.csv") as file:
         assert file.readline().strip().split(",") == list(TABLE_COLUMNS)
@@ -63,7 +70,11 @@ def test_a_study_is_the_product_in_grid_order(tiny: Make, tmp_path: Path) -> Non
     about = read_json(tmp_path / "s" / "study.json")
     assert about["study"] == "lr"
     assert about["command"] == "qkeel study lr"
-    assert (about["remedies"], about["lrs"], about["seeds"]) == (["none", "lalr:tau=0.1"], [0.01, 0.1], [0, 1])
+    assert (about["remedies"], about["lrs"], about["seeds"]) == (
+        ["none", "lalr:tau=0.1"],
+        [0.01, 0.1],
+        [0, 1],
+    )
     assert about["runs"][0] == {
         "run_id": result.table[0]["run_id"],
         "remedy": "none",
@@ -73,23 +84,33 @@ def test_a_study_is_the_product_in_grid_order(tiny: Make, tmp_path: Path) -> Non
     }
 
 
-def test_two_workers_give_the_table_of_one_and_what_is_done_is_skipped(tiny: Make, tmp_path: Path) -> None:
+def test_two_workers_give_the_table_of_one_and_what_is_done_is_skipped(
+    tiny: Make, tmp_path: Path
+) -> None:
     run_plan(plan(tiny, FOUR), tmp_path / "one", Execution())
     run_plan(plan(tiny, FOUR), tmp_path / "two", Execution(workers=2))
     assert table(tmp_path / "one") == table(tmp_path / "two")
     seen: list[Outcome] = []
     before = (tmp_path / "two" / "table.csv").read_bytes()
-    run_plan(plan(tiny, FOUR), tmp_path / "two", Execution(workers=2, on_outcome=seen.append))
+    run_plan(
+        plan(tiny, FOUR), tmp_path / "two", Execution(workers=2, on_outcome=seen.append)
+    )
     assert not seen
     assert (tmp_path / "two" / "table.csv").read_bytes() == before
 
 
-def test_a_study_takes_more_seeds_but_not_another_length(tiny: Make, tmp_path: Path) -> None:
+def test_a_study_takes_more_seeds_but_not_another_length(
+    tiny: Make, tmp_path: Path
+) -> None:
     small = Grid(remedies=["none"], lrs=[0.1], seeds=[1])
     run_plan(plan(tiny, small), tmp_path / "s", Execution(command="first"))
     seen: list[Outcome] = []
     more = dataclasses.replace(small, seeds=[0, 1], remedies=["qk_norm", "none"])
-    result = run_plan(plan(tiny, more), tmp_path / "s", Execution(command="second", on_outcome=seen.append))
+    result = run_plan(
+        plan(tiny, more),
+        tmp_path / "s",
+        Execution(command="second", on_outcome=seen.append),
+    )
     assert len(seen) == 3
     assert [(r["remedy"], r["seed"]) for r in result.table] == [
         ("none", 0),
@@ -99,10 +120,18 @@ def test_a_study_takes_more_seeds_but_not_another_length(tiny: Make, tmp_path: P
     ]
     assert read_json(tmp_path / "s" / "study.json")["command"] == "first\nsecond"
     run_plan(plan(tiny, small), tmp_path / "s", Execution(command="third"))
-    assert read_json(tmp_path / "s" / "study.json")["command"] == "first\nsecond", "a repeat adds no command"
+    assert read_json(tmp_path / "s" / "study.json")["command"] == "first\nsecond", (
+        "a repeat adds no command"
+    )
     before = (tmp_path / "s" / "study.json").read_bytes()
-    with pytest.raises(RunDirectoryError, match=r"these differ: optim.schedule, steps\)"):
-        run_plan(plan(tiny, small, steps=14, optim_schedule="constant"), tmp_path / "s", Execution())
+    with pytest.raises(
+        RunDirectoryError, match=r"these differ: optim.schedule, steps\)"
+    ):
+        run_plan(
+            plan(tiny, small, steps=14, optim_schedule="constant"),
+            tmp_path / "s",
+            Execution(),
+        )
     assert (tmp_path / "s" / "study.json").read_bytes() == before
 
 
@@ -135,7 +164,10 @@ def test_a_study_refuses_to_mix_what_was_computed_otherwise(
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(32, 127)) * 20)
     data = type(tiny().data)(source=str(text), context=8, batch=2)
-    small, more = Grid(remedies=["none"], lrs=[0.1], seeds=[0]), Grid(remedies=["none"], lrs=[0.1], seeds=[0, 1])
+    small, more = (
+        Grid(remedies=["none"], lrs=[0.1], seeds=[0]),
+        Grid(remedies=["none"], lrs=[0.1], seeds=[0, 1]),
+    )
     out = tmp_path / "s"
     assert not run_plan(plan(tiny, small, data=data), out, Execution()).failures
     env = read_json(out / "runs" / os.listdir(out / "runs")[0] / "env.json")
@@ -145,14 +177,24 @@ def test_a_study_refuses_to_mix_what_was_computed_otherwise(
     def refused(says: str) -> None:
         with pytest.raises(RunDirectoryError, match=re.escape(says)) as found:
             run_plan(plan(tiny, more, data=data), out, Execution())
-        assert str(found.value).endswith("choose another directory; nothing was changed.")
+        assert str(found.value).endswith(
+            "choose another directory; nothing was changed."
+        )
         assert (out / "study.json").read_bytes() == before
         # Finished runs are read as they are, whatever computes here.
         assert not run_plan(plan(tiny, small, data=data), out, Execution()).failures
 
     real = checkpoint.computed_with
-    for name, value in (("compiled_kernels", not env["compiled_kernels"]), ("torch", "0.1"), ("cpu", "abacus")):
-        monkeypatch.setattr(checkpoint, "computed_with", lambda config: {**real(config), name: value})  # noqa: B023
+    for name, value in (
+        ("compiled_kernels", not env["compiled_kernels"]),
+        ("torch", "0.1"),
+        ("cpu", "abacus"),
+    ):
+        monkeypatch.setattr(
+            checkpoint,
+            "computed_with",
+            lambda config, change=(name, value): dict([*real(config).items(), change]),
+        )
         refused(f"{name}: {env[name]} there, {value} here")
     monkeypatch.setattr(checkpoint, "computed_with", real)
     text.write_bytes(bytes(range(32, 127)) * 21)
@@ -165,10 +207,14 @@ def test_a_study_refuses_to_mix_what_was_computed_otherwise(
     refused("cpu: not recorded there")
     config = plan(tiny, more, data=data).runs[1].config
     outcome = work(Job(config.to_dict(), str(out / "runs" / config.run_id), ""))
-    assert "cpu: not recorded there" in outcome.error, "a worker on another machine finds out too"
+    assert "cpu: not recorded there" in outcome.error, (
+        "a worker on another machine finds out too"
+    )
 
 
-def test_a_directory_of_something_else_is_left_alone(tiny: Make, tmp_path: Path) -> None:
+def test_a_directory_of_something_else_is_left_alone(
+    tiny: Make, tmp_path: Path
+) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     with pytest.raises(RunDirectoryError, match=r"has no study.json"):
         run_plan(plan(tiny), tmp_path, Execution())
@@ -176,7 +222,9 @@ def test_a_directory_of_something_else_is_left_alone(tiny: Make, tmp_path: Path)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"study": "lr"}'])
-def test_a_damaged_study_file_is_one_clear_error(tiny: Make, tmp_path: Path, content: str) -> None:
+def test_a_damaged_study_file_is_one_clear_error(
+    tiny: Make, tmp_path: Path, content: str
+) -> None:
     (tmp_path / "study.json").write_text(content)
     with pytest.raises(RunDirectoryError, match=r"study.json"):
         run_plan(plan(tiny), tmp_path, Execution())
@@ -200,27 +248,41 @@ def test_a_plan_is_checked_before_anything_is_written(tiny: Make) -> None:
 
 
 def test_two_spellings_of_a_remedy_are_one_run(tiny: Make) -> None:
-    made = plan(tiny, Grid(remedies=["quack:tau=0.1", "lalr:tau=0.10"], lrs=[0.1], seeds=[0]))
+    made = plan(
+        tiny, Grid(remedies=["quack:tau=0.1", "lalr:tau=0.10"], lrs=[0.1], seeds=[0])
+    )
     assert [run.config.remedy for run in made.runs] == ["lalr:tau=0.1"]
     assert made.grid.remedies == ("lalr:tau=0.1",)
 
 
 def test_the_demo_has_all_seeds_where_it_decides_and_one_elsewhere() -> None:
     plan = make_plan("demo")
-    arms = collections.Counter((run.config.remedy, run.config.optim.lr) for run in plan.runs)
+    arms = collections.Counter(
+        (run.config.remedy, run.config.optim.lr) for run in plan.runs
+    )
     assert len(plan.runs) == 24
-    assert {arm for arm, seeds in arms.items() if seeds > 1} == {("none", 0.04), ("qk_norm", 0.04)}
+    assert {arm for arm, seeds in arms.items() if seeds > 1} == {
+        ("none", 0.04),
+        ("qk_norm", 0.04),
+    }
     assert arms["qk_norm", 0.04] == 8
     assert {lr for remedy, lr in arms if remedy == "none"} == {0.015, 0.04, 0.2}
     assert {lr for remedy, lr in arms if remedy == "softcap:cap=50"} == {0.2}
 
 
-def test_the_demo_begins_with_the_two_sides_of_its_comparison_seed_by_seed(tmp_path: Path) -> None:
-    begins = [(run.config.optim.lr, run.config.seed) for run in execute.pending(make_plan("demo"), tmp_path)]
+def test_the_demo_begins_with_the_two_sides_of_its_comparison_seed_by_seed(
+    tmp_path: Path,
+) -> None:
+    begins = [
+        (run.config.optim.lr, run.config.seed)
+        for run in execute.pending(make_plan("demo"), tmp_path)
+    ]
     assert begins[:16] == [(0.04, seed) for seed in range(8) for _ in range(2)]
 
 
-def test_the_quick_demo_shows_a_collapse_with_its_forecast_and_a_healthy_model(tmp_path: Path) -> None:
+def test_the_quick_demo_shows_a_collapse_with_its_forecast_and_a_healthy_model(
+    tmp_path: Path,
+) -> None:
     lines: list[str] = []
     quick_demo(lines.append)
     remedied = lines.index("with qk_norm:")
@@ -232,18 +294,29 @@ def test_the_quick_demo_shows_a_collapse_with_its_forecast_and_a_healthy_model(t
 
 
 def test_the_demo_names_its_comparison_if_both_sides_are_in_the_grid() -> None:
-    assert make_plan("demo").primary == Primary(remedy="qk_norm", baseline="none", lr=0.04)
-    assert make_plan("demo", grid=Grid(remedies=["none"], lrs=[0.04], seeds=[0])).primary is None
+    assert make_plan("demo").primary == Primary(
+        remedy="qk_norm", baseline="none", lr=0.04
+    )
+    assert (
+        make_plan("demo", grid=Grid(remedies=["none"], lrs=[0.04], seeds=[0])).primary
+        is None
+    )
     assert make_plan("lr").primary is None
 
 
-def test_the_primary_comparison_is_recorded_and_kept_where_more_runs_join(tiny: Make, tmp_path: Path) -> None:
+def test_the_primary_comparison_is_recorded_and_kept_where_more_runs_join(
+    tiny: Make, tmp_path: Path
+) -> None:
     grid = Grid(remedies=["none", "qk_norm"], lrs=[0.04], seeds=[0])
     out = tmp_path / "s"
     for seeds in ([0], [0, 1]):
         plan = make_plan("demo", tiny(steps=4), dataclasses.replace(grid, seeds=seeds))
         result = run_plan(plan, out, Execution())
-        assert read_json(out / "study.json")["primary"] == {"remedy": "qk_norm", "baseline": "none", "lr": 0.04}
+        assert read_json(out / "study.json")["primary"] == {
+            "remedy": "qk_norm",
+            "baseline": "none",
+            "lr": 0.04,
+        }
         assert [row["primary"] for row in result.table] == [True] * 2 * len(seeds)
     assert "primary" in (out / "table.csv").read_text().splitlines()[0].split(",")
     about = {k: v for k, v in read_json(out / "study.json").items() if k != "primary"}
@@ -253,7 +326,9 @@ def test_the_primary_comparison_is_recorded_and_kept_where_more_runs_join(tiny: 
 
 
 def test_the_python_entry_runs_a_study(tiny: Make, tmp_path: Path) -> None:
-    result = study("lr", remedies=["none"], lrs=[0.1], seeds=[0], out=tmp_path / "s", base=tiny())
+    result = study(
+        "lr", remedies=["none"], lrs=[0.1], seeds=[0], out=tmp_path / "s", base=tiny()
+    )
     assert result.path == tmp_path / "s"
     assert result.table[0]["status"] == "done"
 

@@ -14,7 +14,14 @@ import torch
 from tests.lab.recorded import numbers, timeless
 from tests.quick import one_in
 
-from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedError, RunDirectoryError, UnknownNameError
+from qkeel.errors import (
+    DataError,
+    InvalidValueError,
+    NonFiniteError,
+    RefusedError,
+    RunDirectoryError,
+    UnknownNameError,
+)
 from qkeel.lab import ModelConfig, RunConfig, Watcher, run
 from qkeel.lab.build_run import resolve, threads
 from qkeel.lab.checkpoint import RunState
@@ -28,7 +35,10 @@ Make = Callable[..., RunConfig]
 def everything(directory: RunDirectory) -> dict[str, Any]:
     """What must not depend on how often a run was interrupted."""
     weights = safetensors.torch.load_file(directory.checkpoint)
-    return {**numbers(directory), "weights": {name: t.numpy().tobytes() for name, t in weights.items()}}
+    return {
+        **numbers(directory),
+        "weights": {name: t.numpy().tobytes() for name, t in weights.items()},
+    }
 
 
 class Crash(BaseException):
@@ -44,19 +54,31 @@ def crash_after(step: int) -> Watcher:
 
 
 def test_a_run_directory_holds_what_the_records_say(tiny: Make, tmp_path: Path) -> None:
-    directory = run(tiny(eval_every=4, remedy="quack:tau=0.5"), tmp_path / "r", command="qkeel run")
+    directory = run(
+        tiny(eval_every=4, remedy="quack:tau=0.5"), tmp_path / "r", command="qkeel run"
+    )
     assert directory.status is RunStatus.DONE
     metrics = directory.metrics()
     assert [m["step"] for m in metrics] == [0, 2, 4, 6, 8, 10, 12]
     assert all(set(m) == set(STEP_FIELDS) for m in metrics)
-    assert [m["val_loss"] is not None for m in metrics] == [True, False, True, False, True, False, True]
+    assert [m["val_loss"] is not None for m in metrics] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
     assert metrics[0]["train_loss"] is None
     assert metrics[-1]["tokens"] == 12 * 2 * 8
     heads = directory.heads()
     assert heads.steps.tolist() == [0, 2, 4, 6, 8, 10, 12]
     assert set(heads.values) == set(PROBE_FIELDS)
     assert heads.values["max_logit"].shape == (7, 2, 2)
-    assert heads.values["max_logit"].max() == pytest.approx(max(m["max_logit"] for m in metrics))
+    assert heads.values["max_logit"].max() == pytest.approx(
+        max(m["max_logit"] for m in metrics)
+    )
     summary = directory.summary()
     assert list(summary) == list(TABLE_COLUMNS)
     assert summary["remedy"] == "lalr:tau=0.5"
@@ -71,16 +93,27 @@ def test_a_run_directory_holds_what_the_records_say(tiny: Make, tmp_path: Path) 
     assert "2511.21377" in env["remedy_source"]
 
 
-STATES = ("lalr:tau=0.3", "sigma_reparam", "qk_norm:kind=l2,gain=scalar", "qk_clip:threshold=1")
+STATES = (
+    "lalr:tau=0.3",
+    "sigma_reparam",
+    "qk_norm:kind=l2,gain=scalar",
+    "qk_clip:threshold=1",
+)
 
 
 MODELS = (
-    ModelConfig(d_model=16, n_heads=4, n_kv_heads=2, tied=True, mlp="swiglu", norm_order="peri"),
+    ModelConfig(
+        d_model=16, n_heads=4, n_kv_heads=2, tied=True, mlp="swiglu", norm_order="peri"
+    ),
     ModelConfig(d_model=16, n_heads=2, attention="qwen3", norm_order="swin"),
     ModelConfig(d_model=16, n_heads=2, block="mla"),
 )
 RESUMED = [
-    *zip(("adamw", "sgd", "muon"), ("lalr:tau=0.3", "sigma_reparam", "qk_norm:kind=l2"), MODELS),
+    *zip(
+        ("adamw", "sgd", "muon"),
+        ("lalr:tau=0.3", "sigma_reparam", "qk_norm:kind=l2"),
+        MODELS,
+    ),
     *(
         pytest.param(optimizer, remedy, MODELS[0], marks=pytest.mark.slow)
         for optimizer, remedy in itertools.product(("adamw", "sgd", "muon"), STATES)
@@ -99,10 +132,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
         with pytest.raises(Crash):
             run(config, tmp_path / "cut", watcher=crash_after(step))
     assert everything(run(config, tmp_path / "cut")) == everything(whole)
-    assert any(event["event"] == "resumed" for event in RunDirectory(tmp_path / "cut").events())
+    assert any(
+        event["event"] == "resumed" for event in RunDirectory(tmp_path / "cut").events()
+    )
 
 
-def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint(tiny: Make, tmp_path: Path) -> None:
+def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint(
+    tiny: Make, tmp_path: Path
+) -> None:
     config = tiny(checkpoint_every=0)
     whole = run(config, tmp_path / "whole")
     asked: list[int] = []
@@ -114,7 +151,11 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint(tiny: Make, tmp_path: P
     with pytest.raises(KeyboardInterrupt):
         run(config, tmp_path / "cut", watcher=Watcher(should_stop=should_stop))
     steps: list[int] = []
-    resumed = run(config, tmp_path / "cut", watcher=Watcher(on_record=lambda record: steps.append(record["step"])))
+    resumed = run(
+        config,
+        tmp_path / "cut",
+        watcher=Watcher(on_record=lambda record: steps.append(record["step"])),
+    )
     assert steps == [6, 8, 10, 12]
     assert everything(resumed) == everything(whole)
 
@@ -131,24 +172,35 @@ def test_a_run_whose_directory_is_moved_away_stops_at_its_next_write(
             (tmp_path / "r").rename(tmp_path / "away")
 
     missing = os.strerror(errno.ENOENT)
-    with pytest.raises(RunDirectoryError, match=rf"cannot (create|append to|write) .*/r/.*(does not exist|{missing})"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=rf"cannot (create|append to|write) .*/r/.*(does not exist|{missing})",
+    ):
         run(config, tmp_path / "r", watcher=Watcher(on_record=move))
     assert steps == [0, 2, 4]
     assert not (tmp_path / "r").exists()
     assert RunDirectory(tmp_path / "away").status is RunStatus.STARTED
-    assert everything(run(config, tmp_path / "away")) == everything(run(config, tmp_path / "whole"))
+    assert everything(run(config, tmp_path / "away")) == everything(
+        run(config, tmp_path / "whole")
+    )
 
 
 def test_a_finished_run_is_not_run_again(tiny: Make, tmp_path: Path) -> None:
     run(tiny(), tmp_path / "r")
     before = (tmp_path / "r" / "metrics.jsonl").read_bytes()
     records: list[object] = []
-    run(tiny(checkpoint_every=3), tmp_path / "r", watcher=Watcher(on_record=records.append))
+    run(
+        tiny(checkpoint_every=3),
+        tmp_path / "r",
+        watcher=Watcher(on_record=records.append),
+    )
     assert not records
     assert (tmp_path / "r" / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_leaves_the_number_of_threads_as_it_was(tiny: Make, tmp_path: Path) -> None:
+def test_a_run_leaves_the_number_of_threads_as_it_was(
+    tiny: Make, tmp_path: Path
+) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -158,9 +210,14 @@ def test_a_run_leaves_the_number_of_threads_as_it_was(tiny: Make, tmp_path: Path
         torch.set_num_threads(before)
 
 
-def test_the_run_id_names_the_directory_of_one_configuration_only(tiny: Make, tmp_path: Path) -> None:
+def test_the_run_id_names_the_directory_of_one_configuration_only(
+    tiny: Make, tmp_path: Path
+) -> None:
     run(tiny(), tmp_path / "r")
-    with pytest.raises(RunDirectoryError, match=r"a different configuration \(these differ: optim.lr, seed\)"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"a different configuration \(these differ: optim.lr, seed\)",
+    ):
         run(tiny(seed=1, optim_lr=0.2), tmp_path / "r")
 
 
@@ -193,7 +250,10 @@ def test_what_a_killed_process_left_half_written_is_cleared_away(
 
 def test_two_processes_cannot_have_one_directory(tiny: Make, tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "r")
-    with directory.lock(), pytest.raises(RunDirectoryError, match="in use by another process"):
+    with (
+        directory.lock(),
+        pytest.raises(RunDirectoryError, match="in use by another process"),
+    ):
         run(tiny(), directory.path)
 
 
@@ -220,7 +280,10 @@ def torn(config: RunConfig, place: Path, name: str, keep: int) -> None:
     one_in(
         [
             ("env.json", "env.json is not complete JSON"),
-            ("last/state.safetensors", "state.safetensors differs from what was written"),
+            (
+                "last/state.safetensors",
+                "state.safetensors differs from what was written",
+            ),
             ("metrics.jsonl", "metrics.jsonl has 40 bytes"),
             ("heads.f32", "heads.f32 has 40 bytes"),
         ],
@@ -231,12 +294,16 @@ def test_a_torn_file_is_named_and_the_run_starts_again(
     tiny: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, place: str
 ) -> None:
     torn(tiny(), tmp_path / "r", name, 40)
-    assert everything(run(tiny(), tmp_path / "r")) == everything(run(tiny(), tmp_path / "whole"))
+    assert everything(run(tiny(), tmp_path / "r")) == everything(
+        run(tiny(), tmp_path / "whole")
+    )
     assert place in caplog.text
     assert "The run starts again" in caplog.text
 
 
-def test_a_torn_configuration_is_named_and_nothing_is_deleted(tiny: Make, tmp_path: Path) -> None:
+def test_a_torn_configuration_is_named_and_nothing_is_deleted(
+    tiny: Make, tmp_path: Path
+) -> None:
     torn(tiny(), tmp_path / "r", "config.json", 40)
     with pytest.raises(RunDirectoryError, match=r"config\.json"):
         run(tiny(), tmp_path / "r")
@@ -259,19 +326,32 @@ def test_a_checkpoint_of_another_model_is_refused(tiny: Make, tmp_path: Path) ->
             run(tiny(remedy=remedy), tmp_path / place, watcher=crash_after(6))
     for file in ("last/state.safetensors", "metrics.jsonl", "heads.f32"):
         (tmp_path / "b" / file).write_bytes((tmp_path / "a" / file).read_bytes())
-    with pytest.raises(RunDirectoryError, match=r"not a complete checkpoint of this run \(different tensors: .*q_norm"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"not a complete checkpoint of this run \(different tensors: .*q_norm",
+    ):
         run(tiny(remedy="qk_norm"), tmp_path / "b")
 
 
-def test_bad_configurations_fail_before_anything_is_written(tiny: Make, tmp_path: Path) -> None:
+def test_bad_configurations_fail_before_anything_is_written(
+    tiny: Make, tmp_path: Path
+) -> None:
     bad: list[tuple[RunConfig, type[Exception], str]] = [
         (tiny(remedy="qknorm"), UnknownNameError, "Did you mean 'qk_norm'"),
         (tiny(remedy="lalr:tua=0.1"), UnknownNameError, "Did you mean 'tau'"),
         (tiny(remedy="qk_norm+lalr"), RefusedError, "lalr at"),
-        (tiny(model=ModelConfig(attention="gemma22")), UnknownNameError, "Did you mean 'gemma2'"),
+        (
+            tiny(model=ModelConfig(attention="gemma22")),
+            UnknownNameError,
+            "Did you mean 'gemma2'",
+        ),
         (tiny(model=ModelConfig(d_model=12, n_heads=4)), InvalidValueError, "even"),
         (tiny(model=ModelConfig(attention="kna+qna")), InvalidValueError, "one preset"),
-        (tiny(device="cuda:99"), InvalidValueError, "expected a device of this machine"),
+        (
+            tiny(device="cuda:99"),
+            InvalidValueError,
+            "expected a device of this machine",
+        ),
         (tiny(data=type(tiny().data)(source="nowhere.txt")), DataError, "no such file"),
     ]
     for config, kind, message in bad:
@@ -280,8 +360,12 @@ def test_bad_configurations_fail_before_anything_is_written(tiny: Make, tmp_path
     assert not (tmp_path / "r").exists()
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_as_collapsed(tiny: Make, tmp_path: Path) -> None:
-    config = tiny(optim_name="sgd", optim_lr=1e30, optim_grad_clip=0.0, optim_warmup=0.0)
+def test_a_loss_that_is_not_finite_ends_the_run_as_collapsed(
+    tiny: Make, tmp_path: Path
+) -> None:
+    config = tiny(
+        optim_name="sgd", optim_lr=1e30, optim_grad_clip=0.0, optim_warmup=0.0
+    )
     directory = run(config, tmp_path / "r")
     assert directory.status is RunStatus.DONE
     summary = directory.summary()
@@ -291,8 +375,12 @@ def test_a_loss_that_is_not_finite_ends_the_run_as_collapsed(tiny: Make, tmp_pat
     assert directory.events()[-1]["event"].startswith("stopped")
 
 
-def test_a_run_that_stopped_and_was_killed_before_its_summary_stops_again(tiny: Make, tmp_path: Path) -> None:
-    config = tiny(optim_name="sgd", optim_lr=1e30, optim_grad_clip=0.0, optim_warmup=0.0)
+def test_a_run_that_stopped_and_was_killed_before_its_summary_stops_again(
+    tiny: Make, tmp_path: Path
+) -> None:
+    config = tiny(
+        optim_name="sgd", optim_lr=1e30, optim_grad_clip=0.0, optim_warmup=0.0
+    )
     whole = run(config, tmp_path / "whole")
     run(config, tmp_path / "cut")
     for name in ("DONE", "summary.json"):
@@ -313,7 +401,9 @@ def test_an_exception_in_training_is_recorded_and_the_next_attempt_goes_on(
     directory = RunDirectory(tmp_path / "r")
     assert directory.status is RunStatus.FAILED
     assert "NonFiniteError: NaN in the weights" in directory.failure()
-    assert everything(run(tiny(), tmp_path / "r")) == everything(run(tiny(), tmp_path / "whole"))
+    assert everything(run(tiny(), tmp_path / "r")) == everything(
+        run(tiny(), tmp_path / "whole")
+    )
     assert not directory.failure()
 
 
@@ -324,14 +414,20 @@ def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(
 
     def full(path: Path, data: bytes) -> None:
         if b'"step": 6,' in data:
-            raise RunDirectoryError("No space left on device; run the same command again to continue.")
+            raise RunDirectoryError(
+                "No space left on device; run the same command again to continue."
+            )
         append(path, data)
 
     monkeypatch.setattr(disk, "append", full)
-    with pytest.raises(RunDirectoryError, match=r"No space left on device.*run the same command again"):
+    with pytest.raises(
+        RunDirectoryError, match=r"No space left on device.*run the same command again"
+    ):
         run(tiny(), tmp_path / "r")
     monkeypatch.undo()
-    assert everything(run(tiny(), tmp_path / "r")) == everything(run(tiny(), tmp_path / "whole"))
+    assert everything(run(tiny(), tmp_path / "r")) == everything(
+        run(tiny(), tmp_path / "whole")
+    )
 
 
 def test_a_disk_that_fills_up_in_a_checkpoint_keeps_the_one_before(
@@ -343,7 +439,10 @@ def test_a_disk_that_fills_up_in_a_checkpoint_keeps_the_one_before(
 
     def full(descriptor: int) -> None:
         calls.append(1)
-        if os.readlink(f"/proc/self/fd/{descriptor}").find("state.safetensors") >= 0 and len(calls) > 4:
+        if (
+            os.readlink(f"/proc/self/fd/{descriptor}").find("state.safetensors") >= 0
+            and len(calls) > 4
+        ):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(descriptor)
 
@@ -353,18 +452,29 @@ def test_a_disk_that_fills_up_in_a_checkpoint_keeps_the_one_before(
     with pytest.raises(RunDirectoryError, match="No space left on device"):
         run(tiny(), tmp_path / "r")
     monkeypatch.undo()
-    assert not list((tmp_path / "r" / "last").glob(".state*")), "half a checkpoint was left behind"
-    assert everything(run(tiny(), tmp_path / "r")) == everything(run(tiny(), tmp_path / "whole"))
+    assert not list((tmp_path / "r" / "last").glob(".state*")), (
+        "half a checkpoint was left behind"
+    )
+    assert everything(run(tiny(), tmp_path / "r")) == everything(
+        run(tiny(), tmp_path / "whole")
+    )
 
 
-def test_a_directory_that_cannot_be_written_is_one_clear_error(tiny: Make, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_one_clear_error(
+    tiny: Make, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RunDirectoryError, match=r"cannot create .*Choose a writable directory"):
+    with pytest.raises(
+        RunDirectoryError, match=r"cannot create .*Choose a writable directory"
+    ):
         run(tiny(), tmp_path / "file" / "run")
 
 
 def test_measuring_does_not_change_training(tiny: Make, tmp_path: Path) -> None:
-    often, seldom = tiny(log_every=1, eval_every=1, remedy="sigma_reparam"), tiny(log_every=12, remedy="sigma_reparam")
+    often, seldom = (
+        tiny(log_every=1, eval_every=1, remedy="sigma_reparam"),
+        tiny(log_every=12, remedy="sigma_reparam"),
+    )
     last = [run(c, tmp_path / c.run_id).metrics()[-1] for c in (often, seldom)]
     assert timeless(last[0]) == timeless(last[1])
 
@@ -378,7 +488,10 @@ def test_a_run_may_be_steered_by_an_autopilot(tiny: Make, tmp_path: Path) -> Non
 def test_environment_names_no_folder(tiny: Make, tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_bytes(bytes(range(32, 127)) * 20)
-    directory = run(tiny(data=type(tiny().data)(source=str(text), context=8, batch=2)), tmp_path / "r")
+    directory = run(
+        tiny(data=type(tiny().data)(source=str(text), context=8, batch=2)),
+        tmp_path / "r",
+    )
     assert str(tmp_path) not in (tmp_path / "r" / "env.json").read_text()
     assert directory.env()["corpus"]["name"] == "notes.txt"
 
@@ -397,11 +510,16 @@ def test_records_before_the_checkpoint_must_be_whole(
         assert everything(run(tiny(), place)) == whole
         assert said in caplog.text
 
-    go_on(lambda lines: [lines[0], lines[2], lines[1], *lines[3:]], "metrics.jsonl lacks records")
+    go_on(
+        lambda lines: [lines[0], lines[2], lines[1], *lines[3:]],
+        "metrics.jsonl lacks records",
+    )
 
 
 @pytest.mark.parametrize("remedy", ["none", "qk_norm"])
-def test_the_recorded_logit_change_is_that_of_one_step(tiny: Make, tmp_path: Path, remedy: str) -> None:
+def test_the_recorded_logit_change_is_that_of_one_step(
+    tiny: Make, tmp_path: Path, remedy: str
+) -> None:
     config = resolve(tiny(remedy=remedy, log_every=1, steps=2))
     records = run(config, tmp_path / "r").metrics()
     assert records[0]["logit_change"] is None
@@ -413,9 +531,13 @@ def test_the_recorded_logit_change_is_that_of_one_step(tiny: Make, tmp_path: Pat
             after = remembered(state.model, state.probed.inputs)
             squares = []
             for pair in zip(before, after):
-                old, new = (c.spec.logits(c.q, c.k, c.pos_q, c.pos_k, c.params) for c in pair)  # type: ignore[union-attr]
+                old, new = (
+                    c.spec.logits(c.q, c.k, c.pos_q, c.pos_k, c.params) for c in pair
+                )  # type: ignore[union-attr]
                 seen = torch.ones(old.shape[-2:], dtype=torch.bool).tril()
                 squares.append((new - old).double()[..., seen].square().mean())
             expected = float(torch.stack(squares).mean().sqrt())
             assert expected > 0
-            assert records[step + 1]["logit_change"] == pytest.approx(expected, rel=1e-4)
+            assert records[step + 1]["logit_change"] == pytest.approx(
+                expected, rel=1e-4
+            )

@@ -25,13 +25,19 @@ SMALL = RunConfig(
 )
 
 
-def test_batches_are_a_function_of_seed_and_step_from_the_training_images_alone() -> None:
+def test_batches_are_a_function_of_seed_and_step_from_the_training_images_alone() -> (
+    None
+):
     one = VisionTask(resolve(SMALL))
     first, again = one.batch(0, 1), one.batch(0, 1)
     assert torch.equal(first.inputs, again.inputs)
     assert first.inputs.shape == (32, 16, 4)
     held = {image.numpy().tobytes() for image in one.heldout(1000).inputs}
-    assert not held & {image.numpy().tobytes() for step in range(20) for image in one.batch(0, step).inputs}
+    assert not held & {
+        image.numpy().tobytes()
+        for step in range(20)
+        for image in one.batch(0, step).inputs
+    }
     assert set(one.heldout(64).targets.tolist()) == set(range(10))
 
 
@@ -51,18 +57,24 @@ def test_attention_sees_the_whole_image() -> None:
     model = VisionTask(resolve(SMALL)).build(torch.Generator().manual_seed(0))
     x = torch.randn(1, 16, 4)
     hidden: list[torch.Tensor] = []
-    model.get_submodule("blocks.0").register_forward_hook(lambda _, __, out: hidden.append(out))
+    model.get_submodule("blocks.0").register_forward_hook(
+        lambda _, __, out: hidden.append(out)
+    )
     with torch.no_grad():
         model(x)
         x[0, -1] += 1.0
         model(x)
-    assert not torch.equal(hidden[0][0, 0], hidden[1][0, 0]), "the first patch does not see the last"
+    assert not torch.equal(hidden[0][0, 0], hidden[1][0, 0]), (
+        "the first patch does not see the last"
+    )
 
 
 def test_patches_of_another_shape_are_refused() -> None:
     model = ViT(DecoderConfig(vocab_size=3, d_model=8, n_heads=2), patches=4, width=2)
     assert model(torch.zeros(2, 4, 2)).shape == (2, 3)
-    with pytest.raises(ShapeError, match=r"patches of shape \[batch 4 2\], got \(2, 5, 2\)"):
+    with pytest.raises(
+        ShapeError, match=r"patches of shape \[batch 4 2\], got \(2, 5, 2\)"
+    ):
         model(torch.zeros(2, 5, 2))
 
 

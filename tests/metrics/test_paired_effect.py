@@ -15,9 +15,16 @@ from qkeel.metrics.paired_effect import coverage, quantile
 
 def test_quantiles_and_tails_are_those_of_the_tables() -> None:
     # Abramowitz & Stegun, table 26.10, and closed forms: t(1) is Cauchy's, t(2) is t / √(2 + t²).
-    for level, freedom, t in ((0.95, 1, 12.7062), (0.95, 2, 4.30265), (0.99, 5, 4.03214), (0.999, 30, 3.64596)):
+    for level, freedom, t in (
+        (0.95, 1, 12.7062),
+        (0.95, 2, 4.30265),
+        (0.99, 5, 4.03214),
+        (0.999, 30, 3.64596),
+    ):
         assert quantile(level, freedom) == pytest.approx(t, abs=5e-5)
-        assert coverage(quantile(level, freedom), freedom) == pytest.approx(level, rel=1e-12)
+        assert coverage(quantile(level, freedom), freedom) == pytest.approx(
+            level, rel=1e-12
+        )
     for freedom in range(1, 40):
         for t in (0.0, 1e-9, 0.3, 1.0, 40.0):
             expected = 1 - 2 * scipy.stats.t.sf(t, freedom)
@@ -29,17 +36,40 @@ def test_one_study_by_hand_and_what_is_equal_undecided_or_the_same() -> None:
     assert found.mean == 2.5
     half = 3.182446 * math.sqrt(5 / 3 / 4)
     assert (found.low, found.high) == pytest.approx((2.5 - half, 2.5 + half), rel=1e-6)
-    assert (found.verdict, found.n, found.level, found.margin) == ("better", 4, 0.95, None)
+    assert (found.verdict, found.n, found.level, found.margin) == (
+        "better",
+        4,
+        0.95,
+        None,
+    )
     assert paired_effect([-1.0, -2.0, -3.0, -4.0]).verdict == "worse"
     tight = [0.001, -0.002, 0.0005, 0.001]
-    assert (paired_effect(tight).verdict, paired_effect(tight, margin=0.01).verdict) == ("undecided", "equal")
+    assert (
+        paired_effect(tight).verdict,
+        paired_effect(tight, margin=0.01).verdict,
+    ) == ("undecided", "equal")
     sure = [0.001, 0.0011, 0.0009]
-    assert (paired_effect(sure).verdict, paired_effect(sure, margin=0.01).verdict) == ("better", "equal")
-    assert paired_effect([0.012, 0.009, 0.013], margin=0.01).verdict == "undecided", "above 0, but across the margin"
+    assert (paired_effect(sure).verdict, paired_effect(sure, margin=0.01).verdict) == (
+        "better",
+        "equal",
+    )
+    assert paired_effect([0.012, 0.009, 0.013], margin=0.01).verdict == "undecided", (
+        "above 0, but across the margin"
+    )
     # One number again and again is no continuous quantity: signs decide, 2^(1 - n).
-    assert [paired_effect([0.3] * n).verdict for n in (2, 5, 6)] == ["undecided", "undecided", "better"]
-    assert [paired_effect([x] * 6, margin=0.01).verdict for x in (0.005, -0.05)] == ["equal", "worse"]
-    assert (paired_effect([0.0, 0.0], margin=0.01).verdict, paired_effect([0, 0]).verdict) == ("equal", "undecided")
+    assert [paired_effect([0.3] * n).verdict for n in (2, 5, 6)] == [
+        "undecided",
+        "undecided",
+        "better",
+    ]
+    assert [paired_effect([x] * 6, margin=0.01).verdict for x in (0.005, -0.05)] == [
+        "equal",
+        "worse",
+    ]
+    assert (
+        paired_effect([0.0, 0.0], margin=0.01).verdict,
+        paired_effect([0, 0]).verdict,
+    ) == ("equal", "undecided")
     assert paired_effect([0.1, 0.1 + 1e-16]).high == math.inf
 
 
@@ -53,19 +83,44 @@ def test_the_interval_is_scipys_at_every_level() -> None:
 
 def test_verdicts_are_those_of_scipys_tests_at_the_margins() -> None:
     rng, margin, seen = np.random.default_rng(4), 0.5, set()
-    for values in rng.normal(rng.uniform(-1, 1, (300, 1)), rng.uniform(0.05, 1, (300, 1)), (300, 6)):
+    for values in rng.normal(
+        rng.uniform(-1, 1, (300, 1)), rng.uniform(0.05, 1, (300, 1)), (300, 6)
+    ):
         less, more = (
-            [scipy.stats.ttest_1samp(values, centre, alternative=side).pvalue <= 0.025 for centre in (-margin, margin)]
+            [
+                scipy.stats.ttest_1samp(values, centre, alternative=side).pvalue
+                <= 0.025
+                for centre in (-margin, margin)
+            ]
             for side in ("less", "greater")
         )
-        verdict = "worse" if less[0] else "better" if more[1] else "equal" if more[0] and less[1] else "undecided"
+        verdict = (
+            "worse"
+            if less[0]
+            else "better"
+            if more[1]
+            else "equal"
+            if more[0] and less[1]
+            else "undecided"
+        )
         assert paired_effect(values, margin).verdict == verdict
         seen.add(verdict)
     assert len(seen) == 4
 
 
 @pytest.mark.parametrize(
-    "bad", [[], [1.0], [1.0, math.nan], [1.0, math.inf], [[1.0, 2.0]], 3.0, ["a", "b"], [1.0, None]], ids=str
+    "bad",
+    [
+        [],
+        [1.0],
+        [1.0, math.nan],
+        [1.0, math.inf],
+        [[1.0, 2.0]],
+        3.0,
+        ["a", "b"],
+        [1.0, None],
+    ],
+    ids=str,
 )
 def test_what_cannot_be_judged_is_refused_in_one_sentence(bad: list[float]) -> None:
     with pytest.raises((InvalidValueError, InvalidTypeError), match="expected"):

@@ -18,14 +18,20 @@ def test_lr_sensitivity_of_the_golden_case() -> None:
     # minima 3.2; clipped at ln 32101: (0.3+0.1+0+0.05+0.4+5.8+7.176642)/7
     losses = [3.5, 3.3, 3.2, 3.25, 3.6, 9.0, math.inf]
     assert lr_sensitivity(losses, math.log(32101)) == pytest.approx(1.975235, abs=1e-6)
-    assert lr_sensitivity([*losses[:-1], math.nan], math.log(32101)) == pytest.approx(1.975235, abs=1e-6)
+    assert lr_sensitivity([*losses[:-1], math.nan], math.log(32101)) == pytest.approx(
+        1.975235, abs=1e-6
+    )
     assert lr_sensitivity([2.0, 3.0, 5.0]) == pytest.approx(4 / 3)
 
 
 @given(LOSSES, st.floats(0, 5))
-def test_lr_sensitivity_is_at_least_zero_and_blind_to_a_shift(losses: list[float], shift: float) -> None:
+def test_lr_sensitivity_is_at_least_zero_and_blind_to_a_shift(
+    losses: list[float], shift: float
+) -> None:
     assert lr_sensitivity(losses) >= 0
-    assert lr_sensitivity([x + shift for x in losses]) == pytest.approx(lr_sensitivity(losses), abs=1e-9)
+    assert lr_sensitivity([x + shift for x in losses]) == pytest.approx(
+        lr_sensitivity(losses), abs=1e-9
+    )
     assert lr_sensitivity([losses[0]] * 3) == pytest.approx(0, abs=1e-12)
 
 
@@ -49,12 +55,17 @@ def test_lr_sensitivity_of_nothing_or_of_only_diverged_runs() -> None:
         (1.0, math.inf, True),
     ],
 )
-def test_collapse_is_low_entropy_or_no_progress(entropy: float, loss: float, expected: bool) -> None:
+def test_collapse_is_low_entropy_or_no_progress(
+    entropy: float, loss: float, expected: bool
+) -> None:
     assert collapsed(entropy, loss, init_loss=5.0) is expected
 
 
 def test_the_alarm_fires_at_the_first_step_above_the_threshold() -> None:
-    records = [{"step": s, "max_logit": x} for s, x in ((0, 5.0), (10, 100.0), (20, 100.5), (30, 90.0))]
+    records = [
+        {"step": s, "max_logit": x}
+        for s, x in ((0, 5.0), (10, 100.0), (20, 100.5), (30, 90.0))
+    ]
     assert alarm_step(records) == 20
     assert alarm_step(records, 4.0) == 0
     assert alarm_step(records, 1e9) is None

@@ -59,7 +59,11 @@ def train(
                     (runner(part(2 * step + micro)).square().mean() / 2).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return runner, monitor, [str(w.message) for w in record if isinstance(w.message, QkeelWarning)]
+    return (
+        runner,
+        monitor,
+        [str(w.message) for w in record if isinstance(w.message, QkeelWarning)],
+    )
 
 
 def state(model: nn.Module) -> list[Tensor]:
@@ -77,7 +81,9 @@ def unwatched() -> list[Tensor]:
 
 def close(a: LogitStats, b: LogitStats) -> None:
     for field in TENSORS:
-        torch.testing.assert_close(getattr(a, field).double(), getattr(b, field).double(), rtol=2e-5, atol=1e-5)
+        torch.testing.assert_close(
+            getattr(a, field).double(), getattr(b, field).double(), rtol=2e-5, atol=1e-5
+        )
 
 
 def numbers_are_those_of_one_process() -> None:
@@ -175,7 +181,9 @@ def faults_on_both_at_once() -> None:
 def a_process_that_is_not_watched_makes_nobody_wait() -> None:
     patience, processes.PATIENCE = processes.PATIENCE, 1.0
     try:
-        model, monitor, warned = train(lambda m, o: watch(m, o) if dist.get_rank() == 0 else None)
+        model, monitor, warned = train(
+            lambda m, o: watch(m, o) if dist.get_rank() == 0 else None
+        )
     finally:
         processes.PATIENCE = patience
     assert same(state(model), unwatched())
@@ -183,7 +191,9 @@ def a_process_that_is_not_watched_makes_nobody_wait() -> None:
         assert monitor.active
         assert len(warned) == 1
         assert "not every process" in warned[0]
-        assert [s.n_queries.tolist() for s in monitor.read().values()] == [[STEPS * 2 * 10] * 2] * 2
+        assert [s.n_queries.tolist() for s in monitor.read().values()] == [
+            [STEPS * 2 * 10] * 2
+        ] * 2
         monitor.remove()
 
 
@@ -198,12 +208,16 @@ def a_process_with_nothing_to_add_takes_part() -> None:
 
     layout = Layout(data=dist.get_rank())  # no wrapper shows that they train one model
     _, monitor, warned = train(
-        lambda m, o: watch(m, o, layout=layout), wrap=Plain, skip=lambda step: step in (1, 2) and dist.get_rank() == 1
+        lambda m, o: watch(m, o, layout=layout),
+        wrap=Plain,
+        skip=lambda step: step in (1, 2) and dist.get_rank() == 1,
     )
     assert warned == [], warned
     assert monitor.history.steps.tolist() == [*range(STEPS)]
     full, half = 2 * 2 * 10, 2 * 10
-    assert [s.n_queries.tolist() for s in monitor.read().values()] == [[3 * full + 2 * half] * 2] * 2
+    assert [s.n_queries.tolist() for s in monitor.read().values()] == [
+        [3 * full + 2 * half] * 2
+    ] * 2
     monitor.remove()
 
 
@@ -222,7 +236,9 @@ def what_changes_its_form_switches_all_off() -> None:
 
     torch.manual_seed(0)
     layout = Layout(data=dist.get_rank())
-    _, monitor, warned = train(lambda m, o: watch(m, o, layout=layout), wrap=lambda m: m, model=Growing())
+    _, monitor, warned = train(
+        lambda m, o: watch(m, o, layout=layout), wrap=lambda m: m, model=Growing()
+    )
     assert not monitor.active
     assert len(warned) == 1, warned
     assert "measured at first" in warned[0] or "another process" in warned[0]
@@ -246,7 +262,11 @@ def a_fault_in_the_search_of_a_sharded_model_is_one_of_all() -> None:
     from qkeel.monitor.token_classes import PassTokens
     from qkeel.sites import find, trace
 
-    for home, name in ((PassTokens, "begin"), (find, "_own_sites"), (trace._Reading, "_note")):
+    for home, name in (
+        (PassTokens, "begin"),
+        (find, "_own_sites"),
+        (trace._Reading, "_note"),
+    ):
         original = vars(home)[name]
         if dist.get_rank() == 1:
             setattr(home, name, boom)
@@ -343,7 +363,10 @@ def ends_of_unequal_length_under_join_are_recorded_alone() -> None:
     model = DistributedDataParallel(small())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     steps = 5 - 2 * dist.get_rank()
-    with warnings.catch_warnings(record=True) as record, watch(model, optimizer) as monitor:
+    with (
+        warnings.catch_warnings(record=True) as record,
+        watch(model, optimizer) as monitor,
+    ):
         warnings.simplefilter("always")
         with Join([model]):
             for step in range(steps):
@@ -351,7 +374,9 @@ def ends_of_unequal_length_under_join_are_recorded_alone() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     assert len(monitor.history) == steps
-    assert ["Join" in str(w.message) for w in record if isinstance(w.message, QkeelWarning)] == [True]
+    assert [
+        "Join" in str(w.message) for w in record if isinstance(w.message, QkeelWarning)
+    ] == [True]
 
 
 def a_sharded_model_that_one_process_watches_makes_nobody_wait() -> None:
@@ -359,7 +384,9 @@ def a_sharded_model_that_one_process_watches_makes_nobody_wait() -> None:
 
     patience, processes.PATIENCE = processes.PATIENCE, 1.0
     try:
-        _model, monitor, warned = train(lambda m, o: watch(m, o) if dist.get_rank() == 0 else None, wrap=fully_shard)
+        _model, monitor, warned = train(
+            lambda m, o: watch(m, o) if dist.get_rank() == 0 else None, wrap=fully_shard
+        )
     finally:
         processes.PATIENCE = patience
     if dist.get_rank() == 0:
@@ -396,7 +423,11 @@ def flat_weights_are_refused_untouched() -> None:
 
 def split_heads_without_known_weights_have_their_logits_watched() -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (2,))
 
@@ -415,9 +446,13 @@ def split_heads_without_known_weights_have_their_logits_watched() -> None:
     assert "split across processes" in warned[0]
     plain = train(lambda m, o: None, wrap=split)[0]
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(*(x.to_local() if isinstance(x, DTensor) else x for x in (a, b)))
+        assert torch.equal(
+            *(x.to_local() if isinstance(x, DTensor) else x for x in (a, b))
+        )
     stats = monitor.read()
-    assert [s.n_queries.tolist() for s in stats.values()] == [[STEPS * 2 * 10] * 2] * 2  # both heads
+    assert [s.n_queries.tolist() for s in stats.values()] == [
+        [STEPS * 2 * 10] * 2
+    ] * 2  # both heads
     _, whole, _ = train(lambda m, o: watch(m, None), wrap=lambda m: m)
     for i, ours in enumerate(stats.values()):
         theirs = torch.tensor(whole.history.heads["max_logit"]).amax(0)[i]
@@ -451,13 +486,17 @@ SLOW: tuple[Callable[[], None], ...] = (
 if __name__ == "__main__":
     torch.set_num_threads(1)
     rank, where, names = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{where}", rank=rank, world_size=2
+    )
     for each in names:
         try:
             next(case for case in (*FAST, *SLOW) if case.__name__ == each)()
             print("passed", each, flush=True)
         except Exception:
-            print(f"FAILED {each} on process {rank}\n{traceback.format_exc()}", flush=True)
+            print(
+                f"FAILED {each} on process {rank}\n{traceback.format_exc()}", flush=True
+            )
             sys.exit(1)
         dist.barrier()
     end()

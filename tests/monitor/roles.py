@@ -44,16 +44,23 @@ class Bag:
 class Block(nn.Module):
     def __init__(self, log: list[np.ndarray]) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
+        )
         self.log, self.factor = log, 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
         q = q * self.factor
         if not torch.compiler.is_compiling():
             z = q.detach().double() @ k.detach().double().mT * (WIDTH // HEADS) ** -0.5
             self.log.append(z.amax((0, 2, 3)).numpy())
-        return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.o(
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
 
 class Model(nn.Module):
@@ -64,12 +71,19 @@ class Model(nn.Module):
         self.logs: list[list[np.ndarray]] = [[] for _ in range(LAYERS)]
         self.blocks = nn.ModuleList([Block(log) for log in self.logs])
         self.policy, self.critic = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        self.form, self.repeat = form, repeat  # repeat: None for no checkpoints, else whether they are reentrant
+        self.form, self.repeat = (
+            form,
+            repeat,
+        )  # repeat: None for no checkpoints, else whether they are reentrant
         self.loss: Tensor | None = None
 
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
-            x = block(x) if self.repeat is None else checkpoint(block, x, use_reentrant=self.repeat)
+            x = (
+                block(x)
+                if self.repeat is None
+                else checkpoint(block, x, use_reentrant=self.repeat)
+            )
         logits, value = self.policy(x), self.critic(x)
         loss = (logits - 1).square().mean() + value.square().mean()
         self.loss = None
@@ -133,8 +147,12 @@ class Program:
         self.model = Model("tensor" if self.compiled else pick(self.FORMS), self.repeat)
         self.wrapped = pick([False, False, True]) and not self.compiled
         self.called: Any = Wrapper(self.model) if self.wrapped else self.model
-        self.around = None if self.compiled else pick([None, None, None, False, True])  # a checkpoint around the model
-        if self.model.form == "itself" or (self.around and self.model.form not in ("tensor", "tuple", "loss")):
+        self.around = (
+            None if self.compiled else pick([None, None, None, False, True])
+        )  # a checkpoint around the model
+        if self.model.form == "itself" or (
+            self.around and self.model.form not in ("tensor", "tuple", "loss")
+        ):
             self.around = None  # a reentrant checkpoint has gradients for tensors alone
         if self.compiled:
             self.called = torch.compile(self.model, backend="eager")
@@ -144,7 +162,9 @@ class Program:
         if self.frozen:
             for block in self.model.blocks:
                 block.requires_grad_(False)
-            if self.repeat is True:  # a reentrant checkpoint of frozen blocks needs an input with gradients
+            if (
+                self.repeat is True
+            ):  # a reentrant checkpoint of frozen blocks needs an input with gradients
                 self.frozen = False
                 self.model.requires_grad_(True)
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -153,7 +173,8 @@ class Program:
         self.closure = not self.two and pick([False, False, True])
         if self.two:
             self.optimizers = [
-                torch.optim.SGD(part, 0.0) for part in (trained[:-heads] or trained[:1], trained[-heads + 1 :])
+                torch.optim.SGD(part, 0.0)
+                for part in (trained[:-heads] or trained[:1], trained[-heads + 1 :])
             ]
         else:
             self.optimizers = [torch.optim.SGD(trained, 0.0)]
@@ -166,7 +187,10 @@ class Program:
 
     def batch(self) -> Tensor:
         size = self.draw.choice([0.3, 1.0, 3.0, 8.0])
-        return torch.randn(self.draw.choice([1, 2]), self.draw.choice([4, 6]), WIDTH) * size
+        return (
+            torch.randn(self.draw.choice([1, 2]), self.draw.choice([4, 6]), WIDTH)
+            * size
+        )
 
     def forward(self, x: Tensor, *, trained: bool, factor: float = 1.0) -> Any:
         """Runs the model and notes its logits under its role."""
@@ -179,7 +203,12 @@ class Program:
         else:
             out = self.called(x)
         if self.compiled:
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"), unhooked(self.called), unhooked(self.model):
+            with (
+                torch.no_grad(),
+                torch.compiler.set_stance("force_eager"),
+                unhooked(self.called),
+                unhooked(self.model),
+            ):
                 self.model(x)
         for block in self.model.blocks:
             block.factor = 1.0  # type: ignore[assignment]
@@ -192,7 +221,9 @@ class Program:
 
     def train(self) -> None:
         """Passes that are trained."""
-        way = self.draw.choice(["one", "accumulate", "together", "two losses", "one of two", "grad"])
+        way = self.draw.choice(
+            ["one", "accumulate", "together", "two losses", "one of two", "grad"]
+        )
         self.said.append(way)
         if self.around is True and way in ("two losses", "grad"):
             way = "one"  # torch refuses
@@ -221,7 +252,17 @@ class Program:
 
     def disturb(self) -> None:
         """Passes that are not trained, in the modes in which programs run them."""
-        kind = self.draw.choice(["reference", "rollouts", "dropped", "kept", "detached", "evaluation", "inference"])
+        kind = self.draw.choice(
+            [
+                "reference",
+                "rollouts",
+                "dropped",
+                "kept",
+                "detached",
+                "evaluation",
+                "inference",
+            ]
+        )
         self.said.append(kind)
         big = self.draw.choice([1.0, 5.0, 50.0])
         if kind in ("reference", "rollouts"):
@@ -234,7 +275,11 @@ class Program:
         elif kind == "evaluation":
             mode = self.model.training
             self.called.eval()
-            with torch.no_grad() if self.draw.random() < 0.5 else contextlib.nullcontext():
+            with (
+                torch.no_grad()
+                if self.draw.random() < 0.5
+                else contextlib.nullcontext()
+            ):
                 self.forward(self.batch(), trained=False, factor=big)
             self.called.train(mode)
         else:
@@ -325,7 +370,9 @@ def watch_differences(seed: int) -> list[str]:
             program.run()
     wrong = []
     for phase, which in (("train", 0), ("eval", 1)):
-        samples = {int(s.step): s.heads["max_logit"] for s in kept.samples if s.phase == phase}
+        samples = {
+            int(s.step): s.heads["max_logit"] for s in kept.samples if s.phase == phase
+        }
         for step, tops in enumerate(program.right):
             top = tops[which]
             if (top == ABSENT).all():
@@ -334,7 +381,9 @@ def watch_differences(seed: int) -> list[str]:
             elif step not in samples:
                 wrong.append(f"step {step}: no record of {phase}")
             elif not np.allclose(samples[step], top, rtol=1e-4, atol=1e-6):
-                wrong.append(f"step {step}, {phase}: right {top.tolist()}, qkeel {samples[step].tolist()}")
+                wrong.append(
+                    f"step {step}, {phase}: right {top.tolist()}, qkeel {samples[step].tolist()}"
+                )
     return [f"seed {seed}, {program}: {text}" for text in wrong]
 
 
@@ -348,24 +397,48 @@ def clip_differences(seed: int) -> list[str]:
         warnings.simplefilter("ignore")
         optimizer: Any = program.optimizers if program.two else program.optimizers[0]
         x = torch.randn(1, 4, WIDTH)
-        qkeel.apply(program.watched, "qk_clip", optimizer, batch=x, threshold=threshold, groups="group")
+        qkeel.apply(
+            program.watched,
+            "qk_clip",
+            optimizer,
+            batch=x,
+            threshold=threshold,
+            groups="group",
+        )
         wrong = []
         for step in range(3):
-            weights = [[f.weight.detach().clone() for f in (block.q, block.k)] for block in model.blocks]
+            weights = [
+                [f.weight.detach().clone() for f in (block.q, block.k)]
+                for block in model.blocks
+            ]
             program.step()
             top = program.right[-1][0]
             for i, block in enumerate(model.blocks):
-                gamma = torch.tensor(np.where(top[i] > threshold, threshold / top[i], 1.0))
+                gamma = torch.tensor(
+                    np.where(top[i] > threshold, threshold / top[i], 1.0)
+                )
                 for old, layer in zip(weights[i], (block.q, block.k)):
-                    right = old.double().unflatten(0, (HEADS, -1)) * gamma.sqrt()[:, None, None]
-                    if not torch.allclose(layer.weight.double(), right.flatten(0, 1), rtol=1e-4):
-                        wrong.append(f"step {step}, layer {i}: factors {gamma.sqrt().tolist()} were not applied")
+                    right = (
+                        old.double().unflatten(0, (HEADS, -1))
+                        * gamma.sqrt()[:, None, None]
+                    )
+                    if not torch.allclose(
+                        layer.weight.double(), right.flatten(0, 1), rtol=1e-4
+                    ):
+                        wrong.append(
+                            f"step {step}, layer {i}: factors {gamma.sqrt().tolist()} were not applied"
+                        )
     return [f"seed {seed}, {program}: {text}" for text in wrong]
 
 
 def main(first: int, count: int) -> int:
     checks: list[Callable[[int], list[str]]] = [watch_differences, clip_differences]
-    wrong = [text for seed in range(first, first + count) for check in checks for text in check(seed)]
+    wrong = [
+        text
+        for seed in range(first, first + count)
+        for check in checks
+        for text in check(seed)
+    ]
     print("\n".join(wrong))
     print(f"{count} programs from seed {first}: {len(wrong)} wrong numbers")
     return len(wrong)

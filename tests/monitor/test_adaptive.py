@@ -19,7 +19,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 def measured(jump: int | None, steps: int, every: Adaptive) -> list[int]:
@@ -60,7 +64,9 @@ def test_after_a_jump_intervals_are_short_again() -> None:
         ([5.0, -5.0], 2),
     ],
 )
-def test_the_interval_follows_the_changes_of_the_largest_logit(tops: list[float], due: int) -> None:
+def test_the_interval_follows_the_changes_of_the_largest_logit(
+    tops: list[float], due: int
+) -> None:
     every = Adaptive(least=2, most=8)
     assert next(step for step in range(1, 20) if every.due(step, 0, tops)) == due
 

@@ -42,20 +42,33 @@ def history(
     if entropy is not None:
         values["entropy"][:, 1, :] = entropy[:, None]
     metrics = [{"step": int(s), "lr": 0.01} for s in STEPS]
-    return History.of(metrics, Heads(steps=STEPS, values=values), layers, planned=planned)
+    return History.of(
+        metrics, Heads(steps=STEPS, values=values), layers, planned=planned
+    )
 
 
 def power(exponent: float, end: float) -> np.ndarray:
     return end * (np.maximum(STEPS, 1) / STEPS[-1]) ** exponent
 
 
-@pytest.mark.parametrize(("threshold", "severity"), [(100, "notice"), (1e3, "alarm"), (1e4, "critical")])
-def test_a_ceiling_names_the_head_and_step_that_passed_it(threshold: float, severity: str) -> None:
+@pytest.mark.parametrize(
+    ("threshold", "severity"), [(100, "notice"), (1e3, "alarm"), (1e4, "critical")]
+)
+def test_a_ceiling_names_the_head_and_step_that_passed_it(
+    threshold: float, severity: str
+) -> None:
     logits = np.full(len(STEPS), 0.9 * threshold)
     logits[13:] = 1.1 * threshold
-    rule = next(r for r in DEFAULT if isinstance(r, Ceiling) and r.threshold == threshold)
+    rule = next(
+        r for r in DEFAULT if isinstance(r, Ceiling) and r.threshold == threshold
+    )
     (alarm,) = replay(history(logits), [rule])
-    assert (alarm.step, alarm.layer, alarm.head, alarm.severity) == (65, "layer 1", 2, severity)
+    assert (alarm.step, alarm.layer, alarm.head, alarm.severity) == (
+        65,
+        "layer 1",
+        2,
+        severity,
+    )
     assert alarm.value == pytest.approx(1.1 * threshold)
     assert "2" in alarm.source
     assert replay(history(np.full(len(STEPS), 0.9 * threshold)), [rule]) == []
@@ -89,15 +102,28 @@ def test_a_forecast_alarm_says_threshold_step_and_interval() -> None:
 
 
 def test_outlook_continues_the_growth_to_the_end_of_the_schedule() -> None:
-    linear = 5 + 0.1 * STEPS  # grows by 0.1 a step; ends at 105 after 1,000 steps, at 1,005 after 10,000
+    linear = (
+        5 + 0.1 * STEPS
+    )  # grows by 0.1 a step; ends at 105 after 1,000 steps, at 1,005 after 10,000
     short, long = (PlannedRates.of(np.full(n, 0.01)) for n in (1000, 10_000))
     assert replay(history(linear, planned=short), [Outlook()]) == []
     assert replay(history(linear), [Outlook()]) == []  # no schedule, no outlook
     (alarm,) = replay(history(linear, planned=long), [Outlook()])
-    assert (alarm.layer, alarm.head, alarm.step) == ("layer 1", 2, 55)  # the first record over twice the start
+    assert (alarm.layer, alarm.head, alarm.step) == (
+        "layer 1",
+        2,
+        55,
+    )  # the first record over twice the start
     assert "will end over 500" in str(alarm)
-    assert replay(history(5 + 0.04 * STEPS, planned=long), [Outlook()]) == []  # has not doubled
-    assert replay(history(linear, planned=PlannedRates.of(np.full(10_000, 0.02))), [Outlook()]) == []  # not followed
+    assert (
+        replay(history(5 + 0.04 * STEPS, planned=long), [Outlook()]) == []
+    )  # has not doubled
+    assert (
+        replay(
+            history(linear, planned=PlannedRates.of(np.full(10_000, 0.02))), [Outlook()]
+        )
+        == []
+    )  # not followed
 
 
 def test_outlook_weighs_steps_by_their_planned_rate() -> None:
@@ -109,11 +135,16 @@ def test_outlook_weighs_steps_by_their_planned_rate() -> None:
     assert alarm.step == 30
 
 
-def test_a_forecast_along_a_schedule_that_ends_raises_no_alarm_of_what_it_will_not_reach() -> None:
+def test_a_forecast_along_a_schedule_that_ends_raises_no_alarm_of_what_it_will_not_reach() -> (
+    None
+):
     rule = Approach(threshold=1e3)
     growing = power(1.0, 500.0)
     assert replay(history(growing, planned=PlannedRates.of(np.full(300, 0.01))), [rule])
-    assert replay(history(growing, planned=PlannedRates.of(np.full(150, 0.01))), [rule]) == []
+    assert (
+        replay(history(growing, planned=PlannedRates.of(np.full(150, 0.01))), [rule])
+        == []
+    )
 
 
 def test_entropy_collapse_is_of_a_layer_and_a_fall_of_the_entropy_is_none() -> None:
@@ -134,7 +165,10 @@ def test_entropy_collapse_is_of_a_layer_and_a_fall_of_the_entropy_is_none() -> N
 def test_each_rule_warns_once_whatever_comes_later() -> None:
     rules = [Ceiling(threshold=100.0), Ceiling(threshold=200.0)]
     logits = power(2.0, 5000.0)
-    assert [a.rule for a in replay(history(logits), rules)] == ["ceiling 100", "ceiling 200"]
+    assert [a.rule for a in replay(history(logits), rules)] == [
+        "ceiling 100",
+        "ceiling 200",
+    ]
     log = AlarmLog(rules)
     assert [len(log.update(history(logits))) for _ in range(3)] == [2, 0, 0]
 
@@ -151,7 +185,9 @@ def test_replay_knows_only_the_past() -> None:
 def test_an_alarm_reads_as_one_line_with_a_remedy_that_exists() -> None:
     from qkeel.remedies import canonical
 
-    (alarm,) = replay(history(power(1.5, 800.0), layers=("a", "blocks.1.attention")), [Growth()])
+    (alarm,) = replay(
+        history(power(1.5, 800.0), layers=("a", "blocks.1.attention")), [Growth()]
+    )
     line = str(alarm)
     assert "\n" not in line
     for part in (
@@ -170,7 +206,11 @@ def test_infinity_passes_every_ceiling_and_nan_counts_as_not_measured() -> None:
     logits[4] = np.nan
     assert replay(history(logits)) == []
     logits[8] = math.inf
-    assert {a.rule for a in replay(history(logits))} == {"ceiling 100", "ceiling 1000", "ceiling 10000"}
+    assert {a.rule for a in replay(history(logits))} == {
+        "ceiling 100",
+        "ceiling 1000",
+        "ceiling 10000",
+    }
     assert replay(history(np.full(len(STEPS), np.nan))) == []
 
 
@@ -178,7 +218,10 @@ def test_a_recorded_run_is_replayed_from_its_directory(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     heads = HeadRecorder(tmp_path, ("max_logit", "entropy"), 2, 3)
     for i, step in enumerate(STEPS):
-        append_line(tmp_path / "metrics.jsonl", {"step": int(step), "lr": 0.01, "max_logit": 10.0 * i, "loss": None})
+        append_line(
+            tmp_path / "metrics.jsonl",
+            {"step": int(step), "lr": 0.01, "max_logit": 10.0 * i, "loss": None},
+        )
         heads.append(int(step), np.full((2, 2, 3), 10.0 * i))
     (alarm,) = replay(History.read(run), [Ceiling(threshold=100.0)])
     assert (alarm.step, alarm.layer) == (55, "layer 0")
@@ -195,7 +238,9 @@ def test_records_out_of_order_are_refused_and_an_empty_run_is_quiet() -> None:
 
 
 def test_an_alarm_of_the_first_record_compares_it_with_nothing() -> None:
-    first = History(steps=np.arange(1), values={}, heads={"max_logit": np.full((1, 1, 1), 2.5e5)})
+    first = History(
+        steps=np.arange(1), values={}, heads={"max_logit": np.full((1, 1, 1), 2.5e5)}
+    )
     alarm = Ceiling(threshold=1e4).check(first)
     assert alarm is not None
     assert alarm.trend == ""
@@ -204,10 +249,15 @@ def test_an_alarm_of_the_first_record_compares_it_with_nothing() -> None:
 
 def test_a_history_with_its_own_rates_is_replayed_with_them() -> None:
     steps = np.arange(0.0, 600.0, 10.0)
-    rates = 1e-3 * 0.97 ** np.arange(60)  # the clock all but stops, so growth in steps is none to be continued
+    rates = 1e-3 * 0.97 ** np.arange(
+        60
+    )  # the clock all but stops, so growth in steps is none to be continued
     logits = 2.0 + 30.0 * np.cumsum(rates) / rates[0]
     by_hand = History(steps=steps, values={"max_logit": logits}, heads={}, rates=rates)
-    records = [{"step": int(s), "lr": r, "max_logit": z} for s, r, z in zip(steps, rates, logits)]
+    records = [
+        {"step": int(s), "lr": r, "max_logit": z}
+        for s, r, z in zip(steps, rates, logits)
+    ]
     assert [(a.rule, a.step, a.line) for a in replay(by_hand)] == [
         (a.rule, a.step, a.line) for a in replay(History.of(records))
     ]

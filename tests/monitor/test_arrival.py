@@ -25,7 +25,9 @@ from qkeel.records import HEAD_FIELDS
 SEEDS = range(40)
 
 
-def random_stats(rng: random.Random, heads: int, kv_heads: int, dtype: torch.dtype) -> LogitStats:
+def random_stats(
+    rng: random.Random, heads: int, kv_heads: int, dtype: torch.dtype
+) -> LogitStats:
     """Statistics of one site: some heads without pairs, some not finite, some with maxima alone."""
 
     def numbers(name: str) -> Tensor:
@@ -33,7 +35,10 @@ def random_stats(rng: random.Random, heads: int, kv_heads: int, dtype: torch.dty
         n = kv_heads if of_keys else heads
         if MERGES[name].how == "sum":
             return torch.tensor([rng.choice([0, 1, 7, 1 << 40]) for _ in range(n)])
-        values = [rng.choice([rng.gauss(0, 9), rng.gauss(0, 9), MERGES[name].neutral]) for _ in range(n)]
+        values = [
+            rng.choice([rng.gauss(0, 9), rng.gauss(0, 9), MERGES[name].neutral])
+            for _ in range(n)
+        ]
         if rng.random() < 0.1:
             values[0] = rng.choice([float("nan"), float("inf"), -float("inf")])
         return torch.tensor(values, dtype=dtype)
@@ -45,22 +50,32 @@ def random_measurement(rng: random.Random) -> Measurement:
     """Sites and single numbers, in random forms."""
     dtype = rng.choice([torch.float32, torch.float64])
     stats: dict[str, LogitStats] = {}
-    single: dict[NumberKey, Tensor | PartialValue] = {("", "lr"): torch.tensor(0.25, dtype=torch.float64)}
+    single: dict[NumberKey, Tensor | PartialValue] = {
+        ("", "lr"): torch.tensor(0.25, dtype=torch.float64)
+    }
     for i in range(rng.randint(1, 6)):
         site, groups = f"{'ab'[rng.random() < 0.5]}{i}", rng.randint(1, 3)
         n = groups * rng.randint(1, 3)
         stats[site] = random_stats(rng, n, groups, dtype)
         for name in ("query_weight_norm", "query_grad_rms", "key_grad_rms"):
             single[site, name] = torch.rand(n, dtype=dtype)
-        single[site, "hidden_norm"] = PartialValue(value=torch.rand(()), weight=torch.tensor(3.0))
+        single[site, "hidden_norm"] = PartialValue(
+            value=torch.rand(()), weight=torch.tensor(3.0)
+        )
         if rng.random() < 0.5:
             weight = torch.tensor([float(rng.random() < 0.7) for _ in range(n)])
-            single[site, "sink_logit"] = PartialValue(value=torch.rand(n), weight=weight, own=True)
+            single[site, "sink_logit"] = PartialValue(
+                value=torch.rand(n), weight=weight, own=True
+            )
         if rng.random() < 0.5:
             single[site, "eps"] = torch.tensor([rng.random() + 0.1], dtype=dtype)
         if rng.random() < 0.3:
-            single[site, "lse_mean"] = PartialValue(value=torch.rand(n), weight=torch.ones(n), own=True)
-            single[site, "lse_square"] = PartialValue(value=torch.rand(n) + 1, weight=torch.ones(n), own=True)
+            single[site, "lse_mean"] = PartialValue(
+                value=torch.rand(n), weight=torch.ones(n), own=True
+            )
+            single[site, "lse_square"] = PartialValue(
+                value=torch.rand(n) + 1, weight=torch.ones(n), own=True
+            )
     return Measurement(stats=stats, numbers=single)
 
 
@@ -76,10 +91,18 @@ def by_definition(
     """The tables and the single numbers, one by one and in Python."""
     numbers: dict[NumberKey, Tensor] = {}
     for key, x in measured.numbers.items():
-        numbers[key] = x if isinstance(x, Tensor) else torch.where(x.weight > 0, x.value, torch.nan)
+        numbers[key] = (
+            x
+            if isinstance(x, Tensor)
+            else torch.where(x.weight > 0, x.value, torch.nan)
+        )
     for name, (parts, compute) in COMPUTED.items():
         for site in sites:
-            known = [x.double().numpy() for part in parts if (x := numbers.get((site, part))) is not None]
+            known = [
+                x.double().numpy()
+                for part in parts
+                if (x := numbers.get((site, part))) is not None
+            ]
             if len(known) == len(parts):
                 numbers[site, name] = torch.from_numpy(compute(*known))
             for part in {*parts}.difference(HEAD_FIELDS):
@@ -87,7 +110,9 @@ def by_definition(
     tables: dict[str, np.ndarray] = {}
 
     def put(name: str, site: str, head: int, value: float) -> None:
-        tables.setdefault(name, np.full((len(sites), width), np.nan))[sites.index(site), head] = value
+        tables.setdefault(name, np.full((len(sites), width), np.nan))[
+            sites.index(site), head
+        ] = value
 
     for site, stats in measured.stats.items():
         for name, field in HEAD_FIELDS.items():
@@ -128,7 +153,9 @@ def test_a_record_is_what_the_definitions_say(seed: int) -> None:
     for site, stats in measured.stats.items():
         for name, x in stats.tensors().items():
             ours = record.stats[site].tensors()[name]
-            torch.testing.assert_close(ours.double(), x.double(), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                ours.double(), x.double(), rtol=0, atol=0, equal_nan=True
+            )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -152,8 +179,12 @@ def test_steps_of_one_form_merge_as_any_steps_do(seed: int) -> None:
     for _ in range(5):
         again = {}
         for site, stats in measured.stats.items():
-            fresh = random_stats(rng, len(stats.max_logit), len(stats.key_norm), stats.max_logit.dtype)
-            finite = {name: fresh.tensors()[name].nan_to_num(1.0, 2.0, 2.0) for name in MERGES}
+            fresh = random_stats(
+                rng, len(stats.max_logit), len(stats.key_norm), stats.max_logit.dtype
+            )
+            finite = {
+                name: fresh.tensors()[name].nan_to_num(1.0, 2.0, 2.0) for name in MERGES
+            }
             again[site] = LogitStats(**finite)  # type: ignore[arg-type]
         steps.append(record_of(Measurement(stats=again, numbers={})))
     assert len({step.table for step in steps}) == 1
@@ -161,4 +192,10 @@ def test_steps_of_one_form_merge_as_any_steps_do(seed: int) -> None:
     assert tuple(stacked) == tuple(one_by_one)
     for site, stats in one_by_one.items():
         for name, values in stats.tensors().items():
-            torch.testing.assert_close(stacked[site].tensors()[name], values, rtol=1e-9, atol=1e-9, equal_nan=True)
+            torch.testing.assert_close(
+                stacked[site].tensors()[name],
+                values,
+                rtol=1e-9,
+                atol=1e-9,
+                equal_nan=True,
+            )

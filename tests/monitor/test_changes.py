@@ -16,14 +16,22 @@ from qkeel.sites.tap import Tap
 class Attention(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.qkv, self.out, self.drop = nn.Linear(16, 48), nn.Linear(16, 16), nn.Dropout(dropout)
+        self.qkv, self.out, self.drop = (
+            nn.Linear(16, 48),
+            nn.Linear(16, 16),
+            nn.Dropout(dropout),
+        )
 
     def heads(self, x: Tensor) -> Tensor:
         return self.qkv(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.heads(self.drop(x))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 def logits(model: Attention, x: Tensor) -> Tensor:
@@ -45,8 +53,15 @@ def test_the_root_mean_square_change_is_that_of_the_logits_by_hand() -> None:
             assert monitor.sample is not None
             found = monitor.sample.heads
             rms, mean = change.square().mean((0, 2)).sqrt(), change.abs().mean((0, 2))
-            torch.testing.assert_close(torch.tensor(found["logit_change_rms"][0]), rms, rtol=1e-4, atol=1e-7)
-            torch.testing.assert_close(torch.tensor(found["logit_change_mean_abs"][0]), mean, rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(
+                torch.tensor(found["logit_change_rms"][0]), rms, rtol=1e-4, atol=1e-7
+            )
+            torch.testing.assert_close(
+                torch.tensor(found["logit_change_mean_abs"][0]),
+                mean,
+                rtol=1e-4,
+                atol=1e-7,
+            )
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -55,7 +70,11 @@ def test_a_probe_leaves_no_trace_on_training(every: int) -> None:
         torch.manual_seed(0)
         model, x = Attention(dropout=0.3).train(), torch.randn(2, 8, 16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        monitor = qkeel.watch(model, optimizer, every=every, probe_batch=(x[:1],)) if watched else None
+        monitor = (
+            qkeel.watch(model, optimizer, every=every, probe_batch=(x[:1],))
+            if watched
+            else None
+        )
         losses = []
         for _ in range(8):
             loss = model(x).square().mean()
@@ -78,7 +97,9 @@ def test_a_probe_leaves_no_trace_on_training(every: int) -> None:
 def test_with_dropout_nothing_changes_where_no_weight_does() -> None:
     model = Attention(dropout=0.5).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.watch(model, optimizer, probe_batch={"x": torch.randn(1, 6, 16)}) as monitor:
+    with qkeel.watch(
+        model, optimizer, probe_batch={"x": torch.randn(1, 6, 16)}
+    ) as monitor:
         model(torch.randn(1, 6, 16)).sum().backward()
         optimizer.step()
         assert monitor.sample is not None
@@ -96,7 +117,9 @@ def test_weights_changed_between_two_steps_are_looked_at_anew() -> None:
             with torch.no_grad():
                 model.qkv.weight.mul_(2)
         assert monitor.sample is not None
-        assert (monitor.sample.heads["logit_change_rms"] == 0).all()  # no step has changed anything
+        assert (
+            monitor.sample.heads["logit_change_rms"] == 0
+        ).all()  # no step has changed anything
 
 
 def test_the_change_of_gains_counts_and_half_floats_are_read() -> None:
@@ -107,9 +130,13 @@ def test_the_change_of_gains_counts_and_half_floats_are_read() -> None:
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             changes.before()
             with torch.no_grad():
-                dict(model.named_parameters())["q_norm"].mul_(1.25)  # in place, as an optimizer does
+                dict(model.named_parameters())["q_norm"].mul_(
+                    1.25
+                )  # in place, as an optimizer does
             found = changes.after()
-        (rms,) = [value for (_, name), value in found.items() if name == "logit_change_rms"]
+        (rms,) = [
+            value for (_, name), value in found.items() if name == "logit_change_rms"
+        ]
         assert (rms > 0.05).all(), dtype
 
 

@@ -21,14 +21,22 @@ from qkeel.spec.call import make_call
 def expected(layer: Sparse) -> dict[str, np.ndarray]:
     """By head, row by row: every row (there are fewer than 32) that has not chosen all keys before it."""
     hidden = layer.hidden["a"].numpy()
-    q, k = layer.double(layer.q_proj, H).numpy(), layer.double(layer.k_proj, layer.n_kv_heads).numpy()
+    q, k = (
+        layer.double(layer.q_proj, H).numpy(),
+        layer.double(layer.k_proj, layer.n_kv_heads).numpy(),
+    )
     recalls: list[list[float]] = [[] for _ in range(H)]
     for b, h, t in np.ndindex(hidden.shape[:3]):
         keys = [s for s in range(t + 1) if not hidden[b, h, t, s]]
         if len(keys) == t + 1:
             continue
-        z = [float(q[b, h, t] @ k[b, h * k.shape[1] // H, s]) / math.sqrt(q.shape[-1]) for s in range(t + 1)]
-        recalls[h].append(math.fsum(math.exp(z[s]) for s in keys) / math.fsum(map(math.exp, z)))
+        z = [
+            float(q[b, h, t] @ k[b, h * k.shape[1] // H, s]) / math.sqrt(q.shape[-1])
+            for s in range(t + 1)
+        ]
+        recalls[h].append(
+            math.fsum(math.exp(z[s]) for s in keys) / math.fsum(map(math.exp, z))
+        )
     return {
         "dense_recall": np.array([np.mean(values) for values in recalls]),
         "dense_kl": np.array([-np.mean(np.log(values)) for values in recalls]),
@@ -49,25 +57,38 @@ def test_the_numbers_are_those_of_plain_loops(kind: str) -> None:
             assert monitor.sample is not None
             heads = monitor.sample.heads
             for name, values in expected(model.a).items():
-                np.testing.assert_allclose(heads[name][0], values, rtol=2e-5, atol=2e-6, err_msg=name)
+                np.testing.assert_allclose(
+                    heads[name][0], values, rtol=2e-5, atol=2e-6, err_msg=name
+                )
     assert (heads["dense_recall"] < 1).all()
     assert "recall" in monitor.table()
     if isinstance(model.a, DSA):
         index, hidden = model.a.index_truth(), model.a.hidden["a"][:, 0].numpy()
         divergences = []
-        q, k = model.a.double(model.a.q_proj, H).numpy(), model.a.double(model.a.k_proj, H).numpy()
+        q, k = (
+            model.a.double(model.a.q_proj, H).numpy(),
+            model.a.double(model.a.k_proj, H).numpy(),
+        )
         for b, t in np.ndindex(2, T):
             z, others = index[b, t][: t + 1], hidden[b, t][: t + 1]
             if others.any():
-                logits = [(q[b, h, t] @ k[b, h, : t + 1].T) / math.sqrt(q.shape[-1]) for h in range(H)]
+                logits = [
+                    (q[b, h, t] @ k[b, h, : t + 1].T) / math.sqrt(q.shape[-1])
+                    for h in range(H)
+                ]
                 dense = np.mean([np.exp(x) / np.exp(x).sum() for x in logits], axis=0)
-                divergences.append(math.fsum(dense * np.log(dense / (np.exp(z) / np.exp(z).sum()))))
+                divergences.append(
+                    math.fsum(dense * np.log(dense / (np.exp(z) / np.exp(z).sum())))
+                )
         assert heads["index_kl"][0, 0] == pytest.approx(np.mean(divergences), rel=1e-4)
 
 
 def test_dense_layers_and_the_other_statistics_are_as_without() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(M, M), qkeel.nn.Attention(M, H)), torch.randn(2, T, M)
+    model, x = (
+        nn.Sequential(nn.Linear(M, M), qkeel.nn.Attention(M, H)),
+        torch.randn(2, T, M),
+    )
     found = []
     for stats in ("all", "all+chosen"):
         with qkeel.watch(model, stats=stats) as monitor:
@@ -75,31 +96,56 @@ def test_dense_layers_and_the_other_statistics_are_as_without() -> None:
         assert monitor.sample is not None
         found.append(monitor.sample.heads)
     assert found[0].keys() == found[1].keys()
-    assert all(np.array_equal(found[0][name], found[1][name], equal_nan=True) for name in found[0])
+    assert all(
+        np.array_equal(found[0][name], found[1][name], equal_nan=True)
+        for name in found[0]
+    )
 
 
 def test_what_is_no_product_alone_is_left_out() -> None:
     q, k = torch.randn(2, 1, 2, 6, 4).unbind()
-    mask = torch.zeros(1, 1, 6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+    mask = torch.zeros(1, 1, 6, 6).masked_fill(
+        torch.ones(6, 6).triu(1).bool(), -torch.inf
+    )
     mask[..., 4, 1] = 0.5
-    found = dense_rows(make_call(AttentionSpec(), q, k, k, causal=False, mask=mask), slice(0, 6))
+    found = dense_rows(
+        make_call(AttentionSpec(), q, k, k, causal=False, mask=mask), slice(0, 6)
+    )
     assert found is not None
     assert found[2].tolist() == [[[True] * 4 + [False, True]] * 2]
     z = q @ k.mT / 2
-    call = ScoresCall(spec=AttentionSpec(), logits=z + mask.clamp_min(0), capped=z, hidden=mask < 0, q=q, k=k)
+    call = ScoresCall(
+        spec=AttentionSpec(),
+        logits=z + mask.clamp_min(0),
+        capped=z,
+        hidden=mask < 0,
+        q=q,
+        k=k,
+    )
     found = dense_rows(call, slice(0, 6))
     assert found is not None
     assert found[2].tolist() == [[[True] * 4 + [False, True]] * 2]
-    assert dense_rows(make_call(AttentionSpec(), q, k[:, :, :5], k[:, :, :5], causal=False), slice(0, 6)) is None
+    assert (
+        dense_rows(
+            make_call(AttentionSpec(), q, k[:, :, :5], k[:, :, :5], causal=False),
+            slice(0, 6),
+        )
+        is None
+    )
 
 
 def test_worked_by_hand() -> None:
     """Four keys with p = (1, 2, 3, 4) / 10, of which the query at place 3 chooses the first and the last."""
     z = torch.tensor([1.0, 2.0, 3.0, 4.0]).log()[None, None, None]
-    allowed, chosen = torch.ones(1, 1, 1, 4, dtype=torch.bool), torch.tensor([[[[True, False, False, True]]]])
+    allowed, chosen = (
+        torch.ones(1, 1, 1, 4, dtype=torch.bool),
+        torch.tensor([[[[True, False, False, True]]]]),
+    )
     assert dense_divergence(z, chosen, allowed).item() == pytest.approx(math.log(2))
     assert dense_divergence(z, allowed, allowed).item() == 0
     same = index_divergence(z + 3.0, z.expand(1, 2, 1, 4), allowed)
     assert same.item() == pytest.approx(0, abs=1e-6)
     other = index_divergence(torch.zeros(1, 1, 1, 4), z, allowed)
-    assert other.item() == pytest.approx(sum(p * math.log(4 * p) for p in (0.1, 0.2, 0.3, 0.4)))
+    assert other.item() == pytest.approx(
+        sum(p * math.log(4 * p) for p in (0.1, 0.2, 0.3, 0.4))
+    )

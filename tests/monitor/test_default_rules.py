@@ -15,7 +15,15 @@ from torch import Tensor, nn
 import qkeel
 from qkeel import watch
 from qkeel.errors import AlarmWarning
-from qkeel.monitor import DEFAULT, Ceiling, History, Setting, Severity, replay, rules_for
+from qkeel.monitor import (
+    DEFAULT,
+    Ceiling,
+    History,
+    Setting,
+    Severity,
+    replay,
+    rules_for,
+)
 from qkeel.monitor.alarms import LOWER_RATE, AlarmLog, fitted
 from qkeel.monitor.recording import Recording
 from qkeel.nn import Attention
@@ -40,7 +48,9 @@ def names(model: nn.Module, *args: Tensor) -> set[str]:
     with watch(model) as monitor:
         model(*args)
         assert monitor.sample is not None
-        return {rule.name for rule in monitor._journal.log.rules} - {rule.name for rule in DEFAULT}
+        return {rule.name for rule in monitor._journal.log.rules} - {
+            rule.name for rule in DEFAULT
+        }
 
 
 ALWAYS = {"gain growth", "vanishing gradient"}
@@ -50,10 +60,20 @@ def test_in_float32_rounding_is_no_worry() -> None:
     assert names(small(), batch(0)) == ALWAYS
 
 
-@pytest.mark.parametrize(("dtype", "short"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
-def test_the_number_format_and_kernel_that_are_seen_bring_their_rule(dtype: torch.dtype, short: str) -> None:
-    assert names(small().to(dtype), batch(0).to(dtype)) == {*ALWAYS, f"resolution {short} fused"}
-    assert names(Written(8).to(dtype), batch(0).to(dtype)) == {*ALWAYS, f"resolution {short} eager"}
+@pytest.mark.parametrize(
+    ("dtype", "short"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")]
+)
+def test_the_number_format_and_kernel_that_are_seen_bring_their_rule(
+    dtype: torch.dtype, short: str
+) -> None:
+    assert names(small().to(dtype), batch(0).to(dtype)) == {
+        *ALWAYS,
+        f"resolution {short} fused",
+    }
+    assert names(Written(8).to(dtype), batch(0).to(dtype)) == {
+        *ALWAYS,
+        f"resolution {short} eager",
+    }
 
 
 def test_autocast_counts_as_the_format_it_casts_to() -> None:
@@ -75,7 +95,9 @@ def test_a_norm_that_is_seen_is_held_to_the_bound_of_its_gains() -> None:
 def test_logits_that_are_no_numbers_are_critical_and_name_the_first_layer() -> None:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    said = pytest.warns(AlarmWarning, match=r"blocks\.1, head 0: the logits of this head are NaN")
+    said = pytest.warns(
+        AlarmWarning, match=r"blocks\.1, head 0: the logits of this head are NaN"
+    )
     with said, watch(model, optimizer) as monitor:
         for step in range(3):
             model(batch(step)).square().mean().backward()
@@ -83,7 +105,11 @@ def test_logits_that_are_no_numbers_are_critical_and_name_the_first_layer() -> N
                 model.blocks[1].q.weight.data[0, 0] = torch.nan
             optimizer.step()
     (alarm,) = [alarm for alarm in monitor.alarms if alarm.rule == "not finite"]
-    assert (alarm.step, alarm.severity, alarm.layer) == (2, Severity.CRITICAL, "blocks.1")
+    assert (alarm.step, alarm.severity, alarm.layer) == (
+        2,
+        Severity.CRITICAL,
+        "blocks.1",
+    )
     assert alarm.cause == "attention logits are NaN or infinite"
     assert "look at the batch" in alarm.remedy
     series = monitor.history.series("non_finite")
@@ -92,7 +118,10 @@ def test_logits_that_are_no_numbers_are_critical_and_name_the_first_layer() -> N
 
 
 def test_numbers_that_were_not_measured_are_no_alarm() -> None:
-    heads = Heads(steps=torch.arange(2).numpy(), values={"max_logit": torch.full((2, 1, 1), torch.nan).numpy()})
+    heads = Heads(
+        steps=torch.arange(2).numpy(),
+        values={"max_logit": torch.full((2, 1, 1), torch.nan).numpy()},
+    )
     assert replay(History.of([{"step": 0}, {"step": 1}], heads, ("one",))) == []
 
 
@@ -101,11 +130,17 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.query_scaler, self.key_scaler = nn.Linear(8, 24), nn.RMSNorm(4), nn.RMSNorm(4)
+        self.qkv, self.query_scaler, self.key_scaler = (
+            nn.Linear(8, 24),
+            nn.RMSNorm(4),
+            nn.RMSNorm(4),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(self.query_scaler(q), self.key_scaler(k), v)
+        y = nn.functional.scaled_dot_product_attention(
+            self.query_scaler(q), self.key_scaler(k), v
+        )
         return y.transpose(1, 2).flatten(2)
 
 
@@ -137,13 +172,28 @@ def frozen() -> nn.Module:
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "plain": (lambda: qkeel.nn.Attention(8, 2), "qk_clip:threshold=15,steps=matched"),
-    "grouped": (lambda: qkeel.nn.Attention(8, 2, n_kv_heads=1), "qk_clip:threshold=15,steps=matched"),
-    "torch's": (lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True), "qk_clip:threshold=15,steps=matched"),
-    "capped": (lambda: qkeel.nn.Attention(8, 2, spec=qkeel.preset("gemma2")), "qk_clip:threshold=15,steps=matched"),
+    "grouped": (
+        lambda: qkeel.nn.Attention(8, 2, n_kv_heads=1),
+        "qk_clip:threshold=15,steps=matched",
+    ),
+    "torch's": (
+        lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True),
+        "qk_clip:threshold=15,steps=matched",
+    ),
+    "capped": (
+        lambda: qkeel.nn.Attention(8, 2, spec=qkeel.preset("gemma2")),
+        "qk_clip:threshold=15,steps=matched",
+    ),
     "latent": (lambda: qkeel.nn.MLA(8, 2), "lalr:tau=0.1+qk_clip:threshold=100"),
-    "half precision": (lambda: qkeel.nn.Attention(8, 2).bfloat16(), '"qk_clip:threshold=100"'),
+    "half precision": (
+        lambda: qkeel.nn.Attention(8, 2).bfloat16(),
+        '"qk_clip:threshold=100"',
+    ),
     "frozen": (frozen, '"lalr:tau=0.1"'),
-    "Qwen3's norms": (lambda: qkeel.nn.Attention(8, 2, spec=qkeel.preset("qwen3")), '"softcap:cap=50"'),
+    "Qwen3's norms": (
+        lambda: qkeel.nn.Attention(8, 2, spec=qkeel.preset("qwen3")),
+        '"softcap:cap=50"',
+    ),
     "own norms": (Normed, '"softcap:cap=50"'),
     "one of two normed": (Both, '"softcap:cap=50"'),
     "capped and normed": (CappedAndNormed, LOWER_RATE),
@@ -161,16 +211,31 @@ def test_the_line_of_every_alarm_can_be_pasted_for_every_kind_of_model() -> None
         with watch(model, optimizer, rules=[]) as monitor:
             model(x).square().mean().backward()
             optimizer.step()
-        lines = {rule.name: rule.remedy for rule in fitted(rules_for(setting), model, monitor.sites)}
+        lines = {
+            rule.name: rule.remedy
+            for rule in fitted(rules_for(setting), model, monitor.sites)
+        }
         assert expected in lines["growth"], (kind, lines["growth"])
-        for line in sorted({lines["growth"], *lines.values()} - (run - {lines["growth"]})):
+        for line in sorted(
+            {lines["growth"], *lines.values()} - (run - {lines["growth"]})
+        ):
             run.add(line)
             fresh = make()
             optimizer = torch.optim.AdamW(fresh.parameters())
-            with watch(fresh, optimizer, rules=[]):  # the script is watched when a line is pasted into it
+            with watch(
+                fresh, optimizer, rules=[]
+            ):  # the script is watched when a line is pasted into it
                 fresh(x).square().mean().backward()
                 optimizer.step()
-                exec(line, {"qkeel": qkeel, "model": fresh, "optimizer": optimizer, "batch": x})
+                exec(
+                    line,
+                    {
+                        "qkeel": qkeel,
+                        "model": fresh,
+                        "optimizer": optimizer,
+                        "batch": x,
+                    },
+                )
                 fresh(x).square().mean().backward()
                 optimizer.step()
         if kind == "Qwen3's norms":  # its gains are known, so the line names them
@@ -179,7 +244,10 @@ def test_the_line_of_every_alarm_can_be_pasted_for_every_kind_of_model() -> None
 
 def test_an_alarm_says_the_line_of_its_model() -> None:
     model = Normed()
-    with watch(model, rules=[Ceiling(threshold=-1e9)]) as monitor, pytest.warns(AlarmWarning, match="softcap:cap=50"):
+    with (
+        watch(model, rules=[Ceiling(threshold=-1e9)]) as monitor,
+        pytest.warns(AlarmWarning, match="softcap:cap=50"),
+    ):
         model(batch(0))
     assert "softcap" in monitor.alarms[0].remedy
 
@@ -199,7 +267,9 @@ with qkeel.watch(model, optimizer, rules=qkeel.monitor.Ceiling(threshold=-100.0)
     done = forked.python([str(script)], tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
-    assert lines[0].startswith(f"{script}:6: AlarmWarning: alarm at step 0"), done.stderr
+    assert lines[0].startswith(f"{script}:6: AlarmWarning: alarm at step 0"), (
+        done.stderr
+    )
     assert lines[1:] == ["  optimizer.step()"]
 
 
@@ -208,7 +278,13 @@ def test_a_constant_on_all_logits_raises_no_alarm_and_a_spread_does() -> None:
     for spread, expected in ((3.0, []), (1150.0, ["ceiling 1000"])):
         recording = Recording(("attn",))
         for n in range(3):
-            heads = {"max_logit": np.full(shape, 1200.0), "logit_spread": np.full(shape, spread)}
+            heads = {
+                "max_logit": np.full(shape, 1200.0),
+                "logit_spread": np.full(shape, spread),
+            }
             recording.append({"step": n}, heads)
-        raised = [alarm.rule for alarm in AlarmLog([Ceiling(threshold=1000.0)]).update(recording.history)]
+        raised = [
+            alarm.rule
+            for alarm in AlarmLog([Ceiling(threshold=1000.0)]).update(recording.history)
+        ]
         assert raised == expected

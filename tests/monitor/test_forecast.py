@@ -70,9 +70,12 @@ def test_a_farther_threshold_has_a_wider_interval() -> None:
 
 
 def test_it_reads_like_a_sentence() -> None:
-    said = Forecast(threshold=1e4, value=500.0, exponent=1.0, step=2143.2, low=1950.0, high=2340.0)
+    said = Forecast(
+        threshold=1e4, value=500.0, exponent=1.0, step=2143.2, low=1950.0, high=2340.0
+    )
     assert (
-        str(said) == "will pass 10,000 at step 2,140 (90 % interval 1,950 to 2,340) if the learning rate stays the same"
+        str(said)
+        == "will pass 10,000 at step 2,140 (90 % interval 1,950 to 2,340) if the learning rate stays the same"
     )
     known = dataclasses.replace(said, end=5000)
     assert str(known) == "will pass 10,000 at step 2,140 (90 % interval 1,950 to 2,340)"
@@ -86,10 +89,20 @@ def test_it_reads_like_a_sentence() -> None:
 
 
 def test_a_forecast_that_says_nothing_names_no_step() -> None:
-    vague = Forecast(threshold=100.0, value=20.0, exponent=0.1, step=1.16e6, low=4300.0, high=5.2e8)
-    assert str(vague) == "will not pass 100 before step 4,300 if the learning rate stays the same"
-    near = Forecast(threshold=1e3, value=83.65, exponent=1.0, step=43.0, low=23.0, high=101.0)
-    assert str(near) == "will pass 1,000 at step 43 (90 % interval 23 to 101) if the learning rate stays the same"
+    vague = Forecast(
+        threshold=100.0, value=20.0, exponent=0.1, step=1.16e6, low=4300.0, high=5.2e8
+    )
+    assert (
+        str(vague)
+        == "will not pass 100 before step 4,300 if the learning rate stays the same"
+    )
+    near = Forecast(
+        threshold=1e3, value=83.65, exponent=1.0, step=43.0, low=23.0, high=101.0
+    )
+    assert (
+        str(near)
+        == "will pass 1,000 at step 43 (90 % interval 23 to 101) if the learning rate stays the same"
+    )
 
 
 def test_rates_and_steps_must_pair() -> None:
@@ -126,9 +139,21 @@ def test_a_schedule_is_followed_to_the_step_and_to_its_end() -> None:
 def test_a_plan_the_run_does_not_follow_is_left_aside() -> None:
     values = STEPS**1.2
     steady = forecast(STEPS, values, 1e3, rates=np.full(200, 0.1))
-    for planned in (PlannedRates.of(np.full(150, 0.1)), PlannedRates.of(np.full(900, 0.3))):
-        assert forecast(STEPS, values, 1e3, rates=np.full(200, 0.1), planned=planned) == steady
-    agreed = forecast(STEPS, values, 1e3, rates=np.full(200, 0.1), planned=PlannedRates.of(np.full(900, 0.1)))
+    for planned in (
+        PlannedRates.of(np.full(150, 0.1)),
+        PlannedRates.of(np.full(900, 0.3)),
+    ):
+        assert (
+            forecast(STEPS, values, 1e3, rates=np.full(200, 0.1), planned=planned)
+            == steady
+        )
+    agreed = forecast(
+        STEPS,
+        values,
+        1e3,
+        rates=np.full(200, 0.1),
+        planned=PlannedRates.of(np.full(900, 0.1)),
+    )
     assert steady is not None
     assert agreed is not None
     assert agreed.step == pytest.approx(steady.step)
@@ -152,7 +177,9 @@ def test_a_rate_read_before_or_after_the_scheduler_moved_is_of_the_plan() -> Non
 def test_the_clock_of_a_plan_is_read_both_ways() -> None:
     planned = PlannedRates.of(lambda step: 0.1 * step, steps=4)
     np.testing.assert_allclose(planned.clock, [0, 0.1, 0.3, 0.6, 1.0])
-    assert [planned.when(tick) for tick in (0.0, 0.1, 0.45, 1.0)] == pytest.approx([0, 1, 2.5, 4])
+    assert [planned.when(tick) for tick in (0.0, 0.1, 0.45, 1.0)] == pytest.approx(
+        [0, 1, 2.5, 4]
+    )
     assert planned.when(1.01) == math.inf
     idle = PlannedRates.of([0.0, 1.0, 0.0, 0.0])
     assert idle.when(1.0) == 2
@@ -176,14 +203,18 @@ def test_a_long_flat_start_does_not_bend_the_fit() -> None:
     steps = np.arange(1.0, 1001.0)
     rates = np.minimum(steps / 500, 1.0)
     ticks = clock(steps, rates)
-    values = np.maximum(4.0, 2 * ticks**0.9)  # at the beginning the logit is what it was before training
+    values = np.maximum(
+        4.0, 2 * ticks**0.9
+    )  # at the beginning the logit is what it was before training
     ahead = forecast(steps, values, 2 * (ticks[-1] + 600) ** 0.9, rates=rates)
     assert ahead is not None
     assert ahead.step == pytest.approx(1600)
 
 
 @pytest.mark.parametrize("first", [1_000, 10_000, 100_000])
-def test_flat_logits_of_a_run_that_is_watched_from_its_middle_have_no_forecast(first: int) -> None:
+def test_flat_logits_of_a_run_that_is_watched_from_its_middle_have_no_forecast(
+    first: int,
+) -> None:
     """Over a small part of the clock, noise has slopes of 20 to 160."""
     steps = first + np.arange(0.0, 400.0, 10.0)
     seed = np.random.SeedSequence().entropy
@@ -191,9 +222,16 @@ def test_flat_logits_of_a_run_that_is_watched_from_its_middle_have_no_forecast(f
     values = 50.0 * (1 + 0.05 * noise)
     rates = np.full(len(steps), 1e-3)
     for n in range(1, len(steps) + 1):
-        assert forecast(steps[:n], values[:n], 1e3, rates=rates[:n]) is None, f"seed {seed}"
+        assert forecast(steps[:n], values[:n], 1e3, rates=rates[:n]) is None, (
+            f"seed {seed}"
+        )
     alarms = replay(
-        History.of([{"step": int(s), "lr": 1e-3, "max_logit": float(v)} for s, v in zip(steps, 3 * values)])
+        History.of(
+            [
+                {"step": int(s), "lr": 1e-3, "max_logit": float(v)}
+                for s, v in zip(steps, 3 * values)
+            ]
+        )
     )
     assert {alarm.rule for alarm in alarms} <= {"ceiling 100"}, f"seed {seed}"
 

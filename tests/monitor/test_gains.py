@@ -85,14 +85,23 @@ def reached(model: nn.Module, *example: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def aim(query: nn.Linear, key: nn.Linear, heads: tuple[int, int], places: list[tuple[int, int]]) -> None:
+def aim(
+    query: nn.Linear,
+    key: nn.Linear,
+    heads: tuple[int, int],
+    places: list[tuple[int, int]],
+) -> None:
     """Query head h and its key head of every token lie along one dimension, with one sign: places[h] = (q, k)."""
-    direction = 100 * torch.randn(query.in_features, generator=torch.Generator().manual_seed(2))
+    direction = 100 * torch.randn(
+        query.in_features, generator=torch.Generator().manual_seed(2)
+    )
     query.weight.zero_()
     key.weight.zero_()
     for h, (at_q, at_k) in enumerate(places):
         query.weight.unflatten(0, (heads[0], -1))[h, at_q] = direction
-        key.weight.unflatten(0, (heads[1], -1))[h * heads[1] // heads[0], at_k] = direction
+        key.weight.unflatten(0, (heads[1], -1))[h * heads[1] // heads[0], at_k] = (
+            direction
+        )
 
 
 @pytest.mark.parametrize("attention", one_in(["sdpa", "eager"], 3))
@@ -112,7 +121,9 @@ def test_no_logit_passes_the_bound(name: str, attention: str) -> None:
 def test_the_norm_is_told_with_its_gain(name: str) -> None:
     (site,) = find_sites(built(name), TOKENS)
     kind, sizes, offset = KINDS[name]
-    for gains, side, heads, size in zip((site.query_gains, site.key_gains), "qk", (4, 2), sizes):
+    for gains, side, heads, size in zip(
+        (site.query_gains, site.key_gains), "qk", (4, 2), sizes
+    ):
         assert sorted(h for g in gains for h in g.heads) == list(range(heads))
         for g in gains:
             assert (g.kind, g.size, g.offset) == (kind, size, offset)
@@ -122,8 +133,12 @@ def test_the_norm_is_told_with_its_gain(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "stretch"), [("qwen3", 1.0), ("gemma3", 1.0), ("qwen3 yarn", None)])
-def test_a_query_and_key_along_the_largest_gain_reach_the_bound(name: str, stretch: float | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "stretch"), [("qwen3", 1.0), ("gemma3", 1.0), ("qwen3 yarn", None)]
+)
+def test_a_query_and_key_along_the_largest_gain_reach_the_bound(
+    name: str, stretch: float | None
+) -> None:
     model = built(name)
     attention = next(m for n, m in model.named_modules() if n.endswith("self_attn"))
     for norm in (attention.q_norm, attention.k_norm):
@@ -136,7 +151,12 @@ def test_a_query_and_key_along_the_largest_gain_reach_the_bound(name: str, stret
     (now,) = gains.read().values()
     gain = 4.0 if name == "gemma3" else 3.0
     scale = 20**-0.5 if name == "gemma3" else 16**-0.5
-    expected = scale * 16 * gain**2 * (stretch or (0.1 * torch.tensor(4.0).log().item() + 1) ** 2)
+    expected = (
+        scale
+        * 16
+        * gain**2
+        * (stretch or (0.1 * torch.tensor(4.0).log().item() + 1) ** 2)
+    )
     assert now.tolist() == pytest.approx([expected] * 4, rel=1e-5)
     assert reached(model, TOKENS).tolist() == pytest.approx([expected] * 4, rel=1e-3)
 
@@ -148,7 +168,9 @@ def test_a_norm_over_all_heads_gives_each_head_its_own_part_of_the_gain() -> Non
     query, key = torch.rand(4, 8), torch.rand(2, 8)
     attention.q_norm.weight.copy_(query.flatten())
     attention.k_norm.weight.copy_(key.flatten())
-    expected = 8**-0.5 * 32**0.5 * query.amax(1) * (16**0.5 * key.amax(1)).repeat_interleave(2)
+    expected = (
+        8**-0.5 * 32**0.5 * query.amax(1) * (16**0.5 * key.amax(1)).repeat_interleave(2)
+    )
     assert torch.allclose(bound(model, TOKENS), expected, rtol=1e-5)
 
 
@@ -160,25 +182,58 @@ def test_a_layer_norm_for_each_head_gives_each_head_its_own_gain() -> None:
         norm.weight.fill_(h + 1.0)
     for h, norm in enumerate(attention.k_layernorm.norms):
         norm.weight.fill_(10.0 * (h + 1))
-    expected = 8**-0.5 * 8 * torch.tensor([1.0, 2.0, 3.0, 4.0]) * torch.tensor([10.0, 10.0, 20.0, 20.0])
+    expected = (
+        8**-0.5
+        * 8
+        * torch.tensor([1.0, 2.0, 3.0, 4.0])
+        * torch.tensor([10.0, 10.0, 20.0, 20.0])
+    )
     assert torch.allclose(bound(model, TOKENS), expected, rtol=1e-5)
 
 
-PRESETS = ("qwen3", "qwen3_next", "gemma3", "olmo2", "cohere", "chameleon", "cosa", "cosa_logn", "qknorm_2020", "ngpt")
+PRESETS = (
+    "qwen3",
+    "qwen3_next",
+    "gemma3",
+    "olmo2",
+    "cohere",
+    "chameleon",
+    "cosa",
+    "cosa_logn",
+    "qknorm_2020",
+    "ngpt",
+)
 
 
 def test_no_logit_passes_the_bound_under_a_learned_factor_of_the_position() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 9, 32)
-    for scale in (LogN(train_length=9, learned="head"), LogN(train_length=9, inner=Learned(init=2.0))):
-        model = Attention(32, 4, 2, spec=qkeel.AttentionSpec(norm=qkeel.spec.RMSNorm(gain="dim"), scale=scale))
+    for scale in (
+        LogN(train_length=9, learned="head"),
+        LogN(train_length=9, inner=Learned(init=2.0)),
+    ):
+        model = Attention(
+            32,
+            4,
+            2,
+            spec=qkeel.AttentionSpec(norm=qkeel.spec.RMSNorm(gain="dim"), scale=scale),
+        )
         at_start = bound(model)
         assert (reached(model, x) <= at_start * (1 + 1e-5)).all(), scale
         stir(model)
         assert (reached(model, x) <= bound(model) * (1 + 1e-5)).all(), scale
         if scale.learned == "head":  # 1/√d · s_h · ln 9 at the last token of training
-            gains = 8 * model.q_norm.detach().abs().max() * model.k_norm.detach().abs().max()
-            expected = 8**-0.5 * model.log_n_scale.detach().abs().flatten() * math.log(9) * gains
+            gains = (
+                8
+                * model.q_norm.detach().abs().max()
+                * model.k_norm.detach().abs().max()
+            )
+            expected = (
+                8**-0.5
+                * model.log_n_scale.detach().abs().flatten()
+                * math.log(9)
+                * gains
+            )
             torch.testing.assert_close(bound(model), expected)
 
 
@@ -187,8 +242,12 @@ def test_no_logit_passes_the_bound_under_a_learned_factor_of_the_position() -> N
 def test_an_own_module_reaches_its_bound(over: str) -> None:
     norm = qkeel.spec.RMSNorm(gain="head_dim", over=over, eps=0.0)
     model = Attention(16, 2, spec=qkeel.AttentionSpec(norm=norm))
-    model.q_norm.copy_(torch.tensor([[1.0, 2, -5, 1, 1, 1, 1, 1], [1, 1, 1, 4, 1, 1, 1, 1]]))
-    model.k_norm.copy_(torch.tensor([[1.0, 2, -3, 1, 1, 1, 1, 1], [1, 1, 1, 2, 1, 1, 1, 1]]))
+    model.q_norm.copy_(
+        torch.tensor([[1.0, 2, -5, 1, 1, 1, 1, 1], [1, 1, 1, 4, 1, 1, 1, 1]])
+    )
+    model.k_norm.copy_(
+        torch.tensor([[1.0, 2, -3, 1, 1, 1, 1, 1], [1, 1, 1, 2, 1, 1, 1, 1]])
+    )
     aim(model.q_proj, model.k_proj, (2, 2), [(2, 2), (3, 3)])
     if over == "layer":  # head 0 has it all
         model.q_proj.weight[8:] = 0
@@ -197,7 +256,9 @@ def test_an_own_module_reaches_its_bound(over: str) -> None:
     n = 8 if over == "head" else 16
     assert bound(model).tolist() == pytest.approx([n * 15 / 8**0.5, n * 8 / 8**0.5])
     top = reached(model, x).tolist()
-    assert top == pytest.approx([n * 15 / 8**0.5, n * 8 / 8**0.5 if over == "head" else 0.0])
+    assert top == pytest.approx(
+        [n * 15 / 8**0.5, n * 8 / 8**0.5 if over == "head" else 0.0]
+    )
 
 
 def test_mla_under_a_norm_is_bounded_over_the_whole_head() -> None:
@@ -207,7 +268,9 @@ def test_mla_under_a_norm_is_bounded_over_the_whole_head() -> None:
     now = bound(model)
     assert (reached(model, torch.randn(2, 6, 32)) <= now * (1 + 1e-5)).all()
     d = model.head_dim
-    expected = d**0.5 * float(model.q_norm.detach().abs().max() * model.k_norm.detach().abs().max())
+    expected = d**0.5 * float(
+        model.q_norm.detach().abs().max() * model.k_norm.detach().abs().max()
+    )
     assert now.tolist() == pytest.approx([expected] * 2)
 
 
@@ -217,7 +280,10 @@ class Written(nn.Module):
     def __init__(self, norm: str, then: float = 0.0) -> None:
         super().__init__()
         self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
-        self.gain, self.bias = nn.Parameter(torch.rand(2, 1, 8)), nn.Parameter(torch.rand(2, 1, 8))
+        self.gain, self.bias = (
+            nn.Parameter(torch.rand(2, 1, 8)),
+            nn.Parameter(torch.rand(2, 1, 8)),
+        )
         self.norm, self.then = norm, then
 
     def normed(self, x: Tensor) -> Tensor:
@@ -237,12 +303,18 @@ class Written(nn.Module):
         return F.rms_norm(x, (8,), (1 + self.gain[0, 0]) * 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.normed(self.q(x)), self.normed(self.k(x)), self.v(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        q, k, v = (
+            self.normed(self.q(x)),
+            self.normed(self.k(x)),
+            self.v(x).unflatten(-1, (2, 8)).transpose(1, 2),
+        )
         z = 0.5 * (q @ k.mT) + self.then
         return z.softmax(-1) @ v
 
 
-@pytest.mark.parametrize("norm", ["l2", "l2 by hand, times √d", "layer with bias", "no gain"])
+@pytest.mark.parametrize(
+    "norm", ["l2", "l2 by hand, times √d", "layer with bias", "no gain"]
+)
 @torch.no_grad()
 def test_norms_written_by_hand_are_told(norm: str) -> None:
     torch.manual_seed(0)

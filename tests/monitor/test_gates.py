@@ -19,7 +19,9 @@ from qkeel.spec.call import make_call
 NAMES = ("lse_mean", "lse_std", "sink_logit", "gate_mean", "gate_std")
 
 
-def by_hand(call: AttentionCall, cap: float, sink: np.ndarray | None) -> dict[str, np.ndarray]:
+def by_hand(
+    call: AttentionCall, cap: float, sink: np.ndarray | None
+) -> dict[str, np.ndarray]:
     """Row by row in float64, from q and k alone: a causal call under 1/√d."""
     q, k = (x.detach().double().numpy() for x in (call.q, call.k))
     k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
@@ -31,7 +33,11 @@ def by_hand(call: AttentionCall, cap: float, sink: np.ndarray | None) -> dict[st
     found = {"lse_mean": rows.mean((0, 2)), "lse_std": rows.std((0, 2))}
     if sink is not None:
         gates = 1 / (1 + np.exp(sink[:, None] - rows))
-        found |= {"sink_logit": sink, "gate_mean": gates.mean((0, 2)), "gate_std": gates.std((0, 2))}
+        found |= {
+            "sink_logit": sink,
+            "gate_mean": gates.mean((0, 2)),
+            "gate_std": gates.std((0, 2)),
+        }
     return found
 
 
@@ -52,10 +58,14 @@ def test_a_watched_models_gates_are_those_of_float64(learned: bool) -> None:
         model(torch.randn(3, 40, 32))
         assert monitor.sample is not None
         heads = monitor.sample.heads
-    expected = by_hand(calls[-1], 3.0, np.array([0.0, 2.0, -3.0, 20.0]) if learned else None)
+    expected = by_hand(
+        calls[-1], 3.0, np.array([0.0, 2.0, -3.0, 20.0]) if learned else None
+    )
     assert set(NAMES) & set(heads) == set(expected)
     for name, x in expected.items():
-        np.testing.assert_allclose(heads[name][0], x, rtol=2e-5, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(
+            heads[name][0], x, rtol=2e-5, atol=1e-7, err_msg=name
+        )
 
 
 def test_several_calls_of_a_step_count_by_their_rows() -> None:
@@ -97,7 +107,11 @@ def test_large_logsumexps_keep_their_spread() -> None:
     x = (1e4 + torch.linspace(0, 1, 101)).view(1, 1, -1)
     n, total, squares = row_moments(x, torch.ones(1, 1, 101, dtype=torch.bool)).unbind()
     mean = total / n
-    assert math.isclose((squares / n - mean**2).sqrt().item(), x.double().std(correction=0).item(), rel_tol=1e-3)
+    assert math.isclose(
+        (squares / n - mean**2).sqrt().item(),
+        x.double().std(correction=0).item(),
+        rel_tol=1e-3,
+    )
 
 
 def test_a_foreign_softmax_has_logsumexps_and_no_gate() -> None:
@@ -120,7 +134,9 @@ def test_a_foreign_softmax_has_logsumexps_and_no_gate() -> None:
         heads = monitor.sample.heads
     expected = model.scores.detach().double().logsumexp(-1)
     np.testing.assert_allclose(heads["lse_mean"][0], expected.mean((0, 2)), rtol=1e-5)
-    np.testing.assert_allclose(heads["lse_std"][0], expected.std((0, 2), correction=0), rtol=1e-5)
+    np.testing.assert_allclose(
+        heads["lse_std"][0], expected.std((0, 2), correction=0), rtol=1e-5
+    )
     assert "gate_mean" not in heads
 
 
@@ -150,11 +166,18 @@ def test_a_gate_is_the_factor_that_a_sink_puts_on_the_output() -> None:
 def test_a_shut_gate_is_reported_with_its_head() -> None:
     gates = np.array([[[0.5, 0.4, 0.6]], [[0.5, 0.004, 0.6]]])
     steps = np.arange(2.0)
-    history = History(steps=steps, values={"step": steps}, heads={"gate_mean": gates}, layers=("h.0",))
+    history = History(
+        steps=steps, values={"step": steps}, heads={"gate_mean": gates}, layers=("h.0",)
+    )
     (alarm,) = replay(history, [GateShut()])
     assert (alarm.layer, alarm.head, alarm.step) == ("h.0", 1, 1)
     ratio = history.by_layer("gate_max_ratio")
     assert ratio is not None
     assert ratio[0, 0] == pytest.approx(0.6 / 0.5)
-    healthy = History(steps=steps[:1], values={"step": steps[:1]}, heads={"gate_mean": gates[:1]}, layers=("h.0",))
+    healthy = History(
+        steps=steps[:1],
+        values={"step": steps[:1]},
+        heads={"gate_mean": gates[:1]},
+        layers=("h.0",),
+    )
     assert replay(healthy, [GateShut()]) == []

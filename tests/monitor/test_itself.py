@@ -29,7 +29,9 @@ class Model(torch.nn.Module):
         return x
 
 
-def test_each_step_counts_its_own_calls_and_names_sites_that_stay_silent(tmp_path: Path) -> None:
+def test_each_step_counts_its_own_calls_and_names_sites_that_stay_silent(
+    tmp_path: Path,
+) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
@@ -44,14 +46,22 @@ def test_each_step_counts_its_own_calls_and_names_sites_that_stay_silent(tmp_pat
         table, keys = monitor.table(), monitor.sample.summaries()
     assert [one["calls"] for one in found] == [4, 8, 2]
     assert [one["silent"] for one in found] == [0, 0, 1]
-    assert {(one["sites"], one["missed"], one["errors"]) for one in found} == {(2, 0, 0)}
+    assert {(one["sites"], one["missed"], one["errors"]) for one in found} == {
+        (2, 0, 0)
+    }
     assert all(one["milliseconds"] > 0 for one in found)
     assert all(set(one) == set(MONITOR_FIELDS) for one in found)
     assert "monitor: 2 sites, 2 calls, 0 missed, 1 silent, 0 errors" in table
     assert keys["monitor/silent"] == 1
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["monitor_calls"] for line in lines][:3] == [4, 8, 2]
-    assert explain_field("monitor_silent") == "sites without a call in the step [attention layers]"
+    assert (
+        explain_field("monitor_silent")
+        == "sites without a call in the step [attention layers]"
+    )
 
 
 class Broken(LoggingSink):
@@ -87,4 +97,7 @@ def test_a_table_says_that_the_monitor_switched_itself_off() -> None:
 
     with pytest.warns(UserWarning, match="switched itself off"):
         monitor._guard(fail)
-    assert "the monitor switched itself off after a fault: RuntimeError: broken by the test" in monitor.table()
+    assert (
+        "the monitor switched itself off after a fault: RuntimeError: broken by the test"
+        in monitor.table()
+    )

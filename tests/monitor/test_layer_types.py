@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError, UnknownNameError
-from qkeel.monitor import Approach, Ceiling, EntropyCollapse, History, Outlook, Sample, replay
+from qkeel.monitor import (
+    Approach,
+    Ceiling,
+    EntropyCollapse,
+    History,
+    Outlook,
+    Sample,
+    replay,
+)
 from qkeel.records import LAYER_TYPES, RunDirectory
 from qkeel.report.watched_runs import read_watched
 
@@ -28,17 +36,26 @@ class Layer(nn.Module):
         self.window = window
         self.q, self.v = nn.Linear(32, 32), nn.Linear(32, 32)
         k = nn.Linear(32, 32)
-        self.k = k if latent is None else nn.Sequential(nn.Linear(32, latent), nn.Linear(latent, 32))
+        self.k = (
+            k
+            if latent is None
+            else nn.Sequential(nn.Linear(32, latent), nn.Linear(latent, 32))
+        )
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         keys = x if other is None else other
-        q, k, v = (f(y).unflatten(-1, (4, 8)).transpose(1, 2) for f, y in ((self.q, x), (self.k, keys), (self.v, keys)))
+        q, k, v = (
+            f(y).unflatten(-1, (4, 8)).transpose(1, 2)
+            for f, y in ((self.q, x), (self.k, keys), (self.v, keys))
+        )
         mask = None
         if self.window is not None:
             i = torch.arange(x.shape[1])
             mask = (i[:, None] >= i) & (i[:, None] - i < self.window)
         causal = mask is None and other is None
-        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        out = nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal
+        )
         return x + out.transpose(1, 2).flatten(2)
 
 
@@ -58,14 +75,22 @@ class Around(Layer):
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         keys = x if other is None else other
-        q, k, v = (f(y).unflatten(-1, (4, 8)).transpose(1, 2) for f, y in ((self.q, x), (self.k, keys), (self.v, keys)))
+        q, k, v = (
+            f(y).unflatten(-1, (4, 8)).transpose(1, 2)
+            for f, y in ((self.q, x), (self.k, keys), (self.v, keys))
+        )
         return x + self.product(q, k, v).transpose(1, 2).flatten(2)
 
 
 class TwoAround(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.encoder, self.own, self.cross = nn.Linear(32, 32), nn.Linear(32, 32), Around(), Around()
+        self.inner, self.encoder, self.own, self.cross = (
+            nn.Linear(32, 32),
+            nn.Linear(32, 32),
+            Around(),
+            Around(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.cross(self.own(self.inner(x)), self.encoder(x))
@@ -73,7 +98,10 @@ class TwoAround(nn.Module):
 
 def test_a_module_that_is_given_queries_and_keys_is_no_cross_attention() -> None:
     sites = qkeel.find_sites(TwoAround(), torch.randn(2, T, 32))
-    assert [(site.name, site.layer_type) for site in sites] == [("own.product", "full"), ("cross.product", "cross")]
+    assert [(site.name, site.layer_type) for site in sites] == [
+        ("own.product", "full"),
+        ("cross.product", "cross"),
+    ]
 
 
 class Mixed(nn.Module):
@@ -83,7 +111,9 @@ class Mixed(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.inner, self.encoder = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.layers = nn.ModuleList([Layer(), Layer(window=4), Layer(latent=6), Layer()])
+        self.layers = nn.ModuleList(
+            [Layer(), Layer(window=4), Layer(latent=6), Layer()]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         other, x = self.encoder(x[:, :5]), self.inner(x)
@@ -119,15 +149,27 @@ def test_types_are_found_and_shown(tmp_path: Path) -> None:
     keys = sample.summaries()
     logits = sample.heads["max_logit"]
     for i, of in enumerate(TYPES.values()):
-        assert keys[f"attn/{of}/max_logit"] == logits[i].max() == sample.of_type(of, "max_logit")
-        assert keys[f"attn/{of}/entropy"] == pytest.approx(sample.heads["entropy"][i].mean())
+        assert (
+            keys[f"attn/{of}/max_logit"]
+            == logits[i].max()
+            == sample.of_type(of, "max_logit")
+        )
+        assert keys[f"attn/{of}/entropy"] == pytest.approx(
+            sample.heads["entropy"][i].mean()
+        )
     run = RunDirectory(tmp_path / "run")
     assert {site["name"]: site["type"] for site in run.config()["sites"]} == TYPES
     assert History.read(run).types == monitor.history.types == TYPES
-    for frame in (monitor.history.frame(), monitor.history.frame("layers"), qkeel.load(tmp_path / "run").heads):
+    for frame in (
+        monitor.history.frame(),
+        monitor.history.frame("layers"),
+        qkeel.load(tmp_path / "run").heads,
+    ):
         assert dict(zip(frame["layer"], frame["type"])) == TYPES
     assert "type" not in monitor.history.frame("steps").columns
-    page = qkeel.report.write([tmp_path / "run"], tmp_path / "page.html").read_text(encoding="utf-8")
+    page = qkeel.report.write([tmp_path / "run"], tmp_path / "page.html").read_text(
+        encoding="utf-8"
+    )
     assert all(f'<td class="text">{of}</td>' in page for of in TYPES.values())
     (read,) = read_watched([tmp_path / "run"])
     assert read.types == TYPES
@@ -141,7 +183,9 @@ def test_a_longer_batch_shows_a_window_and_the_records_say_so(tmp_path: Path) ->
     with qkeel.watch(model, sinks=tmp_path / "run") as monitor:
         for t in (4, 4, T, 6):
             model(torch.randn(2, t, 32))
-            assert monitor.sample.types["layers.1"] == ("full" if t == 4 and monitor.sample.step < 2 else "window")
+            assert monitor.sample.types["layers.1"] == (
+                "full" if t == 4 and monitor.sample.step < 2 else "window"
+            )
     run = RunDirectory(tmp_path / "run")
     assert History.read(run).types == TYPES
     assert read_watched([tmp_path / "run"])[0].types == TYPES
@@ -156,10 +200,18 @@ def test_a_longer_batch_shows_a_window_and_the_records_say_so(tmp_path: Path) ->
 def history(**last: float) -> History:
     """Twenty records in which the largest logit of each layer grows to this, by type."""
     steps = np.arange(1.0, 21.0)
-    heads = np.stack([np.outer(steps / 20, [value, value / 2]) for value in last.values()], 1)
+    heads = np.stack(
+        [np.outer(steps / 20, [value, value / 2]) for value in last.values()], 1
+    )
     layers = tuple(f"h.{i}" for i in range(len(last)))
     types = dict(zip(layers, last))
-    return History(steps=steps, values={"step": steps}, heads={"max_logit": heads}, layers=layers, types=types)
+    return History(
+        steps=steps,
+        values={"step": steps},
+        heads={"max_logit": heads},
+        layers=layers,
+        types=types,
+    )
 
 
 def test_a_ceiling_by_type_judges_each_layer_by_its_own() -> None:
@@ -168,11 +220,18 @@ def test_a_ceiling_by_type_judges_each_layer_by_its_own() -> None:
     assert rule.name == "ceiling full=100,window=50"
     alarm = rule.check(one)
     assert alarm is not None
-    assert (alarm.layer, alarm.head, alarm.value, alarm.rule) == ("h.1", 0, 60.0, rule.name)
+    assert (alarm.layer, alarm.head, alarm.value, alarm.rule) == (
+        "h.1",
+        0,
+        60.0,
+        rule.name,
+    )
     assert "over 50" in alarm.meaning
     assert "window layers" in alarm.meaning
     assert Ceiling(threshold={"full": 80.0}).check(one).layer == "h.0"  # type: ignore[union-attr]
-    assert Ceiling(threshold={"full": 100.0, "window": 70.0}).check(one) is None  # other types are left out
+    assert (
+        Ceiling(threshold={"full": 100.0, "window": 70.0}).check(one) is None
+    )  # other types are left out
     assert Ceiling(threshold={"latent": 0.0}).check(one) is None
     assert Ceiling(threshold=100.0).check(one).layer == "h.2"  # type: ignore[union-attr]
     assert len(replay(one, [rule])) == 1
@@ -219,7 +278,9 @@ def test_a_threshold_that_is_none_gets_one_clear_error(rule: Any) -> None:
 
 def test_a_rule_by_type_warns_in_a_watched_run() -> None:
     with pytest.warns(qkeel.errors.AlarmWarning, match=r"layers\.1.*window layers"):
-        _, monitor = watched(every=1, rules=Ceiling(threshold={"window": -100.0, "full": 1e9}))
+        _, monitor = watched(
+            every=1, rules=Ceiling(threshold={"window": -100.0, "full": 1e9})
+        )
     (alarm,) = monitor.alarms
     assert alarm.layer == "layers.1"
 
@@ -227,7 +288,12 @@ def test_a_rule_by_type_warns_in_a_watched_run() -> None:
 def test_numbers_of_a_type_are_folded_over_its_layers() -> None:
     values = np.array([[1.0, 2.0], [5.0, math.nan], [3.0, 4.0]])
     types: Mapping[str, str] = {"a": "full", "b": "window", "c": "full"}
-    one = Sample(step=0, layers=("a", "b", "c"), heads={"max_logit": values, "entropy": values}, types=types)
+    one = Sample(
+        step=0,
+        layers=("a", "b", "c"),
+        heads={"max_logit": values, "entropy": values},
+        types=types,
+    )
     assert one.of_type("full", "max_logit") == 4
     assert one.of_type("window", "entropy") == 5
     assert math.isnan(one.of_type("cross", "entropy"))

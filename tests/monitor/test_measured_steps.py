@@ -52,14 +52,18 @@ def test_a_step_that_was_skipped_counts_for_the_next_one() -> None:
             optimizer.zero_grad()
         assert monitor.history.steps.tolist() == [0, 4]
         assert monitor.steps == 5
-        calls = {site: int(stats.n_queries[0]) for site, stats in monitor.read().items()}
+        calls = {
+            site: int(stats.n_queries[0]) for site, stats in monitor.read().items()
+        }
         assert set(calls.values()) == {3 * 2 * 5}  # of steps 0, 3 and 4
 
 
 def test_the_numbers_of_steps_go_on_in_a_run_that_is_resumed() -> None:
     """The script loads its checkpoint after `watch`, as late as it can: before the first pass."""
 
-    def trained(steps: Iterable[int], loaded: dict[str, Any] | None) -> tuple[list[int], dict[str, Any]]:
+    def trained(
+        steps: Iterable[int], loaded: dict[str, Any] | None
+    ) -> tuple[list[int], dict[str, Any]]:
         model = small()
         optimizer = torch.optim.AdamW(model.parameters())
         with watch(model, optimizer, every=2) as monitor:
@@ -74,10 +78,15 @@ def test_the_numbers_of_steps_go_on_in_a_run_that_is_resumed() -> None:
     found, state = trained(range(3), None)
     assert found == [0, 2]
     assert trained(range(3, 7), state)[0] == [4, 6]
-    assert trained(range(3), None)[0] == [0, 2]  # no checkpoint was there: from the beginning
+    assert trained(range(3), None)[0] == [
+        0,
+        2,
+    ]  # no checkpoint was there: from the beginning
 
 
-def test_the_numbers_of_steps_go_on_where_watching_begins_late_unless_they_are_set() -> None:
+def test_the_numbers_of_steps_go_on_where_watching_begins_late_unless_they_are_set() -> (
+    None
+):
     for own in (None, 100):
         model = small()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -88,14 +97,21 @@ def test_the_numbers_of_steps_go_on_where_watching_begins_late_unless_they_are_s
             if own is not None:
                 monitor.steps = own
             loop(monitor, optimizer, range(3))
-            assert monitor.history.steps.tolist() == ([5, 6, 7] if own is None else [100, 101, 102])
+            assert monitor.history.steps.tolist() == (
+                [5, 6, 7] if own is None else [100, 101, 102]
+            )
 
 
-def test_the_end_of_a_training_is_measured_once_by_a_pass_that_changes_nothing() -> None:
+def test_the_end_of_a_training_is_measured_once_by_a_pass_that_changes_nothing() -> (
+    None
+):
     model, weights = small(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plain = small()
-    with watch(model, optimizer, every=4) as monitor, pytest.raises(RefusedError, match="no finished step"):
+    with (
+        watch(model, optimizer, every=4) as monitor,
+        pytest.raises(RefusedError, match="no finished step"),
+    ):
         monitor.measure_end()
     with watch(model, optimizer, every=4) as monitor:
         for step in range(8):
@@ -127,7 +143,11 @@ def test_the_end_of_a_training_is_measured_once_by_a_pass_that_changes_nothing()
     assert all(map(torch.equal, weights[-1], model.parameters()))
 
 
-def loop(monitor: Monitor, optimizer: torch.optim.Optimizer, batches: Iterable[int] = range(6)) -> None:
+def loop(
+    monitor: Monitor,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[int] = range(6),
+) -> None:
     for seed in batches:
         monitor.model(batch(seed)).square().mean().backward()
         optimizer.step()
@@ -161,11 +181,16 @@ def test_a_plain_loop_ends_with_the_record_that_a_cadence_would_make() -> None:
                 around.enter_context(monitor)
             elif "autopilot" in way:
                 pilot = attach(monitor, optimizer)
-                around.callback(pilot.close) if way == "autopilot" else around.enter_context(pilot)
+                around.callback(
+                    pilot.close
+                ) if way == "autopilot" else around.enter_context(pilot)
             else:
                 around.callback(monitor.close)
             loop(monitor, optimizer)
-            before, state = [p.clone() for p in model.parameters()], torch.get_rng_state()
+            before, state = (
+                [p.clone() for p in model.parameters()],
+                torch.get_rng_state(),
+            )
             model.eval()
             (tap,) = monitor._models.taps
             assert tap.latest is not None
@@ -178,9 +203,14 @@ def test_a_plain_loop_ends_with_the_record_that_a_cadence_would_make() -> None:
         assert monitor.history.steps.tolist()[-2:] == [4, 6]
         assert monitor.sample is not None
         assert expected is not None
-        assert monitor.sample.heads.keys() == {name for name in expected.heads if "grad" not in name}
+        assert monitor.sample.heads.keys() == {
+            name for name in expected.heads if "grad" not in name
+        }
         for name, values in monitor.sample.heads.items():
-            assert np.array_equal(values, expected.heads[name], equal_nan=True), (way, name)
+            assert np.array_equal(values, expected.heads[name], equal_nan=True), (
+                way,
+                name,
+            )
 
 
 def test_where_the_end_is_not_measured_one_sentence_says_so() -> None:
@@ -227,8 +257,13 @@ def test_where_the_end_is_not_measured_one_sentence_says_so() -> None:
             warnings.simplefilter("always")
             end(monitor, model)
         assert monitor.history.steps.tolist() == [0, 4], end
-        expected = [] if reason is None else [f"Small is measured up to step 4 of 6: {reason}"]
-        assert [str(one.message)[: len(expected[0])] if expected else str(one.message) for one in said] == expected, end
+        expected = (
+            [] if reason is None else [f"Small is measured up to step 4 of 6: {reason}"]
+        )
+        assert [
+            str(one.message)[: len(expected[0])] if expected else str(one.message)
+            for one in said
+        ] == expected, end
 
 
 def test_a_model_that_fails_in_the_pass_at_the_end_is_watched_on() -> None:
@@ -261,7 +296,9 @@ def test_a_model_that_fails_in_the_pass_at_the_end_is_watched_on() -> None:
 class StepsInBackward(torch.optim.Optimizer):
     """As transformers' dummy: every weight has an optimizer, which steps in the backward pass; this one counts."""
 
-    def __init__(self, optimizer_dict: dict[torch.Tensor, torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, optimizer_dict: dict[torch.Tensor, torch.optim.Optimizer]
+    ) -> None:
         self.optimizer_dict = optimizer_dict
         super().__init__([torch.randn(1, 1)], {"lr": 1e-2})
 
@@ -269,7 +306,9 @@ class StepsInBackward(torch.optim.Optimizer):
         pass
 
 
-def test_an_optimizer_that_only_counts_the_steps_of_others_counts_them_here_too() -> None:
+def test_an_optimizer_that_only_counts_the_steps_of_others_counts_them_here_too() -> (
+    None
+):
     model = small()
     each = {p: torch.optim.SGD([p], lr=1e-2) for p in model.parameters()}
     for p in each:

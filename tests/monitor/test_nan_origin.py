@@ -24,7 +24,10 @@ class Attention(nn.Module):
         self.hurt, self.fused = "", False
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
         if self.hurt == "empty rows":
             mask = mask.repeat(len(x), 1, 1, 1)
             mask[0, :, 3] = False
@@ -44,7 +47,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.hurt == "norm":
-            x = x * torch.tensor([0.0] + [1.0] * (x.shape[1] - 1))[:, None]  # 0 / 0 at the first token
+            x = (
+                x * torch.tensor([0.0] + [1.0] * (x.shape[1] - 1))[:, None]
+            )  # 0 / 0 at the first token
             return self.gain * x / x.norm(dim=-1, keepdim=True)
         return self.gain * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
@@ -61,14 +66,21 @@ class MLP(nn.Module):
         if self.hurt == "division":
             y = y / (y - y)
         if self.hurt == "gradients":
-            y = y + (y - y.detach()).abs().sqrt()  # 0, with a derivative of infinity times 0
+            y = (
+                y + (y - y.detach()).abs().sqrt()
+            )  # 0, with a derivative of infinity times 0
         return self.down(y)
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.attention, self.norm2, self.mlp = RMSNorm(), Attention(), RMSNorm(), MLP()
+        self.norm1, self.attention, self.norm2, self.mlp = (
+            RMSNorm(),
+            Attention(),
+            RMSNorm(),
+            MLP(),
+        )
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), mask)
@@ -78,12 +90,17 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([Block() for _ in range(LAYERS)])
+        self.embed, self.blocks = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.ModuleList([Block() for _ in range(LAYERS)]),
+        )
         self.dropout, self.head = nn.Dropout(0.1), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor, scale: Tensor) -> Tensor:
         x = self.dropout(self.embed(tokens) * scale)
-        mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+        mask = torch.ones(
+            1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool
+        ).tril()
         for block in self.blocks:
             x = block(x, mask)
         return self.head(x)
@@ -95,14 +112,20 @@ def plant(model: Model, kind: str, place: int) -> str:
     if kind in ("empty rows", "overflow"):
         block.attention.hurt = kind
         return (
-            f"blocks.{place}.attention: sample 0, query 3" if kind == "empty rows" else f"blocks.{place}.attention: its"
+            f"blocks.{place}.attention: sample 0, query 3"
+            if kind == "empty rows"
+            else f"blocks.{place}.attention: its"
         )
     if kind == "norm":
         block.norm2.hurt = kind
         return f"blocks.{place}.norm2"
     if kind in ("mlp", "division", "gradients"):
         block.mlp.hurt = kind
-        return f"backward of blocks.{place}.mlp" if kind == "gradients" else f"in blocks.{place}.mlp"
+        return (
+            f"backward of blocks.{place}.mlp"
+            if kind == "gradients"
+            else f"in blocks.{place}.mlp"
+        )
     if kind in ("weight of q", "weight of v", "weight of o"):
         name = kind[-1]
         with torch.no_grad():
@@ -116,12 +139,28 @@ def plant(model: Model, kind: str, place: int) -> str:
 
 
 KINDS = [
-    *("empty rows", "overflow", "weight of q", "weight of v", "weight of o", "embedding", "mlp", "norm", "division"),
+    *(
+        "empty rows",
+        "overflow",
+        "weight of q",
+        "weight of v",
+        "weight of o",
+        "embedding",
+        "mlp",
+        "norm",
+        "division",
+    ),
     *("data", "loss", "gradients"),
 ]
 
 
-def step(model: Model, optimizer: torch.optim.Optimizer, draw: random.Random, hurt: str, passes: int) -> None:
+def step(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    draw: random.Random,
+    hurt: str,
+    passes: int,
+) -> None:
     bad = draw.randrange(passes)
     for i in range(passes):
         tokens, scale = torch.randint(VOCABULARY, (2, 7)), torch.ones(2, 7, 1)
@@ -180,13 +219,17 @@ def test_training_has_the_same_bits() -> None:
     from contextlib import nullcontext
 
     plain = trained(lambda model, optimizer: nullcontext())
-    watched = trained(lambda model, optimizer: NanOrigin(model[0], [optimizer], lambda _: None))
+    watched = trained(
+        lambda model, optimizer: NanOrigin(model[0], [optimizer], lambda _: None)
+    )
     assert all(torch.equal(x, y) for x, y in zip(plain, watched, strict=True))
 
 
 def test_a_model_with_batch_statistics_and_dropout_is_made_again_as_it_was() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)
+    )
     optimizer, sentences = torch.optim.SGD(model.parameters(), 0.1), list[str]()
     with NanOrigin(model, [optimizer], sentences.append):
         output = model(torch.randn(6, 4))
@@ -206,11 +249,15 @@ def test_it_is_taken_off_without_a_trace() -> None:
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_the_second_of_two_optimizers_finds_the_passes_that_the_first_has_stepped_on() -> None:
+def test_the_second_of_two_optimizers_finds_the_passes_that_the_first_has_stepped_on() -> (
+    None
+):
     torch.manual_seed(0)
     model, sentences = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), list[str]()
     first, second = (torch.optim.SGD(layer.parameters(), 0.1) for layer in model)
-    model[1].weight.register_hook(lambda grad: grad * torch.inf)  # the gradients of the first stay finite
+    model[1].weight.register_hook(
+        lambda grad: grad * torch.inf
+    )  # the gradients of the first stay finite
     with NanOrigin(model, [first, second], sentences.append) as origin:
         for optimizer in (first, second):
             if optimizer is first:
@@ -233,7 +280,9 @@ class Masked(nn.Module):
 def test_minus_infinity_in_a_mask_that_is_passed_is_no_origin() -> None:
     model, sentences = Masked(), list[str]()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    mask = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
+    mask = torch.zeros(5, 5).masked_fill(
+        torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf
+    )
     with NanOrigin(model, [optimizer], sentences.append):
         (model(torch.randn(2, 5, 8), mask).sum() * torch.inf).backward()
         optimizer.step()

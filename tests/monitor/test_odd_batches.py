@@ -27,7 +27,9 @@ class TorchAttention(nn.Module):
 
 class Written(Block):
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         return self.o(((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
@@ -40,11 +42,18 @@ class Own(nn.Module):
         return self.attention(x)
 
 
-MODELS: dict[str, Any] = {"sdpa": small, "torch's": TorchAttention, "written": Written, "own": Own}
+MODELS: dict[str, Any] = {
+    "sdpa": small,
+    "torch's": TorchAttention,
+    "written": Written,
+    "own": Own,
+}
 EMPTY = {"no sequences": (0, 5), "no tokens": (2, 0)}
 
 
-def trained(make: Any, shapes: list[tuple[int, int]], watch: bool, **how: Any) -> tuple[Any, Any, list[str]]:
+def trained(
+    make: Any, shapes: list[tuple[int, int]], watch: bool, **how: Any
+) -> tuple[Any, Any, list[str]]:
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -63,10 +72,16 @@ def trained(make: Any, shapes: list[tuple[int, int]], watch: bool, **how: Any) -
     ("name", "empty", "where"),
     quick(
         itertools.product(MODELS, EMPTY, (2, 0, 4)),
-        lambda case: case[2] == 2 or case[1:] == ("no sequences", 0) or case == ("sdpa", "no tokens", 4),
+        lambda case: (
+            case[2] == 2
+            or case[1:] == ("no sequences", 0)
+            or case == ("sdpa", "no tokens", 4)
+        ),
     ),
 )
-def test_an_empty_batch_is_counted_and_the_steps_around_it_are_measured(name: str, empty: str, where: int) -> None:
+def test_an_empty_batch_is_counted_and_the_steps_around_it_are_measured(
+    name: str, empty: str, where: int
+) -> None:
     make, shape = MODELS[name], EMPTY[empty]
     shapes = [(2, 4)] * 5
     shapes[where] = shape
@@ -77,7 +92,10 @@ def test_an_empty_batch_is_counted_and_the_steps_around_it_are_measured(name: st
     assert monitor.empty_passes == 1
     assert monitor.history.steps.tolist() == [i for i in range(5) if i != where]
     monitor.remove()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
 
 
 class Experts(nn.Module):
@@ -129,4 +147,6 @@ def test_attention_to_one_of_many_keys_still_raises_it(stats: Any) -> None:
         warnings.simplefilter("ignore")
         monitor = qkeel.watch(model, stats=stats)
         model(batch(0, 2, 64))
-    assert any("one key takes all the attention" in str(alarm) for alarm in monitor.alarms)
+    assert any(
+        "one key takes all the attention" in str(alarm) for alarm in monitor.alarms
+    )

@@ -20,6 +20,8 @@ from benchmarks.host_time import SEARCHES, Case, passes_of, transformers_model
         ('apply("softcap")', 2),
     ],
 )
-def test_a_search_takes_few_passes_at_any_depth(search: str, most: int, layers: int) -> None:
+def test_a_search_takes_few_passes_at_any_depth(
+    search: str, most: int, layers: int
+) -> None:
     case = Case(lambda n: transformers_model("Llama", n), layers, None)
     assert passes_of(SEARCHES[search], case.model, case.optimizer, case.ids) == most

@@ -23,17 +23,26 @@ def heads_at(i: int) -> np.ndarray:
 def record(n: int, *, most: int = 512) -> Recording:
     recording = Recording(LAYERS, most=most)
     for i in range(n):
-        recording.append({"step": 3 * i, "lr": 0.1 + 0.01 * (i % 7)}, {"max_logit": heads_at(i)})
+        recording.append(
+            {"step": 3 * i, "lr": 0.1 + 0.01 * (i % 7)}, {"max_logit": heads_at(i)}
+        )
     return recording
 
 
 @pytest.mark.parametrize("most", [4, 5, 8, 64])
-def test_a_long_recording_keeps_both_ends_an_even_spacing_and_the_clock(most: int) -> None:
+def test_a_long_recording_keeps_both_ends_an_even_spacing_and_the_clock(
+    most: int,
+) -> None:
     recording = Recording(LAYERS, most=most)
     steps, rates = np.zeros(0), np.zeros(0)
     for i in range(700):
-        steps, rates = np.append(steps, 3.0 * i + 5), np.append(rates, 0.1 + 0.01 * (i % 7))
-        recording.append({"step": steps[-1], "lr": rates[-1]}, {"max_logit": heads_at(i)})
+        steps, rates = (
+            np.append(steps, 3.0 * i + 5),
+            np.append(rates, 0.1 + 0.01 * (i % 7)),
+        )
+        recording.append(
+            {"step": steps[-1], "lr": rates[-1]}, {"max_logit": heads_at(i)}
+        )
         seen = recording.history
         kept = np.searchsorted(steps, seen.steps)
         assert len(seen) <= most + 1
@@ -41,7 +50,9 @@ def test_a_long_recording_keeps_both_ends_an_even_spacing_and_the_clock(most: in
         assert list(kept[-2:]) == list(range(max(0, i - 1), i + 1))
         assert len(set(np.diff(kept[:-2]))) <= 1  # every 2^k-th
         assert seen.rates is not None
-        np.testing.assert_allclose(clock(seen.steps, seen.rates), clock(steps, rates)[kept], rtol=1e-12)
+        np.testing.assert_allclose(
+            clock(seen.steps, seen.rates), clock(steps, rates)[kept], rtol=1e-12
+        )
         np.testing.assert_array_equal(seen.heads["max_logit"][:, 0, 0], kept)
         np.testing.assert_array_equal(seen.top("max_logit"), np.maximum(kept, 2))
     assert len(recording) == 700
@@ -76,10 +87,16 @@ def test_a_replay_raises_what_was_raised_live_however_long_the_run() -> None:
     for step in steps:
         logit = np.full((2, 3), 2.0 + 3e-4 * step**2)
         heads.append(logit)
-        recording.append({"step": step, "lr": 0.1}, {"max_logit": logit, "entropy": 1 / logit})
+        recording.append(
+            {"step": step, "lr": 0.1}, {"max_logit": logit, "entropy": 1 / logit}
+        )
         log.update(recording.history)
     values = {"max_logit": np.array(heads), "entropy": 1 / np.array(heads)}
-    whole = History.of([{"step": int(s), "lr": 0.1} for s in steps], Heads(steps=steps, values=values), LAYERS)
+    whole = History.of(
+        [{"step": int(s), "lr": 0.1} for s in steps],
+        Heads(steps=steps, values=values),
+        LAYERS,
+    )
     assert {alarm.rule for alarm in log.alarms} == {rule.name for rule in log.rules} - {
         "outlook",
         "ceiling 1000",

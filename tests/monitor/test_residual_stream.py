@@ -27,7 +27,9 @@ class Mixer(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         q, k, v = (p(x)[:, None] for p in (self.q, self.k, self.v))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]), None
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        ), None
 
 
 class Block(nn.Module):
@@ -35,7 +37,11 @@ class Block(nn.Module):
 
     def __init__(self, m: int) -> None:
         super().__init__()
-        self.norm_1, self.norm_2, self.after = nn.LayerNorm(m), nn.LayerNorm(m), nn.LayerNorm(m)
+        self.norm_1, self.norm_2, self.after = (
+            nn.LayerNorm(m),
+            nn.LayerNorm(m),
+            nn.LayerNorm(m),
+        )
         self.mixer, self.drop = Mixer(m), nn.Dropout(0.3)
         self.mlp = nn.Sequential(nn.Linear(m, 2 * m), nn.GELU(), nn.Linear(2 * m, m))
         self.more = nn.Linear(m, m)
@@ -58,7 +64,9 @@ class InPlace(Block):
 class Stack(nn.Module):
     """Blocks, one after the other."""
 
-    def __init__(self, kind: Callable[[int], Block], depth: int = 3, m: int = 12) -> None:
+    def __init__(
+        self, kind: Callable[[int], Block], depth: int = 3, m: int = 12
+    ) -> None:
         super().__init__()
         self.embed, self.blocks, self.head = (
             nn.Linear(5, m),
@@ -98,10 +106,14 @@ def expected(model: Stack, passes: list[Tensor]) -> dict[str, list[float]]:
         outputs = [block(x.clone()).detach() for x in streams]
         for side, states in (("input", streams), ("output", outputs)):
             peaks = [x.abs().numpy().max((0, 1)) for x in states]
-            size = math.sqrt(np.average([rms(x.numpy()) ** 2 for x in states], weights=tokens))
+            size = math.sqrt(
+                np.average([rms(x.numpy()) ** 2 for x in states], weights=tokens)
+            )
             values[f"block_{side}_rms"].append(size)
             values[f"block_{side}_max"].append(max(float(x.max()) for x in peaks))
-            values[f"block_{side}_channel_ratio"].append(max(float(x.max() / np.median(x)) for x in peaks))
+            values[f"block_{side}_channel_ratio"].append(
+                max(float(x.max() / np.median(x)) for x in peaks)
+            )
         streams = outputs
     return values
 
@@ -112,7 +124,9 @@ def watched(model: Stack, passes: list[Tensor]) -> dict[str, list[float]]:
     with qkeel.watch(model, optimizer, stats="max+residual", rules=()) as monitor:
         for x in passes:
             loss = model(x).sum()
-            with contextlib.suppress(RuntimeError):  # autograd refuses the block that changes its stream in place
+            with contextlib.suppress(
+                RuntimeError
+            ):  # autograd refuses the block that changes its stream in place
                 loss.backward()
         optimizer.step()
         sample = monitor.sample
@@ -120,12 +134,17 @@ def watched(model: Stack, passes: list[Tensor]) -> dict[str, list[float]]:
     return {name: sample.by_layer(name).tolist() for name in BLOCK_FIELDS}
 
 
-BATCHES = [torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(s)) * (1 + s) for s in range(2)]
+BATCHES = [
+    torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(s)) * (1 + s)
+    for s in range(2)
+]
 
 
 @pytest.mark.parametrize("kind", [Block, InPlace])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_every_number_of_every_block_is_that_of_float64(kind: type[Block], seed: int) -> None:
+def test_every_number_of_every_block_is_that_of_float64(
+    kind: type[Block], seed: int
+) -> None:
     model = made(kind, seed)
     batches = [*BATCHES, BATCHES[0][:1, :3] * 0.5]
     found = watched(model, batches)
@@ -142,12 +161,17 @@ def test_a_model_without_a_list_of_blocks_is_told_what_was_expected() -> None:
         model(torch.randn(1, 4, 8))[0].sum().backward()
         optimizer.step()
 
-    with pytest.warns(UserWarning, match="residual stream is not measured: expected blocks in an nn.ModuleList"):
+    with pytest.warns(
+        UserWarning,
+        match="residual stream is not measured: expected blocks in an nn.ModuleList",
+    ):
         step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step()
-        assert not any(name.partition("/")[0] in BLOCK_FIELDS for name in monitor.history.values)
+        assert not any(
+            name.partition("/")[0] in BLOCK_FIELDS for name in monitor.history.values
+        )
     monitor.remove()
 
 
@@ -169,8 +193,12 @@ def test_a_block_that_is_called_again_counts_each_time() -> None:
         block.load_state_dict(shared.blocks[0].state_dict())
     apart.embed.load_state_dict(shared.embed.state_dict())
     one, each = watched(shared, BATCHES), expected(apart, BATCHES)
-    assert one["block_output_rms"][0] == pytest.approx(rms(np.array(each["block_output_rms"])), rel=1e-5)
-    assert one["block_input_max"][0] == pytest.approx(max(each["block_input_max"]), rel=1e-5)
+    assert one["block_output_rms"][0] == pytest.approx(
+        rms(np.array(each["block_output_rms"])), rel=1e-5
+    )
+    assert one["block_input_max"][0] == pytest.approx(
+        max(each["block_input_max"]), rel=1e-5
+    )
 
 
 def test_what_checkpointing_computes_again_counts_once() -> None:
@@ -205,7 +233,10 @@ def test_blocks_without_attention_are_recorded_under_their_own_name() -> None:
         assert sample is not None
         frame = monitor.history.frame("layers")
     assert sample.values["block_output_rms/blocks.1"] > 0
-    assert sample.summaries()["hidden/blocks.1/block_output_rms"] == sample.values["block_output_rms/blocks.1"]
+    assert (
+        sample.summaries()["hidden/blocks.1/block_output_rms"]
+        == sample.values["block_output_rms/blocks.1"]
+    )
     assert frame["layer"].tolist() == ["blocks.0.mixer", "blocks.2.mixer", "blocks.1"]
     assert np.isnan(frame["max_logit"][2])
     assert frame["block_output_rms"][2] == sample.values["block_output_rms/blocks.1"]
@@ -216,7 +247,10 @@ class Repeated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.norms = nn.ModuleList([Block(8), Block(8)]), list[list[float]]()
+        self.layers, self.norms = (
+            nn.ModuleList([Block(8), Block(8)]),
+            list[list[float]](),
+        )
 
     def forward(self, x: Tensor, second: bool = True) -> Tensor:
         self.norms.append([])
@@ -234,11 +268,17 @@ def test_the_norms_of_a_block_that_is_called_again_are_the_mean_of_all_calls() -
         sample = monitor.sample
     assert sample is not None
     *again, last = model.norms[-1]
-    assert sample.values["block_output_norm/layers.0.mixer"] == pytest.approx(sum(again) / 3, rel=1e-5)
-    assert sample.values["block_output_norm/layers.1.mixer"] == pytest.approx(last, rel=1e-5)
+    assert sample.values["block_output_norm/layers.0.mixer"] == pytest.approx(
+        sum(again) / 3, rel=1e-5
+    )
+    assert sample.values["block_output_norm/layers.1.mixer"] == pytest.approx(
+        last, rel=1e-5
+    )
 
 
-def test_the_norms_of_micro_batches_that_leave_out_a_block_are_means_of_those_that_had_it() -> None:
+def test_the_norms_of_micro_batches_that_leave_out_a_block_are_means_of_those_that_had_it() -> (
+    None
+):
     torch.manual_seed(0)
     model = Repeated()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -249,5 +289,9 @@ def test_the_norms_of_micro_batches_that_leave_out_a_block_are_means_of_those_th
         sample = monitor.sample
     assert sample is not None
     (*first, only), second_pass = model.norms[-2:]
-    assert sample.values["block_output_norm/layers.0.mixer"] == pytest.approx(sum(first + second_pass) / 6, rel=1e-5)
-    assert sample.values["block_output_norm/layers.1.mixer"] == pytest.approx(only, rel=1e-5)
+    assert sample.values["block_output_norm/layers.0.mixer"] == pytest.approx(
+        sum(first + second_pass) / 6, rel=1e-5
+    )
+    assert sample.values["block_output_norm/layers.1.mixer"] == pytest.approx(
+        only, rel=1e-5
+    )

@@ -16,7 +16,9 @@ from qkeel.remedies.base import Target
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_record_holds_the_trained_passes_of_its_step_and_the_others_apart(seed: int) -> None:
+def test_a_record_holds_the_trained_passes_of_its_step_and_the_others_apart(
+    seed: int,
+) -> None:
     assert watch_differences(seed) == []
 
 
@@ -29,7 +31,10 @@ def test_a_pass_on_tensors_without_values_is_not_counted() -> None:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with qkeel.watch(model, optimizer) as monitor:
-        shapes = {name: torch.empty_like(p, device="meta") for name, p in model.named_parameters()}
+        shapes = {
+            name: torch.empty_like(p, device="meta")
+            for name, p in model.named_parameters()
+        }
         torch.func.functional_call(model, shapes, (batch(0).to("meta"),))
         assert monitor.passes == 0
         model(batch(0)).sum().backward()
@@ -41,7 +46,9 @@ def test_a_pass_on_tensors_without_values_is_not_counted() -> None:
 def test_the_passes_that_a_remedy_runs_are_not_the_users() -> None:
     model = small()
     with qkeel.watch(model) as monitor:
-        Target(model=model, optimizer=None, sites=[], batch=((batch(0),), {})).returned()
+        Target(
+            model=model, optimizer=None, sites=[], batch=((batch(0),), {})
+        ).returned()
         assert monitor.passes == 0
 
 
@@ -100,7 +107,9 @@ def test_the_output_may_be_any_object(n_objects: int) -> None:
 
 def test_what_came_in_and_goes_out_again_says_nothing_about_a_pass() -> None:
     hidden = torch.ones(2, requires_grad=True) * 2
-    role = PassRole.of_output(nn.Linear(1, 1), (hidden,), {"hidden": hidden, "number": torch.ones(1)})
+    role = PassRole.of_output(
+        nn.Linear(1, 1), (hidden,), {"hidden": hidden, "number": torch.ones(1)}
+    )
     assert role.trained is False
 
 
@@ -116,7 +125,9 @@ def test_a_pass_inside_a_transform_of_torch_func_is_told_of_and_left_alone() -> 
     model = small()
     weights = {name: p.detach() for name, p in model.named_parameters()}
     with qkeel.watch(model, rules=()) as monitor:
-        take = torch.func.grad(lambda w: torch.func.functional_call(model, w, (batch(0),)).sum())
+        take = torch.func.grad(
+            lambda w: torch.func.functional_call(model, w, (batch(0),)).sum()
+        )
         with pytest.warns(qkeel.errors.QkeelWarning, match="torch.func"):
             take(weights)
         take(weights)  # a second warning would be an error
@@ -131,9 +142,15 @@ class Labelled(nn.Module):
         super().__init__()
         self.inner = small()
 
-    def forward(self, x: torch.Tensor, num_items_in_batch: int | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, num_items_in_batch: int | None = None
+    ) -> torch.Tensor:
         squares = self.inner(x).square()
-        return squares.mean() if num_items_in_batch is None else squares.sum() / num_items_in_batch
+        return (
+            squares.mean()
+            if num_items_in_batch is None
+            else squares.sum() / num_items_in_batch
+        )
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -145,7 +162,13 @@ def test_the_loss_of_a_step_is_that_of_all_its_tokens(shared: bool) -> None:
         right = float(model(torch.cat(batches)))
     with qkeel.watch(model, optimizer, rules=()) as monitor:
         for x in batches:
-            loss = model(x, num_items_in_batch=torch.cat(batches).numel()) if shared else model(x)
+            loss = (
+                model(x, num_items_in_batch=torch.cat(batches).numel())
+                if shared
+                else model(x)
+            )
             loss.backward()
         optimizer.step()
-        assert monitor.history.values["train_loss"].tolist() == pytest.approx([right], rel=1e-5)
+        assert monitor.history.values["train_loss"].tolist() == pytest.approx(
+            [right], rel=1e-5
+        )

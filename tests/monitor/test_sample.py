@@ -10,7 +10,14 @@ import pytest
 from tests.each_row import each_row
 
 from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.monitor import Sample, pad_layers, repeat_groups, sample_html, sample_line, sample_table
+from qkeel.monitor import (
+    Sample,
+    pad_layers,
+    repeat_groups,
+    sample_html,
+    sample_line,
+    sample_table,
+)
 from qkeel.records import HEAD_FIELDS, fold_heads
 
 from .samples import LAYERS, alarm, sample
@@ -21,7 +28,9 @@ def test_heads_are_folded_by_the_worst_or_by_the_mean() -> None:
     assert one.by_layer("max_logit").tolist() == [3.0, 14.23]
     assert one.by_layer("min_logit").tolist() == [-2.0, -5.0]
     assert one.by_layer("entropy").tolist() == [3.0, 1.5]
-    assert one.overall("entropy") == pytest.approx(12 / 5)  # over heads, not over layers
+    assert one.overall("entropy") == pytest.approx(
+        12 / 5
+    )  # over heads, not over layers
     assert one.overall("max_logit") == 14.23
     assert np.isnan(one.overall("key_norm"))
 
@@ -36,7 +45,11 @@ def test_a_field_folds_to_nan_only_where_nothing_was_measured(name: str) -> None
 
 
 def test_trackers_get_layers_but_no_heads_and_nothing_unmeasured() -> None:
-    found = sample(3, cos_max=[[0.5, 0.6, 0.7], [np.nan, np.nan]], key_norm=[[np.nan] * 3, [1.0, 3.0]]).summaries()
+    found = sample(
+        3,
+        cos_max=[[0.5, 0.6, 0.7], [np.nan, np.nan]],
+        key_norm=[[np.nan] * 3, [1.0, 3.0]],
+    ).summaries()
     assert found == {
         "attn/max_logit": 14.23,
         "attn/entropy": pytest.approx(2.4),
@@ -63,7 +76,12 @@ def test_the_largest_models_stay_under_a_thousand_keys() -> None:
 
 
 def test_hidden_norms_and_evaluation_have_keys_of_their_own() -> None:
-    values = {"final_hidden_norm": 9.0, "block_output_norm/h.1.attn": 3.0, "lr": 0.1, "max_logit": 5.0}
+    values = {
+        "final_hidden_norm": 9.0,
+        "block_output_norm/h.1.attn": 3.0,
+        "lr": 0.1,
+        "max_logit": 5.0,
+    }
     one = Sample(step=0, values=values, layers=LAYERS, phase="eval")
     assert one.summaries() == {
         "eval/attn/max_logit": 5.0,
@@ -91,32 +109,52 @@ def test_a_sample_that_fits_no_layers_is_refused() -> None:
 
 
 def test_the_table_names_the_head_with_the_largest_logit_of_each_layer() -> None:
-    lines = sample_table(sample(1200, query_norm=[[1.0] * 3, [2.0] * 2]), [alarm()]).splitlines()
-    assert lines[0] == "step 1,200, loss 2.5000, max logit 14.2 (h.1.attn head 1), entropy 2.4, |q| 1.4"
+    lines = sample_table(
+        sample(1200, query_norm=[[1.0] * 3, [2.0] * 2]), [alarm()]
+    ).splitlines()
+    assert (
+        lines[0]
+        == "step 1,200, loss 2.5000, max logit 14.2 (h.1.attn head 1), entropy 2.4, |q| 1.4"
+    )
     assert [re.split(r"\s{2,}", line.strip()) for line in lines[1:4]] == [
         ["layer", "max logit", "head", "entropy", "|q|"],
         ["h.0.attn", "3", "2", "3", "1"],
         ["h.1.attn", "14.2", "1", "1.5", "2"],
     ]
-    assert lines[4].startswith("alarm at step 10, h.1.attn, head 1: max logit 1,200 is over 1,000")
+    assert lines[4].startswith(
+        "alarm at step 10, h.1.attn, head 1: max logit 1,200 is over 1,000"
+    )
     assert len({len(line) for line in lines[1:4]}) == 1
 
 
 def test_a_sample_without_heads_is_one_line() -> None:
     assert sample_table(Sample(step=0, layers=LAYERS)) == "step 0"
-    assert sample_line(Sample(step=5, values={"max_logit": 3.0}, phase="eval")) == "step 5 (untrained), max logit 3"
+    assert (
+        sample_line(Sample(step=5, values={"max_logit": 3.0}, phase="eval"))
+        == "step 5 (untrained), max logit 3"
+    )
 
 
 def test_five_gravest_alarms_are_shown() -> None:
     many = [alarm("notice", step=s) for s in range(9)] + [alarm("critical", step=99)]  # type: ignore[arg-type]
-    warned = [line for line in sample_table(sample(1), many).splitlines() if " at step " in line]
+    warned = [
+        line
+        for line in sample_table(sample(1), many).splitlines()
+        if " at step " in line
+    ]
     first = [line.split(",")[0] for line in warned]
-    assert first == ["critical at step 99", *(f"notice at step {step}" for step in range(4))]
+    assert first == [
+        "critical at step 99",
+        *(f"notice at step {step}" for step in range(4)),
+    ]
 
 
 def test_html_escapes_what_a_model_is_called() -> None:
     heads = {"max_logit": np.ones((1, 1))}
-    text = sample_html(Sample(step=0, layers=("<script>alert(1)</script>",), heads=heads), [alarm(meaning="a < b & c")])
+    text = sample_html(
+        Sample(step=0, layers=("<script>alert(1)</script>",), heads=heads),
+        [alarm(meaning="a < b & c")],
+    )
     assert "<script>" not in text
     assert "&lt;script&gt;" in text
     assert "a &lt; b &amp; c" in text

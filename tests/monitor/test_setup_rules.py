@@ -29,23 +29,31 @@ def history(**series: np.ndarray) -> History:
     n = len(next(iter(series.values())))
     steps = np.arange(n) * 10
     values = {name: np.asarray(v, dtype=np.float64) for name, v in series.items()}
-    return History.of([{"step": int(s), "lr": 0.1} for s in steps], Heads(steps=steps, values=values))
+    return History.of(
+        [{"step": int(s), "lr": 0.1} for s in steps], Heads(steps=steps, values=values)
+    )
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("size", [1.0, 5.0, 17.0])
-def test_rounding_q_and_k_moves_logits_as_the_formula_says(dtype: str, size: float) -> None:
+def test_rounding_q_and_k_moves_logits_as_the_formula_says(
+    dtype: str, size: float
+) -> None:
     d = 64
     q, k = size * torch.randn(2, 20_000, d, dtype=torch.float64)
     rounded = [x.to(FORMATS[dtype]).double() for x in (q, k)]
     error = (rounded[0] * rounded[1]).sum(-1) / d**0.5 - (q * k).sum(-1) / d**0.5
-    expected = fused_logit_error(float(q.norm(dim=1).mean()), float(k.norm(dim=1).mean()), d, dtype)
+    expected = fused_logit_error(
+        float(q.norm(dim=1).mean()), float(k.norm(dim=1).mean()), d, dtype
+    )
     assert float(error.std()) == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("logit", [1.5, 100.0, 1000.0])
-def test_storing_logits_moves_them_as_the_formula_says(dtype: str, logit: float) -> None:
+def test_storing_logits_moves_them_as_the_formula_says(
+    dtype: str, logit: float
+) -> None:
     low = 2.0 ** np.floor(np.log2(logit))
     z = low * (1 + torch.rand(50_000, dtype=torch.float64))  # all of the same spacing
     error = (z.to(FORMATS[dtype]).double() - z).std()
@@ -62,10 +70,19 @@ def test_the_errors_at_the_edges() -> None:
 
 def test_eager_loses_resolution_long_before_fused() -> None:
     logits = np.geomspace(10, 2000, 30)
-    norms = np.sqrt(logits * 128**0.5)  # q parallel to k: the longest logit these norms can make
-    seen = history(max_logit=logits[:, None, None], query_norm=norms[:, None, None], key_norm=norms[:, None, None])
+    norms = np.sqrt(
+        logits * 128**0.5
+    )  # q parallel to k: the longest logit these norms can make
+    seen = history(
+        max_logit=logits[:, None, None],
+        query_norm=norms[:, None, None],
+        key_norm=norms[:, None, None],
+    )
     kernels = ("eager", "fused")
-    eager, fused = (replay(seen, [Resolution(dtype="bf16", kernel=k, head_dim=128)]) for k in kernels)
+    eager, fused = (
+        replay(seen, [Resolution(dtype="bf16", kernel=k, head_dim=128)])
+        for k in kernels
+    )
     assert eager[0].value > 0.25
     assert logits[eager[0].step // 10] < 200
     assert fused[0].step > eager[0].step
@@ -77,7 +94,12 @@ def test_growing_gains_are_noticed_where_they_grow() -> None:
     bound = np.full((6, 2, 2), 8.0)
     bound[:, 1, 0] = [8, 12, 18, 27, 40, 60]
     (alarm,) = replay(history(gain_bound=bound), [GainGrowth()])
-    assert (alarm.step, alarm.layer, alarm.head, alarm.value) == (40, "layer 1", 0, 40.0)
+    assert (alarm.step, alarm.layer, alarm.head, alarm.value) == (
+        40,
+        "layer 1",
+        0,
+        40.0,
+    )
     assert "decays the gains" in alarm.remedy
     assert replay(history(gain_bound=bound[:4]), [GainGrowth()]) == []
 
@@ -92,44 +114,73 @@ def test_a_norm_that_does_nothing_is_noticed_at_the_first_record() -> None:
     assert "key norms are 5.5, not 4" in str(alarm)
     only_query = IdleNorm(kind="rms", head_dim=16, sides=("query",))
     assert replay(history(query_norm=normed, key_norm=raw), [only_query]) == []
-    assert replay(history(query_norm=normed / 4, key_norm=normed / 4), [IdleNorm(kind="l2", head_dim=16)]) == []
+    assert (
+        replay(
+            history(query_norm=normed / 4, key_norm=normed / 4),
+            [IdleNorm(kind="l2", head_dim=16)],
+        )
+        == []
+    )
 
 
-def test_gains_that_move_later_are_no_idle_norm_but_a_logit_above_their_bound_is() -> None:
+def test_gains_that_move_later_are_no_idle_norm_but_a_logit_above_their_bound_is() -> (
+    None
+):
     norms = np.array([4.0, 6.0, 9.0])[:, None, None]
     bound = np.array([4.0, 9.0, 20.0])[:, None, None]
     fine = {"query_norm": norms, "key_norm": norms, "gain_bound": bound}
     rule = IdleNorm(kind="rms", head_dim=16)
     assert replay(history(**fine, max_logit=0.9 * bound), [rule]) == []
-    (alarm,) = replay(history(**fine, max_logit=bound * np.array([0.9, 1.0, 2.0])[:, None, None]), [rule])
+    (alarm,) = replay(
+        history(**fine, max_logit=bound * np.array([0.9, 1.0, 2.0])[:, None, None]),
+        [rule],
+    )
     assert alarm.step == 20
 
 
 def test_missing_series_raise_nothing() -> None:
     seen = history(entropy=np.ones((4, 1, 1)))
     rules = [GainGrowth(), IdleNorm(kind="rms", head_dim=4)]
-    rules += [Resolution(dtype="bf16", kernel=k, head_dim=4) for k in ("fused", "eager")]
+    rules += [
+        Resolution(dtype="bf16", kernel=k, head_dim=4) for k in ("fused", "eager")
+    ]
     assert replay(seen, rules) == []
 
 
-def test_the_scale_is_the_factor_on_the_product_of_the_recorded_queries_and_keys() -> None:
+def test_the_scale_is_the_factor_on_the_product_of_the_recorded_queries_and_keys() -> (
+    None
+):
     d, scale = 64, 0.5
     q, k = 8 * torch.randn(2, 4000, d, dtype=torch.float64)
     rounded = [x.bfloat16().double() for x in (q, k)]
     error = (scale * ((rounded[0] * rounded[1]).sum(-1) - (q * k).sum(-1))).std()
     norms = {"query_norm": q.norm(dim=1).mean(), "key_norm": k.norm(dim=1).mean()}
     seen = history(**{name: np.full((1, 1, 1), float(v)) for name, v in norms.items()})
-    rule = Resolution(dtype="bf16", kernel="fused", head_dim=d, scale=scale, tolerance=0.01)
+    rule = Resolution(
+        dtype="bf16", kernel="fused", head_dim=d, scale=scale, tolerance=0.01
+    )
     assert replay(seen, [rule])[0].value == pytest.approx(float(error), rel=0.1)
-    folded = history(**{name: np.full((1, 1, 1), float(v)) * scale**0.5 for name, v in norms.items()})
-    same = Resolution(dtype="bf16", kernel="fused", head_dim=d, scale=1.0, tolerance=0.01)
-    assert replay(folded, [same])[0].value == pytest.approx(replay(seen, [rule])[0].value)
+    folded = history(
+        **{name: np.full((1, 1, 1), float(v)) * scale**0.5 for name, v in norms.items()}
+    )
+    same = Resolution(
+        dtype="bf16", kernel="fused", head_dim=d, scale=1.0, tolerance=0.01
+    )
+    assert replay(folded, [same])[0].value == pytest.approx(
+        replay(seen, [rule])[0].value
+    )
 
 
-def test_a_product_that_is_stored_before_and_after_scaling_errs_up_to_a_root_of_two_more() -> None:
+def test_a_product_that_is_stored_before_and_after_scaling_errs_up_to_a_root_of_two_more() -> (
+    None
+):
     z = 64 * (1 + torch.rand(50_000, dtype=torch.float64))
     scale = 96**-0.5
-    twice = ((z / scale).bfloat16() * torch.tensor(scale, dtype=torch.float64)).bfloat16().double()
+    twice = (
+        ((z / scale).bfloat16() * torch.tensor(scale, dtype=torch.float64))
+        .bfloat16()
+        .double()
+    )
     error, once = float((twice - z).std()), stored_logit_error(64.0, "bf16")
     assert once < error < 1.1 * 2**0.5 * once
 
@@ -137,21 +188,33 @@ def test_a_product_that_is_stored_before_and_after_scaling_errs_up_to_a_root_of_
 def test_gains_of_a_name_that_comes_late_are_compared_with_their_first_record() -> None:
     bound = np.full((6, 1, 1), np.nan)
     bound[2:, 0, 0] = [8, 12, 20, 40]
-    assert [alarm.step for alarm in replay(history(gain_bound=bound), [GainGrowth()])] == [50]
+    assert [
+        alarm.step for alarm in replay(history(gain_bound=bound), [GainGrowth()])
+    ] == [50]
 
 
 def test_norms_of_trained_gains_are_no_idle_norm() -> None:
     raw = np.full((3, 1, 2), 7.0)
-    assert replay(history(query_norm=raw, key_norm=raw), [IdleNorm(kind="rms", head_dim=16, fresh=False)]) == []
+    assert (
+        replay(
+            history(query_norm=raw, key_norm=raw),
+            [IdleNorm(kind="rms", head_dim=16, fresh=False)],
+        )
+        == []
+    )
     late = np.full((3, 1, 2), np.nan)
     late[1:] = 7.0
-    (alarm,) = replay(history(query_norm=late, key_norm=late), [IdleNorm(kind="rms", head_dim=16)])
+    (alarm,) = replay(
+        history(query_norm=late, key_norm=late), [IdleNorm(kind="rms", head_dim=16)]
+    )
     assert alarm.step == 10  # the first record that has norms
 
 
 def test_a_gradient_under_eps_is_noticed_at_the_second_record() -> None:
     ratio = np.full((4, 2, 2), 30.0)
-    ratio[1, 0, 1] = 0.0  # once, as in a first step through a projection that starts at zero
+    ratio[1, 0, 1] = (
+        0.0  # once, as in a first step through a projection that starts at zero
+    )
     assert replay(history(grad_over_eps=ratio), [VanishingGradient()]) == []
     ratio[2:, 1, 0] = 0.5
     (alarm,) = replay(history(grad_over_eps=ratio), [VanishingGradient()])
@@ -162,9 +225,15 @@ def test_a_gradient_under_eps_is_noticed_at_the_second_record() -> None:
 def test_a_setting_switches_on_the_rules_it_says_enough_for() -> None:
     always = (*DEFAULT, GainGrowth(), VanishingGradient())
     assert rules_for(Setting()) == always
-    assert rules_for(Setting(dtype="bf16", kernel="fused", norm="rms")) == always  # the head's width is missing
+    assert (
+        rules_for(Setting(dtype="bf16", kernel="fused", norm="rms")) == always
+    )  # the head's width is missing
     assert rules_for(Setting(dtype="fp32", kernel="fused", head_dim=64)) == always
-    assert rules_for(Setting(dtype="fp16", kernel="eager", head_dim=64, scale=0.1, norm="l2", fresh=True)) == (
+    assert rules_for(
+        Setting(
+            dtype="fp16", kernel="eager", head_dim=64, scale=0.1, norm="l2", fresh=True
+        )
+    ) == (
         *always,
         Resolution(dtype="fp16", kernel="eager", head_dim=64, scale=0.1),
         IdleNorm(kind="l2", head_dim=64, fresh=True),

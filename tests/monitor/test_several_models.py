@@ -13,7 +13,13 @@ from torch import nn
 
 import qkeel
 from qkeel.distributed.reduce import Member, SharedTable
-from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, QkeelError, RefusedError
+from qkeel.errors import (
+    AlreadyAppliedError,
+    InvalidTypeError,
+    InvalidValueError,
+    QkeelError,
+    RefusedError,
+)
 from qkeel.functional.statistics import LogitStats
 from qkeel.monitor import Layout, Sample
 from qkeel.monitor.gather import Measurement, PartialValue, flatten
@@ -26,7 +32,9 @@ class Run:
 
     def __init__(self) -> None:
         self.models = {"encoder": small(0), "decoder": small(1)}
-        self.optimizer = torch.optim.AdamW(nn.ModuleDict(self.models).parameters(), lr=1e-2)
+        self.optimizer = torch.optim.AdamW(
+            nn.ModuleDict(self.models).parameters(), lr=1e-2
+        )
         self.losses: list[float] = []
 
     def step(self) -> None:
@@ -43,30 +51,48 @@ class Run:
         found = []
         for _ in range(3):
             self.step()
-            found.append([monitor.sample for monitor in monitors if monitor.sample is not None])
+            found.append(
+                [monitor.sample for monitor in monitors if monitor.sample is not None]
+            )
         return [[*of] for of in zip(*found)]
 
 
 def test_one_monitor_records_what_one_of_each_model_does(tmp_path: Path) -> None:
     plain, apart, joined = Run(), Run(), Run()
     plain.watched()
-    one_each = apart.watched(*(qkeel.watch(model, apart.optimizer) for model in apart.models.values()))
+    one_each = apart.watched(
+        *(qkeel.watch(model, apart.optimizer) for model in apart.models.values())
+    )
     monitor = qkeel.watch(joined.models, joined.optimizer, sinks=tmp_path / "run")
     (samples,) = joined.watched(monitor)
     assert joined.losses == plain.losses
-    weights = [torch.cat([p.flatten() for m in run.models.values() for p in m.parameters()]) for run in (plain, joined)]
+    weights = [
+        torch.cat([p.flatten() for m in run.models.values() for p in m.parameters()])
+        for run in (plain, joined)
+    ]
     assert torch.equal(*weights)
     names = [f"{model}.blocks.{i}" for model in joined.models for i in (0, 1)]
     assert [site.name for site in monitor.sites] == names
-    assert all(monitor.model.get_submodule(site.name) is site.module for site in monitor.sites)
-    assert all(monitor.model.get_parameter(s.parameter) is not None for site in monitor.sites for s in site.query)
+    assert all(
+        monitor.model.get_submodule(site.name) is site.module for site in monitor.sites
+    )
+    assert all(
+        monitor.model.get_parameter(s.parameter) is not None
+        for site in monitor.sites
+        for s in site.query
+    )
     for sample, first, second in zip(samples, *one_each, strict=True):
         assert sample.layers == tuple(names)
         assert sample.heads.keys() == first.heads.keys()
         for field, found in sample.heads.items():
-            np.testing.assert_array_equal(found, np.concatenate([first.heads[field], second.heads[field]]))
+            np.testing.assert_array_equal(
+                found, np.concatenate([first.heads[field], second.heads[field]])
+            )
         assert sample.values["final_hidden_norm"] == second.values["final_hidden_norm"]
-        assert sample.values["block_output_norm/encoder.blocks.1"] == first.values["block_output_norm/blocks.1"]
+        assert (
+            sample.values["block_output_norm/encoder.blocks.1"]
+            == first.values["block_output_norm/blocks.1"]
+        )
     assert [*monitor.read()] == names
     monitor.close()
     page = write(tmp_path / "run", tmp_path / "page.html").read_text(encoding="utf-8")
@@ -75,7 +101,9 @@ def test_one_monitor_records_what_one_of_each_model_does(tmp_path: Path) -> None
     assert [len(model._forward_hooks) for model in joined.models.values()] == [0, 0]
 
 
-def test_without_an_optimizer_a_step_is_a_pass_of_each(recwarn: pytest.WarningsRecorder) -> None:
+def test_without_an_optimizer_a_step_is_a_pass_of_each(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     models = [small(0), small(1), nn.Linear(8, 8)]
     with qkeel.watch(nn.ModuleList(models), every=2) as monitor:
         for training in (True, False):
@@ -84,7 +112,9 @@ def test_without_an_optimizer_a_step_is_a_pass_of_each(recwarn: pytest.WarningsR
                     model.train(training)(batch(i))
         assert monitor.history.steps.tolist() == [0, 2]
         assert (
-            [*monitor.read("train")] == [*monitor.read("eval")] == [f"{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
+            [*monitor.read("train")]
+            == [*monitor.read("eval")]
+            == [f"{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
         )
     said = [str(w.message) for w in recwarn if "are unknown" in str(w.message)]
     assert [text.partition(" in a ")[0] for text in said] == [
@@ -102,7 +132,12 @@ def test_what_cannot_be_watched_as_one_is_said_and_nothing_is_left() -> None:
         ({"a.b": model}, {}, InvalidValueError, "model names made of letters"),
         ({"keys": model}, {}, InvalidValueError, "and not the name of a method"),
         ([model, other], {"probe_batch": batch(0)}, RefusedError, "of one model"),
-        ([model, other], {"sites": [qkeel.find_sites(model, batch(0))]}, InvalidTypeError, "of each of the models"),
+        (
+            [model, other],
+            {"sites": [qkeel.find_sites(model, batch(0))]},
+            InvalidTypeError,
+            "of each of the models",
+        ),
         (
             [model, other],
             {"optimizer": torch.optim.SGD(small(2).parameters())},
@@ -122,11 +157,16 @@ def test_stages_of_two_processes_are_one_model_in_order() -> None:
     """A schedule in the form of a V: the first process has the first stage and the last."""
     torch.manual_seed(0)
     stages = [{"0": 0, "1": 3}, {"0": 1, "1": 2}, {"0": 1, "1": 2}]
-    measured = [Measurement(stats={f"{m}.attn": stats() for m in own}, numbers=numbers(own)) for own in stages]
+    measured = [
+        Measurement(stats={f"{m}.attn": stats() for m in own}, numbers=numbers(own))
+        for own in stages
+    ]
     members = [
         Member(
             layout=Layout(data=rank),
-            form=flatten(of_rank)[0] if rank < 2 else (),  # the third had no numbers when they met
+            form=flatten(of_rank)[0]
+            if rank < 2
+            else (),  # the third had no numbers when they met
             splits=dict.fromkeys(of_rank.stats, (False, False)),
             parameters=dict.fromkeys(own, 1),
             stages=own,
@@ -141,7 +181,9 @@ def test_stages_of_two_processes_are_one_model_in_order() -> None:
     assert record is not None
     homes = [(0, "0.attn"), (1, "0.attn"), (1, "1.attn"), (0, "1.attn")]
     for name, (rank, site) in zip(names, homes, strict=True):
-        assert torch.equal(record.stats[name].max_logit, measured[rank].stats[site].max_logit.double())
+        assert torch.equal(
+            record.stats[name].max_logit, measured[rank].stats[site].max_logit.double()
+        )
         (norm,) = number(record, name, "query_weight_norm")
         assert norm == float(measured[rank].numbers[site, "query_weight_norm"])  # type: ignore[arg-type]
     assert number(record, "", "train_loss") == 3.0  # of the last stage
@@ -153,7 +195,11 @@ def stats() -> LogitStats:
     return qkeel.attention(q, k, v, spec=qkeel.AttentionSpec(), stats=True)[1]
 
 
-def numbers(stages: dict[str, int]) -> dict[tuple[str, str], torch.Tensor | PartialValue]:
+def numbers(
+    stages: dict[str, int],
+) -> dict[tuple[str, str], torch.Tensor | PartialValue]:
     norms = {(f"{name}.attn", "query_weight_norm"): torch.rand(1) for name in stages}
-    loss = PartialValue(value=torch.tensor(float(max(stages.values()))), weight=torch.ones(()))
+    loss = PartialValue(
+        value=torch.tensor(float(max(stages.values()))), weight=torch.ones(())
+    )
     return {("", "lr"): torch.tensor(1e-2), ("", "train_loss"): loss, **norms}

@@ -23,22 +23,40 @@ def by_hand(name: str, heads: list[float]) -> float:
     if name == "sink_head_max":
         return max(known)
     if name.startswith("entropy_head"):
-        return {"min": min, "max": max, "std": statistics.pstdev}[name.rpartition("_")[2]](known)
+        return {"min": min, "max": max, "std": statistics.pstdev}[
+            name.rpartition("_")[2]
+        ](known)
     if name.endswith("_std_ratio"):
         return max(known) / statistics.fmean(known)
     if name.endswith("_ratio"):
-        return {"gate_max_ratio": max, "gate_min_ratio": min}[name](known) / statistics.median(known)
-    return math.fsum(over) / len(over) - math.fsum(under) / len(under) if over and under else math.nan
+        return {"gate_max_ratio": max, "gate_min_ratio": min}[name](
+            known
+        ) / statistics.median(known)
+    return (
+        math.fsum(over) / len(over) - math.fsum(under) / len(under)
+        if over and under
+        else math.nan
+    )
 
 
 @pytest.mark.parametrize("name", LAYER_FIELDS)
-def test_a_layers_number_is_its_definition_and_leaves_out_what_was_not_measured(name: str) -> None:
+def test_a_layers_number_is_its_definition_and_leaves_out_what_was_not_measured(
+    name: str,
+) -> None:
     rng = np.random.default_rng(3)
     values = rng.random((50, 7))
     values[rng.random(values.shape) < 0.4] = np.nan
-    values[0], values[1] = np.nan, [0.3, 0.30000001, *[np.nan] * 5]  # exactly 0.3 is no sink head
+    values[0], values[1] = (
+        np.nan,
+        [0.3, 0.30000001, *[np.nan] * 5],
+    )  # exactly 0.3 is no sink head
     found = fold_heads(name, values)
-    assert np.allclose(found, [by_hand(name, row.tolist()) for row in values], rtol=1e-12, equal_nan=True)
+    assert np.allclose(
+        found,
+        [by_hand(name, row.tolist()) for row in values],
+        rtol=1e-12,
+        equal_nan=True,
+    )
 
 
 def test_the_whole_models_share_is_over_heads_and_not_over_layers() -> None:
@@ -51,8 +69,13 @@ def test_the_whole_models_share_is_over_heads_and_not_over_layers() -> None:
     assert found["attn/sink_head_gap"] == pytest.approx(0.7)
     assert "attn/layer_00/sink_head_gap" not in found
     assert "sink heads" in sample_table(one)
-    assert "sink heads" not in sample_table(Sample(step=0, layers=("a",), heads={"entropy": np.ones((1, 1))}))
-    assert explain_field("sink_head_ratio") == f"share of heads with sink_share above {SINK_HEAD} [share]"
+    assert "sink heads" not in sample_table(
+        Sample(step=0, layers=("a",), heads={"entropy": np.ones((1, 1))})
+    )
+    assert (
+        explain_field("sink_head_ratio")
+        == f"share of heads with sink_share above {SINK_HEAD} [share]"
+    )
 
 
 def history(shares: list[list[list[float]]], entropy: float = 0.3) -> History:
@@ -61,7 +84,10 @@ def history(shares: list[list[list[float]]], entropy: float = 0.3) -> History:
     return History(
         steps=steps,
         values={"step": steps},
-        heads={"sink_share": heads, "normalized_entropy": np.full(heads.shape, entropy)},
+        heads={
+            "sink_share": heads,
+            "normalized_entropy": np.full(heads.shape, entropy),
+        },
         layers=("first", "second"),
     )
 

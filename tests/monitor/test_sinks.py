@@ -18,7 +18,14 @@ from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.monitor import History, LoggingSink, RunDirectorySink, Severity
 from qkeel.monitor.watch import watch
 from qkeel.nn import Attention
-from qkeel.records import HEAD_FIELDS, RunDirectory, RunStatus, disk, explain_field, fresh_directory
+from qkeel.records import (
+    HEAD_FIELDS,
+    RunDirectory,
+    RunStatus,
+    disk,
+    explain_field,
+    fresh_directory,
+)
 
 from .samples import LAYERS, about, alarm, sample
 
@@ -34,7 +41,9 @@ def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
     for step in (0, 10, 20):
         sink.write(sample(step, max_logit=[[1.0, 2.0, step], [-np.inf, 5.0]]))
     sink.write(sample(20, phase="eval"))
-    assert (tmp_path / "watch" / "metrics.jsonl").read_text().count('"step": 10,') == 1  # a whole number, not 10.0
+    assert (tmp_path / "watch" / "metrics.jsonl").read_text().count(
+        '"step": 10,'
+    ) == 1  # a whole number, not 10.0
     sink.alarm(alarm(step=20))
     sink.close(complete=True)
     run = RunDirectory(tmp_path / "watch")
@@ -52,10 +61,20 @@ def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert [record["step"] for record in run.eval_metrics()] == [20]
     assert run.eval_heads().steps.tolist() == [20]
     event = run.events()[0]
-    assert (event["event"], event["severity"], event["layer"], event["head"]) == ("alarm", "alarm", "h.1.attn", 1)
+    assert (event["event"], event["severity"], event["layer"], event["head"]) == (
+        "alarm",
+        "alarm",
+        "h.1.attn",
+        1,
+    )
     assert event["remedy"] == "qkeel.apply(...)"
     summary = run.summary()
-    assert (summary["steps"], summary["samples"], summary["max_logit"], summary["alarms"]) == (20, 3, 20.0, 1)
+    assert (
+        summary["steps"],
+        summary["samples"],
+        summary["max_logit"],
+        summary["alarms"],
+    ) == (20, 3, 20.0, 1)
 
 
 def test_its_history_knows_the_layers_by_name(tmp_path: Path) -> None:
@@ -81,12 +100,16 @@ def test_a_run_stays_where_it_began_when_the_program_changes_its_folder(
     assert len(RunDirectory(tmp_path / "a" / "run").metrics()) == 1
 
 
-def test_a_record_that_cannot_be_written_is_lost_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_cannot_be_written_is_lost_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sink = opened(tmp_path / "watch")
     sink.write(sample(0))
 
     def full(path: Path, value: object) -> None:
-        raise RunDirectoryError("cannot append") from OSError(28, "No space left on device")
+        raise RunDirectoryError("cannot append") from OSError(
+            28, "No space left on device"
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr("qkeel.monitor.sinks.append_line", full)
@@ -96,11 +119,16 @@ def test_a_record_that_cannot_be_written_is_lost_alone(tmp_path: Path, monkeypat
             warnings.simplefilter("error")
             sink.write(sample(20))  # said once
     sink.write(sample(30))
-    assert [line["step"] for line in RunDirectory(tmp_path / "watch").metrics()] == [0, 30]
+    assert [line["step"] for line in RunDirectory(tmp_path / "watch").metrics()] == [
+        0,
+        30,
+    ]
 
 
 def test_a_directory_is_claimed_by_its_first_file(tmp_path: Path) -> None:
-    assert [fresh_directory(tmp_path / "run", first="events.jsonl").name for _ in range(2)] == ["run", "run-2"]
+    assert [
+        fresh_directory(tmp_path / "run", first="events.jsonl").name for _ in range(2)
+    ] == ["run", "run-2"]
     (tmp_path / "empty").mkdir()
     assert fresh_directory(tmp_path / "empty", first="events.jsonl").name == "empty"
     assert not disk.create(tmp_path / "empty" / "events.jsonl")
@@ -132,7 +160,9 @@ def test_killed_at_any_byte_it_can_be_read(tmp_path: Path) -> None:
             (torn / name).write_bytes(whole[:cut])
             run = RunDirectory(torn)
             assert run.status is RunStatus.STARTED
-            assert len(History.read(run)) == min(len(run.metrics()), len(run.heads().steps))
+            assert len(History.read(run)) == min(
+                len(run.metrics()), len(run.heads().steps)
+            )
             run.events()
             shutil.rmtree(torn)
 
@@ -144,7 +174,9 @@ def test_an_incomplete_run_is_not_done(tmp_path: Path) -> None:
     assert RunDirectory(tmp_path / "watch").status is RunStatus.STARTED
 
 
-def test_a_field_that_turns_up_late_keeps_the_records_whole_and_is_told_once(tmp_path: Path) -> None:
+def test_a_field_that_turns_up_late_keeps_the_records_whole_and_is_told_once(
+    tmp_path: Path,
+) -> None:
     sink = opened(tmp_path / "watch", fields=["max_logit"])
     sink.write(sample(0))
     for step in (1, 2):
@@ -165,7 +197,9 @@ def test_fields_of_the_table_may_come_and_go(tmp_path: Path) -> None:
 
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(InvalidTypeError, match="expected a path for the records, got int"):
+    with pytest.raises(
+        InvalidTypeError, match="expected a path for the records, got int"
+    ):
         RunDirectorySink(3)  # type: ignore[arg-type]
     with pytest.raises(RunDirectoryError, match="call open"):
         RunDirectorySink(tmp_path / "watch").write(sample(0))
@@ -187,11 +221,17 @@ def test_json_on_disk_is_standard(tmp_path: Path) -> None:
 
     for path in (tmp_path / "watch").iterdir():
         if path.suffix in (".json", ".jsonl"):
-            for line in [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines():
+            for line in (
+                [path.read_text()]
+                if path.suffix == ".json"
+                else path.read_text().splitlines()
+            ):
                 json.loads(line, parse_constant=refuse)
 
 
-def test_the_log_gets_samples_and_alarms_by_severity(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_gets_samples_and_alarms_by_severity(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     sink = LoggingSink("qkeel.test")
     with caplog.at_level(logging.INFO, logger="qkeel.test"):
         sink.open(about())
@@ -199,16 +239,26 @@ def test_the_log_gets_samples_and_alarms_by_severity(caplog: pytest.LogCaptureFi
         for severity in Severity:
             sink.alarm(alarm(severity))
         sink.close(complete=True)
-    assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "INFO", "WARNING", "ERROR"]
+    assert [record.levelname for record in caplog.records] == [
+        "INFO",
+        "INFO",
+        "INFO",
+        "WARNING",
+        "ERROR",
+    ]
     assert caplog.messages[0] == "watching 2 attention layers of Toy"
     assert "max logit 14.2 (h.1.attn head 1)" in caplog.messages[1]
 
 
 def test_a_layers_own_number_is_explained_by_its_field() -> None:
-    assert explain_field("block_output_norm/h.3.attn") == explain_field("block_output_norm")
+    assert explain_field("block_output_norm/h.3.attn") == explain_field(
+        "block_output_norm"
+    )
 
 
-def test_a_checkout_that_nobody_installed_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_that_nobody_installed_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_such(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 

@@ -38,7 +38,9 @@ class SparseModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(M, M)
-        self.blocks = nn.ModuleList([nn.ModuleDict({"attention": DSA(fused=True)}) for _ in LAYERS])
+        self.blocks = nn.ModuleList(
+            [nn.ModuleDict({"attention": DSA(fused=True)}) for _ in LAYERS]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inner(x)
@@ -54,21 +56,38 @@ Watched = tuple[Path, Sample, History, str]
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """A run in which everything is measured: its directory, last sample, history and table."""
     torch.manual_seed(0)
-    model = qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=20, spec=AttentionSpec(normalizer=Sink())))
+    model = qkeel.nn.Decoder(
+        qkeel.nn.DecoderConfig(vocab_size=20, spec=AttentionSpec(normalizer=Sink()))
+    )
     tokens = torch.randint(0, 20, (2, 8))
-    return run_of(model, tokens, "all+gates+updates+residual", tmp_path_factory.mktemp("run"), probe_batch=(tokens,))
+    return run_of(
+        model,
+        tokens,
+        "all+gates+updates+residual",
+        tmp_path_factory.mktemp("run"),
+        probe_batch=(tokens,),
+    )
 
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """A run of sparse layers."""
     torch.manual_seed(0)
-    return run_of(SparseModel(), torch.randn(2, T, M), "all+chosen", tmp_path_factory.mktemp("sparse"))
+    return run_of(
+        SparseModel(),
+        torch.randn(2, T, M),
+        "all+chosen",
+        tmp_path_factory.mktemp("sparse"),
+    )
 
 
-def run_of(model: nn.Module, given: Tensor, stats: str, path: Path, **more: Any) -> Watched:
+def run_of(
+    model: nn.Module, given: Tensor, stats: str, path: Path, **more: Any
+) -> Watched:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with qkeel.watch(model, optimizer, stats=stats, sinks=path / "run", **more) as monitor:
+    with qkeel.watch(
+        model, optimizer, stats=stats, sinks=path / "run", **more
+    ) as monitor:
         for _ in range(3):
             model(given).square().mean().backward()
             optimizer.step()
@@ -80,10 +99,16 @@ def run_of(model: nn.Module, given: Tensor, stats: str, path: Path, **more: Any)
 
 def test_nearly_every_field_is_measured_here(watched: Watched, sparse: Watched) -> None:
     (_, sample, _, _), (_, other, _, _) = watched, sparse
-    measured = [{n for n, x in one.heads.items() if np.isfinite(x).any()} for one in (sample, other)]
+    measured = [
+        {n for n, x in one.heads.items() if np.isfinite(x).any()}
+        for one in (sample, other)
+    ]
     assert set(HEAD_FIELDS) - measured[0] == SPARSE | ELSEWHERE
     assert measured[1] >= SPARSE
-    assert {name.partition("/")[0] for name in sample.values} >= {*VALUE_FIELDS, *BLOCK_FIELDS}
+    assert {name.partition("/")[0] for name in sample.values} >= {
+        *VALUE_FIELDS,
+        *BLOCK_FIELDS,
+    }
     assert set(sample.monitor) == set(MONITOR_FIELDS)
 
 
@@ -111,7 +136,9 @@ def test_a_number_of_heads_layers_or_blocks_is_everywhere(
         assert name in page
         top = history.top(name)
         assert top is not None
-        assert top[-1] == pytest.approx(np.nanmax(history.heads[name][-1] if name in history.heads else known))
+        assert top[-1] == pytest.approx(
+            np.nanmax(history.heads[name][-1] if name in history.heads else known)
+        )
         (alarm,) = replay(history, [Over(field=name, threshold=-1e9)])
         assert alarm.layer in LAYERS
         assert name in alarm.meaning

@@ -15,7 +15,9 @@ from qkeel.monitor.weight_norms import WeightNorms
 from qkeel.spec import AttentionSpec, RMSNorm
 
 FIELDS = [
-    f"{part}_{of}" for part in ("delta2", "delta3") for of in ("spectral_norm", "stable_rank", "singular_entropy")
+    f"{part}_{of}"
+    for part in ("delta2", "delta3")
+    for of in ("spectral_norm", "stable_rank", "singular_entropy")
 ]
 
 
@@ -35,10 +37,16 @@ def test_a_watched_models_steps_are_those_of_its_dense_products(kind: str) -> No
     for part, matrix in (("delta2", second), ("delta3", third)):
         sigma = torch.linalg.svdvals(matrix)
         share = sigma.square() / sigma.square().sum(-1, keepdim=True)
-        np.testing.assert_allclose(heads[f"{part}_spectral_norm"], sigma[:, 0], rtol=1e-6)
-        np.testing.assert_allclose(heads[f"{part}_stable_rank"], 1 / share[:, 0], rtol=1e-6)
         np.testing.assert_allclose(
-            heads[f"{part}_singular_entropy"], -torch.special.xlogy(share, share).sum(-1), rtol=1e-5
+            heads[f"{part}_spectral_norm"], sigma[:, 0], rtol=1e-6
+        )
+        np.testing.assert_allclose(
+            heads[f"{part}_stable_rank"], 1 / share[:, 0], rtol=1e-6
+        )
+        np.testing.assert_allclose(
+            heads[f"{part}_singular_entropy"],
+            -torch.special.xlogy(share, share).sum(-1),
+            rtol=1e-5,
         )
     if "mla" not in kind:
         ratio = (now - q).flatten(1).norm(dim=1) / q.flatten(1).norm(dim=1)
@@ -48,7 +56,9 @@ def test_a_watched_models_steps_are_those_of_its_dense_products(kind: str) -> No
 @pytest.mark.parametrize("gain", ["dim", "one_plus_dim", "head", "head_dim", "scalar"])
 def test_the_gains_of_a_norm_multiply_the_rows_of_the_weights(gain: str) -> None:
     torch.manual_seed(3)
-    model = qkeel.nn.Attention(16, 4, 2, spec=AttentionSpec(norm=RMSNorm(gain=gain))).double()  # type: ignore[arg-type]
+    model = qkeel.nn.Attention(
+        16, 4, 2, spec=AttentionSpec(norm=RMSNorm(gain=gain))
+    ).double()  # type: ignore[arg-type]
     gains = [p for name, p in model.named_parameters() if "norm" in name]
     assert len(gains) == 2
     with torch.no_grad():
@@ -57,10 +67,14 @@ def test_the_gains_of_a_norm_multiply_the_rows_of_the_weights(gain: str) -> None
 
     def dense() -> tuple[torch.Tensor, torch.Tensor]:
         found = []
-        for weight, g, n in zip((model.q_proj.weight, model.k_proj.weight), gains, (4, 2)):
+        for weight, g, n in zip(
+            (model.q_proj.weight, model.k_proj.weight), gains, (4, 2)
+        ):
             rows = weight.detach().unflatten(0, (n, -1))
             own = g.detach() + (gain == "one_plus_dim")
-            found.append((rows * own.expand(n, 4)[..., None]).repeat_interleave(4 // n, 0))
+            found.append(
+                (rows * own.expand(n, 4)[..., None]).repeat_interleave(4 // n, 0)
+            )
         return found[0], found[1]
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -70,11 +84,20 @@ def test_the_gains_of_a_norm_multiply_the_rows_of_the_weights(gain: str) -> None
         optimizer.step()
         now, key = dense()
         heads = {name: x[0, 0] for name, x in monitor.history.heads.items()}
-    for part, matrix in (("delta2", (now - q).mT @ k + q.mT @ (key - k)), ("delta3", (now - q).mT @ (key - k))):
-        np.testing.assert_allclose(heads[f"{part}_spectral_norm"], torch.linalg.matrix_norm(matrix, 2), rtol=1e-6)
+    for part, matrix in (
+        ("delta2", (now - q).mT @ k + q.mT @ (key - k)),
+        ("delta3", (now - q).mT @ (key - k)),
+    ):
+        np.testing.assert_allclose(
+            heads[f"{part}_spectral_norm"],
+            torch.linalg.matrix_norm(matrix, 2),
+            rtol=1e-6,
+        )
 
 
-def test_nothing_changes_for_the_model_and_nothing_is_measured_unless_it_is_named() -> None:
+def test_nothing_changes_for_the_model_and_nothing_is_measured_unless_it_is_named() -> (
+    None
+):
     torch.manual_seed(0)
     first = qkeel.nn.Attention(16, 2)
     second = copy.deepcopy(first)
@@ -82,7 +105,9 @@ def test_nothing_changes_for_the_model_and_nothing_is_measured_unless_it_is_name
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with qkeel.watch(model, optimizer, stats=stats) as monitor:
             for seed in range(2):
-                model(torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(seed))).sum().backward()
+                model(
+                    torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(seed))
+                ).sum().backward()
                 optimizer.step()
             assert bool(set(FIELDS) & set(monitor.history.heads)) == (stats != True)  # noqa: E712
     for a, b in zip(first.parameters(), second.parameters()):
@@ -91,7 +116,9 @@ def test_nothing_changes_for_the_model_and_nothing_is_measured_unless_it_is_name
         qkeel.watch(first, stats="all+updates")
 
 
-def test_a_site_whose_weights_cannot_be_multiplied_is_named_in_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_whose_weights_cannot_be_multiplied_is_named_in_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(WeightNorms, "multiplied", [])
     model = qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=20))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

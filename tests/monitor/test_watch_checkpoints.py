@@ -23,24 +23,44 @@ Run = Callable[[nn.Module, Tensor], Any]
 _ATEN = torch.ops.aten
 _SELECTIVE = functools.partial(
     create_selective_checkpoint_contexts,
-    [_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN._softmax.default, _ATEN.view.default],
+    [
+        _ATEN.mm.default,
+        _ATEN.addmm.default,
+        _ATEN.bmm.default,
+        _ATEN._softmax.default,
+        _ATEN.view.default,
+    ],
 )
 RUNS: dict[str, Run] = {
     "without reentry": functools.partial(checkpoint, use_reentrant=False),
     "with reentry": functools.partial(checkpoint, use_reentrant=True),
-    "nested": lambda net, x: checkpoint(lambda y: checkpoint(net, y, use_reentrant=False), x, use_reentrant=False),
-    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=_SELECTIVE),
+    "nested": lambda net, x: checkpoint(
+        lambda y: checkpoint(net, y, use_reentrant=False), x, use_reentrant=False
+    ),
+    "selective": functools.partial(
+        checkpoint, use_reentrant=False, context_fn=_SELECTIVE
+    ),
 }
 
 
 class Attention(nn.Module):
     def __init__(self, fused: bool) -> None:
         super().__init__()
-        self.fused, self.qkv, self.out = fused, nn.Linear(H * D, 3 * H * D), nn.Linear(H * D, H * D)
+        self.fused, self.qkv, self.out = (
+            fused,
+            nn.Linear(H * D, 3 * H * D),
+            nn.Linear(H * D, H * D),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT * D**-0.5).softmax(-1) @ v
+        q, k, v = (
+            y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
+        )
+        y = (
+            F.scaled_dot_product_attention(q, k, v)
+            if self.fused
+            else (q @ k.mT * D**-0.5).softmax(-1) @ v
+        )
         return x + self.out(y.transpose(1, 2).flatten(2)).tanh()
 
 
@@ -49,7 +69,10 @@ class Blocks(nn.Module):
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        self.run, self.layers = run, nn.ModuleList(Attention(fused) for fused in (True, False))
+        self.run, self.layers = (
+            run,
+            nn.ModuleList(Attention(fused) for fused in (True, False)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -67,7 +90,9 @@ def model(run: Run = plainly) -> nn.Module:
 
 
 def batch(step: int) -> Tensor:
-    return torch.randn(2, 5, H * D, generator=torch.Generator().manual_seed(step)).requires_grad_()
+    return torch.randn(
+        2, 5, H * D, generator=torch.Generator().manual_seed(step)
+    ).requires_grad_()
 
 
 def gradients(net: nn.Module, run: Run, step: int) -> list[Tensor]:
@@ -79,7 +104,9 @@ def gradients(net: nn.Module, run: Run, step: int) -> list[Tensor]:
 @pytest.mark.filterwarnings("error::qkeel.errors.QkeelWarning")
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("whole", [True, False], ids=["the whole model", "each layer"])
-def test_a_checkpoint_recomputes_what_it_would_unwatched(whole: bool, name: str) -> None:
+def test_a_checkpoint_recomputes_what_it_would_unwatched(
+    whole: bool, name: str
+) -> None:
     outer, inner = (RUNS[name], plainly) if whole else (plainly, RUNS[name])
     net, bare = model(inner), model(inner)
     expected = model()
@@ -98,8 +125,12 @@ def test_a_checkpoint_recomputes_what_it_would_unwatched(whole: bool, name: str)
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("spec", ["qk_clip:threshold=0.1", "qk_norm", "sigma_reparam", "lalr:tau=0.1"])
-def test_a_remedy_that_waits_for_the_next_pass_is_applied_inside_a_checkpoint(spec: str, name: str) -> None:
+@pytest.mark.parametrize(
+    "spec", ["qk_clip:threshold=0.1", "qk_norm", "sigma_reparam", "lalr:tau=0.1"]
+)
+def test_a_remedy_that_waits_for_the_next_pass_is_applied_inside_a_checkpoint(
+    spec: str, name: str
+) -> None:
     net, known = model(), model()
     found = []
     for one, example in ((net, None), (known, batch(0).detach())):
@@ -108,16 +139,23 @@ def test_a_remedy_that_waits_for_the_next_pass_is_applied_inside_a_checkpoint(sp
             for step in range(3):
                 gradients(one, RUNS[name], step)
                 optimizer.step()
-            found.append({key: x.detach().clone() for key, x in one.state_dict().items()})
+            found.append(
+                {key: x.detach().clone() for key, x in one.state_dict().items()}
+            )
     assert found[0].keys() == found[1].keys()
     for key, x in found[0].items():
         torch.testing.assert_close(x, found[1][key], msg=key)
 
 
 def test_the_hooks_and_modes_of_a_checkpoint_are_the_same_after_the_search() -> None:
-    net, notes = nn.Sequential(model()), queue.SimpleQueue[Any]()  # not a list, which a search puts back as it was
+    net, notes = (
+        nn.Sequential(model()),
+        queue.SimpleQueue[Any](),
+    )  # not a list, which a search puts back as it was
 
-    def note(_module: object, args: Any) -> Any:  # a hook that returned nothing would be held back in a search
+    def note(
+        _module: object, args: Any
+    ) -> Any:  # a hook that returned nothing would be held back in a search
         modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
         notes.put((modes, _top_saved_tensors_default_hooks(True) is not None))
         return args
@@ -134,4 +172,7 @@ def test_the_hooks_and_modes_of_a_checkpoint_are_the_same_after_the_search() -> 
     assert len(expected) == 2
     assert seen[-2:] == expected
     assert len(seen) > 2
-    assert all("_CachingTorchDispatchMode" not in modes and not hooks for modes, hooks in seen[:-2])
+    assert all(
+        "_CachingTorchDispatchMode" not in modes and not hooks
+        for modes, hooks in seen[:-2]
+    )

@@ -35,7 +35,9 @@ def plain() -> Mapping[str, Tensor]:
     return train(None)[0].state_dict()
 
 
-def test_a_fault_of_an_extra_pass_switches_the_monitor_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_an_extra_pass_switches_the_monitor_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Tap, "_extra_pass", boom)
     model = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
     with torch.no_grad():
@@ -47,12 +49,16 @@ def test_a_fault_of_an_extra_pass_switches_the_monitor_off(monkeypatch: pytest.M
     assert len(warned) == 1
 
 
-def test_a_fault_later_on_keeps_what_was_recorded(plain: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_later_on_keeps_what_was_recorded(
+    plain: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def during(step: int, monitor: Monitor) -> None:
         if step == 2:
             monkeypatch.setattr(Recorder, "add", boom)
 
-    (model, _, monitor), warned = caught(lambda: train(lambda m, o: watch(m, o), during=during))
+    (model, _, monitor), warned = caught(
+        lambda: train(lambda m, o: watch(m, o), during=during)
+    )
     assert same(model, plain)
     assert len(warned) == 1
     assert monitor.history.steps.tolist() == [0, 1]
@@ -72,7 +78,9 @@ def test_a_disk_that_fills_up_drops_the_run_directory_and_training_goes_on(
         if step == 1:
             monkeypatch.setattr(sinks, "append_line", full)
 
-    (model, _, monitor), warned = caught(lambda: train(lambda m, o: watch(m, o, sinks=tmp_path / "x"), during=during))
+    (model, _, monitor), warned = caught(
+        lambda: train(lambda m, o: watch(m, o, sinks=tmp_path / "x"), during=during)
+    )
     assert same(model, plain)
     assert monitor.active
     assert len(warned) == 1
@@ -80,7 +88,9 @@ def test_a_disk_that_fills_up_drops_the_run_directory_and_training_goes_on(
 
 
 def test_warnings_that_are_errors_stop_nobody(
-    plain: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plain: Mapping[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(WeightNorms, "read", boom)
     with warnings.catch_warnings():
@@ -93,7 +103,9 @@ def test_warnings_that_are_errors_stop_nobody(
 
 @pytest.mark.filterwarnings("ignore::qkeel.errors.QkeelWarning")
 @pytest.mark.parametrize("name", ["sample", "alarms", "history", "read", "table"])
-def test_reading_a_monitor_never_raises_its_faults(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_monitor_never_raises_its_faults(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, optimizer, monitor = train(lambda m, o: watch(m, o), steps=1)
     model(batch(0)).sum().backward()
     monkeypatch.setattr(Recorder, "add", boom)
@@ -106,14 +118,20 @@ def test_reading_a_monitor_never_raises_its_faults(name: str, monkeypatch: pytes
     assert not monitor.active
 
 
-def test_a_fault_in_the_observer_of_an_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_the_observer_of_an_own_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = decoder()
     monkeypatch.setattr(CallStatistics, "call", boom)
     monitor = watch(model)
     _, warned = caught(lambda: token_loss(model, 0))
     assert not monitor.active
     assert len(warned) == 1
-    assert all(not m.observers for m in model.modules() if isinstance(getattr(m, "observers", None), list))
+    assert all(
+        not m.observers
+        for m in model.modules()
+        if isinstance(getattr(m, "observers", None), list)
+    )
 
 
 class Sometimes(nn.Module):
@@ -129,7 +147,9 @@ class Sometimes(nn.Module):
 
 
 @pytest.mark.parametrize("build", [Plain, lambda: Attention(16, 2)])
-def test_attention_that_comes_after_the_first_record_is_told(build: Callable[[], nn.Module]) -> None:
+def test_attention_that_comes_after_the_first_record_is_told(
+    build: Callable[[], nn.Module],
+) -> None:
     model = Sometimes(build())
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with watch(model, optimizer, every=1) as monitor:

@@ -14,7 +14,11 @@ import qkeel
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 1, enable_nested_tensor=False)
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, batch_first=True),
+        1,
+        enable_nested_tensor=False,
+    )
 
 
 def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -24,7 +28,11 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def names(stored: bytes) -> set[str]:
-    return {arg for _, arg, _ in pickletools.genops(stored) if isinstance(arg, str) and "qkeel" in arg}
+    return {
+        arg
+        for _, arg, _ in pickletools.genops(stored)
+        if isinstance(arg, str) and "qkeel" in arg
+    }
 
 
 def test_a_watched_model_pickles_to_the_bytes_that_it_has_without_a_watcher() -> None:

@@ -47,7 +47,9 @@ def counts(stats: dict[str, LogitStats]) -> list[list[int]]:
 
 def close(a: LogitStats, b: LogitStats) -> None:
     for field in TENSORS:
-        torch.testing.assert_close(getattr(a, field).double(), getattr(b, field).double(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            getattr(a, field).double(), getattr(b, field).double(), rtol=1e-5, atol=1e-6
+        )
 
 
 # --- what is counted where ------------------------------------------------------------------------------------------
@@ -80,13 +82,19 @@ def test_reads_in_the_middle_of_steps_lose_and_repeat_nothing() -> None:
         optimizer.step()
         optimizer.zero_grad()
     reads.append(monitor.read())
-    assert [counts(r) for r in reads] == [[[10, 10]] * 2, [[30, 30]] * 2, [[20, 20]] * 2]
+    assert [counts(r) for r in reads] == [
+        [[10, 10]] * 2,
+        [[30, 30]] * 2,
+        [[20, 20]] * 2,
+    ]
     assert monitor.active
     assert monitor.history.steps.tolist() == [0, 1, 2]
     assert whole.active
 
 
-def test_evaluation_is_kept_apart_and_recorded_once_at_the_step_it_was_made_after() -> None:
+def test_evaluation_is_kept_apart_and_recorded_once_at_the_step_it_was_made_after() -> (
+    None
+):
     records: list[tuple[int, str]] = []
     model, optimizer, monitor = setup(every=2)
     write, journal = monitor._journal.add, monitor._journal
@@ -104,12 +112,20 @@ def test_evaluation_is_kept_apart_and_recorded_once_at_the_step_it_was_made_afte
                 for seed in (7, 8):
                     model(batch(seed))
             if i == 3:
-                assert counts(monitor.read("eval")) == [[20, 20]] * 2  # every second of the 4 passes
+                assert (
+                    counts(monitor.read("eval")) == [[20, 20]] * 2
+                )  # every second of the 4 passes
             model.train()
     assert counts(monitor.read("train")) == [[30, 30]] * 2
     assert monitor.read("eval") == {}
     monitor.remove()
-    assert records == [(0, "train"), (1, "eval"), (2, "train"), (4, "eval"), (4, "train")]
+    assert records == [
+        (0, "train"),
+        (1, "eval"),
+        (2, "train"),
+        (4, "eval"),
+        (4, "train"),
+    ]
 
 
 def test_a_read_without_a_phase_prefers_training() -> None:
@@ -139,10 +155,14 @@ def test_micro_batches_are_one_big_batch() -> None:
         close(reads[0][name], reads[1][name])
     assert samples[0].heads.keys() == samples[1].heads.keys()
     for name, values in samples[0].heads.items():
-        np.testing.assert_allclose(values, samples[1].heads[name], rtol=2e-4, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            values, samples[1].heads[name], rtol=2e-4, atol=1e-6, err_msg=name
+        )
 
 
-def test_the_loss_that_a_model_returns_is_recorded_as_the_mean_over_micro_batches() -> None:
+def test_the_loss_that_a_model_returns_is_recorded_as_the_mean_over_micro_batches() -> (
+    None
+):
     class Judged(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -162,7 +182,9 @@ def test_the_loss_that_a_model_returns_is_recorded_as_the_mean_over_micro_batche
             losses.append(loss.item())
         optimizer.step()
         assert monitor.sample is not None
-        assert monitor.sample.values["train_loss"] == pytest.approx(sum(losses) / 2, rel=1e-6)
+        assert monitor.sample.values["train_loss"] == pytest.approx(
+            sum(losses) / 2, rel=1e-6
+        )
         assert monitor.sample.values["lr"] == 0.1
 
 
@@ -179,7 +201,9 @@ def test_the_loss_that_a_model_returns_is_recorded_as_the_mean_over_micro_batche
         2,
     ),
 )
-def test_a_cadence_says_which_steps_are_measured(every: Any, measured: list[int]) -> None:
+def test_a_cadence_says_which_steps_are_measured(
+    every: Any, measured: list[int]
+) -> None:
     model, optimizer, monitor = setup(every=every)
     for i in range(11):
         step(model, optimizer, i, i + 50)
@@ -188,9 +212,16 @@ def test_a_cadence_says_which_steps_are_measured(every: Any, measured: list[int]
 
 
 @pytest.mark.parametrize(
-    ("every", "measured"), [(1, [0, 1, 2, 3, 4]), (3, [0, 3]), (Adaptive(least=3, most=9, change=1e-12), [0, 3])]
+    ("every", "measured"),
+    [
+        (1, [0, 1, 2, 3, 4]),
+        (3, [0, 3]),
+        (Adaptive(least=3, most=9, change=1e-12), [0, 3]),
+    ],
 )
-def test_without_an_optimizer_each_training_pass_is_a_step(every: Any, measured: list[int]) -> None:
+def test_without_an_optimizer_each_training_pass_is_a_step(
+    every: Any, measured: list[int]
+) -> None:
     model = small()
     with watch(model, every=every) as monitor:
         for i in range(5):
@@ -206,7 +237,10 @@ def test_passes_without_a_step_of_the_watched_optimizer_are_no_silent_end() -> N
     for i in range(3):
         model(batch(i)).sum().backward()
         other.step()
-    with pytest.warns(QkeelWarning, match="the optimizer that is watched took no step, so nothing was recorded"):
+    with pytest.warns(
+        QkeelWarning,
+        match="the optimizer that is watched took no step, so nothing was recorded",
+    ):
         monitor.close()
     assert not len(monitor.history)
 
@@ -214,7 +248,9 @@ def test_passes_without_a_step_of_the_watched_optimizer_are_no_silent_end() -> N
 def test_a_step_without_a_pass_warns_once_and_measures_again_when_one_comes() -> None:
     model, optimizer, monitor = setup()
     model.forward(batch(0)).sum().backward()
-    with pytest.warns(QkeelWarning, match="no forward pass of the watched model was seen"):
+    with pytest.warns(
+        QkeelWarning, match="no forward pass of the watched model was seen"
+    ):
         optimizer.step()
     optimizer.step()
     step(model, optimizer, 0)
@@ -260,7 +296,9 @@ class Padded(nn.Module):
         self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         if attention_mask is not None:
             seen = seen & attention_mask[:, None, None, :].bool()
@@ -269,13 +307,21 @@ class Padded(nn.Module):
 
 def oracle(model: Padded, x: Tensor, mask: Tensor) -> dict[str, list[float]]:
     """Per head in float64, row by row, over the rows that count."""
-    found: dict[str, list[float]] = {n: [] for n in ("max", "min", "mean", "entropy", "query_norm", "key_norm")}
+    found: dict[str, list[float]] = {
+        n: [] for n in ("max", "min", "mean", "entropy", "query_norm", "key_norm")
+    }
     for head in range(2):
         part = slice(4 * head, 4 * head + 4)
         logits, entropies, queries, keys = [], [], [], []
         for b in range(len(x)):
-            q = x[b].double() @ model.q.weight[part].double().T + model.q.bias[part].double()
-            k = x[b].double() @ model.k.weight[part].double().T + model.k.bias[part].double()
+            q = (
+                x[b].double() @ model.q.weight[part].double().T
+                + model.q.bias[part].double()
+            )
+            k = (
+                x[b].double() @ model.k.weight[part].double().T
+                + model.k.bias[part].double()
+            )
             real = [i for i in range(len(q)) if mask[b, i]]
             keys += [k[j].norm().item() for j in real]
             for i in real:
@@ -311,7 +357,9 @@ def by_tensor(given: Tensor) -> MaskSource:
 @pytest.mark.parametrize("way", [by_name, by_function, by_tensor])
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_padded_rows_count_nowhere(way: Callable[[Tensor], MaskSource], side: str, named: bool) -> None:
+def test_padded_rows_count_nowhere(
+    way: Callable[[Tensor], MaskSource], side: str, named: bool
+) -> None:
     model, x = Padded().eval(), batch(3, b=3, t=6)
     lengths = torch.tensor([6, 4, 1])
     mask = torch.arange(6) < lengths[:, None]
@@ -330,7 +378,9 @@ def test_padded_rows_count_nowhere(way: Callable[[Tensor], MaskSource], side: st
         "query_norm": stats.query_norm,
         "key_norm": stats.key_norm,
     }.items():
-        torch.testing.assert_close(value.double(), torch.tensor(expected[name]).double(), rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(
+            value.double(), torch.tensor(expected[name]).double(), rtol=2e-6, atol=2e-6
+        )
 
 
 def test_a_name_that_the_forward_does_not_take_is_refused() -> None:
@@ -342,7 +392,10 @@ def test_a_mask_that_fits_no_attention_is_warned_of_once() -> None:
     model, x = Padded().eval(), batch(3, b=3, t=6)
     mask = torch.ones(3, 5)
     with watch(model, query_mask=lambda *_: mask) as monitor, torch.no_grad():
-        with pytest.warns(UserWarning, match=r"query_mask applies to no attention.*\[3 6\], got \[3, 5\]"):
+        with pytest.warns(
+            UserWarning,
+            match=r"query_mask applies to no attention.*\[3 6\], got \[3, 5\]",
+        ):
             model(x)
         assert all(stats.n_queries.eq(18).all() for stats in monitor.read().values())
         model(x)  # a second warning would be an error
@@ -373,7 +426,9 @@ def test_a_functional_call_is_measured_with_the_weights_it_was_given() -> None:
             close(stats, seen[name])
 
 
-@pytest.mark.filterwarnings("ignore::qkeel.errors.QkeelWarning", "ignore:There is a performance drop")
+@pytest.mark.filterwarnings(
+    "ignore::qkeel.errors.QkeelWarning", "ignore:There is a performance drop"
+)
 @pytest.mark.parametrize("transform", ["grad", "vmap", "per_sample"])
 def test_torch_func_runs_on_and_its_numbers_are_right_or_none(transform: str) -> None:
     model = small()
@@ -383,11 +438,13 @@ def test_torch_func_runs_on_and_its_numbers_are_right_or_none(transform: str) ->
         return torch.func.functional_call(model, params, (x,)).square().mean()
 
     act: Any = {
-        "grad": lambda: torch.func.grad(loss)(parameters, batch(0))["blocks.0.q.weight"],
-        "vmap": lambda: torch.func.vmap(lambda x: model(x[None])[0])(batch(0)),
-        "per_sample": lambda: torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, batch(0)[:, None])[
+        "grad": lambda: torch.func.grad(loss)(parameters, batch(0))[
             "blocks.0.q.weight"
         ],
+        "vmap": lambda: torch.func.vmap(lambda x: model(x[None])[0])(batch(0)),
+        "per_sample": lambda: torch.func.vmap(torch.func.grad(loss), (None, 0))(
+            parameters, batch(0)[:, None]
+        )["blocks.0.q.weight"],
     }[transform]
     expected = act()
     with watch(model) as plain:
@@ -419,7 +476,9 @@ class Wrapper(nn.Module):
 
 @pytest.mark.parametrize("wrap", [Wrapper, nn.DataParallel])
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_model_in_a_wrapper_is_watched_from_either_side(wrap: Callable[[nn.Module], nn.Module], inside: bool) -> None:
+def test_a_model_in_a_wrapper_is_watched_from_either_side(
+    wrap: Callable[[nn.Module], nn.Module], inside: bool
+) -> None:
     model = small()
     outside = wrap(model)
     with watch(model if inside else outside) as monitor:
@@ -435,7 +494,12 @@ BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[QkeelError], str]] = [
     ((Small,), {}, InvalidTypeError, "torch.nn.Module"),
     ((MODEL, "adam"), {}, InvalidTypeError, "Optimizer"),
     ((MODEL, list(MODEL.parameters())), {}, InvalidTypeError, "Optimizer"),
-    ((MODEL, torch.optim.SGD(small().parameters())), {}, InvalidValueError, "any of the model's parameters"),
+    (
+        (MODEL, torch.optim.SGD(small().parameters())),
+        {},
+        InvalidValueError,
+        "any of the model's parameters",
+    ),
     ((MODEL,), {"every": 0}, InvalidValueError, "at least 1"),
     ((MODEL,), {"every": -3}, InvalidValueError, "at least 1"),
     ((MODEL,), {"every": 2.0}, InvalidTypeError, "whole number"),
@@ -482,7 +546,11 @@ def test_one_rule_is_a_list_of_one() -> None:
 def test_a_model_is_watched_once() -> None:
     model = small()
     with watch(model):
-        for same in (model, nn.DataParallel(model), torch.compile(model, backend="eager")):
+        for same in (
+            model,
+            nn.DataParallel(model),
+            torch.compile(model, backend="eager"),
+        ):
             with pytest.raises(AlreadyAppliedError, match="already watched"):
                 watch(same)  # type: ignore[arg-type]
     watch(model).remove()
@@ -544,8 +612,12 @@ class WrittenOut(nn.Module):
         return ((q @ k.mT / 2).softmax(-1) @ k).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("make", [small, WrittenOut, lambda: nn.Sequential(Attention(8, 4, 2))])
-def test_the_maxima_alone_are_those_of_everything_and_nothing_else_is_recorded(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "make", [small, WrittenOut, lambda: nn.Sequential(Attention(8, 4, 2))]
+)
+def test_the_maxima_alone_are_those_of_everything_and_nothing_else_is_recorded(
+    make: Callable[[], nn.Module],
+) -> None:
     model, found = make(), {}
     for stats in (True, "max"):
         with watch(model, stats=stats) as monitor:
@@ -554,7 +626,10 @@ def test_the_maxima_alone_are_those_of_everything_and_nothing_else_is_recorded(m
             table, tops = monitor.table(), monitor.history.series("max_logit")
             sample = monitor.sample
             assert sample is not None
-            found[stats] = {name: x for name, x in sample.heads.items() if not np.isnan(x).all()}, tops
+            found[stats] = (
+                {name: x for name, x in sample.heads.items() if not np.isnan(x).all()},
+                tops,
+            )
         assert "max logit" in table
     assert {"max_logit", "entropy"} <= found[True][0].keys()
     assert {*found["max"][0]} - {"non_finite"} == {"max_logit"}

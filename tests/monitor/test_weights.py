@@ -18,11 +18,15 @@ from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
 from qkeel.nn.mla import LatentSizes
 
 WIDTH, H = 24, 4
-X = torch.randn(2, 7, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+X = torch.randn(
+    2, 7, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+)
 IDS = torch.randint(3, 11, (2, 7), generator=torch.Generator().manual_seed(0))
 SIZES = LatentSizes(q_latent=10, kv_latent=9, rope_dim=4, nope_dim=6, value_dim=3)
 
-Dense = tuple[Tensor, Tensor]  # [h d m] of q and of k, the latter of each query head's key head
+Dense = tuple[
+    Tensor, Tensor
+]  # [h d m] of q and of k, the latter of each query head's key head
 
 
 def heads(weight: Tensor, n: int) -> Tensor:
@@ -40,7 +44,11 @@ def dense_gpt2(model: nn.Module) -> Dense:
 
 
 def dense_neox(model: nn.Module) -> Dense:
-    q, k, _ = model.layers[0].attention.query_key_value.weight.unflatten(0, (H, 3, -1)).unbind(1)
+    q, k, _ = (
+        model.layers[0]
+        .attention.query_key_value.weight.unflatten(0, (H, 3, -1))
+        .unbind(1)
+    )
     return q.detach(), k.detach()
 
 
@@ -48,8 +56,14 @@ def dense_mla(model: nn.Module) -> Dense:
     """Of plain and rotated part together, from x to the head."""
     down_q, down_k = model.q_down.weight.detach(), model.kv_down.weight.detach()
     if model.latent_norm:  # q from its latent; k from [its latent, x]
-        down_q, down_k = torch.eye(10, dtype=torch.float64), torch.eye(9, 9 + WIDTH, dtype=torch.float64)
-    q = torch.cat([heads(model.q_up.weight, H) @ down_q, heads(model.q_rope.weight, H) @ down_q], 1)
+        down_q, down_k = (
+            torch.eye(10, dtype=torch.float64),
+            torch.eye(9, 9 + WIDTH, dtype=torch.float64),
+        )
+    q = torch.cat(
+        [heads(model.q_up.weight, H) @ down_q, heads(model.q_rope.weight, H) @ down_q],
+        1,
+    )
     rope = heads(model.k_rope.weight, 1)
     if model.latent_norm:
         rope = torch.cat([torch.zeros(H, 4, 9, dtype=torch.float64), rope], -1)
@@ -57,24 +71,36 @@ def dense_mla(model: nn.Module) -> Dense:
 
 
 def gpt2() -> nn.Module:
-    return transformers.GPT2Model(transformers.GPT2Config(vocab_size=11, n_embd=WIDTH, n_layer=1, n_head=H))
+    return transformers.GPT2Model(
+        transformers.GPT2Config(vocab_size=11, n_embd=WIDTH, n_layer=1, n_head=H)
+    )
 
 
 def neox() -> nn.Module:
     config = transformers.GPTNeoXConfig(
-        vocab_size=11, hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=H, intermediate_size=8
+        vocab_size=11,
+        hidden_size=WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=H,
+        intermediate_size=8,
     )
     return transformers.GPTNeoXModel(config)
 
 
-KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Dense], Tensor]] = {
+KINDS: dict[
+    str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Dense], Tensor]
+] = {
     "plain": (lambda: Attention(WIDTH, H), dense_attention, X),
     "grouped": (lambda: Attention(WIDTH, H, 2), dense_attention, X),
     "one key head": (lambda: Attention(WIDTH, H, 1, head_dim=4), dense_attention, X),
     "fused, columns": (gpt2, dense_gpt2, IDS),
     "fused, interleaved": (neox, dense_neox, IDS),
     "mla": (lambda: MLA(WIDTH, H, sizes=SIZES), dense_mla, X),
-    "mla, latents normed": (lambda: MLA(WIDTH, H, sizes=SIZES, latent_norm=True), dense_mla, X),
+    "mla, latents normed": (
+        lambda: MLA(WIDTH, H, sizes=SIZES, latent_norm=True),
+        dense_mla,
+        X,
+    ),
 }
 
 
@@ -85,9 +111,14 @@ def built(kind: str) -> tuple[nn.Module, Dense, Tensor]:
     return model, dense(model), example
 
 
-def read(model: nn.Module, example: Tensor, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+def read(
+    model: nn.Module, example: Tensor, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Tensor]:
     sites = find_sites(model, example)
-    return {name: value for (_, name), value in WeightNorms(model, sites, optimizer).read().items()}
+    return {
+        name: value
+        for (_, name), value in WeightNorms(model, sites, optimizer).read().items()
+    }
 
 
 def spectral(q: Tensor, k: Tensor) -> Tensor:
@@ -105,15 +136,23 @@ def test_the_spectral_norm_is_that_of_the_dense_product(kind: str) -> None:
 def test_weight_norms_are_those_of_the_heads_rows(kind: str) -> None:
     model, (q, k), example = built(kind)
     found = read(model, example)
-    assert torch.allclose(found["query_weight_norm"], q.square().sum((1, 2)).sqrt(), rtol=1e-12)
-    assert torch.allclose(found["key_weight_norm"], k.square().sum((1, 2)).sqrt(), rtol=1e-12)
+    assert torch.allclose(
+        found["query_weight_norm"], q.square().sum((1, 2)).sqrt(), rtol=1e-12
+    )
+    assert torch.allclose(
+        found["key_weight_norm"], k.square().sum((1, 2)).sqrt(), rtol=1e-12
+    )
 
 
 def test_of_mla_the_weight_norms_are_those_of_the_up_projections() -> None:
     model, _, example = built("mla")
     found = read(model, example)
-    q = heads(model.q_up.weight, H).square().sum((1, 2)) + heads(model.q_rope.weight, H).square().sum((1, 2))
-    k = heads(model.k_up.weight, H).square().sum((1, 2)) + heads(model.k_rope.weight, 1).square().sum((1, 2))
+    q = heads(model.q_up.weight, H).square().sum((1, 2)) + heads(
+        model.q_rope.weight, H
+    ).square().sum((1, 2))
+    k = heads(model.k_up.weight, H).square().sum((1, 2)) + heads(
+        model.k_rope.weight, 1
+    ).square().sum((1, 2))
     assert torch.allclose(found["query_weight_norm"], q.sqrt(), rtol=1e-12)
     assert torch.allclose(found["key_weight_norm"], k.sqrt(), rtol=1e-12)
 
@@ -186,7 +225,9 @@ def test_hidden_norms_are_means_over_tokens_and_passes(norm: bool) -> None:
     found = {key: float(share.value) for key, share in means.read().items()}
     assert found[names[0], "block_output_norm"] == pytest.approx(2 * (3 + 9) / 2)
     assert found[names[1], "block_output_norm"] == pytest.approx(4 * (3 + 9) / 2)
-    assert found["", "final_hidden_norm"] == pytest.approx(8**0.5 if norm else 4 * (3 + 9) / 2)
+    assert found["", "final_hidden_norm"] == pytest.approx(
+        8**0.5 if norm else 4 * (3 + 9) / 2
+    )
     assert len(found) == 3
 
 
@@ -208,7 +249,9 @@ def test_the_monitor_reads_the_weights_before_the_step_that_moves_them() -> None
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_weights_that_are_computed_from_stored_ones_have_no_norms_but_gradients(apart: bool) -> None:
+def test_weights_that_are_computed_from_stored_ones_have_no_norms_but_gradients(
+    apart: bool,
+) -> None:
     # The norm of the stored W is not that of (γ/σ) W, which the layer uses.
     torch.manual_seed(0)
     model = nn.ModuleList([Attention(WIDTH, H), Attention(WIDTH, H)]).double()
@@ -219,12 +262,20 @@ def test_weights_that_are_computed_from_stored_ones_have_no_norms_but_gradients(
     assert [site.reparametrised for site in sites] == [True, not apart]
     norms = WeightNorms(model, sites, torch.optim.AdamW(model.parameters()))
     of_weights = {"query_weight_norm", "key_weight_norm", "qk_spectral_norm"}
-    assert {key for key, _ in norms.read().items()} == ({("1", name) for name in of_weights} if apart else set())
+    assert {key for key, _ in norms.read().items()} == (
+        {("1", name) for name in of_weights} if apart else set()
+    )
     for layer in model:
         layer(X).square().sum().backward()
-    names = {site.name: {name for (of, name), _ in norms.read().items() if of == site.name} for site in sites}
+    names = {
+        site.name: {name for (of, name), _ in norms.read().items() if of == site.name}
+        for site in sites
+    }
     of_gradients = {"query_grad_rms", "key_grad_rms", "grad_over_eps"}
-    assert names == {"0": of_gradients, "1": of_gradients | (of_weights if apart else set())}
+    assert names == {
+        "0": of_gradients,
+        "1": of_gradients | (of_weights if apart else set()),
+    }
 
 
 def test_steps_of_weights_that_are_computed_from_stored_ones_are_not_compared() -> None:
@@ -236,6 +287,15 @@ def test_steps_of_weights_that_are_computed_from_stored_ones_are_not_compared() 
     model(IDS).square().sum().backward()
     with pytest.warns(UserWarning, match="computed from other weights"):
         optimizer.step()
-    known = {name for name, values in monitor.history.heads.items() if not torch.as_tensor(values).isnan().all()}
+    known = {
+        name
+        for name, values in monitor.history.heads.items()
+        if not torch.as_tensor(values).isnan().all()
+    }
     assert "query_grad_rms" in known
-    assert not known & {"query_weight_norm", "qk_spectral_norm", "delta2_spectral_norm", "query_update_ratio"}
+    assert not known & {
+        "query_weight_norm",
+        "qk_spectral_norm",
+        "delta2_spectral_norm",
+        "query_update_ratio",
+    }

@@ -41,7 +41,11 @@ class Tracer:
     """
 
     def __init__(self, root: Path, output: Path) -> None:
-        self._include, self._output, self._partial = f"{root}/src/qkeel/*", output, output.with_suffix(".partial")
+        self._include, self._output, self._partial = (
+            f"{root}/src/qkeel/*",
+            output,
+            output.with_suffix(".partial"),
+        )
         self._outcomes: dict[str, str] = {}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -50,9 +54,14 @@ class Tracer:
         session.items[:] = [item for item in session.items if item.nodeid not in done]
         self._folder = Path(tempfile.mkdtemp())
         settings = self._folder / "settings"
-        settings.write_text(SETTINGS.format(include=self._include, folder=self._folder), encoding="utf-8")
+        settings.write_text(
+            SETTINGS.format(include=self._include, folder=self._folder),
+            encoding="utf-8",
+        )
         os.environ["COVERAGE_PROCESS_START"] = str(settings)
-        self._coverage = Coverage(data_file=None, include=[self._include], config_file=False)
+        self._coverage = Coverage(
+            data_file=None, include=[self._include], config_file=False
+        )
         self._coverage.start()
 
     @pytest.hookimpl(wrapper=True)
@@ -76,7 +85,9 @@ class Tracer:
                     _add(lines, data)
                     path.unlink()
             if self._outcomes.get(item.nodeid) == "passed":
-                self._write(item.nodeid, seconds, {path: sorted(lines[path]) for path in lines})
+                self._write(
+                    item.nodeid, seconds, {path: sorted(lines[path]) for path in lines}
+                )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.failed:
@@ -86,13 +97,17 @@ class Tracer:
         shutil.rmtree(self._folder)
         self._partial.rename(self._output)
 
-    def _write(self, test: str, seconds: float | None, lines: dict[str, list[int]]) -> None:
+    def _write(
+        self, test: str, seconds: float | None, lines: dict[str, list[int]]
+    ) -> None:
         with self._partial.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps([test, seconds, lines]) + "\n")
 
 
 def _read(output: Path) -> list[tuple[str, float | None, dict[str, list[int]]]]:
-    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def _add(lines: dict[str, set[int]], data: CoverageData) -> None:
@@ -121,10 +136,20 @@ class Lines:
             output = folder / f"{''.join(name) or 'root'}.json"
             while not output.exists():
                 every = {test for other in ROOMS for test in test_files(root, other)}
-                tests = sorted(test for test in every if Path(test).parent.parts[1:2] == name)
-                in_a_fork(root, ["--continue-on-collection-errors", *tests], Tracer(root, output))
+                tests = sorted(
+                    test for test in every if Path(test).parent.parts[1:2] == name
+                )
+                in_a_fork(
+                    root,
+                    ["--continue-on-collection-errors", *tests],
+                    Tracer(root, output),
+                )
             for test, seconds, lines in _read(output):
-                if seconds is not None and file_of(test) in files and is_direct(test, room):
+                if (
+                    seconds is not None
+                    and file_of(test) in files
+                    and is_direct(test, room)
+                ):
                     self.tests[test] = seconds, lines
 
     def tests_of(self, mutant: Mutant, most: float) -> list[list[str]]:
@@ -141,7 +166,13 @@ class Lines:
             if not span.isdisjoint(lines) if span else lines:
                 ranks[test] = seconds > 2, f"/test_{file.stem}.py" not in test, seconds
         tests = sorted(ranks, key=lambda test: ranks[test])
-        count = max(1, sum(seconds <= most for seconds in accumulate(ranks[test][2] for test in tests)))
+        count = max(
+            1,
+            sum(
+                seconds <= most
+                for seconds in accumulate(ranks[test][2] for test in tests)
+            ),
+        )
         return [tests[: min(FIRST, count)], tests[FIRST:count], tests[count:]]
 
 
@@ -156,9 +187,14 @@ def _span(source: str, line: int) -> set[int]:
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
     ]
     functions = [node for node in around if isinstance(node, ast.FunctionDef)]
-    if not functions or any("cache" in ast.unparse(decorator) for decorator in functions[-1].decorator_list):
+    if not functions or any(
+        "cache" in ast.unparse(decorator) for decorator in functions[-1].decorator_list
+    ):
         return set()
     statement, body = around[-1], getattr(around[-1], "body", None)
     if statement is functions[-1]:
         return set(range(body[0].lineno, statement.end_lineno + 1))
-    return {statement.lineno, *range(statement.lineno, body[0].lineno if body else statement.end_lineno + 1)}
+    return {
+        statement.lineno,
+        *range(statement.lineno, body[0].lineno if body else statement.end_lineno + 1),
+    }

@@ -20,7 +20,12 @@ OPPOSITES: dict[type[ast.AST], type[ast.AST]] = {
     ast.In: ast.NotIn,
 }
 OPERATORS = OPPOSITES | {after: before for before, after in OPPOSITES.items()}
-OPERATORS |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.MatMult: ast.Mult}
+OPERATORS |= {
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Pow: ast.Mult,
+    ast.MatMult: ast.Mult,
+}
 EXTREMES = {
     "min": "max",
     "amin": "amax",
@@ -66,33 +71,52 @@ def mutants(path: str, source: str) -> list[Mutant]:
     """Returns every mutant of a file. Texts, annotations, imports and errors stay as they are."""
     found: list[Mutant] = []
     seen: dict[str, int] = {}
-    for number, (function, statement, node, changed) in enumerate(_changes(ast.parse(source))):
+    for number, (function, statement, node, changed) in enumerate(
+        _changes(ast.parse(source))
+    ):
         before, after = ast.unparse(node), ast.unparse(changed)
         text = f"{function}|{ast.unparse(statement)[:200]}|{before} -> {after}"
         seen[text] = seen.get(text, 0) + 1
         key = hashlib.sha256(f"{text}|{seen[text]}".encode()).hexdigest()
-        change = f"{_short(before)} -> {_short(after) if after != 'pass' else 'deleted'}"
+        change = (
+            f"{_short(before)} -> {_short(after) if after != 'pass' else 'deleted'}"
+        )
         line: int = node.lineno  # type: ignore[attr-defined]
-        found.append(Mutant(path=path, number=number, line=line, function=function, change=change, key=key))
+        found.append(
+            Mutant(
+                path=path,
+                number=number,
+                line=line,
+                function=function,
+                change=change,
+                key=key,
+            )
+        )
     return found
 
 
 def mutated(source: str, number: int) -> str:
     """Returns a file with one of its changes made."""
     tree = ast.parse(source)
-    _, _, node, changed = next(change for i, change in enumerate(_changes(tree)) if i == number)
+    _, _, node, changed = next(
+        change for i, change in enumerate(_changes(tree)) if i == number
+    )
     for parent in ast.walk(tree):
         for field, value in ast.iter_fields(parent):
             if value is node:
                 setattr(parent, field, changed)
             elif isinstance(value, list):
-                setattr(parent, field, [changed if item is node else item for item in value])
+                setattr(
+                    parent, field, [changed if item is node else item for item in value]
+                )
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
 def sample(all_mutants: list[Mutant], seed: int, count: int) -> list[Mutant]:
     """Returns `count` mutants that a seed draws: those whose digest with the seed is smallest."""
-    drawn = sorted(all_mutants, key=lambda m: hashlib.sha256(f"{seed}|{m.key}".encode()).digest())
+    drawn = sorted(
+        all_mutants, key=lambda m: hashlib.sha256(f"{seed}|{m.key}".encode()).digest()
+    )
     return drawn[:count]
 
 
@@ -109,7 +133,12 @@ def _changes(tree: ast.Module) -> Iterator[tuple[str, ast.AST, ast.AST, ast.AST]
                 if ast.unparse(changed) != ast.unparse(node):
                     yield function, statement, node, changed
         if function and _can_go(statement):
-            yield function, statement, statement, ast.copy_location(ast.Pass(), statement)
+            yield (
+                function,
+                statement,
+                statement,
+                ast.copy_location(ast.Pass(), statement),
+            )
 
 
 def _statements(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
@@ -122,7 +151,11 @@ def _statements(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
             yield from _statements(child, name)
         elif isinstance(child, ast.ExceptHandler | ast.match_case):
             yield from _statements(child, function)
-        elif isinstance(child, ast.stmt) and not isinstance(child, ast.Raise | ast.Assert) and not _types_only(child):
+        elif (
+            isinstance(child, ast.stmt)
+            and not isinstance(child, ast.Raise | ast.Assert)
+            and not _types_only(child)
+        ):
             yield function, child
             yield from _statements(child, function)
 
@@ -133,31 +166,60 @@ def _types_only(node: ast.stmt) -> bool:
 
 def _expressions(node: ast.AST) -> Iterator[ast.AST]:
     """The expressions of a statement, not those of the statements inside of it."""
-    kept = ast.stmt | ast.JoinedStr | ast.ExceptHandler | ast.match_case | ast.pattern | ast.arg
+    kept = (
+        ast.stmt
+        | ast.JoinedStr
+        | ast.ExceptHandler
+        | ast.match_case
+        | ast.pattern
+        | ast.arg
+    )
     for field, value in ast.iter_fields(node):
         for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, ast.AST) and not isinstance(item, kept) and field != "annotation":
+            if (
+                isinstance(item, ast.AST)
+                and not isinstance(item, kept)
+                and field != "annotation"
+            ):
                 yield item
                 yield from _expressions(item)
 
 
 def _variants(node: ast.AST) -> Iterator[ast.AST]:
-    if isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in OPERATORS and not _of_texts(node):
+    if (
+        isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign)
+        and type(node.op) in OPERATORS
+        and not _of_texts(node)
+    ):
         yield _with(node, op=OPERATORS[type(node.op)]())
     if isinstance(node, ast.Compare) and type(node.ops[0]) in OPERATORS:
         yield _with(node, ops=[OPERATORS[type(node.ops[0])](), *node.ops[1:]])
         if type(node.ops[0]) in (ast.Lt, ast.LtE, ast.Gt, ast.GtE):
-            flipped = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt}[type(node.ops[0])]()
+            flipped = {
+                ast.Lt: ast.GtE,
+                ast.LtE: ast.Gt,
+                ast.Gt: ast.LtE,
+                ast.GtE: ast.Lt,
+            }[type(node.ops[0])]()
             yield _with(node, ops=[flipped, *node.ops[1:]])
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
         yield node.operand
     if isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
-        yield ast.copy_location(ast.Constant(not node.value if type(node.value) is bool else node.value + 1), node)
+        yield ast.copy_location(
+            ast.Constant(
+                not node.value if type(node.value) is bool else node.value + 1
+            ),
+            node,
+        )
     if isinstance(node, ast.Name) and node.id in SWAPS:
         yield _with(node, id=SWAPS[node.id])
     if isinstance(node, ast.Attribute) and node.attr in SWAPS:
         yield _with(node, attr=SWAPS[node.attr])
-    if isinstance(node, ast.Call) and len(node.args) >= 2 and not isinstance(node.args[1], ast.Starred):
+    if (
+        isinstance(node, ast.Call)
+        and len(node.args) >= 2
+        and not isinstance(node.args[1], ast.Starred)
+    ):
         yield _with(node, args=[node.args[1], node.args[0], *node.args[2:]])
     if isinstance(node, ast.IfExp):
         yield _with(node, body=node.orelse, orelse=node.body)
@@ -165,7 +227,11 @@ def _variants(node: ast.AST) -> Iterator[ast.AST]:
 
 def _of_texts(node: ast.BinOp | ast.BoolOp | ast.AugAssign) -> bool:
     sides = (node.left, node.right) if isinstance(node, ast.BinOp) else ()
-    return any(isinstance(s, ast.JoinedStr) or (isinstance(s, ast.Constant) and type(s.value) is str) for s in sides)
+    return any(
+        isinstance(s, ast.JoinedStr)
+        or (isinstance(s, ast.Constant) and type(s.value) is str)
+        for s in sides
+    )
 
 
 def _with(node: ast.AST, **fields: object) -> ast.AST:
@@ -181,4 +247,6 @@ def _can_go(statement: ast.stmt) -> bool:
         return True
     if isinstance(statement, ast.Expr):
         return isinstance(statement.value, ast.Call)
-    return isinstance(statement, ast.Assign) and not any(isinstance(t, ast.Name | ast.Tuple) for t in statement.targets)
+    return isinstance(statement, ast.Assign) and not any(
+        isinstance(t, ast.Name | ast.Tuple) for t in statement.targets
+    )

@@ -40,8 +40,22 @@ LIBRARIES = (
 )
 
 # hypothesis is imported already, which pytest would warn of. A test that takes ten minutes ends the process.
-OPTIONS = ["-q", "-rfE", "--tb=no", "-n0", "-p", "no:cacheprovider", "--timeout-method", "thread"]
-OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-m", "not slow and not gpu and not zoo"]
+OPTIONS = [
+    "-q",
+    "-rfE",
+    "--tb=no",
+    "-n0",
+    "-p",
+    "no:cacheprovider",
+    "--timeout-method",
+    "thread",
+]
+OPTIONS += [
+    "-W",
+    "ignore::pytest.PytestAssertRewriteWarning",
+    "-m",
+    "not slow and not gpu and not zoo",
+]
 # The exit status of a process that could not start its tests, and those of one in which no test fails.
 BROKEN, PASSED = 70, (0, 5)
 # Seconds of a processor after which a mutant counts as one that does not end.
@@ -54,10 +68,15 @@ class Only:
 
     def __init__(self, tests: list[str]) -> None:
         self.files = list(dict.fromkeys(map(file_of, tests)))
-        self._order = {test: (self.files.index(file_of(test)), i) for i, test in enumerate(tests)}
+        self._order = {
+            test: (self.files.index(file_of(test)), i) for i, test in enumerate(tests)
+        }
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = sorted((i for i in items if i.nodeid in self._order), key=lambda item: self._order[item.nodeid])
+        items[:] = sorted(
+            (i for i in items if i.nodeid in self._order),
+            key=lambda item: self._order[item.nodeid],
+        )
 
 
 def file_of(test: str) -> str:
@@ -83,12 +102,16 @@ def failing(root: Path, tests: list[str], mutant: Mutant | None = None) -> list[
     if not tests:
         return []
     only = Only(tests)
-    status, text = in_a_fork(root, [*(["-x"] if mutant else []), *only.files], only, mutant)
+    status, text = in_a_fork(
+        root, [*(["-x"] if mutant else []), *only.files], only, mutant
+    )
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
     return [] if status in PASSED else failed or [f"exit {status}"]
 
 
-def in_a_fork(root: Path, words: list[str], plugin: object, mutant: Mutant | None = None) -> tuple[int, str]:
+def in_a_fork(
+    root: Path, words: list[str], plugin: object, mutant: Mutant | None = None
+) -> tuple[int, str]:
     """Runs pytest with a plugin in a forked process. Returns its exit status, and what it printed."""
     with tempfile.TemporaryDirectory() as name:
         output = Path(name) / "output"
@@ -101,11 +124,18 @@ def in_a_fork(root: Path, words: list[str], plugin: object, mutant: Mutant | Non
                 os.dup2(stream, 1)
                 os.dup2(stream, 2)
                 # Another checkout's tests may be the ones to run.
-                for module in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+                for module in [
+                    name for name in sys.modules if name.partition(".")[0] == "tests"
+                ]:
                     del sys.modules[module]
                 if mutant is not None:
                     _mutate(root / mutant.path, mutant.number, Path(name))
-                words = [*OPTIONS, f"--rootdir={root}", f"--basetemp={name}/tests", *words]
+                words = [
+                    *OPTIONS,
+                    f"--rootdir={root}",
+                    f"--basetemp={name}/tests",
+                    *words,
+                ]
                 code = int(pytest.main(words, plugins=[plugin]))
             except BaseException:
                 traceback.print_exc()
@@ -126,8 +156,14 @@ def _mutate(file: Path, number: int, folder: Path) -> None:
     """Lets this process, and those that it starts, see a mutant. What they compile is for themselves."""
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     source, compiled = folder / "source", folder / "compiled"
-    source.write_text(mutated(file.read_text(encoding="utf-8"), number), encoding="utf-8")
+    source.write_text(
+        mutated(file.read_text(encoding="utf-8"), number), encoding="utf-8"
+    )
     if COMPILED.exists():
         shutil.copytree(COMPILED, compiled)
-    os.environ |= {"MUTATED_FILE": str(file), "MUTATED_SOURCE": str(source), "QKEEL_NATIVE_CACHE": str(compiled)}
+    os.environ |= {
+        "MUTATED_FILE": str(file),
+        "MUTATED_SOURCE": str(source),
+        "QKEEL_NATIVE_CACHE": str(compiled),
+    }
     replace_source(file, source.read_text(encoding="utf-8"))

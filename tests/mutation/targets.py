@@ -28,7 +28,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "remedies/test_processes.py",
         "remedies/test_sharded_weights.py",
     ),
-    "distributed": ("processes/**/test_*.py", "monitor/test_watch_processes.py", "remedies/test_processes.py"),
+    "distributed": (
+        "processes/**/test_*.py",
+        "monitor/test_watch_processes.py",
+        "remedies/test_processes.py",
+    ),
     "metrics": (),
     "frames": (),
     "root": ("test_*.py",),
@@ -43,14 +47,24 @@ SHARED = ("contract", "golden", "conformance", "parity", "processes")
 def mutated_files(root: Path, room: str) -> list[Path]:
     """The source files of a room in a checkout."""
     files = [root / f"src/qkeel/{name}.py" for name in ROOT]
-    return sorted((root / "src/qkeel" / room).rglob("*.py")) if room != "root" else [f for f in files if f.exists()]
+    return (
+        sorted((root / "src/qkeel" / room).rglob("*.py"))
+        if room != "root"
+        else [f for f in files if f.exists()]
+    )
 
 
 def test_files(root: Path, room: str) -> list[str]:
     """The files of a room's direct tests, relative to the checkout."""
     patterns = [f"{name}/**/test_*.py" for name in (room, *SHARED)]
     patterns += [*ROOMS[room], "**/test_examples.py"]
-    return sorted({str(f.relative_to(root)) for pattern in patterns for f in (root / "tests").glob(pattern)})
+    return sorted(
+        {
+            str(f.relative_to(root))
+            for pattern in patterns
+            for f in (root / "tests").glob(pattern)
+        }
+    )
 
 
 def is_direct(test: str, room: str) -> bool:

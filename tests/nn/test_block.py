@@ -50,7 +50,9 @@ def swin(b: Block, x: Tensor) -> Tensor:
 
 
 def peri(b: Block, x: Tensor) -> Tensor:
-    x = x + before(b, "attention_post_norm")(b.attention(before(b, "attention_norm")(x)))
+    x = x + before(b, "attention_post_norm")(
+        b.attention(before(b, "attention_norm")(x))
+    )
     return x + before(b, "mlp_post_norm")(b.mlp(before(b, "mlp_norm")(x)))
 
 
@@ -72,13 +74,18 @@ def test_norm_orders_differ() -> None:
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     peri_block = make("peri")
     outputs = [FORMULAS[order](peri_block, x) for order in NORM_ORDERS]
-    assert all(not torch.allclose(a, b) for i, a in enumerate(outputs) for b in outputs[:i])
+    assert all(
+        not torch.allclose(a, b) for i, a in enumerate(outputs) for b in outputs[:i]
+    )
 
 
 @pytest.mark.parametrize("order", NORM_ORDERS)
 def test_mask_and_positions_reach_the_attention(order: str) -> None:
     block, x = make(order), torch.randn(2, 5, 16, dtype=torch.float64)
-    real, pos = torch.tensor([[True] * 5, [False] * 2 + [True] * 3]), torch.tensor([[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]])
+    real, pos = (
+        torch.tensor([[True] * 5, [False] * 2 + [True] * 3]),
+        torch.tensor([[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]),
+    )
     padded = block(x, mask=real, pos=pos)
     assert torch.allclose(padded[1, 2:], block(x[1:, 2:])[0], rtol=0, atol=1e-12)
 

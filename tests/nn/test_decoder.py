@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from qkeel import preset
-from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, ShapeError, UnknownNameError
+from qkeel.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    QkeelError,
+    ShapeError,
+    UnknownNameError,
+)
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.nn.decoder import NORM_ORDERS
 
@@ -25,16 +31,22 @@ def make(**choices: object) -> Decoder:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
-def test_loss_at_the_start_is_near_that_of_guessing(tied: bool, attention: str, mlp: str) -> None:
+def test_loss_at_the_start_is_near_that_of_guessing(
+    tied: bool, attention: str, mlp: str
+) -> None:
     tokens = torch.randint(VOCAB, (8, 33), generator=torch.Generator().manual_seed(1))
     for norm_order in NORM_ORDERS:
         if tied and norm_order in ("post", "none"):
             continue  # these leave x near the embedding, so a tied head first guesses the last token
-        model = make(tied=tied, attention=attention, mlp=mlp, norm_order=norm_order, d_model=128)
+        model = make(
+            tied=tied, attention=attention, mlp=mlp, norm_order=norm_order, d_model=128
+        )
         with torch.no_grad():
             logits = model(tokens[:, :-1])
         assert logits.shape == (8, 32, VOCAB)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), tokens[:, 1:].flatten()
+        ).item()
         # Logits of variance 1 cost half a nat at most over ln(vocab).
         assert math.log(VOCAB) - 0.1 < loss < math.log(VOCAB) + 0.8, norm_order
 
@@ -43,14 +55,18 @@ def test_a_tied_head_is_the_embedding_and_learns_with_it() -> None:
     tied, untied = make(tied=True), make()
     assert tied.head.weight is tied.embedding.weight
     assert untied.head.weight is not untied.embedding.weight
-    difference = sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
+    difference = sum(p.numel() for p in untied.parameters()) - sum(
+        p.numel() for p in tied.parameters()
+    )
     assert difference == VOCAB * 64
     assert "head.weight" in tied.state_dict()
 
 
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
-def test_matrices_start_at_one_over_root_fan_in_and_residual_writers_smaller(attention: str, mlp: str) -> None:
+def test_matrices_start_at_one_over_root_fan_in_and_residual_writers_smaller(
+    attention: str, mlp: str
+) -> None:
     layers = 3
     model = make(d_model=128, n_layers=layers, attention=attention, mlp=mlp)
     assert model.embedding.weight.std().item() == pytest.approx(1.0, rel=0.05)
@@ -59,27 +75,37 @@ def test_matrices_start_at_one_over_root_fan_in_and_residual_writers_smaller(att
         if isinstance(module, torch.nn.Linear):
             writes = name.endswith((".attention.o_proj", ".mlp.down"))
             writers += writes
-            expected = module.in_features**-0.5 / (math.sqrt(2 * layers) if writes else 1.0)
+            expected = module.in_features**-0.5 / (
+                math.sqrt(2 * layers) if writes else 1.0
+            )
             assert module.weight.std().item() == pytest.approx(expected, rel=0.15), name
             assert abs(module.weight.mean().item()) < 0.2 * expected, name
     assert writers == 2 * layers
 
 
 def test_tied_embedding_starts_at_one_over_root_width() -> None:
-    assert make(tied=True, d_model=128).embedding.weight.std().item() == pytest.approx(128**-0.5, rel=0.05)
+    assert make(tied=True, d_model=128).embedding.weight.std().item() == pytest.approx(
+        128**-0.5, rel=0.05
+    )
 
 
 def test_the_same_generator_gives_the_same_weights_and_another_does_not() -> None:
     one, same, other = make(), make(), make()
     other.init_weights(torch.Generator().manual_seed(1))
-    for (name, a), b, c in zip(one.state_dict().items(), same.state_dict().values(), other.state_dict().values()):
+    for (name, a), b, c in zip(
+        one.state_dict().items(),
+        same.state_dict().values(),
+        other.state_dict().values(),
+    ):
         assert torch.equal(a, b), name
         assert "norm" in name or not torch.equal(a, c), name
 
 
 def test_later_tokens_never_change_earlier_logits() -> None:
     for attention, norm_order in itertools.product(("mha", "mla"), NORM_ORDERS):
-        model = make(attention=attention, norm_order=norm_order, spec=preset("baseline_logn")).double()
+        model = make(
+            attention=attention, norm_order=norm_order, spec=preset("baseline_logn")
+        ).double()
         tokens = torch.randint(VOCAB, (2, 9))
         changed = tokens.clone()
         changed[:, 5:] = (changed[:, 5:] + 1) % VOCAB
@@ -99,7 +125,12 @@ def test_left_padding_leaves_the_logits_of_the_real_tokens_alone() -> None:
 
 def test_every_parameter_gets_a_gradient() -> None:
     for attention, latent_norm in (("mha", False), ("mla", True)):
-        model = make(attention=attention, latent_norm=latent_norm, spec=preset("qwen3"), mlp="swiglu")
+        model = make(
+            attention=attention,
+            latent_norm=latent_norm,
+            spec=preset("qwen3"),
+            mlp="swiglu",
+        )
         model(torch.randint(VOCAB, (2, 9))).square().mean().backward()
         for name, p in model.named_parameters():
             assert p.grad is not None, name
@@ -121,7 +152,9 @@ def test_every_parameter_gets_a_gradient() -> None:
     ],
     ids=str,
 )
-def test_bad_choices_are_refused_when_the_configuration_is_made(choices: dict, error: type[QkeelError]) -> None:
+def test_bad_choices_are_refused_when_the_configuration_is_made(
+    choices: dict, error: type[QkeelError]
+) -> None:
     with pytest.raises(error):
         DecoderConfig(vocab_size=VOCAB, **choices)
 

@@ -54,26 +54,55 @@ NORMS: dict[str, Norm] = {
 SPECS: dict[str, AttentionSpec] = {
     "plain": AttentionSpec(),
     **{
-        name: AttentionSpec(norm=norm, scale=Sqrt() if name.startswith("l2") else InverseSqrt())
+        name: AttentionSpec(
+            norm=norm, scale=Sqrt() if name.startswith("l2") else InverseSqrt()
+        )
         for name, norm in NORMS.items()
     },
-    "rms dim after the rotation": AttentionSpec(norm=RMSNorm(gain="dim"), position=Rope(order="rotate_then_norm")),
-    "rms dim, interleaved": AttentionSpec(norm=RMSNorm(gain="dim"), position=Rope(pairing="interleaved", base=100.0)),
+    "rms dim after the rotation": AttentionSpec(
+        norm=RMSNorm(gain="dim"), position=Rope(order="rotate_then_norm")
+    ),
+    "rms dim, interleaved": AttentionSpec(
+        norm=RMSNorm(gain="dim"), position=Rope(pairing="interleaved", base=100.0)
+    ),
     "rms dim, capped": AttentionSpec(norm=RMSNorm(gain="dim"), cap=Softcap(1.5)),
-    "rms, log n, sink": AttentionSpec(norm=RMSNorm(), scale=LogN(train_length=4), normalizer=Sink()),
-    "rms, scale per head": AttentionSpec(norm=RMSNorm(), scale=Learned(init=0.7, per="head")),
+    "rms, log n, sink": AttentionSpec(
+        norm=RMSNorm(), scale=LogN(train_length=4), normalizer=Sink()
+    ),
+    "rms, scale per head": AttentionSpec(
+        norm=RMSNorm(), scale=Learned(init=0.7, per="head")
+    ),
     "sigmoid": AttentionSpec(normalizer=Sigmoid(bias=-2.0, learned=True)),
-    "yarn, rms dim": AttentionSpec(norm=RMSNorm(gain="dim"), position=Rope(stretch=YaRN(factor=4.0, train_length=4))),
+    "yarn, rms dim": AttentionSpec(
+        norm=RMSNorm(gain="dim"),
+        position=Rope(stretch=YaRN(factor=4.0, train_length=4)),
+    ),
     "qwen3": preset("qwen3"),
 }
-NO_TOKEN = [torch.empty(1, n, 0, *d, dtype=torch.float64) for n, *d in ((1, 7), (1, 4), (H,))]  # appended, it adds none
+NO_TOKEN = [
+    torch.empty(1, n, 0, *d, dtype=torch.float64) for n, *d in ((1, 7), (1, 4), (H,))
+]  # appended, it adds none
 PIECES = [[1] * T, [5, 1, 1, 1, 1], [3, 2, 4], [T]]
 
 
 def make(
-    spec: AttentionSpec, *, dtype: torch.dtype = torch.float64, latent_norm: bool = False, **sizes: int | None
+    spec: AttentionSpec,
+    *,
+    dtype: torch.dtype = torch.float64,
+    latent_norm: bool = False,
+    **sizes: int | None,
 ) -> MLA:
-    module = MLA(D, H, sizes=dataclasses.replace(SIZES, **sizes), spec=spec, latent_norm=latent_norm).to(dtype).eval()
+    module = (
+        MLA(
+            D,
+            H,
+            sizes=dataclasses.replace(SIZES, **sizes),
+            spec=spec,
+            latent_norm=latent_norm,
+        )
+        .to(dtype)
+        .eval()
+    )
     for p in (*module.spec_params().values(), *module.kv_latent_norm.parameters()):
         p.data.add_(0.3 * torch.randn_like(p))
     return module
@@ -96,20 +125,26 @@ def test_pieces_give_the_full_forward_pass(name: str, sizes: list[int]) -> None:
         for q_latent in (10, None):
             module = make(SPECS[name], latent_norm=latent_norm, q_latent=q_latent)
             x = torch.randn(2, T, D, dtype=torch.float64)
-            assert torch.allclose(in_pieces(module, x, sizes), module(x), rtol=0, atol=1e-12)
+            assert torch.allclose(
+                in_pieces(module, x, sizes), module(x), rtol=0, atol=1e-12
+            )
 
 
 @pytest.mark.parametrize("name", ["plain", "rms dim", "l2 dim"])
 @torch.no_grad()
 def test_in_float32_absorbed_and_materialised_differ_by_1e_5_at_most(name: str) -> None:
-    sizes = LatentSizes(q_latent=48, kv_latent=64, rope_dim=16, nope_dim=32, value_dim=32)
+    sizes = LatentSizes(
+        q_latent=48, kv_latent=64, rope_dim=16, nope_dim=32, value_dim=32
+    )
     module = MLA(128, 8, sizes=sizes, spec=SPECS[name], latent_norm=True).eval()
     for p in module.spec_params().values():
         p.add_(0.3 * torch.randn_like(p))
     x = 3 * torch.randn(1, 200, 128)
     cache = module.new_cache()
     module(x[:, :150], cache=cache)
-    absorbed = torch.cat([module(x[:, i : i + 1], cache=cache) for i in range(150, 200)], dim=1)
+    absorbed = torch.cat(
+        [module(x[:, i : i + 1], cache=cache) for i in range(150, 200)], dim=1
+    )
     whole = module(x)[:, 150:]
     assert whole.abs().max() > 0.1
     assert (absorbed - whole).abs().max() <= 1e-5 * whole.abs().max()
@@ -123,14 +158,19 @@ def test_bfloat16_decodes_no_worse_than_it_attends() -> None:
     low.bfloat16()
     whole, pieces = low(x.bfloat16()), in_pieces(low, x.bfloat16(), [4, 1, 1, 1, 1, 1])
     assert pieces.dtype == torch.bfloat16
-    limit = 2 * (whole - exact).abs().max() + torch.finfo(torch.bfloat16).eps * exact.abs().max()
+    limit = (
+        2 * (whole - exact).abs().max()
+        + torch.finfo(torch.bfloat16).eps * exact.abs().max()
+    )
     assert (pieces - exact).abs().max() <= limit
 
 
 @pytest.mark.parametrize("name", ["plain", "rms dim", "rms, log n, sink"])
 @pytest.mark.parametrize("sizes", [[T - 3, 1, 1, 1], [3, 3, 3], [1] * T], ids=str)
 @torch.no_grad()
-def test_left_padding_with_own_positions_gives_the_sequence_without_padding(name: str, sizes: list[int]) -> None:
+def test_left_padding_with_own_positions_gives_the_sequence_without_padding(
+    name: str, sizes: list[int]
+) -> None:
     module, x = make(SPECS[name]), torch.randn(3, T, D, dtype=torch.float64)
     pad = torch.tensor([0, 2, 4])
     pos = (torch.arange(T) - pad[:, None]).clamp_min(0)
@@ -138,11 +178,20 @@ def test_left_padding_with_own_positions_gives_the_sequence_without_padding(name
     cache, start, parts = module.new_cache(), 0, []
     for size in sizes:
         now = slice(start, start + size)
-        parts.append(module(x[:, now], cache=cache, pos=pos[:, now], mask=real[:, None, None, : now.stop]))
+        parts.append(
+            module(
+                x[:, now],
+                cache=cache,
+                pos=pos[:, now],
+                mask=real[:, None, None, : now.stop],
+            )
+        )
         start = now.stop
     padded = torch.cat(parts, dim=1)
     for i, n in enumerate(pad.tolist()):
-        assert torch.allclose(padded[i : i + 1, n:], module(x[i : i + 1, n:]), rtol=0, atol=1e-12), f"{n} padded"
+        assert torch.allclose(
+            padded[i : i + 1, n:], module(x[i : i + 1, n:]), rtol=0, atol=1e-12
+        ), f"{n} padded"
     with pytest.raises(InvalidValueError, match="mask that hides the padding"):
         module(x[:, :1], cache=cache)
 
@@ -157,23 +206,34 @@ def test_masks_count_in_absorbed_attention_as_without_a_cache() -> None:
             cache = module.new_cache()
             module(x[:, :5], cache=cache)
             rest = module(x[:, 5:], cache=cache, mask=mask[:, :, 5:], causal=causal)
-            assert torch.allclose(rest, module(x, mask=mask, causal=causal)[:, 5:], rtol=0, atol=1e-12)
+            assert torch.allclose(
+                rest, module(x, mask=mask, causal=causal)[:, 5:], rtol=0, atol=1e-12
+            )
 
 
 @torch.no_grad()
 def test_a_decoder_of_latent_attention_decodes_with_its_caches() -> None:
     for spec in (AttentionSpec(), AttentionSpec(norm=RMSNorm(gain="dim"))):
-        config = DecoderConfig(vocab_size=11, d_model=16, attention="mla", spec=spec, latent_norm=True)
+        config = DecoderConfig(
+            vocab_size=11, d_model=16, attention="mla", spec=spec, latent_norm=True
+        )
         model, tokens = Decoder(config).double().eval(), torch.randint(11, (2, T))
         caches = model.new_caches()
-        parts = [model(tokens[:, i : i + n], caches=caches) for i, n in ((0, 4), (4, 1), (5, 1), (6, 3))]
+        parts = [
+            model(tokens[:, i : i + n], caches=caches)
+            for i, n in ((0, 4), (4, 1), (5, 1), (6, 3))
+        ]
         assert torch.allclose(torch.cat(parts, 1), model(tokens), rtol=0, atol=1e-11)
 
 
 @torch.no_grad()
-def test_a_token_takes_latent_and_rotated_key_and_one_number_per_head_under_a_norm() -> None:
+def test_a_token_takes_latent_and_rotated_key_and_one_number_per_head_under_a_norm() -> (
+    None
+):
     x = torch.randn(2, 4, D)
-    plain, normed = (make(SPECS[name], dtype=torch.float32) for name in ("plain", "rms dim"))
+    plain, normed = (
+        make(SPECS[name], dtype=torch.float32) for name in ("plain", "rms dim")
+    )
     for module, numbers in ((plain, 7 + 4), (normed, 7 + 4 + H)):
         cache = module.new_cache()
         module(x, cache=cache)
@@ -194,7 +254,9 @@ def test_the_cached_number_is_one_over_the_size_of_each_heads_whole_key() -> Non
     for h in range(H):
         plain = latent @ module.k_up.weight[h * 6 : h * 6 + 6].T
         squares = plain.square().sum(-1) + module.k_rope(x)[0].square().sum(-1)
-        assert torch.allclose(inverse[0, h], 1 / (squares / 10 + 1e-6).sqrt(), rtol=1e-12)
+        assert torch.allclose(
+            inverse[0, h], 1 / (squares / 10 + 1e-6).sqrt(), rtol=1e-12
+        )
 
 
 @torch.no_grad()
@@ -213,8 +275,14 @@ def test_the_gain_of_the_rotated_part_must_go_on_before_the_rotation() -> None:
 
 REFUSED: dict[str, tuple[Norm, str]] = {
     "layer norm": (LayerNorm(), "LayerNorm subtracts the mean"),
-    "a gain per head": (RMSNorm(gain="head"), "rotated key, which is cached once for all heads"),
-    "a gain per head and dimension": (RMSNorm(gain="head_dim"), "rotated key, which is cached once for all heads"),
+    "a gain per head": (
+        RMSNorm(gain="head"),
+        "rotated key, which is cached once for all heads",
+    ),
+    "a gain per head and dimension": (
+        RMSNorm(gain="head_dim"),
+        "rotated key, which is cached once for all heads",
+    ),
     "a bias": (RMSNorm(gain="dim", bias=True), "a bias after the norm"),
     "a norm on values": (RMSNorm(on="qkv"), "a norm on the values"),
 }
@@ -224,7 +292,10 @@ REFUSED: dict[str, tuple[Norm, str]] = {
 @torch.no_grad()
 def test_what_a_latent_cannot_carry_is_refused_with_the_reason(name: str) -> None:
     norm, reason = REFUSED[name]
-    module, x = make(AttentionSpec(norm=norm)), torch.randn(1, 2, D, dtype=torch.float64)
+    module, x = (
+        make(AttentionSpec(norm=norm)),
+        torch.randn(1, 2, D, dtype=torch.float64),
+    )
     assert module(x).isfinite().all()  # materialised it is fine
     with pytest.raises(RefusedError, match=reason):
         module.new_cache()
@@ -235,7 +306,9 @@ def test_what_a_latent_cannot_carry_is_refused_with_the_reason(name: str) -> Non
 
 
 def test_a_norm_over_the_plain_part_alone_is_refused_with_the_reason() -> None:
-    with pytest.raises(RefusedError, match="unbounded, and is reported to harm long contexts"):
+    with pytest.raises(
+        RefusedError, match="unbounded, and is reported to harm long contexts"
+    ):
         RMSNorm(over="nope")  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="use over='head'"):
         qkeel.apply(make(AttentionSpec()), "qk_norm:over=nope")
@@ -244,7 +317,9 @@ def test_a_norm_over_the_plain_part_alone_is_refused_with_the_reason() -> None:
 @torch.no_grad()
 def test_a_latent_cache_of_another_kind_layer_or_norm_is_refused() -> None:
     module, x = make(SPECS["plain"]), torch.randn(2, 2, D, dtype=torch.float64)
-    with pytest.raises(InvalidTypeError, match=r"expected a qkeel\.nn\.LatentCache, got KVCache"):
+    with pytest.raises(
+        InvalidTypeError, match=r"expected a qkeel\.nn\.LatentCache, got KVCache"
+    ):
         module(x, cache=KVCache())  # type: ignore[arg-type]
     cache = module.new_cache(max_length=3)
     module(x, cache=cache)
@@ -252,7 +327,10 @@ def test_a_latent_cache_of_another_kind_layer_or_norm_is_refused() -> None:
         make(SPECS["plain"], kv_latent=8)(x[:, :1], cache=cache)
     with pytest.raises(InvalidValueError, match="create a longer LatentCache"):
         module(x, cache=cache)
-    with qkeel.apply(module, "qk_norm"), pytest.raises(ShapeError, match="start a new cache"):
+    with (
+        qkeel.apply(module, "qk_norm"),
+        pytest.raises(ShapeError, match="start a new cache"),
+    ):
         module(x[:, :1], cache=cache)
     assert cache.length == 2
 
@@ -277,20 +355,35 @@ def test_a_rotation_that_follows_the_length_is_refused_with_the_reason() -> None
 @pytest.mark.parametrize("name", ["plain", "rms dim"])
 @torch.no_grad()
 def test_under_autocast_decoding_is_no_worse_than_attending(name: str) -> None:
-    module, x = make(SPECS[name], dtype=torch.float32, latent_norm=True), torch.randn(2, T, D)
+    module, x = (
+        make(SPECS[name], dtype=torch.float32, latent_norm=True),
+        torch.randn(2, T, D),
+    )
     exact = module(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         whole, pieces = module(x), in_pieces(module, x, [4, 1, 1, 1, 1, 1])
     assert pieces.dtype == whole.dtype
-    limit = 2 * (whole - exact).abs().max() + torch.finfo(torch.bfloat16).eps * exact.abs().max()
+    limit = (
+        2 * (whole - exact).abs().max()
+        + torch.finfo(torch.bfloat16).eps * exact.abs().max()
+    )
     assert (pieces - exact).abs().max() <= limit
 
 
 @pytest.mark.parametrize(
-    "remedy", ["qk_norm", "qk_norm:gain=none", "qk_norm:kind=l2,gain=none", "softcap:cap=2", "sigma_reparam"]
+    "remedy",
+    [
+        "qk_norm",
+        "qk_norm:gain=none",
+        "qk_norm:kind=l2,gain=none",
+        "softcap:cap=2",
+        "sigma_reparam",
+    ],
 )
 @torch.no_grad()
-def test_remedies_that_change_the_forward_pass_decode_as_they_attend(remedy: str) -> None:
+def test_remedies_that_change_the_forward_pass_decode_as_they_attend(
+    remedy: str,
+) -> None:
     module, x = make(AttentionSpec()), torch.randn(2, T, D, dtype=torch.float64)
     plain = module(x)
     with qkeel.apply(module, remedy):
@@ -299,20 +392,30 @@ def test_remedies_that_change_the_forward_pass_decode_as_they_attend(remedy: str
         # σReparam starts as the model it is applied to.
         assert (whole - plain).abs().max() > 1e-4 or remedy == "sigma_reparam"
         for sizes in PIECES:
-            assert torch.allclose(in_pieces(module, x, sizes), whole, rtol=0, atol=1e-12)
+            assert torch.allclose(
+                in_pieces(module, x, sizes), whole, rtol=0, atol=1e-12
+            )
     assert torch.equal(module(x), plain)
 
 
-def stats_of(model: nn.Module, x: Tensor, caches: object = None) -> dict[str, LogitStats]:
+def stats_of(
+    model: nn.Module, x: Tensor, caches: object = None
+) -> dict[str, LogitStats]:
     with torch.no_grad(), Tap(model) as tap:
         model(x, caches=caches)
         return tap.read()
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_absorbed_decoding_is_watched_with_the_numbers_of_the_keys_it_stands_for(norm: bool) -> None:
+def test_absorbed_decoding_is_watched_with_the_numbers_of_the_keys_it_stands_for(
+    norm: bool,
+) -> None:
     spec = AttentionSpec(norm=RMSNorm(gain="dim")) if norm else AttentionSpec()
-    model = Decoder(DecoderConfig(vocab_size=11, d_model=16, attention="mla", spec=spec)).double().eval()
+    model = (
+        Decoder(DecoderConfig(vocab_size=11, d_model=16, attention="mla", spec=spec))
+        .double()
+        .eval()
+    )
     tokens, caches = torch.randint(11, (2, T)), model.new_caches()
     calls: list[AttentionCall] = []
     model.blocks[0].attention.observers.append(calls.append)  # type: ignore[union-attr]
@@ -351,4 +454,6 @@ def test_the_scale_is_that_of_the_head_not_of_the_latent() -> None:
     module.observers.append(seen.append)
     cache, x = module.new_cache(), torch.randn(1, 2, D, dtype=torch.float64)
     module(x[:, :1], cache=cache)
-    assert seen[0].spec.factor(seen[0].pos_q, seen[0].q.shape[-1], {}, torch.float64) == 1 / math.sqrt(10)
+    assert seen[0].spec.factor(
+        seen[0].pos_q, seen[0].q.shape[-1], {}, torch.float64
+    ) == 1 / math.sqrt(10)

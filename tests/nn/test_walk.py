@@ -33,8 +33,12 @@ def entered(module: nn.Module, x: torch.Tensor) -> set[str]:
 
 
 # Either asks patching.compiler_state whether tangents are under way.
-@pytest.mark.parametrize(("native", "most"), [("0", 15), ("1", 14)], ids=["torch", "compiled kernels"])
-def test_a_forward_of_attention_enters_few_files(native: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("native", "most"), [("0", 15), ("1", 14)], ids=["torch", "compiled kernels"]
+)
+def test_a_forward_of_attention_enters_few_files(
+    native: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", native)
     module, x = Attention(64, 4, spec=qkeel.preset("qwen3")), torch.randn(2, 12, 64)
     module(x)  # compiles, and remembers what depends on the spec alone

@@ -37,11 +37,30 @@ def test_a_plain_checkout_watches_and_records(tmp_path: Path) -> None:
     # All folders of packages on the path: an environment may take those of another by a .pth file.
     folders = [Path(folder) for folder in sys.path if folder.endswith("-packages")]
     for package in (package for folder in folders for package in folder.iterdir()):
-        if not package.name.startswith(("qkeel", "__editable__")) and not (links / package.name).is_symlink():
+        if (
+            not package.name.startswith(("qkeel", "__editable__"))
+            and not (links / package.name).is_symlink()
+        ):
             (links / package.name).symlink_to(package)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{links}"}
-    command = [sys.executable, "-S", "-W", "error::UserWarning", "-c", SCRIPT, str(ROOT / "src"), str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    command = [
+        sys.executable,
+        "-S",
+        "-W",
+        "error::UserWarning",
+        "-c",
+        SCRIPT,
+        str(ROOT / "src"),
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip()
     assert (tmp_path / "run").is_dir()

@@ -97,7 +97,9 @@ def folder(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     here.mkdir()
     (here / "gpt.py").write_text(GPT)
     monkeypatch.chdir(here)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), str(here)]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), str(here)])
+    )
     return here
 
 
@@ -112,48 +114,105 @@ def drawn(page: Path) -> str:
     browser = shutil.which("chromium")
     if browser is None:
         pytest.skip("no Chromium")
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom")
-    return subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, check=True).stdout
+    flags = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=5000",
+        "--dump-dom",
+    )
+    return subprocess.run(
+        [browser, *flags, page.as_uri()], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_a_loop_of_its_own_with_wandb_offline(folder: Path) -> None:
     pytest.importorskip("wandb")
     ran("-c", LOOP.replace("SINKS", '"wandb:project=gpt,mode=offline"'))
-    assert [row["qkeel/step"] for row in wandb_rows(folder) if KEY in row] == [0, 10, 20, 30, 40, 50]
+    assert [row["qkeel/step"] for row in wandb_rows(folder) if KEY in row] == [
+        0,
+        10,
+        20,
+        30,
+        40,
+        50,
+    ]
 
 
 def test_a_trainer_with_tensorboard(folder: Path) -> None:
     pytest.importorskip("tensorboard")
     ran("-c", TRAINER)
-    assert list(tensorboard_scalars(folder / "out", f"train/{KEY}")) == [0, 10, 20, 30, 40, 49]
+    assert list(tensorboard_scalars(folder / "out", f"train/{KEY}")) == [
+        0,
+        10,
+        20,
+        30,
+        40,
+        49,
+    ]
 
 
 def test_a_lightning_run(folder: Path) -> None:
     pytest.importorskip("lightning")
     pytest.importorskip("tensorboard")
     ran("-c", LIGHTNING)
-    assert list(tensorboard_scalars(folder / "lightning_logs", KEY)) == [0, 10, 20, 30, 40, 49]
+    assert list(tensorboard_scalars(folder / "lightning_logs", KEY)) == [
+        0,
+        10,
+        20,
+        30,
+        40,
+        49,
+    ]
 
 
 def test_a_notebook_that_plots_heads(folder: Path) -> None:
     for name in ("nbclient", "ipykernel", "pandas", "matplotlib"):
         pytest.importorskip(name)
     cells = [
-        {"cell_type": "code", "source": text, "metadata": {}, "outputs": [], "execution_count": None} for text in CELLS
+        {
+            "cell_type": "code",
+            "source": text,
+            "metadata": {},
+            "outputs": [],
+            "execution_count": None,
+        }
+        for text in CELLS
     ]
-    Path("a.ipynb").write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 4}))
+    Path("a.ipynb").write_text(
+        json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 4})
+    )
     ran("-c", "import nbclient.cli; nbclient.cli.main()", "--inplace", "a.ipynb")
-    live, monitor, pandas, text, heads = (cell["outputs"] for cell in json.loads(Path("a.ipynb").read_text())["cells"])
+    live, monitor, pandas, text, heads = (
+        cell["outputs"] for cell in json.loads(Path("a.ipynb").read_text())["cells"]
+    )
     page = "".join(live[-1]["data"]["text/html"])
-    assert "step 50" in page  # the live view ends with the last sample, its table and its curve
+    assert (
+        "step 50" in page
+    )  # the live view ends with the last sample, its table and its curve
     assert "polyline" in page
     assert "<td" in "".join(monitor[0]["data"]["text/html"])
-    assert all(any("image/png" in one.get("data", {}) for one in cell) for cell in (pandas, heads))
+    assert all(
+        any("image/png" in one.get("data", {}) for one in cell)
+        for cell in (pandas, heads)
+    )
     assert "blocks.layers.1.self_attn" in "".join(text[0]["data"]["text/plain"])
 
 
 def test_a_study_and_its_page(folder: Path) -> None:
-    grid = ["--remedies", "none", "qk_norm", "--lrs", "0.01", "0.1", "--seeds", "0", "1", "--steps", "20"]
+    grid = [
+        "--remedies",
+        "none",
+        "qk_norm",
+        "--lrs",
+        "0.01",
+        "0.1",
+        "--seeds",
+        "0",
+        "1",
+        "--steps",
+        "20",
+    ]
     out = ran("-m", "qkeel", "study", "lr", *grid, "--out", "runs/lr")
     assert "report runs/lr/report.html" in out
     ran("-c", LOOP.replace("SINKS", '"runs/a"'))

@@ -11,20 +11,34 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_wheel_holds_code_typing_marker_licence_and_chart_library(wheel: Path) -> None:
+def test_the_wheel_holds_code_typing_marker_licence_and_chart_library(
+    wheel: Path,
+) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert any(n.endswith("plot.min.js") for n in names)
     assert any("LICENSE" in n for n in names)
     assert "qkeel/py.typed" in names
-    assert {"qkeel/kernels/norm_rope/norm_rope.cpp", "qkeel/kernels/native/source/rows.h"} <= set(names)
+    assert {
+        "qkeel/kernels/norm_rope/norm_rope.cpp",
+        "qkeel/kernels/native/source/rows.h",
+    } <= set(names)
     entry_points = next(n for n in names if n.endswith("entry_points.txt"))
-    assert "qkeel = qkeel.__main__:main" in zipfile.ZipFile(wheel).read(entry_points).decode()
+    assert (
+        "qkeel = qkeel.__main__:main"
+        in zipfile.ZipFile(wheel).read(entry_points).decode()
+    )
     assert not any(n.startswith(("tests/", "benchmarks/", "docs/")) for n in names)
 
 
-def test_the_description_on_a_package_index_has_no_link_that_leads_nowhere(wheel: Path) -> None:
+def test_the_description_on_a_package_index_has_no_link_that_leads_nowhere(
+    wheel: Path,
+) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    metadata = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("dist-info/METADATA"))).decode()
+    metadata = (
+        zipfile.ZipFile(wheel)
+        .read(next(n for n in names if n.endswith("dist-info/METADATA")))
+        .decode()
+    )
     assert "# qkeel" in metadata
     assert not re.findall(r"\]\((?!https?:)[^)]*\)", metadata)
     assert not re.findall(r"(?:src|srcset|href)=\"(?!https?:)[^\"]*", metadata)
@@ -32,13 +46,20 @@ def test_the_description_on_a_package_index_has_no_link_that_leads_nowhere(wheel
 
 def test_the_installed_wheel_imports_and_attends(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(target)  # all that installing a wheel of pure Python does
+    zipfile.ZipFile(wheel).extractall(
+        target
+    )  # all that installing a wheel of pure Python does
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import qkeel, torch; "
         "assert qkeel.__file__.startswith(sys.argv[1]), qkeel.__file__; "
         "q = torch.randn(1, 2, 4, 8); print(qkeel.attention(q, q, q, spec=qkeel.preset('llama4')).shape)"
     )
-    run = subprocess.run([sys.executable, "-c", code, str(target)], capture_output=True, text=True, cwd=tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(target)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert run.stdout.strip() == "torch.Size([1, 2, 4, 8])", run.stderr[-2000:]
 
 
@@ -52,15 +73,25 @@ def test_one_version_everywhere() -> None:
     assert f"version: {qkeel.__version__}" in citation
 
 
-DISTRIBUTIONS = {"PIL": "pillow", "mlflow": "mlflow_skinny"}  # where the package that is imported has another name
-BROUGHT = {"triton", "_typeshed", "IPython"}  # by torch; a stub for types; there in every notebook
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "mlflow": "mlflow_skinny",
+}  # where the package that is imported has another name
+BROUGHT = {
+    "triton",
+    "_typeshed",
+    "IPython",
+}  # by torch; a stub for types; there in every notebook
 OURS = {"dev", "docs", "bench", "cross"}  # extras for work on qkeel itself
 
 
 def test_every_package_that_is_imported_is_declared_for_users() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *(line for name in extras.keys() - OURS for line in extras[name])]
+    lines = [
+        *project["dependencies"],
+        *(line for name in extras.keys() - OURS for line in extras[name]),
+    ]
     declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
     names: set[str] = set()
     for path in (ROOT / "src").rglob("*.py"):
@@ -69,5 +100,8 @@ def test_every_package_that_is_imported_is_declared_for_users() -> None:
                 names.update(alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names.add(node.module.partition(".")[0])
-    imported = {DISTRIBUTIONS.get(name, name) for name in names - sys.stdlib_module_names - {"qkeel"}}
+    imported = {
+        DISTRIBUTIONS.get(name, name)
+        for name in names - sys.stdlib_module_names - {"qkeel"}
+    }
     assert imported - BROUGHT <= declared

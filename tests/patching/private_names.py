@@ -33,13 +33,19 @@ def _rows(used_by: str, *rows: tuple[str, str, str]) -> Iterator[PrivateName]:
     for place, purpose, without in rows:
         home, _, names = place.partition(": ")
         for name in names.split(", "):
-            yield PrivateName(name=name, home=home, purpose=purpose, without=without, used_by=used_by)
+            yield PrivateName(
+                name=name, home=home, purpose=purpose, without=without, used_by=used_by
+            )
 
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_rows(
         "modes",
-        ("torch: _C, _dynamo", "to reach other names of this table", "everything in qkeel.patching"),
+        (
+            "torch: _C, _dynamo",
+            "to reach other names of this table",
+            "everything in qkeel.patching",
+        ),
         (
             "torch._C: _functorch",
             "to know that a torch.func transform is under way, and whether it is vmap",
@@ -114,7 +120,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "to keep the modes of a selective checkpoint from storing what qkeel computes",
             "watching and remedies inside selective checkpoints",
         ),
-        ("torch._C: _autograd", "to reach the hooks for saved tensors", "watching a model inside a checkpoint"),
+        (
+            "torch._C: _autograd",
+            "to reach the hooks for saved tensors",
+            "watching a model inside a checkpoint",
+        ),
         (
             "torch._C._autograd: _pop_saved_tensors_default_hooks, _push_saved_tensors_default_hooks, "
             "_top_saved_tensors_default_hooks",

@@ -17,8 +17,13 @@ NAME = "_checkpoint_without_reentrant_generator"
 
 def gradient(reentrant: bool) -> Tensor:
     torch.manual_seed(0)
-    layer, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(2, 4, requires_grad=True)
-    checkpointing.checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
+    layer, x = (
+        nn.Sequential(nn.Linear(4, 4), nn.GELU()),
+        torch.randn(2, 4, requires_grad=True),
+    )
+    checkpointing.checkpoint(
+        layer, x, use_reentrant=reentrant
+    ).square().sum().backward()
     return layer[0].weight.grad.clone()
 
 
@@ -39,14 +44,18 @@ def in_a_thread(act: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_another_thread_trains_with_checkpoints_while_a_search_runs(reentrant: bool) -> None:
+def test_another_thread_trains_with_checkpoints_while_a_search_runs(
+    reentrant: bool,
+) -> None:
     expected, found = gradient(reentrant), []
     with CheckpointedParts().noticed():
         in_a_thread(lambda: found.append(gradient(reentrant)))
     assert torch.equal(found[0], expected)
 
 
-def test_the_name_that_torch_2_14_calls_is_replaced_too_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_that_torch_2_14_calls_is_replaced_too_and_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def generator(function: object, args: object, kwargs: object) -> object:
         raise AssertionError("torch's own runs")
 
@@ -59,7 +68,9 @@ def test_the_name_that_torch_2_14_calls_is_replaced_too_and_put_back(monkeypatch
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_searches_that_end_in_any_order_leave_torch_as_it_was(order: tuple[int, int]) -> None:
+def test_searches_that_end_in_any_order_leave_torch_as_it_was(
+    order: tuple[int, int],
+) -> None:
     before = getattr(checkpointing, NAME)
     threads = [threading.Event() for _ in range(2)]
     begun = [threading.Event() for _ in range(2)]
@@ -90,7 +101,9 @@ def test_a_module_that_copies_the_name_during_a_search_runs_torch_s_own_later() 
         setattr(checkpointing, NAME, copy)
         assert torch.equal(gradient(False), gradient(True))
         with parts.noticed():
-            checkpointing.checkpoint(nn.Linear(4, 4), torch.randn(2, 4), use_reentrant=False)
+            checkpointing.checkpoint(
+                nn.Linear(4, 4), torch.randn(2, 4), use_reentrant=False
+            )
         assert parts.any
         assert torch.equal(gradient(False), gradient(True))
     finally:
@@ -101,5 +114,9 @@ def test_a_module_that_copies_the_name_during_a_search_runs_torch_s_own_later() 
 def test_inside_a_search_parts_are_noticed(reentrant: bool) -> None:
     parts = CheckpointedParts()
     with parts.noticed():
-        checkpointing.checkpoint(nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True), use_reentrant=reentrant)
+        checkpointing.checkpoint(
+            nn.Linear(4, 4),
+            torch.randn(2, 4, requires_grad=True),
+            use_reentrant=reentrant,
+        )
     assert parts.any

@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    register_optimizer_step_post_hook,
+)
 
 from qkeel.handle import Handle
 from qkeel.patching.optimizers import when_hooks_are_done, when_made
 
 
-def stepped(times: int, seen: list[int], handles: list[Handle]) -> torch.optim.Optimizer:
+def stepped(
+    times: int, seen: list[int], handles: list[Handle]
+) -> torch.optim.Optimizer:
     """An optimizer that asks at each step for a call at its end."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -56,14 +61,18 @@ def test_behind_another_hook_it_goes_with_its_handle_or_its_optimizer(how: str) 
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.register_step_post_hook(
-        lambda own, *_: handles.append(when_hooks_are_done(own, lambda _: seen.append(len(seen))))
+        lambda own, *_: handles.append(
+            when_hooks_are_done(own, lambda _: seen.append(len(seen)))
+        )
     )
     optimizer.register_step_post_hook(register)
     weight.grad = torch.ones(2)
     optimizer.step()
     assert seen == [0]
     assert other is not None
-    assert len(_global_optimizer_post_hooks) == 2  # it could not go: it was not the last
+    assert (
+        len(_global_optimizer_post_hooks) == 2
+    )  # it could not go: it was not the last
     if how == "handle":
         handles[0].remove()
     handles.clear()
@@ -82,7 +91,10 @@ def test_many_steps_leave_no_finalizers() -> None:
 
 def test_watchers_of_new_optimizers_may_go_in_any_order() -> None:
     original, seen = torch.optim.Optimizer.__init__, []
-    first, second = when_made(lambda _: seen.append("first")), when_made(lambda _: seen.append("second"))
+    first, second = (
+        when_made(lambda _: seen.append("first")),
+        when_made(lambda _: seen.append("second")),
+    )
     weight = torch.nn.Parameter(torch.ones(2))
     first.remove()
     torch.optim.SGD([weight], lr=0.1)
@@ -95,9 +107,13 @@ def test_watchers_of_new_optimizers_may_go_in_any_order() -> None:
     assert torch.optim.Optimizer.__init__ is original
 
 
-def test_a_replacement_by_another_library_stays_when_the_watchers_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_by_another_library_stays_when_the_watchers_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     original, seen = torch.optim.Optimizer.__init__, []
-    monkeypatch.setattr(torch.optim.Optimizer, "__init__", original)  # which is thereby restored after the test
+    monkeypatch.setattr(
+        torch.optim.Optimizer, "__init__", original
+    )  # which is thereby restored after the test
     first = when_made(lambda _: seen.append("first"))
     ours: Any = torch.optim.Optimizer.__init__
 

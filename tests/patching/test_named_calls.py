@@ -16,7 +16,9 @@ import qkeel
 from qkeel.functional.statistics import LogitStats
 from qkeel.sites import Tap
 
-PLAIN = F.scaled_dot_product_attention  # as a module has it that imports the function itself
+PLAIN = (
+    F.scaled_dot_product_attention
+)  # as a module has it that imports the function itself
 PASSES = 6  # the first two are searched whole
 
 
@@ -30,7 +32,9 @@ class Layer(nn.Module):
         self.modes: list[int] = []  # how many modes each call ran under
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         self.modes.append(len(_get_current_function_mode_stack()))
         return x + self.call(q, k, v).transpose(1, 2).flatten(2)
 
@@ -42,7 +46,9 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(Layer(call) for _ in range(2))
-        self.outside: list[int] = []  # how many modes each pass ran under, outside its layers
+        self.outside: list[
+            int
+        ] = []  # how many modes each pass ran under, outside its layers
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -77,7 +83,9 @@ def same(a: dict[str, LogitStats], b: dict[str, LogitStats]) -> bool:
     """Whether two passes showed the same sites with the same numbers."""
     pairs = [(a[name].tensors(), b[name].tensors()) for name in a if name in b]
     return [*a] == [*b] == ["layers.0", "layers.1"] and all(
-        x[field].equal(y[field]) for x, y in pairs for field in ("max_logit", "n_pairs", "entropy")
+        x[field].equal(y[field])
+        for x, y in pairs
+        for field in ("max_logit", "n_pairs", "entropy")
     )
 
 
@@ -100,7 +108,9 @@ def whole() -> dict[str, LogitStats]:
         return read(tap)
 
 
-def test_where_attention_is_known_no_mode_is_around_its_module(whole: dict[str, LogitStats]) -> None:
+def test_where_attention_is_known_no_mode_is_around_its_module(
+    whole: dict[str, LogitStats],
+) -> None:
     model = Model(by_name)
     with known(model) as tap:
         model(batch())
@@ -110,7 +120,9 @@ def test_where_attention_is_known_no_mode_is_around_its_module(whole: dict[str, 
     assert F.scaled_dot_product_attention is PLAIN
 
 
-def test_a_function_that_its_module_has_imported_is_seen_as_before(whole: dict[str, LogitStats]) -> None:
+def test_a_function_that_its_module_has_imported_is_seen_as_before(
+    whole: dict[str, LogitStats],
+) -> None:
     model = Model(imported)
     with known(model) as tap:
         model(batch())
@@ -181,7 +193,9 @@ def test_a_remedy_that_comes_when_attention_is_known_shows_in_the_statistics() -
     with known(model) as tap:
         before = tap.calls_seen["train"]
         qkeel.apply(model, "softcap:cap=0.01", batch=batch())
-        for _ in range(2):  # the first may find that attention is computed otherwise now
+        for _ in range(
+            2
+        ):  # the first may find that attention is computed otherwise now
             model(batch())
             tap.read()
         model(batch())
@@ -197,7 +211,9 @@ def test_a_call_in_another_thread_is_not_counted() -> None:
     q = torch.randn(1, 2, 4, 8)
 
     def call(a: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        thread = threading.Thread(target=lambda: results.append(F.scaled_dot_product_attention(q, q, q)))
+        thread = threading.Thread(
+            target=lambda: results.append(F.scaled_dot_product_attention(q, q, q))
+        )
         thread.start()
         thread.join()
         return by_name(a, k, v)
@@ -233,7 +249,13 @@ def test_a_pass_that_fails_leaves_no_mode(whole: dict[str, LogitStats]) -> None:
 def test_a_mask_object_is_called_as_without_a_tap_and_seen(name: str) -> None:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = getattr(bias, name)(4, 6)
-        return torch.cat([F.scaled_dot_product_attention(q[:, :, :4], k, v, attn_mask=mask), v[:, :, 4:]], 2)
+        return torch.cat(
+            [
+                F.scaled_dot_product_attention(q[:, :, :4], k, v, attn_mask=mask),
+                v[:, :, 4:],
+            ],
+            2,
+        )
 
     model = Model(call)
     out = model(batch())

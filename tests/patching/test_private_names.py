@@ -40,21 +40,31 @@ class Joined(Joinable):
 
 # What has the private name where its home alone does not show it.
 EXAMPLES = {
-    "a graph node of torch.nn.functional.layer_norm": lambda: functional.layer_norm(ROW, (2,), ROW[0]).grad_fn,
+    "a graph node of torch.nn.functional.layer_norm": lambda: (
+        functional.layer_norm(ROW, (2,), ROW[0]).grad_fn
+    ),
     "a graph node of a product": lambda: (ROW * ROW).grad_fn,
     "a graph node of addmm": lambda: torch.addmm(ROW, ROW[:, :1], ROW).grad_fn,
-    "a graph node of a convolution": lambda: functional.conv1d(ROW[None], ROW[None]).grad_fn,
+    "a graph node of a convolution": lambda: (
+        functional.conv1d(ROW[None], ROW[None]).grad_fn
+    ),
     "a graph node of a slice": lambda: ROW[:, 1:].grad_fn,
     "a graph node": lambda: (ROW * ROW).grad_fn,
     "a Joinable": lambda: Joined(),
     "the state of a sharded module": FSDPState,
-    "torch._dynamo.OptimizedModule": lambda: torch._dynamo.OptimizedModule(nn.Linear(1, 1), torch._dynamo.optimize()),
-    "torch.compiler.assume_constant_result": lambda: torch.compiler.assume_constant_result(lambda: 0),
+    "torch._dynamo.OptimizedModule": lambda: torch._dynamo.OptimizedModule(
+        nn.Linear(1, 1), torch._dynamo.optimize()
+    ),
+    "torch.compiler.assume_constant_result": lambda: (
+        torch.compiler.assume_constant_result(lambda: 0)
+    ),
 }
 
 
 def is_there(row: PrivateName) -> bool:
-    return any(has(dataclasses.replace(row, name=name)) for name in row.name.split(" or "))
+    return any(
+        has(dataclasses.replace(row, name=name)) for name in row.name.split(" or ")
+    )
 
 
 def has(row: PrivateName) -> bool:
@@ -68,6 +78,8 @@ def has(row: PrivateName) -> bool:
             continue
         for part in parts[n:]:
             home = getattr(home, part)
-        annotated = getattr(home, "__annotations__", {}) if isinstance(home, type) else {}
+        annotated = (
+            getattr(home, "__annotations__", {}) if isinstance(home, type) else {}
+        )
         return row.name in annotated or hasattr(home, row.name)
     return False

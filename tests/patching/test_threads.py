@@ -24,12 +24,20 @@ class Gated(nn.Module):
     def __init__(self, own: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.attention: Any = qkeel.nn.Attention(32, 4) if own else nn.MultiheadAttention(32, 4, batch_first=True)
+        self.attention: Any = (
+            qkeel.nn.Attention(32, 4)
+            if own
+            else nn.MultiheadAttention(32, 4, batch_first=True)
+        )
         self.own, self.gates = own, threading.local()
 
     def forward(self, x: Tensor) -> Tensor:
         vars(self.gates).get("before", lambda: None)()
-        y = self.attention(x) if self.own else self.attention(x, x, x, need_weights=False)[0]
+        y = (
+            self.attention(x)
+            if self.own
+            else self.attention(x, x, x, need_weights=False)[0]
+        )
         vars(self.gates).get("gate", lambda: None)()
         return y
 
@@ -72,8 +80,13 @@ def test_the_pass_that_began_first_is_measured_alone(own: bool) -> None:
         assert stats.max_logit.tolist() != expected
         monitor.remove()
     assert modes == {"first": None, "second": None}
-    assert ["several threads call Gated at once" in str(w.message) for w in caught] == [True]
-    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == 0
+    assert ["several threads call Gated at once" in str(w.message) for w in caught] == [
+        True
+    ]
+    assert (
+        sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+        == 0
+    )
 
 
 def test_a_pass_that_ends_after_another_began_leaves_nothing_behind() -> None:
@@ -99,7 +112,10 @@ def test_a_pass_that_ends_after_another_began_leaves_nothing_behind() -> None:
         run([second])
         first_thread.join(60)
         monitor.remove()
-    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == 0
+    assert (
+        sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+        == 0
+    )
 
 
 def test_a_thread_that_ended_in_the_middle_of_a_pass_blocks_no_other() -> None:
@@ -134,7 +150,9 @@ def run(acts: list[Callable[[], None]]) -> None:
         assert not thread.is_alive()
 
 
-def test_the_time_in_a_guard_is_counted_once_in_each_thread_and_nested_calls_not_again() -> None:
+def test_the_time_in_a_guard_is_counted_once_in_each_thread_and_nested_calls_not_again() -> (
+    None
+):
     guard, inside, over = FaultGuard("{}"), threading.Event(), threading.Event()
 
     def other() -> None:

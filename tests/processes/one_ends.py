@@ -28,16 +28,22 @@ def main(rank: int, port: str, remedy: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     at = f"tcp://localhost:{port}"
-    distributed.init_process_group("gloo", at, timedelta(seconds=60), world_size=2, rank=rank)
+    distributed.init_process_group(
+        "gloo", at, timedelta(seconds=60), world_size=2, rank=rank
+    )
     torch.manual_seed(0)
-    plain = qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4))
+    plain = qkeel.nn.Decoder(
+        qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4)
+    )
     model = torch.nn.parallel.DistributedDataParallel(plain)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(0, 64, (2, 12))
     with qkeel.watch(model, optimizer, every=2, rules=[]) as monitor:
         with qkeel.apply(model, remedy, optimizer, batch=tokens):
             for _ in range(STEPS):
-                F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+                F.cross_entropy(
+                    model(tokens).flatten(0, 1), tokens.flatten()
+                ).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             if rank == 0:

@@ -81,7 +81,10 @@ def step(model: nn.Module, setup: str) -> list[Tensor]:
 def faults(setup: str, *, every: int) -> None:
     """A fault at any instant of the search is an error on every process or does no harm; training goes on as it was."""
     made = wrapped.llama(layers=1)
-    model, plain = wrapped.wrapped(made, setup), wrapped.wrapped(wrapped.llama(layers=1), setup)
+    model, plain = (
+        wrapped.wrapped(made, setup),
+        wrapped.wrapped(wrapped.llama(layers=1), setup),
+    )
     with planted(model, -1, lasting=False) as calls:
         known = searched(model)
     outcomes = set()
@@ -89,7 +92,9 @@ def faults(setup: str, *, every: int) -> None:
         for lasting in (True, False):
             begun = time.monotonic()
             with planted(model, at, lasting=lasting), warnings.catch_warnings():
-                warnings.simplefilter("ignore", QkeelWarning)  # that attention inside of scripts is not looked for
+                warnings.simplefilter(
+                    "ignore", QkeelWarning
+                )  # that attention inside of scripts is not looked for
                 outcome = int(failed(model, [site.name for site in known]))
             assert time.monotonic() - begun < 10
             assert not lasting or outcome, at
@@ -138,7 +143,10 @@ def late_processes() -> None:
         if dist.rank() == 0:
             time.sleep(2)
         with pytest.raises(QkeelError, match="floats"):
-            searched(model, torch.zeros(2, 4, dtype=torch.long) if dist.rank() == 0 else Floats())
+            searched(
+                model,
+                torch.zeros(2, 4, dtype=torch.long) if dist.rank() == 0 else Floats(),
+            )
         distributed.barrier()
         with pytest.raises(QkeelError, match="make different calls"):
             searched(model) if dist.rank() == 0 else remedied(model)
@@ -153,13 +161,24 @@ class Floats:
         raise ValueError("floats")
 
 
-CASES: tuple[Callable[[], None], ...] = (some_faults, late_processes, faults_with_fully_shard, faults_with_split_heads)
+CASES: tuple[Callable[[], None], ...] = (
+    some_faults,
+    late_processes,
+    faults_with_fully_shard,
+    faults_with_split_heads,
+)
 
 
 def main(rank: int, folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder / 'store'}"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    distributed.init_process_group(
+        "gloo",
+        init_method=store,
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
     for case in CASES:
         if case.__name__ in names:
             case()

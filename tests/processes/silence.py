@@ -17,7 +17,10 @@ from torch import distributed as dist
 import qkeel
 from qkeel.distributed.agree import OwnGroup
 
-PASSES = {0: (2, 2, 2), 1: (3, 0, 2)}  # by process, how often its attention is called in each step
+PASSES = {
+    0: (2, 2, 2),
+    1: (3, 0, 2),
+}  # by process, how often its attention is called in each step
 
 
 class Model(nn.Module):
@@ -61,7 +64,9 @@ def main(rank: int, folder: Path) -> None:
             own = monitor.sample
             counts = {"collectives": counted.n, "vectors": len(reductions)}
             found.append({"own": dict(own.monitor), "keys": own.summaries(), **counts})
-            found[-1]["line"] = next(x for x in monitor.table().splitlines() if x.startswith("monitor: "))
+            found[-1]["line"] = next(
+                x for x in monitor.table().splitlines() if x.startswith("monitor: ")
+            )
     (folder / f"{rank}.json").write_text(json.dumps(found))
     end()
 

@@ -25,7 +25,11 @@ def measured(model: nn.Module, batches: list[Tensor]) -> dict[str, float]:
         optimizer.step()
         sample = monitor.sample
     assert sample is not None
-    return {name: x for name, x in sample.values.items() if name.partition("/")[0] in BLOCK_FIELDS}
+    return {
+        name: x
+        for name, x in sample.values.items()
+        if name.partition("/")[0] in BLOCK_FIELDS
+    }
 
 
 def main(rank: int, folder: Path, setups: list[str]) -> None:

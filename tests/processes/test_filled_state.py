@@ -34,11 +34,15 @@ def batch(step: int) -> Tensor:
     return torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(step))
 
 
-def trained(remedy: str, *, filled_first: bool, sgd: bool = False) -> tuple[dict[str, Tensor], list[float], list[str]]:
+def trained(
+    remedy: str, *, filled_first: bool, sgd: bool = False
+) -> tuple[dict[str, Tensor], list[float], list[str]]:
     """The weights, the recorded steps and the warnings of a run whose optimizer's state torch fills before or after
     the remedy and the monitor came."""
     torch.manual_seed(0)
-    model = qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=4)).double()
+    model = qkeel.nn.Decoder(
+        qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=4)
+    ).double()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
@@ -57,7 +61,9 @@ def trained(remedy: str, *, filled_first: bool, sgd: bool = False) -> tuple[dict
         if not filled_first:
             get_state_dict(model, optimizer)
         for step in range(STEPS):
-            F.cross_entropy(model(batch(step)).flatten(0, 1), batch(step).roll(-1, 1).flatten()).backward()
+            F.cross_entropy(
+                model(batch(step)).flatten(0, 1), batch(step).roll(-1, 1).flatten()
+            ).backward()
             optimizer.step()
             optimizer.zero_grad()
     steps = monitor.history.steps.tolist()
@@ -69,9 +75,14 @@ def trained(remedy: str, *, filled_first: bool, sgd: bool = False) -> tuple[dict
 # SGD has no state that a remedy reads: one of each kind of remedy stands for the others.
 @pytest.mark.parametrize(
     ("remedy", "sgd"),
-    quick(itertools.product(REMEDIES, (False, True)), lambda case: not case[1] or case[0] in ("none", "lalr:tau=0.1")),
+    quick(
+        itertools.product(REMEDIES, (False, True)),
+        lambda case: not case[1] or case[0] in ("none", "lalr:tau=0.1"),
+    ),
 )
-def test_the_step_that_fills_an_optimizers_state_is_none(remedy: str, sgd: bool) -> None:
+def test_the_step_that_fills_an_optimizers_state_is_none(
+    remedy: str, sgd: bool
+) -> None:
     before, *_ = trained(remedy, filled_first=True, sgd=sgd)
     after, steps, warned = trained(remedy, filled_first=False, sgd=sgd)
     assert steps == [*range(STEPS)]
@@ -81,7 +92,10 @@ def test_the_step_that_fills_an_optimizers_state_is_none(remedy: str, sgd: bool)
 
 
 def test_remedies_that_wait_for_a_pass_wait_on_when_the_state_is_filled() -> None:
-    model = torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.TransformerEncoderLayer(32, 4, batch_first=True))
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(64, 32),
+        torch.nn.TransformerEncoderLayer(32, 4, batch_first=True),
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     handle = qkeel.apply(model, "lalr", optimizer)
     get_state_dict(model, optimizer)
@@ -92,7 +106,9 @@ def test_remedies_that_wait_for_a_pass_wait_on_when_the_state_is_filled() -> Non
 
 
 def test_a_real_step_with_rate_and_gradients_of_zero_is_a_step() -> None:
-    model = qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=4))
+    model = qkeel.nn.Decoder(
+        qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=4)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     with qkeel.watch(model, optimizer, every=1, rules=[]) as monitor:
         (0 * model(batch(0)).sum()).backward()

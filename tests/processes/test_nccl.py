@@ -16,16 +16,22 @@ from qkeel.distributed.agree import OwnGroup, gather_messages
 def test_a_model_is_watched_under_nccl(tmp_path: object) -> None:
     if not (torch.cuda.is_available() and distributed.is_nccl_available()):
         pytest.skip("needs a GPU and NCCL")
-    distributed.init_process_group("nccl", f"file://{tmp_path}/store", world_size=1, rank=0)
+    distributed.init_process_group(
+        "nccl", f"file://{tmp_path}/store", world_size=1, rank=0
+    )
     try:
         torch.manual_seed(0)
-        config = qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4)
+        config = qkeel.nn.DecoderConfig(
+            vocab_size=64, d_model=32, n_layers=2, n_heads=4
+        )
         inner = qkeel.nn.Decoder(config).cuda()
         model = torch.nn.parallel.DistributedDataParallel(inner)
         optimizer = torch.optim.AdamW(model.parameters())
         tokens = torch.randint(0, 64, (2, 16), device="cuda")
         with qkeel.watch(model, optimizer, rules=[]) as monitor:
-            with qkeel.apply(model, "qk_clip:threshold=1+lalr:tau=0.1", optimizer, batch=tokens):
+            with qkeel.apply(
+                model, "qk_clip:threshold=1+lalr:tau=0.1", optimizer, batch=tokens
+            ):
                 for _ in range(3):
                     model(tokens).logsumexp(-1).mean().backward()
                     optimizer.step()

@@ -14,8 +14,15 @@ def columns() -> list[str]:
 
 def row(setup: Setup) -> str:
     more = " (more in the first step)" if setup.collectives_of_search else ""
-    cells = [setup.title, str(setup.processes), setup.statistics, f"{setup.collectives}{more}"]
-    return " | ".join(["", *cells, *(setup.remedies.get(name, "") for name in columns()), ""]).strip()
+    cells = [
+        setup.title,
+        str(setup.processes),
+        setup.statistics,
+        f"{setup.collectives}{more}",
+    ]
+    return " | ".join(
+        ["", *cells, *(setup.remedies.get(name, "") for name in columns()), ""]
+    ).strip()
 
 
 def page_table() -> str:
@@ -27,10 +34,16 @@ def page_table() -> str:
         "collectives added to the training's groups",
         *columns(),
     ]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *map(row, SETUPS.values())]
+    lines = [
+        f"| {' | '.join(head)} |",
+        "|" + "---|" * len(head),
+        *map(row, SETUPS.values()),
+    ]
     return "\n".join(lines)
 
 
 def test_the_page_has_the_table() -> None:
     page = Path(__file__).parents[2] / "docs" / "internals" / "processes.md"
-    assert page_table() in page.read_text(encoding="utf-8"), f"expected in {page.name}:\n{page_table()}"
+    assert page_table() in page.read_text(encoding="utf-8"), (
+        f"expected in {page.name}:\n{page_table()}"
+    )

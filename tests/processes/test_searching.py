@@ -10,7 +10,10 @@ from tests.forked import Forked
 
 def run(folder: Path, *cases: str) -> None:
     """Two processes, which must end by themselves."""
-    started = [Forked("tests.processes.searching", str(rank), str(folder), *cases) for rank in range(2)]
+    started = [
+        Forked("tests.processes.searching", str(rank), str(folder), *cases)
+        for rank in range(2)
+    ]
     try:
         said = [process.communicate()[0] for process in started]
     finally:
@@ -22,7 +25,9 @@ def run(folder: Path, *cases: str) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_fault_of_one_process_and_a_late_one_leave_nobody_waiting(tmp_path: Path) -> None:
+def test_a_fault_of_one_process_and_a_late_one_leave_nobody_waiting(
+    tmp_path: Path,
+) -> None:
     run(tmp_path, "some_faults", "late_processes")
 
 

@@ -29,40 +29,64 @@ def found(folder: Path) -> Found:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_every_process_has_the_smallest_and_the_largest_number_of_all(found: Found) -> None:
+def test_every_process_has_the_smallest_and_the_largest_number_of_all(
+    found: Found,
+) -> None:
     for steps in zip(*found, strict=True):
         owns = [step["own"] for step in steps]
         for own in owns:
             assert set(own) == {*MONITOR_FIELDS, *MONITOR_EXTREMES}
             for name in MONITOR_FIELDS:
                 every = [one[name] for one in owns]
-                assert (own[f"{name}_min"], own[f"{name}_max"]) == pytest.approx((min(every), max(every)), rel=1e-6)
+                assert (own[f"{name}_min"], own[f"{name}_max"]) == pytest.approx(
+                    (min(every), max(every)), rel=1e-6
+                )
 
 
-def test_a_process_that_sees_no_attention_is_seen_on_the_other_one(found: Found) -> None:
+def test_a_process_that_sees_no_attention_is_seen_on_the_other_one(
+    found: Found,
+) -> None:
     first, second = found
     for steps in found:
-        assert [(x["own"]["calls_min"], x["own"]["calls_max"]) for x in steps] == [(4, 6), (0, 4), (4, 4)]
-        assert [(x["own"]["silent_min"], x["own"]["silent_max"]) for x in steps] == [(0, 0), (0, 2), (0, 0)]
+        assert [(x["own"]["calls_min"], x["own"]["calls_max"]) for x in steps] == [
+            (4, 6),
+            (0, 4),
+            (4, 4),
+        ]
+        assert [(x["own"]["silent_min"], x["own"]["silent_max"]) for x in steps] == [
+            (0, 0),
+            (0, 2),
+            (0, 0),
+        ]
         assert steps[1]["keys"]["monitor/silent_max"] == 2
     assert [x["own"]["calls"] for x in first] == [4, 4, 4]
     assert [x["own"]["calls"] for x in second] == [6, 0, 4]
-    assert "4 calls (0 to 4 over processes), 0 missed, 0 silent (0 to 2 over processes), 0 errors, " in first[1]["line"]
+    assert (
+        "4 calls (0 to 4 over processes), 0 missed, 0 silent (0 to 2 over processes), 0 errors, "
+        in first[1]["line"]
+    )
     assert "calls (" not in first[2]["line"]
 
 
 def test_a_step_reduces_two_vectors_in_a_group_of_its_own(found: Found) -> None:
-    assert {step["collectives"] for steps in found for step in steps} == {0}  # none in the training's groups
+    assert {step["collectives"] for steps in found for step in steps} == {
+        0
+    }  # none in the training's groups
     assert {step["vectors"] for steps in found for step in steps} == {2}
 
 
 def test_the_numbers_are_in_the_files_on_the_page_and_in_rules(folder: Path) -> None:
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["monitor_silent_max"] for line in lines] == [0, 2, 0]
     run = qkeel.load(folder / "run")
     assert run.history.frame("steps")["monitor_calls_min"].tolist() == [4, 0, 4]
     (alarm,) = replay(run.history, [Over(field="monitor_silent_max", threshold=0.5)])
     assert alarm.step == 1
-    page = qkeel.report.write(folder / "run", folder / "page.html").read_text(encoding="utf-8")
+    page = qkeel.report.write(folder / "run", folder / "page.html").read_text(
+        encoding="utf-8"
+    )
     for name in MONITOR_EXTREMES:
         assert explain_field(f"monitor_{name}") in page.replace("&#x27;", "'"), name

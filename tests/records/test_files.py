@@ -15,7 +15,15 @@ import pytest
 
 from qkeel.cli.app import main
 from qkeel.errors import DamagedFileError, InvalidValueError, RunDirectoryError
-from qkeel.records import append_line, read_json, read_lines, read_object, write_bytes, write_json, write_text
+from qkeel.records import (
+    append_line,
+    read_json,
+    read_lines,
+    read_object,
+    write_bytes,
+    write_json,
+    write_text,
+)
 from qkeel.records.disk import locked, make_directory, refuse_path
 from qkeel.records.file_formats import read_toml
 
@@ -24,12 +32,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     value = {"a": 1, "b": [1.5, None, True, "x"], "c": {"d": math.inf, "e": -math.inf}}
     write_json(tmp_path / "x.json", value)
     assert read_json(tmp_path / "x.json") == value
-    json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail)  # any JSON reader can
+    json.loads(
+        (tmp_path / "x.json").read_text(), parse_constant=pytest.fail
+    )  # any JSON reader can
     write_json(tmp_path / "nan.json", {"x": math.nan})
     assert math.isnan(read_json(tmp_path / "nan.json")["x"])
 
 
-def test_files_are_readable_by_others_and_leave_no_temporary_behind(tmp_path: Path) -> None:
+def test_files_are_readable_by_others_and_leave_no_temporary_behind(
+    tmp_path: Path,
+) -> None:
     write_text(tmp_path / "x.txt", "ü")
     write_bytes(tmp_path / "y.bin", b"\0\1")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.txt", "y.bin"]
@@ -37,14 +49,19 @@ def test_files_are_readable_by_others_and_leave_no_temporary_behind(tmp_path: Pa
     assert (tmp_path / "x.txt").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_text(tmp_path / "x.txt", "old")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunDirectoryError, match=r"x\.txt: No space left on device.*Existing files are not lost"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"x\.txt: No space left on device.*Existing files are not lost",
+    ):
         write_text(tmp_path / "x.txt", "new")
     assert (tmp_path / "x.txt").read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1
@@ -60,9 +77,15 @@ def test_an_unwritable_place_is_one_clear_error(tmp_path: Path) -> None:
 
 def test_a_directory_that_was_moved_away_is_not_made_again(tmp_path: Path) -> None:
     for write in (write_json, append_line):
-        with pytest.raises(RunDirectoryError, match=r"the directory .*gone does not exist or was removed"):
+        with pytest.raises(
+            RunDirectoryError,
+            match=r"the directory .*gone does not exist or was removed",
+        ):
             write(tmp_path / "gone" / "x.json", {})
-    with pytest.raises(RunDirectoryError, match=r"cannot create .*last: the directory .*gone does not exist"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"cannot create .*last: the directory .*gone does not exist",
+    ):
         make_directory(tmp_path / "gone" / "last", parents=False)
     assert list(tmp_path.iterdir()) == []
     make_directory(tmp_path / "new" / "last")
@@ -79,7 +102,9 @@ def test_lines_come_back_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 24))
-def test_a_file_torn_at_any_byte_gives_its_whole_lines(tmp_path: Path, cut: int) -> None:
+def test_a_file_torn_at_any_byte_gives_its_whole_lines(
+    tmp_path: Path, cut: int
+) -> None:
     path = tmp_path / "m.jsonl"
     for i in range(2):
         append_line(path, {"step": i, "x": 0.5})
@@ -89,7 +114,9 @@ def test_a_file_torn_at_any_byte_gives_its_whole_lines(tmp_path: Path, cut: int)
     assert list(read_lines(path)) == [{"step": i, "x": 0.5} for i in range(whole)]
 
 
-def test_a_damaged_line_in_the_middle_is_an_error_that_says_where(tmp_path: Path) -> None:
+def test_a_damaged_line_in_the_middle_is_an_error_that_says_where(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": \xff}\n{"a": 3}\n')
     with pytest.raises(RunDirectoryError, match=r"m\.jsonl, line 2"):
@@ -107,7 +134,9 @@ def test_a_missing_or_damaged_json_file_is_one_clear_error(tmp_path: Path) -> No
         read_json(tmp_path / "y.json")
 
 
-def test_files_of_earlier_versions_are_read_without_their_checksums(tmp_path: Path) -> None:
+def test_files_of_earlier_versions_are_read_without_their_checksums(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "m.jsonl").write_text('{"step": 0}\n{"step": 1, "crc32": "36644f0c"}\n')
     (tmp_path / "x.json").write_text('{"a": "nan", "crc32": "00000000"}')
     assert [*read_lines(tmp_path / "m.jsonl")] == [{"step": 0}, {"step": 1}]
@@ -115,7 +144,9 @@ def test_files_of_earlier_versions_are_read_without_their_checksums(tmp_path: Pa
 
 
 @pytest.mark.parametrize("text", ["[1]", "3", "{}", '{"runs": null}'])
-def test_an_object_without_what_is_required_is_one_clear_error(tmp_path: Path, text: str) -> None:
+def test_an_object_without_what_is_required_is_one_clear_error(
+    tmp_path: Path, text: str
+) -> None:
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(DamagedFileError, match=r"x\.json"):
         read_object(tmp_path / "x.json", "runs")
@@ -132,16 +163,22 @@ def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path) -> None:
     append_line(path, {"step": 0})
     before = path.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, hard))  # as a disk with room for five more bytes
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (len(before) + 5, hard)
+    )  # as a disk with room for five more bytes
     try:
-        with pytest.raises(RunDirectoryError, match=r"cannot append to .*m\.jsonl: File too large"):
+        with pytest.raises(
+            RunDirectoryError, match=r"cannot append to .*m\.jsonl: File too large"
+        ):
             append_line(path, {"step": 1})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\\b", "a\0b", "a\nb", "a" * 300])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "/a", "a\\b", "a\0b", "a\nb", "a" * 300]
+)
 def test_a_path_is_no_name_of_an_entry(name: str) -> None:
     with pytest.raises(RunDirectoryError, match=r"study\.json names"):
         refuse_path(name, "study.json")
@@ -149,9 +186,13 @@ def test_a_path_is_no_name_of_an_entry(name: str) -> None:
 
 def test_a_disk_that_is_full_at_the_start_is_one_clear_error(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # as a full disk: no byte can be written
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (0, hard)
+    )  # as a full disk: no byte can be written
     try:
-        with pytest.raises(RunDirectoryError, match="Choose a writable directory with free space"):
+        with pytest.raises(
+            RunDirectoryError, match="Choose a writable directory with free space"
+        ):
             locked(tmp_path / "lock", "in use").__enter__()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -163,7 +204,10 @@ def test_a_full_stream_of_output_is_said_and_is_exit_code_1(
     with open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
         assert main(["presets"]) == 1
-    assert f"cannot write the output: {os.strerror(errno.ENOSPC)}" in capsys.readouterr().err
+    assert (
+        f"cannot write the output: {os.strerror(errno.ENOSPC)}"
+        in capsys.readouterr().err
+    )
 
 
 def test_toml_has_one_error_for_all_that_cannot_be_read(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ FIELDS = ("max_logit", "entropy")
 
 def recorded(directory: Path, steps: list[int]) -> np.ndarray:
     recorder = HeadRecorder(directory, FIELDS, n_layers=2, n_heads=3)
-    values = np.random.default_rng(0).normal(size=(len(steps), 2, 2, 3)).astype(np.float32)
+    values = (
+        np.random.default_rng(0).normal(size=(len(steps), 2, 2, 3)).astype(np.float32)
+    )
     for step, row in zip(steps, values):
         recorder.append(step, row)
     return values
@@ -45,26 +47,38 @@ def test_before_the_first_record_there_are_none(tmp_path: Path) -> None:
     assert read_heads(tmp_path).steps.tolist() == []
 
 
-def test_a_file_that_its_description_does_not_describe_is_damaged(tmp_path: Path) -> None:
+def test_a_file_that_its_description_does_not_describe_is_damaged(
+    tmp_path: Path,
+) -> None:
     recorded(tmp_path, [0, 10, 20])
     about, path = tmp_path / "heads.json", tmp_path / "heads.f32"
     whole = about.read_text()
-    for change in (("max_logit", "entropy"), ('"n_heads": 3', '"n_heads": "3"'), ('"n_layers": 2', '"n_layers": 0')):
+    for change in (
+        ("max_logit", "entropy"),
+        ('"n_heads": 3', '"n_heads": "3"'),
+        ('"n_layers": 2', '"n_layers": 0'),
+    ):
         about.write_text(whole.replace(*change))
         with pytest.raises(DamagedFileError, match=r"heads\.json"):
             read_heads(tmp_path)
     about.write_text(whole)
     path.write_bytes(np.float32(np.nan).tobytes() + path.read_bytes()[4:])
-    with pytest.raises(DamagedFileError, match=r"heads\.f32 has a step that is not a whole number"):
+    with pytest.raises(
+        DamagedFileError, match=r"heads\.f32 has a step that is not a whole number"
+    ):
         read_heads(tmp_path)
     with pytest.raises(DamagedFileError, match="describes other records"):
         HeadRecorder(tmp_path, FIELDS, 2, 4)
 
 
-def test_records_of_an_earlier_version_are_read_and_gone_on_with(tmp_path: Path) -> None:
+def test_records_of_an_earlier_version_are_read_and_gone_on_with(
+    tmp_path: Path,
+) -> None:
     values = recorded(tmp_path, [0, 10])
     about = json.loads((tmp_path / "heads.json").read_text())
-    (tmp_path / "heads.json").write_text(json.dumps({**about, "checksums": "heads.crc32", "crc32": "00000000"}))
+    (tmp_path / "heads.json").write_text(
+        json.dumps({**about, "checksums": "heads.crc32", "crc32": "00000000"})
+    )
     (tmp_path / "heads.crc32").write_bytes(bytes(8))
     HeadRecorder(tmp_path, FIELDS, 2, 3).append(20, values[0])
     assert read_heads(tmp_path).steps.tolist() == [0, 10, 20]

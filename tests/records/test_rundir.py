@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from qkeel.errors import DamagedFileError, QkeelError, RunDirectoryError, UnknownNameError
+from qkeel.errors import (
+    DamagedFileError,
+    QkeelError,
+    RunDirectoryError,
+    UnknownNameError,
+)
 from qkeel.records import (
     HEAD_FIELDS,
     STEP_FIELDS,
@@ -41,7 +46,9 @@ def test_done_wins_over_failed_and_failed_over_started(tmp_path: Path) -> None:
     assert run.status is RunStatus.DONE
 
 
-def test_the_same_configuration_opens_again_and_another_is_refused_by_key(tmp_path: Path) -> None:
+def test_the_same_configuration_opens_again_and_another_is_refused_by_key(
+    tmp_path: Path,
+) -> None:
     run = RunDirectory(tmp_path / "r")
     run.open({"lr": 0.1, "model": {"d": 8, "h": 2}})
     run.open({"lr": 0.1, "model": {"d": 8, "h": 2}})
@@ -57,7 +64,9 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_cutting_to_sizes_drops_later_bytes_and_lost_ones_are_damage(tmp_path: Path) -> None:
+def test_cutting_to_sizes_drops_later_bytes_and_lost_ones_are_damage(
+    tmp_path: Path,
+) -> None:
     run = RunDirectory(tmp_path)
     append_line(tmp_path / "metrics.jsonl", {"step": 0})
     sizes = run.sizes()
@@ -105,17 +114,24 @@ def test_a_finished_run_knows_how_much_it_wrote(tmp_path: Path) -> None:
     assert run.damage() == ""
 
 
-def test_two_processes_cannot_hold_one_directory_and_a_dead_one_does_not(tmp_path: Path) -> None:
+def test_two_processes_cannot_hold_one_directory_and_a_dead_one_does_not(
+    tmp_path: Path,
+) -> None:
     code = (
         "import sys, time; from pathlib import Path; from qkeel.records import RunDirectory\n"
         "with RunDirectory(Path(sys.argv[1])).lock():\n    print('held', flush=True); time.sleep(60)"
     )
     run = RunDirectory(tmp_path)
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as other:
         try:
             assert other.stdout is not None
             assert other.stdout.readline() == "held\n"
-            with pytest.raises(RunDirectoryError, match=rf"process {other.pid}"), run.lock():
+            with (
+                pytest.raises(RunDirectoryError, match=rf"process {other.pid}"),
+                run.lock(),
+            ):
                 pass
         finally:
             other.kill()
@@ -148,19 +164,34 @@ def test_errors_are_also_builtins(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git makes the repositories")
-def test_the_commit_is_what_git_has_checked_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_what_git_has_checked_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
 
     def git(*words: str, at: Path) -> str:
-        who = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
-        return subprocess.run(["git", *who, *words], cwd=at, capture_output=True, text=True, check=True).stdout.strip()
+        who = (
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@example.org",
+            "-c",
+            "commit.gpgsign=false",
+        )
+        return subprocess.run(
+            ["git", *who, *words], cwd=at, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     def seen(at: Path) -> str | None:
         monkeypatch.chdir(at)
         return made_on().get("commit")
 
-    main, deep, tree = tmp_path / "main", tmp_path / "main" / "a" / "b", tmp_path / "tree"
+    main, deep, tree = (
+        tmp_path / "main",
+        tmp_path / "main" / "a" / "b",
+        tmp_path / "tree",
+    )
     deep.mkdir(parents=True)
     assert seen(deep) is None  # no repository at all
     git("init", "--quiet", at=main)

@@ -85,11 +85,21 @@ class Family:
 
 
 def blocks(
-    name: str, n: int, size: int, *, start: int = 0, step: int | None = None, axis: int = 0, bias: str = ""
+    name: str,
+    n: int,
+    size: int,
+    *,
+    start: int = 0,
+    step: int | None = None,
+    axis: int = 0,
+    bias: str = "",
 ) -> Any:
     """n parts of `size` rows, the first at `start`, `step` apart."""
     step = step or size
-    return [Part(name, tuple(range(start + i * step, start + i * step + size)), axis, bias) for i in range(n)]
+    return [
+        Part(name, tuple(range(start + i * step, start + i * step + size)), axis, bias)
+        for i in range(n)
+    ]
 
 
 class Encoder(nn.Module):
@@ -112,19 +122,27 @@ class OneByOne(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         for part in ("query", "key", "value"):
-            setattr(self, part, nn.ModuleList(nn.Linear(D, 8, bias=False) for _ in range(HEADS)))
+            setattr(
+                self,
+                part,
+                nn.ModuleList(nn.Linear(D, 8, bias=False) for _ in range(HEADS)),
+            )
         self.out = nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
         heads = [
-            functional.scaled_dot_product_attention(*(f(x)[:, None] for f in three), is_causal=True)[:, 0]
+            functional.scaled_dot_product_attention(
+                *(f(x)[:, None] for f in three), is_causal=True
+            )[:, 0]
             for three in zip(self.query, self.key, self.value)
         ]
         return x + self.out(torch.cat(heads, -1))
 
 
 def tower(kind: Callable[[], nn.Module]) -> nn.Module:
-    return nn.Sequential(nn.Embedding(VOCAB, D), *(kind() for _ in range(LAYERS)), nn.Linear(D, VOCAB))
+    return nn.Sequential(
+        nn.Embedding(VOCAB, D), *(kind() for _ in range(LAYERS)), nn.Linear(D, VOCAB)
+    )
 
 
 def _plain(prefix: str, kv: int, *, bias: bool = False) -> Callable[[int], Layer]:
@@ -141,7 +159,9 @@ def _plain(prefix: str, kv: int, *, bias: bool = False) -> Callable[[int], Layer
 
 
 def _gpt2(i: int) -> Layer:
-    name, bias = (f"transformer.h.{i}.attn.c_attn.{kind}" for kind in ("weight", "bias"))
+    name, bias = (
+        f"transformer.h.{i}.attn.c_attn.{kind}" for kind in ("weight", "bias")
+    )
     q, k = (blocks(name, HEADS, 8, start=start, axis=1, bias=bias) for start in (0, D))
     return Layer(f"transformer.h.{i}.attn", q, k)
 
@@ -156,7 +176,11 @@ def _neox(i: int) -> Layer:
 def _latent(query: str) -> Callable[[int], Layer]:
     def layer(i: int) -> Layer:
         site = f"model.layers.{i}.self_attn"
-        q, up, down = f"{site}.{query}.weight", f"{site}.kv_b_proj.weight", f"{site}.kv_a_proj_with_mqa.weight"
+        q, up, down = (
+            f"{site}.{query}.weight",
+            f"{site}.kv_b_proj.weight",
+            f"{site}.kv_a_proj_with_mqa.weight",
+        )
         return Layer(
             site,
             blocks(q, HEADS, 6, step=10),
@@ -170,7 +194,10 @@ def _latent(query: str) -> Callable[[int], Layer]:
 
 def _encoder(i: int) -> Layer:
     site = f"encoder.layers.{i}.self_attn"
-    q, k = (blocks(f"{site}.in_proj_weight", HEADS, 8, start=s, bias=f"{site}.in_proj_bias") for s in (0, D))
+    q, k = (
+        blocks(f"{site}.in_proj_weight", HEADS, 8, start=s, bias=f"{site}.in_proj_bias")
+        for s in (0, D)
+    )
     return Layer(site, q, k)
 
 
@@ -180,10 +207,12 @@ def _causal(config: Any) -> nn.Module:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        lambda: _causal(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)), _plain("model.layers", 2)
+        lambda: _causal(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)),
+        _plain("model.layers", 2),
     ),
     "qwen2": Family(
-        lambda: _causal(transformers.Qwen2Config(**SIZES, num_key_value_heads=2)), _plain("model.layers", 2, bias=True)
+        lambda: _causal(transformers.Qwen2Config(**SIZES, num_key_value_heads=2)),
+        _plain("model.layers", 2, bias=True),
     ),
     "gpt2": Family(
         lambda: _causal(
@@ -203,17 +232,25 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_neox": Family(lambda: _causal(transformers.GPTNeoXConfig(**SIZES)), _neox),
     "deepseek_v3": Family(
-        lambda: _causal(transformers.DeepseekV3Config(**SIZES, **LATENT, q_lora_rank=12)), _latent("q_b_proj")
+        lambda: _causal(
+            transformers.DeepseekV3Config(**SIZES, **LATENT, q_lora_rank=12)
+        ),
+        _latent("q_b_proj"),
     ),
     "deepseek_v3 without a query latent": Family(
-        lambda: _causal(transformers.DeepseekV3Config(**SIZES, **LATENT, q_lora_rank=None)), _latent("q_proj")
+        lambda: _causal(
+            transformers.DeepseekV3Config(**SIZES, **LATENT, q_lora_rank=None)
+        ),
+        _latent("q_proj"),
     ),
     "nn.TransformerEncoder": Family(Encoder, _encoder),
 }
 
 
 def batch(seed: int = 0, length: int = 9) -> Tensor:
-    return torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, VOCAB, (2, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def run(model: nn.Module, x: Tensor) -> Tensor:

@@ -27,9 +27,28 @@ def hf(name: str, impl: str, **more: Any) -> nn.Module:
 
     t.logging.set_verbosity_error()
     torch.manual_seed(0)
-    t5 = {"d_model": D, "d_kv": 8, "num_heads": H, "num_layers": 2, "d_ff": 24, "vocab_size": VOCAB}
-    gpt2 = {"n_embd": D, "n_head": H, "n_layer": 2, "vocab_size": VOCAB, "n_positions": 64}
-    mla = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6}
+    t5 = {
+        "d_model": D,
+        "d_kv": 8,
+        "num_heads": H,
+        "num_layers": 2,
+        "d_ff": 24,
+        "vocab_size": VOCAB,
+    }
+    gpt2 = {
+        "n_embd": D,
+        "n_head": H,
+        "n_layer": 2,
+        "vocab_size": VOCAB,
+        "n_positions": 64,
+    }
+    mla = {
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": 6,
+    }
     vit = {"image_size": 8, "patch_size": 4, "num_channels": 1}
     rows: dict[str, tuple[type, type, dict[str, Any]]] = {
         "llama": (t.LlamaConfig, t.LlamaForCausalLM, {**SMALL, "num_key_value_heads": 2}),
@@ -93,10 +112,15 @@ class Conv1D(nn.Module):
 
     def __init__(self, n: int, m: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(n, m) * n**-0.5), nn.Parameter(torch.randn(m) * 0.1)
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(n, m) * n**-0.5),
+            nn.Parameter(torch.randn(m) * 0.1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.reshape(-1, x.shape[-1]) @ self.weight + self.bias).view(*x.shape[:-1], -1)
+        return (x.reshape(-1, x.shape[-1]) @ self.weight + self.bias).view(
+            *x.shape[:-1], -1
+        )
 
 
 LAYOUTS = ("linear", "fused", "interleaved", "conv", "groups", "dims first")
@@ -112,7 +136,9 @@ class Hand(nn.Module):
         self.h, self.g = 4, 2 if layout in ("linear", "groups") else 4
         n = (self.h + 2 * self.g) * self.d
         if layout == "linear":
-            self.q, self.k, self.v = (nn.Linear(16, m * self.d) for m in (self.h, self.g, self.g))
+            self.q, self.k, self.v = (
+                nn.Linear(16, m * self.d) for m in (self.h, self.g, self.g)
+            )
         else:
             self.qkv = Conv1D(16, n) if layout == "conv" else nn.Linear(16, n)
         self.o = nn.Linear(16, 16)
@@ -125,14 +151,24 @@ class Hand(nn.Module):
             return tuple(y.view(b, t, -1, self.d).transpose(1, 2) for y in (q, k, v))  # type: ignore[return-value]
         y = self.qkv(x)
         if self.layout in ("fused", "conv"):
-            return tuple(p.view(b, t, self.h, self.d).transpose(1, 2) for p in y.chunk(3, -1))  # type: ignore[return-value]
+            return tuple(
+                p.view(b, t, self.h, self.d).transpose(1, 2) for p in y.chunk(3, -1)
+            )  # type: ignore[return-value]
         if self.layout == "interleaved":
-            return tuple(p.transpose(1, 2) for p in y.view(b, t, self.h, 3 * self.d).chunk(3, -1))  # type: ignore[return-value]
+            return tuple(
+                p.transpose(1, 2) for p in y.view(b, t, self.h, 3 * self.d).chunk(3, -1)
+            )  # type: ignore[return-value]
         if self.layout == "dims first":
-            return tuple(p.permute(0, 3, 1, 2) for p in y.view(b, t, 3, self.d, self.h).unbind(2))  # type: ignore[return-value]
+            return tuple(
+                p.permute(0, 3, 1, 2) for p in y.view(b, t, 3, self.d, self.h).unbind(2)
+            )  # type: ignore[return-value]
         grouped = y.view(b, t, self.g, self.h // self.g + 2, self.d)
         q = grouped[..., :-2, :].reshape(b, t, self.h, self.d)
-        return q.transpose(1, 2), grouped[..., -2, :].transpose(1, 2), grouped[..., -1, :].transpose(1, 2)
+        return (
+            q.transpose(1, 2),
+            grouped[..., -2, :].transpose(1, 2),
+            grouped[..., -1, :].transpose(1, 2),
+        )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.heads(x)
@@ -161,7 +197,9 @@ def everything(model: nn.Module) -> dict[str, Any]:
     """All that `remove()` must put back, names, order and identity."""
     return {
         name: {
-            key: [(k, id(v)) for k, v in value.items()] if isinstance(value, dict) else id(value)
+            key: [(k, id(v)) for k, v in value.items()]
+            if isinstance(value, dict)
+            else id(value)
             for key, value in module.__dict__.items()
         }
         for name, module in model.named_modules()
@@ -174,11 +212,18 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def jolted(
-    model: nn.Module, names: tuple[str, ...] = ("q_norm.weight", "k_norm.weight", "q_norm", "k_norm"), by: float = 0.3
+    model: nn.Module,
+    names: tuple[str, ...] = ("q_norm.weight", "k_norm.weight", "q_norm", "k_norm"),
+    by: float = 0.3,
 ) -> None:
     """Gains off their start."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(names):
-                p.add_(by * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p))
+                p.add_(
+                    by
+                    * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(
+                        p
+                    )
+                )

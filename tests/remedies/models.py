@@ -18,7 +18,9 @@ VOCAB, D_MODEL = 13, 16
 def decoder(**options: Any) -> Decoder:
     """Two layers of four heads, weights from the seed the test starts with."""
     torch.manual_seed(0)
-    model = Decoder(DecoderConfig(**{"vocab_size": VOCAB, "d_model": D_MODEL, **options}))
+    model = Decoder(
+        DecoderConfig(**{"vocab_size": VOCAB, "d_model": D_MODEL, **options})
+    )
     model.init_weights()
     return model
 
@@ -32,12 +34,16 @@ def mla(**options: Any) -> MLA:
 
 def tokens(batch: int = 2, length: int = 8) -> Tensor:
     """Fixed random tokens."""
-    return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(7))
+    return torch.randint(
+        0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(7)
+    )
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:
     """Next-token loss."""
-    return nn.functional.cross_entropy(model(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+    return nn.functional.cross_entropy(
+        model(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()
+    )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -48,30 +54,40 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.step()
 
 
-def gradients(model: nn.Module, steps: int, seed: int = 3) -> Iterator[dict[str, Tensor]]:
+def gradients(
+    model: nn.Module, steps: int, seed: int = 3
+) -> Iterator[dict[str, Tensor]]:
     """The same random gradients for whoever asks, per parameter name."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         yield {
-            name: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+            name: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(
+                p.dtype
+            )
             for name, p in model.named_parameters()
         }
 
 
-def step_by(model: nn.Module, optimizer: torch.optim.Optimizer, grads: dict[str, Tensor]) -> None:
+def step_by(
+    model: nn.Module, optimizer: torch.optim.Optimizer, grads: dict[str, Tensor]
+) -> None:
     """One optimizer step by given gradients."""
     for name, p in model.named_parameters():
         p.grad = grads[name].clone()
     optimizer.step()
 
 
-def attention(dtype: torch.dtype = torch.float64, n_kv_heads: int = 2, **options: Any) -> Attention:
+def attention(
+    dtype: torch.dtype = torch.float64, n_kv_heads: int = 2, **options: Any
+) -> Attention:
     """Four query heads of size 4."""
     torch.manual_seed(0)
     return Attention(D_MODEL, 4, n_kv_heads, **options).to(dtype)
 
 
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def snapshot(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
     """All that a handle must restore: state, order, classes, attributes, groups."""
     taken: dict[str, Any] = {
         "state": {k: v.clone() for k, v in model.state_dict().items()},
@@ -82,7 +98,10 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     }
     if optimizer is not None:
         taken["groups"] = [[id(p) for p in g["params"]] for g in optimizer.param_groups]
-        taken["hooks"] = (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks))
+        taken["hooks"] = (
+            len(optimizer._optimizer_step_pre_hooks),
+            len(optimizer._optimizer_step_post_hooks),
+        )
     return taken
 
 

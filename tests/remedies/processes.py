@@ -78,22 +78,32 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     return {
-        n.removeprefix("module.").removeprefix("_orig_mod."): dist.whole(p).detach().clone()
+        n.removeprefix("module.").removeprefix("_orig_mod."): dist.whole(p)
+        .detach()
+        .clone()
         for n, p in model.named_parameters()
     }
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, setup: str, number: int) -> None:
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, setup: str, number: int
+) -> None:
     if setup.startswith("context"):
         context_step(partial(context_part, setup))(model, optimizer, number)
         return
     run = InFloat32(model) if setup == CASTS else model
-    passes(setup, wrapped.batch if alone(setup) else partial(wrapped.part, setup))(run, optimizer, number)
+    passes(setup, wrapped.batch if alone(setup) else partial(wrapped.part, setup))(
+        run, optimizer, number
+    )
 
 
 def context_part(setup: str, number: int) -> Tensor:
     """The hidden states of this process: all of them, or its part of each sequence."""
-    return hidden(number) if alone(setup) else hidden(number).chunk(dist.world(), 1)[dist.rank()]
+    return (
+        hidden(number)
+        if alone(setup)
+        else hidden(number).chunk(dist.world(), 1)[dist.rank()]
+    )
 
 
 class InFloat32(nn.Module):
@@ -121,7 +131,11 @@ def started(name: str, setup: str) -> tuple[nn.Module, torch.optim.Optimizer, Ha
     sites = qkeel.find_sites(model, example)
     early = qkeel.apply(model, CALLS[name], batch=example) if before else None
     if not alone(setup):
-        model = split(model, setup) if isinstance(model, Context) else wrapped.wrapped(model, setup)
+        model = (
+            split(model, setup)
+            if isinstance(model, Context)
+            else wrapped.wrapped(model, setup)
+        )
         example = context_part(setup, 0) if context else example
     optimizer = adamw(model)
     if early is not None:
@@ -139,7 +153,9 @@ def trained(name: str, setup: str) -> dict[str, Tensor]:
     for number in range(STEPS):
         step(model, optimizer, setup, number)
     if name == "sigma_reparam before" and setup != "one" and dist.is_sharded(model):
-        with pytest.raises(RefusedError, match="Remove the remedy before the model is split"):
+        with pytest.raises(
+            RefusedError, match="Remove the remedy before the model is split"
+        ):
             handle.remove()
     elif not name.endswith(" before"):
         handle.remove()
@@ -150,7 +166,12 @@ def trained_stage(name: str, setup: str) -> dict[str, Tensor]:
     """The same of this process's stage of a pipeline, by the names of the whole model."""
     stage, run = pipelined(setup)
     optimizer = adamw(stage)
-    parts = dict(zip(range(dist.rank(), 9, 2), stage.children() if setup == INTERLEAVED else [stage]))
+    parts = dict(
+        zip(
+            range(dist.rank(), 9, 2),
+            stage.children() if setup == INTERLEAVED else [stage],
+        )
+    )
     hidden = torch.rand(2, wrapped.TOKENS, wrapped.WIDTH, dtype=torch.float64)
     examples = [hidden if i else wrapped.batch(0)[:2] for i in parts]
     several = setup == INTERLEAVED
@@ -195,7 +216,9 @@ def outcome(name: str, setup: str, one: dict[str, Tensor], noise: float) -> str:
     print(f"{setup} {name}: {difference:.1e}, {noise:.1e}", flush=True)
     words = "equal in float32" if noise else "equal"
     return (
-        words if difference < max(4 * noise, 1e-12) else f"differs by {difference:.1e}, of {noise:.1e} in one process"
+        words
+        if difference < max(4 * noise, 1e-12)
+        else f"differs by {difference:.1e}, of {noise:.1e} in one process"
     )
 
 
@@ -203,9 +226,15 @@ def compare(setup: str, one: Mapping[tuple[str, str], dict[str, Tensor]]) -> Non
     """Every remedy of the setup's table does what that says."""
     for name, expected in SETUPS[setup].remedies.items():
         plain = one.get((data(setup), name), {})
-        noise = farthest(one[CASTS, name], plain) if setup == "fsdp2_mixed" and (CASTS, name) in one else 0.0
+        noise = (
+            farthest(one[CASTS, name], plain)
+            if setup == "fsdp2_mixed" and (CASTS, name) in one
+            else 0.0
+        )
         found = outcome(name, setup, plain, noise)
-        assert all(part in found for part in expected.split(": ")), f"{setup} {name}: {found}"
+        assert all(part in found for part in expected.split(": ")), (
+            f"{setup} {name}: {found}"
+        )
 
 
 def collectives() -> None:
@@ -222,7 +251,9 @@ def collectives() -> None:
     for (name, setup), most in expected.items():
         model, optimizer, handle = started(name, setup)
         counts = []
-        for number in range(4):  # DistributedDataParallel sorts its buckets in the second
+        for number in range(
+            4
+        ):  # DistributedDataParallel sorts its buckets in the second
             if number == 3:
                 handle.remove()
             with Collectives() as counted:
@@ -236,12 +267,22 @@ def watched_clip() -> None:
     where it ends on one process."""
     for setup in ("ddp", "fsdp2"):
         unwatched, before = with_clip(setup, "")
-        for case in ("applied first", "watched first", "closed on one", "fails on one", "measures too late"):
+        for case in (
+            "applied first",
+            "watched first",
+            "closed on one",
+            "fails on one",
+            "measures too late",
+        ):
             watched, counts = with_clip(setup, case)
-            assert all(torch.equal(watched[name], x) for name, x in unwatched.items()), (setup, case)
+            assert all(
+                torch.equal(watched[name], x) for name, x in unwatched.items()
+            ), (setup, case)
             for number in range(2, 8):
                 assert before[number][-1] == wrapped.LAYERS * wrapped.HEADS
-                if setup == "fsdp2" and case == "measures too late" and number % 2 == 0:  # by passes over a probe batch
+                if (
+                    setup == "fsdp2" and case == "measures too late" and number % 2 == 0
+                ):  # by passes over a probe batch
                     assert len(counts[number]) > len(before[number])
                 else:
                     assert counts[number] == before[number], (setup, case, number)
@@ -257,8 +298,12 @@ def with_clip(setup: str, case: str) -> tuple[dict[str, Tensor], list[list[int]]
     monitor: Monitor | None = None
 
     def watch() -> Monitor:
-        probe = {"input_ids": wrapped.batch(9)[:1]} if case == "measures too late" else None
-        return qkeel.watch(model, optimizer, every=2, sites=sites, rules=[], probe_batch=probe)
+        probe = (
+            {"input_ids": wrapped.batch(9)[:1]} if case == "measures too late" else None
+        )
+        return qkeel.watch(
+            model, optimizer, every=2, sites=sites, rules=[], probe_batch=probe
+        )
 
     if case and case != "applied first":
         monitor = watch()
@@ -269,7 +314,12 @@ def with_clip(setup: str, case: str) -> tuple[dict[str, Tensor], list[list[int]]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for number in range(8):
-            if number == 3 and case == "closed on one" and dist.rank() == 1 and monitor is not None:
+            if (
+                number == 3
+                and case == "closed on one"
+                and dist.rank() == 1
+                and monitor is not None
+            ):
                 monitor.close()
             if number == 3 and case == "fails on one" and dist.rank() == 1:
                 monitor._step_end._models = None  # type: ignore[union-attr,assignment]
@@ -287,7 +337,11 @@ def with_clip(setup: str, case: str) -> tuple[dict[str, Tensor], list[list[int]]
     return weights(model), sizes
 
 
-CUT = ("qk_clip:threshold=0.02", "qk_clip:threshold=0.02,groups=group", "lalr:tau=0.3+qk_clip:threshold=0.02")
+CUT = (
+    "qk_clip:threshold=0.02",
+    "qk_clip:threshold=0.02,groups=group",
+    "lalr:tau=0.3+qk_clip:threshold=0.02",
+)
 
 
 def with_cut_heads(remedy: str, one: bool) -> dict[str, Tensor]:
@@ -348,15 +402,23 @@ CUT_ALONE: dict[str, dict[str, Tensor]] = {}  # filled before there are other pr
 Misuse = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
 
 
-def thresholds_differ(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
+def thresholds_differ(
+    model: nn.Module, optimizer: torch.optim.Optimizer, on: int
+) -> None:
     qkeel.apply(model, "qk_clip", optimizer, threshold=0.1 + (dist.rank() == on))
 
 
-def an_option_is_wrong(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    qkeel.apply(model, "qk_clip", optimizer, threshold=-1.0 if dist.rank() == on else 1.0)
+def an_option_is_wrong(
+    model: nn.Module, optimizer: torch.optim.Optimizer, on: int
+) -> None:
+    qkeel.apply(
+        model, "qk_clip", optimizer, threshold=-1.0 if dist.rank() == on else 1.0
+    )
 
 
-def weights_are_not_finite(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
+def weights_are_not_finite(
+    model: nn.Module, optimizer: torch.optim.Optimizer, on: int
+) -> None:
     query = next(p for n, p in model.named_parameters() if "q_proj" in n)
     kept = dist.local(query).detach().clone()
     if dist.rank() == on:
@@ -369,7 +431,11 @@ def weights_are_not_finite(model: nn.Module, optimizer: torch.optim.Optimizer, o
 
 def fails_inside(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
     """One process fails in one of the functions that apply goes through, in one of its calls."""
-    homes: list[tuple[Any, str]] = [(HeadWeights, "place"), (LALR, "apply"), (HeadWeights, "in_full_precision")]
+    homes: list[tuple[Any, str]] = [
+        (HeadWeights, "place"),
+        (LALR, "apply"),
+        (HeadWeights, "in_full_precision"),
+    ]
     home, name = homes[chosen.randrange(len(homes))]
     left = chosen.randrange(3)
     original = home.__dict__[name]
@@ -415,7 +481,13 @@ def own_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def misuse(setup: str, act: Misuse, on: int) -> None:
     """Every process gets an error, nothing of the remedy is left, and training goes on alike."""
     model, optimizer = own(setup)
-    hooks = [len(h) for h in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)]
+    hooks = [
+        len(h)
+        for h in (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+        )
+    ]
     try:
         act(model, optimizer, on)
         error = None
@@ -425,7 +497,13 @@ def misuse(setup: str, act: Misuse, on: int) -> None:
     assert error is not None, act
     for _ in range(2):
         own_step(model, optimizer)
-    assert hooks == [len(h) for h in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)]
+    assert hooks == [
+        len(h)
+        for h in (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+        )
+    ]
     alike(weights(model), f"{setup} {act}")
 
 
@@ -457,17 +535,30 @@ def refused_before_anything() -> None:
 
     for original in (False, True):
         model, _ = own("one")
-        flat = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=original)
+        flat = FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), use_orig_params=original
+        )
         for part in (flat, model):
-            with pytest.raises(RefusedError, match="wrapped in FullyShardedDataParallel"):
+            with pytest.raises(
+                RefusedError, match="wrapped in FullyShardedDataParallel"
+            ):
                 qkeel.apply(part, "softcap", adamw(flat))
     model, optimizer = own("fsdp2")
     with pytest.raises(RefusedError, match="a spectral norm cannot be computed"):
         qkeel.apply(model, "lalr:norm=spectral", optimizer)
-    for setup, wrapper in {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard"}.items():
+    for setup, wrapper in {
+        "ddp": "DistributedDataParallel",
+        "fsdp2": "fully_shard",
+    }.items():
         model, optimizer = own(setup)
-        with pytest.raises(RefusedError, match=f"adds parameters .*{wrapper} has already spread"):
-            qkeel.apply(model.get_submodule("module") if setup == "ddp" else model, "qk_norm", optimizer)
+        with pytest.raises(
+            RefusedError, match=f"adds parameters .*{wrapper} has already spread"
+        ):
+            qkeel.apply(
+                model.get_submodule("module") if setup == "ddp" else model,
+                "qk_norm",
+                optimizer,
+            )
 
 
 def save(folder: Path) -> None:
@@ -475,7 +566,9 @@ def save(folder: Path) -> None:
     model, optimizer, handle = started("three at once", "fsdp2")
     for number in range(4):
         step(model, optimizer, "fsdp2", number)
-    checkpoint.save(state(model, optimizer, handle), checkpoint_id=str(folder / "checkpoint"))
+    checkpoint.save(
+        state(model, optimizer, handle), checkpoint_id=str(folder / "checkpoint")
+    )
     saved = weights(model)
     for number in range(4, 7):
         step(model, optimizer, "fsdp2", number)
@@ -504,7 +597,9 @@ def go_on(folder: Path) -> None:
     assert farthest(weights(model), end) <= (0 if dist.world() == 2 else 1e-12)
 
 
-def state(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle) -> dict[str, Any]:
+def state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle
+) -> dict[str, Any]:
     return {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
@@ -527,18 +622,38 @@ WITH_FOLDER = (save, go_on)
 def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     rows = {case: SETUPS[case].remedies for case in cases if case in SETUPS}
-    needed = {(data(case), name) for case in rows for name, found in rows[case].items() if found.startswith("equal")}
+    needed = {
+        (data(case), name)
+        for case in rows
+        for name, found in rows[case].items()
+        if found.startswith("equal")
+    }
     if "fsdp2_mixed" in rows:
-        needed |= {(CASTS, name) for name, found in rows["fsdp2_mixed"].items() if found.startswith("equal")}
+        needed |= {
+            (CASTS, name)
+            for name, found in rows["fsdp2_mixed"].items()
+            if found.startswith("equal")
+        }
     one = {(setup, name): trained(name, setup) for setup, name in sorted(needed)}
-    one |= {(setup, "none"): trained("none", setup) for setup in {setup for setup, _ in needed}}
+    one |= {
+        (setup, "none"): trained("none", setup)
+        for setup in {setup for setup, _ in needed}
+    }
     for setup, name in needed:
-        assert farthest(one[setup, name], one[setup, "none"], matrices(setup)) > 1e-5, f"{name} does nothing here"
+        assert farthest(one[setup, name], one[setup, "none"], matrices(setup)) > 1e-5, (
+            f"{name} does nothing here"
+        )
     if heads_that_fully_shard_cuts.__name__ in cases:
-        CUT_ALONE.update({remedy: with_cut_heads(remedy, one=True) for remedy in ("none", *CUT)})
+        CUT_ALONE.update(
+            {remedy: with_cut_heads(remedy, one=True) for remedy in ("none", *CUT)}
+        )
     store = f"file://{folder / 'store'}"
     distributed.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=store,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
     )
     for case in cases:
         if case in SETUPS:

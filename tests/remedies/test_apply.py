@@ -60,11 +60,15 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("name", sorted({name for pair in CONFLICTS for name in pair}))
-def test_a_conflict_is_refused_whichever_comes_first_and_changes_nothing(name: str) -> None:
+def test_a_conflict_is_refused_whichever_comes_first_and_changes_nothing(
+    name: str,
+) -> None:
     model = decoder()
     optimizer = adamw(model)
     before, out = snapshot(model, optimizer), model(tokens())
-    for other in sorted(next(iter(pair - {name})) for pair in CONFLICTS if name in pair):
+    for other in sorted(
+        next(iter(pair - {name})) for pair in CONFLICTS if name in pair
+    ):
         for named in (f"{name}+{other}", [name, other]):
             with pytest.raises(RefusedError, match=rf"{other} at blocks.0.attention"):
                 apply(model, named, optimizer)
@@ -75,10 +79,16 @@ def test_a_conflict_is_refused_whichever_comes_first_and_changes_nothing(name: s
     assert torch.equal(out, model(tokens()))
 
 
-PAIRS = [pair for pair in itertools.combinations(REMEDIES, 2) if frozenset(pair) not in CONFLICTS]
+PAIRS = [
+    pair
+    for pair in itertools.combinations(REMEDIES, 2)
+    if frozenset(pair) not in CONFLICTS
+]
 
 
-@pytest.mark.parametrize(("one", "other"), quick(PAIRS, lambda pair: {*pair} <= {*MECHANISMS}))
+@pytest.mark.parametrize(
+    ("one", "other"), quick(PAIRS, lambda pair: {*pair} <= {*MECHANISMS})
+)
 def test_two_remedies_compose_in_both_orders(one: str, other: str) -> None:
     model = decoder()
     optimizer = adamw(model)
@@ -100,7 +110,10 @@ def test_a_part_of_a_model_can_be_treated_alone() -> None:
     with apply(model.blocks[1], "qk_norm"):
         names = [n for n, _ in model.named_parameters() if n.endswith("q_norm")]
         assert names == ["blocks.1.attention.q_norm"]
-        with pytest.raises(AlreadyAppliedError, match=r"qk_norm is already applied to blocks\.1\.attention"):
+        with pytest.raises(
+            AlreadyAppliedError,
+            match=r"qk_norm is already applied to blocks\.1\.attention",
+        ):
             apply(model, "qk_norm")
     apply(model, "qk_norm")
 
@@ -117,8 +130,17 @@ def test_an_exception_inside_with_still_removes() -> None:
 
 
 def test_names_lists_and_objects_say_the_same() -> None:
-    assert parse("lalr:tau=0.3+softcap") == parse(["lalr:tau=0.3", "softcap"]) == parse([LALR(tau=0.3), "softcap"])
-    assert parse("lalr", tau=0.3) == parse(LALR(tau=0.3)) == parse("quack:tau=0.3") == parse("lalr: tau=0.3")
+    assert (
+        parse("lalr:tau=0.3+softcap")
+        == parse(["lalr:tau=0.3", "softcap"])
+        == parse([LALR(tau=0.3), "softcap"])
+    )
+    assert (
+        parse("lalr", tau=0.3)
+        == parse(LALR(tau=0.3))
+        == parse("quack:tau=0.3")
+        == parse("lalr: tau=0.3")
+    )
     assert parse([]) == ()
 
 
@@ -140,8 +162,18 @@ def test_canonical_spelling_and_notes() -> None:
 @each_row(
     "named, options, error, message",
     [
-        ("qknorm", {}, UnknownNameError, "unknown remedy 'qknorm'. Did you mean 'qk_norm'"),
-        ("lalr", {"taw": 0.1}, UnknownNameError, "unknown option of remedy 'lalr' 'taw'. Did you mean 'tau'"),
+        (
+            "qknorm",
+            {},
+            UnknownNameError,
+            "unknown remedy 'qknorm'. Did you mean 'qk_norm'",
+        ),
+        (
+            "lalr",
+            {"taw": 0.1},
+            UnknownNameError,
+            "unknown option of remedy 'lalr' 'taw'. Did you mean 'tau'",
+        ),
         ("qk_clip:treshold=3", {}, UnknownNameError, "Did you mean 'threshold'"),
         ("none:tau=1", {}, UnknownNameError, "unknown option of remedy 'none' 'tau'"),
         ("lalr:norm=spektral", {}, UnknownNameError, "Did you mean 'spectral'"),
@@ -149,18 +181,52 @@ def test_canonical_spelling_and_notes() -> None:
         ("", {}, InvalidValueError, "empty name"),
         ("lalr+", {}, InvalidValueError, "empty name"),
         ("lalr:tau", {}, InvalidValueError, "expected key=value"),
-        ("lalr:tau=x", {}, InvalidTypeError, "expected a number for tau of lalr, got 'x'"),
-        ("lalr:tau=true", {}, InvalidTypeError, "expected a number for tau of lalr, got True"),
-        ("qk_lr:factor=-1", {}, InvalidValueError, "at least 0 for factor of qk_lr, got -1"),
+        (
+            "lalr:tau=x",
+            {},
+            InvalidTypeError,
+            "expected a number for tau of lalr, got 'x'",
+        ),
+        (
+            "lalr:tau=true",
+            {},
+            InvalidTypeError,
+            "expected a number for tau of lalr, got True",
+        ),
+        (
+            "qk_lr:factor=-1",
+            {},
+            InvalidValueError,
+            "at least 0 for factor of qk_lr, got -1",
+        ),
         ("qk_lr:factor=inf", {}, InvalidValueError, "finite"),
-        *((f"lalr:tau={x}", {}, InvalidValueError, "above 0 for tau of lalr") for x in (0, -0.1)),
-        *(("lalr", {"tau": x}, InvalidValueError, "above 0 for tau of lalr") for x in (math.nan, math.inf)),
-        *(("qk_clip", {"threshold": x}, InvalidValueError, "above 0 for threshold of qk_clip") for x in (0, math.nan)),
+        *(
+            (f"lalr:tau={x}", {}, InvalidValueError, "above 0 for tau of lalr")
+            for x in (0, -0.1)
+        ),
+        *(
+            ("lalr", {"tau": x}, InvalidValueError, "above 0 for tau of lalr")
+            for x in (math.nan, math.inf)
+        ),
+        *(
+            (
+                "qk_clip",
+                {"threshold": x},
+                InvalidValueError,
+                "above 0 for threshold of qk_clip",
+            )
+            for x in (0, math.nan)
+        ),
         *(
             ("softcap", {"cap": x}, InvalidValueError, "above 0 for cap of softcap")
             for x in (0, -1, math.nan, math.inf)
         ),
-        ("qk_weight_decay:decay=-0.1", {}, InvalidValueError, "at least 0 for decay of qk_weight_decay"),
+        (
+            "qk_weight_decay:decay=-0.1",
+            {},
+            InvalidValueError,
+            "at least 0 for decay of qk_weight_decay",
+        ),
         ("z_loss:coefficient=-1", {}, InvalidValueError, "at least 0"),
         ("dropout:rate=1", {}, InvalidValueError, "a rate under 1"),
         ("lalr:decay=plane", {}, UnknownNameError, "Did you mean 'plain'"),
@@ -172,16 +238,38 @@ def test_canonical_spelling_and_notes() -> None:
         ("qk_norm:over=heads", {}, UnknownNameError, "Did you mean 'head'"),
         ("qkv_norm:kind=l2", {}, UnknownNameError, "unknown kind of qkv_norm 'l2'"),
         ("qkv_norm:gain=dims", {}, UnknownNameError, "Did you mean 'dim'"),
-        ("qkv_norm:drop_pre_norm=maybe", {}, InvalidTypeError, "expected true or false for drop_pre_norm"),
-        ("softcap:cap=big", {}, InvalidTypeError, "expected a number for cap of softcap, got 'big'"),
-        ("lalr+softcap", {"tau": 0.1}, InvalidTypeError, "names 2 remedies; write the options into the string"),
-        (3, {}, InvalidTypeError, "expected a remedy's name, a Remedy or a list of them, got int"),
+        (
+            "qkv_norm:drop_pre_norm=maybe",
+            {},
+            InvalidTypeError,
+            "expected true or false for drop_pre_norm",
+        ),
+        (
+            "softcap:cap=big",
+            {},
+            InvalidTypeError,
+            "expected a number for cap of softcap, got 'big'",
+        ),
+        (
+            "lalr+softcap",
+            {"tau": 0.1},
+            InvalidTypeError,
+            "names 2 remedies; write the options into the string",
+        ),
+        (
+            3,
+            {},
+            InvalidTypeError,
+            "expected a remedy's name, a Remedy or a list of them, got int",
+        ),
         (["lalr", 3], {}, InvalidTypeError, "got int"),
         (["lalr"], {"tau": 0.1}, InvalidTypeError, "need a remedy named by a string"),
         (NoRemedy(), {"tau": 0.1}, InvalidTypeError, "need a remedy named by a string"),
     ],
 )
-def test_a_wrong_name_or_option_is_one_clear_error(named: Any, options: Any, error: Any, message: str) -> None:
+def test_a_wrong_name_or_option_is_one_clear_error(
+    named: Any, options: Any, error: Any, message: str
+) -> None:
     model = decoder()
     before = snapshot(model)
     with pytest.raises(error, match=message) as caught:
@@ -194,16 +282,25 @@ def test_a_wrong_name_or_option_is_one_clear_error(named: Any, options: Any, err
 def test_what_acts_on_steps_asks_for_the_optimizer(name: str) -> None:
     model = decoder()
     before = snapshot(model)
-    with pytest.raises(RefusedError, match=rf"{name} acts on optimizer steps: call qkeel.apply\(model, '{name}'"):
+    with pytest.raises(
+        RefusedError,
+        match=rf"{name} acts on optimizer steps: call qkeel.apply\(model, '{name}'",
+    ):
         apply(model, f"softcap+{name}")
     assert_same(before, snapshot(model))
 
 
 def test_the_wrong_kind_of_argument_is_one_clear_error() -> None:
     model = decoder()
-    with pytest.raises(InvalidTypeError, match=r"expected a torch.nn.Module to apply remedies to, got int"):
+    with pytest.raises(
+        InvalidTypeError,
+        match=r"expected a torch.nn.Module to apply remedies to, got int",
+    ):
         apply(3, "lalr")  # type: ignore[arg-type]
-    with pytest.raises(InvalidTypeError, match=r"expected a torch.optim.Optimizer or a list of them, got StepLR"):
+    with pytest.raises(
+        InvalidTypeError,
+        match=r"expected a torch.optim.Optimizer or a list of them, got StepLR",
+    ):
         apply(model, "lalr", torch.optim.lr_scheduler.StepLR(adamw(model), 1))  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="found no attention in this Linear"):
         apply(nn.Linear(2, 2), "lalr", None)
@@ -211,7 +308,9 @@ def test_the_wrong_kind_of_argument_is_one_clear_error() -> None:
 
 def test_weights_without_values_are_refused() -> None:
     model = decoder().to("meta")
-    with pytest.raises(RefusedError, match="on the meta device; give it values before lalr is applied"):
+    with pytest.raises(
+        RefusedError, match="on the meta device; give it values before lalr is applied"
+    ):
         apply(model, "lalr", adamw(model))
 
 

@@ -20,7 +20,11 @@ STEPS, DECAY = 30, 0.2
 
 
 def parts(layers: list[Layer]) -> list[Part]:
-    return [p for layer in layers for p in (*layer.q, *layer.k, *layer.q_rope, *layer.k_rope)]
+    return [
+        p
+        for layer in layers
+        for p in (*layer.q, *layer.k, *layer.q_rope, *layer.k_rope)
+    ]
 
 
 class PlainDecay(Outside):
@@ -39,7 +43,9 @@ class PlainDecay(Outside):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
 def test_lalr_with_plain_decay_scales_all_of_a_step_but_the_decay(family: str) -> None:
     model, layers = FAMILIES[family].model(), FAMILIES[family].layers()
-    outside = PlainDecay(model, layers, lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=0.0), 0.01)
+    outside = PlainDecay(
+        model, layers, lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=0.0), 0.01
+    )
     own = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=DECAY)
     shape = [min(1.0, (i + 1) / 5) for i in range(STEPS + 1)]
     scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda i: shape[i])
@@ -56,7 +62,9 @@ def test_lalr_with_plain_decay_scales_all_of_a_step_but_the_decay(family: str) -
 def test_a_factor_of_one_leaves_a_step_of_adamw_bit_for_bit(decay: str) -> None:
     models = [attention(torch.float32) for _ in range(2)]
     for model, remedy in zip(models, (f"lalr:tau=1,decay={decay}", "none")):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, fused=True)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=0.1, weight_decay=0.5, fused=True
+        )
         with qkeel.apply(model, remedy, optimizer):
             step_by(model, optimizer, next(gradients(model, 1)))
     assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models)))
@@ -69,8 +77,16 @@ def test_a_factor_of_one_leaves_a_step_of_adamw_bit_for_bit(decay: str) -> None:
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), True),
         (lambda p: torch.optim.RMSprop(p, weight_decay=0.1), True),
         (lambda p: torch.optim.NAdam(p, weight_decay=0.1), True),
-        (lambda p: torch.optim.NAdam(p, weight_decay=0.1, decoupled_weight_decay=True), False),
-        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), False),  # without momentum the two are one
+        (
+            lambda p: torch.optim.NAdam(
+                p, weight_decay=0.1, decoupled_weight_decay=True
+            ),
+            False,
+        ),
+        (
+            lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
+            False,
+        ),  # without momentum the two are one
         (lambda p: torch.optim.Adam(p), False),
         (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), weight_decay=0.1), False),
         (lambda p: torch.optim.Muon(p, weight_decay=0.1), False),
@@ -80,7 +96,10 @@ def test_plain_decay_needs_a_decay_that_is_decoupled(make: Any, refused: bool) -
     model = attention(torch.float32)
     optimizer = make([p for p in model.parameters() if p.ndim == 2])
     if refused:
-        with pytest.raises(RefusedError, match="adds its weight decay to the gradient; use decay=scaled or AdamW"):
+        with pytest.raises(
+            RefusedError,
+            match="adds its weight decay to the gradient; use decay=scaled or AdamW",
+        ):
             qkeel.apply(model, "lalr:decay=plain", optimizer)
     else:
         with qkeel.apply(model, "lalr:decay=plain", optimizer):
@@ -102,49 +121,76 @@ def test_weights_without_a_gradient_are_not_decayed() -> None:
 
 
 @pytest.mark.parametrize("family", one_in(FAMILIES, 3))
-def test_with_adamw_it_is_adamw_with_that_decay_for_the_rows_of_queries_and_keys(family: str) -> None:
+def test_with_adamw_it_is_adamw_with_that_decay_for_the_rows_of_queries_and_keys(
+    family: str,
+) -> None:
     model, layers = FAMILIES[family].model(), FAMILIES[family].layers()
     plain, decayed = (FAMILIES[family].model() for _ in range(2))
     optimizers = [
         torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=w)
         for m, w in ((model, 0), (plain, 0), (decayed, DECAY))
     ]
-    with qkeel.apply(model, "qk_weight_decay", optimizers[0], decay=DECAY, batch=batch()):
+    with qkeel.apply(
+        model, "qk_weight_decay", optimizers[0], decay=DECAY, batch=batch()
+    ):
         for grads in gradients(model, 10):
             for m, o in zip((model, plain, decayed), optimizers):
                 step_by(m, o, grads)
     ours = parts(layers)
     for part in ours:
-        assert torch.allclose(part.of(model), part.of(decayed), rtol=1e-12, atol=1e-14), part
+        assert torch.allclose(
+            part.of(model), part.of(decayed), rtol=1e-12, atol=1e-14
+        ), part
     for name, p in model.named_parameters():
         mine = [part for part in ours if part.name == name]
         taken = {i for part in mine for i in part.index}
         axis = mine[0].axis if mine else 0
-        rest = torch.tensor([i for i in range(p.shape[axis]) if i not in taken], dtype=torch.int64)
-        assert torch.equal(p.index_select(axis, rest), plain.get_parameter(name).index_select(axis, rest)), name
+        rest = torch.tensor(
+            [i for i in range(p.shape[axis]) if i not in taken], dtype=torch.int64
+        )
+        assert torch.equal(
+            p.index_select(axis, rest),
+            plain.get_parameter(name).index_select(axis, rest),
+        ), name
 
 
 def test_it_is_the_same_decay_with_any_optimizer_and_follows_its_rates() -> None:
     """No gradient: what is left is Π(1 - η_t·λ), each weight by the rate of its group."""
     model = attention(torch.float64)
-    groups = [{"params": [model.q_proj.weight], "lr": 0.1}, {"params": [model.k_proj.weight], "lr": torch.tensor(0.3)}]
+    groups = [
+        {"params": [model.q_proj.weight], "lr": 0.1},
+        {"params": [model.k_proj.weight], "lr": torch.tensor(0.3)},
+    ]
     optimizer = torch.optim.SGD(groups, lr=0.5)
     before = [p.detach().clone() for p in model.parameters()]
     with qkeel.apply(model, "qk_weight_decay:decay=0.2", optimizer):
         for factor in (1.0, 0.5, 0.0):
             for group, rate in zip(optimizer.param_groups, (0.1, torch.tensor(0.3))):
                 group["lr"] = rate * factor
-            step_by(model, optimizer, {n: torch.zeros_like(p) for n, p in model.named_parameters()})
+            step_by(
+                model,
+                optimizer,
+                {n: torch.zeros_like(p) for n, p in model.named_parameters()},
+            )
     for (name, p), old in zip(model.named_parameters(), before):
         rate = {"q_proj.weight": 0.1, "k_proj.weight": 0.3}.get(name, 0.0)
-        assert torch.allclose(p, old * (1 - rate * 0.2) * (1 - rate * 0.1), rtol=1e-7), name
+        assert torch.allclose(
+            p, old * (1 - rate * 0.2) * (1 - rate * 0.1), rtol=1e-7
+        ), name
 
 
 @pytest.mark.parametrize(
-    "order", list(itertools.permutations(["lalr:tau=0.1", "qk_weight_decay", "qk_clip:threshold=1"]))
+    "order",
+    list(
+        itertools.permutations(
+            ["lalr:tau=0.1", "qk_weight_decay", "qk_clip:threshold=1"]
+        )
+    ),
 )
 def test_other_remedies_do_not_scale_it_in_any_order(order: tuple[str, ...]) -> None:
-    x = torch.randn(2, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        2, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     results = []
     for named in (order, ("lalr:tau=0.1", "qk_weight_decay", "qk_clip:threshold=1")):
         model = attention(torch.float64)
@@ -164,10 +210,14 @@ def test_with_qk_lr_at_zero_the_decay_is_all_that_is_left() -> None:
     with qkeel.apply(model, "qk_lr:factor=0+qk_weight_decay:decay=0.5", optimizer):
         for grads in gradients(model, 3):
             step_by(model, optimizer, grads)
-    assert torch.allclose(model.q_proj.weight, before * (1 - 0.1 * 0.5) ** 3, rtol=1e-14)
+    assert torch.allclose(
+        model.q_proj.weight, before * (1 - 0.1 * 0.5) ** 3, rtol=1e-14
+    )
 
 
-def test_a_closure_makes_its_gradients_inside_the_step_and_the_decay_is_there_from_the_first() -> None:
+def test_a_closure_makes_its_gradients_inside_the_step_and_the_decay_is_there_from_the_first() -> (
+    None
+):
     model = attention(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.q_proj.weight.detach().clone()
@@ -182,5 +232,7 @@ def test_a_closure_makes_its_gradients_inside_the_step_and_the_decay_is_there_fr
 
     with qkeel.apply(model, "qk_weight_decay:decay=1", optimizer):
         optimizer.step(closure)
-    assert torch.equal(seen[0], before)  # the gradients are those of the weights before their decay, as with AdamW
+    assert torch.equal(
+        seen[0], before
+    )  # the gradients are those of the weights before their decay, as with AdamW
     assert torch.allclose(model.q_proj.weight, before * 0.9)

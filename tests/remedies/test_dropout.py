@@ -25,7 +25,9 @@ def test_both_branches_are_dropped_in_training_only(order: str) -> None:
     handle = qkeel.apply(plain, "dropout:rate=0.5")
     for block in plain.blocks:
         for name in ("attention", "mlp"):
-            block.get_submodule(name).register_forward_hook(lambda _, __, out: seen.append(out))
+            block.get_submodule(name).register_forward_hook(
+                lambda _, __, out: seen.append(out)
+            )
     plain(TOKENS)
     shares = [float((out == 0).double().mean()) for out in seen]
     assert len(shares) == 4

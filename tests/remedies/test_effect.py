@@ -32,7 +32,11 @@ class Attention(nn.Module):
         self.logits = logits
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.logits(self, x).softmax(-1) @ parts(self.v(x))).transpose(1, 2).flatten(2)
+        return (
+            (self.logits(self, x).softmax(-1) @ parts(self.v(x)))
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 def plain(a: Attention, x: Tensor) -> Tensor:
@@ -78,7 +82,11 @@ def contextual(a: Attention, x: Tensor) -> Tensor:
     z = q @ parts(a.k(x)).mT
     place = z.sigmoid().flip(-1).cumsum(-1).flip(-1).clamp(max=T - 1)
     low, table = place.floor().long(), q @ a.g.weight[:D, : T + 1]
-    return z * D**-0.5 + table.gather(-1, low + 1) * (place - low) + table.gather(-1, low) * (1 - place + low)
+    return (
+        z * D**-0.5
+        + table.gather(-1, low + 1) * (place - low)
+        + table.gather(-1, low) * (1 - place + low)
+    )
 
 
 def pooled(a: Attention, x: Tensor) -> Tensor:
@@ -91,7 +99,10 @@ def steps(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("logits", [tanh, silu, gated, over_lengths, over_std, one_step_per_tensor, contextual])
+@pytest.mark.parametrize(
+    "logits",
+    [tanh, silu, gated, over_lengths, over_std, one_step_per_tensor, contextual],
+)
 @pytest.mark.parametrize("remedy", ["qk_clip", "lalr:tau=0.1", "qk_norm"])
 def test_logits_that_are_no_product_of_the_rows_are_refused(
     logits: Callable[[Attention, Tensor], Tensor], remedy: str
@@ -113,7 +124,9 @@ def test_a_norm_after_which_queries_are_pooled_is_refused() -> None:
 
 @pytest.mark.parametrize("logits", [plain, biased])
 @pytest.mark.parametrize("remedy", ["qk_clip", "lalr:tau=0.1", "qk_norm"])
-def test_a_product_with_a_bias_or_none_takes_them(logits: Callable[[Attention, Tensor], Tensor], remedy: str) -> None:
+def test_a_product_with_a_bias_or_none_takes_them(
+    logits: Callable[[Attention, Tensor], Tensor], remedy: str
+) -> None:
     model, x = Attention(logits), torch.randn(2, T, M)
     (site,) = qkeel.find_sites(model, x)
     assert site.verified
@@ -136,18 +149,26 @@ class Several(nn.Module):
         for i in range(2):
             heads = slice(2 * i, 2 * i + 2) if self.blocks else slice(i, None, 2)
             self.seen += [q[:, heads], k[:, heads]]
-            out.append(F.scaled_dot_product_attention(q[:, heads], k[:, heads], v[:, heads], is_causal=bool(i)))
+            out.append(
+                F.scaled_dot_product_attention(
+                    q[:, heads], k[:, heads], v[:, heads], is_causal=bool(i)
+                )
+            )
         return torch.cat(out, 1).transpose(1, 2).flatten(2)
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_two_calls_with_different_heads_of_one_projection_are_both_normed(blocks: bool) -> None:
+def test_two_calls_with_different_heads_of_one_projection_are_both_normed(
+    blocks: bool,
+) -> None:
     model, x = Several(blocks=blocks), torch.randn(2, T, M)
     before = model(x)
     with qkeel.apply(model, "qk_norm", steps(model), batch=x):
         model(x)
         for made in model.seen:
-            torch.testing.assert_close(made.square().mean(-1), torch.ones(made.shape[:-1]), rtol=1e-3, atol=0)
+            torch.testing.assert_close(
+                made.square().mean(-1), torch.ones(made.shape[:-1]), rtol=1e-3, atol=0
+            )
     assert torch.equal(model(x), before)
 
 
@@ -157,10 +178,15 @@ class Stacked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.q, self.k, self.v = (nn.ModuleList(nn.Linear(M, D) for _ in range(H)) for _ in range(3))
+        self.q, self.k, self.v = (
+            nn.ModuleList(nn.Linear(M, D) for _ in range(H)) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (torch.stack([layer(x) for layer in layers], 1) for layers in (self.q, self.k, self.v))
+        q, k, v = (
+            torch.stack([layer(x) for layer in layers], 1)
+            for layers in (self.q, self.k, self.v)
+        )
         self.z = (q @ k.mT * D**-0.5).detach()
         return ((q @ k.mT * D**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
@@ -172,7 +198,9 @@ def test_a_projection_for_each_head_is_read_as_that_many_heads() -> None:
     with torch.no_grad(), qkeel.watch(model.eval()) as monitor:
         model(x)
         (statistics,) = monitor.read().values()
-    torch.testing.assert_close(statistics.max_logit, model.z.amax((0, 2, 3)).to(statistics.max_logit))
+    torch.testing.assert_close(
+        statistics.max_logit, model.z.amax((0, 2, 3)).to(statistics.max_logit)
+    )
     with pytest.raises(RefusedError, match="not known which rows"):
         qkeel.apply(model, "qk_clip", steps(model), batch=x)
 
@@ -188,11 +216,17 @@ class Forgetting(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         kept = F.logsigmoid(self.gate(x)).cumsum(1).mT
-        z = 4 * parts(self.q(x)) @ parts(self.k(x)).mT * D**-0.5 + kept[..., None] - kept[..., None, :]
+        z = (
+            4 * parts(self.q(x)) @ parts(self.k(x)).mT * D**-0.5
+            + kept[..., None]
+            - kept[..., None, :]
+        )
         return z.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.logits(x).softmax(-1) @ parts(self.v(x))).transpose(1, 2).flatten(2)
+        return (
+            (self.logits(x).softmax(-1) @ parts(self.v(x))).transpose(1, 2).flatten(2)
+        )
 
 
 def capped_behind_gates(compiled: bool) -> None:
@@ -212,8 +246,12 @@ def test_a_cap_bounds_what_the_softmax_gets_behind_forgetting_gates() -> None:
     capped_behind_gates(compiled=False)
 
 
-def test_that_cap_is_the_same_in_a_compiled_model() -> None:  # without the checks of types, which do not compile
-    done = forked.python(["-m", "tests.remedies.test_effect"], Path(__file__).parents[2])
+def test_that_cap_is_the_same_in_a_compiled_model() -> (
+    None
+):  # without the checks of types, which do not compile
+    done = forked.python(
+        ["-m", "tests.remedies.test_effect"], Path(__file__).parents[2]
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -55,10 +55,13 @@ def counted(model: nn.Module, act: Callable[[], object]) -> int:
 @pytest.mark.parametrize(
     ("build", "name"),
     quick(
-        itertools.product((own, llama), REMEDIES), lambda case: case[1] in [*REMEDIES][:: 2 if case[0] is llama else 5]
+        itertools.product((own, llama), REMEDIES),
+        lambda case: case[1] in [*REMEDIES][:: 2 if case[0] is llama else 5],
     ),
 )
-def test_no_remedy_runs_the_model_more_than_twice_besides(build: Callable[[], nn.Module], name: str) -> None:
+def test_no_remedy_runs_the_model_more_than_twice_besides(
+    build: Callable[[], nn.Module], name: str
+) -> None:
     torch.manual_seed(0)
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -71,9 +74,19 @@ def test_no_remedy_runs_the_model_more_than_twice_besides(build: Callable[[], nn
     handles[0].remove()
 
 
-@pytest.mark.parametrize("name", ["qk_norm", "softcap", "output_gate", "qk_clip", "sigma_reparam"])
-def test_a_remedy_that_was_applied_keeps_no_tensor_of_the_pass_that_showed_the_attention(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["qk_norm", "softcap", "output_gate", "qk_clip", "sigma_reparam"]
+)
+def test_a_remedy_that_was_applied_keeps_no_tensor_of_the_pass_that_showed_the_attention(
+    name: str,
+) -> None:
     model = llama()
-    with apply(model, name, torch.optim.AdamW(model.parameters()), batch=tokens(), train_length=64):
+    with apply(
+        model,
+        name,
+        torch.optim.AdamW(model.parameters()),
+        batch=tokens(),
+        train_length=64,
+    ):
         gc.collect()
         assert not [x for x in gc.get_objects() if isinstance(x, ModelTrace)]

@@ -18,8 +18,12 @@ from qkeel.records import RunDirectory
 from .models import attention, decoder, gradients, mla, step_by, train
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "fused adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.3, weight_decay=0.5, fused=True),
-    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.3, momentum=0.9, weight_decay=0.1),
+    "fused adamw": lambda m: torch.optim.AdamW(
+        m.parameters(), lr=0.3, weight_decay=0.5, fused=True
+    ),
+    "sgd": lambda m: torch.optim.SGD(
+        m.parameters(), lr=0.3, momentum=0.9, weight_decay=0.1
+    ),
     "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.3, weight_decay=0.1),
     "not linear in its rate": lambda m: torch.optim.Rprop(m.parameters(), lr=0.3),
 }
@@ -27,7 +31,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 def moved(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
     """The parameters of which any number changed."""
-    return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    return {
+        name for name, p in model.named_parameters() if not torch.equal(p, before[name])
+    }
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -39,7 +45,10 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_weights_and_biases_of_q_and_k_stay_bit_for_bit_and_the_others_step_as_without_it(
     make: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> None:
-    model, free = attention(torch.float32, bias=True), attention(torch.float32, bias=True)
+    model, free = (
+        attention(torch.float32, bias=True),
+        attention(torch.float32, bias=True),
+    )
     optimizer, other, before = make(model), make(free), values(model)
     qkeel.apply(model, "frozen_qk", optimizer)
     for grads in gradients(model, 10):
@@ -57,7 +66,11 @@ def test_gains_of_norms_on_q_and_k_stay_and_those_of_v_do_not() -> None:
     optimizer, before = torch.optim.AdamW(model.parameters(), lr=0.1), values(model)
     with qkeel.apply(model, "frozen_qk", optimizer):
         train(model, optimizer, 3)
-    stay = {name for name in before if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))}
+    stay = {
+        name
+        for name in before
+        if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
+    }
     assert len(stay) == 8
     assert moved(model, before) == before.keys() - stay
     train(model, optimizer, 1)  # the handle is gone
@@ -67,7 +80,10 @@ def test_gains_of_norms_on_q_and_k_stay_and_those_of_v_do_not() -> None:
 def test_of_a_fused_projection_the_rows_and_biases_of_values_step() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
-    optimizer, before = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.1), values(layer)
+    optimizer, before = (
+        torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.1),
+        values(layer),
+    )
     example = torch.randn(2, 5, 16)
     with qkeel.apply(layer, "frozen_qk", optimizer, batch=example):
         for _ in range(3):
@@ -83,17 +99,29 @@ def test_of_a_fused_projection_the_rows_and_biases_of_values_step() -> None:
 def test_every_weight_of_a_latent_logit_stays() -> None:
     model = mla()
     optimizer, before = torch.optim.AdamW(model.parameters(), lr=0.1), values(model)
-    on_logit = {s.parameter for site in qkeel.find_sites(model) for s in (*site.query, *site.key)}
+    on_logit = {
+        s.parameter
+        for site in qkeel.find_sites(model)
+        for s in (*site.query, *site.key)
+    }
     qkeel.apply(model, "frozen_qk", optimizer)
     for grads in gradients(model, 3):
         step_by(model, optimizer, grads)
-    shared = moved(model, before) & on_logit  # the latent of keys also makes values: its rows for keys stay
+    shared = (
+        moved(model, before) & on_logit
+    )  # the latent of keys also makes values: its rows for keys stay
     assert not shared, shared
 
 
 def test_in_runs_of_the_lab_q_and_k_stay_bit_for_bit(tmp_path: Path) -> None:
     configs = [
-        RunConfig(steps=12, optim=OptimConfig(lr=lr, weight_decay=0.1), remedy="frozen_qk", seed=3, device="cpu")
+        RunConfig(
+            steps=12,
+            optim=OptimConfig(lr=lr, weight_decay=0.1),
+            remedy="frozen_qk",
+            seed=3,
+            device="cpu",
+        )
         for lr in (0.01, 0.3)
     ]
     folders = [tmp_path / str(i) for i in range(2)]
@@ -102,7 +130,11 @@ def test_in_runs_of_the_lab_q_and_k_stay_bit_for_bit(tmp_path: Path) -> None:
     start = RunState(configs[0]).model
     for folder in folders:
         tensors = read_checkpoint(RunDirectory(folder)).tensors
-        names = [name for name, _ in start.named_parameters() if "q_proj" in name or "k_proj" in name]
+        names = [
+            name
+            for name, _ in start.named_parameters()
+            if "q_proj" in name or "k_proj" in name
+        ]
         assert len(names) == 4
         for name, p in start.named_parameters():
             assert torch.equal(tensors[f"model.{name}"], p) == (name in names), name

@@ -32,7 +32,9 @@ def largest(module: nn.Module, x: Tensor) -> float:
 
 
 @pytest.mark.parametrize("norm", ["frobenius", "spectral"])
-def test_lalr_gives_each_weight_the_product_of_what_else_is_on_the_way(norm: str) -> None:
+def test_lalr_gives_each_weight_the_product_of_what_else_is_on_the_way(
+    norm: str,
+) -> None:
     """logit ~ |W_z|^2 |g_q| |g_k|: W_z is its own partner on the other side."""
     module = gau()
     w, q, k = module.qk_proj.z_proj.weight, module.qk_proj.q_gain, module.qk_proj.k_gain
@@ -45,13 +47,19 @@ def test_lalr_gives_each_weight_the_product_of_what_else_is_on_the_way(norm: str
         for p in module.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()
-    moved = [(b - p.detach()) / LR for b, p in zip(before, (w, q, k, module.o_proj.weight))]
-    for found, expected in zip(moved, (TAU / (2 * 5 * 3), TAU / (2 * 2 * 3), TAU / (2 * 2 * 5), 1.0)):
+    moved = [
+        (b - p.detach()) / LR for b, p in zip(before, (w, q, k, module.o_proj.weight))
+    ]
+    for found, expected in zip(
+        moved, (TAU / (2 * 5 * 3), TAU / (2 * 2 * 3), TAU / (2 * 2 * 5), 1.0)
+    ):
         assert torch.allclose(found, torch.full_like(found, expected), rtol=1e-12)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_clip_scales_gains_and_offsets_by_the_root_and_gives_exactly_the_threshold(bias: bool) -> None:
+def test_a_clip_scales_gains_and_offsets_by_the_root_and_gives_exactly_the_threshold(
+    bias: bool,
+) -> None:
     module, x = gau(bias), torch.randn(2, 7, WIDTH, dtype=torch.float64)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     top = largest(module, x)
@@ -67,8 +75,12 @@ def test_a_clip_scales_gains_and_offsets_by_the_root_and_gives_exactly_the_thres
         assert torch.allclose(p, before[name] * factor, rtol=1e-12, atol=0), name
 
 
-@pytest.mark.parametrize("remedy", ["qk_lr:factor=0.5", "qk_weight_decay:decay=0.1", "spectral_cap:cap=0.5"])
-def test_other_remedies_on_steps_take_both_gains_and_the_projection(remedy: str) -> None:
+@pytest.mark.parametrize(
+    "remedy", ["qk_lr:factor=0.5", "qk_weight_decay:decay=0.1", "spectral_cap:cap=0.5"]
+)
+def test_other_remedies_on_steps_take_both_gains_and_the_projection(
+    remedy: str,
+) -> None:
     module = gau()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.0)
     plain = gau()
@@ -78,13 +90,24 @@ def test_other_remedies_on_steps_take_both_gains_and_the_projection(remedy: str)
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
             stepper.step()
-    changed = {n for (n, a), b in zip(module.named_parameters(), plain.parameters()) if not torch.equal(a, b)}
+    changed = {
+        n
+        for (n, a), b in zip(module.named_parameters(), plain.parameters())
+        if not torch.equal(a, b)
+    }
     assert changed == {"qk_proj.z_proj.weight", "qk_proj.q_gain", "qk_proj.k_gain"}
 
 
 def test_the_monitors_spectral_norm_is_that_of_the_matrices_written_out() -> None:
     module = gau()
-    w, q, k = (p.detach() for p in (module.qk_proj.z_proj.weight, module.qk_proj.q_gain, module.qk_proj.k_gain))
+    w, q, k = (
+        p.detach()
+        for p in (
+            module.qk_proj.z_proj.weight,
+            module.qk_proj.q_gain,
+            module.qk_proj.k_gain,
+        )
+    )
     numbers = WeightNorms(module, qkeel.find_sites(module), None).read()
     expected = torch.linalg.matrix_norm((q[:, None] * w).mT @ (k[:, None] * w), 2)
     assert torch.allclose(numbers["", "qk_spectral_norm"], expected[None], rtol=1e-9)

@@ -22,7 +22,9 @@ def stepped(remedy: Remedy | None) -> dict[str, torch.Tensor]:
     optimizer = adamw(model, 0.05)
     handle = None if remedy is None else qkeel.apply(model, remedy, optimizer)
     for tokens in batches(0, 1):
-        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        F.cross_entropy(
+            model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        ).backward()
         optimizer.step()
         optimizer.zero_grad()
     sites = qkeel.find_sites(model)
@@ -33,9 +35,21 @@ def stepped(remedy: Remedy | None) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("make", [lambda heads: QKClip(threshold=0.05, heads=heads), lambda heads: LALR(heads=heads)])
-def test_named_heads_are_treated_as_without_the_option_and_others_keep_their_bits(make) -> None:  # type: ignore[no-untyped-def]
-    plain, whole, some = stepped(None), stepped(make(None)), stepped(make(((SITE, (1, 3)),)))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda heads: QKClip(threshold=0.05, heads=heads),
+        lambda heads: LALR(heads=heads),
+    ],
+)
+def test_named_heads_are_treated_as_without_the_option_and_others_keep_their_bits(
+    make,
+) -> None:  # type: ignore[no-untyped-def]
+    plain, whole, some = (
+        stepped(None),
+        stepped(make(None)),
+        stepped(make(((SITE, (1, 3)),))),
+    )
     everything = stepped(make(((SITE, ()), ("blocks.0.attention", ()))))
     changed = 0
     for name, weight in some.items():
@@ -52,8 +66,14 @@ def test_heads_that_are_not_there_are_one_sentence() -> None:
     for error, make in (
         (InvalidTypeError, lambda: QKClip(heads=SITE)),  # type: ignore[arg-type]
         (InvalidTypeError, lambda: LALR(heads=((SITE, (-1,)),))),
-        (UnknownNameError, lambda: qkeel.apply(model, QKClip(heads=(("blocks.7", ()),)), adamw(model))),
-        (InvalidValueError, lambda: qkeel.apply(model, LALR(heads=((SITE, (4,)),)), adamw(model))),
+        (
+            UnknownNameError,
+            lambda: qkeel.apply(model, QKClip(heads=(("blocks.7", ()),)), adamw(model)),
+        ),
+        (
+            InvalidValueError,
+            lambda: qkeel.apply(model, LALR(heads=((SITE, (4,)),)), adamw(model)),
+        ),
     ):
         with pytest.raises(error):
             make()

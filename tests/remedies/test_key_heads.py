@@ -36,12 +36,18 @@ def maxima(model: nn.Module, heads: Heads) -> Tensor:
 
 @pytest.mark.parametrize("name", TILED)
 @pytest.mark.parametrize("groups", ["query", "group"])
-def test_qk_clip_clips_the_heads_that_are_over_and_by_groups_those_that_share_a_key(name: str, groups: str) -> None:
+def test_qk_clip_clips_the_heads_that_are_over_and_by_groups_those_that_share_a_key(
+    name: str, groups: str
+) -> None:
     model, heads = model_of(name)
     before = maxima(model, heads)
-    threshold = float(before[2] + before[3]) / 2  # heads 1 and 2 are over it, each in a group of its own
+    threshold = (
+        float(before[2] + before[3]) / 2
+    )  # heads 1 and 2 are over it, each in a group of its own
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply(model, "qk_clip", optimizer, batch=batch(), threshold=threshold, groups=groups):
+    with qkeel.apply(
+        model, "qk_clip", optimizer, batch=batch(), threshold=threshold, groups=groups
+    ):
         model(batch()).sum().backward()
         optimizer.step()
     after = maxima(model, heads)
@@ -53,7 +59,9 @@ def test_qk_clip_clips_the_heads_that_are_over_and_by_groups_those_that_share_a_
 
 
 @pytest.mark.parametrize("name", TILED)
-def test_lalr_slows_the_query_heads_that_use_a_key_head_and_that_key_head_by_its_worst_query_head(name: str) -> None:
+def test_lalr_slows_the_query_heads_that_use_a_key_head_and_that_key_head_by_its_worst_query_head(
+    name: str,
+) -> None:
     model, heads = model_of(name)
     model.double()  # steps of a loud head are lost in float32
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
@@ -69,13 +77,26 @@ def test_lalr_slows_the_query_heads_that_use_a_key_head_and_that_key_head_by_its
     def rates(name: str, n: int) -> Tensor:
         p = heads.get_parameter(name)
         assert p.grad is not None
-        step, grad = (x.unflatten(0, (n, 8)).flatten(1) for x in (before[name] - p.detach(), p.grad))
+        step, grad = (
+            x.unflatten(0, (n, 8)).flatten(1)
+            for x in (before[name] - p.detach(), p.grad)
+        )
         return (step * grad).sum(1) / (grad * grad).sum(1) / 1e-5
 
-    torch.testing.assert_close(rates("q.weight", 4), torch.tensor([1, 1 / 4, 1, 1 / 4]).double(), rtol=0.02, atol=0.0)
-    norms, now = (w.unflatten(0, (4, 8)).flatten(1).norm(dim=1) for w in (start, before["q.weight"]))
+    torch.testing.assert_close(
+        rates("q.weight", 4),
+        torch.tensor([1, 1 / 4, 1, 1 / 4]).double(),
+        rtol=0.02,
+        atol=0.0,
+    )
+    norms, now = (
+        w.unflatten(0, (4, 8)).flatten(1).norm(dim=1)
+        for w in (start, before["q.weight"])
+    )
     worst = [norms[own].max() / now[own].max() for own in ([0, 2], [1, 3])]
-    torch.testing.assert_close(rates("k.weight", 2), torch.stack(worst), rtol=0.02, atol=0.0)
+    torch.testing.assert_close(
+        rates("k.weight", 2), torch.stack(worst), rtol=0.02, atol=0.0
+    )
 
 
 @pytest.mark.parametrize("name", TILED)
@@ -83,8 +104,14 @@ def test_weight_norms_pair_a_query_head_with_its_key_head(name: str) -> None:
     model, heads = model_of(name)
     (site,) = qkeel.find_sites(model, batch())
     found = WeightNorms(model, [site], None).read()
-    q, k = heads.q.weight.detach().unflatten(0, (4, 8)), heads.k.weight.detach().unflatten(0, (2, 8))[USED]
+    q, k = (
+        heads.q.weight.detach().unflatten(0, (4, 8)),
+        heads.k.weight.detach().unflatten(0, (2, 8))[USED],
+    )
     torch.testing.assert_close(found["0", "key_weight_norm"], k.flatten(1).norm(dim=1))
     torch.testing.assert_close(
-        found["0", "qk_spectral_norm"], torch.linalg.matrix_norm(q.mT @ k, 2), rtol=1e-4, atol=1e-4
+        found["0", "qk_spectral_norm"],
+        torch.linalg.matrix_norm(q.mT @ k, 2),
+        rtol=1e-4,
+        atol=1e-4,
     )

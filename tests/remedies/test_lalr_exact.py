@@ -19,12 +19,22 @@ from .models import Make, attention, gradients, mla, step_by
 TAU, STEPS = 0.3, 50
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=0.1),
-    "adamw_fused": lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=0.1, fused=True),
-    "adamw_foreach": lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=0.1, foreach=True),
-    "adamw_amsgrad": lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=0.0, amsgrad=True),
+    "adamw_fused": lambda p, lr: torch.optim.AdamW(
+        p, lr=lr, weight_decay=0.1, fused=True
+    ),
+    "adamw_foreach": lambda p, lr: torch.optim.AdamW(
+        p, lr=lr, weight_decay=0.1, foreach=True
+    ),
+    "adamw_amsgrad": lambda p, lr: torch.optim.AdamW(
+        p, lr=lr, weight_decay=0.0, amsgrad=True
+    ),
     "adam_l2": lambda p, lr: torch.optim.Adam(p, lr=lr, weight_decay=0.1),
-    "sgd": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "rmsprop": lambda p, lr: torch.optim.RMSprop(p, lr=lr, momentum=0.5, weight_decay=0.1),
+    "sgd": lambda p, lr: torch.optim.SGD(
+        p, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
+    "rmsprop": lambda p, lr: torch.optim.RMSprop(
+        p, lr=lr, momentum=0.5, weight_decay=0.1
+    ),
     "adagrad": lambda p, lr: torch.optim.Adagrad(p, lr=lr, weight_decay=0.1),
     "nadam": lambda p, lr: torch.optim.NAdam(p, lr=lr),
     "radam": lambda p, lr: torch.optim.RAdam(p, lr=lr),
@@ -47,7 +57,10 @@ class PerHead:
 
     def __post_init__(self) -> None:
         self.parts = {
-            name: [nn.Parameter(w.clone()) for w in p.detach().chunk(self.heads.get(name, 1))]
+            name: [
+                nn.Parameter(w.clone())
+                for w in p.detach().chunk(self.heads.get(name, 1))
+            ]
             for name, p in self.model.named_parameters()
         }
         groups = [{"params": [part]} for parts in self.parts.values() for part in parts]
@@ -56,7 +69,10 @@ class PerHead:
         self.base = {id(g): g["lr"] for g in self.optimizer.param_groups}
 
     def norms(self) -> Norms:
-        return {name: [self.measure(w.detach()) for w in self.parts[name]] for name in self.heads}
+        return {
+            name: [self.measure(w.detach()) for w in self.parts[name]]
+            for name in self.heads
+        }
 
     def step(self, grads: dict[str, Tensor], schedule: float = 1.0) -> None:
         rates = self.rates(self.start, self.norms())
@@ -65,32 +81,48 @@ class PerHead:
             for h, (part, g) in enumerate(zip(parts, grads[name].chunk(len(parts)))):
                 part.grad = g.clone()
                 one = next(group)
-                one["lr"] = schedule * self.base[id(one)] * (TAU * rates[name][h] if name in rates else 1.0)
+                one["lr"] = (
+                    schedule
+                    * self.base[id(one)]
+                    * (TAU * rates[name][h] if name in rates else 1.0)
+                )
         self.optimizer.step()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: torch.cat([p.detach() for p in parts]) for name, parts in self.parts.items()}
+        return {
+            name: torch.cat([p.detach() for p in parts])
+            for name, parts in self.parts.items()
+        }
 
 
 def gqa_rates(start: Norms, now: Norms) -> dict[str, list[float]]:
     """Algorithm 1, with the rule for grouped keys."""
-    q0, k0, q, k = (n[w] for n in (start, now) for w in ("q_proj.weight", "k_proj.weight"))
+    q0, k0, q, k = (
+        n[w] for n in (start, now) for w in ("q_proj.weight", "k_proj.weight")
+    )
     per = len(q) // len(k)
     return {
         "q_proj.weight": [float(k0[h // per] / k[h // per]) for h in range(len(q))],
         "k_proj.weight": [
-            float(max(q0[g * per : (g + 1) * per]) / max(q[g * per : (g + 1) * per])) for g in range(len(k))
+            float(max(q0[g * per : (g + 1) * per]) / max(q[g * per : (g + 1) * per]))
+            for g in range(len(k))
         ],
     }
 
 
-def mla_rates(start: Norms, now: Norms, latent_norm: bool = False) -> dict[str, list[float]]:
+def mla_rates(
+    start: Norms, now: Norms, latent_norm: bool = False
+) -> dict[str, list[float]]:
     """Algorithm 2, line by line; a norm on the latents takes the down-projections out."""
 
     def f(n: Norms) -> dict[str, list[float]]:
-        uq, qr, uk, kr = (n[f"{w}.weight"] for w in ("q_up", "q_rope", "k_up", "k_rope"))
+        uq, qr, uk, kr = (
+            n[f"{w}.weight"] for w in ("q_up", "q_rope", "k_up", "k_rope")
+        )
         one = [torch.ones((), dtype=uq[0].dtype)]
-        dq, dkv = (one, one) if latent_norm else (n["q_down.weight"], n["kv_down.weight"])
+        dq, dkv = (
+            (one, one) if latent_norm else (n["q_down.weight"], n["kv_down.weight"])
+        )
         heads = range(len(uq))
         found = {
             "q_up.weight": [float(1 / (dq[0] * uk[h] * dkv[0])) for h in heads],
@@ -99,9 +131,14 @@ def mla_rates(start: Norms, now: Norms, latent_norm: bool = False) -> dict[str, 
             "k_rope.weight": [float(1 / max(qr[h] * dq[0] for h in heads))],
         }
         if not latent_norm:
-            nope, rope = max(uq[h] * uk[h] * dkv[0] for h in heads), max(qr[h] * kr[0] for h in heads)
+            nope, rope = (
+                max(uq[h] * uk[h] * dkv[0] for h in heads),
+                max(qr[h] * kr[0] for h in heads),
+            )
             found["q_down.weight"] = [float(min(1 / nope, 1 / rope))]
-            found["kv_down.weight"] = [float(1 / max(uq[h] * dq[0] * uk[h] for h in heads))]
+            found["kv_down.weight"] = [
+                float(1 / max(uq[h] * dq[0] * uk[h] for h in heads))
+            ]
         return found
 
     a, b = f(start), f(now)
@@ -116,19 +153,35 @@ def compare(a: nn.Module, reference: PerHead, tolerance: float) -> None:
 
 def per_head(model: Attention | MLA, make: Make, lr: float, **options: Any) -> PerHead:
     if isinstance(model, MLA):
-        heads = {"q_up.weight": 4, "q_rope.weight": 4, "k_up.weight": 4, "k_rope.weight": 1}
+        heads = {
+            "q_up.weight": 4,
+            "q_rope.weight": 4,
+            "k_up.weight": 4,
+            "k_rope.weight": 1,
+        }
         heads |= {} if model.latent_norm else {"q_down.weight": 1, "kv_down.weight": 1}
         rates = lambda a, b: mla_rates(a, b, model.latent_norm)  # noqa: E731
         return PerHead(model, make, lr, heads, rates, **options)
-    return PerHead(model, make, lr, {"q_proj.weight": 4, "k_proj.weight": model.n_kv_heads}, gqa_rates, **options)
+    return PerHead(
+        model,
+        make,
+        lr,
+        {"q_proj.weight": 4, "k_proj.weight": model.n_kv_heads},
+        gqa_rates,
+        **options,
+    )
 
 
 @pytest.mark.parametrize(
-    "dtype", quick([torch.float64, torch.float32], lambda dtype: dtype is torch.float64), ids=["fp64", "fp32"]
+    "dtype",
+    quick([torch.float64, torch.float32], lambda dtype: dtype is torch.float64),
+    ids=["fp64", "fp32"],
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kv_heads", quick([4, 2, 1], (2).__eq__))
-def test_equals_one_parameter_per_head(name: str, dtype: torch.dtype, kv_heads: int) -> None:
+def test_equals_one_parameter_per_head(
+    name: str, dtype: torch.dtype, kv_heads: int
+) -> None:
     model, make = attention(dtype, kv_heads, bias=True), OPTIMIZERS[name]
     reference, optimizer = per_head(model, make, 0.01), make(model.parameters(), 0.01)
     with qkeel.apply(model, "lalr", optimizer, tau=TAU):
@@ -152,7 +205,9 @@ def test_mla_equals_one_parameter_per_head(name: str, latent_norm: bool) -> None
 
 def test_spectral_norm_equals_one_parameter_per_head() -> None:
     model, make = attention(), OPTIMIZERS["adamw"]
-    reference = per_head(model, make, 0.01, measure=lambda w: torch.linalg.matrix_norm(w, ord=2))
+    reference = per_head(
+        model, make, 0.01, measure=lambda w: torch.linalg.matrix_norm(w, ord=2)
+    )
     optimizer = make(model.parameters(), 0.01)
     with qkeel.apply(model, "lalr:norm=spectral", optimizer, tau=TAU):
         for grads in gradients(model, STEPS):
@@ -161,7 +216,9 @@ def test_spectral_norm_equals_one_parameter_per_head() -> None:
     compare(model, reference, 1e-12)
 
 
-def test_muon_orthogonalises_the_whole_matrix_and_lalr_scales_rows_of_that_update() -> None:
+def test_muon_orthogonalises_the_whole_matrix_and_lalr_scales_rows_of_that_update() -> (
+    None
+):
     # Per head would be another optimizer. The obvious implementation: a copy of the whole matrix per head, stepped
     # at that head's rate, of which only that head's rows are kept.
     class Two(nn.Module):
@@ -188,11 +245,15 @@ def test_muon_orthogonalises_the_whole_matrix_and_lalr_scales_rows_of_that_updat
             now = {n: copies[n][0].detach().clone() for n in names}
             for n, partner in (names, names[::-1]):
                 for h, (copy, o) in enumerate(zip(copies[n], own[n])):
-                    o.param_groups[0]["lr"] = float(0.02 * TAU * sizes(start[partner])[h] / sizes(now[partner])[h])
+                    o.param_groups[0]["lr"] = float(
+                        0.02 * TAU * sizes(start[partner])[h] / sizes(now[partner])[h]
+                    )
                     copy.grad = grads[n].clone()
                     o.step()
             for n in names:
-                whole = torch.cat([c.detach().chunk(4)[h] for h, c in enumerate(copies[n])])
+                whole = torch.cat(
+                    [c.detach().chunk(4)[h] for h, c in enumerate(copies[n])]
+                )
                 for c in copies[n]:
                     c.data.copy_(whole)
     for n in names:

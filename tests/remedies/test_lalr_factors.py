@@ -15,7 +15,9 @@ from .models import attention, mla
 LR = 0.5
 
 
-def factors(model: nn.Module, changes: dict[str, float], remedy: str = "lalr:tau=1") -> dict[str, Tensor]:
+def factors(
+    model: nn.Module, changes: dict[str, float], remedy: str = "lalr:tau=1"
+) -> dict[str, Tensor]:
     """Learning-rate factors per output row after weights were multiplied, read off one step of plain SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with qkeel.apply(model, remedy, optimizer):
@@ -26,14 +28,20 @@ def factors(model: nn.Module, changes: dict[str, float], remedy: str = "lalr:tau
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()
-    moved = {name: (before[name] - p.detach()) / LR for name, p in model.named_parameters()}
+    moved = {
+        name: (before[name] - p.detach()) / LR for name, p in model.named_parameters()
+    }
     return {name: m if m.ndim == 1 else m[:, 0] for name, m in moved.items()}
 
 
 def test_golden_o17_heads() -> None:
     found = factors(attention(n_kv_heads=4), {"q_proj.weight": 5, "k_proj.weight": 3})
-    assert torch.allclose(found["q_proj.weight"], torch.tensor(1 / 3, dtype=torch.float64))
-    assert torch.allclose(found["k_proj.weight"], torch.tensor(1 / 5, dtype=torch.float64))
+    assert torch.allclose(
+        found["q_proj.weight"], torch.tensor(1 / 3, dtype=torch.float64)
+    )
+    assert torch.allclose(
+        found["k_proj.weight"], torch.tensor(1 / 5, dtype=torch.float64)
+    )
     assert torch.allclose(found["v_proj.weight"], torch.ones((), dtype=torch.float64))
 
 
@@ -52,15 +60,33 @@ def test_golden_o17_latent_attention_all_w_uq_doubled(nope_binds: bool) -> None:
     with torch.no_grad():
         model.k_rope.weight.mul_(0.01 if nope_binds else 100.0)
     found = factors(model, {"q_up.weight": 2})
-    expected = {"q_up": 1, "k_up": 0.5, "q_rope": 1, "q_down": 0.5 if nope_binds else 1, "kv_down": 0.5, "k_rope": 1}
+    expected = {
+        "q_up": 1,
+        "k_up": 0.5,
+        "q_rope": 1,
+        "q_down": 0.5 if nope_binds else 1,
+        "kv_down": 0.5,
+        "k_rope": 1,
+    }
     for name, value in expected.items():
-        assert torch.allclose(found[f"{name}.weight"], torch.tensor(value, dtype=torch.float64)), name
+        assert torch.allclose(
+            found[f"{name}.weight"], torch.tensor(value, dtype=torch.float64)
+        ), name
 
 
 def test_golden_o17_latent_attention_w_dq_doubled() -> None:
     found = factors(mla().double(), {"q_down.weight": 2})
-    for name, value in {"q_up": 0.5, "k_up": 0.5, "q_rope": 0.5, "q_down": 1, "kv_down": 0.5, "k_rope": 0.5}.items():
-        assert torch.allclose(found[f"{name}.weight"], torch.tensor(value, dtype=torch.float64)), name
+    for name, value in {
+        "q_up": 0.5,
+        "k_up": 0.5,
+        "q_rope": 0.5,
+        "q_down": 1,
+        "kv_down": 0.5,
+        "k_rope": 0.5,
+    }.items():
+        assert torch.allclose(
+            found[f"{name}.weight"], torch.tensor(value, dtype=torch.float64)
+        ), name
 
 
 def test_the_binding_term_of_w_dq_may_change_between_start_and_now() -> None:
@@ -71,19 +97,31 @@ def test_the_binding_term_of_w_dq_may_change_between_start_and_now() -> None:
         a.norm() * b.norm() * model.kv_down.weight.norm()
         for a, b in zip(model.q_up.weight.chunk(4), model.k_up.weight.chunk(4))
     )
-    rope = max(r.norm() for r in model.q_rope.weight.chunk(4)) * model.k_rope.weight.norm()
+    rope = (
+        max(r.norm() for r in model.q_rope.weight.chunk(4)) * model.k_rope.weight.norm()
+    )
     expected = float((nope / (rope * 1e4)).detach())
     found = factors(model, {"k_rope.weight": 1e4})  # … later the rotated one
-    assert torch.allclose(found["q_down.weight"], torch.tensor(expected, dtype=torch.float64))
+    assert torch.allclose(
+        found["q_down.weight"], torch.tensor(expected, dtype=torch.float64)
+    )
 
 
 def test_a_norm_on_the_latents_takes_the_down_projections_out() -> None:
     model = mla(latent_norm=True).double()
-    found = factors(model, {"q_down.weight": 7, "kv_down.weight": 3, "q_up.weight": 2}, "lalr:tau=0.5")
+    found = factors(
+        model,
+        {"q_down.weight": 7, "kv_down.weight": 3, "q_up.weight": 2},
+        "lalr:tau=0.5",
+    )
     assert torch.allclose(found["q_down.weight"], torch.ones(12, dtype=torch.float64))
     assert torch.allclose(found["kv_down.weight"], torch.ones(10, dtype=torch.float64))
-    assert torch.allclose(found["k_up.weight"], torch.full((24,), 0.25, dtype=torch.float64))
-    assert torch.allclose(found["q_up.weight"], torch.full((24,), 0.5, dtype=torch.float64))
+    assert torch.allclose(
+        found["k_up.weight"], torch.full((24,), 0.25, dtype=torch.float64)
+    )
+    assert torch.allclose(
+        found["q_up.weight"], torch.full((24,), 0.5, dtype=torch.float64)
+    )
 
 
 def test_grouped_keys_follow_the_largest_query_head_of_their_group() -> None:
@@ -116,9 +154,13 @@ def test_a_weight_of_zero_never_gives_infinite_or_nan_rates() -> None:
     at_start = attention(n_kv_heads=4)
     nn.init.zeros_(at_start.q_proj.weight)  # full µ-parametrisation starts W_Q at 0
     found = factors(at_start, {}, "lalr:tau=0.5")
-    assert torch.allclose(found["k_proj.weight"], torch.full((16,), 0.5, dtype=torch.float64))
+    assert torch.allclose(
+        found["k_proj.weight"], torch.full((16,), 0.5, dtype=torch.float64)
+    )
     later = factors(attention(n_kv_heads=4), {"q_proj.weight": 0}, "lalr:tau=0.5")
-    assert torch.allclose(later["k_proj.weight"], torch.full((16,), 0.5, dtype=torch.float64))
+    assert torch.allclose(
+        later["k_proj.weight"], torch.full((16,), 0.5, dtype=torch.float64)
+    )
     # What was zero at the start has nothing to be compared with, however large it is now.
     model = attention(n_kv_heads=4)
     nn.init.zeros_(model.q_proj.weight)
@@ -132,7 +174,9 @@ def test_a_weight_of_zero_never_gives_infinite_or_nan_rates() -> None:
     torch.testing.assert_close(model.k_proj.weight.detach(), keys)
 
 
-def test_layers_that_share_a_weight_scale_its_step_once_by_all_the_logits_it_makes() -> None:
+def test_layers_that_share_a_weight_scale_its_step_once_by_all_the_logits_it_makes() -> (
+    None
+):
     a, b = attention(n_kv_heads=4), attention(n_kv_heads=4)
     b.q_proj.weight = a.q_proj.weight
     with torch.no_grad():
@@ -149,7 +193,9 @@ def test_a_weight_that_makes_q_and_k_is_its_own_partner() -> None:
     model = attention(n_kv_heads=4)
     model.k_proj.weight = model.q_proj.weight
     found = factors(model, {"q_proj.weight": 4})
-    assert torch.allclose(found["q_proj.weight"], torch.full((16,), 0.25, dtype=torch.float64))
+    assert torch.allclose(
+        found["q_proj.weight"], torch.full((16,), 0.25, dtype=torch.float64)
+    )
 
 
 def test_one_module_used_twice_is_one_site() -> None:
@@ -160,11 +206,16 @@ def test_one_module_used_twice_is_one_site() -> None:
             self.again = self.first
 
     found = factors(Looped(), {"first.k_proj.weight": 2})
-    assert torch.allclose(found["first.q_proj.weight"], torch.full((16,), 0.5, dtype=torch.float64))
+    assert torch.allclose(
+        found["first.q_proj.weight"], torch.full((16,), 0.5, dtype=torch.float64)
+    )
 
 
 def test_normed_queries_and_keys_are_refused_with_the_reason() -> None:
     model = Attention(16, 4, spec=qkeel.preset("qwen3"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RefusedError, match="independent of the size of the weights; use one of the two, or qk_lr"):
+    with pytest.raises(
+        RefusedError,
+        match="independent of the size of the weights; use one of the two, or qk_lr",
+    ):
         qkeel.apply(model, "lalr", optimizer)

@@ -24,28 +24,46 @@ LINEAR: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam fused": lambda p: torch.optim.Adam(p, fused=True),
     "Adam foreach": lambda p: torch.optim.Adam(p, foreach=True),
     "Adam tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
-    "Adam fused tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), fused=True),
+    "Adam fused tensor rate": lambda p: torch.optim.Adam(
+        p, lr=torch.tensor(0.01), fused=True
+    ),
     "Adam maximize": lambda p: torch.optim.Adam(p, maximize=True),
     "Adamax": lambda p: torch.optim.Adamax(p),
     "AdamW": lambda p: torch.optim.AdamW(p, weight_decay=0.1),
     "AdamW rate 0": lambda p: torch.optim.AdamW(p, lr=0.0),
     "AdamW tiny rate": lambda p: torch.optim.AdamW(p, lr=1e-9),
-    "NAdam": lambda p: torch.optim.NAdam(p, decoupled_weight_decay=True, weight_decay=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(
+        p, decoupled_weight_decay=True, weight_decay=0.1
+    ),
     "RAdam": lambda p: torch.optim.RAdam(p),
     "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
     "SGD": lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1, nesterov=True),
     "SGD fused": lambda p: torch.optim.SGD(p, fused=True),
     "Muon": lambda p: torch.optim.Muon(p, weight_decay=0.1),
     "Muon matched": lambda p: torch.optim.Muon(p, adjust_lr_fn="match_rms_adamw"),
-    "Adafactor below 1/√t": lambda p: torch.optim.Adafactor(p, lr=1e-4, weight_decay=0.1),
+    "Adafactor below 1/√t": lambda p: torch.optim.Adafactor(
+        p, lr=1e-4, weight_decay=0.1
+    ),
 }
 REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
-    "Adafactor": (lambda p: torch.optim.Adafactor(p, lr=0.5), "Adafactor at half the rate was not half as long"),
+    "Adafactor": (
+        lambda p: torch.optim.Adafactor(p, lr=0.5),
+        "Adafactor at half the rate was not half as long",
+    ),
     "Adafactor default": (lambda p: torch.optim.Adafactor(p), "was not half as long"),
-    "ASGD": (lambda p: torch.optim.ASGD(p), "ASGD at half the rate was not half as long"),
-    "Rprop": (lambda p: torch.optim.Rprop(p), "Rprop at half the rate was not half as long"),
+    "ASGD": (
+        lambda p: torch.optim.ASGD(p),
+        "ASGD at half the rate was not half as long",
+    ),
+    "Rprop": (
+        lambda p: torch.optim.Rprop(p),
+        "Rprop at half the rate was not half as long",
+    ),
     "LBFGS": (lambda p: torch.optim.LBFGS(p), "LBFGS failed: .*closure"),
-    "SparseAdam": (lambda p: torch.optim.SparseAdam(p), "SparseAdam failed: .*dense gradients"),
+    "SparseAdam": (
+        lambda p: torch.optim.SparseAdam(p),
+        "SparseAdam failed: .*dense gradients",
+    ),
 }
 
 
@@ -60,14 +78,19 @@ def test_optimizers_linear_in_the_rate_are_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "remedy"), [*itertools.product(REFUSED, ("lalr", "qk_lr")), ("Adafactor", "qk_clip:steps=matched")]
+    ("name", "remedy"),
+    [
+        *itertools.product(REFUSED, ("lalr", "qk_lr")),
+        ("Adafactor", "qk_clip:steps=matched"),
+    ],
 )
 def test_others_are_refused_and_the_model_is_as_it_was(name: str, remedy: str) -> None:
     make, reason = REFUSED[name]
     model = attention(torch.float32)
     optimizer = make(matrices(model))
     with pytest.raises(
-        RefusedError, match=rf"{remedy.partition(':')[0]} needs an optimizer whose step is proportional.*{reason}"
+        RefusedError,
+        match=rf"{remedy.partition(':')[0]} needs an optimizer whose step is proportional.*{reason}",
     ):
         qkeel.apply(model, remedy, optimizer)
     assert not optimizer._optimizer_step_pre_hooks
@@ -76,14 +99,21 @@ def test_others_are_refused_and_the_model_is_as_it_was(name: str, remedy: str) -
 
 def test_only_the_groups_that_hold_queries_and_keys_need_to_be_linear() -> None:
     model = attention(torch.float32)
-    queries_and_keys = [p for n, p in model.named_parameters() if p.ndim == 2 and n.startswith(("q_proj", "k_proj"))]
+    queries_and_keys = [
+        p
+        for n, p in model.named_parameters()
+        if p.ndim == 2 and n.startswith(("q_proj", "k_proj"))
+    ]
     others = [p for p in matrices(model) if not any(p is q for q in queries_and_keys)]
     assert len(queries_and_keys) == 2
     assert others
 
     def optimizer(of_queries: float, of_others: float) -> torch.optim.Optimizer:
         return torch.optim.Adafactor(
-            [{"params": others, "lr": of_others}, {"params": queries_and_keys, "lr": of_queries}]
+            [
+                {"params": others, "lr": of_others},
+                {"params": queries_and_keys, "lr": of_queries},
+            ]
         )
 
     qkeel.apply(model, "lalr", optimizer(1e-4, 0.5)).remove()
@@ -93,12 +123,20 @@ def test_only_the_groups_that_hold_queries_and_keys_need_to_be_linear() -> None:
 
 def test_every_optimizer_of_torch_is_in_one_of_the_two_lists() -> None:
     known = {name.split()[0] for name in (*LINEAR, *REFUSED)}
-    shipped = {n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type) and n != "Optimizer"}
-    assert {n for n in shipped if issubclass(getattr(torch.optim, n), torch.optim.Optimizer)} == known
+    shipped = {
+        n
+        for n in dir(torch.optim)
+        if isinstance(getattr(torch.optim, n), type) and n != "Optimizer"
+    }
+    assert {
+        n for n in shipped if issubclass(getattr(torch.optim, n), torch.optim.Optimizer)
+    } == known
 
 
 @pytest.mark.parametrize("peak", [0.5, 1e-4])
-def test_a_warm_up_does_not_hide_the_rate_that_a_scheduler_will_reach(peak: float) -> None:
+def test_a_warm_up_does_not_hide_the_rate_that_a_scheduler_will_reach(
+    peak: float,
+) -> None:
     model = attention(torch.float32)
     optimizer = torch.optim.Adafactor(matrices(model), lr=peak)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: i / 1000)
@@ -111,7 +149,9 @@ def test_a_warm_up_does_not_hide_the_rate_that_a_scheduler_will_reach(peak: floa
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_probing_leaves_weights_state_generator_and_global_hooks_alone(name: str) -> None:
+def test_probing_leaves_weights_state_generator_and_global_hooks_alone(
+    name: str,
+) -> None:
     model = attention(torch.float32)
     optimizer = LINEAR[name](matrices(model))
     # A scheduler binds `optimizer.step` to the user's optimizer: a copy of its attributes would step that one.
@@ -122,21 +162,32 @@ def test_probing_leaves_weights_state_generator_and_global_hooks_alone(name: str
     seen: list[object] = []
     hook = register_optimizer_step_post_hook(lambda *a: seen.append(a))
     weights = [p.detach().clone() for p in model.parameters()]
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    state = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in s.items()} for s in optimizer.state.values()]
+    groups = [
+        {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups
+    ]
+    state = [
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in s.items()}
+        for s in optimizer.state.values()
+    ]
     random = torch.get_rng_state()
     with hook, qkeel.apply(model, "lalr", optimizer):
         pass
     assert not seen
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(a, p) for a, p in zip(weights, model.parameters()))
-    assert groups == [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    assert groups == [
+        {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups
+    ]
     for old, new in zip(state, optimizer.state.values(), strict=True):
         assert old.keys() == new.keys()
-        assert all(torch.equal(torch.as_tensor(old[k]), torch.as_tensor(new[k])) for k in old)
+        assert all(
+            torch.equal(torch.as_tensor(old[k]), torch.as_tensor(new[k])) for k in old
+        )
 
 
-def test_a_subclass_with_a_constructor_of_its_own_is_probed_by_the_step_it_inherits() -> None:
+def test_a_subclass_with_a_constructor_of_its_own_is_probed_by_the_step_it_inherits() -> (
+    None
+):
     class Mine(torch.optim.AdamW):
         def __init__(self, model: nn.Module) -> None:
             super().__init__(model.parameters(), lr=0.01)
@@ -151,7 +202,9 @@ def test_a_subclass_with_a_constructor_of_its_own_is_probed_by_the_step_it_inher
         qkeel.apply(model, "lalr", Odd(model))
 
 
-def test_an_optimizer_that_draws_random_numbers_in_its_step_leaves_the_generator() -> None:
+def test_an_optimizer_that_draws_random_numbers_in_its_step_leaves_the_generator() -> (
+    None
+):
     class Noisy(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             torch.rand(3)
@@ -166,7 +219,9 @@ def test_an_optimizer_that_draws_random_numbers_in_its_step_leaves_the_generator
 def test_an_optimizer_that_knows_float32_only_is_probed_in_float32() -> None:
     class Single(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            assert all(p.dtype == torch.float32 for g in self.param_groups for p in g["params"])
+            assert all(
+                p.dtype == torch.float32 for g in self.param_groups for p in g["params"]
+            )
             return super().step(closure)
 
     model = attention(torch.float32)
@@ -186,7 +241,10 @@ def test_an_optimizer_that_never_moves_is_not_taken_for_linear() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_weights_are_refused(dtype: torch.dtype) -> None:
     model = attention(dtype)
-    with pytest.raises(RefusedError, match=f"which {dtype} weights round away .q_proj.weight.; keep float32"):
+    with pytest.raises(
+        RefusedError,
+        match=f"which {dtype} weights round away .q_proj.weight.; keep float32",
+    ):
         qkeel.apply(model, "lalr", torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -194,7 +252,9 @@ def test_low_precision_weights_are_refused(dtype: torch.dtype) -> None:
 def test_weights_that_the_optimizer_does_not_hold_are_refused(remedy: str) -> None:
     model = attention(torch.float32)
     optimizer = torch.optim.SGD([model.q_proj.weight, model.v_proj.weight], lr=0.1)
-    with pytest.raises(RefusedError, match=r"steps of k_proj.weight, which this SGD does not hold"):
+    with pytest.raises(
+        RefusedError, match=r"steps of k_proj.weight, which this SGD does not hold"
+    ):
         qkeel.apply(model, remedy, optimizer)
 
 
@@ -210,12 +270,16 @@ def test_an_optimizer_that_cannot_be_tried_may_be_clipped_by_but_not_scaled() ->
 
     model = attention(torch.float32)
     for remedy in ("qk_clip", "qk_weight_decay", "spectral_cap"):
-        with pytest.warns(QkeelWarning, match="unknown whether Closed keeps the change"):
+        with pytest.warns(
+            QkeelWarning, match="unknown whether Closed keeps the change"
+        ):
             qkeel.apply(model, remedy, Closed(model, 3)).remove()
     for optimizer in (Closed(model, 3), torch.optim.LBFGS(model.parameters())):
         with pytest.raises(RefusedError, match=r"a probe step of .* failed"):
             qkeel.apply(model, "lalr", optimizer)
-    with pytest.raises(RefusedError, match="LBFGS mistakes every change of the weights"):
+    with pytest.raises(
+        RefusedError, match="LBFGS mistakes every change of the weights"
+    ):
         qkeel.apply(model, "qk_clip", torch.optim.LBFGS(model.parameters()))
 
 
@@ -241,7 +305,9 @@ def test_steps_that_are_nearly_half_as_long_are_not_half_as_long() -> None:
                 qkeel.apply(model, "lalr", Bent(model.parameters(), lr=0.1))
 
 
-def test_a_decay_that_the_rate_does_not_scale_is_no_copy_that_brings_weights_back() -> None:
+def test_a_decay_that_the_rate_does_not_scale_is_no_copy_that_brings_weights_back() -> (
+    None
+):
     class Independent(torch.optim.SGD):
         """w ← (1 - λ)·w whatever the rate is (Loshchilov & Hutter 2019 without their schedule)."""
 
@@ -253,18 +319,28 @@ def test_a_decay_that_the_rate_does_not_scale_is_no_copy_that_brings_weights_bac
 
     model = attention(torch.float32)
     for remedy in ("qk_clip", "qk_weight_decay", "spectral_cap"):
-        qkeel.apply(model, remedy, Independent(model.parameters(), lr=0.1, weight_decay=0.1)).remove()
+        qkeel.apply(
+            model, remedy, Independent(model.parameters(), lr=0.1, weight_decay=0.1)
+        ).remove()
 
 
 def test_a_logit_of_one_weight_alone_is_stepped_decayed_and_capped() -> None:
-    for remedy, changed in (("qk_lr:factor=0", 1.0), ("qk_weight_decay:decay=1", 0.9), ("spectral_cap:cap=0.1", None)):
+    for remedy, changed in (
+        ("qk_lr:factor=0", 1.0),
+        ("qk_weight_decay:decay=1", 0.9),
+        ("spectral_cap:cap=0.1", None),
+    ):
         model = attention(torch.float64, 4)
         model.k_proj.weight = model.q_proj.weight
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = model.q_proj.weight.detach().clone()
         with qkeel.apply(model, remedy, optimizer):
             for p in model.parameters():
-                p.grad = torch.ones_like(p) if remedy.startswith("qk_lr") else torch.zeros_like(p)
+                p.grad = (
+                    torch.ones_like(p)
+                    if remedy.startswith("qk_lr")
+                    else torch.zeros_like(p)
+                )
             optimizer.step()
         after = model.q_proj.weight.detach()
         if changed is None:

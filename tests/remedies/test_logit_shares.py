@@ -16,17 +16,30 @@ H, G = 4, 2
 
 def weight(name: str, n: int, first: int = 0) -> HeadSlice:
     """Rows of n heads, two each."""
-    return HeadSlice(parameter=name, axis=0, index=torch.arange(2 * n).view(n, 2) + first)
+    return HeadSlice(
+        parameter=name, axis=0, index=torch.arange(2 * n).view(n, 2) + first
+    )
 
 
 Q, Q2, K, K2, KEYS, ONE, ONE2 = (
-    weight(name, n) for name, n in (("q", H), ("q2", H), ("k", H), ("k2", H), ("keys", G), ("one", 1), ("one2", 1))
+    weight(name, n)
+    for name, n in (
+        ("q", H),
+        ("q2", H),
+        ("k", H),
+        ("k2", H),
+        ("keys", G),
+        ("one", 1),
+        ("one2", 1),
+    )
 )
 INPUT = weight("input", 1)  # before the weight that makes heads
 
 
 def site(
-    *terms: tuple[HeadSlice, HeadSlice], groups: int = G, key_heads: tuple[int, ...] | None = None
+    *terms: tuple[HeadSlice, HeadSlice],
+    groups: int = G,
+    key_heads: tuple[int, ...] | None = None,
 ) -> AttentionSite:
     return AttentionSite(
         name="site",
@@ -48,7 +61,9 @@ def factors(one: AttentionSite, gamma: Tensor, by_group: bool) -> dict[str, Tens
     for share in shares:
         assert len(share.heads) == share.weight.n
         own = gamma[share.heads].amin(1)
-        found[share.weight.parameter] = (own.sqrt() if share.root else own)[one.used(share.weight.n)]
+        found[share.weight.parameter] = (own.sqrt() if share.root else own)[
+            one.used(share.weight.n)
+        ]
     assert "input" not in found
     return found
 
@@ -57,31 +72,61 @@ def test_every_product_of_a_head_takes_its_gamma() -> None:
     gamma = torch.tensor([0.9, 0.5, 0.25, 1.0], dtype=torch.float64)
     one = torch.ones(H, dtype=torch.float64)
     worst, least = gamma.view(2, 2).amin(1).repeat_interleave(2), gamma.min().expand(H)
-    twisted = torch.tensor([0.25, 0.5, 0.25, 0.5], dtype=torch.float64)  # heads 0 and 2 share a key, and 1 and 3
+    twisted = torch.tensor(
+        [0.25, 0.5, 0.25, 0.5], dtype=torch.float64
+    )  # heads 0 and 2 share a key, and 1 and 3
     for made, by_group, expected in (
         (site((Q, K), groups=H), False, {"q": gamma.sqrt(), "k": gamma.sqrt()}),
         (site((Q, K), groups=H), True, {"q": gamma.sqrt(), "k": gamma.sqrt()}),
         (site((Q, KEYS)), False, {"q": gamma}),
         (site((Q, KEYS)), True, {"q": worst.sqrt(), "keys": worst.sqrt()}),
-        (site((Q, KEYS), key_heads=(0, 1, 0, 1)), True, {"q": twisted.sqrt(), "keys": twisted.sqrt()}),
+        (
+            site((Q, KEYS), key_heads=(0, 1, 0, 1)),
+            True,
+            {"q": twisted.sqrt(), "keys": twisted.sqrt()},
+        ),
         (site((Q, ONE), groups=1), False, {"q": gamma}),
         (site((Q, ONE), groups=1), True, {"q": least.sqrt(), "one": least.sqrt()}),
-        (site((ONE, ONE2), groups=1), False, {"one": least.sqrt(), "one2": least.sqrt()}),
+        (
+            site((ONE, ONE2), groups=1),
+            False,
+            {"one": least.sqrt(), "one2": least.sqrt()},
+        ),
         # Latent attention: a part of its own, and a part whose key all heads share.
-        (site((Q, K), (Q2, ONE), groups=H), False, {"q": gamma.sqrt(), "k": gamma.sqrt(), "q2": gamma}),
-        (site((Q, K), (Q2, ONE), groups=H), True, {"q": gamma.sqrt(), "k": gamma.sqrt(), "q2": gamma}),
+        (
+            site((Q, K), (Q2, ONE), groups=H),
+            False,
+            {"q": gamma.sqrt(), "k": gamma.sqrt(), "q2": gamma},
+        ),
+        (
+            site((Q, K), (Q2, ONE), groups=H),
+            True,
+            {"q": gamma.sqrt(), "k": gamma.sqrt(), "q2": gamma},
+        ),
         # The query of a shared key takes all of γ, so what else it is multiplied by takes none, and its partner all.
         (site((Q, ONE), (Q, K), (Q2, K), groups=H), False, {"q": gamma, "q2": gamma}),
         (site((Q2, K), (Q, K), (Q, ONE), groups=H), False, {"q": gamma, "q2": gamma}),
-        (site((Q, K), (Q, K2), groups=H), False, {n: gamma.sqrt() for n in ("q", "k", "k2")}),
+        (
+            site((Q, K), (Q, K2), groups=H),
+            False,
+            {n: gamma.sqrt() for n in ("q", "k", "k2")},
+        ),
     ):
         found = factors(made, gamma, by_group)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, msg=name)
-        whole = worst if by_group and made.n_kv_heads == G else least if by_group and made.n_kv_heads == 1 else gamma
+        whole = (
+            worst
+            if by_group and made.n_kv_heads == G
+            else least
+            if by_group and made.n_kv_heads == 1
+            else gamma
+        )
         for term in made.terms:
-            product = found.get(term.query[-1].parameter, one) * found.get(term.key[-1].parameter, one)
+            product = found.get(term.query[-1].parameter, one) * found.get(
+                term.key[-1].parameter, one
+            )
             if term.query[-1].n == H and made.key_heads is None:
                 torch.testing.assert_close(product, whole)
 
@@ -98,8 +143,13 @@ def test_products_that_no_powers_suit_have_none() -> None:
 
 def test_the_same_rows_of_one_parameter_are_one_weight_and_others_are_not() -> None:
     again, above = weight("q", H), weight("q", H, first=8)
-    for query, names in (((Q, again), ["q", "k", "k2"]), ((Q, above), ["q", "k", "q", "k2"])):
-        shares = logit_factors(site((query[0], K), (query[1], K2), groups=H), by_group=False)
+    for query, names in (
+        ((Q, again), ["q", "k", "k2"]),
+        ((Q, above), ["q", "k", "q", "k2"]),
+    ):
+        shares = logit_factors(
+            site((query[0], K), (query[1], K2), groups=H), by_group=False
+        )
         assert shares is not None
         assert sorted(s.weight.parameter for s in shares) == sorted(names)
         assert all(share.root for share in shares)

@@ -26,8 +26,12 @@ class Copies:
 
     def __init__(self, model: nn.Module, lr: float) -> None:
         self.model = model
-        self.copies = {n: nn.Parameter(p.detach().float()) for n, p in model.named_parameters()}
-        self.optimizer = torch.optim.AdamW(self.copies.values(), lr=lr, weight_decay=0.1)
+        self.copies = {
+            n: nn.Parameter(p.detach().float()) for n, p in model.named_parameters()
+        }
+        self.optimizer = torch.optim.AdamW(
+            self.copies.values(), lr=lr, weight_decay=0.1
+        )
 
     def step(self, grads: dict[str, Tensor]) -> None:
         for name, copy_ in self.copies.items():
@@ -68,7 +72,10 @@ def test_lalr_scales_the_steps_of_float32_copies(dtype: torch.dtype) -> None:
     with torch.no_grad():
         for p, q in zip(model.parameters(), twin.parameters()):
             q.copy_(p)
-    own, plain = Copies(model, 0.01), torch.optim.AdamW(twin.parameters(), lr=0.01, weight_decay=0.1)
+    own, plain = (
+        Copies(model, 0.01),
+        torch.optim.AdamW(twin.parameters(), lr=0.01, weight_decay=0.1),
+    )
     with (
         qkeel.apply(model, "lalr:tau=0.3", own.optimizer, batch=batch()),
         qkeel.apply(twin, "lalr:tau=0.3", plain, batch=batch()),
@@ -87,14 +94,21 @@ def test_lalr_scales_the_steps_of_float32_copies(dtype: torch.dtype) -> None:
 def test_qk_clip_scales_copies_in_the_groups_with_the_weights(groups: str) -> None:
     model, x = louder(FAMILIES["llama"].model(torch.bfloat16), LAYERS), batch()
     own = Copies(model, 0.0)
-    before, (top, *_) = {n: p.detach().clone() for n, p in own.copies.items()}, maxima(model, x).values()
+    before, (top, *_) = (
+        {n: p.detach().clone() for n, p in own.copies.items()},
+        maxima(model, x).values(),
+    )
     threshold = float(top[0]) / 2
-    with qkeel.apply(model, f"qk_clip:threshold={threshold},groups={groups}", own.optimizer, batch=x):
+    with qkeel.apply(
+        model, f"qk_clip:threshold={threshold},groups={groups}", own.optimizer, batch=x
+    ):
         reached(run(model, x))
         own.step({n: torch.zeros_like(p) for n, p in model.named_parameters()})
     part = LAYERS[0].q[0]
     ratio = own.copies[part.name][:8] / before[part.name][:8]
-    assert torch.allclose(ratio, torch.tensor(0.5 if groups == "query" else 0.5**0.5), rtol=1e-5)
+    assert torch.allclose(
+        ratio, torch.tensor(0.5 if groups == "query" else 0.5**0.5), rtol=1e-5
+    )
     assert torch.equal(model.get_parameter(part.name), own.copies[part.name].bfloat16())
     (now, *_) = maxima(model, x).values()
     assert float(now[0]) == pytest.approx(threshold, rel=0.02)  # bfloat16 weights
@@ -104,8 +118,12 @@ def test_qk_clip_scales_copies_in_the_state_with_the_weights() -> None:
     model, x = louder(FAMILIES["llama"].model(torch.bfloat16), LAYERS), batch()
     optimizer = InState(model.parameters(), 0.0)
     (top, *_) = maxima(model, x).values()
-    with qkeel.apply(model, f"qk_clip:threshold={float(top[0]) / 2}", optimizer, batch=x):
-        for _ in range(3):  # what the first step clipped the later ones do not bring back
+    with qkeel.apply(
+        model, f"qk_clip:threshold={float(top[0]) / 2}", optimizer, batch=x
+    ):
+        for _ in range(
+            3
+        ):  # what the first step clipped the later ones do not bring back
             run(model, x).float().sum().backward()
             optimizer.step()
     (now, *_) = maxima(model, x).values()
@@ -117,9 +135,12 @@ def test_qk_clip_scales_copies_in_the_state_with_the_weights() -> None:
 @pytest.mark.parametrize("remedy", ["lalr", "qk_clip", "qk_weight_decay"])
 def test_copies_that_cannot_be_told_are_refused_with_a_hint(remedy: str) -> None:
     model = FAMILIES["llama"].model(torch.bfloat16)
-    flat = nn.Parameter(torch.cat([p.detach().float().flatten() for p in model.parameters()]))
+    flat = nn.Parameter(
+        torch.cat([p.detach().float().flatten() for p in model.parameters()])
+    )
     with pytest.raises(
-        RefusedError, match=r"q_proj.weight, which this SGD does not hold; .*flattened, sharded or stale"
+        RefusedError,
+        match=r"q_proj.weight, which this SGD does not hold; .*flattened, sharded or stale",
     ):
         qkeel.apply(model, remedy, torch.optim.SGD([flat], lr=0.1), batch=batch())
 
@@ -128,13 +149,17 @@ def test_copies_that_cannot_be_told_are_refused_with_a_hint(remedy: str) -> None
 
 peft = pytest.importorskip("peft")
 # peft asks transformers by a name that is on its way out.
-PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+PEFT = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 
 def adapted(family: str, *targets: str, **options: Any) -> nn.Module:
     layers = FAMILIES[family].layers()
     base = louder(FAMILIES[family].model(), layers)
-    config = peft.LoraConfig(r=2, target_modules=list(targets), fan_in_fan_out=family == "gpt2", **options)
+    config = peft.LoraConfig(
+        r=2, target_modules=list(targets), fan_in_fan_out=family == "gpt2", **options
+    )
     model = peft.get_peft_model(base, config).double()
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -151,15 +176,24 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 @PEFT
 @pytest.mark.parametrize(
     ("family", "targets"),
-    [("llama", ["q_proj", "k_proj"]), ("llama", ["q_proj"]), ("gpt2", ["c_attn"]), ("gpt_neox", ["query_key_value"])],
+    [
+        ("llama", ["q_proj", "k_proj"]),
+        ("llama", ["q_proj"]),
+        ("gpt2", ["c_attn"]),
+        ("gpt_neox", ["query_key_value"]),
+    ],
 )
-def test_a_clip_of_adapted_weights_is_exact_where_the_base_may_be_scaled(family: str, targets: list[str]) -> None:
+def test_a_clip_of_adapted_weights_is_exact_where_the_base_may_be_scaled(
+    family: str, targets: list[str]
+) -> None:
     model, x = adapted(family, *targets), batch()
     before, top = copy.deepcopy(model), maxima(model, x)
     optimizer = torch.optim.SGD(trained(model), lr=0.0)
     site, was = next(iter(top.items()))
     threshold = float(was[0]) / 3
-    with qkeel.apply(model, f"qk_clip:threshold={threshold},frozen=scale", optimizer, batch=x):
+    with qkeel.apply(
+        model, f"qk_clip:threshold={threshold},frozen=scale", optimizer, batch=x
+    ):
         reached(run(model, x))
         optimizer.step()
     now = maxima(model, x)[site]  # the first layer's: its input is the same
@@ -172,7 +206,10 @@ def test_a_clip_of_adapted_weights_is_exact_where_the_base_may_be_scaled(family:
 def test_a_frozen_base_is_not_scaled_unless_asked() -> None:
     model = adapted("llama", "q_proj", "k_proj")
     optimizer = torch.optim.AdamW(trained(model))
-    with pytest.raises(RefusedError, match=r"q_proj.base_layer.weight, which is frozen, .*set frozen=scale"):
+    with pytest.raises(
+        RefusedError,
+        match=r"q_proj.base_layer.weight, which is frozen, .*set frozen=scale",
+    ):
         qkeel.apply(model, "qk_clip", optimizer, batch=batch())
     with pytest.raises(UnknownNameError, match="Did you mean 'scale'"):
         qkeel.apply(model, "qk_clip:frozen=scales", optimizer, batch=batch())
@@ -184,7 +221,14 @@ def test_lalr_of_adapters_counts_the_frozen_base_as_a_partner() -> None:
     """Terms: (W_q + B_q A_q)·(W_k): f(A) = 1/max_h ‖B^h‖‖W_k‖, f(B^h) = 1/‖A‖‖W_k‖."""
     model = adapted("llama", "q_proj")
     optimizer = torch.optim.SGD(trained(model), lr=0.5)
-    a, b = (next(p for n, p in model.named_parameters() if f"layers.0.self_attn.q_proj.lora_{x}" in n) for x in "AB")
+    a, b = (
+        next(
+            p
+            for n, p in model.named_parameters()
+            if f"layers.0.self_attn.q_proj.lora_{x}" in n
+        )
+        for x in "AB"
+    )
     k = next(p for n, p in model.named_parameters() if "layers.0.self_attn.k_proj" in n)
     norms = [float(w.norm()) for w in b.detach().chunk(4)]
     keys = [float(w.norm()) for w in k.detach().chunk(2)]
@@ -209,14 +253,24 @@ def test_lalr_of_adapters_counts_the_frozen_base_as_a_partner() -> None:
 def test_dora_is_refused(remedy: str) -> None:
     model = adapted("llama", "q_proj", use_dora=True)
     optimizer = torch.optim.AdamW(trained(model))
-    with pytest.raises(RefusedError, match="self_attn: the weight on the logit path is computed from another weight"):
+    with pytest.raises(
+        RefusedError,
+        match="self_attn: the weight on the logit path is computed from another weight",
+    ):
         qkeel.apply(model, remedy, optimizer, batch=batch())
-    model = adapted("llama", "v_proj", use_dora=True)  # of values: the logit does not know of it
-    held = [*trained(model), *(p for n, p in model.named_parameters() if "q_proj" in n or "k_proj" in n)]
+    model = adapted(
+        "llama", "v_proj", use_dora=True
+    )  # of values: the logit does not know of it
+    held = [
+        *trained(model),
+        *(p for n, p in model.named_parameters() if "q_proj" in n or "k_proj" in n),
+    ]
     qkeel.apply(model, remedy, torch.optim.AdamW(held), batch=batch()).remove()
 
 
-def test_a_copy_is_known_by_its_values_shape_and_dtype_where_it_is_the_only_one() -> None:
+def test_a_copy_is_known_by_its_values_shape_and_dtype_where_it_is_the_only_one() -> (
+    None
+):
     weight = nn.Parameter(torch.randn(3, 4).bfloat16())
     copy_ = nn.Parameter(weight.detach().float())
     near = nn.Parameter(copy_.detach() * (1 + 2**-12))  # rounds to the same bits
@@ -232,14 +286,23 @@ def test_a_copy_is_known_by_its_values_shape_and_dtype_where_it_is_the_only_one(
     ):
         assert head_weights.stepped(torch.optim.SGD(held), weight) is expected
     wide = nn.Parameter(torch.randn(3, 4))
-    assert head_weights.stepped(torch.optim.SGD([nn.Parameter(wide.detach().clone())]), wide) is None
+    assert (
+        head_weights.stepped(
+            torch.optim.SGD([nn.Parameter(wide.detach().clone())]), wide
+        )
+        is None
+    )
     optimizer = torch.optim.SGD([weight])
-    optimizer.state[weight].update(a=copy_, b=copy_ * 2, c=1, d=near.detach(), e=copy_.double())
+    optimizer.state[weight].update(
+        a=copy_, b=copy_ * 2, c=1, d=near.detach(), e=copy_.double()
+    )
     assert head_weights.copies_in_state(optimizer, weight) == ("a", "d")
     assert head_weights.copies_in_state(torch.optim.SGD([weight]), weight) == ()
 
 
-def test_the_optimizer_that_steps_is_found_inside_of_wrappers_that_run_no_hooks() -> None:
+def test_the_optimizer_that_steps_is_found_inside_of_wrappers_that_run_no_hooks() -> (
+    None
+):
     inner = torch.optim.SGD([nn.Parameter(torch.ones(2))])
 
     class Wrapper(torch.optim.Optimizer):

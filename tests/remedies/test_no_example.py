@@ -29,7 +29,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int
+) -> None:
     for step in range(first, last):
         model(batch(step)).square().mean().backward()
         optimizer.step()
@@ -42,7 +44,9 @@ def weights(model: nn.Module) -> dict[str, Any]:
 
 def equal(a: nn.Module, b: nn.Module) -> bool:
     one, other = weights(a), weights(b)
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name], other[name]) for name in one
+    )
 
 
 SPECS = ["lalr:tau=0.1+qk_clip:threshold=0.1", "qk_norm", "softcap:cap=1"]
@@ -50,7 +54,9 @@ SPECS = ["lalr:tau=0.1+qk_clip:threshold=0.1", "qk_norm", "softcap:cap=1"]
 
 @pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_line_in_front_of_training_does_what_it_does_with_an_example(spec: str, watched: bool) -> None:
+def test_the_line_in_front_of_training_does_what_it_does_with_an_example(
+    spec: str, watched: bool
+) -> None:
     shown, own = encoder(), encoder()
     first, second = adamw(shown), adamw(own)
     qkeel.apply(shown, spec, first, batch=batch(0))
@@ -68,7 +74,13 @@ def test_the_line_in_front_of_training_does_what_it_does_with_an_example(spec: s
 
 def copy_of_plain(model: nn.Module) -> nn.Module:
     plain = encoder()
-    plain.load_state_dict({name: x for name, x in model.state_dict().items() if name in plain.state_dict()})
+    plain.load_state_dict(
+        {
+            name: x
+            for name, x in model.state_dict().items()
+            if name in plain.state_dict()
+        }
+    )
     return plain
 
 
@@ -88,7 +100,9 @@ def test_the_line_in_the_middle_of_a_watched_training_acts_at_once(spec: str) ->
         assert monitor.active
 
 
-def test_remedies_on_steps_of_a_watched_model_make_no_pass_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedies_on_steps_of_a_watched_model_make_no_pass_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = encoder()
     optimizer = adamw(model)
     with qkeel.watch(model, optimizer):
@@ -118,10 +132,14 @@ def test_what_is_refused_is_refused_in_the_pass_and_the_model_is_as_it_was() -> 
     assert torch.equal(model(batch(0)), out)
     assert not model._forward_pre_hooks
     with pytest.raises(RefusedError, match="batch=batch"):
-        qkeel.apply(model, "softcap:cap=30")  # nothing would notice if the model were never called
+        qkeel.apply(
+            model, "softcap:cap=30"
+        )  # nothing would notice if the model were never called
 
 
-def test_attention_that_is_the_model_itself_asks_for_an_example_where_its_call_would_be_exchanged() -> None:
+def test_attention_that_is_the_model_itself_asks_for_an_example_where_its_call_would_be_exchanged() -> (
+    None
+):
     torch.manual_seed(0)
     model = nn.MultiheadAttention(16, 2, batch_first=True)
     optimizer = adamw(model)
@@ -133,7 +151,9 @@ def test_attention_that_is_the_model_itself_asks_for_an_example_where_its_call_w
     assert torch.equal(model(x, x, x)[0], out)
 
 
-def test_a_state_that_is_loaded_before_the_pass_is_that_of_the_remedy_after_it() -> None:
+def test_a_state_that_is_loaded_before_the_pass_is_that_of_the_remedy_after_it() -> (
+    None
+):
     one, other = encoder(), encoder()
     first, second = adamw(one), adamw(other)
     handle = qkeel.apply(one, "lalr:tau=0.1", first)
@@ -152,7 +172,13 @@ def test_the_usual_slips_are_named_in_one_short_sentence() -> None:
     model = encoder()
     with pytest.raises(InvalidTypeError, match="got AdamW; write"):
         qkeel.apply(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
-    with pytest.raises(InvalidTypeError, match=r"got the class AdamW; make one: AdamW\(model.parameters\(\)\)"):
+    with pytest.raises(
+        InvalidTypeError,
+        match=r"got the class AdamW; make one: AdamW\(model.parameters\(\)\)",
+    ):
         qkeel.apply(model, "lalr", torch.optim.AdamW)  # type: ignore[arg-type]
-    with pytest.raises(InvalidValueError, match="expected an option after the colon of 'qk_norm:', got none"):
+    with pytest.raises(
+        InvalidValueError,
+        match="expected an option after the colon of 'qk_norm:', got none",
+    ):
         qkeel.apply(model, "qk_norm:")

@@ -13,7 +13,16 @@ import qkeel
 from qkeel.remedies import qk_clip
 
 # Their results depend on numbers, in value or in shape, so the host must have those.
-READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim", "allclose"}
+READS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "equal",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "allclose",
+}
 
 
 class NoReads(TorchDispatchMode):
@@ -23,9 +32,13 @@ class NoReads(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = func.overloadpacket.__name__
-        by_mask = name == "index" and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        by_mask = name == "index" and any(
+            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        )
         assert name not in READS, f"{func} reads a number on the host"
         assert not by_mask, f"{func} by a mask: its shape depends on numbers"
         self.count += 1
@@ -41,7 +54,9 @@ def steps(remedy: str, layers: int, optimizer: str = "fused") -> int:
     model, x = model_of(layers), torch.randn(2, 5, 16)
     made = {
         "fused": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
-        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=True),
+        "sgd": lambda: torch.optim.SGD(
+            model.parameters(), lr=1e-2, momentum=0.9, foreach=True
+        ),
     }[optimizer]()
     handle = qkeel.apply(model, remedy, made) if remedy != "none" else None
     mode = NoReads()
@@ -73,13 +88,20 @@ REMEDIES = ["lalr", "lalr:decay=plain", "qk_lr:factor=0.5", "qk_weight_decay", *
 
 @pytest.mark.parametrize("optimizer", ["fused", "sgd"])
 @pytest.mark.parametrize("remedy", REMEDIES)
-def test_a_step_and_the_forward_before_it_read_nothing(remedy: str, optimizer: str) -> None:
+def test_a_step_and_the_forward_before_it_read_nothing(
+    remedy: str, optimizer: str
+) -> None:
     assert steps(remedy, 2, optimizer) > 0
 
 
 def test_the_mode_notices_a_read() -> None:
     x = torch.ones(3)
-    for read in (lambda: x.sum().item(), lambda: bool(x[0] > 0), lambda: x[x > 0], lambda: x.nonzero()):
+    for read in (
+        lambda: x.sum().item(),
+        lambda: bool(x[0] > 0),
+        lambda: x[x > 0],
+        lambda: x.nonzero(),
+    ):
         with pytest.raises(AssertionError, match=r"reads|mask"), NoReads():
             read()
 

@@ -24,26 +24,42 @@ from .foreign import LAYOUTS, Hand, build, calls, everything, example, hf, jolte
 
 GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
 HOW = ("eager", "sdpa")
-FAMILIES = [*itertools.product(("llama", "qwen2", "gpt2", "neox", "bert", "vit", "t5"), HOW), ("encoder", "")]
+FAMILIES = [
+    *itertools.product(("llama", "qwen2", "gpt2", "neox", "bert", "vit", "t5"), HOW),
+    ("encoder", ""),
+]
 
 
 def oracle(model: Hand, spec: AttentionSpec, x: Tensor, params: Params) -> Tensor:
     q, k, v = Hand.heads(model, x)
-    return model.o(reference.attend(spec, q, k, v, params=params).out.transpose(1, 2).flatten(2))
+    return model.o(
+        reference.attend(spec, q, k, v, params=params).out.transpose(1, 2).flatten(2)
+    )
 
 
 def learned_scale(kind: str, gain: str) -> bool:
     return kind == "l2" and gain in ("scalar", "head")
 
 
-def check_against_the_oracle(layout: str, how: str, kind: str, over: str, gain: str) -> None:
+def check_against_the_oracle(
+    layout: str, how: str, kind: str, over: str, gain: str
+) -> None:
     model, plain = Hand(layout, how).double(), Hand(layout, how).double()
     x = torch.randn(2, 6, 16, dtype=torch.float64)
     length = {"train_length": 32} if learned_scale(kind, gain) else {}
-    qkeel.apply(model, f"qk_norm:kind={kind},over={over},gain={gain}", batch=x, **length)  # type: ignore[arg-type]
+    qkeel.apply(
+        model, f"qk_norm:kind={kind},over={over},gain={gain}", batch=x, **length
+    )  # type: ignore[arg-type]
     jolted(model)
-    params = {n.removesuffix(".weight"): p for n, p in model.named_parameters() if n.endswith("norm.weight")}
-    spec = AttentionSpec(norm=KINDS[kind](over=over, gain=gain), scale=Sqrt() if kind == "l2" else InverseSqrt())
+    params = {
+        n.removesuffix(".weight"): p
+        for n, p in model.named_parameters()
+        if n.endswith("norm.weight")
+    }
+    spec = AttentionSpec(
+        norm=KINDS[kind](over=over, gain=gain),
+        scale=Sqrt() if kind == "l2" else InverseSqrt(),
+    )
     if length:
         start = float(torch.tensor(32 * 32 - 32.0).log2())
         spec = AttentionSpec(
@@ -59,8 +75,12 @@ def check_against_the_oracle(layout: str, how: str, kind: str, over: str, gain: 
     assert (model(x) - oracle(plain, spec, x, params)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize(("kind", "over", "gain"), list(itertools.product(KINDS, ("head", "layer"), GAINS)))
-def test_every_layout_of_qk_norm_equals_the_oracle_behind_linear_layers(kind: str, over: str, gain: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "over", "gain"), list(itertools.product(KINDS, ("head", "layer"), GAINS))
+)
+def test_every_layout_of_qk_norm_equals_the_oracle_behind_linear_layers(
+    kind: str, over: str, gain: str
+) -> None:
     check_against_the_oracle("linear", "eager", kind, over, gain)
 
 
@@ -78,7 +98,9 @@ def test_a_norm_whose_operators_show_none_is_known_as_one_all_the_same() -> None
 
 
 @pytest.mark.parametrize(("layout", "how"), one_in(itertools.product(LAYOUTS, HOW), 2))
-@pytest.mark.parametrize(("kind", "over", "gain"), [("rms", "head", "head_dim"), ("layer", "layer", "dim")])
+@pytest.mark.parametrize(
+    ("kind", "over", "gain"), [("rms", "head", "head_dim"), ("layer", "layer", "dim")]
+)
 def test_every_way_to_lay_out_heads_is_normed_head_by_head(
     layout: str, how: str, kind: str, over: str, gain: str
 ) -> None:
@@ -98,15 +120,21 @@ def test_llama_with_qk_norm_is_qwen3(how: str, dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
     else:  # one rounding of a factor apart, at most
-        assert (ours - theirs).abs().max() <= 2 * torch.finfo(dtype).eps * theirs.abs().max()
+        assert (ours - theirs).abs().max() <= 2 * torch.finfo(
+            dtype
+        ).eps * theirs.abs().max()
 
 
 @pytest.mark.parametrize(("name", "how"), one_in(FAMILIES, 3))
-def test_queries_and_keys_that_reach_the_scores_are_the_normed_ones(name: str, how: str) -> None:
+def test_queries_and_keys_that_reach_the_scores_are_the_normed_ones(
+    name: str, how: str
+) -> None:
     model, x = build(name, how), example(name)
     before = calls(model, x)
     rotated = name in ("llama", "qwen2", "neox")
-    gain = "none" if rotated else "dim"  # a gain per dimension does not commute with the rotation
+    gain = (
+        "none" if rotated else "dim"
+    )  # a gain per dimension does not commute with the rotation
     qkeel.apply(model, f"qk_norm:gain={gain}", batch=x)
     jolted(model)
     after = calls(model, x)
@@ -114,10 +142,20 @@ def test_queries_and_keys_that_reach_the_scores_are_the_normed_ones(name: str, h
     # The first layer only: the second's input has changed.
     q, k = before[0].call.q, before[0].call.k
     norm = RMSNorm(gain=gain)  # type: ignore[arg-type]
-    params = {f"{p}_norm": g for p in "qk" if (g := gain_of(model, before[0].frame.name, p)) is not None}
-    encoded = after[0].call.encoded() if name == "encoder" else (after[0].call.q, after[0].call.k)
+    params = {
+        f"{p}_norm": g
+        for p in "qk"
+        if (g := gain_of(model, before[0].frame.name, p)) is not None
+    }
+    encoded = (
+        after[0].call.encoded()
+        if name == "encoder"
+        else (after[0].call.q, after[0].call.k)
+    )
     for part, x0, x1 in (("q", q, encoded[0]), ("k", k, encoded[1])):
-        assert (norm.apply(part, x0, params) - x1).abs().max() < 2e-5 * x1.abs().max(), part  # type: ignore[arg-type]
+        assert (
+            norm.apply(part, x0, params) - x1
+        ).abs().max() < 2e-5 * x1.abs().max(), part  # type: ignore[arg-type]
 
 
 def gain_of(model: nn.Module, name: str, part: str) -> Tensor | None:
@@ -136,8 +174,12 @@ ONE_SIDED = [
 
 
 @pytest.mark.parametrize(("remedy", "spec"), ONE_SIDED)
-@pytest.mark.parametrize("where", quick(["own", *LAYOUTS], lambda where: where in ("own", "linear", "fused")))
-def test_one_sided_and_cosine_norms_are_the_published_ones(remedy: str, spec: AttentionSpec, where: str) -> None:
+@pytest.mark.parametrize(
+    "where", quick(["own", *LAYOUTS], lambda where: where in ("own", "linear", "fused"))
+)
+def test_one_sided_and_cosine_norms_are_the_published_ones(
+    remedy: str, spec: AttentionSpec, where: str
+) -> None:
     spec = spec.replace(position=qkeel.spec.NoPosition())
     x = torch.randn(2, 6, 16, dtype=torch.float64)
     if where == "own":
@@ -176,7 +218,10 @@ def test_under_autocast_the_norm_is_taken_in_float32() -> None:
 def test_a_model_that_is_normed_already_is_refused() -> None:
     model, x = hf("qwen3", "sdpa"), example("qwen3")
     before = everything(model)
-    with pytest.raises(RefusedError, match=r"qk_norm at model.layers.0.self_attn: q and k are already normed"):
+    with pytest.raises(
+        RefusedError,
+        match=r"qk_norm at model.layers.0.self_attn: q and k are already normed",
+    ):
         qkeel.apply(model, "qk_norm", batch=x)
     assert everything(model) == before
 
@@ -185,7 +230,10 @@ def test_a_model_that_is_normed_already_is_refused() -> None:
 def test_latent_attention_takes_norms_that_commute_with_the_rotation(how: str) -> None:
     model, x = hf("deepseek", how), example("deepseek")
     before = everything(model)
-    with pytest.raises(RefusedError, match=r"the keys are not the output of a single module.* computed by .*kv_a_proj"):
+    with pytest.raises(
+        RefusedError,
+        match=r"the keys are not the output of a single module.* computed by .*kv_a_proj",
+    ):
         qkeel.apply(model, "qk_norm", batch=x)
     assert everything(model) == before
     if how == "eager":
@@ -193,22 +241,33 @@ def test_latent_attention_takes_norms_that_commute_with_the_rotation(how: str) -
             qkeel.apply(model, "qk_norm:gain=none", batch=x)
         assert everything(model) == before
         return
-    mine = type("Mine", (RMSNorm,), {"__slots__": ()})  # of which nothing is known, hence nothing behind a rotation
-    with mock.patch.dict(KINDS, mine=mine), pytest.raises(RefusedError, match="not the output of a single module"):
+    mine = type(
+        "Mine", (RMSNorm,), {"__slots__": ()}
+    )  # of which nothing is known, hence nothing behind a rotation
+    with (
+        mock.patch.dict(KINDS, mine=mine),
+        pytest.raises(RefusedError, match="not the output of a single module"),
+    ):
         qkeel.apply(model, "qk_norm:kind=mine,gain=none", batch=x)
     assert everything(model) == before
     q, k = calls(model, x)[0].call.q, calls(model, x)[0].call.k
     qkeel.apply(model, "qk_norm:gain=none", batch=x)
     after = calls(model, x)[0].call
     expected = [RMSNorm().normalise(y) for y in (q, k)]
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(after.encoded(), expected))
+    assert all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(after.encoded(), expected)
+    )
 
 
 def test_two_adapted_projections_are_normed_as_a_whole() -> None:
     class Adapted(nn.Module):
         def __init__(self, base: nn.Linear) -> None:
             super().__init__()
-            self.base, self.a, self.b = base, nn.Linear(16, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+            self.base, self.a, self.b = (
+                base,
+                nn.Linear(16, 2, bias=False),
+                nn.Linear(2, base.out_features, bias=False),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.base(x) + self.b(self.a(x))
@@ -229,13 +288,18 @@ def test_weights_used_behind_their_modules_back_are_refused() -> None:
 
     model, x = Behind("linear"), torch.randn(2, 6, 16)
     before = everything(model)
-    with pytest.raises(RefusedError, match="something other than the module that holds the weights uses them"):
+    with pytest.raises(
+        RefusedError,
+        match="something other than the module that holds the weights uses them",
+    ):
         qkeel.apply(model, "qk_norm", batch=x)
     assert everything(model) == before
 
 
 @pytest.mark.parametrize("layout", ["linear", "fused", "interleaved"])
-@pytest.mark.parametrize("options", ["", ":kind=layer,over=layer", ":kind=l2,gain=head"])
+@pytest.mark.parametrize(
+    "options", ["", ":kind=layer,over=layer", ":kind=l2,gain=head"]
+)
 def test_projections_whose_weights_a_module_uses_itself_are_normed_as_if_it_called_them(
     layout: str, options: str
 ) -> None:
@@ -244,10 +308,16 @@ def test_projections_whose_weights_a_module_uses_itself_are_normed_as_if_it_call
 
         def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             def projected(m: nn.Linear) -> Callable[[Tensor], Tensor]:
-                return lambda x: nn.functional.linear(input=x, weight=m.weight, bias=m.bias)
+                return lambda x: nn.functional.linear(
+                    input=x, weight=m.weight, bias=m.bias
+                )
 
             with ExitStack() as undo:
-                for m in (m for m in (self.modules()) if isinstance(m, nn.Linear) and m is not self.o):
+                for m in (
+                    m
+                    for m in (self.modules())
+                    if isinstance(m, nn.Linear) and m is not self.o
+                ):
                     undo.enter_context(mock.patch.object(m, "_call_impl", projected(m)))
                 return super().heads(x)
 
@@ -266,8 +336,12 @@ def test_projections_whose_weights_a_module_uses_itself_are_normed_as_if_it_call
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("options", ["", ":kind=rms,over=layer,gain=head_dim", ":gain=scalar"])
-def test_an_identity_in_the_place_of_a_norm_is_replaced_and_put_back(how: str, options: str) -> None:
+@pytest.mark.parametrize(
+    "options", ["", ":kind=rms,over=layer,gain=head_dim", ":gain=scalar"]
+)
+def test_an_identity_in_the_place_of_a_norm_is_replaced_and_put_back(
+    how: str, options: str
+) -> None:
     class Spare(Hand):
         """As timm's: the norm that was left out is an Identity, which the forward calls."""
 
@@ -284,7 +358,9 @@ def test_an_identity_in_the_place_of_a_norm_is_replaced_and_put_back(how: str, o
     handle = qkeel.apply(model, f"qk_norm{options}", batch=x)
     qkeel.apply(plain, f"qk_norm{options}", batch=x)
     assert torch.equal(model(x), plain(x))
-    assert {n for n, _ in model.named_parameters()} == {n for n, _ in plain.named_parameters()}
+    assert {n for n, _ in model.named_parameters()} == {
+        n for n, _ in plain.named_parameters()
+    }
     handle.remove()
     assert list(model.named_modules()) == parts
     assert torch.equal(model(x), y)

@@ -31,7 +31,9 @@ class Attention(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.kind = kind
-        self.q, self.k, self.v, self.more_q, self.more_k = (nn.Linear(M, M) for _ in range(5))
+        self.q, self.k, self.v, self.more_q, self.more_k = (
+            nn.Linear(M, M) for _ in range(5)
+        )
         self.relative, self.down = nn.Embedding(2 * T, D), nn.Linear(M, 2, bias=False)
         self.lora = nn.Linear(2, M, bias=False)
         if kind == "adapter at zero":
@@ -42,15 +44,21 @@ class Attention(nn.Module):
         return {name: getattr(self, name)(x) for name in ("q", "k", "more_q", "more_k")}
 
     def logits(self, y: dict[str, Tensor]) -> Tensor:
-        q, k, more_q, more_k = (parts(y[name]) for name in ("q", "k", "more_q", "more_k"))
+        q, k, more_q, more_k = (
+            parts(y[name]) for name in ("q", "k", "more_q", "more_k")
+        )
         if self.kind == "two streams":  # as SD3: tokens of an image and of a text
             return torch.cat([q, more_q], 2) @ torch.cat([k, more_k], 2).mT * D**-0.5
         if self.kind == "two products":
             return (q @ k.mT + more_q @ more_k.mT) * D**-0.5
         if self.kind == "table":  # Shaw
             far = torch.arange(T)[:, None] - torch.arange(T) + T
-            return (q @ k.mT + torch.einsum("bhtd,tsd->bhts", q, self.relative(far))) * D**-0.5
-        if self.kind == "tied rows":  # MSA Transformer: a logit sums over the sequences too
+            return (
+                q @ k.mT + torch.einsum("bhtd,tsd->bhts", q, self.relative(far))
+            ) * D**-0.5
+        if (
+            self.kind == "tied rows"
+        ):  # MSA Transformer: a logit sums over the sequences too
             return torch.einsum("bhtd,bhsd->hts", q, k)[None] * D**-0.5
         return q @ k.mT * D**-0.5  # an adapter next to its base
 
@@ -64,7 +72,12 @@ class Attention(nn.Module):
         return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-KINDS = {"two streams": 4, "two products": 4, "table": 2, "tied rows": 2}  # and how many norms each gets
+KINDS = {
+    "two streams": 4,
+    "two products": 4,
+    "table": 2,
+    "tied rows": 2,
+}  # and how many norms each gets
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,12 +88,17 @@ def test_the_logits_are_those_of_heads_normed_where_they_are_made(kind: str) -> 
     handle = qkeel.apply(model, "qk_norm", optimizer, batch=x)
     added = {n: p for n, p in model.named_parameters() if n not in names}
     assert len(added) == KINDS[kind]
-    assert {id(p) for p in added.values()} <= {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert {id(p) for p in added.values()} <= {
+        id(p) for group in optimizer.param_groups for p in group["params"]
+    }
     with torch.no_grad():
         for gain in added.values():
             assert gain.shape == (D,)
     handle.remove()
-    normed = {name: unit(y.unflatten(-1, (H, D))).flatten(-2) for name, y in model.made(x).items()}
+    normed = {
+        name: unit(y.unflatten(-1, (H, D))).flatten(-2)
+        for name, y in model.made(x).items()
+    }
     z = model.logits(normed)
     v = torch.cat([parts(model.v(x))] * (z.shape[-1] // T), 2)
     expected = (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
@@ -90,8 +108,13 @@ def test_the_logits_are_those_of_heads_normed_where_they_are_made(kind: str) -> 
     assert not torch.allclose(untouched, expected)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("adapter", "are summed to give q"), ("adapter at zero", "is zero")])
-def test_outputs_of_several_modules_that_are_added_up_are_refused(kind: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("adapter", "are summed to give q"), ("adapter at zero", "is zero")],
+)
+def test_outputs_of_several_modules_that_are_added_up_are_refused(
+    kind: str, reason: str
+) -> None:
     model, x = Attention(kind), torch.randn(2, T, M)
     names, y = list(model.state_dict()), model(x)
     with pytest.raises(RefusedError, match=reason):
@@ -107,7 +130,10 @@ def test_heads_concatenated_from_two_modules_are_refused() -> None:
             q, k = (torch.cat([parts(y[n]), parts(y[f"more_{n}"])], -1) for n in "qk")
             return q @ k.mT / 4
 
-    with pytest.raises(RefusedError, match="not the output of a single module: they are computed by more_q, q"):
+    with pytest.raises(
+        RefusedError,
+        match="not the output of a single module: they are computed by more_q, q",
+    ):
         qkeel.apply(Concatenated(""), "qk_norm", batch=torch.randn(2, T, M))
 
 
@@ -116,10 +142,15 @@ def test_a_bias_that_is_added_after_the_product_with_its_weight_is_refused() -> 
 
     class Later(Attention):
         def made(self, x: Tensor) -> dict[str, Tensor]:
-            late = {n: F.linear(x, m.weight) + m.bias for n, m in (("q", self.q), ("k", self.k))}
+            late = {
+                n: F.linear(x, m.weight) + m.bias
+                for n, m in (("q", self.q), ("k", self.k))
+            }
             return {**Attention.made(self, x), **late}
 
-    with pytest.raises(RefusedError, match="something other than the module that holds the weights"):
+    with pytest.raises(
+        RefusedError, match="something other than the module that holds the weights"
+    ):
         qkeel.apply(Later("plain"), "qk_norm", batch=torch.randn(2, T, M))
 
 
@@ -132,10 +163,16 @@ class Pooled(nn.Module):
         self.q, self.k, self.v = (nn.Conv1d(M, M, 1) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (conv(x.mT).unflatten(1, (H, D)).transpose(2, 3) for conv in (self.q, self.k, self.v))
+        q, k, v = (
+            conv(x.mT).unflatten(1, (H, D)).transpose(2, 3)
+            for conv in (self.q, self.k, self.v)
+        )
         return ((q @ k.mT * D**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
 def test_heads_that_are_channels_of_a_convolution_are_refused() -> None:
-    with pytest.raises(RefusedError, match="the queries are not the last dimension of a module's output"):
+    with pytest.raises(
+        RefusedError,
+        match="the queries are not the last dimension of a module's output",
+    ):
         qkeel.apply(Pooled(), "qk_norm", batch=torch.randn(2, T, M))

@@ -36,10 +36,15 @@ def by_hand(model: nn.Module, projection: nn.Module, x: Tensor, gates: Any) -> T
 @pytest.mark.parametrize("how", ["eager", "sdpa"])
 @pytest.mark.parametrize("layout", ["linear", "fused", "interleaved", "conv", "groups"])
 @pytest.mark.parametrize("per", ["feature", "head"])
-def test_the_gate_is_a_sigmoid_of_the_input_before_the_output_projection(layout: str, how: str, per: str) -> None:
+def test_the_gate_is_a_sigmoid_of_the_input_before_the_output_projection(
+    layout: str, how: str, per: str
+) -> None:
     model, x = Hand(layout, how), torch.randn(2, 6, 16)
     plain = copy.deepcopy(model)
-    with qkeel.apply(model, f"output_gate:init=random,per={per}", batch=x), torch.no_grad():
+    with (
+        qkeel.apply(model, f"output_gate:init=random,per={per}", batch=x),
+        torch.no_grad(),
+    ):
         stir(model)
         weight = model.get_parameter("output_gate.weight").clone()
         got = model(x)
@@ -51,14 +56,26 @@ def test_the_gate_is_a_sigmoid_of_the_input_before_the_output_projection(layout:
 
 def test_gates_are_weights_to_the_optimizer_and_train() -> None:
     model, x = hf("llama", "sdpa"), example("llama")
-    matrices, gains = ([p for p in model.parameters() if (p.ndim > 1) == many] for many in (True, False))
-    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": gains, "weight_decay": 0.0}], lr=0.01)
+    matrices, gains = (
+        [p for p in model.parameters() if (p.ndim > 1) == many]
+        for many in (True, False)
+    )
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices}, {"params": gains, "weight_decay": 0.0}], lr=0.01
+    )
     sizes = [len(g["params"]) for g in optimizer.param_groups]
     with qkeel.apply(model, "output_gate", optimizer, batch=x):
-        assert [len(g["params"]) for g in optimizer.param_groups] == [sizes[0] + 2, sizes[1]]
+        assert [len(g["params"]) for g in optimizer.param_groups] == [
+            sizes[0] + 2,
+            sizes[1],
+        ]
         out(model, x).square().mean().backward()
         optimizer.step()
-        assert all(p.any() for n, p in model.named_parameters() if n.endswith("output_gate.weight"))
+        assert all(
+            p.any()
+            for n, p in model.named_parameters()
+            if n.endswith("output_gate.weight")
+        )
     assert [len(g["params"]) for g in optimizer.param_groups] == sizes
 
 
@@ -68,15 +85,22 @@ def test_where_the_projection_can_not_be_told_it_says_so_and_changes_nothing() -
     with pytest.raises(RefusedError, match="inside a torch function"):
         qkeel.apply(torchs, "output_gate", batch=x)
     assert everything(torchs) == before
-    bert, x = hf("bert", "sdpa"), example("bert")  # projects in a module beside that of the attention
+    bert, x = (
+        hf("bert", "sdpa"),
+        example("bert"),
+    )  # projects in a module beside that of the attention
     before = everything(bert)
-    with pytest.raises(RefusedError, match="no module inside it multiplies the output of attention"):
+    with pytest.raises(
+        RefusedError, match="no module inside it multiplies the output of attention"
+    ):
         qkeel.apply(bert, "output_gate", batch=x)
     assert everything(bert) == before
     mixed, x = Hand("linear"), torch.randn(2, 6, 16)
     mixed.o = nn.Identity()
     before = everything(mixed)
-    with pytest.raises(RefusedError, match="no module inside it multiplies the output of attention"):
+    with pytest.raises(
+        RefusedError, match="no module inside it multiplies the output of attention"
+    ):
         qkeel.apply(mixed, "output_gate", batch=x)
     assert everything(mixed) == before
 
@@ -84,7 +108,9 @@ def test_where_the_projection_can_not_be_told_it_says_so_and_changes_nothing() -
 def test_heads_that_lie_apart_have_no_gate_of_their_own() -> None:
     class Apart(Hand):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            whole = nn.functional.scaled_dot_product_attention(*self.heads(x), is_causal=True)
+            whole = nn.functional.scaled_dot_product_attention(
+                *self.heads(x), is_causal=True
+            )
             return self.o(whole.permute(0, 2, 3, 1).flatten(2))
 
     model, x = Apart("fused"), torch.randn(2, 6, 16)

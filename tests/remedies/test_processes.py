@@ -23,12 +23,23 @@ from .models import attention
 def run(folder: Path, world: int, cases: Sequence[str], *, limit: float = 300) -> None:
     """Each process does the cases and ends well."""
     (folder / "store").unlink(missing_ok=True)
-    for said in together("tests.remedies.processes", world, str(world), str(folder), *cases, seconds=limit):
+    for said in together(
+        "tests.remedies.processes",
+        world,
+        str(world),
+        str(folder),
+        *cases,
+        seconds=limit,
+    ):
         assert said.endswith("well\n"), said
 
 
 def with_remedies(*, quick: bool, processes: int = 2) -> list[str]:
-    return [n for n, s in SETUPS.items() if s.remedies and s.quick == quick and s.processes == processes]
+    return [
+        n
+        for n, s in SETUPS.items()
+        if s.remedies and s.quick == quick and s.processes == processes
+    ]
 
 
 @pytest.mark.slow
@@ -71,7 +82,12 @@ def test_every_misuse_in_both_ways_to_wrap(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "pipeline", "context"])
 def test_two_processes_in_other_setups(kind: str, tmp_path: Path) -> None:
-    run(tmp_path, 2, [name for name in with_remedies(quick=False) if name.startswith(kind)], limit=900)
+    run(
+        tmp_path,
+        2,
+        [name for name in with_remedies(quick=False) if name.startswith(kind)],
+        limit=900,
+    )
 
 
 @pytest.mark.slow
@@ -82,15 +98,21 @@ def test_four_processes_on_meshes_of_two_axes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_checkpoint_of_two_processes_goes_on_on_two_four_and_one(tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_processes_goes_on_on_two_four_and_one(
+    tmp_path: Path,
+) -> None:
     run(tmp_path, 2, ["save", "go_on"])
     run(tmp_path, 4, ["go_on"])
     run(tmp_path, 1, ["go_on"])
 
 
-def test_a_head_is_clipped_by_the_largest_logit_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_clipped_by_the_largest_logit_of_all_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     others = torch.tensor([0.0, 80.0, -torch.inf, torch.inf], dtype=torch.float64)
-    monkeypatch.setattr("qkeel.distributed.reduced", lambda own, by: torch.maximum(own, others))
+    monkeypatch.setattr(
+        "qkeel.distributed.reduced", lambda own, by: torch.maximum(own, others)
+    )
     model = attention(torch.float64, 4)
     before = model.q_proj.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -115,7 +137,9 @@ def test_sites_are_known_again_by_their_names() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(RefusedError, match="was found in a model with other weights"):
         qkeel.apply(torch.nn.Sequential(model), "lalr", optimizer, sites=sites)
-    with pytest.raises(InvalidTypeError, match=r"expected sites as qkeel.find_sites returned them"):
+    with pytest.raises(
+        InvalidTypeError, match=r"expected sites as qkeel.find_sites returned them"
+    ):
         qkeel.apply(model, "lalr", optimizer, sites=["attention"])  # type: ignore[list-item]
     with pytest.raises(RefusedError, match="give a batch in place of the sites"):
         qkeel.apply(model, "softcap", optimizer, sites=sites)
@@ -139,7 +163,9 @@ class Engine(nn.Module):
 def test_under_deepspeeds_zero_what_cannot_act_is_refused_by_its_name(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", SimpleNamespace(DeepSpeedEngine=Engine))  # type: ignore[arg-type]
+    monkeypatch.setitem(
+        sys.modules, "deepspeed.runtime.engine", SimpleNamespace(DeepSpeedEngine=Engine)
+    )  # type: ignore[arg-type]
     refused = pytest.raises(RefusedError, match=f"ZeRO, stage {stage}")
     for remedy in ("lalr", "qk_clip", "qk_norm", "softcap"):
         model = attention()
@@ -148,7 +174,9 @@ def test_under_deepspeeds_zero_what_cannot_act_is_refused_by_its_name(
         if stage == 0 or (stage < 3 and remedy == "softcap"):
             qkeel.apply(engine, remedy, optimizer).remove()
         elif remedy == "qk_norm" and stage < 3:
-            with pytest.raises(RefusedError, match="to a model that ZeRO has already spread"):
+            with pytest.raises(
+                RefusedError, match="to a model that ZeRO has already spread"
+            ):
                 qkeel.apply(engine, remedy, optimizer)
         else:
             with refused:
@@ -162,7 +190,9 @@ def test_under_deepspeeds_zero_what_cannot_act_is_refused_by_its_name(
         engine.module(torch.randn(1, 5, 16, dtype=torch.float64)).sum().backward()
         if stage:
             whole = [p.data for p in model.parameters()]
-            for p in model.parameters() if stage == 3 else ():  # which keeps none between passes
+            for p in (
+                model.parameters() if stage == 3 else ()
+            ):  # which keeps none between passes
                 p.data = p.data[:0]
             with refused:
                 optimizer.step()

@@ -22,7 +22,9 @@ TOO_MUCH = 1 + 1e-5
 
 
 def inputs(batch: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(batch, 7, D_MODEL, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(
+        batch, 7, D_MODEL, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype)
 
 
 def maxima(model: nn.Module, *xs: Any, **options: Any) -> Tensor:
@@ -86,39 +88,64 @@ def test_every_triggered_head_gives_exactly_the_threshold_and_the_rest_are_bit_i
     assert torch.equal(after[~over], top[~over])
     for name, p in model.named_parameters():
         kept = unchanged(before[name], p, 4)
-        assert kept == ((~over).tolist() if name.startswith(("q_", "k_")) else [True] * 4), name
+        assert kept == (
+            (~over).tolist() if name.startswith(("q_", "k_")) else [True] * 4
+        ), name
 
 
 @pytest.mark.parametrize("kv_heads", [2, 1])
-def test_grouped_keys_query_policy_is_exact_per_head_and_leaves_the_keys(kv_heads: int) -> None:
-    model, x = loud(attention(torch.float64, kv_heads, bias=True), *SCALES), inputs(dtype=torch.float64)
+def test_grouped_keys_query_policy_is_exact_per_head_and_leaves_the_keys(
+    kv_heads: int,
+) -> None:
+    model, x = (
+        loud(attention(torch.float64, kv_heads, bias=True), *SCALES),
+        inputs(dtype=torch.float64),
+    )
     before, top = by_name(model), maxima(model, x)[0]
     clip_once(model, "qk_clip:threshold=1", x)
     after = maxima(model, x)[0]
     assert torch.allclose(after, top.clamp(max=1))
     for name in ("k_proj.weight", "k_proj.bias", "v_proj.weight", "o_proj.weight"):
         assert torch.equal(before[name], model.get_parameter(name))
-    assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4) == (top <= 1).tolist()
+    assert (
+        unchanged(before["q_proj.weight"], model.q_proj.weight, 4)
+        == (top <= 1).tolist()
+    )
 
 
 def test_grouped_keys_group_policy_clips_the_group_by_its_worst_head() -> None:
-    model, x = loud(attention(torch.float64, 2, bias=True), 40.0, 1.0, 0.01, 0.02), inputs(dtype=torch.float64)
+    model, x = (
+        loud(attention(torch.float64, 2, bias=True), 40.0, 1.0, 0.01, 0.02),
+        inputs(dtype=torch.float64),
+    )
     before, top = by_name(model), maxima(model, x)[0]
     assert top[0] > 3 > top[1] > 0
     clip_once(model, "qk_clip:threshold=3,groups=group", x)
     after = maxima(model, x)[0]
     assert float(after[0]) == pytest.approx(3)
-    assert float(after[1]) == pytest.approx(float(top[1] * 3 / top[0]))  # below τ though it never passed it
+    assert float(after[1]) == pytest.approx(
+        float(top[1] * 3 / top[0])
+    )  # below τ though it never passed it
     assert torch.equal(after[2:], top[2:])
-    assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4) == [False, False, True, True]
+    assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4) == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert unchanged(before["k_proj.weight"], model.k_proj.weight, 2) == [False, True]
     assert unchanged(before["k_proj.bias"], model.k_proj.bias, 2) == [False, True]
 
 
 @pytest.mark.parametrize("latent_norm", [False, True])
 @pytest.mark.parametrize("groups", ["query", "group"])
-def test_latent_attention_takes_root_root_and_whole_and_leaves_the_shared_key(groups: str, latent_norm: bool) -> None:
-    model, x = loud(mla(latent_norm=latent_norm).double(), *SCALES), inputs(dtype=torch.float64)
+def test_latent_attention_takes_root_root_and_whole_and_leaves_the_shared_key(
+    groups: str, latent_norm: bool
+) -> None:
+    model, x = (
+        loud(mla(latent_norm=latent_norm).double(), *SCALES),
+        inputs(dtype=torch.float64),
+    )
     before, top = by_name(model), maxima(model, x)[0]
     threshold = float(top.sort().values[1:3].mean())
     clip_once(model, f"qk_clip:threshold={threshold},groups={groups}", x)
@@ -127,15 +154,22 @@ def test_latent_attention_takes_root_root_and_whole_and_leaves_the_shared_key(gr
     gamma = (threshold / top).clamp(max=1)
     for name, power in {"q_up": 0.5, "k_up": 0.5, "q_rope": 1.0}.items():
         for h, (old, new) in enumerate(
-            zip(before[f"{name}.weight"].chunk(4), model.get_submodule(name).weight.chunk(4))
+            zip(
+                before[f"{name}.weight"].chunk(4),
+                model.get_submodule(name).weight.chunk(4),
+            )
         ):
             assert torch.allclose(new, old * gamma[h] ** power), name
             assert torch.equal(new, old) is bool(top[h] <= threshold)
     for name in ("k_rope", "q_down", "kv_down", "v_up", "o_proj"):
-        assert torch.equal(before[f"{name}.weight"], model.get_submodule(name).weight), name
+        assert torch.equal(
+            before[f"{name}.weight"], model.get_submodule(name).weight
+        ), name
 
 
-def fixed_maxima(monkeypatch: pytest.MonkeyPatch, model: nn.Module, values: list[float]) -> None:
+def fixed_maxima(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, values: list[float]
+) -> None:
     """The tap says what we want it to."""
 
     def take(self: Tap, phase: str) -> dict[str, LogitStats]:
@@ -147,7 +181,9 @@ def fixed_maxima(monkeypatch: pytest.MonkeyPatch, model: nn.Module, values: list
     monkeypatch.setattr(Tap, "take", take)
 
 
-@pytest.mark.parametrize("value", [-3.0, -1e-30, -0.0, 0.0, 1e-30, math.nan, -math.inf, math.inf, 10.0])
+@pytest.mark.parametrize(
+    "value", [-3.0, -1e-30, -0.0, 0.0, 1e-30, math.nan, -math.inf, math.inf, 10.0]
+)
 def test_no_maximum_that_is_not_over_the_threshold_ever_changes_a_weight(
     value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,13 +192,21 @@ def test_no_maximum_that_is_not_over_the_threshold_ever_changes_a_weight(
     before = by_name(model)
     fixed_maxima(monkeypatch, model, [value, 40.0, value, value])
     clip_once(model, "qk_clip:threshold=10")
-    assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4) == [True, False, True, True]
+    assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4) == [
+        True,
+        False,
+        True,
+        True,
+    ]
     assert torch.allclose(model.q_proj.weight[4:8], before["q_proj.weight"][4:8] / 2)
     assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_logits_that_are_masked_do_not_count() -> None:
-    model, x = loud(attention(torch.float64, 4), *[20.0] * 4), inputs(1, dtype=torch.float64)
+    model, x = (
+        loud(attention(torch.float64, 4), *[20.0] * 4),
+        inputs(1, dtype=torch.float64),
+    )
     mask = torch.ones(1, 7, dtype=torch.bool)
     mask[:, 5:] = False
     seen = maxima(model, x, mask=mask)[0]
@@ -178,14 +222,19 @@ def test_logits_that_are_masked_do_not_count() -> None:
 
 
 def test_a_capped_site_is_clipped_by_its_logit_before_the_cap() -> None:
-    model, x = loud(attention(torch.float64, 4), *[40.0] * 4), inputs(dtype=torch.float64)
+    model, x = (
+        loud(attention(torch.float64, 4), *[40.0] * 4),
+        inputs(dtype=torch.float64),
+    )
     top = maxima(model, x)[0]
     assert top.max() > 6
     clip_once(model, "softcap:cap=2+qk_clip:threshold=3", x)
     assert torch.allclose(maxima(model, x)[0], top.clamp(max=3))
 
 
-def test_micro_batches_between_steps_count_together_and_the_next_step_starts_anew() -> None:
+def test_micro_batches_between_steps_count_together_and_the_next_step_starts_anew() -> (
+    None
+):
     model = loud(attention(torch.float64, 4), *[10.0] * 4)
     a, b = inputs(1, 1, torch.float64), 5 * inputs(1, 2, torch.float64)
     both = maxima(model, a, b)[0]
@@ -216,8 +265,13 @@ def test_a_weight_that_makes_q_and_k_is_scaled_once() -> None:
     assert torch.allclose(maxima(model, x)[0], top.clamp(max=0.1))
 
 
-@pytest.mark.parametrize("remedy", ["lalr:tau=0.5+qk_clip:threshold=0.5", "qk_clip:threshold=0.5+lalr:tau=0.5"])
-def test_with_lalr_the_clip_comes_after_the_scaled_step_in_either_order(remedy: str) -> None:
+@pytest.mark.parametrize(
+    "remedy",
+    ["lalr:tau=0.5+qk_clip:threshold=0.5", "qk_clip:threshold=0.5+lalr:tau=0.5"],
+)
+def test_with_lalr_the_clip_comes_after_the_scaled_step_in_either_order(
+    remedy: str,
+) -> None:
     x = inputs(dtype=torch.float64)
     model, reference = (loud(attention(torch.float64, 4), *SCALES) for _ in range(2))
     results = []
@@ -229,7 +283,9 @@ def test_with_lalr_the_clip_comes_after_the_scaled_step_in_either_order(remedy: 
         results.append(by_name(m))
     top = maxima(loud(attention(torch.float64, 4), *SCALES), x)[0]
     gamma = (0.5 / top).clamp(max=1).sqrt().repeat_interleave(4)[:, None]
-    assert torch.allclose(results[0]["q_proj.weight"], results[1]["q_proj.weight"] * gamma, rtol=1e-12)
+    assert torch.allclose(
+        results[0]["q_proj.weight"], results[1]["q_proj.weight"] * gamma, rtol=1e-12
+    )
 
 
 def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one() -> None:
@@ -282,7 +338,10 @@ def test_on_an_accelerator_all_sites_are_multiplied_and_one_leaves_weights_bit_f
         optimizer.found_inf = torch.zeros(())
         with NoReads():  # which raises where a number is read
             optimizer.step()
-    assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4) == (top <= 3).tolist()
+    assert (
+        unchanged(before["q_proj.weight"], model.q_proj.weight, 4)
+        == (top <= 3).tolist()
+    )
     assert torch.allclose(maxima(model, x)[0], top.clamp(max=3))
 
 
@@ -310,6 +369,8 @@ def test_a_model_that_is_never_called_is_warned_of_once() -> None:
     model = attention(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with qkeel.apply(model, "qk_clip", optimizer):
-        with pytest.warns(QkeelWarning, match="qk_clip saw no attention call that was trained"):
+        with pytest.warns(
+            QkeelWarning, match="qk_clip saw no attention call that was trained"
+        ):
             optimizer.step()
         optimizer.step()  # a second warning would be an error

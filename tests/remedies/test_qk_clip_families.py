@@ -58,7 +58,9 @@ def ratio(before: nn.Module, after: nn.Module, part: Part) -> list[Tensor]:
 
 def same(before: nn.Module, after: nn.Module, part: Part) -> bool:
     kept = torch.equal(part.of(before), part.of(after))
-    return kept and (not part.bias or torch.equal(part.of_bias(before), part.of_bias(after)))
+    return kept and (
+        not part.bias or torch.equal(part.of_bias(before), part.of_bias(after))
+    )
 
 
 def louder(model: nn.Module, layers: list[Layer]) -> nn.Module:
@@ -74,10 +76,14 @@ def louder(model: nn.Module, layers: list[Layer]) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "dtype", quick([torch.float64, torch.float32], lambda dtype: dtype is torch.float64), ids=["fp64", "fp32"]
+    "dtype",
+    quick([torch.float64, torch.float32], lambda dtype: dtype is torch.float64),
+    ids=["fp64", "fp32"],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_head_over_ends_at_the_threshold_and_the_rest_are_bit_identical(family: str, dtype: torch.dtype) -> None:
+def test_every_head_over_ends_at_the_threshold_and_the_rest_are_bit_identical(
+    family: str, dtype: torch.dtype
+) -> None:
     layers = FAMILIES[family].layers()
     model, x = louder(FAMILIES[family].model(dtype), layers), batch()
     before, top = copy.deepcopy(model), maxima(model, x)
@@ -90,11 +96,19 @@ def test_every_head_over_ends_at_the_threshold_and_the_rest_are_bit_identical(fa
         was, now = top[layer.site], alone(before, model, layer, x)
         over = was > threshold
         assert (now <= threshold * TOO_MUCH).all()
-        assert torch.allclose(now[over], torch.tensor(threshold, dtype=dtype), rtol=1e-5)
+        assert torch.allclose(
+            now[over], torch.tensor(threshold, dtype=dtype), rtol=1e-5
+        )
         assert torch.equal(now[~over], was[~over])
         gamma = (threshold / was).clamp(max=1)
-        power = 0.5 if len(layer.k) == len(layer.q) else 1.0  # grouped: all of it on the query
-        for parts, exponent in ((layer.q, power), (layer.q_rope, 1.0), (layer.k if power == 0.5 else [], 0.5)):
+        power = (
+            0.5 if len(layer.k) == len(layer.q) else 1.0
+        )  # grouped: all of it on the query
+        for parts, exponent in (
+            (layer.q, power),
+            (layer.q_rope, 1.0),
+            (layer.k if power == 0.5 else [], 0.5),
+        ):
             for h, part in enumerate(parts):
                 assert same(before, model, part) is not bool(over[h]), part
                 for by in ratio(before, model, part):
@@ -102,7 +116,11 @@ def test_every_head_over_ends_at_the_threshold_and_the_rest_are_bit_identical(fa
                 touched.add(part.name)
         assert all(same(before, model, part) for part in layer.k_rope)
         assert power == 0.5 or all(same(before, model, part) for part in layer.k)
-    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before.get_parameter(n))}
+    changed = {
+        n
+        for n, p in model.named_parameters()
+        if not torch.equal(p, before.get_parameter(n))
+    }
     assert {n for n in changed if n.endswith("weight")} <= touched
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -117,8 +135,14 @@ def test_heads_that_are_computed_one_by_one_are_clipped_one_by_one() -> None:
     assert list(top)[:2] == ["1", "1#2"]
     threshold = float(min(top["1"], top["2"])) / 2
     clip_once(model, f"qk_clip:threshold={threshold}", x)
-    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before.get_parameter(n))}
-    assert changed == {f"{i}.{side}.0.weight" for i in (1, 2) for side in ("query", "key")}
+    changed = {
+        n
+        for n, p in model.named_parameters()
+        if not torch.equal(p, before.get_parameter(n))
+    }
+    assert changed == {
+        f"{i}.{side}.0.weight" for i in (1, 2) for side in ("query", "key")
+    }
     assert float(maxima(model, x)["1"]) == pytest.approx(threshold)
 
 
@@ -126,10 +150,14 @@ def test_an_additive_bias_is_part_of_the_logit_but_is_not_scaled() -> None:
     """BLOOM adds slope · key position ≥ 0: γ·s + b exceeds γ·(s + b) = τ by (1 - γ)·b at most."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.BloomConfig(vocab_size=32, hidden_size=32, n_layer=1, n_head=4, hidden_dropout=0.0)
+    config = transformers.BloomConfig(
+        vocab_size=32, hidden_size=32, n_layer=1, n_head=4, hidden_dropout=0.0
+    )
     model, x = transformers.BloomForCausalLM(config).double(), batch()
     with torch.no_grad():
-        model.get_parameter("transformer.h.0.self_attention.query_key_value.weight").mul_(60)
+        model.get_parameter(
+            "transformer.h.0.self_attention.query_key_value.weight"
+        ).mul_(60)
     (top,) = maxima(model, x).values()
     threshold = float(top.median())
     clip_once(model, f"qk_clip:threshold={threshold}", x)
@@ -141,7 +169,9 @@ def test_an_additive_bias_is_part_of_the_logit_but_is_not_scaled() -> None:
 
 
 @pytest.mark.filterwarnings("error::qkeel.errors.QkeelWarning")
-def test_a_token_decoded_in_training_mode_clips_the_heads_that_transformers_packs() -> None:
+def test_a_token_decoded_in_training_mode_clips_the_heads_that_transformers_packs() -> (
+    None
+):
     transformers = pytest.importorskip("transformers")
     from .families import SIZES, VOCAB
 
@@ -149,21 +179,41 @@ def test_a_token_decoded_in_training_mode_clips_the_heads_that_transformers_pack
     padded, found = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]), []
     for way in ("eager", "sdpa"):
         torch.manual_seed(0)
-        config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, attn_implementation=way)
+        config = transformers.LlamaConfig(
+            **SIZES, num_key_value_heads=2, attn_implementation=way
+        )
         model = transformers.LlamaForCausalLM(config).double()
-        before = {name: p.detach().clone() for name, p in model.named_parameters() if "q_proj" in name}
+        before = {
+            name: p.detach().clone()
+            for name, p in model.named_parameters()
+            if "q_proj" in name
+        }
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with qkeel.apply(model, "qk_clip:threshold=1e-3", optimizer, batch={"input_ids": tokens}):
+        with qkeel.apply(
+            model, "qk_clip:threshold=1e-3", optimizer, batch={"input_ids": tokens}
+        ):
             for _ in range(2):  # so that the second token is decoded in a known place
                 trained(model(input_ids=tokens, attention_mask=padded, use_cache=False))
-                first = model(input_ids=tokens[:, :5], attention_mask=padded[:, :5], use_cache=True)
+                first = model(
+                    input_ids=tokens[:, :5],
+                    attention_mask=padded[:, :5],
+                    use_cache=True,
+                )
                 trained(
-                    model(input_ids=tokens[:, 5:], attention_mask=padded, past_key_values=first.past_key_values).logits
+                    model(
+                        input_ids=tokens[:, 5:],
+                        attention_mask=padded,
+                        past_key_values=first.past_key_values,
+                    ).logits
                 )
                 optimizer.zero_grad()  # a padded row, which sees no key, has gradients of NaN
                 optimizer.step()
-        after = {name: p.detach() for name, p in model.named_parameters() if name in before}
+        after = {
+            name: p.detach() for name, p in model.named_parameters() if name in before
+        }
         assert all(not torch.equal(p, before[name]) for name, p in after.items())
         found.append(after)
     for name, p in found[0].items():
-        torch.testing.assert_close(found[1][name], p, rtol=1e-5, atol=1e-9, msg=name)  # eager weights are in float32
+        torch.testing.assert_close(
+            found[1][name], p, rtol=1e-5, atol=1e-9, msg=name
+        )  # eager weights are in float32

@@ -29,13 +29,20 @@ def normed(x: Tensor, gain: Tensor, kind: str) -> Tensor:
 @pytest.mark.parametrize("how", ["eager", "sdpa"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
-def test_every_layout_is_normed_on_queries_keys_and_values(layout: str, how: str, kind: str) -> None:
+def test_every_layout_is_normed_on_queries_keys_and_values(
+    layout: str, how: str, kind: str
+) -> None:
     model, x = Hand(layout, how).double(), torch.randn(2, 6, 16, dtype=torch.float64)
     plain = copy.deepcopy(model)
     qkeel.apply(model, f"qkv_norm:drop_pre_norm=false,kind={kind}", batch=x)
     jolted(model, GAINS)
-    assert [n for n, _ in model.named_parameters() if n.endswith("norm.weight")] == list(GAINS)
-    q, k, v = (normed(y, model.get_parameter(name), kind) for y, name in zip(plain.heads(x), GAINS))
+    assert [
+        n for n, _ in model.named_parameters() if n.endswith("norm.weight")
+    ] == list(GAINS)
+    q, k, v = (
+        normed(y, model.get_parameter(name), kind)
+        for y, name in zip(plain.heads(x), GAINS)
+    )
     k, v = (y.repeat_interleave(4 // y.shape[1], dim=1) for y in (k, v))
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert (model(x) - plain.o(o.transpose(1, 2).flatten(2))).abs().max() < 1e-12
@@ -43,7 +50,9 @@ def test_every_layout_is_normed_on_queries_keys_and_values(layout: str, how: str
 
 @pytest.mark.parametrize("how", ["eager", "sdpa"])
 @torch.no_grad()
-def test_the_norm_before_attention_is_dropped_from_blocks_of_other_people(how: str) -> None:
+def test_the_norm_before_attention_is_dropped_from_blocks_of_other_people(
+    how: str,
+) -> None:
     model, x = hf("llama", how), example("llama")
     twin = copy.deepcopy(model)
     qkeel.apply(model, "qkv_norm:kind=rms", batch=x)
@@ -55,13 +64,18 @@ def test_the_norm_before_attention_is_dropped_from_blocks_of_other_people(how: s
         for part in "qkv":
             gain = changed.self_attn.get_submodule(f"{part}_norm").weight
 
-            def norm(_: nn.Module, args: object, y: Tensor, gain: Tensor = gain) -> Tensor:
+            def norm(
+                _: nn.Module, args: object, y: Tensor, gain: Tensor = gain
+            ) -> Tensor:
                 return normed(y.unflatten(-1, (-1, 8)), gain, "rms").flatten(-2)
 
             layer.self_attn.get_submodule(f"{part}_proj").register_forward_hook(norm)
     assert torch.allclose(out(model, x), out(twin, x), atol=1e-5)
     short = model.generate(x[:, :3], max_new_tokens=3, do_sample=False, use_cache=True)
-    assert torch.equal(short, model.generate(x[:, :3], max_new_tokens=3, do_sample=False, use_cache=False))
+    assert torch.equal(
+        short,
+        model.generate(x[:, :3], max_new_tokens=3, do_sample=False, use_cache=False),
+    )
 
 
 @pytest.mark.parametrize(("name", "remedy", "message"), [

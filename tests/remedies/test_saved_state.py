@@ -12,7 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
 import qkeel
 from qkeel.errors import QkeelWarning
@@ -21,7 +25,9 @@ from .models import D_MODEL, attention
 
 SPECS = ["lalr", "lalr:norm=spectral", "qk_clip:threshold=0.5,steps=matched"]
 every_spec = pytest.mark.parametrize("spec", SPECS)
-X = torch.randn(2, 7, D_MODEL, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+X = torch.randn(
+    2, 7, D_MODEL, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+)
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -42,7 +48,9 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def uninterrupted(spec: str) -> tuple[dict[str, Any], dict[str, Any], list[torch.Tensor]]:
+def uninterrupted(
+    spec: str,
+) -> tuple[dict[str, Any], dict[str, Any], list[torch.Tensor]]:
     """The states after five steps, and the weights after ten."""
     model, optimizer = made()
     qkeel.apply(model, spec, optimizer)
@@ -75,28 +83,40 @@ def test_plain_saving_continues_bit_for_bit(spec: str, apply_first: bool) -> Non
 @every_spec
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_a_distributed_checkpoint_continues_bit_for_bit(spec: str, flat: bool, tmp_path: Path) -> None:
+def test_a_distributed_checkpoint_continues_bit_for_bit(
+    spec: str, flat: bool, tmp_path: Path
+) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model, optimizer = made()
     qkeel.apply(model, spec, optimizer)
     train(model, optimizer, 5)
-    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options)))
+    saved = dict(
+        zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options))
+    )
     checkpoint.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
     train(model, optimizer, 5)
     expected = weights(model)
     model, optimizer = made()
     qkeel.apply(model, spec, optimizer)
-    found = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options)))
+    found = dict(
+        zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options))
+    )
     checkpoint.load(found, checkpoint_id=tmp_path / "saved", no_dist=True)
     set_state_dict(
-        model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"], options=options
+        model,
+        optimizer,
+        model_state_dict=found["model"],
+        optim_state_dict=found["optimizer"],
+        options=options,
     )
     train(model, optimizer, 5)
     assert all(map(torch.equal, weights(model), expected))
 
 
 @every_spec
-def test_a_checkpoint_without_the_state_is_told_in_the_next_step_and_the_state_goes_on(spec: str) -> None:
+def test_a_checkpoint_without_the_state_is_told_in_the_next_step_and_the_state_goes_on(
+    spec: str,
+) -> None:
     plain = made()
     train(*plain, 3)
     model, optimizer = made()
@@ -104,7 +124,9 @@ def test_a_checkpoint_without_the_state_is_told_in_the_next_step_and_the_state_g
     train(model, optimizer, 2)
     before = handle.state()
     optimizer.load_state_dict(plain[1].state_dict())
-    assert all(torch.equal(before[name], value) for name, value in handle.state().items())
+    assert all(
+        torch.equal(before[name], value) for name, value in handle.state().items()
+    )
     with pytest.warns(QkeelWarning, match="contains no state of") as told:
         train(model, optimizer, 3)
     assert len(told) == 1
@@ -154,7 +176,9 @@ def test_two_models_in_one_optimizer_keep_their_states_apart() -> None:
     models = [made()[0] for _ in range(2)]
     with torch.no_grad():
         models[1].q_proj.weight.mul_(7)
-    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [p for model in models for p in model.parameters()], lr=0.1
+    )
     handles = [qkeel.apply(model, "lalr", optimizer) for model in models]
     states = [handle.state() for handle in handles]
     saved = copy.deepcopy(optimizer.state_dict())
@@ -162,4 +186,6 @@ def test_two_models_in_one_optimizer_keep_their_states_apart() -> None:
         handle.load({name: value * 2 for name, value in handle.state().items()})
     optimizer.load_state_dict(saved)
     for handle, state in zip(handles, states, strict=True):
-        assert all(torch.equal(state[name], value) for name, value in handle.state().items())
+        assert all(
+            torch.equal(state[name], value) for name, value in handle.state().items()
+        )

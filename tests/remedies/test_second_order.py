@@ -18,4 +18,6 @@ def test_lbfgs_is_refused_by_name(remedy: str, search: str | None) -> None:
     optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn=search)
     with pytest.raises(RefusedError, match="LBFGS"):
         qkeel.apply(model, remedy, optimizer, batch=batch(0))
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+    )

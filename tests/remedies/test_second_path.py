@@ -19,24 +19,42 @@ class TwoPaths(nn.Module):
 
     def __init__(self, merged: bool = False) -> None:
         super().__init__()
-        self.qkv, self.out, self.weights, self.merged = nn.Linear(16, 48), nn.Linear(16, 16), False, merged
+        self.qkv, self.out, self.weights, self.merged = (
+            nn.Linear(16, 48),
+            nn.Linear(16, 16),
+            False,
+            merged,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
         q, k, v = self.qkv(x).view(b, t, 3, 2, 8).permute(2, 0, 3, 1, 4)
         if self.merged:
             q, k, v = (y.flatten(0, 1) for y in (q, k, v))
-        y = (q @ k.mT * 8**-0.5).softmax(-1) @ v if self.weights else F.scaled_dot_product_attention(q, k, v)
+        y = (
+            (q @ k.mT * 8**-0.5).softmax(-1) @ v
+            if self.weights
+            else F.scaled_dot_product_attention(q, k, v)
+        )
         return self.out(y.reshape(b, 2, t, 8).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("remedy", ["softcap:cap=1.0", "sigmoid", "log_n:train_length=6"])
+@pytest.mark.parametrize(
+    "remedy", ["softcap:cap=1.0", "sigmoid", "log_n:train_length=6"]
+)
 @pytest.mark.parametrize("merged", [False, True])
-def test_a_written_softmax_after_a_fused_example_is_refused_in_words(remedy: str, merged: bool) -> None:
+def test_a_written_softmax_after_a_fused_example_is_refused_in_words(
+    remedy: str, merged: bool
+) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(16, 16), TwoPaths(merged)), 5 * torch.randn(2, 6, 16)
+    model, x = (
+        nn.Sequential(nn.Linear(16, 16), TwoPaths(merged)),
+        5 * torch.randn(2, 6, 16),
+    )
     plain = model(x)
-    handle = qkeel.apply(model, remedy.split(":train")[0], None, batch=x, train_length=6)
+    handle = qkeel.apply(
+        model, remedy.split(":train")[0], None, batch=x, train_length=6
+    )
     changed = model(x)
     assert not torch.equal(changed, plain)
     model[1].weights = True
@@ -75,7 +93,9 @@ class Flash(nn.Module):
         return self.out(sys.modules["flash_attn"].flash_attn_func(q, k, v).flatten(2))
 
 
-def test_a_flash_function_in_torch_s_functions_is_capped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flash_function_in_torch_s_functions_is_capped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     package = types.ModuleType("flash_attn")
     package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)

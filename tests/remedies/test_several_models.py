@@ -21,15 +21,24 @@ class Run:
 
     def __init__(self, how: str = "") -> None:
         self.models = [small(0), small(1)]
-        self.optimizer = torch.optim.AdamW(nn.ModuleList(self.models).parameters(), lr=1e-2)
-        examples, sites = [batch(8), batch(9)], [qkeel.find_sites(m, batch(8)) for m in self.models]
+        self.optimizer = torch.optim.AdamW(
+            nn.ModuleList(self.models).parameters(), lr=1e-2
+        )
+        examples, sites = (
+            [batch(8), batch(9)],
+            [qkeel.find_sites(m, batch(8)) for m in self.models],
+        )
         self.monitor = qkeel.watch(self.models, self.optimizer, sites=sites)
         if how == "each":
             for model, example in zip(self.models, examples):
                 qkeel.apply(model, REMEDIES, self.optimizer, batch=example)
         elif how:
-            given: Any = dict(zip("ab", self.models)) if how == "by name" else self.models
-            shown: dict[str, Any] = {"batch": examples} if how == "examples" else {"sites": sites}
+            given: Any = (
+                dict(zip("ab", self.models)) if how == "by name" else self.models
+            )
+            shown: dict[str, Any] = (
+                {"batch": examples} if how == "examples" else {"sites": sites}
+            )
             shown = {"sites": dict(zip("ab", sites))} if how == "by name" else shown
             self.handle = qkeel.apply(given, REMEDIES, self.optimizer, **shown)
 
@@ -41,7 +50,9 @@ class Run:
 
     @property
     def weights(self) -> torch.Tensor:
-        return torch.cat([p.detach().flatten() for model in self.models for p in model.parameters()])
+        return torch.cat(
+            [p.detach().flatten() for model in self.models for p in model.parameters()]
+        )
 
 
 def test_one_call_does_what_one_of_each_model_does() -> None:
@@ -52,15 +63,22 @@ def test_one_call_does_what_one_of_each_model_does() -> None:
     for how in ("examples", "sites", "by name"):
         assert torch.equal(runs[how].weights, runs["each"].weights), how
     runs["sites"].handle.remove()
-    assert not any("_qkeel_applied" in vars(m) for model in runs["sites"].models for m in model.modules())
+    assert not any(
+        "_qkeel_applied" in vars(m)
+        for model in runs["sites"].models
+        for m in model.modules()
+    )
 
 
 def test_a_checkpoint_has_the_state_of_all() -> None:
     whole, again = Run("sites"), Run("sites")
     whole.train(0, 3)
-    models, optimizer = copy.deepcopy((nn.ModuleList(whole.models).state_dict(), whole.optimizer.state_dict()))
+    models, optimizer = copy.deepcopy(
+        (nn.ModuleList(whole.models).state_dict(), whole.optimizer.state_dict())
+    )
     states = [
-        {name: torch.as_tensor(x).clone() for name, x in of.state().items()} for of in (whole.handle, whole.monitor)
+        {name: torch.as_tensor(x).clone() for name, x in of.state().items()}
+        for of in (whole.handle, whole.monitor)
     ]
     again.train(5, 7)
     nn.ModuleList(again.models).load_state_dict(models)
@@ -71,7 +89,9 @@ def test_a_checkpoint_has_the_state_of_all() -> None:
         run.train(3, 5)
     assert torch.equal(again.weights, whole.weights)
     ends = [run.monitor.sample for run in (whole, again)]
-    assert [end and (end.step, end.values) for end in ends[:1]] == [end and (end.step, end.values) for end in ends[1:]]
+    assert [end and (end.step, end.values) for end in ends[:1]] == [
+        end and (end.step, end.values) for end in ends[1:]
+    ]
 
 
 def test_what_cannot_be_applied_as_one_changes_nothing() -> None:
@@ -80,16 +100,28 @@ def test_what_cannot_be_applied_as_one_changes_nothing() -> None:
     for given, options, error, words in [
         ([], {}, InvalidValueError, "at least one model to apply remedies to"),
         ([run.models[0], run.models[0]], {}, InvalidValueError, "give each only once"),
-        (run.models, {"batch": batch(0)}, InvalidTypeError, "batches of each of the models"),
+        (
+            run.models,
+            {"batch": batch(0)},
+            InvalidTypeError,
+            "batches of each of the models",
+        ),
         (
             run.models,
             {"sites": qkeel.find_sites(run.models[0], batch(0))[:0]},
             RefusedError,
             "no module with the name of any site",
         ),
-        ([run.models[0], nn.Linear(8, 8)], {"batch": [batch(0), batch(0)]}, RefusedError, "no attention"),
+        (
+            [run.models[0], nn.Linear(8, 8)],
+            {"batch": [batch(0), batch(0)]},
+            RefusedError,
+            "no attention",
+        ),
     ]:
         with pytest.raises(error, match=words):
             qkeel.apply(given, REMEDIES, run.optimizer, **options)  # type: ignore[arg-type]
     assert torch.equal(run.weights, before)
-    assert not any("_qkeel_applied" in vars(m) for model in run.models for m in model.modules())
+    assert not any(
+        "_qkeel_applied" in vars(m) for model in run.models for m in model.modules()
+    )

@@ -24,7 +24,10 @@ def model() -> Decoder:
 def by_kind(model: nn.Module) -> list[Optimizer]:
     """Matrices in one optimizer, gains and biases in the other."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
-    return [torch.optim.Muon(matrices, lr=0.02), AdamW([p for p in model.parameters() if p.ndim < 2], lr=0.01)]
+    return [
+        torch.optim.Muon(matrices, lr=0.02),
+        AdamW([p for p in model.parameters() if p.ndim < 2], lr=0.01),
+    ]
 
 
 def by_layer(model: Decoder) -> list[Optimizer]:
@@ -34,7 +37,9 @@ def by_layer(model: Decoder) -> list[Optimizer]:
     return [SGD(first, lr=0.5), SGD(others, lr=0.5)]
 
 
-def train(model: nn.Module, optimizers: list[Optimizer], steps: int = 3) -> dict[str, Tensor]:
+def train(
+    model: nn.Module, optimizers: list[Optimizer], steps: int = 3
+) -> dict[str, Tensor]:
     for step in range(steps):
         tokens = torch.randint(8, (2, 6), generator=torch.Generator().manual_seed(step))
         logits = model(tokens)
@@ -51,14 +56,24 @@ def alone(model: Decoder) -> list[Optimizer]:
 
 
 @pytest.mark.parametrize(("split", "same"), [(by_kind, by_kind), (by_layer, alone)])
-@pytest.mark.parametrize("remedy", ["qk_clip:threshold=0.05", "lalr:tau=0.5", "qk_lr:factor=0.1", "frozen_qk"])
+@pytest.mark.parametrize(
+    "remedy",
+    ["qk_clip:threshold=0.05", "lalr:tau=0.5", "qk_lr:factor=0.1", "frozen_qk"],
+)
 def test_a_remedy_for_steps_acts_as_with_the_one_optimizer_that_holds_all_heads(
     remedy: str, split: Split, same: Split
 ) -> None:
     several, single, without = model(), model(), model()
     optimizers, others = split(several), same(single)
-    with qkeel.apply(several, remedy, optimizers) as handle, qkeel.apply(single, remedy, others[0]):
-        trained, expected, plain = train(several, optimizers), train(single, others), train(without, split(without))
+    with (
+        qkeel.apply(several, remedy, optimizers) as handle,
+        qkeel.apply(single, remedy, others[0]),
+    ):
+        trained, expected, plain = (
+            train(several, optimizers),
+            train(single, others),
+            train(without, split(without)),
+        )
         handle.load(handle.state())
     assert all(torch.equal(trained[name], expected[name]) for name in trained)
     assert not all(torch.equal(trained[name], plain[name]) for name in trained)
@@ -67,12 +82,18 @@ def test_a_remedy_for_steps_acts_as_with_the_one_optimizer_that_holds_all_heads(
 def test_new_gains_go_to_the_optimizer_that_holds_gains() -> None:
     m = model()
     muon, adamw = by_kind(m)
-    held = [sum(len(group["params"]) for group in o.param_groups) for o in (muon, adamw)]
+    held = [
+        sum(len(group["params"]) for group in o.param_groups) for o in (muon, adamw)
+    ]
     with qkeel.apply(m, "qk_norm", [muon, adamw]):
-        now = [sum(len(group["params"]) for group in o.param_groups) for o in (muon, adamw)]
+        now = [
+            sum(len(group["params"]) for group in o.param_groups) for o in (muon, adamw)
+        ]
         assert now[0] == held[0]
         assert now[1] == held[1] + 4  # the gains of q and k in two layers
-    assert [sum(len(group["params"]) for group in o.param_groups) for o in (muon, adamw)] == held
+    assert [
+        sum(len(group["params"]) for group in o.param_groups) for o in (muon, adamw)
+    ] == held
 
 
 def test_the_monitor_counts_the_steps_of_the_first() -> None:
@@ -91,7 +112,9 @@ def test_the_monitor_counts_the_steps_of_the_first() -> None:
         (["adam"], "a torch.optim.Optimizer or a list of them, got str"),
     ],
 )
-@pytest.mark.parametrize("function", [lambda m, o: qkeel.apply(m, "lalr", o), qkeel.watch, qkeel.autopilot])
+@pytest.mark.parametrize(
+    "function", [lambda m, o: qkeel.apply(m, "lalr", o), qkeel.watch, qkeel.autopilot]
+)
 def test_what_is_not_an_optimizer_is_one_clear_error(
     function: Callable[[nn.Module, object], object], wrong: object, message: str
 ) -> None:

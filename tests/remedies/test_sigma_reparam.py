@@ -45,7 +45,10 @@ class OneLayer(nn.Module):
     def __init__(self, shape: tuple[int, int]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.site, self.linear = attention(), nn.Linear(shape[1], shape[0], bias=False).double()
+        self.site, self.linear = (
+            attention(),
+            nn.Linear(shape[1], shape[0], bias=False).double(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
@@ -53,14 +56,25 @@ class OneLayer(nn.Module):
 
 @pytest.mark.parametrize("init", ["keep", "one"])
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (5, 5), (1, 4), (4, 1)])
-def test_equals_the_obvious_implementation_over_training_steps(init: str, shape: tuple[int, int]) -> None:
+def test_equals_the_obvious_implementation_over_training_steps(
+    init: str, shape: tuple[int, int]
+) -> None:
     model = OneLayer(shape)
     weight = model.linear.weight.detach().clone()
     qkeel.apply(model, f"sigma_reparam:init={init}")
     start = torch.linalg.svd(weight).Vh[0]
-    start = start * torch.sign(start @ model.linear.get_buffer("parametrizations.weight.0.right"))  # it has no sign
-    plain = Plain(weight, float(torch.linalg.matrix_norm(weight, ord=2)) if init == "keep" else 1.0, start)
-    a, b = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model.linear, plain))
+    start = start * torch.sign(
+        start @ model.linear.get_buffer("parametrizations.weight.0.right")
+    )  # it has no sign
+    plain = Plain(
+        weight,
+        float(torch.linalg.matrix_norm(weight, ord=2)) if init == "keep" else 1.0,
+        start,
+    )
+    a, b = (
+        torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
+        for m in (model.linear, plain)
+    )
     generator = torch.Generator().manual_seed(1)
     for step in range(20):
         x = torch.randn(3, shape[1], generator=generator, dtype=torch.float64)
@@ -72,8 +86,12 @@ def test_equals_the_obvious_implementation_over_training_steps(init: str, shape:
             optimizer.zero_grad()
             (out - 1).square().sum().backward()
             optimizer.step()
-    assert (model.linear.get_buffer("parametrizations.weight.0.right") - plain.u).abs().max() < 1e-12
-    assert (model.linear.get_parameter("parametrizations.weight.0.gamma") - plain.gamma).abs() < 1e-12
+    assert (
+        model.linear.get_buffer("parametrizations.weight.0.right") - plain.u
+    ).abs().max() < 1e-12
+    assert (
+        model.linear.get_parameter("parametrizations.weight.0.gamma") - plain.gamma
+    ).abs() < 1e-12
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -95,7 +113,11 @@ class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.site, self.one, self.two = attention(), nn.Linear(9, 9).double(), nn.Linear(9, 9).double()
+        self.site, self.one, self.two = (
+            attention(),
+            nn.Linear(9, 9).double(),
+            nn.Linear(9, 9).double(),
+        )
 
     def forward(self, x: Tensor, *reentrant: bool) -> Tensor:
         body = self.body
@@ -111,7 +133,9 @@ def trained(*reentrant: bool, compiled: bool = False) -> list[Tensor]:
     """Weights, gradients and buffers after two steps, the first from a u that is no singular vector."""
     model = Twice()
     qkeel.apply(model, "sigma_reparam:init=one")
-    run: Callable[..., Tensor] = torch.compile(model, backend="aot_eager") if compiled else model
+    run: Callable[..., Tensor] = (
+        torch.compile(model, backend="aot_eager") if compiled else model
+    )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -120,7 +144,9 @@ def trained(*reentrant: bool, compiled: bool = False) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
-        x = torch.randn(4, 9, generator=generator, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(
+            4, 9, generator=generator, dtype=torch.float64, requires_grad=True
+        )
         run(x, *reentrant).square().sum().backward()
         optimizer.step()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -130,7 +156,16 @@ def trained(*reentrant: bool, compiled: bool = False) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("compiled", "reentrant"),
     [
-        *((False, kinds) for kinds in ((False,), (True,), (False, False), (True, True), (False, True))),
+        *(
+            (False, kinds)
+            for kinds in (
+                (False,),
+                (True,),
+                (False, False),
+                (True, True),
+                (False, True),
+            )
+        ),
         *((True, kinds) for kinds in ((), (False,))),
     ],
 )
@@ -138,12 +173,18 @@ def test_passes_that_checkpointing_repeats_have_the_gradients_of_plain_ones(
     compiled: bool, reentrant: tuple[bool, ...]
 ) -> None:
     torch.compiler.reset()
-    for got, want in zip(trained(*reentrant, compiled=compiled), trained(), strict=True):
+    for got, want in zip(
+        trained(*reentrant, compiled=compiled), trained(), strict=True
+    ):
         assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
 def rights(model: nn.Module) -> list[Tensor]:
-    return [module.right.clone() for module in model.modules() if isinstance(module, SpectralScale)]
+    return [
+        module.right.clone()
+        for module in model.modules()
+        if isinstance(module, SpectralScale)
+    ]
 
 
 def changed() -> OneLayer:
@@ -152,7 +193,9 @@ def changed() -> OneLayer:
     qkeel.apply(model, "sigma_reparam")
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     return model
 
 
@@ -164,7 +207,9 @@ def test_a_whole_model_that_checkpointing_repeats_iterates_once() -> None:
         assert torch.equal(right, expected)
 
 
-def test_a_layer_that_is_called_without_the_model_iterates_itself_and_not_in_the_model() -> None:
+def test_a_layer_that_is_called_without_the_model_iterates_itself_and_not_in_the_model() -> (
+    None
+):
     alone, within, x = changed(), changed(), torch.ones(2, 6, dtype=torch.float64)
     alone.eval()
     alone.linear(x)
@@ -197,7 +242,9 @@ def test_keep_leaves_the_first_forward_bit_for_bit(dtype: torch.dtype) -> None:
     with qkeel.apply(model, "sigma_reparam"):
         assert torch.equal(out, model(tokens()))
         model.eval()
-        assert torch.allclose(out, model(tokens()), atol=1e-4 if dtype != torch.bfloat16 else 0.1)
+        assert torch.allclose(
+            out, model(tokens()), atol=1e-4 if dtype != torch.bfloat16 else 0.1
+        )
 
 
 def test_one_gives_every_linear_layer_spectral_norm_one() -> None:
@@ -206,10 +253,14 @@ def test_one_gives_every_linear_layer_spectral_norm_one() -> None:
         linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
         assert len(linears) == 2 * 7 + 1
         for layer in linears:
-            assert float(torch.linalg.matrix_norm(layer.weight.detach(), ord=2)) == pytest.approx(1, abs=1e-5)
+            assert float(
+                torch.linalg.matrix_norm(layer.weight.detach(), ord=2)
+            ) == pytest.approx(1, abs=1e-5)
 
 
-def test_evaluation_never_changes_the_buffer_even_if_it_was_on_when_the_remedy_came() -> None:
+def test_evaluation_never_changes_the_buffer_even_if_it_was_on_when_the_remedy_came() -> (
+    None
+):
     model = decoder().eval()
     qkeel.apply(model, "sigma_reparam")
     before = {n: b.clone() for n, b in model.named_buffers()}
@@ -237,7 +288,10 @@ def test_sites_find_the_stored_weight() -> None:
     model = decoder()
     with qkeel.apply(model, "sigma_reparam"):
         site = qkeel.find_sites(model)[0]
-        assert site.query[0].parameter == "blocks.0.attention.q_proj.parametrizations.weight.original"
+        assert (
+            site.query[0].parameter
+            == "blocks.0.attention.q_proj.parametrizations.weight.original"
+        )
         assert site.reparametrised
     assert not qkeel.find_sites(model)[0].reparametrised
 
@@ -247,7 +301,9 @@ def test_qk_lr_after_sigma_reparam_scales_the_stored_weight_and_not_the_gain() -
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     qkeel.apply(model, "sigma_reparam+qk_lr:factor=0", optimizer)
     q = model.blocks[0].attention.q_proj
-    weight, gain = (q.get_parameter(f"parametrizations.weight.{n}") for n in ("original", "0.gamma"))
+    weight, gain = (
+        q.get_parameter(f"parametrizations.weight.{n}") for n in ("original", "0.gamma")
+    )
     old = weight.detach().clone(), gain.detach().clone()
     train(model, optimizer, 1)
     assert torch.equal(old[0], weight)
@@ -256,7 +312,11 @@ def test_qk_lr_after_sigma_reparam_scales_the_stored_weight_and_not_the_gain() -
 
 def test_weights_that_cannot_be_scaled_are_named_and_the_model_is_as_it_was() -> None:
     for spoil, error, message in (
-        (lambda m: nn.init.zeros_(m.blocks[1].mlp.down.weight), RefusedError, "blocks.1.mlp.down is all zeros"),
+        (
+            lambda m: nn.init.zeros_(m.blocks[1].mlp.down.weight),
+            RefusedError,
+            "blocks.1.mlp.down is all zeros",
+        ),
         (
             lambda m: nn.init.constant_(m.blocks[1].mlp.up.weight, torch.nan),
             NonFiniteError,
@@ -280,12 +340,18 @@ def test_the_gain_of_a_frozen_weight_is_frozen_and_joins_no_optimizer() -> None:
     model = decoder()
     for name, p in model.named_parameters():
         p.requires_grad_("head" in name)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=1.0
+    )
     qkeel.apply(model, "sigma_reparam", optimizer)
     gains = {n: p for n, p in model.named_parameters() if n.endswith("gamma")}
-    assert [n for n, p in gains.items() if p.requires_grad] == ["head.parametrizations.weight.0.gamma"]
+    assert [n for n, p in gains.items() if p.requires_grad] == [
+        "head.parametrizations.weight.0.gamma"
+    ]
     listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert [n for n, p in gains.items() if id(p) in listed] == ["head.parametrizations.weight.0.gamma"]
+    assert [n for n, p in gains.items() if id(p) in listed] == [
+        "head.parametrizations.weight.0.gamma"
+    ]
     model.eval()
     before = model.blocks[0].attention.q_proj.weight.detach().clone()
     train(model, optimizer, 3)
@@ -316,20 +382,32 @@ class Encoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.head = nn.Embedding(13, 16), nn.Linear(16, 13)
-        self.layer: nn.Module = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+        self.layer: nn.Module = nn.TransformerEncoderLayer(
+            16, 2, 32, batch_first=True, dropout=0.0
+        )
         if kind == "separate":
-            self.layer.self_attn = nn.MultiheadAttention(16, 2, kdim=8, vdim=12, batch_first=True)
+            self.layer.self_attn = nn.MultiheadAttention(
+                16, 2, kdim=8, vdim=12, batch_first=True
+            )
         self.separate = kind == "separate"
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x)
         if self.separate:
             attention = self.layer.get_submodule("self_attn")
-            return self.head(x + attention(x, x[..., :8].sin(), x[..., :12].cos(), need_weights=False)[0])
+            return self.head(
+                x
+                + attention(x, x[..., :8].sin(), x[..., :12].cos(), need_weights=False)[
+                    0
+                ]
+            )
         return self.head(self.layer(x))
 
 
-WEIGHTS = {"fused": ["in_proj_weight"], "separate": ["q_proj_weight", "k_proj_weight", "v_proj_weight"]}
+WEIGHTS = {
+    "fused": ["in_proj_weight"],
+    "separate": ["q_proj_weight", "k_proj_weight", "v_proj_weight"],
+}
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
@@ -337,7 +415,11 @@ WEIGHTS = {"fused": ["in_proj_weight"], "separate": ["q_proj_weight", "k_proj_we
 def test_torchs_own_attention_is_scaled_and_restored(kind: str, on: str) -> None:
     model, x = Encoder(kind), tokens()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    before, out, own = snapshot(model, optimizer), model(x), model.layer.get_submodule("self_attn")
+    before, out, own = (
+        snapshot(model, optimizer),
+        model(x),
+        model.layer.get_submodule("self_attn"),
+    )
     with torch.no_grad():
         fast = model.eval()(x)
     model.train()
@@ -346,7 +428,10 @@ def test_torchs_own_attention_is_scaled_and_restored(kind: str, on: str) -> None
     site = qkeel.find_sites(model, x)[0]
     assert site.reparametrised
     assert site.verified
-    assert site.query[0].parameter == f"layer.self_attn.parametrizations.{WEIGHTS[kind][0]}.original"
+    assert (
+        site.query[0].parameter
+        == f"layer.self_attn.parametrizations.{WEIGHTS[kind][0]}.original"
+    )
     model.eval()
     with torch.no_grad():
         assert torch.allclose(model(x), fast, atol=1e-5)
@@ -357,11 +442,17 @@ def test_torchs_own_attention_is_scaled_and_restored(kind: str, on: str) -> None
 
     handle = qkeel.apply(model, f"sigma_reparam:on={on},init=one", optimizer, batch=x)
     for name in WEIGHTS[kind]:
-        assert float(torch.linalg.matrix_norm(getattr(own, name).detach(), 2)) == pytest.approx(1, abs=1e-5)
+        assert float(
+            torch.linalg.matrix_norm(getattr(own, name).detach(), 2)
+        ) == pytest.approx(1, abs=1e-5)
     gains = {n for n, _ in model.named_parameters() if n.endswith("gamma")}
-    assert {f"layer.self_attn.parametrizations.{name}.0.gamma" for name in WEIGHTS[kind]} <= gains
+    assert {
+        f"layer.self_attn.parametrizations.{name}.0.gamma" for name in WEIGHTS[kind]
+    } <= gains
     assert ("head.parametrizations.weight.0.gamma" in gains) == (on == "all")
-    assert len(optimizer.param_groups[0]["params"]) == len(before["parameters"]) + len(gains)
+    assert len(optimizer.param_groups[0]["params"]) == len(before["parameters"]) + len(
+        gains
+    )
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
@@ -390,14 +481,29 @@ class OwnWeight(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.qkv = nn.Embedding(13, 16), nn.Parameter(torch.randn(48, 16) / 4)
+        self.embedding, self.qkv = (
+            nn.Embedding(13, 16),
+            nn.Parameter(torch.randn(48, 16) / 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = nn.functional.linear(self.embedding(x), self.qkv).unflatten(-1, (3, 2, 8)).transpose(1, 3).unbind(2)
-        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        q, k, v = (
+            nn.functional.linear(self.embedding(x), self.qkv)
+            .unflatten(-1, (3, 2, 8))
+            .transpose(1, 3)
+            .unbind(2)
+        )
+        return (
+            nn.functional.scaled_dot_product_attention(q, k, v)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 def test_logits_from_a_weight_that_would_stay_as_it_is_are_refused() -> None:
     model = OwnWeight()
-    with pytest.raises(RefusedError, match=r"some are computed from qkv \[48, 16\], which the remedy would leave"):
+    with pytest.raises(
+        RefusedError,
+        match=r"some are computed from qkv \[48, 16\], which the remedy would leave",
+    ):
         qkeel.apply(model, "sigma_reparam", batch=tokens())

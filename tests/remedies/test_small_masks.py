@@ -17,7 +17,9 @@ class Spelled(Windows):
     """Causal attention whose mask is written in one of several ways."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        q, k, v = (
+            y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
+        )
         z = q @ k.mT * D**-0.5
         if self.how == "alpha of add":
             z = torch.add(z, ~CAUSAL, alpha=-100)
@@ -35,7 +37,9 @@ SMALL += [Spelled(how) for how in ("alpha of add", "whole numbers", "keywords")]
 
 
 @pytest.mark.parametrize("model", SMALL, ids=lambda model: model.how)
-def test_a_mask_of_small_numbers_before_a_hand_written_softmax_is_refused(model: Windows) -> None:
+def test_a_mask_of_small_numbers_before_a_hand_written_softmax_is_refused(
+    model: Windows,
+) -> None:
     y = model(X)
     with pytest.raises(RefusedError, match="hides keys by a number above -9000"):
         qkeel.apply(model, "softcap:cap=3", batch=X)
@@ -43,9 +47,14 @@ def test_a_mask_of_small_numbers_before_a_hand_written_softmax_is_refused(model:
 
 
 def expected(model: Windows, bias: Tensor | float) -> Tensor:
-    q, k, v = (z.unflatten(-1, (H, D)).transpose(1, 2) for z in model.qkv(X.double()).chunk(3, -1))
+    q, k, v = (
+        z.unflatten(-1, (H, D)).transpose(1, 2)
+        for z in model.qkv(X.double()).chunk(3, -1)
+    )
     z = 3 * torch.tanh((q @ k.mT * D**-0.5 + bias) / 3)
-    return (z.masked_fill(~CAUSAL, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    return (
+        (z.masked_fill(~CAUSAL, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    )
 
 
 @pytest.mark.parametrize("how", ["fused", "-inf", "-1e4"])
@@ -55,7 +64,9 @@ def test_other_masks_stay_masks(how: str) -> None:
         model.qkv.weight.mul_(5)
     y = model(X.double())
     with qkeel.apply(model, "softcap:cap=3", batch=X.double()):
-        torch.testing.assert_close(model(X.double()), expected(model, model.bias if how == "fused" else 0.0))
+        torch.testing.assert_close(
+            model(X.double()), expected(model, model.bias if how == "fused" else 0.0)
+        )
     assert torch.equal(model(X.double()), y)
 
 
@@ -71,7 +82,9 @@ class Stable(Windows):
     """The largest score of each row is subtracted."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        q, k, v = (
+            y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
+        )
         z = (q @ k.mT * D**-0.5).masked_fill(~CAUSAL, -torch.inf)
         if self.how == "in place":
             z -= z.amax(-1, keepdim=True)
@@ -82,6 +95,10 @@ class Stable(Windows):
 
 
 @pytest.mark.parametrize("how", ["", "in place", "biased later"])
-def test_scores_from_which_the_largest_of_their_row_is_subtracted_are_refused(how: str) -> None:
-    with pytest.raises(RefusedError, match="the largest score of each row is subtracted"):
+def test_scores_from_which_the_largest_of_their_row_is_subtracted_are_refused(
+    how: str,
+) -> None:
+    with pytest.raises(
+        RefusedError, match="the largest score of each row is subtracted"
+    ):
         qkeel.apply(Stable(how), "softcap:cap=3", batch=X)

@@ -18,7 +18,16 @@ from qkeel.remedies.added_parameters import join
 from qkeel.remedies.change_norm import KINDS
 from qkeel.spec import AttentionSpec, L2Norm, Learned, LogN, Rope, Softcap, Sqrt
 
-from .models import D_MODEL, assert_same, attention, decoder, loss, snapshot, tokens, train
+from .models import (
+    D_MODEL,
+    assert_same,
+    attention,
+    decoder,
+    loss,
+    snapshot,
+    tokens,
+    train,
+)
 
 GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
 LAYOUTS = list(itertools.product(KINDS, ("head", "layer"), GAINS))
@@ -34,15 +43,21 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 def x_of(model: nn.Module) -> Tensor:
     dtype = next(model.parameters()).dtype
-    return torch.randn(2, 7, D_MODEL, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        2, 7, D_MODEL, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).to(dtype)
 
 
-def oracle(model: Attention, spec: AttentionSpec, x: Tensor, params: dict[str, Tensor]) -> Tensor:
+def oracle(
+    model: Attention, spec: AttentionSpec, x: Tensor, params: dict[str, Tensor]
+) -> Tensor:
     q, k, v = (
         layer(x).unflatten(-1, (n, -1)).transpose(1, 2)
         for layer, n in ((model.q_proj, 4), (model.k_proj, 2), (model.v_proj, 2))
     )
-    return model.o_proj(reference.attend(spec, q, k, v, params=params).out.transpose(1, 2).flatten(2))
+    return model.o_proj(
+        reference.attend(spec, q, k, v, params=params).out.transpose(1, 2).flatten(2)
+    )
 
 
 @pytest.mark.parametrize(("kind", "over", "gain"), LAYOUTS)
@@ -54,15 +69,21 @@ def test_qk_norm_computes_the_spec_it_names(kind: str, over: str, gain: str) -> 
     handle = qkeel.apply(model, f"qk_norm:kind={kind},over={over},gain={gain},length=32" if scaled(kind, gain) else
                          f"qk_norm:kind={kind},over={over},gain={gain}", optimizer)  # fmt: skip
     spec = old.replace(norm=KINDS[kind](over=over, gain=gain))
-    expected = {"q_norm": SHAPES[gain][0], "k_norm": SHAPES[gain][1]} if gain != "none" else {}
+    expected = (
+        {"q_norm": SHAPES[gain][0], "k_norm": SHAPES[gain][1]} if gain != "none" else {}
+    )
     if kind == "l2":
         spec = old.replace(norm=L2Norm(over=over, gain=gain), scale=Sqrt())
     if scaled(kind, gain):
         per = "layer" if gain == "scalar" else "head"
-        spec = old.replace(norm=L2Norm(over=over), scale=Learned(init=math.log2(32 * 32 - 32), per=per))
+        spec = old.replace(
+            norm=L2Norm(over=over), scale=Learned(init=math.log2(32 * 32 - 32), per=per)
+        )
         expected = {"logit_scale": () if gain == "scalar" else (4, 1, 1)}
     assert model.spec == spec
-    added = {name: tuple(p.shape) for name, p in model.named_parameters() if "." not in name}
+    added = {
+        name: tuple(p.shape) for name, p in model.named_parameters() if "." not in name
+    }
     assert added == expected
     assert set(expected) <= set(model.state_dict())
     held = [p for g in optimizer.param_groups for p in g["params"]]
@@ -90,9 +111,13 @@ def scaled(kind: str, gain: str) -> bool:
 def test_gains_start_as_the_identity_gain() -> None:
     model = attention()
     with qkeel.apply(model, "qk_norm:gain=one_plus_dim"):
-        assert torch.equal(model.get_parameter("q_norm"), torch.zeros(4, dtype=torch.float64))
+        assert torch.equal(
+            model.get_parameter("q_norm"), torch.zeros(4, dtype=torch.float64)
+        )
     with qkeel.apply(model, "qk_norm"):
-        assert torch.equal(model.get_parameter("k_norm"), torch.ones(4, dtype=torch.float64))
+        assert torch.equal(
+            model.get_parameter("k_norm"), torch.ones(4, dtype=torch.float64)
+        )
 
 
 def test_the_published_scale_starts_at_the_logarithm_of_the_training_length() -> None:
@@ -106,7 +131,10 @@ def test_the_published_scale_starts_at_the_logarithm_of_the_training_length() ->
 def test_a_learned_scale_without_a_length_is_refused_before_anything_changes() -> None:
     model = decoder()
     before = snapshot(model)
-    with pytest.raises(InvalidValueError, match=r"give L, as length=512 in the remedy or as qkeel.apply"):
+    with pytest.raises(
+        InvalidValueError,
+        match=r"give L, as length=512 in the remedy or as qkeel.apply",
+    ):
         qkeel.apply(model, "qk_norm:kind=l2,gain=scalar")
     assert_same(before, snapshot(model))
 
@@ -118,7 +146,9 @@ def test_a_length_without_a_logarithm_is_refused(length: float) -> None:
 
 
 def test_a_length_where_nothing_is_learned_from_it_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="length=32 sets the initial value of a learned scale"):
+    with pytest.raises(
+        InvalidValueError, match="length=32 sets the initial value of a learned scale"
+    ):
         qkeel.apply(attention(), "qk_norm:length=32")
 
 
@@ -127,21 +157,30 @@ def test_log_n_stays_when_unit_vectors_take_the_scale() -> None:
     inner = model.spec.scale
     assert isinstance(inner, LogN)
     with qkeel.apply(model, "qk_norm:kind=l2,gain=dim"):
-        assert model.spec.scale == LogN(inner=Sqrt(), train_length=inner.train_length, clip=inner.clip)
+        assert model.spec.scale == LogN(
+            inner=Sqrt(), train_length=inner.train_length, clip=inner.clip
+        )
     assert model.spec.scale == inner
 
 
 def test_a_scale_of_its_own_is_not_dropped_in_silence() -> None:
     model = Attention(D_MODEL, 4, spec=AttentionSpec(scale=qkeel.spec.Fixed(0.3)))
-    with pytest.raises(RefusedError, match=r"unit vectors need their own scale .*0.3; use kind=rms"):
+    with pytest.raises(
+        RefusedError, match=r"unit vectors need their own scale .*0.3; use kind=rms"
+    ):
         qkeel.apply(model, "qk_norm:kind=l2")
     with qkeel.apply(model, "qk_norm"):
         assert model.spec.scale == qkeel.spec.Fixed(0.3)
 
 
-@pytest.mark.parametrize("remedy", ["qk_norm", "qk_norm:kind=layer,gain=none", "qk_norm:gain=head_dim", "qkv_norm"])
+@pytest.mark.parametrize(
+    "remedy",
+    ["qk_norm", "qk_norm:kind=layer,gain=none", "qk_norm:gain=head_dim", "qkv_norm"],
+)
 def test_a_norm_after_the_rotation_may_not_tell_dimensions_apart(remedy: str) -> None:
-    model = Attention(D_MODEL, 4, spec=AttentionSpec(position=Rope(order="rotate_then_norm")))
+    model = Attention(
+        D_MODEL, 4, spec=AttentionSpec(position=Rope(order="rotate_then_norm"))
+    )
     with pytest.raises(RefusedError, match="depend on more than the distance"):
         qkeel.apply(model, remedy)
     qkeel.apply(model, "qk_norm:gain=head").remove()
@@ -151,20 +190,34 @@ def test_new_gains_join_the_group_of_gains_and_are_named_where_groups_are() -> N
     model = decoder()
     gains = [(n, p) for n, p in model.named_parameters() if p.ndim < 2]
     rest = [(n, p) for n, p in model.named_parameters() if p.ndim >= 2]
-    groups = [{"params": rest, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
+    groups = [
+        {"params": rest, "weight_decay": 0.1},
+        {"params": gains, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     n = len(gains)
     with qkeel.apply(model, "qk_norm", optimizer):
         assert len(optimizer.param_groups[1]["params"]) == n + 4
         assert optimizer.param_groups[1]["param_names"][n:] == [
-            f"blocks.{i}.attention.{part}" for i in (0, 1) for part in ("q_norm", "k_norm")
+            f"blocks.{i}.attention.{part}"
+            for i in (0, 1)
+            for part in ("q_norm", "k_norm")
         ]
-    assert len(optimizer.param_groups[1]["params"]) == len(optimizer.param_groups[1]["param_names"]) == n
+    assert (
+        len(optimizer.param_groups[1]["params"])
+        == len(optimizer.param_groups[1]["param_names"])
+        == n
+    )
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "SGD", "RMSprop", "ASGD", "Rprop", "Adafactor", "NAdam"])
-def test_every_optimizer_takes_a_gain_before_and_during_training(name: str, fresh: bool) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["AdamW", "Adagrad", "SGD", "RMSprop", "ASGD", "Rprop", "Adafactor", "NAdam"],
+)
+def test_every_optimizer_takes_a_gain_before_and_during_training(
+    name: str, fresh: bool
+) -> None:
     model = decoder()
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i))
@@ -184,7 +237,9 @@ def test_muon_takes_no_gains_and_says_who_does() -> None:
     model = attention(torch.float32)
     optimizer = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])
     before = snapshot(model, optimizer)
-    with pytest.raises(RefusedError, match="Muon takes matrices only, and q_norm, k_norm are gains"):
+    with pytest.raises(
+        RefusedError, match="Muon takes matrices only, and q_norm, k_norm are gains"
+    ):
         qkeel.apply(model, "qk_norm", optimizer)
     assert_same(before, snapshot(model, optimizer))
     qkeel.apply(model, "qk_norm:gain=none", optimizer)
@@ -208,7 +263,9 @@ def test_qkv_norm_normalises_all_three_per_head(kind: str, gain: str) -> None:
 
 @pytest.mark.parametrize("order", ["pre", "post", "swin", "peri"])
 @pytest.mark.parametrize("drop", [True, False])
-def test_qkv_norm_drops_the_norm_before_attention_and_brings_it_back(order: str, drop: bool) -> None:
+def test_qkv_norm_drops_the_norm_before_attention_and_brings_it_back(
+    order: str, drop: bool
+) -> None:
     model = decoder(norm_order=order)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     before, out = snapshot(model, optimizer), model(tokens())
@@ -238,7 +295,10 @@ def test_a_dropped_norm_is_not_stepped_by_a_gradient_it_still_had() -> None:
 
 def test_values_of_another_size_cannot_share_a_gain_per_dimension() -> None:
     model = MLA(D_MODEL, 2, sizes=LatentSizes(value_dim=12))
-    with pytest.raises(RefusedError, match=r"queries|a gain per dimension of q and k \(16\) does not fit values of 12"):
+    with pytest.raises(
+        RefusedError,
+        match=r"queries|a gain per dimension of q and k \(16\) does not fit values of 12",
+    ):
         qkeel.apply(model, "qkv_norm")
     with qkeel.apply(model, "qkv_norm:gain=head"):
         model(torch.randn(1, 3, D_MODEL))
@@ -264,7 +324,9 @@ def test_a_capped_model_is_not_capped_again() -> None:
 
 
 def test_new_parameters_go_where_their_kind_is_and_leave_nothing_behind() -> None:
-    matrix, vector, other = (nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,), (3, 2)))
+    matrix, vector, other = (
+        nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,), (3, 2))
+    )
     for groups, near, matrices, home in (
         ([[matrix], [vector], [other]], other, False, 1),
         ([[matrix], [vector], [other]], other, True, 2),
@@ -272,7 +334,9 @@ def test_new_parameters_go_where_their_kind_is_and_leave_nothing_behind() -> Non
         ([[matrix, vector], []], other, False, 0),
         ([[matrix], [other]], other.detach(), True, 0),  # nobody holds it
     ):
-        optimizer = torch.optim.SGD([{"params": own} for own in groups], lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(
+            [{"params": own} for own in groups], lr=0.1, momentum=0.9
+        )
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = torch.ones_like(p)

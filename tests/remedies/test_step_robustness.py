@@ -25,27 +25,41 @@ every_remedy = pytest.mark.parametrize("remedy", STEP)
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, **options)
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.01, **options
+    )
 
 
 def taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     """What a refusal and a removal must leave alone."""
     return [
         {n: p.detach().clone() for n, p in model.state_dict().items()},
-        [(n, sorted(m.__dict__), len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()],
-        (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)),
+        [
+            (n, sorted(m.__dict__), len(m._forward_hooks), len(m._forward_pre_hooks))
+            for n, m in model.named_modules()
+        ],
+        (
+            len(optimizer._optimizer_step_pre_hooks),
+            len(optimizer._optimizer_step_post_hooks),
+        ),
     ]
 
 
 def same(a: list[Any], b: list[Any]) -> bool:
-    return a[1:] == b[1:] and a[0].keys() == b[0].keys() and all(torch.equal(a[0][n], b[0][n]) for n in a[0])
+    return (
+        a[1:] == b[1:]
+        and a[0].keys() == b[0].keys()
+        and all(torch.equal(a[0][n], b[0][n]) for n in a[0])
+    )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
     for i in range(steps):
         x = batch(i)
         optimizer.zero_grad()
-        functional.cross_entropy(run(model, x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
+        functional.cross_entropy(
+            run(model, x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()
+        ).backward()
         optimizer.step()
 
 
@@ -60,26 +74,39 @@ class Cached(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = self.query(x).unflatten(-1, (4, 8)).transpose(1, 2)
         keys = self.get_buffer("keys").expand(len(x), -1, -1, -1)
-        return functional.scaled_dot_product_attention(q, keys, keys).transpose(1, 2).flatten(2)
+        return (
+            functional.scaled_dot_product_attention(q, keys, keys)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 @every_remedy
-def test_a_site_whose_weights_are_not_known_is_refused_with_its_name_and_why(remedy: str) -> None:
+def test_a_site_whose_weights_are_not_known_is_refused_with_its_name_and_why(
+    remedy: str,
+) -> None:
     model = nn.Sequential(nn.Embedding(32, 32), Cached())
     optimizer = adamw(model)
     before = taken(model, optimizer)
-    with pytest.raises(RefusedError, match=rf"{remedy} at 1: it is not known which .*: k has no gradient"):
+    with pytest.raises(
+        RefusedError,
+        match=rf"{remedy} at 1: it is not known which .*: k has no gradient",
+    ):
         qkeel.apply(model, remedy, optimizer, batch=batch())
     assert same(before, taken(model, optimizer))
 
 
 @every_remedy
-def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_say(remedy: str) -> None:
+def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_say(
+    remedy: str,
+) -> None:
     model = Encoder()
     optimizer = adamw(model)
     handle = qkeel.apply(model, remedy, optimizer)
     before = taken(model, optimizer)
-    with pytest.raises(RefusedError, match=rf"qkeel.apply\(model, '{remedy}', optimizer, batch=batch\)"):
+    with pytest.raises(
+        RefusedError, match=rf"qkeel.apply\(model, '{remedy}', optimizer, batch=batch\)"
+    ):
         optimizer.step()
     assert same(before[:1], taken(model, optimizer)[:1])
     assert not handle.active
@@ -95,9 +122,15 @@ def test_a_foreign_model_on_the_meta_device_is_one_clear_error(remedy: str) -> N
 @every_remedy
 def test_a_refusal_at_a_later_site_leaves_everything_as_it_was(remedy: str) -> None:
     model = FAMILIES["gpt_neox"].model(torch.float32)
-    optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if "layers.1.attention.q" not in n], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [p for n, p in model.named_parameters() if "layers.1.attention.q" not in n],
+        lr=0.1,
+    )
     before = taken(model, optimizer)
-    with pytest.raises(RefusedError, match=r"layers.1.attention.query_key_value.weight, which this SGD does not hold"):
+    with pytest.raises(
+        RefusedError,
+        match=r"layers.1.attention.query_key_value.weight, which this SGD does not hold",
+    ):
         qkeel.apply(model, remedy, optimizer, batch=batch())
     assert same(before, taken(model, optimizer))
 
@@ -123,7 +156,9 @@ def test_a_wrapper_is_looked_through(remedy: str, kind: str) -> None:
         outer = wrapped(kind, model) if wrap else model
         option = ":threshold=0.5" if remedy == "qk_clip" else ""
         with qkeel.apply(outer, remedy + option, optimizer, batch=batch()):
-            run(model if kind == "torch.compile" else outer, batch()).square().sum().backward()
+            run(
+                model if kind == "torch.compile" else outer, batch()
+            ).square().sum().backward()
             optimizer.step()
         results.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*results))
@@ -144,7 +179,9 @@ def test_code_that_was_compiled_before_a_remedy_with_hooks_is_compiled_again() -
                 loss_of(outer, x).backward()
             loss_of(outer, x).backward()
             results.append([p.grad for p in model.parameters() if p.grad is not None])
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*results, strict=True)), remedy
+        assert all(
+            torch.allclose(a, b, atol=1e-6) for a, b in zip(*results, strict=True)
+        ), remedy
 
 
 # --- optimizers
@@ -186,12 +223,15 @@ class Lookahead(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [ScheduleFree, Lookahead])
 @pytest.mark.parametrize("remedy", ["qk_clip", "qk_weight_decay"])
-def test_optimizers_that_would_bring_scaled_weights_back_are_refused(remedy: str, kind: Any) -> None:
+def test_optimizers_that_would_bring_scaled_weights_back_are_refused(
+    remedy: str, kind: Any
+) -> None:
     model = FAMILIES["llama"].model(torch.float32)
     optimizer = kind(model.parameters(), lr=0.1)
     before = taken(model, optimizer)
     with pytest.raises(
-        RefusedError, match=f"{remedy} changes weights after the step, and {kind.__name__} would overwrite"
+        RefusedError,
+        match=f"{remedy} changes weights after the step, and {kind.__name__} would overwrite",
     ):
         qkeel.apply(model, remedy, optimizer, batch=batch())
     assert same(before, taken(model, optimizer))
@@ -200,8 +240,12 @@ def test_optimizers_that_would_bring_scaled_weights_back_are_refused(remedy: str
 @pytest.mark.parametrize("remedy", ["lalr", "qk_lr"])
 def test_schedule_free_is_not_linear_in_the_rate(remedy: str) -> None:
     model = FAMILIES["llama"].model(torch.float32)
-    with pytest.raises(RefusedError, match="ScheduleFree at half the rate was not half as long"):
-        qkeel.apply(model, remedy, ScheduleFree(model.parameters(), lr=0.1), batch=batch())
+    with pytest.raises(
+        RefusedError, match="ScheduleFree at half the rate was not half as long"
+    ):
+        qkeel.apply(
+            model, remedy, ScheduleFree(model.parameters(), lr=0.1), batch=batch()
+        )
 
 
 def test_a_wrapper_that_is_no_optimizer_itself_is_looked_through() -> None:
@@ -223,7 +267,12 @@ def test_a_wrapper_that_is_no_optimizer_itself_is_looked_through() -> None:
         model = FAMILIES["llama"].model(torch.float32)
         inner = adamw(model)
         optimizer = Wrapper(inner) if wrap else inner
-        with qkeel.apply(model, "lalr:tau=0.1+qk_clip:threshold=1+qk_weight_decay", optimizer, batch=batch()):
+        with qkeel.apply(
+            model,
+            "lalr:tau=0.1+qk_clip:threshold=1+qk_weight_decay",
+            optimizer,
+            batch=batch(),
+        ):
             for grads in gradients(model, 3):
                 run(model, batch())
                 step_by(model, optimizer, grads)
@@ -234,11 +283,17 @@ def test_a_wrapper_that_is_no_optimizer_itself_is_looked_through() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("remedy", [*STEP, "spectral_cap"])
-def test_a_step_that_a_scaler_skips_changes_nothing_on_a_foreign_model(remedy: str, fused: bool) -> None:
+def test_a_step_that_a_scaler_skips_changes_nothing_on_a_foreign_model(
+    remedy: str, fused: bool
+) -> None:
     model = FAMILIES["gpt2"].model(torch.float32)
     optimizer = adamw(model, fused=fused, weight_decay=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    option = {"qk_clip": ":threshold=0.1", "lalr": ":decay=plain", "spectral_cap": ":cap=0.01"}.get(remedy, "")
+    option = {
+        "qk_clip": ":threshold=0.1",
+        "lalr": ":decay=plain",
+        "spectral_cap": ":cap=0.01",
+    }.get(remedy, "")
     with qkeel.apply(model, remedy + option, optimizer, batch=batch()):
         for overflow in (True, False):
             before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -248,7 +303,9 @@ def test_a_step_that_a_scaler_skips_changes_nothing_on_a_foreign_model(remedy: s
                 model.get_parameter("transformer.ln_f.weight").grad.fill_(torch.inf)
             scaler.step(optimizer)
             scaler.update()
-            moved = [n for n, p in model.named_parameters() if not torch.equal(before[n], p)]
+            moved = [
+                n for n, p in model.named_parameters() if not torch.equal(before[n], p)
+            ]
             assert bool(moved) is not overflow
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -260,7 +317,12 @@ def warned(record: pytest.WarningsRecorder) -> list[str]:
     return [str(w.message) for w in record if "has no effect" in str(w.message)]
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, batches_a_step: int = 1) -> None:
+def trained(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    batches_a_step: int = 1,
+) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         for _ in range(batches_a_step):
@@ -269,7 +331,9 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, batc
 
 
 @every_remedy
-def test_steps_of_another_optimizer_are_warned_about_once(remedy: str, recwarn: pytest.WarningsRecorder) -> None:
+def test_steps_of_another_optimizer_are_warned_about_once(
+    remedy: str, recwarn: pytest.WarningsRecorder
+) -> None:
     model = decoder()
     optimizer, other = adamw(model), adamw(model)
     handle = qkeel.apply(model, remedy, optimizer)
@@ -317,7 +381,9 @@ def test_a_remedy_that_ended_with_its_optimizer_is_warned_about_unless_it_was_ap
 
 
 @every_remedy
-def test_weights_that_are_replaced_after_apply_are_warned_about(remedy: str, recwarn: pytest.WarningsRecorder) -> None:
+def test_weights_that_are_replaced_after_apply_are_warned_about(
+    remedy: str, recwarn: pytest.WarningsRecorder
+) -> None:
     model = decoder()
     optimizer = adamw(model)
     qkeel.apply(model, remedy, optimizer)
@@ -325,13 +391,17 @@ def test_weights_that_are_replaced_after_apply_are_warned_about(remedy: str, rec
     model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()})
     trained(model, optimizer, 1)
     assert not warned(recwarn)
-    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: x.clone() for name, x in model.state_dict().items()}, assign=True
+    )
     trained(model, optimizer, 2)
     assert len(warned(recwarn)) == 1
 
 
 @pytest.mark.parametrize("remedy", ["lalr", "qk_lr"])
-def test_a_model_that_is_cast_to_half_precision_after_apply_is_refused_in_the_step(remedy: str) -> None:
+def test_a_model_that_is_cast_to_half_precision_after_apply_is_refused_in_the_step(
+    remedy: str,
+) -> None:
     model = decoder()
     optimizer = adamw(model)
     qkeel.apply(model, remedy, optimizer)

@@ -24,7 +24,9 @@ from .models import D_MODEL, attention, gradients, step_by
 
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_factor_one_leaves_the_new_weights_bit_for_bit(size: float, dtype: torch.dtype) -> None:
+def test_factor_one_leaves_the_new_weights_bit_for_bit(
+    size: float, dtype: torch.dtype
+) -> None:
     plain, scaled = attention(dtype), attention(dtype)
     a = torch.optim.SGD(plain.parameters(), lr=size)
     b = torch.optim.SGD(scaled.parameters(), lr=size)
@@ -32,7 +34,9 @@ def test_factor_one_leaves_the_new_weights_bit_for_bit(size: float, dtype: torch
     for grads in gradients(plain, 5):
         step_by(plain, a, grads)
         step_by(scaled, b, grads)
-    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), scaled.parameters()))
+    assert all(
+        torch.equal(p, q) for p, q in zip(plain.parameters(), scaled.parameters())
+    )
 
 
 @pytest.mark.parametrize("factor", [0, 0.25, 2])
@@ -64,7 +68,9 @@ def test_parameters_keep_their_storage_and_the_copy_lives_only_inside_the_step_o
     copies: list[Any] = []
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = func(*args, **(kwargs or {}))
             if func is torch.ops.aten.empty_like.default:
                 copies.append(weakref.ref(out))
@@ -112,7 +118,9 @@ def test_an_exception_inside_the_step_leaves_nothing_behind() -> None:
             p.copy_(old)
     step_by(model, optimizer, grads[1])
     step_by(reference, other, grads[1])
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters()))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters())
+    )
 
 
 def test_a_subclass_whose_step_calls_its_parents_is_scaled_once() -> None:
@@ -136,7 +144,9 @@ def test_other_post_hooks_see_the_scaled_weights() -> None:
     model = attention()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     seen: list[Tensor] = []
-    optimizer.register_step_post_hook(lambda *_: seen.append(model.q_proj.weight.detach().clone()))  # an average, say
+    optimizer.register_step_post_hook(
+        lambda *_: seen.append(model.q_proj.weight.detach().clone())
+    )  # an average, say
     qkeel.apply(model, "qk_lr:factor=0.5", optimizer)
     step_by(model, optimizer, next(gradients(model, 1)))
     assert torch.equal(seen[0], model.q_proj.weight)
@@ -144,7 +154,11 @@ def test_other_post_hooks_see_the_scaled_weights() -> None:
 
 def test_the_factors_of_two_remedies_multiply() -> None:
     found = []
-    for remedy in ("lalr:tau=0.5+qk_lr:factor=0.5", "qk_lr:factor=0.5+lalr:tau=0.5", "lalr:tau=0.25"):
+    for remedy in (
+        "lalr:tau=0.5+qk_lr:factor=0.5",
+        "qk_lr:factor=0.5+lalr:tau=0.5",
+        "lalr:tau=0.25",
+    ):
         model = attention()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         qkeel.apply(model, remedy, optimizer)
@@ -157,37 +171,63 @@ def test_the_factors_of_two_remedies_multiply() -> None:
 
 def test_the_state_is_named_by_weights_and_another_models_is_refused() -> None:
     model = attention(torch.float32)
-    handle = qkeel.apply(model, "softcap+lalr", torch.optim.SGD(model.parameters(), lr=0.1))
+    handle = qkeel.apply(
+        model, "softcap+lalr", torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     state = handle.state()
-    query, key = (f"1.{name}_proj.weight:0/{n}x{D_MODEL // 4}" for name, n in (("q", 4), ("k", 2)))
+    query, key = (
+        f"1.{name}_proj.weight:0/{n}x{D_MODEL // 4}" for name, n in (("q", 4), ("k", 2))
+    )
     assert {k: tuple(v.shape) for k, v in state.items()} == {query: (4,), key: (2,)}
-    with pytest.raises(InvalidValueError, match="load the state of the same model and remedy"):
+    with pytest.raises(
+        InvalidValueError, match="load the state of the same model and remedy"
+    ):
         handle.load({query: state[query]})
-    with pytest.raises(InvalidValueError, match=r"have a different shape: ..k_proj.weight"):
+    with pytest.raises(
+        InvalidValueError, match=r"have a different shape: ..k_proj.weight"
+    ):
         handle.load({**state, key: torch.ones(3)})
 
 
-def test_the_norms_of_a_fused_projection_are_saved_by_their_first_rows_and_states_of_0_1_load() -> None:
+def test_the_norms_of_a_fused_projection_are_saved_by_their_first_rows_and_states_of_0_1_load() -> (
+    None
+):
     model, x = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 5, 16)
-    handle = qkeel.apply(model, "lalr", torch.optim.SGD(model.parameters(), lr=0.1), batch=(x, x, x))
+    handle = qkeel.apply(
+        model, "lalr", torch.optim.SGD(model.parameters(), lr=0.1), batch=(x, x, x)
+    )
     queries, keys = (f"0.in_proj_weight:{row}/4x4" for row in (0, 16))
     assert handle.state().keys() == {queries, keys}
-    handle.load({"0.in_proj_weight#0": torch.full((4,), 2.0), "0.in_proj_weight#1": torch.full((4,), 3.0)})
+    handle.load(
+        {
+            "0.in_proj_weight#0": torch.full((4,), 2.0),
+            "0.in_proj_weight#1": torch.full((4,), 3.0),
+        }
+    )
     found = handle.state()
     assert found[queries].tolist() == [2.0] * 4
     assert found[keys].tolist() == [3.0] * 4
 
 
-def test_rows_that_several_slices_own_get_the_smallest_factor_and_rows_of_nobody_one() -> None:
+def test_rows_that_several_slices_own_get_the_smallest_factor_and_rows_of_nobody_one() -> (
+    None
+):
     weight = torch.zeros(6, 2)
     a = HeadSlice(parameter="w", axis=0, index=torch.tensor([[0, 1], [2, 3]]))
     b = HeadSlice(parameter="w", axis=0, index=torch.tensor([[3, 2, 4]]))
-    lines = factor_per_row([(a, torch.tensor([0.5, 2.0])), (b, torch.tensor([3.0]))], weight)
+    lines = factor_per_row(
+        [(a, torch.tensor([0.5, 2.0])), (b, torch.tensor([3.0]))], weight
+    )
     assert lines.flatten().tolist() == [0.5, 0.5, 2.0, 2.0, 3.0, 1.0]
 
 
-def test_the_settings_of_step_remedies_where_nothing_is_said_are_those_of_the_documents() -> None:
-    made = [REMEDIES[name]() for name in ("lalr", "qk_clip", "qk_lr", "qk_weight_decay", "spectral_cap")]
+def test_the_settings_of_step_remedies_where_nothing_is_said_are_those_of_the_documents() -> (
+    None
+):
+    made = [
+        REMEDIES[name]()
+        for name in ("lalr", "qk_clip", "qk_lr", "qk_weight_decay", "spectral_cap")
+    ]
     lalr, clip, rate, decay, cap = made
     assert (lalr.tau, lalr.norm, lalr.decay) == (0.1, "frobenius", "scaled")  # type: ignore[attr-defined]
     assert (clip.threshold, clip.groups, clip.frozen) == (100.0, "query", "refuse")  # type: ignore[attr-defined]
@@ -206,7 +246,9 @@ def parts(weight: str, *, held: bool) -> tuple[nn.Module, torch.optim.Optimizer]
     return model, torch.optim.SGD(own, lr=0.1)
 
 
-@pytest.mark.parametrize("remedy", ["lalr", "qk_lr:factor=0", "frozen_qk", "qk_weight_decay"])
+@pytest.mark.parametrize(
+    "remedy", ["lalr", "qk_lr:factor=0", "frozen_qk", "qk_weight_decay"]
+)
 def test_a_frozen_weight_that_the_optimizer_holds_may_be_unfrozen(remedy: str) -> None:
     model, optimizer = parts("q_proj.weight", held=True)
     qkeel.apply(model, remedy, optimizer)
@@ -228,7 +270,8 @@ def test_weights_that_were_frozen_later_are_not_clipped_unless_asked() -> None:
         if refused:
             keys = model.k_proj.weight.detach() - 0.1 * model.k_proj.weight.grad
             with pytest.warns(
-                QkeelWarning, match=r"does not clip the model itself while a query or key weight is frozen"
+                QkeelWarning,
+                match=r"does not clip the model itself while a query or key weight is frozen",
             ):
                 optimizer.step()
             assert torch.allclose(model.k_proj.weight, keys, rtol=0, atol=1e-15)
@@ -237,9 +280,13 @@ def test_weights_that_were_frozen_later_are_not_clipped_unless_asked() -> None:
         assert torch.equal(model.q_proj.weight, before) is refused
 
 
-def test_a_cap_never_changes_frozen_weights_and_is_refused_if_they_are_over_it() -> None:
+def test_a_cap_never_changes_frozen_weights_and_is_refused_if_they_are_over_it() -> (
+    None
+):
     model, optimizer = parts("q_proj.weight", held=True)
-    with pytest.raises(RefusedError, match=r"q_proj.weight is frozen with a singular value over 0.001"):
+    with pytest.raises(
+        RefusedError, match=r"q_proj.weight is frozen with a singular value over 0.001"
+    ):
         qkeel.apply(model, "spectral_cap:cap=0.001", optimizer)
     model = attention()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -277,7 +324,13 @@ def test_a_weight_that_was_capped_and_is_frozen_can_be_capped_again(seed: int) -
     qkeel.apply(model, "spectral_cap:cap=0.5", optimizer)
 
 
-STATES = ["lalr", "lalr:norm=spectral", "qk_clip:threshold=0.5,steps=matched", "qk_lr", "softcap"]
+STATES = [
+    "lalr",
+    "lalr:norm=spectral",
+    "qk_clip:threshold=0.5,steps=matched",
+    "qk_lr",
+    "softcap",
+]
 
 
 @pytest.mark.parametrize("saved", STATES[:3])
@@ -291,7 +344,9 @@ def test_the_state_of_another_remedy_is_refused(saved: str, loaded: str) -> None
     if saved == loaded:
         handles[1][0].load(handles[0][0].state())
         return
-    with pytest.raises(InvalidValueError, match="load the state of the same model and remedy"):
+    with pytest.raises(
+        InvalidValueError, match="load the state of the same model and remedy"
+    ):
         handles[1][0].load(handles[0][0].state())
 
 

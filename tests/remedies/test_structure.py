@@ -12,7 +12,16 @@ import qkeel
 from qkeel.errors import InvalidValueError, RefusedError, UnknownNameError
 from qkeel.remedies.qk_weights import SpectralCap
 
-from .models import VOCAB, assert_same, attention, decoder, loss, snapshot, tokens, train
+from .models import (
+    VOCAB,
+    assert_same,
+    attention,
+    decoder,
+    loss,
+    snapshot,
+    tokens,
+    train,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -29,19 +38,25 @@ TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 
 def llama(**options: Any) -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **TOKENS, **options})
+    config = transformers.LlamaConfig(
+        **{**SIZES, "num_key_value_heads": 2, **TOKENS, **options}
+    )
     return transformers.LlamaForCausalLM(config).eval()
 
 
 def neox(parallel: bool) -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.GPTNeoXConfig(**SIZES, use_parallel_residual=parallel, **TOKENS)
+    config = transformers.GPTNeoXConfig(
+        **SIZES, use_parallel_residual=parallel, **TOKENS
+    )
     return transformers.GPTNeoXForCausalLM(config).eval()
 
 
 def gpt2() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=4, n_positions=32, **TOKENS)
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=4, n_positions=32, **TOKENS
+    )
     return transformers.GPT2LMHeadModel(config).eval()
 
 
@@ -50,7 +65,9 @@ def singular(weight: Tensor) -> float:
 
 
 @pytest.mark.parametrize("per", ["head", "matrix"])
-def test_spectral_cap_bounds_every_head_or_matrix_after_a_step_and_leaves_the_rest_bit_for_bit(per: str) -> None:
+def test_spectral_cap_bounds_every_head_or_matrix_after_a_step_and_leaves_the_rest_bit_for_bit(
+    per: str,
+) -> None:
     model = decoder(n_kv_heads=2)
     q, k, v = (getattr(model.blocks[0].attention, f"{n}_proj") for n in "qkv")
     with torch.no_grad():
@@ -72,22 +89,31 @@ def test_spectral_cap_bounds_every_head_or_matrix_after_a_step_and_leaves_the_re
 
 def test_spectral_cap_caps_fused_columns_of_a_foreign_model_per_head() -> None:
     model = gpt2()
-    weight = model.get_parameter("transformer.h.0.attn.c_attn.weight")  # [in, q | k | v]
+    weight = model.get_parameter(
+        "transformer.h.0.attn.c_attn.weight"
+    )  # [in, q | k | v]
     old = weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     cap = 0.5 * singular(old[:, :4])
     qkeel.apply(model, "spectral_cap", optimizer, batch=tokens(), cap=cap)
     model(tokens()).logits.sum().backward()
     optimizer.step()
-    assert all(singular(weight[:, 4 * h : 4 * h + 4]) <= cap * (1 + 1e-5) for h in range(8))
+    assert all(
+        singular(weight[:, 4 * h : 4 * h + 4]) <= cap * (1 + 1e-5) for h in range(8)
+    )
     assert torch.equal(weight[:, 32:], old[:, 32:])
 
 
 @pytest.mark.parametrize("other", ["qk_norm", "sigma_reparam"])
-def test_spectral_cap_is_refused_where_the_stored_weight_does_not_size_the_logit(other: str) -> None:
+def test_spectral_cap_is_refused_where_the_stored_weight_does_not_size_the_logit(
+    other: str,
+) -> None:
     model = decoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with qkeel.apply(model, other, optimizer), pytest.raises(RefusedError, match=r"spectral_cap at blocks.0"):
+    with (
+        qkeel.apply(model, other, optimizer),
+        pytest.raises(RefusedError, match=r"spectral_cap at blocks.0"),
+    ):
         qkeel.apply(model, "spectral_cap", optimizer)
     for cap in (0.0, -1.0, float("nan")):
         with pytest.raises(InvalidValueError, match="above 0"):
@@ -97,7 +123,9 @@ def test_spectral_cap_is_refused_where_the_stored_weight_does_not_size_the_logit
 
 
 @pytest.mark.parametrize("order", ["swin", "peri"])
-def test_a_reordered_own_model_computes_what_one_built_in_that_order_computes(order: str) -> None:
+def test_a_reordered_own_model_computes_what_one_built_in_that_order_computes(
+    order: str,
+) -> None:
     model, built = decoder(), decoder(norm_order=order)
     with torch.no_grad():
         for block in model.blocks:
@@ -115,7 +143,9 @@ def test_a_reordered_own_model_computes_what_one_built_in_that_order_computes(or
 def by_hand(block: Any, x: Tensor, position: Any, order: str) -> Tensor:
     """One Llama layer with its norms in another place."""
 
-    def branch(x: Tensor, function: Any, norm: nn.Module, more: nn.Module | None) -> Tensor:
+    def branch(
+        x: Tensor, function: Any, norm: nn.Module, more: nn.Module | None
+    ) -> Tensor:
         y = norm(function(x)) if order == "swin" else function(norm(x))
         return x + (y if more is None else more(y))
 
@@ -128,7 +158,9 @@ def by_hand(block: Any, x: Tensor, position: Any, order: str) -> Tensor:
 
 
 @pytest.mark.parametrize("order", ["swin", "peri"])
-def test_a_reordered_llama_computes_the_formula_and_is_restored_bit_for_bit(order: str) -> None:
+def test_a_reordered_llama_computes_the_formula_and_is_restored_bit_for_bit(
+    order: str,
+) -> None:
     model = llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.no_grad():
@@ -153,17 +185,23 @@ def test_a_reordered_llama_computes_the_formula_and_is_restored_bit_for_bit(orde
 
 
 @pytest.mark.parametrize("remedy", ["swin_norm", "peri_norm"])
-def test_blocks_are_recognised_by_what_they_compute_not_by_their_names(remedy: str) -> None:
+def test_blocks_are_recognised_by_what_they_compute_not_by_their_names(
+    remedy: str,
+) -> None:
     with qkeel.apply(neox(parallel=False), remedy, batch=tokens()):
         pass
-    gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=4, num_key_value_heads=2))
+    gemma = transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**SIZES, head_dim=4, num_key_value_heads=2)
+    )
     for model in (neox(parallel=True), gemma):
         with pytest.raises(
-            RefusedError, match=rf"{remedy} at .*layers.0.*expected a block that computes x \+ A\(N₁\(x\)\)"
+            RefusedError,
+            match=rf"{remedy} at .*layers.0.*expected a block that computes x \+ A\(N₁\(x\)\)",
         ):
             qkeel.apply(model, remedy, batch=tokens())
     with pytest.raises(
-        RefusedError, match=r"blocks.0.attention: it re-orders pre-norm blocks, but blocks.0 is post-norm"
+        RefusedError,
+        match=r"blocks.0.attention: it re-orders pre-norm blocks, but blocks.0 is post-norm",
     ):
         qkeel.apply(decoder(norm_order="post"), remedy)
     with pytest.raises(RefusedError, match="batch=batch"):
@@ -171,12 +209,17 @@ def test_blocks_are_recognised_by_what_they_compute_not_by_their_names(remedy: s
 
 
 def test_final_softcap_caps_the_logits_of_any_model() -> None:
-    for model, given in ((decoder(), None), (llama(tie_word_embeddings=True), tokens())):
+    for model, given in (
+        (decoder(), None),
+        (llama(tie_word_embeddings=True), tokens()),
+    ):
         plain = model(tokens())
         out = plain if given is None else plain.logits
         with qkeel.apply(model, "final_softcap:cap=0.05", batch=given):
             capped = model(tokens())
-        assert torch.allclose(capped if given is None else capped.logits, 0.05 * torch.tanh(out / 0.05))
+        assert torch.allclose(
+            capped if given is None else capped.logits, 0.05 * torch.tanh(out / 0.05)
+        )
 
 
 def test_what_makes_the_final_logits_is_observed_or_named() -> None:
@@ -201,21 +244,35 @@ def test_what_makes_the_final_logits_is_observed_or_named() -> None:
     assert loss(model, tokens()).isfinite()
 
 
-def test_the_factors_of_a_cap_are_those_of_the_largest_singular_values_and_1_where_there_are_none() -> None:
-    heads = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+def test_the_factors_of_a_cap_are_those_of_the_largest_singular_values_and_1_where_there_are_none() -> (
+    None
+):
+    heads = torch.randn(
+        3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     heads[1] *= 0.1
     sizes = torch.linalg.matrix_norm(heads, 2)
     cap = float(sizes[0]) / 2
     expected = [min(1.0, cap / s) for s in sizes.tolist()]
     assert expected[1] == 1 > max(expected[0], expected[2])
-    assert SpectralCap(cap=cap).factors(heads).tolist() == pytest.approx(expected, rel=1e-12)
+    assert SpectralCap(cap=cap).factors(heads).tolist() == pytest.approx(
+        expected, rel=1e-12
+    )
     whole = min(1.0, cap / float(torch.linalg.matrix_norm(heads.flatten(0, 1), 2)))
-    assert SpectralCap(cap=cap, per="matrix").factors(heads).tolist() == pytest.approx([whole] * 3, rel=1e-12)
-    assert SpectralCap(cap=1e9).factors(heads).tolist() == SpectralCap(cap=cap).factors(0 * heads).tolist() == [1.0] * 3
+    assert SpectralCap(cap=cap, per="matrix").factors(heads).tolist() == pytest.approx(
+        [whole] * 3, rel=1e-12
+    )
+    assert (
+        SpectralCap(cap=1e9).factors(heads).tolist()
+        == SpectralCap(cap=cap).factors(0 * heads).tolist()
+        == [1.0] * 3
+    )
     half = SpectralCap(cap=cap).factors(heads.half())
     assert half.dtype == torch.float32
     assert half.tolist() == pytest.approx(expected, rel=1e-2)
     for wrong in (torch.nan, torch.inf):
         heads[0, 1, 3] = wrong
-        assert SpectralCap(cap=cap).factors(heads).tolist() == pytest.approx([1.0, *expected[1:]], rel=1e-12)
+        assert SpectralCap(cap=cap).factors(heads).tolist() == pytest.approx(
+            [1.0, *expected[1:]], rel=1e-12
+        )
         assert SpectralCap(cap=cap, per="matrix").factors(heads).tolist() == [1.0] * 3

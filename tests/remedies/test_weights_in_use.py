@@ -19,7 +19,9 @@ import qkeel
 from qkeel.errors import RefusedError
 
 SEEDS = range(40)
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.nn.utils.weight_norm` is deprecated"
+)
 
 
 class Double(nn.Module):
@@ -88,17 +90,24 @@ SHARING = (
 class Layer(nn.Module):
     """One attention layer; `kv` says whether its keys are its values."""
 
-    def __init__(self, q: nn.Module, k: nn.Module, v: nn.Module, heads: int, size: int) -> None:
+    def __init__(
+        self, q: nn.Module, k: nn.Module, v: nn.Module, heads: int, size: int
+    ) -> None:
         super().__init__()
         self.q, self.k, self.v, self.heads, self.size = q, k, v, heads, size
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (f(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
         groups = self.heads // k.shape[1]
         return q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + functional.scaled_dot_product_attention(*self.parts(x)).transpose(1, 2).flatten(2)
+        return x + functional.scaled_dot_product_attention(*self.parts(x)).transpose(
+            1, 2
+        ).flatten(2)
 
 
 @dataclasses.dataclass
@@ -128,7 +137,10 @@ class Drawn:
 def draw(seed: int) -> Drawn:
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    wrap, sharing = rng.choice([*WRAPS, "plain", "plain", "plain", "pruned"]), rng.choice(SHARING)
+    wrap, sharing = (
+        rng.choice([*WRAPS, "plain", "plain", "plain", "pruned"]),
+        rng.choice(SHARING),
+    )
     heads, size = rng.choice([2, 4]), rng.choice([4, 8])
     groups = rng.choice([heads, heads // 2])
     width = heads * size
@@ -140,7 +152,13 @@ def draw(seed: int) -> Drawn:
         return WRAPS[wrap](layer)
 
     layers = [
-        Layer(projection(heads), projection(groups), nn.Linear(width, groups * size).double(), heads, size)
+        Layer(
+            projection(heads),
+            projection(groups),
+            nn.Linear(width, groups * size).double(),
+            heads,
+            size,
+        )
         for _ in range(3)
     ]
     a, b, c = layers
@@ -197,7 +215,9 @@ def applied(drawn: Drawn, spec: str, lr: float = 0.0) -> torch.optim.Optimizer |
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_clip_scales_each_head_to_the_threshold_and_changes_nothing_else(seed: int) -> None:
+def test_a_clip_scales_each_head_to_the_threshold_and_changes_nothing_else(
+    seed: int,
+) -> None:
     drawn = draw(seed)
     inputs = inputs_of_layers(drawn)
     tops, before = largest(drawn, inputs), drawn.observed()
@@ -206,7 +226,10 @@ def test_a_clip_scales_each_head_to_the_threshold_and_changes_nothing_else(seed:
         pytest.skip("no positive logits")
     optimizer = applied(drawn, f"qk_clip:threshold={threshold}")
     if optimizer is None:
-        assert drawn.wrap not in ("plain", "pruned", "pruned rows") or drawn.sharing != "nothing"
+        assert (
+            drawn.wrap not in ("plain", "pruned", "pruned rows")
+            or drawn.sharing != "nothing"
+        )
         return
     drawn.model(drawn.x).square().mean().backward()
     optimizer.step()
@@ -215,7 +238,9 @@ def test_a_clip_scales_each_head_to_the_threshold_and_changes_nothing_else(seed:
     if drawn.sharing == "both":
         tops = torch.stack([torch.maximum(tops[0], tops[1])] * 2 + [tops[2]])
     gamma = (threshold / tops).clamp(max=1)
-    for (z, v), (old_z, old_v), factor in zip(drawn.observed(), before, gamma, strict=True):
+    for (z, v), (old_z, old_v), factor in zip(
+        drawn.observed(), before, gamma, strict=True
+    ):
         torch.testing.assert_close(z, old_z * factor[:, None, None])
         assert torch.equal(v, old_v)
 
@@ -240,7 +265,10 @@ def test_a_cap_bounds_the_weights_in_use(seed: int) -> None:
     drawn = draw(seed)
     optimizer = applied(drawn, "spectral_cap:cap=0.5")
     if optimizer is None:
-        assert drawn.wrap != "plain" or drawn.sharing in ("keys and values", "values of another")
+        assert drawn.wrap != "plain" or drawn.sharing in (
+            "keys and values",
+            "values of another",
+        )
         return
     values = [v for _, v in drawn.observed()]
     drawn.model(drawn.x).square().mean().backward()
@@ -265,7 +293,11 @@ def test_rates_follow_the_weights_in_use(seed: int) -> None:
         one.model(one.x).square().mean().backward()
         step.step()
     start = dict(draw(seed).model.named_parameters())
-    for (name, p), full in zip(drawn.model.named_parameters(), plain.model.parameters(), strict=True):
+    for (name, p), full in zip(
+        drawn.model.named_parameters(), plain.model.parameters(), strict=True
+    ):
         is_weight = (".q." in name or ".k." in name) and "bias" not in name
         taken = (p - start[name]).detach()
-        torch.testing.assert_close(taken, (full - start[name]).detach() * (0.5 if is_weight else 1.0))
+        torch.testing.assert_close(
+            taken, (full - start[name]).detach() * (0.5 if is_weight else 1.0)
+        )

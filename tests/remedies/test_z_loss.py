@@ -19,7 +19,10 @@ from .models import VOCAB, decoder, tokens
 
 C = 0.3
 Loss = Callable[[Tensor, Tensor], Tensor]
-WEIGHTS = torch.rand(16, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.1
+WEIGHTS = (
+    torch.rand(16, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    + 0.1
+)
 IGNORED = torch.arange(16) % 3 == 0
 
 
@@ -34,9 +37,18 @@ def square(z: Tensor) -> Tensor:
 # Per way of weighing tokens: the loss, and the z term a user would write beside it.
 WAYS: dict[str, tuple[Loss, Callable[[Tensor], Tensor]]] = {
     "mean": (cross_entropy, lambda z: z_loss(z, C)),
-    "sum": (lambda z, y: cross_entropy(z, y, reduction="sum"), lambda z: C * square(z).sum()),
-    "one of four micro-batches": (lambda z, y: cross_entropy(z, y) / 4, lambda z: z_loss(z, C) / 4),
-    "scaled for low precision": (lambda z, y: 65536 * cross_entropy(z, y), lambda z: 65536 * z_loss(z, C)),
+    "sum": (
+        lambda z, y: cross_entropy(z, y, reduction="sum"),
+        lambda z: C * square(z).sum(),
+    ),
+    "one of four micro-batches": (
+        lambda z, y: cross_entropy(z, y) / 4,
+        lambda z: z_loss(z, C) / 4,
+    ),
+    "scaled for low precision": (
+        lambda z, y: 65536 * cross_entropy(z, y),
+        lambda z: 65536 * z_loss(z, C),
+    ),
     "masked": (
         lambda z, y: cross_entropy(z, y.masked_fill(IGNORED, -100)),
         lambda z: z_loss(z[~IGNORED], C),
@@ -62,8 +74,13 @@ def test_the_gradient_is_that_of_the_loss_with_the_term_written_out(way: str) ->
     with qkeel.apply(model, "z_loss", coefficient=C):
         got = gradients(model, lambda z: loss(z, targets()))
     scale = max(float(w.abs().max()) for w in want)
-    assert all((g - w).abs().max() <= 1e-12 * scale for g, w in zip(got, want, strict=True))
-    assert max(float((g - p).abs().max()) for g, p in zip(got, plain, strict=True)) > 1e-3 * scale
+    assert all(
+        (g - w).abs().max() <= 1e-12 * scale for g, w in zip(got, want, strict=True)
+    )
+    assert (
+        max(float((g - p).abs().max()) for g, p in zip(got, plain, strict=True))
+        > 1e-3 * scale
+    )
 
 
 def test_a_token_that_is_all_but_certain_counts_fully() -> None:
@@ -71,27 +88,41 @@ def test_a_token_that_is_all_but_certain_counts_fully() -> None:
     z = torch.zeros(2, 5)
     z[:, 0] = 40.0
     head = nn.Identity()
-    with qkeel.apply(holder := nn.ModuleDict({"a": decoder(), "head": head}), "z_loss:module=head", coefficient=C):
+    with qkeel.apply(
+        holder := nn.ModuleDict({"a": decoder(), "head": head}),
+        "z_loss:module=head",
+        coefficient=C,
+    ):
         given = z.clone().requires_grad_()
-        cross_entropy(holder["head"](given), torch.zeros(2, dtype=torch.long)).backward()
+        cross_entropy(
+            holder["head"](given), torch.zeros(2, dtype=torch.long)
+        ).backward()
     wanted = z.clone().requires_grad_()
-    (cross_entropy(wanted, torch.zeros(2, dtype=torch.long)) + z_loss(wanted, C)).backward()
+    (
+        cross_entropy(wanted, torch.zeros(2, dtype=torch.long)) + z_loss(wanted, C)
+    ).backward()
     assert given.grad is not None
     assert wanted.grad is not None
     assert torch.allclose(given.grad, wanted.grad, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_low_precision_logits_get_the_gradient_to_their_rounding(dtype: torch.dtype) -> None:
+def test_low_precision_logits_get_the_gradient_to_their_rounding(
+    dtype: torch.dtype,
+) -> None:
     model = decoder().to(dtype)
     exact = copy.deepcopy(model).double()
     want = gradients(exact, lambda z: cross_entropy(z, targets()) + z_loss(z, C))
     with qkeel.apply(model, "z_loss", coefficient=C):
         got = gradients(model, lambda z: cross_entropy(z.float(), targets()))
-    plain = gradients(model, lambda z: cross_entropy(z.float(), targets()) + z_loss(z, C))
+    plain = gradients(
+        model, lambda z: cross_entropy(z.float(), targets()) + z_loss(z, C)
+    )
     for g, p, w in zip(got, plain, want, strict=True):
         own = (p.double() - w).abs().max()
-        assert (g.double() - w).abs().max() <= 2 * own + 4 * torch.finfo(dtype).eps * w.abs().max()
+        assert (g.double() - w).abs().max() <= 2 * own + 4 * torch.finfo(
+            dtype
+        ).eps * w.abs().max()
 
 
 def test_the_forward_pass_stays_bit_for_bit_and_evaluation_costs_nothing() -> None:
@@ -105,7 +136,9 @@ def test_the_forward_pass_stays_bit_for_bit_and_evaluation_costs_nothing() -> No
     assert "AddGradient" not in type(model(tokens()).grad_fn).__name__
 
 
-def test_a_loss_that_is_no_cross_entropy_is_refused_and_counted_by_the_mean_if_asked() -> None:
+def test_a_loss_that_is_no_cross_entropy_is_refused_and_counted_by_the_mean_if_asked() -> (
+    None
+):
     def smooth(z: Tensor) -> Tensor:
         return cross_entropy(z, targets(), label_smoothing=0.3)
 
@@ -115,4 +148,6 @@ def test_a_loss_that_is_no_cross_entropy_is_refused_and_counted_by_the_mean_if_a
     want = gradients(model, lambda z: smooth(z) + z_loss(z, C))
     with qkeel.apply(model, "z_loss:weight=mean", coefficient=C):
         got = gradients(model, smooth)
-    assert all(torch.allclose(g, w, rtol=0, atol=1e-13) for g, w in zip(got, want, strict=True))
+    assert all(
+        torch.allclose(g, w, rtol=0, atol=1e-13) for g, w in zip(got, want, strict=True)
+    )

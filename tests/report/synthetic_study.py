@@ -11,9 +11,23 @@ from typing import Any
 import numpy as np
 
 from qkeel.metrics import alarm_step, collapsed, spike_score
-from qkeel.records import HeadRecorder, RunDirectory, append_line, read_json, write_json, write_text
+from qkeel.records import (
+    HeadRecorder,
+    RunDirectory,
+    append_line,
+    read_json,
+    write_json,
+    write_text,
+)
 
-REMEDIES = ("none", "qk_norm", "lalr:tau=0.1", "qk_lr:factor=0.1", "softcap:cap=50", "qk_clip:threshold=30")
+REMEDIES = (
+    "none",
+    "qk_norm",
+    "lalr:tau=0.1",
+    "qk_lr:factor=0.1",
+    "softcap:cap=50",
+    "qk_clip:threshold=30",
+)
 LRS = (0.01, 0.03, 0.1)
 # by remedy: largest logit, entropy, held-out loss at the three LRs
 TABLE: dict[str, tuple[tuple[float, float, float], ...]] = {
@@ -22,7 +36,11 @@ TABLE: dict[str, tuple[tuple[float, float, float], ...]] = {
     "lalr:tau=0.1": ((9.2, 2.03, 2.430), (13.2, 1.80, 2.433), (19.7, 1.04, 2.634)),
     "qk_lr:factor=0.1": ((9.2, 2.02, 2.430), (13.4, 1.79, 2.432), (20.9, 1.01, 2.638)),
     "softcap:cap=50": ((29.8, 1.04, 2.371), (70.0, 0.59, 2.458), (260, 1.03, 2.716)),
-    "qk_clip:threshold=30": ((29.0, 1.03, 2.369), (34.2, 0.73, 2.445), (50.2, 0.60, 2.717)),
+    "qk_clip:threshold=30": (
+        (29.0, 1.03, 2.369),
+        (34.2, 0.73, 2.445),
+        (50.2, 0.60, 2.717),
+    ),
 }
 FORMULAS = {
     "none": "a = softmax(s · q kᵀ + mask) v\ns = 1 / √head_dim",
@@ -32,11 +50,26 @@ FORMULAS = {
 }
 LINES = {
     "none": ("Attention as it is.", "Vaswani et al. 2017, arXiv 1706.03762"),
-    "qk_norm": ("Normalises queries and keys before the dot product.", "Dehghani et al. 2023, arXiv 2302.05442"),
-    "lalr:tau=0.1": ("A learning rate per head, from its logit change.", "after arXiv 2307.00001"),
-    "qk_lr:factor=0.1": ("The same factor for the q and k weights of all heads.", "ablation of lalr"),
-    "softcap:cap=50": ("Squashes logits into (−50, 50).", "Gemma Team 2024, arXiv 2408.00118"),
-    "qk_clip:threshold=30": ("Rescales q and k weights after the step.", "Kimi Team 2025, arXiv 2507.20534"),
+    "qk_norm": (
+        "Normalises queries and keys before the dot product.",
+        "Dehghani et al. 2023, arXiv 2302.05442",
+    ),
+    "lalr:tau=0.1": (
+        "A learning rate per head, from its logit change.",
+        "after arXiv 2307.00001",
+    ),
+    "qk_lr:factor=0.1": (
+        "The same factor for the q and k weights of all heads.",
+        "ablation of lalr",
+    ),
+    "softcap:cap=50": (
+        "Squashes logits into (−50, 50).",
+        "Gemma Team 2024, arXiv 2408.00118",
+    ),
+    "qk_clip:threshold=30": (
+        "Rescales q and k weights after the step.",
+        "Kimi Team 2025, arXiv 2507.20534",
+    ),
 }
 
 
@@ -81,11 +114,16 @@ def make_run(path: Path, made: Made) -> Path:
         RunDirectory(path).finish(_summary(made, records))
     elif made.status == "failed":
         text = 'Traceback (most recent call last):\n  File "train.py", line 12, in step\n    loss.backward()\n'
-        write_text(path / "FAILED", text + "qkeel.errors.NonFiniteError: the loss is NaN at step 60 <&> stop\n")
+        write_text(
+            path / "FAILED",
+            text + "qkeel.errors.NonFiniteError: the loss is NaN at step 60 <&> stop\n",
+        )
     return path
 
 
-def make_study(path: Path, runs: Sequence[Made], *, name: str = "lr", absent: Sequence[Made] = ()) -> Path:
+def make_study(
+    path: Path, runs: Sequence[Made], *, name: str = "lr", absent: Sequence[Made] = ()
+) -> Path:
     """Write a study directory; `absent` runs are planned but not there."""
     path.mkdir(parents=True)
     planned = [*runs, *absent]
@@ -95,7 +133,16 @@ def make_study(path: Path, runs: Sequence[Made], *, name: str = "lr", absent: Se
         "remedies": list(dict.fromkeys(made.remedy for made in planned)),
         "lrs": sorted({made.lr for made in planned}),
         "seeds": sorted({made.seed for made in planned}),
-        "runs": [{"run_id": m.run_id, "remedy": m.remedy, "lr": m.lr, "seed": m.seed, "role": m.role} for m in planned],
+        "runs": [
+            {
+                "run_id": m.run_id,
+                "remedy": m.remedy,
+                "lr": m.lr,
+                "seed": m.seed,
+                "role": m.role,
+            }
+            for m in planned
+        ],
     }
     write_json(path / "study.json", about)
     for made in runs:
@@ -103,7 +150,11 @@ def make_study(path: Path, runs: Sequence[Made], *, name: str = "lr", absent: Se
     return path
 
 
-def grid(remedies: Sequence[str] = REMEDIES, lrs: Sequence[float] = LRS, seeds: Sequence[int] = (0, 1)) -> list[Made]:
+def grid(
+    remedies: Sequence[str] = REMEDIES,
+    lrs: Sequence[float] = LRS,
+    seeds: Sequence[int] = (0, 1),
+) -> list[Made]:
     """The grid of the demo."""
     runs = []
     for remedy in remedies:
@@ -112,7 +163,16 @@ def grid(remedies: Sequence[str] = REMEDIES, lrs: Sequence[float] = LRS, seeds: 
                 off = 0.008 * (seed - 0.5) * (1 + 2 * (lr > 0.05))
                 peak = logit * (1 + 0.1 * seed)
                 end = val_loss + off
-                runs.append(Made(remedy=remedy, lr=lr, seed=seed, max_logit=peak, entropy=entropy, val_loss=end))
+                runs.append(
+                    Made(
+                        remedy=remedy,
+                        lr=lr,
+                        seed=seed,
+                        max_logit=peak,
+                        entropy=entropy,
+                        val_loss=end,
+                    )
+                )
     return runs
 
 
@@ -120,16 +180,36 @@ def drift() -> list[Made]:
     """The longer pair."""
     pair = {"none": (2450.0, 0.3, 2.246), "qk_norm": (22.0, 1.5, 2.096)}
     return [
-        Made(remedy=r, lr=0.03, steps=800, max_logit=m, entropy=e, val_loss=v, role="drift")
+        Made(
+            remedy=r,
+            lr=0.03,
+            steps=800,
+            max_logit=m,
+            entropy=e,
+            val_loss=v,
+            role="drift",
+        )
         for r, (m, e, v) in pair.items()
     ]
 
 
 def _config(made: Made) -> dict[str, Any]:
     return {
-        "model": {"d_model": 64, "n_layers": made.layers, "n_heads": made.heads, "head_dim": 16, "context": 32},
+        "model": {
+            "d_model": 64,
+            "n_layers": made.layers,
+            "n_heads": made.heads,
+            "head_dim": 16,
+            "context": 32,
+        },
         "data": {"source": "stdlib", "batch": 8},
-        "optim": {"name": "adamw", "lr": made.lr, "schedule": "constant", "warmup": 0.1, "grad_clip": 1.0},
+        "optim": {
+            "name": "adamw",
+            "lr": made.lr,
+            "schedule": "constant",
+            "warmup": 0.1,
+            "grad_clip": 1.0,
+        },
         "remedy": made.remedy,
         "seed": made.seed,
         "steps": made.steps,
@@ -171,20 +251,26 @@ def _records(made: Made) -> list[dict[str, Any]]:
         rise = 1 - math.exp(-5 * t) if t < 1 else 1.0
         logit = 0.6 * (made.max_logit / 0.6) ** rise
         entropy = 2.4 + (made.entropy - 2.4) * min(1.0, 1.15 * rise)
-        loss = made.init_loss + (made.val_loss - made.init_loss) * (1 - math.exp(-9 * t)) / (1 - math.exp(-9))
+        loss = made.init_loss + (made.val_loss - made.init_loss) * (
+            1 - math.exp(-9 * t)
+        ) / (1 - math.exp(-9))
         wobble = 1 + 0.04 * rng.standard_normal() * (0 < t < 1)
         records.append(
             {
                 "step": step,
                 "tokens": step * 256,
                 "lr": made.lr,
-                "train_loss": None if step == 0 else loss + 0.05 * rng.standard_normal(),
+                "train_loss": None
+                if step == 0
+                else loss + 0.05 * rng.standard_normal(),
                 "val_loss": loss if step % (5 * made.every) == 0 else None,
                 "grad_norm": None if step == 0 else 1.2,
                 "max_logit": logit * wobble,
                 "min_logit": -logit * 0.8,
                 "max_abs_logit": logit * wobble,
-                "capped_max_logit": min(logit * wobble, 50.0) if "softcap" in made.remedy else logit * wobble,
+                "capped_max_logit": min(logit * wobble, 50.0)
+                if "softcap" in made.remedy
+                else logit * wobble,
                 "entropy": max(0.0, entropy * wobble),
                 "cpu_seconds": 2.5 * t * made.steps / 150,
             }
@@ -198,7 +284,15 @@ HEADS = ("max_logit", "min_logit", "entropy", "query_norm", "key_norm")
 def _heads(record: dict[str, Any], share: np.ndarray) -> np.ndarray:
     logit = record["max_logit"] * share
     entropy = np.clip(record["entropy"] * (1.6 - 0.6 * share), 0, 3.4)
-    return np.stack([logit, -0.8 * logit, entropy, np.sqrt(np.abs(logit)) * 2, np.sqrt(np.abs(logit)) * 2])
+    return np.stack(
+        [
+            logit,
+            -0.8 * logit,
+            entropy,
+            np.sqrt(np.abs(logit)) * 2,
+            np.sqrt(np.abs(logit)) * 2,
+        ]
+    )
 
 
 def _summary(made: Made, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -213,12 +307,17 @@ def _summary(made: Made, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "end_entropy": made.entropy,
         "alarm_step": alarm_step(records),
         "collapsed": collapsed(made.entropy, made.val_loss, made.init_loss),
-        "cpu_seconds": 2.5 * made.steps / 150 * (1.12 if made.remedy != "none" else 1.0),
+        "cpu_seconds": 2.5
+        * made.steps
+        / 150
+        * (1.12 if made.remedy != "none" else 1.0),
         "run_id": made.run_id,
         "capped_max_logit": max(r["capped_max_logit"] for r in records),
         "max_abs_logit": max(r["max_abs_logit"] for r in records),
         "init_loss": made.init_loss,
-        "spike_score": spike_score([r["train_loss"] for r in records if r["train_loss"] is not None]),
+        "spike_score": spike_score(
+            [r["train_loss"] for r in records if r["train_loss"] is not None]
+        ),
         "status": "done",
     }
 
@@ -234,13 +333,17 @@ PRIMARY = {
 FEW = (0, 1)  # seeds at the rates where nothing is decided
 
 
-def planned(path: Path, remedies: Sequence[str] = REMEDIES, seeds: int = 8, **primary: Any) -> Path:
+def planned(
+    path: Path, remedies: Sequence[str] = REMEDIES, seeds: int = 8, **primary: Any
+) -> Path:
     """Write a study that names a primary comparison, with `seeds` seeds at its rate, in which gains differ."""
     runs = [*grid(remedies, (0.01, 0.03), FEW), *grid(remedies, (0.1,), range(seeds))]
     runs = [
         made
         if made.remedy == "none"
-        else dataclasses.replace(made, val_loss=made.val_loss + 0.05 * math.sin(made.seed))
+        else dataclasses.replace(
+            made, val_loss=made.val_loss + 0.05 * math.sin(made.seed)
+        )
         for made in runs
     ]
     make_study(path, [*runs, *drift()], name="demo")

@@ -36,7 +36,10 @@ def make_watch(path: Path, seen: Seen = Seen()) -> Path:
     sink = RunDirectorySink(path)
     sink.open(about(seen, names))
     rng = np.random.default_rng(seen.seed)
-    share = rng.uniform(0.15, 0.9, (seen.layers, seen.heads)) * np.linspace(0.4, 1.0, seen.layers)[:, None]
+    share = (
+        rng.uniform(0.15, 0.9, (seen.layers, seen.heads))
+        * np.linspace(0.4, 1.0, seen.layers)[:, None]
+    )
     share[seen.layers // 3, min(5, seen.heads - 1)] = 1.0
     for i in range(seen.samples):
         one = sample(seen, names, share, i, rng)
@@ -53,7 +56,12 @@ def make_watch(path: Path, seen: Seen = Seen()) -> Path:
 
 def about(seen: Seen, names: tuple[str, ...]) -> dict[str, Any]:
     """What a Monitor says of what it watches."""
-    site = {"n_heads": seen.heads, "n_kv_heads": seen.heads, "head_dim": 64, "how": "scaled_dot_product_attention"}
+    site = {
+        "n_heads": seen.heads,
+        "n_kv_heads": seen.heads,
+        "head_dim": 64,
+        "how": "scaled_dot_product_attention",
+    }
     return {
         "model": seen.model,
         "parameters": 124_439_808,
@@ -65,11 +73,24 @@ def about(seen: Seen, names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def sample(seen: Seen, names: tuple[str, ...], share: np.ndarray, i: int, rng: np.random.Generator) -> Sample:
+def sample(
+    seen: Seen,
+    names: tuple[str, ...],
+    share: np.ndarray,
+    i: int,
+    rng: np.random.Generator,
+) -> Sample:
     """The i-th sample."""
     step = i * seen.every
-    top = seen.end * (max(step, 1) / max(1, seen.every * (seen.samples - 1))) ** seen.power
-    logit = top * share ** (0.2 + i / seen.samples) * np.exp(rng.normal(0, 0.02, share.shape))
+    top = (
+        seen.end
+        * (max(step, 1) / max(1, seen.every * (seen.samples - 1))) ** seen.power
+    )
+    logit = (
+        top
+        * share ** (0.2 + i / seen.samples)
+        * np.exp(rng.normal(0, 0.02, share.shape))
+    )
     length = np.sqrt(8 * logit ** (0.8 if seen.angle else 1.0))
     heads = {
         "max_logit": logit,
@@ -79,7 +100,9 @@ def sample(seen: Seen, names: tuple[str, ...], share: np.ndarray, i: int, rng: n
         "key_norm": length * 0.9,
     }
     if seen.angle:
-        heads["cos_max"] = np.clip(2.4 * logit / length**2 * rng.uniform(0.7, 1.1, logit.shape), -1, 1)
+        heads["cos_max"] = np.clip(
+            2.4 * logit / length**2 * rng.uniform(0.7, 1.1, logit.shape), -1, 1
+        )
         heads["logit_change_rms"] = 0.02 * logit if i else np.full_like(logit, np.nan)
     if seen.layers > 2 and seen.heads > 1:
         heads = {name: _ragged(values) for name, values in heads.items()}
@@ -111,5 +134,11 @@ def alarms(one: Sample, names: tuple[str, ...]) -> list[Alarm]:
     )  # fmt: skip
     harm = "Wortsman et al. 2023, arXiv 2309.14322: with transplanted logits of 1e3 the loss degrades"
     meaning = "max logit 104 will pass 1,000 at step 2,140 ± 200 (90 % interval 1,950 to 2,340)"
-    alarm = dataclasses.replace(notice, rule="forecast 1000", severity=Severity.ALARM, meaning=meaning, source=harm)
+    alarm = dataclasses.replace(
+        notice,
+        rule="forecast 1000",
+        severity=Severity.ALARM,
+        meaning=meaning,
+        source=harm,
+    )
     return [notice, alarm]

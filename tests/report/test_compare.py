@@ -22,7 +22,9 @@ def test_a_difference_is_paired_by_seed_with_students_interval() -> None:
     assert found.effect is not None
     values = np.array([0.1, 0.12, 0.11])
     low, high = scipy.stats.t.interval(0.95, 2, values.mean(), scipy.stats.sem(values))
-    assert (found.mean, found.effect.low, found.effect.high) == pytest.approx((0.11, low, high))
+    assert (found.mean, found.effect.low, found.effect.high) == pytest.approx(
+        (0.11, low, high)
+    )
     assert (found.n, found.clear) == (3, True)
     assert difference({0: 1.0}, {1: 1.0}) is None
 
@@ -44,9 +46,16 @@ def test_what_has_no_interval_says_why(above: tuple[float, ...], words: str) -> 
 
 
 def test_a_cell_has_the_runs_of_one_remedy_and_rate(tmp_path: Path) -> None:
-    study = read_study(make_study(tmp_path / "s", grid(("qk_norm", "none"), (0.01, 0.1))))
+    study = read_study(
+        make_study(tmp_path / "s", grid(("qk_norm", "none"), (0.01, 0.1)))
+    )
     table = {(cell.remedy, cell.lr): cell for cell in cells(study)}
-    assert list(table) == [("none", 0.01), ("none", 0.1), ("qk_norm", 0.01), ("qk_norm", 0.1)]
+    assert list(table) == [
+        ("none", 0.01),
+        ("none", 0.1),
+        ("qk_norm", 0.01),
+        ("qk_norm", 0.1),
+    ]
     none, norm = table["none", 0.1], table["qk_norm", 0.1]
     assert (none.collapsed, norm.collapsed) == (2, 0)
     assert none.max_logit == pytest.approx(1.1 * TABLE["none"][2][0])
@@ -55,23 +64,38 @@ def test_a_cell_has_the_runs_of_one_remedy_and_rate(tmp_path: Path) -> None:
     assert norm.gain.mean == pytest.approx(2.827 - 2.537)
 
 
-def test_the_page_leads_with_what_the_study_named_or_else_with_the_baseline_at_its_best_rate(tmp_path: Path) -> None:
+def test_the_page_leads_with_what_the_study_named_or_else_with_the_baseline_at_its_best_rate(
+    tmp_path: Path,
+) -> None:
     named = primary_cell(read_study(planned(tmp_path / "named")))
     assert named is not None
     cell, baseline = named
-    assert (cell.remedy, cell.lr, baseline.remedy, len(cell.runs)) == ("qk_norm", 0.1, "none", 8)
+    assert (cell.remedy, cell.lr, baseline.remedy, len(cell.runs)) == (
+        "qk_norm",
+        0.1,
+        "none",
+        8,
+    )
     free = primary_cell(read_study(make_study(tmp_path / "free", grid())))
     assert free is not None
     assert (free[0].remedy, free[0].lr) == ("qk_norm", 0.01)
     other = primary_cell(read_study(tmp_path / "free", "softcap:cap=50"))
     assert other is not None
-    assert (other[0].remedy, other[1].remedy, other[0].lr) == ("none", "softcap:cap=50", 0.01)
+    assert (other[0].remedy, other[1].remedy, other[0].lr) == (
+        "none",
+        "softcap:cap=50",
+        0.01,
+    )
     alone = make_study(tmp_path / "alone", grid(("none",)))
     assert primary_cell(read_study(alone)) is None
 
 
 # Kept by each of two seeds.
-KEPT = {("kna", "none"): (0.98, 0.94), ("baseline", "none"): (0.80, 0.70), ("baseline", "rerope"): (0.95, 0.93)}
+KEPT = {
+    ("kna", "none"): (0.98, 0.94),
+    ("baseline", "none"): (0.80, 0.70),
+    ("baseline", "rerope"): (0.95, 0.93),
+}
 
 
 def long_study(path: Path) -> Path:
@@ -84,21 +108,53 @@ def long_study(path: Path) -> Path:
             config = read_json(run / "config.json")
             config["data"]["context"] = 64
             write_json(run / "config.json", config)
-            entries.append({"run_id": made.run_id, "remedy": form, "lr": 0.01, "seed": seed, "role": "gau"})
+            entries.append(
+                {
+                    "run_id": made.run_id,
+                    "remedy": form,
+                    "lr": 0.01,
+                    "seed": seed,
+                    "role": "gau",
+                }
+            )
             for (name, method), kept in KEPT.items():
                 if name == form:
-                    shares = {"accuracy_train": 0.5, "accuracy_nonrepeat": 0.5 * kept[seed]}
-                    line = {"posthoc": method, "test_length": 512, **shares, "kept_nonrepeat": kept[seed]}
-                    append_line(run / "extrapolation.jsonl", {**line, "segments": [0.5, kept[seed] / 2]})
-            append_line(run / "extrapolation.jsonl", {"posthoc": "log_n", "test_length": 512, "refused": "no"})
-    write_json(path / "study.json", {"study": "extrapolation", "remedies": ["baseline", "kna"], "runs": entries})
+                    shares = {
+                        "accuracy_train": 0.5,
+                        "accuracy_nonrepeat": 0.5 * kept[seed],
+                    }
+                    line = {
+                        "posthoc": method,
+                        "test_length": 512,
+                        **shares,
+                        "kept_nonrepeat": kept[seed],
+                    }
+                    append_line(
+                        run / "extrapolation.jsonl",
+                        {**line, "segments": [0.5, kept[seed] / 2]},
+                    )
+            append_line(
+                run / "extrapolation.jsonl",
+                {"posthoc": "log_n", "test_length": 512, "refused": "no"},
+            )
+    write_json(
+        path / "study.json",
+        {"study": "extrapolation", "remedies": ["baseline", "kna"], "runs": entries},
+    )
     return path
 
 
-def test_what_is_kept_of_the_accuracy_is_compared_with_the_first_form(tmp_path: Path) -> None:
-    table = {(cell.form, cell.method): cell for cell in long_cells(read_study(long_study(tmp_path / "s")))}
+def test_what_is_kept_of_the_accuracy_is_compared_with_the_first_form(
+    tmp_path: Path,
+) -> None:
+    table = {
+        (cell.form, cell.method): cell
+        for cell in long_cells(read_study(long_study(tmp_path / "s")))
+    }
     assert set(table) == set(KEPT)  # what was refused is left out
-    assert {key: cell.kept for key, cell in table.items()} == pytest.approx({k: sum(v) / 2 for k, v in KEPT.items()})
+    assert {key: cell.kept for key, cell in table.items()} == pytest.approx(
+        {k: sum(v) / 2 for k, v in KEPT.items()}
+    )
     gain = table["kna", "none"].gain
     assert gain is not None
     assert gain.mean == pytest.approx(0.21)

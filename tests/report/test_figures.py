@@ -15,7 +15,9 @@ from qkeel.report.figures import figures
 SMALL = Seen(layers=3, heads=4, samples=12)
 
 
-def test_what_is_asked_wrongly_is_refused_before_anything_is_drawn(tmp_path: Path) -> None:
+def test_what_is_asked_wrongly_is_refused_before_anything_is_drawn(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(UnknownNameError, match="unknown format of figures 'pfd'"):
         figures(tmp_path, tmp_path / "out", formats=["pfd"])
     with pytest.raises(InvalidValueError, match="expected a width from"):
@@ -23,7 +25,9 @@ def test_what_is_asked_wrongly_is_refused_before_anything_is_drawn(tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(MissingLibraryError, match=r"pip install 'qkeel\[plot\]'"):
         figures(make_watch(tmp_path / "run", SMALL), tmp_path / "out")
@@ -37,19 +41,50 @@ def test_a_watched_run_and_a_study_are_drawn_the_same_each_time(
     first = figures(run, tmp_path / "a", formats=["pdf", "svg"])
     again = figures(run, tmp_path / "b", formats=["pdf", "svg"])
     names = ("max_logit", "entropy", "query_norm", "key_norm", "heads")
-    assert [path.name for path in first] == [f"{name}.{kind}" for name in names for kind in ("pdf", "svg")]
-    assert [a.read_bytes() == b.read_bytes() for a, b in zip(first, again)] == [True] * len(first)
+    assert [path.name for path in first] == [
+        f"{name}.{kind}" for name in names for kind in ("pdf", "svg")
+    ]
+    assert [a.read_bytes() == b.read_bytes() for a, b in zip(first, again)] == [
+        True
+    ] * len(first)
     text = (tmp_path / "a" / "max_logit.svg").read_text(encoding="utf-8")
     assert "largest attention logit (nats)" in text
     assert "layer 2" in text or ">2<" in text
-    study = make_study(tmp_path / "study", grid(("none", "qk_norm", "lalr:tau=0.1"), (0.01, 0.1), (0, 1, 2)))
-    assert main(["figures", str(study), "--out", str(tmp_path / "s"), "--formats", "svg", "--baseline", "qk_norm"]) == 0
+    study = make_study(
+        tmp_path / "study",
+        grid(("none", "qk_norm", "lalr:tau=0.1"), (0.01, 0.1), (0, 1, 2)),
+    )
+    assert (
+        main(
+            [
+                "figures",
+                str(study),
+                "--out",
+                str(tmp_path / "s"),
+                "--formats",
+                "svg",
+                "--baseline",
+                "qk_norm",
+            ]
+        )
+        == 0
+    )
     drawn = {Path(line).stem for line in capsys.readouterr().out.splitlines()}
-    assert drawn == {"val_loss_by_lr", "max_logit_by_lr", "max_logit_lr_0.01", "max_logit_lr_0.1", "gains"}
-    assert "minus that of the remedy" in (tmp_path / "s" / "gains.svg").read_text(encoding="utf-8")
+    assert drawn == {
+        "val_loss_by_lr",
+        "max_logit_by_lr",
+        "max_logit_lr_0.01",
+        "max_logit_lr_0.1",
+        "gains",
+    }
+    assert "minus that of the remedy" in (tmp_path / "s" / "gains.svg").read_text(
+        encoding="utf-8"
+    )
 
 
-def test_no_label_of_a_figure_leaves_its_edge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_label_of_a_figure_leaves_its_edge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -60,11 +95,16 @@ def test_no_label_of_a_figure_leaves_its_edge(tmp_path: Path, monkeypatch: pytes
         for ax in self.axes:
             for text in (ax.xaxis.label, ax.yaxis.label, ax.title):
                 box = text.get_window_extent()
-                if text.get_text() and not (box.x0 >= 0 and box.x1 <= self.bbox.x1 and box.y0 >= 0):
+                if text.get_text() and not (
+                    box.x0 >= 0 and box.x1 <= self.bbox.x1 and box.y0 >= 0
+                ):
                     cut.append(f"{target.name}: {text.get_text()}")
 
     monkeypatch.setattr(figure, "savefig", look)
-    study = make_study(tmp_path / "study", grid(("none", "qk_norm", "lalr:tau=0.1"), (0.01, 0.1), (0, 1, 2)))
+    study = make_study(
+        tmp_path / "study",
+        grid(("none", "qk_norm", "lalr:tau=0.1"), (0.01, 0.1), (0, 1, 2)),
+    )
     for path in (study, make_watch(tmp_path / "run", SMALL)):
         figures(path, tmp_path / "out")
         figures(path, tmp_path / "out", width=6.75)

@@ -18,7 +18,14 @@ from test_compare import long_study
 
 import qkeel.report
 from qkeel.errors import RunDirectoryError
-from qkeel.records import RunDirectory, append_line, read_json, read_lines, write_json, write_text
+from qkeel.records import (
+    RunDirectory,
+    append_line,
+    read_json,
+    read_lines,
+    write_json,
+    write_text,
+)
 from qkeel.report.html import json_script, rounded, tag, thin
 from qkeel.report.study_page import chart_data
 from qkeel.report.study_runs import read_study
@@ -41,7 +48,11 @@ class Reader(HTMLParser):
         if tag not in self.VOID:
             self.open.append(tag)
         self.ids += [value for name, value in attrs if name == "id" and value]
-        self.loads += [value or "" for name, value in attrs if name == "src" or (name == "href" and tag != "a")]
+        self.loads += [
+            value or ""
+            for name, value in attrs
+            if name == "src" or (name == "href" and tag != "a")
+        ]
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -70,7 +81,9 @@ def text_of(html: str) -> str:
 
 
 def embedded(html: str) -> dict[str, object]:
-    found = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', html, re.S)
+    found = re.search(
+        r'<script type="application/json" id="report-data">(.*?)</script>', html, re.S
+    )
     assert found
     return json.loads(found[1])
 
@@ -88,20 +101,28 @@ qkeel.report.write(sys.argv[1], sys.argv[2])
 
 
 def written_without_torch(run: Path, out: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", ALONE, str(run), str(out)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(run), str(out)],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert out.exists()
 
 
 def test_a_page_is_written_where_torch_cannot_be_imported(tmp_path: Path) -> None:
-    written_without_torch(make_study(tmp_path / "study", SMALL[:2]), tmp_path / "r.html")
+    written_without_torch(
+        make_study(tmp_path / "study", SMALL[:2]), tmp_path / "r.html"
+    )
 
 
 def test_a_study_becomes_one_small_file_that_loads_nothing(tmp_path: Path) -> None:
     html = page(make_study(tmp_path / "study", [*drift(), *grid()]), tmp_path)
     assert "default-src &#x27;none&#x27;" in html
     assert "Learning-rate study" in html
-    assert "Permission to use, copy, modify, and/or distribute this software" in html  # the notice travels along
+    assert (
+        "Permission to use, copy, modify, and/or distribute this software" in html
+    )  # the notice travels along
     assert len(html.encode()) < 600_000
 
 
@@ -115,22 +136,43 @@ def test_the_lead_is_the_primary_comparison_with_its_interval(tmp_path: Path) ->
 
 
 def test_a_loss_that_is_higher_is_called_so(tmp_path: Path) -> None:
-    worse = [dataclasses.replace(m, val_loss=m.val_loss + m.seed / 100 + (m.remedy != "none")) for m in SMALL]
+    worse = [
+        dataclasses.replace(
+            m, val_loss=m.val_loss + m.seed / 100 + (m.remedy != "none")
+        )
+        for m in SMALL
+    ]
     text = text_of(page(make_study(tmp_path / "study", worse), tmp_path))
-    assert "held-out loss is 0.999 nats/byte higher with qk_norm (the same in each of 2 seeds)" in text
+    assert (
+        "held-out loss is 0.999 nats/byte higher with qk_norm (the same in each of 2 seeds)"
+        in text
+    )
     alone = [made for made in SMALL if made.seed == 0]
-    assert "qk_norm (one seed, no interval)" in text_of(page(make_study(tmp_path / "one", alone), tmp_path))
+    assert "qk_norm (one seed, no interval)" in text_of(
+        page(make_study(tmp_path / "one", alone), tmp_path)
+    )
 
 
-def test_the_table_has_loss_difference_collapses_and_logit_of_each_remedy_and_rate(tmp_path: Path) -> None:
+def test_the_table_has_loss_difference_collapses_and_logit_of_each_remedy_and_rate(
+    tmp_path: Path,
+) -> None:
     text = text_of(page(planned(tmp_path / "study", REMEDIES[:2]), tmp_path))
     table = text[text.index("Every remedy and rate", text.index("Charts")) :]
     assert "none 0.1 2.899 2.815 to 2.983 – 8 of 8 18,400" in table
-    assert "qk_norm 0.1 2.612 2.525 to 2.726 +0.287 +0.257 to +0.316, 8 seeds 0 of 8 42.3" in table
+    assert (
+        "qk_norm 0.1 2.612 2.525 to 2.726 +0.287 +0.257 to +0.316, 8 seeds 0 of 8 42.3"
+        in table
+    )
 
 
-def test_a_study_in_parts_has_a_column_for_them_and_a_choice_of_charts(tmp_path: Path) -> None:
-    runs = [dataclasses.replace(made, role=role) for role in ("mla, adamw", "mha, muon") for made in SMALL]
+def test_a_study_in_parts_has_a_column_for_them_and_a_choice_of_charts(
+    tmp_path: Path,
+) -> None:
+    runs = [
+        dataclasses.replace(made, role=role)
+        for role in ("mla, adamw", "mha, muon")
+        for made in SMALL
+    ]
     html = page(make_study(tmp_path / "study", runs, name="mla"), tmp_path)
     assert list(embedded(html)["parts"]) == ["mla, adamw", "mha, muon"]  # type: ignore[call-overload]
     text = text_of(html)
@@ -138,15 +180,22 @@ def test_a_study_in_parts_has_a_column_for_them_and_a_choice_of_charts(tmp_path:
     assert text.count("none mha, muon 0.1") == 1
 
 
-def test_numbers_by_modality_and_accuracy_have_columns_where_they_were_measured(tmp_path: Path) -> None:
+def test_numbers_by_modality_and_accuracy_have_columns_where_they_were_measured(
+    tmp_path: Path,
+) -> None:
     paths = []
     for made in SMALL:
         run = make_run(tmp_path / made.run_id, made)
         lines = list(read_lines(run / "metrics.jsonl"))
         (run / "metrics.jsonl").unlink()
         for line in lines:
-            append_line(run / "metrics.jsonl", {**line, "query_norm/image": 3.0, "query_norm/text": 2.0})
-        RunDirectory(run).finish({**read_json(run / "summary.json"), "val_accuracy": 0.5 + made.seed / 10})
+            append_line(
+                run / "metrics.jsonl",
+                {**line, "query_norm/image": 3.0, "query_norm/text": 2.0},
+            )
+        RunDirectory(run).finish(
+            {**read_json(run / "summary.json"), "val_accuracy": 0.5 + made.seed / 10}
+        )
         paths.append(run)
     text = text_of(page(paths, tmp_path))
     assert "Held-out accuracy |q|, image / text" in text
@@ -157,7 +206,9 @@ def test_a_study_of_lengths_leads_with_what_is_kept(tmp_path: Path) -> None:
     html = page(long_study(tmp_path / "s"), tmp_path)
     text = text_of(html)
     lead = "Tested on 512 tokens, kna keeps 0.96 of its accuracy at the training length, +0.21 against baseline"
-    assert f"{lead} (95 % interval −0.171 to +0.591, 2 seeds)." in text  # 0.21 ± 12.706 · 0.0424 / √2
+    assert (
+        f"{lead} (95 % interval −0.171 to +0.591, 2 seeds)." in text
+    )  # 0.21 ± 12.706 · 0.0424 / √2
     assert "baseline rerope 512 50.0 47.0 0.94" in text
     assert 'data-chart="lengths"' in html
     assert 'data-chart="loss"' not in html
@@ -175,17 +226,31 @@ def test_every_text_is_escaped(tmp_path: Path) -> None:
     study = make_study(tmp_path / "study", [])
     about = read_json(study / "study.json")
     entries = [("a", nasty), ("b", "none")]
-    about["runs"] = [{"run_id": i, "remedy": r, "lr": 0.1, "seed": 0, "role": "grid"} for i, r in entries]
-    write_json(study / "study.json", {**about, "remedies": [nasty, "none"], "command": nasty, "study": nasty})
+    about["runs"] = [
+        {"run_id": i, "remedy": r, "lr": 0.1, "seed": 0, "role": "grid"}
+        for i, r in entries
+    ]
+    write_json(
+        study / "study.json",
+        {**about, "remedies": [nasty, "none"], "command": nasty, "study": nasty},
+    )
     make_run(study / "runs" / "a", Made(remedy=nasty))
-    write_text(make_run(study / "runs" / "b", Made(status="failed")) / "FAILED", f"Traceback {nasty}\n{nasty}")
+    write_text(
+        make_run(study / "runs" / "b", Made(status="failed")) / "FAILED",
+        f"Traceback {nasty}\n{nasty}",
+    )
     html = page(study, tmp_path)
     assert "<script>alert" not in html
     assert nasty in embedded(html)["remedies"]  # type: ignore[operator]
     script = json_script("d", {"a": "</script><!--\u2028"})
     assert (script.count("</script>"), "<!--" in script) == (1, False)
-    assert json.loads(script[script.index(">") + 1 : -9]) == {"a": "</script><!--\u2028"}
-    assert tag("p", {"title": '"<'}, "<b>", tag("i", {}, "&")) == '<p title="&quot;&lt;">&lt;b&gt;<i>&amp;</i></p>'
+    assert json.loads(script[script.index(">") + 1 : -9]) == {
+        "a": "</script><!--\u2028"
+    }
+    assert (
+        tag("p", {"title": '"<'}, "<b>", tag("i", {}, "&"))
+        == '<p title="&quot;&lt;">&lt;b&gt;<i>&amp;</i></p>'
+    )
 
 
 def test_single_runs_make_a_page(tmp_path: Path) -> None:
@@ -199,12 +264,21 @@ def test_single_runs_make_a_page(tmp_path: Path) -> None:
 
 
 def test_runs_of_different_models_are_said_not_to_be_comparable(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / str(n), dataclasses.replace(SMALL[0], heads=n)) for n in (4, 8)]
-    assert "These runs differ in model: their losses are not comparable." in page(runs, tmp_path)
+    runs = [
+        make_run(tmp_path / str(n), dataclasses.replace(SMALL[0], heads=n))
+        for n in (4, 8)
+    ]
+    assert "These runs differ in model: their losses are not comparable." in page(
+        runs, tmp_path
+    )
 
 
 def test_runs_without_a_result_are_listed(tmp_path: Path) -> None:
-    runs = [dataclasses.replace(SMALL[0], status="failed"), dataclasses.replace(SMALL[1], status="started"), *SMALL[2:]]
+    runs = [
+        dataclasses.replace(SMALL[0], status="failed"),
+        dataclasses.replace(SMALL[1], status="started"),
+        *SMALL[2:],
+    ]
     text = text_of(page(make_study(tmp_path / "study", runs), tmp_path))
     assert "the loss is NaN at step 60 <&> stop" in text
     assert "failed after step 60" in text
@@ -231,7 +305,10 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_nan_survives_as_null(tmp_path: Path) -> None:
-    study = make_study(tmp_path / "study", [dataclasses.replace(SMALL[0], val_loss=float("nan")), *SMALL[1:]])
+    study = make_study(
+        tmp_path / "study",
+        [dataclasses.replace(SMALL[0], val_loss=float("nan")), *SMALL[1:]],
+    )
     html = page(study, tmp_path)
     assert embedded(html)["losses"][0][3] is None  # type: ignore[index]
     assert "a value is not finite" in html
@@ -243,5 +320,12 @@ def test_long_runs_are_thinned_by_leaving_records_out() -> None:
     assert (kept[0], kept[-1], 777 in kept) == (0, 4999, True)
     assert kept == sorted(set(kept))
     assert thin([1.0, None, math.nan, 0.0, 2.0], 100) == [0, 1, 2, 3, 4]
-    assert thin([0.0, 9.0, None, math.nan, 5.0, 8.0, 1.0], 4)[2] == 3  # NaN is larger than any number
-    assert [rounded(x) for x in (2.8265123, 10832.71, None, float("inf"))] == [2.8265, 10833, None, None]
+    assert (
+        thin([0.0, 9.0, None, math.nan, 5.0, 8.0, 1.0], 4)[2] == 3
+    )  # NaN is larger than any number
+    assert [rounded(x) for x in (2.8265123, 10832.71, None, float("inf"))] == [
+        2.8265,
+        10833,
+        None,
+        None,
+    ]

@@ -32,32 +32,53 @@ def test_runs_that_share_remedy_rate_and_seed_are_told_apart(tmp_path: Path) -> 
     assert read_study([first, again]).remedies == ["none (small)", "none (again)"]
 
 
-def test_the_baseline_comes_first_and_the_order_is_that_of_the_study(tmp_path: Path) -> None:
-    study = make_study(tmp_path / "study", grid(("qk_norm", "none", "lalr:tau=0.1"), (0.1,), (0,)))
+def test_the_baseline_comes_first_and_the_order_is_that_of_the_study(
+    tmp_path: Path,
+) -> None:
+    study = make_study(
+        tmp_path / "study", grid(("qk_norm", "none", "lalr:tau=0.1"), (0.1,), (0,))
+    )
     assert read_study(study).remedies == ["none", "qk_norm", "lalr:tau=0.1"]
-    assert read_study(study, "lalr:tau=0.1").remedies == ["lalr:tau=0.1", "qk_norm", "none"]
-    without = make_study(tmp_path / "without", grid(("qk_norm", "lalr:tau=0.1"), (0.1,), (0,)))
+    assert read_study(study, "lalr:tau=0.1").remedies == [
+        "lalr:tau=0.1",
+        "qk_norm",
+        "none",
+    ]
+    without = make_study(
+        tmp_path / "without", grid(("qk_norm", "lalr:tau=0.1"), (0.1,), (0,))
+    )
     assert read_study(without).baseline == "qk_norm"  # the first
     with pytest.raises(UnknownNameError, match="Did you mean 'qk_norm'"):
         read_study(study, "qknorm")
 
 
-def test_the_longer_pair_is_not_compared_and_every_other_role_is_a_part(tmp_path: Path) -> None:
+def test_the_longer_pair_is_not_compared_and_every_other_role_is_a_part(
+    tmp_path: Path,
+) -> None:
     whole = read_study(make_study(tmp_path / "whole", [*SMALL, *drift()]))
     assert len(whole.finished) == len(SMALL)
     assert list(whole.parts()) == [""]
     mixed = [dataclasses.replace(made, role=f"mix {made.seed}") for made in SMALL]
     parts = read_study(make_study(tmp_path / "parts", mixed)).parts()
-    assert {name: len(part.runs) for name, part in parts.items()} == {"mix 0": 4, "mix 1": 4}
+    assert {name: len(part.runs) for name, part in parts.items()} == {
+        "mix 0": 4,
+        "mix 1": 4,
+    }
 
 
 def test_a_run_without_a_verdict_on_collapse_gets_one(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / str(entropy), Made(entropy=entropy, val_loss=3.0)) for entropy in (0.05, 0.5)]
+    runs = [
+        make_run(tmp_path / str(entropy), Made(entropy=entropy, val_loss=3.0))
+        for entropy in (0.05, 0.5)
+    ]
     for run in runs:
         row = read_json(run / "summary.json")
         del row["collapsed"]
         write_json(run / "summary.json", row)
-    assert [run.row["collapsed"] for run in read_study(runs).runs if run.row] == [True, False]
+    assert [run.row["collapsed"] for run in read_study(runs).runs if run.row] == [
+        True,
+        False,
+    ]
 
 
 def test_a_torn_tail_is_dropped(tmp_path: Path) -> None:
@@ -69,13 +90,18 @@ def test_a_torn_tail_is_dropped(tmp_path: Path) -> None:
 
 
 def test_a_path_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match=r"expected the directory of a study .* got no such directory"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"expected the directory of a study .* got no such directory",
+    ):
         read_study(tmp_path / "absent")
     with pytest.raises(RunDirectoryError, match="got a directory with neither"):
         read_study(tmp_path)
     with pytest.raises(RunDirectoryError, match="empty list"):
         read_study([])
-    with pytest.raises(TypeError):  # InvalidTypeError, or that of the run-time type check of the tests
+    with pytest.raises(
+        TypeError
+    ):  # InvalidTypeError, or that of the run-time type check of the tests
         read_study([3])  # type: ignore[list-item]
 
 

@@ -42,11 +42,15 @@ def scores(
     return z.masked_fill(hidden, -torch.inf), capped.masked_fill(hidden, -torch.inf)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
     """Output [t h d] and logsumexps [h t], of a row without a key +inf, as flash-attn 2 has it."""
     _, capped = scores(q, k, *options)
     weights, lse = capped.softmax(-1).nan_to_num(0.0), capped.logsumexp(-1)
-    out = torch.einsum("hts,shd->thd", weights, v.repeat_interleave(q.shape[1] // v.shape[1], dim=1))
+    out = torch.einsum(
+        "hts,shd->thd", weights, v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    )
     return out, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
@@ -73,8 +77,15 @@ def flash_attn_func(
     deterministic=False,
     return_attn_probs=False,
 ):
-    each = alibi_slopes if alibi_slopes is not None and alibi_slopes.ndim == 2 else [alibi_slopes] * len(q)
-    parts = [attend(*x, (softmax_scale, causal, window_size, softcap, s)) for *x, s in zip(q, k, v, each)]
+    each = (
+        alibi_slopes
+        if alibi_slopes is not None and alibi_slopes.ndim == 2
+        else [alibi_slopes] * len(q)
+    )
+    parts = [
+        attend(*x, (softmax_scale, causal, window_size, softcap, s))
+        for *x, s in zip(q, k, v, each)
+    ]
     outs, sums = (torch.stack(x) for x in zip(*parts))
     return (outs, sums, None) if return_attn_probs else outs
 
@@ -92,7 +103,16 @@ def flash_attn_qkvpacked_func(
     return_attn_probs=False,
 ):
     # Calls one that is watched itself: one attention, not two.
-    how = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    how = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
     return flash_attn_func(*qkv.unbind(2), *how)
 
 
@@ -108,7 +128,16 @@ def flash_attn_kvpacked_func(
     deterministic=False,
     return_attn_probs=False,
 ):
-    how = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    how = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
     return flash_attn_func(q, *kv.unbind(2), *how)
 
 
@@ -154,7 +183,16 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs=False,
 ):
     cu, m = cu_seqlens, max_seqlen
-    how = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    how = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
     return flash_attn_varlen_func(*qkv.unbind(1), cu, cu, m, m, *how)
 
 
@@ -175,5 +213,14 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs=False,
 ):
     sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    how = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    how = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
     return flash_attn_varlen_func(q, *kv.unbind(1), *sizes, *how)

@@ -40,7 +40,10 @@ class Sparse(nn.Module):
     def __init__(self, n_kv_heads: int = H) -> None:
         super().__init__()
         self.inner = nn.Linear(M, M)
-        self.q_proj, self.k_proj = nn.Linear(M, H * D, bias=False), nn.Linear(M, n_kv_heads * D, bias=False)
+        self.q_proj, self.k_proj = (
+            nn.Linear(M, H * D, bias=False),
+            nn.Linear(M, n_kv_heads * D, bias=False),
+        )
         self.v_proj = nn.Linear(M, n_kv_heads * D, bias=False)
         self.n_kv_heads = n_kv_heads
         self.hidden: dict[str, Tensor] = {}
@@ -49,7 +52,11 @@ class Sparse(nn.Module):
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self.input = x.detach().double()
         n = self.n_kv_heads
-        return heads(self.q_proj(x), H), heads(self.k_proj(x), n), heads(self.v_proj(x), n)
+        return (
+            heads(self.q_proj(x), H),
+            heads(self.k_proj(x), n),
+            heads(self.v_proj(x), n),
+        )
 
     def double(self, linear: nn.Linear, n: int) -> Tensor:  # type: ignore[override]
         """A projection of the last input in float64, as heads."""
@@ -64,14 +71,21 @@ class DSA(Sparse):
     def __init__(self, *, fused: bool, top: int = 5, index_heads: int = 3) -> None:
         super().__init__()
         self.top, self.fused, self.index_heads = top, fused, index_heads
-        self.iq, self.ik = nn.Linear(M, index_heads * D, bias=False), nn.Linear(M, D, bias=False)
+        self.iq, self.ik = (
+            nn.Linear(M, index_heads * D, bias=False),
+            nn.Linear(M, D, bias=False),
+        )
         self.iw = nn.Linear(M, index_heads, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x)
         i, j = places()
         later = (j > i)[: x.shape[1], : x.shape[1]]
-        iq, ik, w = self.iq(x).unflatten(-1, (self.index_heads, D)), self.ik(x), self.iw(x)
+        iq, ik, w = (
+            self.iq(x).unflatten(-1, (self.index_heads, D)),
+            self.ik(x),
+            self.iw(x),
+        )
         if self.fused:  # as the einsums of the reference code
             index = torch.einsum("bthd,bsd->bths", iq, ik).relu()
             index = torch.einsum("bths,bth->bts", index, w)
@@ -79,7 +93,11 @@ class DSA(Sparse):
             index = (F.relu(iq @ ik.mT[:, None]) * w[..., None]).sum(2)
         index = index + torch.zeros(later.shape).masked_fill(later, NEVER)
         chosen = index.topk(min(self.top, x.shape[1]), dim=-1).indices
-        mask = torch.full_like(index, NEVER).scatter(-1, chosen, 0.0).masked_fill(later, NEVER)[:, None]
+        mask = (
+            torch.full_like(index, NEVER)
+            .scatter(-1, chosen, 0.0)
+            .masked_fill(later, NEVER)[:, None]
+        )
         self.hidden["a"] = (mask == NEVER).expand(-1, H, -1, -1)
         if self.fused:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -88,12 +106,21 @@ class DSA(Sparse):
         return out.transpose(1, 2).flatten(2)
 
     def truth(self) -> dict[str, Truth]:
-        return {"a": Truth(self.logits(self.double(self.q_proj, H), self.double(self.k_proj, H), "a"))}
+        return {
+            "a": Truth(
+                self.logits(
+                    self.double(self.q_proj, H), self.double(self.k_proj, H), "a"
+                )
+            )
+        }
 
     def index_truth(self) -> np.ndarray:
         """I [b t s] = Σ_j w_j ReLU(q_j·k), -inf where the key comes later."""
         q = self.double(self.iq, self.index_heads)
-        k, w = self.double(self.ik, 1), (self.input @ self.iw.weight.detach().double().mT).mT[..., None]
+        k, w = (
+            self.double(self.ik, 1),
+            (self.input @ self.iw.weight.detach().double().mT).mT[..., None],
+        )
         i, j = places()
         return ((q @ k.mT).clamp_min(0) * w).sum(1).masked_fill(j > i, NEVER).numpy()
 
@@ -104,7 +131,10 @@ class Compressed(Sparse):
     def __init__(self, *, m: int, top: int | None, window: int = 4) -> None:
         super().__init__(n_kv_heads=1)
         self.m, self.top, self.window = m, top, window
-        self.c_proj, self.z_proj = nn.Linear(M, D, bias=False), nn.Linear(M, D, bias=False)
+        self.c_proj, self.z_proj = (
+            nn.Linear(M, D, bias=False),
+            nn.Linear(M, D, bias=False),
+        )
         self.iq, self.iw = nn.Linear(M, 2 * D, bias=False), nn.Linear(M, 2, bias=False)
         self.sinks = nn.Parameter(torch.tensor([-1.0, 0.0, 1.5, 6.0]))
 
@@ -122,15 +152,23 @@ class Compressed(Sparse):
         open_ = torch.arange(n) < (i + 1) // self.m
         if self.top is not None:
             scores = self.iq(x).unflatten(-1, (2, D)) @ short.mT  # [b t 2 n]
-            index = (F.relu(scores) * self.iw(x)[..., None]).sum(2).masked_fill(~open_, NEVER)
+            index = (
+                (F.relu(scores) * self.iw(x)[..., None])
+                .sum(2)
+                .masked_fill(~open_, NEVER)
+            )
             best = index.topk(min(self.top, n), dim=-1).indices
-            open_ = open_ & torch.zeros_like(index, dtype=torch.bool).scatter(-1, best, True)
+            open_ = open_ & torch.zeros_like(index, dtype=torch.bool).scatter(
+                -1, best, True
+            )
         near = ((j <= i) & (i - j < self.window)).expand(x.shape[0], -1, -1)
         seen = torch.cat([near, open_.expand(x.shape[0], -1, -1)], -1)[:, None]
         self.hidden["a"] = ~seen.expand(-1, H, -1, -1)
         keys = torch.cat([k, short], 2)
         z = (q @ keys.mT / math.sqrt(D)).masked_fill(~seen, NEVER)
-        z = torch.cat([z, self.sinks.view(1, H, 1, 1).expand(x.shape[0], -1, t, -1)], -1)
+        z = torch.cat(
+            [z, self.sinks.view(1, H, 1, 1).expand(x.shape[0], -1, t, -1)], -1
+        )
         z = z - z.max(-1, keepdim=True).values
         return (z.softmax(-1)[..., :-1] @ keys).transpose(1, 2).flatten(2)
 
@@ -138,13 +176,20 @@ class Compressed(Sparse):
         weights = (self.c_proj.weight, self.z_proj.weight)
         short = self.compressed(*(self.input @ w.detach().double().mT for w in weights))
         keys = torch.cat([self.double(self.k_proj, 1), short], 2)
-        return {"a": Truth(self.logits(self.double(self.q_proj, H), keys, "a"), self.sinks.detach().double().numpy())}
+        return {
+            "a": Truth(
+                self.logits(self.double(self.q_proj, H), keys, "a"),
+                self.sinks.detach().double().numpy(),
+            )
+        }
 
 
 class NSA(Sparse):
     """Keys of two groups; `gathered`: the selected keys of each query are gathered, else the others are masked."""
 
-    def __init__(self, *, gathered: bool, block: int = 4, top: int = 2, window: int = 5) -> None:
+    def __init__(
+        self, *, gathered: bool, block: int = 4, top: int = 2, window: int = 5
+    ) -> None:
         super().__init__(n_kv_heads=2)
         self.gathered, self.block, self.top, self.window = gathered, block, top, window
         self.mix, self.gate = nn.Linear(block * D, D, bias=False), nn.Linear(M, 3)
@@ -158,29 +203,53 @@ class NSA(Sparse):
         q, k, v = self.qkv(x)
         b, t, r, low = x.shape[0], x.shape[1], H // 2, torch.finfo(x.dtype).min
         i, j = torch.arange(t)[:, None], torch.arange(t)[None]
-        short, values = (self.mix(self.blocks(y).flatten(3)).repeat_interleave(r, 1) for y in (k, v))
+        short, values = (
+            self.mix(self.blocks(y).flatten(3)).repeat_interleave(r, 1) for y in (k, v)
+        )
         n = short.shape[2]
         open_ = torch.arange(n) < (i + 1) // self.block
         z = (q @ short.mT / math.sqrt(D)).masked_fill(~open_, low)
         weights = z.softmax(-1)
         self.hidden["a"] = ~open_.expand(b, H, -1, -1)
-        best = weights.unflatten(1, (2, r)).sum(2).topk(min(self.top, n), dim=-1).indices  # [b g t top]
+        best = (
+            weights.unflatten(1, (2, r)).sum(2).topk(min(self.top, n), dim=-1).indices
+        )  # [b g t top]
         self.chosen = best
-        seen = torch.zeros(b, 2, t, n, dtype=torch.bool).scatter(-1, best, True).repeat_interleave(self.block, -1)
+        seen = (
+            torch.zeros(b, 2, t, n, dtype=torch.bool)
+            .scatter(-1, best, True)
+            .repeat_interleave(self.block, -1)
+        )
         seen = F.pad(seen, (0, t - seen.shape[-1])) & (j <= i) | (j == i)
         if self.gathered:
             place = torch.cat(
-                [(best[..., None] * self.block + torch.arange(self.block)).flatten(3), i.expand(b, 2, t, 1)], -1
+                [
+                    (best[..., None] * self.block + torch.arange(self.block)).flatten(
+                        3
+                    ),
+                    i.expand(b, 2, t, 1),
+                ],
+                -1,
             )
-            twice = (place[..., :-1] == i).any(-1)  # the query's own key is in a block already
+            twice = (place[..., :-1] == i).any(
+                -1
+            )  # the query's own key is in a block already
             known = place <= i
             known[..., -1] &= ~twice
             keys, vals = (
-                y[:, :, None].expand(-1, -1, t, -1, -1).gather(3, place[..., None].expand(-1, -1, -1, -1, D))
+                y[:, :, None]
+                .expand(-1, -1, t, -1, -1)
+                .gather(3, place[..., None].expand(-1, -1, -1, -1, D))
                 for y in (k, v)
             )
-            z = torch.einsum("bgrtd,bgtsd->bgrts", q.unflatten(1, (2, r)), keys) / math.sqrt(D)
-            selected = torch.einsum("bgrts,bgtsd->bgrtd", z.masked_fill(~known[:, :, None], low).softmax(-1), vals)
+            z = torch.einsum(
+                "bgrtd,bgtsd->bgrts", q.unflatten(1, (2, r)), keys
+            ) / math.sqrt(D)
+            selected = torch.einsum(
+                "bgrts,bgtsd->bgrtd",
+                z.masked_fill(~known[:, :, None], low).softmax(-1),
+                vals,
+            )
             selected = selected.flatten(1, 2)
         else:
             wide = (y.repeat_interleave(r, 1) for y in (k, v, seen))
@@ -190,9 +259,15 @@ class NSA(Sparse):
         self.hidden["a#2"] = ~seen.repeat_interleave(r, 1)
         near = (j <= i) & (i - j < self.window)
         self.hidden["a#3"] = ~near.expand(b, H, -1, -1)
-        sliding = F.scaled_dot_product_attention(q, *(y.repeat_interleave(r, 1) for y in (k, v)), attn_mask=near)
+        sliding = F.scaled_dot_product_attention(
+            q, *(y.repeat_interleave(r, 1) for y in (k, v)), attn_mask=near
+        )
         g = self.gate(x).sigmoid().mT[:, :, None, :, None]
-        return (g[:, 0] * (weights @ values) + g[:, 1] * selected + g[:, 2] * sliding).transpose(1, 2).flatten(2)
+        return (
+            (g[:, 0] * (weights @ values) + g[:, 1] * selected + g[:, 2] * sliding)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
     def truth(self) -> dict[str, Truth]:
         q, k = self.double(self.q_proj, H), self.double(self.k_proj, 2)
@@ -215,19 +290,36 @@ class MoBA(Sparse):
         q, k, v = self.qkv(x)
         t = x.shape[1]
         n = math.ceil(t / self.block)
-        means = torch.stack([k[:, :, i * self.block : (i + 1) * self.block].mean(2) for i in range(n)], 2)
+        means = torch.stack(
+            [k[:, :, i * self.block : (i + 1) * self.block].mean(2) for i in range(n)],
+            2,
+        )
         gate = torch.einsum("bhtd,bhnd->bhtn", q, means)
         own, blocks = torch.arange(t)[:, None] // self.block, torch.arange(n)[None]
-        gate = gate.masked_fill(blocks > own, NEVER).masked_fill(blocks == own, math.inf)
+        gate = gate.masked_fill(blocks > own, NEVER).masked_fill(
+            blocks == own, math.inf
+        )
         best = gate.topk(min(self.top, n), dim=-1).indices
-        seen = torch.zeros_like(gate, dtype=torch.bool).scatter(-1, best, True).repeat_interleave(self.block, -1)
+        seen = (
+            torch.zeros_like(gate, dtype=torch.bool)
+            .scatter(-1, best, True)
+            .repeat_interleave(self.block, -1)
+        )
         seen = seen[..., :t] & torch.ones(t, t, dtype=torch.bool).tril()
         self.hidden["a"] = ~seen
         z = torch.einsum("bhtd,bhsd->bhts", q, k) / math.sqrt(D)
-        return torch.einsum("bhts,bhsd->bthd", z.masked_fill(~seen, NEVER).softmax(-1), v).flatten(2)
+        return torch.einsum(
+            "bhts,bhsd->bthd", z.masked_fill(~seen, NEVER).softmax(-1), v
+        ).flatten(2)
 
     def truth(self) -> dict[str, Truth]:
-        return {"a": Truth(self.logits(self.double(self.q_proj, H), self.double(self.k_proj, H), "a"))}
+        return {
+            "a": Truth(
+                self.logits(
+                    self.double(self.q_proj, H), self.double(self.k_proj, H), "a"
+                )
+            )
+        }
 
 
 class Model(nn.Module):
@@ -252,17 +344,29 @@ class Numbers(NamedTuple):
 def numbers(truth: Truth) -> Numbers:
     """Row by row, of the rows that reach a key, in plain float64."""
     b, h, t, _ = truth.logits.shape
-    top, entropies, firsts = np.full(h, -np.inf), [[] for _ in range(h)], [[] for _ in range(h)]
+    top, entropies, firsts = (
+        np.full(h, -np.inf),
+        [[] for _ in range(h)],
+        [[] for _ in range(h)],
+    )
     for one, head, row in np.ndindex(b, h, t):
         z = truth.logits[one, head, row]
         reached = np.flatnonzero(np.isfinite(z))
         if not len(reached):
             continue
         top[head] = max(top[head], z[reached].max())
-        every = z[reached] if truth.sink is None else np.append(z[reached], truth.sink[head])
+        every = (
+            z[reached]
+            if truth.sink is None
+            else np.append(z[reached], truth.sink[head])
+        )
         e = np.exp(every - every.max())
         p = e / math.fsum(e)
         entropies[head].append(-math.fsum(x * math.log(x) for x in p if x > 0))
         if len(reached) > 1:
             firsts[head].append(p[0])
-    return Numbers(top, np.array([np.mean(x) for x in entropies]), np.array([np.mean(x) for x in firsts]))
+    return Numbers(
+        top,
+        np.array([np.mean(x) for x in entropies]),
+        np.array([np.mean(x) for x in firsts]),
+    )

@@ -13,7 +13,9 @@ H, T, D = 4, 6, 8
 class Sum(nn.Module):
     """Attention [b t h·d] whose logit `z` is what `scores` makes of the projections."""
 
-    def __init__(self, scores: Callable[[Sum, dict[str, Tensor]], Tensor], *names: str) -> None:
+    def __init__(
+        self, scores: Callable[[Sum, dict[str, Tensor]], Tensor], *names: str
+    ) -> None:
         super().__init__()
         self.scores = scores
         for name in (*names, "v"):
@@ -24,9 +26,14 @@ class Sum(nn.Module):
         self.per_head = nn.Parameter(torch.randn(T, H * D))
         self.pairs = nn.Parameter(torch.randn(T, T, D))
         self.memory = nn.Parameter(torch.randn(H, 2, D))
-        self.wq, self.wk = nn.Parameter(torch.randn(32, H, D)), nn.Parameter(torch.randn(H, 32, D))
+        self.wq, self.wk = (
+            nn.Parameter(torch.randn(32, H, D)),
+            nn.Parameter(torch.randn(H, 32, D)),
+        )
         self.depth = nn.Conv1d(32, 32, 3, padding=1, groups=32, bias=False)
-        self.point, self.wide = (nn.Conv1d(32, 32, n, padding=n // 2, bias=False) for n in (1, 3))
+        self.point, self.wide = (
+            nn.Conv1d(32, 32, n, padding=n // 2, bias=False) for n in (1, 3)
+        )
         self.embedding = nn.Embedding(2 * T - 1, D)
         self.gap = (torch.arange(T)[:, None] - torch.arange(T)).abs()
         self.mix = nn.Conv2d(H, H, 1, bias=False)
@@ -34,7 +41,10 @@ class Sum(nn.Module):
         self.z = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = {n: getattr(self, n)(x).unflatten(-1, (H, D)).transpose(1, 2) for n in (*self.names, "v")}
+        parts = {
+            n: getattr(self, n)(x).unflatten(-1, (H, D)).transpose(1, 2)
+            for n in (*self.names, "v")
+        }
         v = parts.pop("v")
         self.x = x
         self.z = self.scores(self, parts) / 4
@@ -52,7 +62,9 @@ def in_place(m: Sum, p: dict[str, Tensor]) -> Tensor:
 
 
 def with_alpha(m: Sum, p: dict[str, Tensor]) -> Tensor:
-    return torch.add(p["q1"] @ p["k1"].mT, p["q2"] @ p["k2"].mT * 0.5, alpha=2.0).sub(p["q2"] @ p["k1"].mT)
+    return torch.add(p["q1"] @ p["k1"].mT, p["q2"] @ p["k2"].mT * 0.5, alpha=2.0).sub(
+        p["q2"] @ p["k1"].mT
+    )
 
 
 def batched(m: Sum, p: dict[str, Tensor]) -> Tensor:
@@ -63,15 +75,23 @@ def batched(m: Sum, p: dict[str, Tensor]) -> Tensor:
 def absorbed(m: Sum, p: dict[str, Tensor]) -> Tensor:
     """DeepSeek's layout of scores, turned for the softmax of this module."""
     q1, k1, q2, k2 = (x.transpose(1, 2) for x in p.values())
-    z = torch.einsum("bshd,bthd->bsht", q1, k1) + torch.einsum("bshd,btd->bsht", q2, k2[:, :, 0])
+    z = torch.einsum("bshd,bthd->bsht", q1, k1) + torch.einsum(
+        "bshd,btd->bsht", q2, k2[:, :, 0]
+    )
     return z.transpose(1, 2)
 
 
 def transformer_xl(m: Sum, p: dict[str, Tensor]) -> Tensor:
     """Positions projected as keys, moved to their place by the relative shift."""
     b = p["q1"] @ p["k2"].mT
-    b = torch.nn.functional.pad(b, (1, 0)).view(len(b), H, T + 1, T)[:, :, 1:].view_as(b)
-    return (p["q1"] @ p["k1"].mT + b).masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+    b = (
+        torch.nn.functional.pad(b, (1, 0))
+        .view(len(b), H, T + 1, T)[:, :, 1:]
+        .view_as(b)
+    )
+    return (p["q1"] @ p["k1"].mT + b).masked_fill(
+        torch.ones(T, T).triu(1).bool(), -torch.inf
+    )
 
 
 def deberta(m: Sum, p: dict[str, Tensor]) -> Tensor:
@@ -92,11 +112,15 @@ def shaw_rows(m: Sum, p: dict[str, Tensor]) -> Tensor:
 
 
 def shaw_heads(m: Sum, p: dict[str, Tensor]) -> Tensor:
-    return p["q1"] @ p["k1"].mT + torch.einsum("bhtd,shd->bhts", p["q1"], m.per_head.view(T, H, D))
+    return p["q1"] @ p["k1"].mT + torch.einsum(
+        "bhtd,shd->bhts", p["q1"], m.per_head.view(T, H, D)
+    )
 
 
 def shaw_embedding(m: Sum, p: dict[str, Tensor]) -> Tensor:
-    return p["q1"] @ p["k1"].mT + torch.einsum("bhtd,tsd->bhts", p["q1"], m.embedding(m.gap))
+    return p["q1"] @ p["k1"].mT + torch.einsum(
+        "bhtd,tsd->bhts", p["q1"], m.embedding(m.gap)
+    )
 
 
 def shaw_pairs(m: Sum, p: dict[str, Tensor]) -> Tensor:
@@ -106,28 +130,44 @@ def shaw_pairs(m: Sum, p: dict[str, Tensor]) -> Tensor:
 
 def interpolated(m: Sum, p: dict[str, Tensor]) -> Tensor:
     """SAM's: a table for images of another size."""
-    table = torch.nn.functional.interpolate(m.table.mT[None], size=2 * T - 1, mode="linear")[0].mT
+    table = torch.nn.functional.interpolate(
+        m.table.mT[None], size=2 * T - 1, mode="linear"
+    )[0].mT
     return p["q1"] @ p["k1"].mT + torch.einsum("bhtd,tsd->bhts", p["q1"], table[m.gap])
 
 
 def two_tables(m: Sum, p: dict[str, Tensor]) -> Tensor:
     """BoTNet's: heights plus widths."""
-    return p["q1"] @ p["k1"].mT + p["q1"] @ (m.table[:2, None] + m.rows.mT[None, 3:]).flatten(0, 1).mT
+    return (
+        p["q1"] @ p["k1"].mT
+        + p["q1"] @ (m.table[:2, None] + m.rows.mT[None, 3:]).flatten(0, 1).mT
+    )
 
 
 def memory_keys(m: Sum, p: dict[str, Tensor]) -> Tensor:
     """x-transformers' learned keys of each head before those of the tokens."""
-    return p["q1"] @ torch.cat([m.memory.expand(len(p["k1"]), -1, -1, -1), p["k1"][:, :, 2:]], 2).mT
+    return (
+        p["q1"]
+        @ torch.cat(
+            [m.memory.expand(len(p["k1"]), -1, -1, -1), p["k1"][:, :, 2:]], 2
+        ).mT
+    )
 
 
 def memory_columns(m: Sum, p: dict[str, Tensor]) -> Tensor:
     learned = m.per_head[None, :2].unflatten(-1, (H, D)).transpose(1, 2)
-    return p["q1"] @ torch.cat([p["k1"][:, :, 2:], learned.expand(len(p["k1"]), -1, -1, -1)], 2).mT
+    return (
+        p["q1"]
+        @ torch.cat([p["k1"][:, :, 2:], learned.expand(len(p["k1"]), -1, -1, -1)], 2).mT
+    )
 
 
 def three_dimensions(m: Sum, p: dict[str, Tensor]) -> Tensor:
     """XLNet's projections, and those of a matrix for each head."""
-    q, k = torch.einsum("btm,mhd->bthd", m.x, m.wq), torch.einsum("btm,hmd->bhtd", m.x, m.wk)
+    q, k = (
+        torch.einsum("btm,mhd->bthd", m.x, m.wq),
+        torch.einsum("btm,hmd->bhtd", m.x, m.wk),
+    )
     return p["q1"] @ p["k1"].mT + torch.einsum("bthd,bhsd->bhts", q, k)
 
 
@@ -141,22 +181,54 @@ Terms = list[tuple[list[str], list[str]]]
 SUMS: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str, Terms]] = {
     "two": (two, "q1 k1 q2 k2", [(["q1"], ["k1"]), (["q2"], ["k2"])]),
     "in place": (in_place, "q1 k1 k2", [(["q1"], ["k1"]), (["q1"], ["k2"])]),
-    "alpha": (with_alpha, "q1 k1 q2 k2", [(["q1"], ["k1"]), (["q2"], ["k2"]), (["q2"], ["k1"])]),
+    "alpha": (
+        with_alpha,
+        "q1 k1 q2 k2",
+        [(["q1"], ["k1"]), (["q2"], ["k2"]), (["q2"], ["k1"])],
+    ),
     "baddbmm": (batched, "q1 k1 q2 k2", [(["q1"], ["k1"]), (["q2"], ["k2"])]),
     "absorbed": (absorbed, "q1 k1 q2 k2", [(["q1"], ["k1"]), (["q2"], ["k2"])]),
-    "relative shift": (transformer_xl, "q1 k1 k2", [(["q1"], ["k1"]), (["q1"], ["k2"])]),
-    "disentangled": (deberta, "q1 k1 q2 k2", [(["q1"], ["k1"]), (["q1"], ["k2"]), (["q2"], ["k1"])]),
+    "relative shift": (
+        transformer_xl,
+        "q1 k1 k2",
+        [(["q1"], ["k1"]), (["q1"], ["k2"])],
+    ),
+    "disentangled": (
+        deberta,
+        "q1 k1 q2 k2",
+        [(["q1"], ["k1"]), (["q1"], ["k2"]), (["q2"], ["k1"])],
+    ),
     "table": (shaw_table, "q1 k1", [(["q1"], ["table"]), (["q1"], ["k1"])]),
     "table of rows": (shaw_rows, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["rows"])]),
     "table of heads": (shaw_heads, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["per_head"])]),
     "embedding": (shaw_embedding, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["embedding"])]),
     "table of pairs": (shaw_pairs, "q1 k1", [(["q1"], ["pairs"]), (["q1"], ["k1"])]),
-    "interpolated table": (interpolated, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["table"])]),
-    "sum of tables": (two_tables, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["rows"]), (["q1"], ["table"])]),
+    "interpolated table": (
+        interpolated,
+        "q1 k1",
+        [(["q1"], ["k1"]), (["q1"], ["table"])],
+    ),
+    "sum of tables": (
+        two_tables,
+        "q1 k1",
+        [(["q1"], ["k1"]), (["q1"], ["rows"]), (["q1"], ["table"])],
+    ),
     "memory keys": (memory_keys, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["memory"])]),
-    "columns of memory keys": (memory_columns, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["per_head"])]),
-    "weights of three dimensions": (three_dimensions, "q1 k1", [(["q1"], ["k1"]), (["wq"], ["wk"])]),
-    "convolutions": (convolutions, "q1 k1", [(["q1"], ["k1"]), (["depth", "point"], ["wide"])]),
+    "columns of memory keys": (
+        memory_columns,
+        "q1 k1",
+        [(["q1"], ["k1"]), (["q1"], ["per_head"])],
+    ),
+    "weights of three dimensions": (
+        three_dimensions,
+        "q1 k1",
+        [(["q1"], ["k1"]), (["wq"], ["wk"])],
+    ),
+    "convolutions": (
+        convolutions,
+        "q1 k1",
+        [(["q1"], ["k1"]), (["depth", "point"], ["wide"])],
+    ),
 }
 
 
@@ -189,7 +261,9 @@ def mixed_residual(m: Sum, p: dict[str, Tensor]) -> Tensor:
 
 def gated(m: Sum, p: dict[str, Tensor]) -> Tensor:
     """A bias that the input decides on."""
-    return p["q1"] @ p["k1"].mT + m.gate(m.x).permute(0, 2, 1)[..., None] * torch.randn(T, T)
+    return p["q1"] @ p["k1"].mT + m.gate(m.x).permute(0, 2, 1)[..., None] * torch.randn(
+        T, T
+    )
 
 
 def capped_part(m: Sum, p: dict[str, Tensor]) -> Tensor:
@@ -198,8 +272,14 @@ def capped_part(m: Sum, p: dict[str, Tensor]) -> Tensor:
 
 # What is not known of each, in the words of the site.
 UNKNOWN: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str]] = {
-    "talking heads, residual": (mixed_residual, "a term added to its scores depends on the input and is not a product"),
-    "gated bias": (gated, "a term added to its scores depends on the input and is not a product"),
+    "talking heads, residual": (
+        mixed_residual,
+        "a term added to its scores depends on the input and is not a product",
+    ),
+    "gated bias": (
+        gated,
+        "a term added to its scores depends on the input and is not a product",
+    ),
     "a part capped": (capped_part, "a term of the sum is capped before it is added"),
 }
 

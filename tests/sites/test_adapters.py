@@ -17,7 +17,9 @@ from qkeel.capture.intercept import CaptureMode  # noqa: E402
 from qkeel.sites import AttentionSite, HeadSlice  # noqa: E402
 
 # peft asks transformers by a name that is on its way out.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 H, G, D = 4, 2, 8
 IDS = torch.randint(3, 64, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -41,12 +43,18 @@ def llama() -> nn.Module:
 
 def gpt2() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=64, n_embd=H * D, n_layer=1, n_head=H, bos_token_id=1, eos_token_id=2)
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=H * D, n_layer=1, n_head=H, bos_token_id=1, eos_token_id=2
+    )
     return transformers.GPT2LMHeadModel(config).double().eval()
 
 
-def adapted(model: nn.Module, *targets: str, random: bool = True, **options: Any) -> nn.Module:
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=list(targets), **options)).double()
+def adapted(
+    model: nn.Module, *targets: str, random: bool = True, **options: Any
+) -> nn.Module:
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=list(targets), **options)
+    ).double()
     if random:
         for name, p in model.named_parameters():
             if "lora_B" in name:
@@ -65,7 +73,10 @@ def q_and_k(model: nn.Module) -> tuple[Tensor, Tensor]:
 def ways(site: AttentionSite, side: str) -> list[list[str]]:
     found: list[list[str]] = []
     for term in site.terms:
-        names = [part.parameter.split(".attn.")[-1].split("self_attn.")[-1] for part in getattr(term, side)]
+        names = [
+            part.parameter.split(".attn.")[-1].split("self_attn.")[-1]
+            for part in getattr(term, side)
+        ]
         if names not in found:
             found.append(names)
     return sorted(found)
@@ -81,11 +92,17 @@ def check_by_differences(model: nn.Module, site: AttentionSite) -> None:
             for h in range(part.n):
                 moved = nudged(model, weight, part, h)[side] - before[side]
                 reached = moved.abs().amax((0, 2, 3)) > 1e-9
-                expected = torch.ones(n, dtype=torch.bool) if part.n == 1 else torch.arange(n) == h
+                expected = (
+                    torch.ones(n, dtype=torch.bool)
+                    if part.n == 1
+                    else torch.arange(n) == h
+                )
                 assert torch.equal(reached, expected), (part.parameter, h)
 
 
-def nudged(model: nn.Module, weight: Tensor, part: HeadSlice, h: int) -> tuple[Tensor, Tensor]:
+def nudged(
+    model: nn.Module, weight: Tensor, part: HeadSlice, h: int
+) -> tuple[Tensor, Tensor]:
     kept = weight.clone()
     lines = torch.zeros(weight.shape[part.axis], dtype=torch.float64)
     lines[part.index[h]] = 1e-3
@@ -96,16 +113,24 @@ def nudged(model: nn.Module, weight: Tensor, part: HeadSlice, h: int) -> tuple[T
     return after
 
 
-BASE, A, B = "q_proj.base_layer.weight", "q_proj.lora_A.default.weight", "q_proj.lora_B.default.weight"
+BASE, A, B = (
+    "q_proj.base_layer.weight",
+    "q_proj.lora_A.default.weight",
+    "q_proj.lora_B.default.weight",
+)
 
 
 @pytest.mark.parametrize("random", [True, False])
-def test_both_projections_wrapped_give_every_pair_of_ways_even_before_the_first_step(random: bool) -> None:
+def test_both_projections_wrapped_give_every_pair_of_ways_even_before_the_first_step(
+    random: bool,
+) -> None:
     model = adapted(llama(), "q_proj", "k_proj", random=random)
     (site,) = find_sites(model, {"input_ids": IDS})
     assert len(site.terms) == 4
     assert ways(site, "query") == [[BASE], [A, B]]
-    assert ways(site, "key") == [[n.replace("q_", "k_") for n in way] for way in ([BASE], [A, B])]
+    assert ways(site, "key") == [
+        [n.replace("q_", "k_") for n in way] for way in ([BASE], [A, B])
+    ]
     by_name = {p.parameter.split("self_attn.")[-1]: p for p in (*site.query, *site.key)}
     rows = torch.arange(H * D).view(H, D)
     assert torch.equal(by_name[BASE].index, rows)
@@ -124,7 +149,9 @@ def test_one_wrapped_projection_leaves_the_other_plain() -> None:
     check_by_differences(model, site)
 
 
-def test_a_wrapped_fused_projection_has_rows_for_q_and_for_k_in_base_and_adapter() -> None:
+def test_a_wrapped_fused_projection_has_rows_for_q_and_for_k_in_base_and_adapter() -> (
+    None
+):
     model = adapted(gpt2(), "c_attn", fan_in_fan_out=True)
     (site,) = find_sites(model, {"input_ids": IDS})
     assert len(site.terms) == 4
@@ -144,7 +171,10 @@ def test_of_several_adapters_those_that_are_active_count() -> None:
     second = ["q_proj.lora_A.second.weight", "q_proj.lora_B.second.weight"]
     states: list[tuple[Callable[[], object], list[list[str]]]] = [
         (lambda: model.set_adapter("second"), [[BASE], second]),
-        (lambda: model.base_model.set_adapter(["default", "second"]), [[BASE], [A, B], second]),
+        (
+            lambda: model.base_model.set_adapter(["default", "second"]),
+            [[BASE], [A, B], second],
+        ),
         (lambda: model.base_model.disable_adapter_layers(), [[BASE]]),
     ]
     for change, expected in states:

@@ -18,8 +18,12 @@ from qkeel.functional.statistics import LogitStats  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
-    pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),  # transformers' own
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),  # torch's own, where it compiles
+    pytest.mark.filterwarnings(
+        "ignore:_compile flag on create_block_mask:DeprecationWarning"
+    ),  # transformers' own
+    pytest.mark.filterwarnings(
+        "ignore:`torch.jit.script:DeprecationWarning"
+    ),  # torch's own, where it compiles
 ]
 
 NAMES = ("eager", "sdpa", "flex_attention", "registered")
@@ -29,10 +33,17 @@ KEEP[1, :3] = 0  # padded on the left
 
 
 def registered(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """A user's own attention function."""
-    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    key, value = (
+        x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value)
+    )
     scores = query @ key.mT * options["scaling"]
     if attention_mask is not None:
         scores = scores + attention_mask
@@ -41,7 +52,10 @@ def registered(
 
 @pytest.fixture(autouse=True)
 def _names() -> Iterator[None]:
-    functions, masks = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    functions, masks = (
+        transformers.AttentionInterface,
+        transformers.AttentionMaskInterface,
+    )
     functions.register("registered", registered)
     masks.register("registered", transformers.masking_utils.eager_mask)
     functions.register("without a mask", registered)
@@ -90,13 +104,17 @@ def test_statistics_and_sites_are_the_same_under_every_name(name: str) -> None:
     assert list(found) == [f"model.layers.{i}.self_attn" for i in (0, 1)]
     for site, stats in found.items():
         for field in ("max_logit", "entropy", "query_norm_max"):
-            torch.testing.assert_close(getattr(stats, field), getattr(plain[site], field), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                getattr(stats, field), getattr(plain[site], field), rtol=1e-4, atol=1e-5
+            )
         assert stats.n_pairs.tolist() == [36 + 15] * 4  # 8 and 5 tokens, causal
         assert len(stats.key_norm) == 2
     sites = find_sites(model, {"input_ids": IDS, "attention_mask": KEEP})
     assert [s.name for s in sites] == list(found)
     for site in sites:
-        assert torch.equal(site.terms[0].query[0].index, torch.arange(32).view(4, 8)), site.why
+        assert torch.equal(site.terms[0].query[0].index, torch.arange(32).view(4, 8)), (
+            site.why
+        )
         assert torch.equal(site.terms[0].key[0].index, torch.arange(16).view(2, 8))
 
 
@@ -109,7 +127,9 @@ def test_a_row_padded_on_the_left_computes_what_it_does_alone(name: str) -> None
     torch.testing.assert_close(logits[1:, 3:], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_a_function_registered_without_a_mask_function_is_shown_to_see_everything() -> None:
+def test_a_function_registered_without_a_mask_function_is_shown_to_see_everything() -> (
+    None
+):
     # transformers then gives it no mask at all, without a word.
     _, found = watched(llama("without a mask"))
     assert [s.n_pairs.tolist() for s in found.values()] == [[2 * 64] * 4] * 2

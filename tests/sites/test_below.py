@@ -18,7 +18,9 @@ from qkeel.functional.statistics import LogitStats
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented"),
+    pytest.mark.filterwarnings(
+        "ignore:There is a performance drop because we have not yet implemented"
+    ),
 ]
 
 B, H, T, D = 2, 4, 6, 8
@@ -28,7 +30,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     hidden = torch.ones(q.size(-2), k.size(-2)).tril() == 0
     scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
-    return torch.matmul(torch.softmax(scores.masked_fill(hidden, -float("inf")), dim=-1), v)
+    return torch.matmul(
+        torch.softmax(scores.masked_fill(hidden, -float("inf")), dim=-1), v
+    )
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -57,9 +61,20 @@ WAYS: dict[str, tuple[Callable[[], Attend], bool]] = {
     "vmap over the batch": (lambda: torch.func.vmap(attention), True),
     "vmap over heads": (lambda: heads_one_by_one, True),
     "vmap of a fused function": (lambda: torch.func.vmap(fused), True),
-    "operator": (lambda: lambda q, k, v: torch.ops.aten.scaled_dot_product_attention(q, k, v, None, 0.0, True), False),
+    "operator": (
+        lambda: (
+            lambda q, k, v: torch.ops.aten.scaled_dot_product_attention(
+                q, k, v, None, 0.0, True
+            )
+        ),
+        False,
+    ),
     "overload": (
-        lambda: lambda q, k, v: torch.ops.aten.scaled_dot_product_attention.default(q, k, v, None, 0.0, True),
+        lambda: (
+            lambda q, k, v: torch.ops.aten.scaled_dot_product_attention.default(
+                q, k, v, None, 0.0, True
+            )
+        ),
         False,
     ),
     "plain": (lambda: attention, False),
@@ -74,19 +89,27 @@ class Block(nn.Module):
         self.c_attn = nn.Linear(H * D, 3 * H * D)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(2, (H, D)).transpose(1, 2) for y in self.c_attn(x).split(H * D, dim=2))
+        q, k, v = (
+            y.unflatten(2, (H, D)).transpose(1, 2)
+            for y in self.c_attn(x).split(H * D, dim=2)
+        )
         return self.attend(q, k, v).transpose(1, 2).flatten(2)
 
 
 def seen(model: nn.Module, x: Tensor) -> tuple[Tensor, list[LogitStats]]:
     found: list[LogitStats] = []
-    with torch.no_grad(), CaptureMode(model, lambda captured: found.append(statistics(captured.call))):
+    with (
+        torch.no_grad(),
+        CaptureMode(model, lambda captured: found.append(statistics(captured.call))),
+    ):
         out = model(x)
     return out, found
 
 
 @every_way
-def test_the_output_is_the_same_and_statistics_are_the_plain_ones_or_none(name: str) -> None:
+def test_the_output_is_the_same_and_statistics_are_the_plain_ones_or_none(
+    name: str,
+) -> None:
     make, is_hidden = WAYS[name]
     model = Block(make())
     x = torch.randn(B, T, H * D)
@@ -98,7 +121,9 @@ def test_the_output_is_the_same_and_statistics_are_the_plain_ones_or_none(name: 
     model.attend = attention
     _, (plain,) = seen(model, x)
     for stats in found:
-        torch.testing.assert_close(stats.max_logit, plain.max_logit, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            stats.max_logit, plain.max_logit, rtol=1e-5, atol=1e-5
+        )
         torch.testing.assert_close(stats.entropy, plain.entropy, rtol=1e-5, atol=1e-5)
         assert torch.equal(stats.n_pairs, plain.n_pairs)
 
@@ -145,7 +170,9 @@ def test_a_product_with_a_view_of_a_weight_makes_no_scores() -> None:
             self.w = nn.Parameter(torch.randn(H, D, D))
 
         def forward(self, x: Tensor) -> Tensor:
-            q = torch.bmm(x, self.w.mT)  # tagged, q @ k would be no product of two activations
+            q = torch.bmm(
+                x, self.w.mT
+            )  # tagged, q @ k would be no product of two activations
             return torch.softmax(q @ x.mT, dim=-1) @ x
 
     (site,) = find_sites(Experts(), torch.randn(H, T, D))

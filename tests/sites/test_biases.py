@@ -16,12 +16,19 @@ class Beit(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(16, 48, bias=False)
-        self.q_bias, self.v_bias = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16))
+        self.q_bias, self.v_bias = (
+            nn.Parameter(torch.randn(16)),
+            nn.Parameter(torch.randn(16)),
+        )
         self.k_bias: Tensor
         self.register_buffer("k_bias", torch.zeros(16))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(input=x, weight=self.qkv.weight, bias=torch.cat((self.q_bias, self.k_bias, self.v_bias)))
+        y = F.linear(
+            input=x,
+            weight=self.qkv.weight,
+            bias=torch.cat((self.q_bias, self.k_bias, self.v_bias)),
+        )
         q, k, v = (z.unflatten(-1, (4, 4)).transpose(1, 2) for z in y.chunk(3, -1))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
@@ -43,7 +50,10 @@ class Tail(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.bias = nn.Linear(16, 48, bias=False), nn.Parameter(torch.randn(60))
+        self.qkv, self.bias = (
+            nn.Linear(16, 48, bias=False),
+            nn.Parameter(torch.randn(60)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.qkv.weight, self.bias[2:][-50:-2])
@@ -55,21 +65,31 @@ class Tail(nn.Module):
     ("model", "expected"),
     [
         (Beit, [("q_bias", range(16)), None]),
-        (Cross, [("attn.in_proj_bias", range(16)), ("attn.in_proj_bias", range(16, 32))]),
+        (
+            Cross,
+            [("attn.in_proj_bias", range(16)), ("attn.in_proj_bias", range(16, 32))],
+        ),
         (Tail, [("bias", range(10, 26)), ("bias", range(26, 42))]),
     ],
 )
-def test_the_entries_of_each_heads_bias_are_found(model: type[nn.Module], expected: list[object]) -> None:
+def test_the_entries_of_each_heads_bias_are_found(
+    model: type[nn.Module], expected: list[object]
+) -> None:
     (site,) = qkeel.find_sites(model(), torch.randn(2, 5, 16))
     found = [s.bias_of() for s in (*site.query, *site.key)]
     assert [
-        None if b is None else (b.parameter, range(int(b.index[0, 0]), int(b.index[-1, -1]) + 1)) for b in found
+        None
+        if b is None
+        else (b.parameter, range(int(b.index[0, 0]), int(b.index[-1, -1]) + 1))
+        for b in found
     ] == expected
     assert site.verified, site.unverified
 
 
 @pytest.mark.parametrize("build", [Beit, Cross, Tail])
-def test_qk_clip_scales_them_so_that_the_largest_logit_is_the_threshold(build: type[nn.Module]) -> None:
+def test_qk_clip_scales_them_so_that_the_largest_logit_is_the_threshold(
+    build: type[nn.Module],
+) -> None:
     model, x = build().double(), torch.randn(2, 5, 16, dtype=torch.float64)
     with torch.no_grad():
         for p in model.parameters():
@@ -97,9 +117,13 @@ class Distances(nn.Module):
         self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (4, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = (
+            p(x).unflatten(-1, (4, 4)).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
         squares = q.square().sum(-1)[..., None] + k.square().sum(-1)[..., None, :]
-        return (((2 * q @ k.mT - squares) / 4).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return (
+            (((2 * q @ k.mT - squares) / 4).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        )
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -22,7 +22,11 @@ class Core(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         z = q @ k.mT / q.shape[-1] ** 0.5
-        self.largest.append((q.detach().double() @ k.detach().double().mT / q.shape[-1] ** 0.5).amax((0, -2, -1)))
+        self.largest.append(
+            (q.detach().double() @ k.detach().double().mT / q.shape[-1] ** 0.5).amax(
+                (0, -2, -1)
+            )
+        )
         return z.softmax(-1) @ v
 
 
@@ -36,7 +40,11 @@ class Weights(nn.Module):
         self.q, self.k, self.v = (nn.Linear(C, C, bias=False) for _ in range(3))
 
     def forward(self, core: Core, x: Tensor, memory: Tensor) -> Tensor:
-        joined = core(split(self.q(x)), split(self.k(memory)), split(self.v(memory))).transpose(1, 2).flatten(2)
+        joined = (
+            core(split(self.q(x)), split(self.k(memory)), split(self.v(memory)))
+            .transpose(1, 2)
+            .flatten(2)
+        )
         return x + joined
 
 
@@ -58,22 +66,28 @@ class Program(nn.Module):
         torch.manual_seed(seed)
         self.core = Core()
         n = drawn.randint(2, 4)
-        self.parts = nn.ModuleList(Block(self.core) if drawn.random() < 0.5 else Weights() for _ in range(n))
+        self.parts = nn.ModuleList(
+            Block(self.core) if drawn.random() < 0.5 else Weights() for _ in range(n)
+        )
         order = [*range(n), *drawn.choices(range(n), k=drawn.randint(0, 2))]
         drawn.shuffle(order)
         self.order = order
         self.crossed = [drawn.random() < 0.3 for _ in order]
         with torch.no_grad():
             for part in self.parts:
-                part.get_parameter("weights.q.weight" if isinstance(part, Block) else "q.weight").mul_(
-                    drawn.uniform(1.0, 6.0)
-                )
+                part.get_parameter(
+                    "weights.q.weight" if isinstance(part, Block) else "q.weight"
+                ).mul_(drawn.uniform(1.0, 6.0))
 
     def forward(self, x: Tensor) -> Tensor:
         memory = x.flip(1)
         for number, crossed in zip(self.order, self.crossed, strict=True):
             part, source = self.parts[number], memory if crossed else x
-            x = part(x, source) if isinstance(part, Block) else part(self.core, x, source)
+            x = (
+                part(x, source)
+                if isinstance(part, Block)
+                else part(self.core, x, source)
+            )
         return x
 
     def largest_by_weights(self, x: Tensor) -> dict[str, Tensor]:
@@ -84,7 +98,9 @@ class Program(nn.Module):
         for number, largest in zip(self.order, self.core.largest, strict=True):
             inner = "weights." if isinstance(self.parts[number], Block) else ""
             name = f"parts.{number}.{inner}q.weight"
-            maxima[name] = torch.maximum(maxima[name], largest) if name in maxima else largest
+            maxima[name] = (
+                torch.maximum(maxima[name], largest) if name in maxima else largest
+            )
         return maxima
 
 
@@ -102,7 +118,9 @@ def test_each_set_of_weights_is_a_site_with_its_own_statistics(seed: int) -> Non
         read = monitor.read()
     for name, largest in model.largest_by_weights(x).items():
         (site,) = [site for site, query in queries.items() if query == name]
-        torch.testing.assert_close(read[site].max_logit.double(), largest, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            read[site].max_logit.double(), largest, rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -135,8 +153,15 @@ def test_sites_are_named_by_the_module_that_owns_the_projections() -> None:
 
     model = Model()
     sites = find_sites(model, torch.randn(2, 5, C))
-    assert [site.name for site in sites] == ["core", "blocks.1.weights#core", "blocks.2.weights#core"]
-    assert [site.module for site in sites[1:]] == [model.blocks[1].weights, model.blocks[2].weights]
+    assert [site.name for site in sites] == [
+        "core",
+        "blocks.1.weights#core",
+        "blocks.2.weights#core",
+    ]
+    assert [site.module for site in sites[1:]] == [
+        model.blocks[1].weights,
+        model.blocks[2].weights,
+    ]
 
 
 def test_one_weight_for_parts_of_the_input_is_told() -> None:

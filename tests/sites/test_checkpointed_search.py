@@ -14,7 +14,9 @@ import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,11 +32,19 @@ class Block(nn.Module):
 
     def __init__(self, way: str = "fused") -> None:
         super().__init__()
-        self.way, self.qkv, self.gain = way, nn.Linear(H * D, 3 * H * D), nn.Parameter(torch.rand(D) + 0.5)
-        self.mlp = nn.Sequential(nn.Linear(H * D, 4 * H * D), nn.GELU(), nn.Linear(4 * H * D, H * D))
+        self.way, self.qkv, self.gain = (
+            way,
+            nn.Linear(H * D, 3 * H * D),
+            nn.Parameter(torch.rand(D) + 0.5),
+        )
+        self.mlp = nn.Sequential(
+            nn.Linear(H * D, 4 * H * D), nn.GELU(), nn.Linear(4 * H * D, H * D)
+        )
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        q, k, v = (
+            y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
+        )
         return F.rms_norm(q, (D,), self.gain), F.rms_norm(k, (D,), self.gain), v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -42,7 +52,10 @@ class Block(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if self.way == "written out":
             return (q @ k.mT * D**-0.5).softmax(-1) @ v
-        each = [(a @ b.mT * D**-0.5).softmax(-1) @ c for a, b, c in zip(q.unbind(1), k.unbind(1), v.unbind(1))]
+        each = [
+            (a @ b.mT * D**-0.5).softmax(-1) @ c
+            for a, b, c in zip(q.unbind(1), k.unbind(1), v.unbind(1))
+        ]
         return torch.stack(each, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,7 +66,9 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks, each called by `call`."""
 
-    def __init__(self, call: Call = lambda block, x: block(x), way: str = "fused") -> None:
+    def __init__(
+        self, call: Call = lambda block, x: block(x), way: str = "fused"
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.call, self.blocks = call, nn.ModuleList(Block(way) for _ in range(LAYERS))
@@ -65,7 +80,9 @@ class Stack(nn.Module):
 
 
 def by_function(reentrant: bool) -> Call:
-    return lambda block, x: torch_checkpoint.checkpoint(block, x, use_reentrant=reentrant)  # type: ignore[return-value]
+    return lambda block, x: torch_checkpoint.checkpoint(
+        block, x, use_reentrant=reentrant
+    )  # type: ignore[return-value]
 
 
 def nested(block: nn.Module, x: Tensor) -> Tensor:
@@ -74,7 +91,9 @@ def nested(block: nn.Module, x: Tensor) -> Tensor:
 
 def wrapped(**_: object) -> Stack:
     model = Stack()
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    apply_activation_checkpointing(
+        model, check_fn=lambda module: isinstance(module, Block)
+    )
     return model
 
 
@@ -96,9 +115,13 @@ class Live(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         self.now -= self.known.pop(key)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
-        for memory in [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)]:
+        for memory in [
+            x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)
+        ]:
             key = memory._cdata
             if key not in self.known:
                 self.known[key] = memory.nbytes()
@@ -124,7 +147,12 @@ def known(model: nn.Module, x: Tensor) -> list[object]:
     """All that a search says of the sites of a model, without the names that a wrapper puts in between."""
     sites = find_sites(model, x)
     assert all(site.verified for site in sites)
-    return [str((s.name, s.n_heads, s.terms, s.query_gains, s.key_gains)).replace(_WRAPPER, "") for s in sites]
+    return [
+        str((s.name, s.n_heads, s.terms, s.query_gains, s.key_gains)).replace(
+            _WRAPPER, ""
+        )
+        for s in sites
+    ]
 
 
 _WRAPPER = "._checkpoint_wrapped_module"
@@ -137,7 +165,9 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def test_a_checkpointed_model_is_searched_as_one_that_is_not_within_the_memory_of_its_step() -> None:
+def test_a_checkpointed_model_is_searched_as_one_that_is_not_within_the_memory_of_its_step() -> (
+    None
+):
     x = batch()
     plain = known(Stack(), x)
     assert len(plain) == LAYERS
@@ -159,7 +189,9 @@ def test_attention_that_is_written_out_in_a_part_is_known(way: str) -> None:
     assert known(Stack(by_function(False), way), batch()) == plain
 
 
-def test_where_weights_and_logits_lie_in_two_parts_both_are_kept_and_that_is_said() -> None:
+def test_where_weights_and_logits_lie_in_two_parts_both_are_kept_and_that_is_said() -> (
+    None
+):
     def apart(block: Block, x: Tensor) -> Tensor:
         q, k, v = torch_checkpoint.checkpoint(block.heads, x, use_reentrant=False)  # type: ignore[misc]
         return x + block.attend(q, k, v).transpose(1, 2).flatten(2)
@@ -174,7 +206,9 @@ def test_where_weights_and_logits_lie_in_two_parts_both_are_kept_and_that_is_sai
     model = Two()
     for block in model.blocks:
         block.forward = apart.__get__(block)  # type: ignore[method-assign]
-    with pytest.warns(QkeelWarning, match="keeps tensors that gradient checkpointing would drop"):
+    with pytest.warns(
+        QkeelWarning, match="keeps tensors that gradient checkpointing would drop"
+    ):
         assert known(model, batch()) == plain
 
 
@@ -184,6 +218,12 @@ def test_a_part_that_fails_says_so_and_leaves_torchs_checkpoints_as_they_were() 
 
     home = torch_checkpoint
     before = home._checkpoint_without_reentrant_generator, home.CheckpointFunction.apply
-    with pytest.raises(InvalidValueError, match="the forward pass of Stack on the example failed: RuntimeError"):
+    with pytest.raises(
+        InvalidValueError,
+        match="the forward pass of Stack on the example failed: RuntimeError",
+    ):
         find_sites(Stack(fails), batch())
-    assert (home._checkpoint_without_reentrant_generator, home.CheckpointFunction.apply) == before
+    assert (
+        home._checkpoint_without_reentrant_generator,
+        home.CheckpointFunction.apply,
+    ) == before

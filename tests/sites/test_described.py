@@ -16,7 +16,14 @@ from qkeel import find_sites
 from qkeel.capture.calls import statistics
 from qkeel.capture.example import arranged
 from qkeel.capture.intercept import CapturedCall, CaptureMode
-from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelWarning, RefusedError, ShapeError, UnknownNameError
+from qkeel.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    QkeelWarning,
+    RefusedError,
+    ShapeError,
+    UnknownNameError,
+)
 from qkeel.functional.statistics import LogitStats
 from qkeel.patching.modes import FaultGuard
 from qkeel.sites import AttentionSite, Reading, describe
@@ -67,10 +74,14 @@ KEY = Reading(module="kv", layout="b t (n h d)", part=0, parts=2)
 
 
 def described(model: nn.Module, name: str = "layers.0", **more: Any) -> AttentionSite:
-    return describe(model, name, **{"query": QUERY, "key": KEY, "heads": (H, G), **more})
+    return describe(
+        model, name, **{"query": QUERY, "key": KEY, "heads": (H, G), **more}
+    )
 
 
-def watch(model: nn.Module, sites: list[AttentionSite], *inputs: Tensor) -> dict[str, LogitStats]:
+def watch(
+    model: nn.Module, sites: list[AttentionSite], *inputs: Tensor
+) -> dict[str, LogitStats]:
     found: dict[str, LogitStats] = {}
 
     def note(sighting: CapturedCall) -> None:
@@ -82,11 +93,19 @@ def watch(model: nn.Module, sites: list[AttentionSite], *inputs: Tensor) -> dict
     return found
 
 
-def oracle(q: Tensor, k: Tensor, scale: float = 1 / math.sqrt(D)) -> tuple[Tensor, Tensor]:
+def oracle(
+    q: Tensor, k: Tensor, scale: float = 1 / math.sqrt(D)
+) -> tuple[Tensor, Tensor]:
     """Largest logit and mean entropy per head of causal attention, float64; q, k [b h t d]."""
-    z = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT * scale
+    z = (
+        q.double()
+        @ k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT
+        * scale
+    )
     z = z.masked_fill(~torch.ones(z.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-    return z.amax((0, 2, 3)), torch.distributions.Categorical(logits=z).entropy().mean((0, 2))
+    return z.amax((0, 2, 3)), torch.distributions.Categorical(logits=z).entropy().mean(
+        (0, 2)
+    )
 
 
 def test_an_opaque_operator_is_watched_as_described() -> None:
@@ -100,8 +119,12 @@ def test_an_opaque_operator_is_watched_as_described() -> None:
             q = layer.q_proj(x).unflatten(2, (H, D)).transpose(1, 2)  # type: ignore[operator]
             k = layer.kv(x)[..., : G * D].unflatten(2, (G, D)).transpose(1, 2)  # type: ignore[operator]
             top, entropy = oracle(q, k)
-            torch.testing.assert_close(found.max_logit.double(), top, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                found.max_logit.double(), top, rtol=1e-5, atol=1e-5
+            )
+            torch.testing.assert_close(
+                found.entropy.double(), entropy, rtol=1e-5, atol=1e-5
+            )
             x = x + layer(x)
     assert torch.equal(x, expected)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -145,11 +168,14 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_is_brought_into_one(layout: str) -> None:
     x = torch.randn(B, H, T, D)
-    assert torch.equal(arranged(LAYOUTS[layout](x), Reading(module="q", layout=layout), H), x)
+    assert torch.equal(
+        arranged(LAYOUTS[layout](x), Reading(module="q", layout=layout), H), x
+    )
 
 
 @pytest.mark.parametrize(
-    ("layout", "dim"), [("b t (n h d)", 2), ("b t (h n d)", 3), ("b t (h d n)", 4), ("n b t h d", 0)]
+    ("layout", "dim"),
+    [("b t (n h d)", 2), ("b t (h n d)", 3), ("b t (h d n)", 4), ("n b t h d", 0)],
 )
 def test_parts_side_by_side_are_told_apart(layout: str, dim: int) -> None:
     parts = [torch.randn(B, T, H, D) for _ in range(3)]
@@ -166,29 +192,44 @@ class ReformerLike(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.query_key, self.value = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.query_key, self.value = (
+            nn.Linear(16, 16, bias=False),
+            nn.Linear(16, 16, bias=False),
+        )
         self.last: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        q, v = (y.unflatten(2, (4, 4)).transpose(1, 2) for y in (self.query_key(x), self.value(x)))
+        q, v = (
+            y.unflatten(2, (4, 4)).transpose(1, 2)
+            for y in (self.query_key(x), self.value(x))
+        )
         k = F.normalize(q, dim=-1)
         self.last = (q, k)
         out = torch.zeros_like(v)
         for t in range(x.shape[1]):
             z = (q[:, :, t, None] * k[:, :, : t + 1]).sum(-1)
-            out[:, :, t] = (torch.exp(z - z.logsumexp(-1, keepdim=True))[..., None] * v[:, :, : t + 1]).sum(2)
+            out[:, :, t] = (
+                torch.exp(z - z.logsumexp(-1, keepdim=True))[..., None]
+                * v[:, :, : t + 1]
+            ).sum(2)
         return out.transpose(1, 2).flatten(2)
 
 
-def test_a_reformer_like_attention_is_refused_with_the_way_out_and_then_described() -> None:
+def test_a_reformer_like_attention_is_refused_with_the_way_out_and_then_described() -> (
+    None
+):
     model, x = nn.Sequential(nn.Linear(16, 16), ReformerLike()), torch.randn(B, T, 16)
-    with pytest.raises(RefusedError, match=r"(?s)saw no attention.*describe\(model, .*Reading"):
+    with pytest.raises(
+        RefusedError, match=r"(?s)saw no attention.*describe\(model, .*Reading"
+    ):
         find_sites(model, x)
     site = describe(
         model,
         "1",
         query=Reading(module="query_key"),
-        key=Reading(module="query_key", then=lambda q: F.normalize(q, dim=-1), normed=True),
+        key=Reading(
+            module="query_key", then=lambda q: F.normalize(q, dim=-1), normed=True
+        ),
         heads=4,
         spec=AttentionSpec(scale=Fixed(1.0)),
     )
@@ -200,7 +241,9 @@ def test_a_reformer_like_attention_is_refused_with_the_way_out_and_then_describe
     torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
 
 
-def test_functions_may_read_q_k_and_the_mask_from_the_arguments_of_the_forward() -> None:
+def test_functions_may_read_q_k_and_the_mask_from_the_arguments_of_the_forward() -> (
+    None
+):
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -224,17 +267,25 @@ def test_functions_may_read_q_k_and_the_mask_from_the_arguments_of_the_forward()
     x, keep = torch.randn(B, T, 8), torch.ones(B, T, dtype=torch.bool)
     keep[1, 4:] = False
     found: list[LogitStats] = []
-    with CaptureMode(model, lambda s: found.append(statistics(s.call)), described=[site]):
+    with CaptureMode(
+        model, lambda s: found.append(statistics(s.call)), described=[site]
+    ):
         model(x, keep=keep)
     assert found[0].n_pairs.tolist() == [T * T + T * 4]
 
 
-def test_what_is_visible_inside_a_described_module_is_reported_once_as_described() -> None:
+def test_what_is_visible_inside_a_described_module_is_reported_once_as_described() -> (
+    None
+):
     class Visible(Opaque):
         def forward(self, x: Tensor) -> Tensor:
             q = self.q_proj(x).unflatten(2, (H, D)).transpose(1, 2)
             k, v = self.kv(x).unflatten(2, (2, G, D)).transpose(1, 3).unbind(2)
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+            return (
+                F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                .transpose(1, 2)
+                .flatten(2)
+            )
 
     model, x = nn.Sequential(Visible(), Visible()), torch.randn(B, T, H * D)
     how: list[tuple[str, str]] = []
@@ -279,7 +330,12 @@ def test_an_exception_in_the_forward_leaves_nothing_for_the_next_call() -> None:
 
 def test_a_fault_in_a_description_goes_to_the_handler_and_not_into_the_model() -> None:
     model, x = Model(), torch.randn(B, T, H * D)
-    site = described(model, key=Reading(module="kv", layout="b t (n h d)", parts=2, then=lambda k: k[..., 1:]))
+    site = described(
+        model,
+        key=Reading(
+            module="kv", layout="b t (n h d)", parts=2, then=lambda k: k[..., 1:]
+        ),
+    )
     guard = FaultGuard("off: {}")
     watcher = CaptureMode(model, pytest.fail, described=[site], guard=guard)
     with pytest.warns(QkeelWarning, match="off: expected"), watcher:
@@ -288,9 +344,13 @@ def test_a_fault_in_a_description_goes_to_the_handler_and_not_into_the_model() -
 
 
 def test_an_output_that_is_laid_out_otherwise_is_an_error() -> None:
-    with pytest.raises(ShapeError, match=r"expected q's output as \[b h t d\], got shape \(2, 6, 32\)"):
+    with pytest.raises(
+        ShapeError, match=r"expected q's output as \[b h t d\], got shape \(2, 6, 32\)"
+    ):
         arranged(torch.ones(2, 6, 32), Reading(module="q", layout="b h t d"), 4)
-    with pytest.raises(ShapeError, match=r"expected 4 heads in q's output as \[b h t d\]"):
+    with pytest.raises(
+        ShapeError, match=r"expected 4 heads in q's output as \[b h t d\]"
+    ):
         arranged(torch.ones(2, 3, 6, 8), Reading(module="q", layout="b h t d"), 4)
 
 
@@ -300,7 +360,9 @@ def test_a_projection_that_all_heads_share_is_one_slice() -> None:
             super().__init__()
             self.q, self.k = nn.Linear(D, D), nn.Linear(D, D)
 
-    reading = {side: Reading(module=side[0], layout="b t h d") for side in ("query", "key")}
+    reading = {
+        side: Reading(module=side[0], layout="b t h d") for side in ("query", "key")
+    }
     site = describe(Shared(), "", heads=H, **reading)
     assert site.query[0].index.tolist() == [list(range(D))]
 
@@ -309,13 +371,16 @@ def test_a_description_survives_a_copy_of_the_model() -> None:
     model, x = Model(), torch.randn(B, T, H * D)
     twin = copy.deepcopy(model)
     assert torch.equal(
-        watch(model, [described(model)], x)["layers.0"].entropy, watch(twin, [described(twin)], x)["layers.0"].entropy
+        watch(model, [described(model)], x)["layers.0"].entropy,
+        watch(twin, [described(twin)], x)["layers.0"].entropy,
     )
 
 
 def test_a_cap_is_part_of_the_spec() -> None:
     model, x = Model(), torch.randn(B, T, H * D)
-    (stats,) = watch(model, [described(model, spec=AttentionSpec(cap=Softcap(0.5)))], x).values()
+    (stats,) = watch(
+        model, [described(model, spec=AttentionSpec(cap=Softcap(0.5)))], x
+    ).values()
     assert (stats.capped_max_logit < stats.max_logit).all()
 
 
@@ -330,8 +395,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnknownNameError,
         "unknown module of this Opaque 'q'. Did you mean 'q_proj'|Known: kv, q_proj",
     ),
-    "heads": ({"heads": (4, 3)}, InvalidValueError, "multiple of key heads, got 4 and 3"),
-    "features": ({"heads": 5}, ShapeError, "q_proj's output has 32 features, which is not a multiple of 5"),
+    "heads": (
+        {"heads": (4, 3)},
+        InvalidValueError,
+        "multiple of key heads, got 4 and 3",
+    ),
+    "features": (
+        {"heads": 5},
+        ShapeError,
+        "q_proj's output has 32 features, which is not a multiple of 5",
+    ),
     "sizes": (
         {"key": Reading(module="kv")},
         InvalidValueError,
@@ -357,7 +430,9 @@ def test_only_a_module_can_be_described() -> None:
         described({})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("layout", ["b t", "b t (h d", "b t h d d", "b t (h x)", "b h d"])
+@pytest.mark.parametrize(
+    "layout", ["b t", "b t (h d", "b t h d d", "b t (h x)", "b h d"]
+)
 def test_a_layout_that_names_no_tokens_or_dims_is_refused(layout: str) -> None:
     with pytest.raises(InvalidValueError, match="expected a layout of b h t d"):
         Reading(module="q", layout=layout)

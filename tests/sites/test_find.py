@@ -72,7 +72,9 @@ def test_zeroing_a_key_heads_rows_silences_its_group(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_scaling_every_matrix_of_a_term_by_its_own_factor_scales_the_logit_by_their_product(kind: str) -> None:
+def test_scaling_every_matrix_of_a_term_by_its_own_factor_scales_the_logit_by_their_product(
+    kind: str,
+) -> None:
     model = KINDS[kind]()
     for name, p in model.named_parameters():
         if name.endswith("bias"):
@@ -87,8 +89,16 @@ def test_scaling_every_matrix_of_a_term_by_its_own_factor_scales_the_logit_by_th
 
 
 def test_the_down_projections_count_only_without_a_norm_on_the_latents() -> None:
-    names = {s.parameter for s in (*find_sites(KINDS["mla"]())[0].query, *find_sites(KINDS["mla"]())[0].key)}
-    assert names == {f"{n}.weight" for n in ("q_down", "q_up", "q_rope", "kv_down", "k_up", "k_rope")}
+    names = {
+        s.parameter
+        for s in (
+            *find_sites(KINDS["mla"]())[0].query,
+            *find_sites(KINDS["mla"]())[0].key,
+        )
+    }
+    assert names == {
+        f"{n}.weight" for n in ("q_down", "q_up", "q_rope", "kv_down", "k_up", "k_rope")
+    }
     normed = find_sites(KINDS["mla normed"]())[0]
     assert {s.parameter for s in (*normed.query, *normed.key)} == {
         f"{n}.weight" for n in ("q_up", "q_rope", "k_up", "k_rope")
@@ -96,7 +106,9 @@ def test_the_down_projections_count_only_without_a_norm_on_the_latents() -> None
 
 
 def test_sites_come_in_module_order_with_qualified_names() -> None:
-    sites = find_sites(Decoder(DecoderConfig(vocab_size=5, d_model=16, n_layers=3, n_kv_heads=2)))
+    sites = find_sites(
+        Decoder(DecoderConfig(vocab_size=5, d_model=16, n_layers=3, n_kv_heads=2))
+    )
     assert [s.name for s in sites] == [f"blocks.{i}.attention" for i in range(3)]
     assert {(s.n_heads, s.n_kv_heads, s.head_dim) for s in sites} == {(4, 2, 4)}
     assert sites[1].query[0].parameter == "blocks.1.attention.q_proj.weight"
@@ -119,11 +131,25 @@ def test_a_parametrized_weight_is_found_under_its_original() -> None:
 def test_expand_gives_each_row_its_heads_value_and_one_elsewhere() -> None:
     weight = torch.zeros(6, 3)
     rows = HeadSlice(parameter="w", axis=0, index=torch.tensor([[0, 1], [4, 5]]))
-    assert rows.expand(torch.tensor([2.0, 3.0]), weight)[:, 0].tolist() == [2, 2, 1, 1, 3, 3]
+    assert rows.expand(torch.tensor([2.0, 3.0]), weight)[:, 0].tolist() == [
+        2,
+        2,
+        1,
+        1,
+        3,
+        3,
+    ]
     columns = HeadSlice(parameter="w", axis=1, index=torch.tensor([[2], [0]]))
     assert columns.expand(torch.tensor([2.0, 3.0]), weight)[0].tolist() == [3, 1, 2]
     assert columns.heads(torch.arange(18.0).view(6, 3)).shape == (2, 1, 6)
-    assert columns.heads(torch.arange(18.0).view(6, 3))[0, 0].tolist() == [2, 5, 8, 11, 14, 17]
+    assert columns.heads(torch.arange(18.0).view(6, 3))[0, 0].tolist() == [
+        2,
+        5,
+        8,
+        11,
+        14,
+        17,
+    ]
 
 
 def test_sites_found_on_meta_are_those_of_the_model_with_values() -> None:
@@ -138,7 +164,9 @@ def test_sites_found_on_meta_are_those_of_the_model_with_values() -> None:
     for site, other in zip(found, known, strict=True):
         assert site.verified
         assert site.module is empty.get_submodule(site.name)
-        for part, its in zip((*site.query, *site.key), (*other.query, *other.key), strict=True):
+        for part, its in zip(
+            (*site.query, *site.key), (*other.query, *other.key), strict=True
+        ):
             assert part.parameter == its.parameter
             assert torch.equal(part.index, its.index)
     with qkeel.watch(block, sites=found) as monitor:  # bound again by their names

@@ -37,9 +37,17 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         setattr(package, name, getattr(stand_in, name))
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", stand_in)
-    before = {n: f.__code__ for n, f in vars(stand_in).items() if isinstance(f, types.FunctionType)}
+    before = {
+        n: f.__code__
+        for n, f in vars(stand_in).items()
+        if isinstance(f, types.FunctionType)
+    }
     yield
-    assert {n: f.__code__ for n, f in vars(stand_in).items() if isinstance(f, types.FunctionType)} == before
+    assert {
+        n: f.__code__
+        for n, f in vars(stand_in).items()
+        if isinstance(f, types.FunctionType)
+    } == before
 
 
 def parts(t: int, s: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,13 +64,24 @@ def seen(call: Callable[[], Tensor]) -> tuple[LogitStats, Tensor]:
     return stats, out
 
 
-def check(stats: LogitStats, pairs: list[tuple[Tensor, Tensor]], options: tuple[Any, ...]) -> None:
+def check(
+    stats: LogitStats, pairs: list[tuple[Tensor, Tensor]], options: tuple[Any, ...]
+) -> None:
     """Against scores of whole sequences q [t h d], k [s g d] in float64."""
-    each = [stand_in.scores(q.double(), k.double(), *options) for q, k in pairs if len(q) and len(k)]
+    each = [
+        stand_in.scores(q.double(), k.double(), *options)
+        for q, k in pairs
+        if len(q) and len(k)
+    ]
     top = torch.stack([z.amax((1, 2)) for z, _ in each]).amax(0)
-    rows = [torch.distributions.Categorical(logits=c[:, c[0].isfinite().any(-1)]).entropy() for _, c in each]
+    rows = [
+        torch.distributions.Categorical(logits=c[:, c[0].isfinite().any(-1)]).entropy()
+        for _, c in each
+    ]
     torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(stats.entropy.double(), torch.cat(rows, dim=1).mean(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        stats.entropy.double(), torch.cat(rows, dim=1).mean(1), rtol=1e-5, atol=1e-5
+    )
     assert stats.n_pairs[0] == sum(int(z[0].isfinite().sum()) for z, _ in each)
     assert len(stats.key_norm) == pairs[0][1].shape[1]
 
@@ -109,9 +128,13 @@ def test_slopes_may_differ_from_sequence_to_sequence() -> None:
     stats, _ = seen(lambda: stand_in.flash_attn_func(q, k, v, alibi_slopes=slopes))
     each = []
     for one in zip(q[:, None], k[:, None], v[:, None], slopes):
-        alone, _ = seen(functools.partial(stand_in.flash_attn_func, *one[:3], alibi_slopes=one[3]))
+        alone, _ = seen(
+            functools.partial(stand_in.flash_attn_func, *one[:3], alibi_slopes=one[3])
+        )
         each.append(alone)
-    torch.testing.assert_close(stats.max_logit, torch.maximum(each[0].max_logit, each[1].max_logit))
+    torch.testing.assert_close(
+        stats.max_logit, torch.maximum(each[0].max_logit, each[1].max_logit)
+    )
     torch.testing.assert_close(stats.entropy, (each[0].entropy + each[1].entropy) / 2)
 
 
@@ -131,7 +154,11 @@ def test_packed_arguments_are_unpacked_and_nested_calls_count_once() -> None:
 def lengths() -> tuple[Tensor, Tensor, Tensor]:
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(9, H, D, generator=generator), torch.randn(9, G, D, generator=generator), ends
+    return (
+        torch.randn(9, H, D, generator=generator),
+        torch.randn(9, G, D, generator=generator),
+        ends,
+    )
 
 
 def pieces(q: Tensor, k: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -141,7 +168,11 @@ def pieces(q: Tensor, k: Tensor) -> list[tuple[Tensor, Tensor]]:
 @each_row("name", OPTIONS)
 def test_sequences_packed_without_padding_attend_each_to_itself(name: str) -> None:
     q, k, ends = lengths()
-    stats, _ = seen(lambda: stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5, **OPTIONS[name]))
+    stats, _ = seen(
+        lambda: stand_in.flash_attn_varlen_func(
+            q, k, k, ends, ends, 5, 5, **OPTIONS[name]
+        )
+    )
     check(stats, pieces(q, k), positional(OPTIONS[name]))
 
 
@@ -161,9 +192,17 @@ def test_a_query_mask_reaches_the_sequences_of_a_packed_call() -> None:
 def test_packed_sequences_with_packed_arguments() -> None:
     q, k, ends = lengths()
     kv = torch.stack([k, k], dim=1)
-    stats, _ = seen(lambda: stand_in.flash_attn_varlen_kvpacked_func(q, kv, ends, ends, 5, 5, causal=True))
+    stats, _ = seen(
+        lambda: stand_in.flash_attn_varlen_kvpacked_func(
+            q, kv, ends, ends, 5, 5, causal=True
+        )
+    )
     check(stats, pieces(q, k), positional({"causal": True}))
-    stats, _ = seen(lambda: stand_in.flash_attn_varlen_qkvpacked_func(torch.stack([q, q, q], 1), ends, 5))
+    stats, _ = seen(
+        lambda: stand_in.flash_attn_varlen_qkvpacked_func(
+            torch.stack([q, q, q], 1), ends, 5
+        )
+    )
     check(stats, pieces(q, q), positional({}))
 
 
@@ -184,9 +223,17 @@ def test_the_rows_of_each_head_are_found() -> None:
         return stand_in.flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=causal)
 
     flash = sys.modules["flash_attn"].flash_attn_func  # type: ignore[attr-defined]
-    for attend, x in ((flash, torch.randn(B, 5, H * D)), (packed, torch.randn(8, H * D))):
+    for attend, x in (
+        (flash, torch.randn(B, 5, H * D)),
+        (packed, torch.randn(8, H * D)),
+    ):
         (site,) = find_sites(nn.Sequential(Block(attend)), x)
-        assert (site.name, site.n_heads, site.n_kv_heads, site.head_dim) == ("0", H, G, D)
+        assert (site.name, site.n_heads, site.n_kv_heads, site.head_dim) == (
+            "0",
+            H,
+            G,
+            D,
+        )
         (term,) = site.terms
         assert torch.equal(term.query[0].index, torch.arange(H * D).view(H, D))
         assert torch.equal(term.key[0].index, torch.arange(G * D).view(G, D))
@@ -194,7 +241,10 @@ def test_the_rows_of_each_head_are_found() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_checkpointing_computes_again_is_not_seen_again(reentrant: bool) -> None:
-    model, x = Block(stand_in.flash_attn_func), torch.randn(B, 5, H * D, requires_grad=True)
+    model, x = (
+        Block(stand_in.flash_attn_func),
+        torch.randn(B, 5, H * D, requires_grad=True),
+    )
     found: list[str] = []
     with CaptureMode(model, lambda s: found.append(s.name)):
         y: Any = checkpoint(model, x, use_reentrant=reentrant)
@@ -236,7 +286,9 @@ def test_several_calls_of_one_module_and_shared_modules_keep_their_names() -> No
     assert [s.name for s in find_sites(model, x)] == ["0", "0#2"]
 
 
-def test_a_wrapper_that_falls_back_to_torch_is_one_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapper_that_falls_back_to_torch_is_one_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # As nanochat has it: a module of its own, with functions of the same names in a namespace.
     home = types.ModuleType("nanochat.flash_attention")
     source = """
@@ -262,11 +314,16 @@ def test_an_option_that_cannot_be_accounted_for_is_named_and_not_guessed() -> No
     q, k, ends = lengths()
     watcher = CaptureMode(nn.Identity(), pytest.fail)
     with watcher:
-        stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5, block_table=torch.zeros(1))
+        stand_in.flash_attn_varlen_func(
+            q, k, k, ends, ends, 5, 5, block_table=torch.zeros(1)
+        )
         x = q[None]
         stand_in.flash_attn_func(x, x, x, softcap=2.0, alibi_slopes=SLOPES)
     assert [(missed.operation, missed.reason) for missed in watcher.missed] == [
-        ("flash_attn_varlen_func", "flash_attn_varlen_func is called with block_table, whose effect is not known"),
+        (
+            "flash_attn_varlen_func",
+            "flash_attn_varlen_func is called with block_table, whose effect is not known",
+        ),
         (
             "flash_attn_func",
             "flash_attn_func is called with alibi_slopes with softcap: a bias after the cap, whose effect is not known",
@@ -283,21 +340,32 @@ class Transformers(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Any:
         q, k = self.q(x).unflatten(-1, (H, D)), self.k(x).unflatten(-1, (G, D))
-        how = {"is_causal": True, "attn_implementation": "flash_attention_3", "sliding_window": 3}
+        how = {
+            "is_causal": True,
+            "attn_implementation": "flash_attention_3",
+            "sliding_window": 3,
+        }
         return wrappers._flash_attention_forward(q, k, k, mask, x.shape[1], **how)
 
 
-def test_what_transformers_wrappers_call_is_seen_padded_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_transformers_wrappers_call_is_seen_padded_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     home = types.ModuleType("flash_attn_interface")
     functions = {n: f for n, f in vars(stand_in).items() if n.startswith("flash_attn")}
     vars(home).update(functions, flash_attn_with_kvcache=None)
     monkeypatch.setitem(sys.modules, home.__name__, home)
     monkeypatch.setattr(wrappers, "_loaded_implementation", None)
     for version in (2, 3, 4):
-        monkeypatch.setattr(wrappers, f"is_flash_attn_{version}_available", lambda: False)
+        monkeypatch.setattr(
+            wrappers, f"is_flash_attn_{version}_available", lambda: False
+        )
     model, x = Transformers(), torch.randn(2, 6, H * D)
     mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
-    for given, name, n in ((None, "flash_attn_func", 12), (mask, "flash_attn_varlen_func", 10)):
+    for given, name, n in (
+        (None, "flash_attn_func", 12),
+        (mask, "flash_attn_varlen_func", 10),
+    ):
         plain = model(x, given)
         found: list[CapturedCall] = []
         with CaptureMode(model, found.append):
@@ -308,11 +376,20 @@ def test_what_transformers_wrappers_call_is_seen_padded_or_not(monkeypatch: pyte
         assert len(find_sites(model, (x, given))) == 1
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's own, inside its CPU path
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors"
+)  # torch's own, inside its CPU path
 def test_nested_tensors_attend_each_to_itself() -> None:
     q, k = (torch.randn(9, H, D) for _ in range(2))
-    jagged = [torch.nested.nested_tensor(list(x.split((3, 5, 1))), layout=torch.jagged).transpose(1, 2) for x in (q, k)]
-    stats, _ = seen(lambda: F.scaled_dot_product_attention(jagged[0], jagged[1], jagged[1]))
+    jagged = [
+        torch.nested.nested_tensor(
+            list(x.split((3, 5, 1))), layout=torch.jagged
+        ).transpose(1, 2)
+        for x in (q, k)
+    ]
+    stats, _ = seen(
+        lambda: F.scaled_dot_product_attention(jagged[0], jagged[1], jagged[1])
+    )
     check(stats, list(zip(q.split((3, 5, 1)), k.split((3, 5, 1)))), positional({}))
 
 
@@ -321,8 +398,18 @@ def _flash_attn_varlen_forward(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
 ):  # fmt: skip
     """As in flash-attn 2.5 and 2.6."""
-    sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal)
-    out, lse, _ = stand_in.flash_attn_varlen_func(q, k, v, *sizes, return_attn_probs=True)
+    sizes = (
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+    )
+    out, lse, _ = stand_in.flash_attn_varlen_func(
+        q, k, v, *sizes, return_attn_probs=True
+    )
     return out, q, k, v, out, lse, None, None
 
 
@@ -334,7 +421,10 @@ class FastMoBA(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k = nn.Linear(16, H * D, bias=False), nn.Linear(16, H * D, bias=False)
+        self.q, self.k = (
+            nn.Linear(16, H * D, bias=False),
+            nn.Linear(16, H * D, bias=False),
+        )
         self.kept: tuple[Tensor, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -347,19 +437,29 @@ class FastMoBA(nn.Module):
         gate = torch.einsum("nhd,thd->nht", blocks.mean(1), q)
         gate = gate.masked_fill((torch.arange(t) < ends[1:, None])[:, None], -torch.inf)
         best = (gate == gate.amax(0)) & gate.isfinite()
-        chosen, counts = q.transpose(0, 1)[None].expand(len(best), -1, -1, -1)[best], best.sum(-1).flatten()
+        chosen, counts = (
+            q.transpose(0, 1)[None].expand(len(best), -1, -1, -1)[best],
+            best.sum(-1).flatten(),
+        )
         keys = blocks.transpose(1, 2).flatten(0, 1)[counts > 0].flatten(0, 1)[:, None]
         counts = counts[counts > 0]
         q_ends = F.pad(counts.cumsum(0), (1, 0)).int()
         k_ends = torch.arange(0, len(keys) + 1, c, dtype=torch.int32)
-        more = forward(chosen[:, None], keys, keys, q_ends, k_ends, t, c, 0.0, D**-0.5, False)
+        more = forward(
+            chosen[:, None], keys, keys, q_ends, k_ends, t, c, 0.0, D**-0.5, False
+        )
         self.kept = q, k, best
         return own[0].sum() + more[0].sum()
 
 
-def test_attention_that_is_joined_by_its_logsumexps_is_seen_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_is_joined_by_its_logsumexps_is_seen_part_by_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(
-        sys.modules["flash_attn"], "_flash_attn_varlen_forward", _flash_attn_varlen_forward, raising=False
+        sys.modules["flash_attn"],
+        "_flash_attn_varlen_forward",
+        _flash_attn_varlen_forward,
+        raising=False,
     )
     torch.manual_seed(0)
     model, x = FastMoBA(), torch.randn(24, 16)
@@ -372,11 +472,21 @@ def test_attention_that_is_joined_by_its_logsumexps_is_seen_part_by_part(monkeyp
     i = torch.arange(24)
     own = (i[:, None] // 4 == i // 4) & (i <= i[:, None])
     chosen = best.permute(1, 2, 0).repeat_interleave(4, -1)  # [h t s]
-    for row, reached, heads in (("", own.expand_as(z), range(H)), ("#2", chosen, [slice(None)])):
-        values = {n: monitor.sample.heads[n][monitor.sample.layers.index(row)] for n in ("max_logit", "entropy")}
+    for row, reached, heads in (
+        ("", own.expand_as(z), range(H)),
+        ("#2", chosen, [slice(None)]),
+    ):
+        values = {
+            n: monitor.sample.heads[n][monitor.sample.layers.index(row)]
+            for n in ("max_logit", "entropy")
+        }
         for at, h in enumerate(heads):
             rows, seen_keys = z[h].reshape(-1, 24), reached[h].reshape(-1, 24)
             of = [r[s] for r, s in zip(rows, seen_keys) if s.any()]
-            entropy = torch.stack([torch.special.entr(r.softmax(0)).sum() for r in of]).mean()
-            assert values["max_logit"][at] == pytest.approx(max(float(r.max()) for r in of), rel=1e-5)
+            entropy = torch.stack(
+                [torch.special.entr(r.softmax(0)).sum() for r in of]
+            ).mean()
+            assert values["max_logit"][at] == pytest.approx(
+                max(float(r.max()) for r in of), rel=1e-5
+            )
             assert values["entropy"][at] == pytest.approx(float(entropy), rel=1e-5)

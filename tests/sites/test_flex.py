@@ -14,7 +14,12 @@ from tests.flex_as_on_a_gpu import flex_as_on_a_gpu
 from tests.quick import one_in
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as home
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 from torch.utils.checkpoint import checkpoint
 
 from qkeel import apply, find_sites
@@ -25,7 +30,9 @@ from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.functional.statistics import LogitStats
 from qkeel.kernels import statistics as kernel
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:flex_attention called without torch.compile"
+)
 
 B, H, G, T, D = 2, 4, 2, 7, 8
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -93,7 +100,11 @@ def parts(case: str) -> tuple[Tensor, Tensor, Tensor]:
 def oracle(case: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Largest logit, mean entropy and number of pairs per head, element by element in float64."""
     score_mod, mask = CASES[case]
-    top, entropy, pairs = torch.full((H,), -torch.inf).double(), torch.zeros(H).double(), torch.zeros(H)
+    top, entropy, pairs = (
+        torch.full((H,), -torch.inf).double(),
+        torch.zeros(H).double(),
+        torch.zeros(H),
+    )
     rows = torch.zeros(H)
     for b, h, i in ((b, h, i) for b in range(B) for h in range(H) for i in range(T)):
         z = []
@@ -124,7 +135,10 @@ class Flex(nn.Module):
 
 def seen(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[LogitStats]:
     found: list[LogitStats] = []
-    with torch.no_grad(), CaptureMode(model, lambda s: found.append(statistics(s.call))):
+    with (
+        torch.no_grad(),
+        CaptureMode(model, lambda s: found.append(statistics(s.call))),
+    ):
         model(*inputs, **kwargs)
     return found
 
@@ -138,7 +152,9 @@ def test_statistics_are_those_of_the_oracle_in_blocks_of_any_size(
     monkeypatch.setattr(kernel, "ROWS", min(rows, 64))
     score_mod, block_mask = CASES[case]
     q, k, v = parts(case)
-    attend = functools.partial(flex_attention, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
+    attend = functools.partial(
+        flex_attention, score_mod=score_mod, block_mask=block_mask, enable_gqa=True
+    )
     (stats,) = seen(Flex(attend), q, k, v)
     top, entropy, pairs = oracle(case, q, k)
     torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
@@ -149,7 +165,10 @@ def test_statistics_are_those_of_the_oracle_in_blocks_of_any_size(
 
 def test_a_mask_of_blocks_alone_hides_the_blocks_it_lacks() -> None:
     # Two blocks of two keys; the rows of the first block see the second one only.
-    count, index = torch.tensor([[[1, 1]]], dtype=torch.int32), torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)
+    count, index = (
+        torch.tensor([[[1, 1]]], dtype=torch.int32),
+        torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32),
+    )
     mask = BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=2)
     q = torch.eye(4)[None, None]
     (stats,) = seen(Flex(functools.partial(flex_attention, block_mask=mask)), q, q, q)
@@ -157,11 +176,27 @@ def test_a_mask_of_blocks_alone_hides_the_blocks_it_lacks() -> None:
     assert stats.max_logit.tolist() == [0]  # q_i · k_i = 1 is hidden
 
 
-def test_norms_angles_and_products_are_those_of_q_and_k_whatever_score_mod_adds() -> None:
+def test_norms_angles_and_products_are_those_of_q_and_k_whatever_score_mod_adds() -> (
+    None
+):
     q, k, v = parts("angles")
     mask = masked(causal)
-    (plain,) = seen(Flex(functools.partial(flex_attention, block_mask=mask, enable_gqa=True)), q, k, v)
-    (added,) = seen(Flex(functools.partial(flex_attention, score_mod=alibi, block_mask=mask, enable_gqa=True)), q, k, v)
+    (plain,) = seen(
+        Flex(functools.partial(flex_attention, block_mask=mask, enable_gqa=True)),
+        q,
+        k,
+        v,
+    )
+    (added,) = seen(
+        Flex(
+            functools.partial(
+                flex_attention, score_mod=alibi, block_mask=mask, enable_gqa=True
+            )
+        ),
+        q,
+        k,
+        v,
+    )
     for field in ("qk_frobenius", "cos_mean", "cos_max", "query_norm", "key_norm_max"):
         torch.testing.assert_close(getattr(added, field), getattr(plain, field))
     assert (added.max_logit != plain.max_logit).any()
@@ -169,8 +204,12 @@ def test_norms_angles_and_products_are_those_of_q_and_k_whatever_score_mod_adds(
 
 def test_the_scale_is_the_one_given() -> None:
     q, k, v = parts("scale")
-    (one,) = seen(Flex(functools.partial(flex_attention, scale=1.0, enable_gqa=True)), q, k, v)
-    (half,) = seen(Flex(functools.partial(flex_attention, scale=0.5, enable_gqa=True)), q, k, v)
+    (one,) = seen(
+        Flex(functools.partial(flex_attention, scale=1.0, enable_gqa=True)), q, k, v
+    )
+    (half,) = seen(
+        Flex(functools.partial(flex_attention, scale=0.5, enable_gqa=True)), q, k, v
+    )
     torch.testing.assert_close(one.max_logit, 2 * half.max_logit)
 
 
@@ -184,7 +223,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x).unflatten(2, (H, D)).transpose(1, 2)
-        k, v = (y.unflatten(2, (G, D)).transpose(1, 2) for y in self.kv(x).chunk(2, dim=2))
+        k, v = (
+            y.unflatten(2, (G, D)).transpose(1, 2) for y in self.kv(x).chunk(2, dim=2)
+        )
         return self.attend(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
 
 
@@ -218,7 +259,10 @@ def test_what_was_compiled_is_neither_compiled_anew_nor_changed() -> None:
 
     torch._dynamo.reset()
     counters.clear()
-    model, x = Block(torch.compile(flex_attention, backend="aot_eager", fullgraph=True)), torch.randn(B, T, H * D)
+    model, x = (
+        Block(torch.compile(flex_attention, backend="aot_eager", fullgraph=True)),
+        torch.randn(B, T, H * D),
+    )
     with torch.no_grad():
         expected = model(x)
         before = dict(counters["stats"])
@@ -251,7 +295,11 @@ def test_a_compiled_function_around_it_still_compiles_in_one_piece() -> None:
 
 
 def code() -> tuple[object, ...]:
-    return (flex_attention.__code__, dict(vars(flex_attention)), [n for n in vars(home) if n.startswith("_qkeel")])
+    return (
+        flex_attention.__code__,
+        dict(vars(flex_attention)),
+        [n for n in vars(home) if n.startswith("_qkeel")],
+    )
 
 
 def test_the_function_is_as_it_was_after_exceptions_and_nested_watchers() -> None:
@@ -264,7 +312,10 @@ def test_the_function_is_as_it_was_after_exceptions_and_nested_watchers() -> Non
         with CaptureMode(model, inner.append):
             model(q, k, v)
         model(q, k, v)
-        with pytest.raises(ValueError, match="same number of heads"), CaptureMode(model, inner.append):
+        with (
+            pytest.raises(ValueError, match="same number of heads"),
+            CaptureMode(model, inner.append),
+        ):
             flex_attention(q, k[:, :1], v)
         with pytest.raises(TypeError, match="missing 1 required positional argument"):
             flex_attention(q, k)  # type: ignore[call-arg]
@@ -316,7 +367,9 @@ ASKED = [None, AuxRequest(lse=True), AuxRequest(max_scores=True), AuxRequest()]
 def test_maxima_and_bounds_come_from_the_call_itself_and_the_caller_gets_what_it_asked_for(
     case: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logit_statistics, "max_stats", lambda call: pytest.fail("a pass of its own"))
+    monkeypatch.setattr(
+        logit_statistics, "max_stats", lambda call: pytest.fail("a pass of its own")
+    )
     score_mod, block_mask = CASES[case]
     q, k, v = parts(case)
     tops, _, _ = oracle(case, q, k)
@@ -324,7 +377,13 @@ def test_maxima_and_bounds_come_from_the_call_itself_and_the_caller_gets_what_it
     for asked in ASKED if case == "alibi" else ASKED[turn : turn + 1]:
         how = {} if asked is None else {"return_aux": asked}
         model = Flex(
-            functools.partial(flex_attention, score_mod=score_mod, block_mask=block_mask, enable_gqa=True, **how)
+            functools.partial(
+                flex_attention,
+                score_mod=score_mod,
+                block_mask=block_mask,
+                enable_gqa=True,
+                **how,
+            )
         )
         found: list[CapturedCall] = []
         with torch.no_grad():
@@ -332,11 +391,15 @@ def test_maxima_and_bounds_come_from_the_call_itself_and_the_caller_gets_what_it
             with Asking(model, found.append):
                 assert alike(model(q, k, v), expected), asked
         (one,) = found
-        torch.testing.assert_close(maxima(one.call).max_logit.double(), tops, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            maxima(one.call).max_logit.double(), tops, rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_kernel_without_maxima_is_not_asked(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_maxima_is_not_asked(
+    as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, v = parts("not asked")
     ways: list[tuple[dict[str, Any], list[str]]] = [
         ({"return_lse": True}, []),
@@ -359,7 +422,9 @@ def test_a_kernel_without_maxima_is_not_asked(as_on_a_gpu: None, monkeypatch: py
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute", "ignore::DeprecationWarning:torch"
+)
 @each_row("compiled", [False, True], ids=["eager", "compiled"])
 def test_qk_clip_needs_no_pass_of_its_own_where_flex_attention_returns_maxima(
     compiled: bool, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
@@ -369,15 +434,26 @@ def test_qk_clip_needs_no_pass_of_its_own_where_flex_attention_returns_maxima(
 
     passes: list[object] = []
     inner = logit_statistics.max_stats
-    monkeypatch.setattr(logit_statistics, "max_stats", lambda call: (passes.append(call), inner(call))[1])
-    x, mask = torch.randn(B, T, H * D, generator=torch.Generator().manual_seed(0)), masked(causal)
+    monkeypatch.setattr(
+        logit_statistics,
+        "max_stats",
+        lambda call: (passes.append(call), inner(call))[1],
+    )
+    x, mask = (
+        torch.randn(B, T, H * D, generator=torch.Generator().manual_seed(0)),
+        masked(causal),
+    )
 
     def trained(without: list[str]) -> tuple[list[Tensor], int]:
         monkeypatch.setattr(foreign_functions, "_WITHOUT_MAXIMA", without)
         torch._dynamo.reset()
         counters.clear()
         torch.manual_seed(0)
-        function = torch.compile(flex_attention, backend="aot_eager", fullgraph=True) if compiled else flex_attention
+        function = (
+            torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+            if compiled
+            else flex_attention
+        )
         block = Block(functools.partial(function, score_mod=alibi, block_mask=mask))
         model = Checkpointed(block)
         with torch.no_grad():

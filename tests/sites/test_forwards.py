@@ -119,9 +119,13 @@ WAYS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own look at the tensor between two graphs
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute"
+)  # dynamo's own look at the tensor between two graphs
 @pytest.mark.parametrize("way", WAYS)
-def test_a_compiled_pass_is_seen_and_adds_no_graph_and_no_break(way: Callable[[nn.Module], tuple[Any, Log]]) -> None:
+def test_a_compiled_pass_is_seen_and_adds_no_graph_and_no_break(
+    way: Callable[[nn.Module], tuple[Any, Log]],
+) -> None:
     torch._dynamo.reset()
     counters.clear()
     model, log = way(Net())
@@ -236,7 +240,9 @@ def test_what_the_watcher_raises_never_reaches_the_caller() -> None:
 def test_a_model_that_calls_itself_is_one_pass() -> None:
     class Twice(Net):
         def forward(self, x: Tensor, again: bool = True) -> Tensor:
-            return self(super().forward(x), again=False) if again else super().forward(x)
+            return (
+                self(super().forward(x), again=False) if again else super().forward(x)
+            )
 
     model = Twice()
     log = Log(model)
@@ -249,11 +255,15 @@ def test_what_checkpointing_computes_again_is_not_a_pass(reentrant: bool) -> Non
     inner = Net()
     log = Log(inner)
     x = X().requires_grad_()
-    torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=reentrant).sum().backward()
+    torch.utils.checkpoint.checkpoint(
+        inner, x, use_reentrant=reentrant
+    ).sum().backward()
     assert len(log.compiled) == log.ended == 1
 
 
-def test_what_torch_says_of_a_backward_pass_and_of_its_compiler_is_as_expected_outside_of_both() -> None:
+def test_what_torch_says_of_a_backward_pass_and_of_its_compiler_is_as_expected_outside_of_both() -> (
+    None
+):
     assert not recomputing()
     assert torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False)
 

@@ -22,7 +22,10 @@ LAYOUTS: dict[str, tuple[Tensor, bool]] = {
     "every other row": (2 * torch.arange(H * R).view(H, R) + 1, True),
     "one head": (ROWS[7:10][None], True),
     "one row a head": (ROWS[5:29:6][:, None], True),
-    "scattered": (torch.randperm(36, generator=torch.Generator().manual_seed(0))[:12].view(H, R), False),
+    "scattered": (
+        torch.randperm(36, generator=torch.Generator().manual_seed(0))[:12].view(H, R),
+        False,
+    ),
     "backwards": (torch.arange(H * R).flip(0).view(H, R), False),
 }
 
@@ -36,10 +39,15 @@ def test_heads_and_factors_follow_the_index(name: str, axis: int) -> None:
     weight = torch.randn(*((size, M) if axis == 0 else (M, size)))
     part = HeadSlice(parameter="w", axis=axis, index=index)
     by_row = weight if axis == 0 else weight.mT
-    expected = torch.stack([torch.stack([by_row[i] for i in head]) for head in index.tolist()])
+    expected = torch.stack(
+        [torch.stack([by_row[i] for i in head]) for head in index.tolist()]
+    )
     assert torch.equal(part.heads(weight), expected)
     assert (part.grid is not None) is view
-    inside = part.heads(weight).untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    inside = (
+        part.heads(weight).untyped_storage().data_ptr()
+        == weight.untyped_storage().data_ptr()
+    )
     assert inside is view
 
     factor = torch.rand(n) + 1
@@ -47,7 +55,10 @@ def test_heads_and_factors_follow_the_index(name: str, axis: int) -> None:
     for h, head in enumerate(index.tolist()):
         lines[head] = factor[h]
     assert torch.equal(part.lines(factor, size), lines)
-    assert torch.equal(part.expand(factor, weight) * weight, (lines[:, None] * by_row) if axis == 0 else lines * weight)
+    assert torch.equal(
+        part.expand(factor, weight) * weight,
+        (lines[:, None] * by_row) if axis == 0 else lines * weight,
+    )
     unowned = part.lines(factor, size, nobody=7.0) == 7
     assert unowned.sum() == size - n * r
 
@@ -57,12 +68,16 @@ def test_a_weight_that_is_itself_a_view_is_read_right(name: str) -> None:
     index, _ = LAYOUTS[name]
     whole = torch.randn(80, 2 * M)
     weight = whole[9:45, ::2]
-    assert torch.equal(HeadSlice(parameter="w", axis=0, index=index).heads(weight), weight[index])
+    assert torch.equal(
+        HeadSlice(parameter="w", axis=0, index=index).heads(weight), weight[index]
+    )
 
 
 def test_writing_through_heads_reaches_the_weight() -> None:
     weight = torch.zeros(36, M)
-    HeadSlice(parameter="w", axis=0, index=LAYOUTS["interleaved per head"][0]).heads(weight).add_(1)
+    HeadSlice(parameter="w", axis=0, index=LAYOUTS["interleaved per head"][0]).heads(
+        weight
+    ).add_(1)
     assert weight[:, 0].tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0] * 4
 
 
@@ -88,12 +103,16 @@ def test_an_index_that_makes_no_sense_is_refused(index: Tensor, error: str) -> N
 
 
 def test_an_axis_is_rows_or_columns() -> None:
-    with pytest.raises(InvalidValueError, match=r"axis 0 .rows. or 1 .columns. of w, got 2"):
+    with pytest.raises(
+        InvalidValueError, match=r"axis 0 .rows. or 1 .columns. of w, got 2"
+    ):
         HeadSlice(parameter="w", axis=2, index=torch.zeros(1, 1, dtype=torch.int64))
 
 
 def test_a_fused_projection_is_listed_for_q_and_for_k() -> None:
-    q, k = (HeadSlice(parameter="qkv", axis=0, index=ROWS.view(3, H, R)[i]) for i in (0, 1))
+    q, k = (
+        HeadSlice(parameter="qkv", axis=0, index=ROWS.view(3, H, R)[i]) for i in (0, 1)
+    )
     term = QKProduct(query=(q,), key=(k,))
     site = AttentionSite(
         name="s",
@@ -111,14 +130,21 @@ def test_a_fused_projection_is_listed_for_q_and_for_k() -> None:
 
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
-def test_rows_of_a_convolution_are_a_view_in_any_memory_format(form: torch.memory_format) -> None:
-    weight = torch.arange(6.0 * 2 * 3 * 3).view(6, 2, 3, 3).contiguous(memory_format=form)
+def test_rows_of_a_convolution_are_a_view_in_any_memory_format(
+    form: torch.memory_format,
+) -> None:
+    weight = (
+        torch.arange(6.0 * 2 * 3 * 3).view(6, 2, 3, 3).contiguous(memory_format=form)
+    )
     heads = rows("w", 2, 3).heads(weight)
     assert heads.shape == (2, 3, 18)
     heads[1] = 0
     assert weight.flatten(1).any(1).tolist() == [True, True, True, False, False, False]
     factors = rows("w", 2, 3).expand(torch.tensor([2.0, 3.0]), weight)
-    assert (factors.shape, factors.flatten().tolist()) == ((6, 1, 1, 1), [2.0, 2.0, 2.0, 3.0, 3.0, 3.0])
+    assert (factors.shape, factors.flatten().tolist()) == (
+        (6, 1, 1, 1),
+        [2.0, 2.0, 2.0, 3.0, 3.0, 3.0],
+    )
 
 
 def test_columns_of_a_weight_of_three_dimensions_are_those_of_a_matrix() -> None:

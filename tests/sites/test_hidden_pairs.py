@@ -27,7 +27,9 @@ def alibi(t: int, heads: int) -> Tensor:
 
 
 @pytest.mark.parametrize("low", [-60.0, -100.0, -1e3, -1e4, -1e9, LOWEST, -math.inf])
-def test_a_mask_hides_whatever_its_number_and_a_bias_under_it_changes_nothing(low: float) -> None:
+def test_a_mask_hides_whatever_its_number_and_a_bias_under_it_changes_nothing(
+    low: float,
+) -> None:
     for spread in (0.0, 8.0):
         bias = spread * (torch.rand(H, T, T) - 0.5)
         given = torch.zeros(T, T).masked_fill(~CAUSAL, low) + bias
@@ -45,11 +47,19 @@ def test_a_bias_that_falls_with_the_distance_hides_nothing(tokens: int) -> None:
         assert not hides(alibi(tokens, heads)[:, rows]).any()
 
 
-def test_published_biases_hide_nothing_and_so_does_one_that_grows_without_bound() -> None:
+def test_published_biases_hide_nothing_and_so_does_one_that_grows_without_bound() -> (
+    None
+):
     distance = torch.arange(512.0)
     t5 = torch.randn(32)[(distance.clamp(1, 128).log2() * 4).long()] * 20
     kerple = -2.0 * torch.log1p(3 * distance)
-    for bias in (t5, kerple, -0.03 * distance**2, 16 * torch.rand(T, T).sigmoid(), torch.zeros(T, T)):
+    for bias in (
+        t5,
+        kerple,
+        -0.03 * distance**2,
+        16 * torch.rand(T, T).sigmoid(),
+        torch.zeros(T, T),
+    ):
         assert not hides(bias).any()
     # Two bumps of a trained bias, 50 nats apart, and the same upside down: some pairs matter much more than others.
     assert not hides(torch.tensor([0.0, 0.5, 50.0])).any()
@@ -66,7 +76,10 @@ def test_one_number_for_all_pairs_hides_none(number: float) -> None:
     assert not hides(torch.full((2, 3), number)).any()
 
 
-@given(st.lists(st.floats(-9e3, 0.0, exclude_min=True), min_size=2, max_size=20), st.floats(-100, 100))
+@given(
+    st.lists(st.floats(-9e3, 0.0, exclude_min=True), min_size=2, max_size=20),
+    st.floats(-100, 100),
+)
 def test_hiding_follows_the_definition(numbers: list[float], shift: float) -> None:
     x = torch.tensor([*numbers, shift], dtype=torch.float64)
     found = hides(x)
@@ -74,7 +87,12 @@ def test_hiding_follows_the_definition(numbers: list[float], shift: float) -> No
     gaps = ordered.diff()
     cut = int(gaps.argmax())
     gap, lower, upper = float(gaps[cut]), ordered[: cut + 1], ordered[cut + 1 :]
-    two = gap >= 60 and gap > lower[-1] - lower[0] and gap > upper[-1] - upper[0] and lower[-1] <= -60
+    two = (
+        gap >= 60
+        and gap > lower[-1] - lower[0]
+        and gap > upper[-1] - upper[0]
+        and lower[-1] <= -60
+    )
     assert torch.equal(found, (x <= lower[-1]) if two else torch.zeros_like(found))
 
 
@@ -82,9 +100,10 @@ def test_nothing_at_all_and_not_a_number_hide_nothing() -> None:
     assert hides(torch.zeros(0)).shape == (0,)
     assert not hides(torch.tensor([0.0, math.nan, -1.0])).any()
     assert hides(torch.full((3,), -1e9)).all()
-    assert [is_low(x) for x in (-60, -59.0, torch.tensor(-1e4), torch.tensor([-1e4, 0.0]), None, True)] == [
-        *(True, False, True, False, False, False)
-    ]
+    assert [
+        is_low(x)
+        for x in (-60, -59.0, torch.tensor(-1e4), torch.tensor([-1e4, 0.0]), None, True)
+    ] == [*(True, False, True, False, False, False)]
 
 
 class Windows(nn.Module):
@@ -96,10 +115,16 @@ class Windows(nn.Module):
         self.bias = nn.Parameter(torch.randn(H, T, T))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        q, k, v = (
+            y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
+        )
         mask = torch.zeros(T, T).masked_fill(~CAUSAL, -100.0)
         if self.how == "fused":
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias + mask).transpose(1, 2).flatten(2)
+            return (
+                F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias + mask)
+                .transpose(1, 2)
+                .flatten(2)
+            )
         z = q @ k.mT * D**-0.5
         if self.how == "one after the other":
             z = z + self.bias
@@ -116,7 +141,14 @@ class Windows(nn.Module):
         return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-WAYS = ("fused", "one after the other", "in one sum", "less its negative", "filled", "chosen")
+WAYS = (
+    "fused",
+    "one after the other",
+    "in one sum",
+    "less its negative",
+    "filled",
+    "chosen",
+)
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -127,13 +159,19 @@ def test_pairs_under_a_mask_of_minus_one_hundred_are_in_no_statistic(how: str) -
     with torch.no_grad(), Tap(model) as tap:
         model(x)
         stats = next(iter(tap.read().values()))
-        q, k, _ = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in model.qkv(x).chunk(3, -1))
+        q, k, _ = (
+            y.unflatten(-1, (H, D)).transpose(1, 2) for y in model.qkv(x).chunk(3, -1)
+        )
         z = (q @ k.mT * D**-0.5 + model.bias).masked_fill(~CAUSAL, -math.inf)
     assert stats.n_pairs.tolist() == [B * T * (T + 1) // 2] * H
     torch.testing.assert_close(stats.max_logit, z.amax((0, 2, 3)))
-    torch.testing.assert_close(stats.min_logit, z.masked_fill(~CAUSAL, math.inf).amin((0, 2, 3)))
+    torch.testing.assert_close(
+        stats.min_logit, z.masked_fill(~CAUSAL, math.inf).amin((0, 2, 3))
+    )
     w = z.softmax(-1)
-    torch.testing.assert_close(stats.entropy, -torch.special.xlogy(w, w).sum(-1).mean((0, 2)))
+    torch.testing.assert_close(
+        stats.entropy, -torch.special.xlogy(w, w).sum(-1).mean((0, 2))
+    )
 
 
 @pytest.mark.parametrize("how", ["fused", "in one sum"])
@@ -144,11 +182,20 @@ def test_alibi_over_many_tokens_counts_every_pair(how: str) -> None:
             self.qkv, self.n_heads = nn.Linear(H * D, 3 * H * D), H
 
         def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            q, k, v = (
+                y.unflatten(-1, (H, D)).transpose(1, 2)
+                for y in self.qkv(x).chunk(3, -1)
+            )
             bias = 8 * alibi(x.shape[1], H)
             if how == "fused":
-                return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)
-            return ((q @ k.mT * D**-0.5 + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
+                return (
+                    F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+                    .transpose(1, 2)
+                    .flatten(2)
+                )
+            return (
+                ((q @ k.mT * D**-0.5 + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
+            )
 
     model, x = Sloped(), torch.randn(1, 300, H * D)
     with torch.no_grad(), Tap(model) as tap:
@@ -169,7 +216,9 @@ class Padded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n, (b, t) = -x.shape[1] % 4, x.shape[:2]
-        q, k, v = (f(x).unflatten(-1, (H, D)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(x).unflatten(-1, (H, D)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         real = torch.arange(t + n if self.pads else t) < t
         if self.pads:
             q, k, v = (F.pad(y, (0, 0, 0, n)) for y in (q, k, v))
@@ -185,20 +234,31 @@ class Padded(nn.Module):
 @pytest.mark.parametrize("local", [False, True])
 def test_rows_that_a_module_adds_as_zeros_do_not_count(local: bool) -> None:
     torch.manual_seed(0)
-    model, x = Padded(local=local).double(), torch.randn(B, 10, H * D, dtype=torch.float64)
+    model, x = (
+        Padded(local=local).double(),
+        torch.randn(B, 10, H * D, dtype=torch.float64),
+    )
     q, k = (f(x).unflatten(-1, (H, D)).transpose(1, 2) for f in (model.q, model.k))
-    near = torch.arange(10) // 4 == torch.arange(10)[:, None] // 4 if local else torch.ones(10, 10, dtype=torch.bool)
+    near = (
+        torch.arange(10) // 4 == torch.arange(10)[:, None] // 4
+        if local
+        else torch.ones(10, 10, dtype=torch.bool)
+    )
     weights = (q @ k.mT / D**0.5).masked_fill(~near, -torch.inf).softmax(-1)
     with qkeel.watch(model) as monitor:
         for _ in range(2):  # the second pass is looked at in the module alone
             model(x)
             found = monitor.read()[""]
             assert found.n_queries.tolist() == [B * 10] * H
-            torch.testing.assert_close(found.entropy, torch.special.entr(weights).sum(-1).mean((0, 2)))
+            torch.testing.assert_close(
+                found.entropy, torch.special.entr(weights).sum(-1).mean((0, 2))
+            )
             torch.testing.assert_close(found.query_norm, q.norm(dim=-1).mean((0, 2)))
 
 
-def test_queries_that_are_zeros_count_where_nothing_is_filled_up_or_all_are_zeros() -> None:
+def test_queries_that_are_zeros_count_where_nothing_is_filled_up_or_all_are_zeros() -> (
+    None
+):
     torch.manual_seed(0)
     model, x = Padded(), torch.randn(B, 10, H * D)
     with torch.no_grad():
@@ -216,17 +276,28 @@ def test_queries_that_are_zeros_count_where_nothing_is_filled_up_or_all_are_zero
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_column_of_low_numbers_added_by_pad_is_no_key(masked: bool, by_name: bool) -> None:
+def test_a_column_of_low_numbers_added_by_pad_is_no_key(
+    masked: bool, by_name: bool
+) -> None:
     class Column(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.q, self.k, self.v = (nn.Linear(H * D, H * D, bias=False) for _ in range(3))
+            self.q, self.k, self.v = (
+                nn.Linear(H * D, H * D, bias=False) for _ in range(3)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (f(x).unflatten(-1, (H, D)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            q, k, v = (
+                f(x).unflatten(-1, (H, D)).transpose(1, 2)
+                for f in (self.q, self.k, self.v)
+            )
             z = q @ k.mT / D**0.5
             z = z.masked_fill(~CAUSAL, LOWEST) if masked else z
-            z = F.pad(z, pad=(1, 0), value=-1e3) if by_name else F.pad(z, (1, 0), "constant", -1e3)
+            z = (
+                F.pad(z, pad=(1, 0), value=-1e3)
+                if by_name
+                else F.pad(z, (1, 0), "constant", -1e3)
+            )
             return (z.softmax(-1)[..., 1:] @ v).transpose(1, 2).flatten(2)
 
     torch.manual_seed(0)
@@ -235,7 +306,10 @@ def test_a_column_of_low_numbers_added_by_pad_is_no_key(masked: bool, by_name: b
         for _ in range(2):
             model(x)
             found = monitor.read()[""]
-            assert found.n_pairs.tolist() == [B * (T * (T + 1) // 2 if masked else T * T)] * H
+            assert (
+                found.n_pairs.tolist()
+                == [B * (T * (T + 1) // 2 if masked else T * T)] * H
+            )
             assert (found.min_logit > -10).all()
     assert monitor.active is False
     assert monitor.history.steps.tolist() == [0, 1]

@@ -22,7 +22,9 @@ KINDS: dict[str, Callable[[], Tensor]] = {
     "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
     "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "ragged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "ragged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
     "meta": lambda: torch.empty(3, device="meta"),
     "mkldnn": lambda: torch.ones(3, 3).to_mkldnn(),
     "plain": lambda: torch.ones(3),
@@ -50,7 +52,10 @@ def test_every_kind_of_buffer_is_what_it_was_after_a_probe(kind: str) -> None:
                 self.held.copy_(torch.zeros(3))
             elif kind != "meta":
                 self.held.mul_(2.0)
-            q, k, v = (y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            q, k, v = (
+                y.unflatten(-1, (4, 4)).transpose(1, 2)
+                for y in self.qkv(x).chunk(3, -1)
+            )
             return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
     model, x = Holding(), torch.randn(2, 5, 16)

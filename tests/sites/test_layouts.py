@@ -26,7 +26,11 @@ class Heads(nn.Module):
     def __init__(self, attend: Attend, g: int = H) -> None:
         super().__init__()
         self.attend = attend
-        self.q, self.k, self.v = nn.Linear(32, H * D), nn.Linear(32, g * D), nn.Linear(32, H * D)
+        self.q, self.k, self.v = (
+            nn.Linear(32, H * D),
+            nn.Linear(32, g * D),
+            nn.Linear(32, H * D),
+        )
         self.last: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +45,10 @@ def causal(t: int = T) -> Tensor:
 
 def bsht(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """DeepSeek-V3's own layout."""
-    z = torch.einsum("bshd,bthd->bsht", q, k) * SCALE + causal(q.shape[1])[None, :, None]
+    z = (
+        torch.einsum("bshd,bthd->bsht", q, k) * SCALE
+        + causal(q.shape[1])[None, :, None]
+    )
     return torch.einsum("bsht,bthd->bshd", z.softmax(-1), v)
 
 
@@ -86,20 +93,27 @@ def turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (z.softmax(-2).mT @ v).transpose(1, 2)
 
 
-WAYS = {f.__name__: f for f in (bsht, hbts, ijbn, merged_bh, merged_hb, with_ellipsis, turned)}
+WAYS = {
+    f.__name__: f
+    for f in (bsht, hbts, ijbn, merged_bh, merged_hb, with_ellipsis, turned)
+}
 
 
 def truth(model: Heads, used: list[int]) -> tuple[Tensor, Tensor]:
     """Largest logit and entropy per query head in float64; `used`: the key head of each."""
     assert model.last is not None
     q, k = (x.double() for x in model.last)
-    z = torch.einsum("...thd,...shd->...hts", q, k[..., used, :]) * SCALE + causal(q.shape[-3])
+    z = torch.einsum("...thd,...shd->...hts", q, k[..., used, :]) * SCALE + causal(
+        q.shape[-3]
+    )
     p = z.softmax(-1)
     entropy = -torch.special.xlogy(p, p).sum(-1)
     return z.flatten(0, -4).amax((0, 2, 3)), entropy.flatten(0, -3).mean((0, 2))
 
 
-def check_rows(model: nn.Module, site: AttentionSite, x: Tensor, logits: Callable[[], Tensor]) -> None:
+def check_rows(
+    model: nn.Module, site: AttentionSite, x: Tensor, logits: Callable[[], Tensor]
+) -> None:
     """Scaling the query rows reported for one head moves the logits [h …] of exactly that head."""
     (term,) = site.terms
     with torch.no_grad():
@@ -168,13 +182,21 @@ def test_windows_are_not_taken_for_heads() -> None:
 
 def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """x-transformers: query head i uses key head i mod g."""
-    q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat(1, H // x.shape[2], 1, 1) for x in (k, v[:, :, :2]))
+    q, k, v = (
+        q.transpose(1, 2),
+        *(x.transpose(1, 2).repeat(1, H // x.shape[2], 1, 1) for x in (k, v[:, :, :2])),
+    )
     return ((q @ k.mT * SCALE + causal(q.shape[2])).softmax(-1) @ v).transpose(1, 2)
 
 
 def tiled_fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat(1, H // x.shape[2], 1, 1) for x in (k, v[:, :, :2]))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    q, k, v = (
+        q.transpose(1, 2),
+        *(x.transpose(1, 2).repeat(1, H // x.shape[2], 1, 1) for x in (k, v[:, :, :2])),
+    )
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True
+    ).transpose(1, 2)
 
 
 def grouped_rg(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -182,7 +204,11 @@ def grouped_rg(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v[:, :, :2]))
     q = q.unflatten(1, (-1, k.shape[1]))
     z = torch.einsum("brgtd,bgsd->brgts", q, k) * SCALE + causal(q.shape[3])
-    return torch.einsum("brgts,bgsd->brgtd", z.softmax(-1), v).flatten(1, 2).transpose(1, 2)
+    return (
+        torch.einsum("brgts,bgsd->brgtd", z.softmax(-1), v)
+        .flatten(1, 2)
+        .transpose(1, 2)
+    )
 
 
 def blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -193,7 +219,10 @@ def blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def shared_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Multi-query attention with the heads after the queries, as GPT-BigCode has it."""
-    z = torch.einsum("bthd,bsd->bths", q, k[:, :, 0]) * SCALE + causal(q.shape[1])[None, :, None]
+    z = (
+        torch.einsum("bthd,bsd->bths", q, k[:, :, 0]) * SCALE
+        + causal(q.shape[1])[None, :, None]
+    )
     return torch.einsum("bths,bshd->bthd", z.softmax(-1), v)
 
 
@@ -246,7 +275,9 @@ def neighbours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     near = torch.stack([k, k.roll(1, 2)], 3)
     z = torch.einsum("bhtd,bhtwd->bhtw", q, near) * SCALE
-    return torch.einsum("bhtw,bhtwd->bhtd", z.softmax(-1), torch.stack([v, v.roll(1, 2)], 3)).transpose(1, 2)
+    return torch.einsum(
+        "bhtw,bhtwd->bhtd", z.softmax(-1), torch.stack([v, v.roll(1, 2)], 3)
+    ).transpose(1, 2)
 
 
 @pytest.mark.parametrize(("attend", "keys"), [(channels, D), (neighbours, 2)])
@@ -272,11 +303,17 @@ def fused_merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def fused_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True
+    ).transpose(-2, -3)
 
 
-@pytest.mark.parametrize(("attend", "shape"), [(fused_merged, (B, T, 32)), (fused_windows, (2, H, T, 32))])
-def test_fused_attention_of_other_dimensions_is_read_by_its_operands(attend: Attend, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("attend", "shape"), [(fused_merged, (B, T, 32)), (fused_windows, (2, H, T, 32))]
+)
+def test_fused_attention_of_other_dimensions_is_read_by_its_operands(
+    attend: Attend, shape: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
     model, x = Heads(attend), torch.randn(shape)
     (site,) = find_sites(model, x)
@@ -305,7 +342,9 @@ def test_a_layout_that_only_the_shape_shows_is_reported_once_as_a_guess() -> Non
     for sites in ([], [site]):
         with torch.no_grad(), Tap(model) as tap:
             tap.sites = sites
-            with pytest.warns(UserWarning, match="the heads of the model itself are a guess") as seen:
+            with pytest.warns(
+                UserWarning, match="the heads of the model itself are a guess"
+            ) as seen:
                 [model(q, q) for _ in range(2)]
             assert len(seen) == 1
     (certain,) = find_sites(model, (q[:2], q[:2]))
@@ -317,10 +356,16 @@ def fused_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Five dimensions, as timm's Twins and Hiera have them: [b h window t d]."""
     q, k, v = (x.permute(0, 3, 1, 2, 4) for x in (q, k, v))
     mask = causal(q.shape[-2])
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).permute(0, 2, 3, 1, 4)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask
+    ).permute(0, 2, 3, 1, 4)
 
 
-@pytest.mark.parametrize("attend", one_in([*WAYS.values(), windows, fused_windows], 3), ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "attend",
+    one_in([*WAYS.values(), windows, fused_windows], 3),
+    ids=lambda f: f.__name__,
+)
 def test_a_changed_softmax_has_the_heads_of_its_layout(attend: Attend) -> None:
     """A sink per head: weights are e^z / (e^s + Σ e^z), of a z under a cap."""
     torch.manual_seed(0)
@@ -329,8 +374,13 @@ def test_a_changed_softmax_has_the_heads_of_its_layout(attend: Attend) -> None:
     y = model(x)
     handle = qkeel.apply(model, ["softcap:cap=2", "sink"], batch=x)
     with torch.no_grad():
-        model.get_parameter("sink").copy_(torch.tensor([-2.0, 0.0, 1.0, 3.0]).view(H, 1, 1))
-    q, k, v = (p(x).unflatten(-1, (H, D)).transpose(-3, -2) for p in (model.q, model.k, model.v))
+        model.get_parameter("sink").copy_(
+            torch.tensor([-2.0, 0.0, 1.0, 3.0]).view(H, 1, 1)
+        )
+    q, k, v = (
+        p(x).unflatten(-1, (H, D)).transpose(-3, -2)
+        for p in (model.q, model.k, model.v)
+    )
     e = (2 * torch.tanh(q @ k.mT * SCALE / 2) + causal()).exp()
     w = e / (e.sum(-1, keepdim=True) + model.get_parameter("sink").exp())
     torch.testing.assert_close(model(x), (w @ v).transpose(-3, -2).flatten(-2))
@@ -338,7 +388,9 @@ def test_a_changed_softmax_has_the_heads_of_its_layout(attend: Attend) -> None:
     assert torch.equal(model(x), y)
 
 
-def test_parameters_of_heads_are_refused_where_the_heads_are_a_guess_and_a_cap_is_not() -> None:
+def test_parameters_of_heads_are_refused_where_the_heads_are_a_guess_and_a_cap_is_not() -> (
+    None
+):
     class Given(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -349,8 +401,11 @@ def test_parameters_of_heads_are_refused_where_the_heads_are_a_guess_and_a_cap_i
 
     model, q = Given(), torch.randn(H, H, T, D)
     with pytest.raises(
-        RefusedError, match="which dimension holds the heads, and each head would need a separate parameter"
+        RefusedError,
+        match="which dimension holds the heads, and each head would need a separate parameter",
     ):
         qkeel.apply(model, "sink", batch=(q, q))
     qkeel.apply(model, "softcap:cap=2", batch=(q, q))
-    torch.testing.assert_close(model(q, q), (2 * torch.tanh(q @ q.mT / 2)).softmax(-1) @ q)
+    torch.testing.assert_close(
+        model(q, q), (2 * torch.tanh(q @ q.mT / 2)).softmax(-1) @ q
+    )

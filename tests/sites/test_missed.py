@@ -34,11 +34,17 @@ class Odd(nn.Module):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(M, M) for _ in "qkv")
         self.between = between
-        self.linear, self.conv, self.weight = nn.Linear(H, H), nn.Conv2d(H, H, 1), nn.Parameter(torch.randn(H, H))
+        self.linear, self.conv, self.weight = (
+            nn.Linear(H, H),
+            nn.Conv2d(H, H, 1),
+            nn.Parameter(torch.randn(H, H)),
+        )
         self.keys = nn.Linear(T, T)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = (
+            p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
         return (self.between(self, q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
@@ -66,13 +72,25 @@ def pieces(odd: Odd, z: Tensor) -> Tensor:
 
 
 WAYS: dict[str, tuple[Between, str, str]] = {
-    "two convolutions": (lambda odd, z: odd.conv(F.gelu(odd.conv(z))), "conv2d", "conv2d"),
+    "two convolutions": (
+        lambda odd, z: odd.conv(F.gelu(odd.conv(z))),
+        "conv2d",
+        "conv2d",
+    ),
     "linear over keys": (lambda odd, z: odd.keys(z), "linear", "linear"),
     "relu": (lambda odd, z: F.relu(z), "relu", "relu"),
-    "batch norm": (lambda odd, z: F.batch_norm(z, None, None, training=True), "batch_norm", "batch_norm"),
+    "batch norm": (
+        lambda odd, z: F.batch_norm(z, None, None, training=True),
+        "batch_norm",
+        "batch_norm",
+    ),
     "power": (lambda odd, z: z.pow(2) * z.sign(), "pow", "pow"),
     "chosen and scattered": (largest, "scatter", "scatter"),
-    "the largest alone": (lambda odd, z: F.pad(z.topk(3, -1).values, (0, T - 3)), "topk", "a selection of the largest"),
+    "the largest alone": (
+        lambda odd, z: F.pad(z.topk(3, -1).values, (0, T - 3)),
+        "topk",
+        "a selection of the largest",
+    ),
     "written in pieces": (pieces, "setitem", "a write into a part of a tensor"),
 }
 
@@ -94,7 +112,9 @@ def test_what_was_seen_and_not_understood_is_listed(name: str) -> None:
     assert (missed.module, missed.operation) == ("odd", operation)
     assert missed.reason == f"its scores could not be followed beyond {words}"
     assert sites.share == "1 of 2 attention layers"
-    assert sites._repr_html_().count("<tr>") == 2  # the names of the columns, and the site
+    assert (
+        sites._repr_html_().count("<tr>") == 2
+    )  # the names of the columns, and the site
     assert "<p>not understood: odd: its scores could not" in sites._repr_html_()
 
 
@@ -110,21 +130,32 @@ MIXTURES: dict[str, Between] = {
 def test_heads_that_a_weight_mixes_before_the_softmax_are_missed(name: str) -> None:
     sites = find_sites(Model(MIXTURES[name]), x())
     assert [site.name for site in sites] == ["plain"]
-    assert [(missed.module, missed.operation) for missed in sites.missed] == [("odd", name)]
+    assert [(missed.module, missed.operation) for missed in sites.missed] == [
+        ("odd", name)
+    ]
 
 
 NORMALISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "a constant in the sum": lambda z: z.exp() / (1 + z.exp().sum(-1, keepdim=True)),
-    "exponentials times a mask": lambda z: (e := z.exp() * torch.ones(T, T).tril()) / e.sum(-1, keepdim=True),
-    "sparsemax, by its squares": lambda z: z.relu().square() / z.relu().square().sum(-1, keepdim=True),
+    "exponentials times a mask": lambda z: (
+        (e := z.exp() * torch.ones(T, T).tril()) / e.sum(-1, keepdim=True)
+    ),
+    "sparsemax, by its squares": lambda z: (
+        z.relu().square() / z.relu().square().sum(-1, keepdim=True)
+    ),
 }
 
 
 @pytest.mark.parametrize("name", NORMALISERS)
-def test_scores_that_are_normalised_in_another_way_and_multiplied_with_values_are_missed(name: str) -> None:
+def test_scores_that_are_normalised_in_another_way_and_multiplied_with_values_are_missed(
+    name: str,
+) -> None:
     class Normalised(Odd):
         def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v))
+            q, k, v = (
+                p(x).unflatten(-1, (H, D)).transpose(1, 2)
+                for p in (self.q, self.k, self.v)
+            )
             return (NORMALISERS[name](q @ k.mT) @ v).transpose(1, 2).flatten(2)
 
     torch.manual_seed(0)
@@ -160,21 +191,35 @@ def test_a_classifier_with_a_copy_of_its_weight_is_not_missed() -> None:
 def test_the_softmax_of_the_largest_scores_is_missed() -> None:
     class Sparse(Odd):
         def forward(self, x: Tensor) -> Tensor:
-            q, k = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k))
+            q, k = (
+                p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k)
+            )
             top = (q @ k.mT).topk(3, -1)
-            return torch.zeros(2, H, T, T).scatter(-1, top.indices, top.values.softmax(-1)).sum(1) @ x
+            return (
+                torch.zeros(2, H, T, T)
+                .scatter(-1, top.indices, top.values.softmax(-1))
+                .sum(1)
+                @ x
+            )
 
-    with pytest.raises(RefusedError, match=r"Seen but not understood: the model itself: .* a selection of the largest"):
+    with pytest.raises(
+        RefusedError,
+        match=r"Seen but not understood: the model itself: .* a selection of the largest",
+    ):
         find_sites(Sparse(lambda _, z: z), x())
 
 
 def test_a_softmax_over_heads_is_missed() -> None:
     class OverHeads(Odd):
         def forward(self, x: Tensor) -> Tensor:
-            q, k = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k))
+            q, k = (
+                p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k)
+            )
             return (q @ k.mT).softmax(1).sum(1) @ x
 
-    with pytest.raises(RefusedError, match="its softmax runs over dimension 1 of 4, not over the last"):
+    with pytest.raises(
+        RefusedError, match="its softmax runs over dimension 1 of 4, not over the last"
+    ):
         find_sites(OverHeads(lambda _, z: z), x())
 
 
@@ -183,7 +228,10 @@ def test_what_is_no_attention_is_not_missed() -> None:
         """Linear attention, a gate, a router, and a softmax over classes."""
 
         def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v))
+            q, k, v = (
+                p(x).unflatten(-1, (H, D)).transpose(1, 2)
+                for p in (self.q, self.k, self.v)
+            )
             linear = q.relu() @ (k.relu().mT @ v)
             gated = torch.sigmoid(q) * v
             mixed = (linear + gated).transpose(1, 2).flatten(2)
@@ -200,7 +248,9 @@ def test_what_is_no_attention_is_not_missed() -> None:
     sites = find_sites(Both(), x())
     assert [site.name for site in sites] == ["plain"]
     assert sites.missed == ()
-    with pytest.raises(RefusedError, match=r"none of the products reaches a softmax.*linear attention") as refusal:
+    with pytest.raises(
+        RefusedError, match=r"none of the products reaches a softmax.*linear attention"
+    ) as refusal:
         find_sites(Others(lambda _, z: z), x())
     assert "by hand" not in str(refusal.value)
 
@@ -209,16 +259,26 @@ def test_a_remedy_for_all_attention_is_refused_unless_it_may_be_partial() -> Non
     m = model()
     optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
     for remedy in ("lalr", "softcap:cap=5", "qk_norm"):
-        with pytest.raises(RefusedError, match=rf"{remedy[:4]}.*1 of 2 attention .*odd: its scores .*partial=True"):
+        with pytest.raises(
+            RefusedError,
+            match=rf"{remedy[:4]}.*1 of 2 attention .*odd: its scores .*partial=True",
+        ):
             apply(m, remedy, optimizer, batch=x())
         apply(m, remedy, optimizer, batch=x(), partial=True).remove()
-    apply(m, "z_loss", optimizer, batch=x()).remove()  # has nothing to do with attention
+    apply(
+        m, "z_loss", optimizer, batch=x()
+    ).remove()  # has nothing to do with attention
 
 
-def test_a_monitor_says_once_what_it_does_not_watch_and_its_pages_do_too(tmp_path: Path) -> None:
+def test_a_monitor_says_once_what_it_does_not_watch_and_its_pages_do_too(
+    tmp_path: Path,
+) -> None:
     m = model()
     optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
-    with warnings.catch_warnings(record=True) as said, watch(m, optimizer, sinks=tmp_path / "run") as monitor:
+    with (
+        warnings.catch_warnings(record=True) as said,
+        watch(m, optimizer, sinks=tmp_path / "run") as monitor,
+    ):
         warnings.simplefilter("always")
         for _ in range(3):
             m(x()).sum().backward()
@@ -228,11 +288,17 @@ def test_a_monitor_says_once_what_it_does_not_watch_and_its_pages_do_too(tmp_pat
         assert f"<p>{line}</p>" in monitor._repr_html_()
         assert [missed.module for missed in monitor.missed] == ["odd"]
     (message,) = [str(warning.message) for warning in said]
-    assert message.startswith("1 of 2 attention layers of Model are watched. Not understood: odd: its scores")
+    assert message.startswith(
+        "1 of 2 attention layers of Model are watched. Not understood: odd: its scores"
+    )
     assert RunDirectory(tmp_path / "run").config()["missed"][0]["module"] == "odd"
     (run,) = read_watched([tmp_path / "run"])
-    (text,) = [text for text in cautions(run) if "attention layers were watched" in text]
-    assert text.startswith("1 of 2 attention layers were watched. Not understood: odd: its scores")
+    (text,) = [
+        text for text in cautions(run) if "attention layers were watched" in text
+    ]
+    assert text.startswith(
+        "1 of 2 attention layers were watched. Not understood: odd: its scores"
+    )
 
 
 def test_a_monitor_and_a_clip_that_see_no_call_say_so_once() -> None:
@@ -260,13 +326,22 @@ def test_a_monitor_and_a_clip_that_see_no_call_say_so_once() -> None:
 
 
 @pytest.mark.parametrize(("constant", "is_read"), [(1e-6, True), (1e-4, False)])
-def test_a_constant_in_the_sum_is_a_guard_if_it_is_tiny(constant: float, is_read: bool) -> None:
+def test_a_constant_in_the_sum_is_a_guard_if_it_is_tiny(
+    constant: float, is_read: bool
+) -> None:
     class Guarded(Odd):
         def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v))
+            q, k, v = (
+                p(x).unflatten(-1, (H, D)).transpose(1, 2)
+                for p in (self.q, self.k, self.v)
+            )
             z = q @ k.mT
             e = (z - z.amax(-1, keepdim=True)).exp()
-            return (e / (e.sum(-1, keepdim=True) + constant) @ v).transpose(1, 2).flatten(2)
+            return (
+                (e / (e.sum(-1, keepdim=True) + constant) @ v)
+                .transpose(1, 2)
+                .flatten(2)
+            )
 
     sites = find_sites(nn.Sequential(Guarded(lambda _, z: z), Odd(lambda _, z: z)), x())
     assert [site.name for site in sites] == (["0", "1"] if is_read else ["1"])

@@ -92,8 +92,12 @@ def log_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def keys_in_two_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    far = torch.einsum("bhqd,bhkd->bhqk", q, k[:, :, :2]).masked_fill(~causal()[:, :2], -torch.inf)
-    near = torch.einsum("bhqd,bhkd->bhqk", q, k[:, :, 2:]).masked_fill(~causal()[:, 2:], -torch.inf)
+    far = torch.einsum("bhqd,bhkd->bhqk", q, k[:, :, :2]).masked_fill(
+        ~causal()[:, :2], -torch.inf
+    )
+    near = torch.einsum("bhqd,bhkd->bhqk", q, k[:, :, 2:]).masked_fill(
+        ~causal()[:, 2:], -torch.inf
+    )
     return (torch.cat([far, near], dim=-1) / math.sqrt(D)).softmax(-1) @ v
 
 
@@ -106,7 +110,9 @@ def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def fused_with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, torch.zeros(T, T).masked_fill(~causal(), -1e4))
+    return F.scaled_dot_product_attention(
+        q, k, v, torch.zeros(T, T).masked_fill(~causal(), -1e4)
+    )
 
 
 def exp_over_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -162,7 +168,11 @@ def oracle(module: Block) -> tuple[Tensor, Tensor]:
     assert module.last is not None
     q, k = (x.double() for x in module.last)
     z = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
-    sink = torch.full((*z.shape[:-1], 1), 3.0 if module.attend is with_sink else -torch.inf, dtype=z.dtype)
+    sink = torch.full(
+        (*z.shape[:-1], 1),
+        3.0 if module.attend is with_sink else -torch.inf,
+        dtype=z.dtype,
+    )
     p = torch.cat([z, sink], -1).softmax(-1)
     return z.amax((0, 2, 3)), -torch.special.xlogy(p, p).sum(-1).mean((0, 2))
 
@@ -180,8 +190,12 @@ def test_every_way_to_write_causal_attention_gives_the_oracles_numbers() -> None
         module = Block(way)
         stats = read_one(module, x)
         top, entropy = oracle(module)
-        torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5, msg=name)
-        torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            stats.max_logit.double(), top, rtol=1e-5, atol=1e-5, msg=name
+        )
+        torch.testing.assert_close(
+            stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5, msg=name
+        )
         assert stats.n_pairs.tolist() == [B * T * (T + 1) // 2] * H, name
         assert stats.n_queries.tolist() == [B * T] * H, name
 
@@ -209,7 +223,9 @@ def test_a_cap_is_seen_and_the_logits_are_those_before_it() -> None:
     top = 20 * oracle(module)[0]
     assert float(top.max()) > 5
     torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(stats.capped_max_logit.double(), 5 * (top / 5).tanh(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        stats.capped_max_logit.double(), 5 * (top / 5).tanh(), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["causal_lower_right", "causal_upper_left"])
@@ -223,11 +239,16 @@ def test_a_mask_object_hides_what_it_says(name: str, keys: int) -> None:
             self.q, self.k = nn.Linear(H * D, H * D), nn.Linear(H * D, H * D)
 
         def heads(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            return tuple(p(z).unflatten(-1, (H, D)).transpose(1, 2) for p, z in ((self.q, x), (self.k, y)))
+            return tuple(
+                p(z).unflatten(-1, (H, D)).transpose(1, 2)
+                for p, z in ((self.q, x), (self.k, y))
+            )
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             q, k = self.heads(x, y)
-            return F.scaled_dot_product_attention(q, k, k, attn_mask=getattr(bias, name)(T, keys)).transpose(1, 2)
+            return F.scaled_dot_product_attention(
+                q, k, k, attn_mask=getattr(bias, name)(T, keys)
+            ).transpose(1, 2)
 
     torch.manual_seed(0)
     model, x, y = Cross(), torch.randn(B, T, H * D), torch.randn(B, keys, H * D)
@@ -236,15 +257,21 @@ def test_a_mask_object_hides_what_it_says(name: str, keys: int) -> None:
     with torch.no_grad():
         stats = read_one(model, x, y)
         q, k = model.heads(x, y)
-    visible = torch.ones(T, keys, dtype=torch.bool).tril(keys - T if name == "causal_lower_right" else 0)
+    visible = torch.ones(T, keys, dtype=torch.bool).tril(
+        keys - T if name == "causal_lower_right" else 0
+    )
     z = (q.double() @ k.double().mT / math.sqrt(D)).masked_fill(~visible, -torch.inf)
     entropy = torch.special.entr(z.softmax(-1)).sum(-1).mean((0, 2))
-    torch.testing.assert_close(stats.max_logit.double(), z.amax((0, 2, 3)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        stats.max_logit.double(), z.amax((0, 2, 3)), rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
     assert stats.n_pairs.tolist() == [B * int(visible.sum())] * H
 
 
-def test_a_second_call_of_a_module_has_a_number_and_a_module_run_twice_is_one_site() -> None:
+def test_a_second_call_of_a_module_has_a_number_and_a_module_run_twice_is_one_site() -> (
+    None
+):
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -265,7 +292,9 @@ def test_cross_attention_reads_keys_from_elsewhere() -> None:
     x, context = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
     hidden = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     with Tap(module) as tap:
-        _, weights = module(x, context, context, key_padding_mask=hidden, average_attn_weights=False)
+        _, weights = module(
+            x, context, context, key_padding_mask=hidden, average_attn_weights=False
+        )
         stats = tap.read()[""]
     expected = -torch.special.xlogy(weights, weights).sum(-1).mean((0, 2))
     torch.testing.assert_close(stats.entropy, expected)
@@ -280,42 +309,78 @@ class Pool(nn.Module):
 
     def __init__(self, bias: Tensor | None) -> None:
         super().__init__()
-        self.query, self.kv, self.bias = nn.Parameter(torch.randn(1, H, 3, D)), nn.Linear(H * D, 2 * H * D), bias
+        self.query, self.kv, self.bias = (
+            nn.Parameter(torch.randn(1, H, 3, D)),
+            nn.Linear(H * D, 2 * H * D),
+            bias,
+        )
 
     def keys(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.kv(x).chunk(2, -1))
+        return tuple(
+            y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.kv(x).chunk(2, -1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(self.query, *self.keys(x), attn_mask=self.bias)
+        return F.scaled_dot_product_attention(
+            self.query, *self.keys(x), attn_mask=self.bias
+        )
 
 
 HIDDEN = torch.arange(T) < torch.tensor([T, 4]).view(B, 1, 1, 1)
 
 
-@pytest.mark.parametrize("mask", [None, HIDDEN, HIDDEN[1:], torch.zeros(B, 1, 1, T).masked_fill(~HIDDEN, -torch.inf)])
-def test_queries_of_batch_1_are_read_for_every_sequence_of_keys(mask: Tensor | None) -> None:
+@pytest.mark.parametrize(
+    "mask",
+    [
+        None,
+        HIDDEN,
+        HIDDEN[1:],
+        torch.zeros(B, 1, 1, T).masked_fill(~HIDDEN, -torch.inf),
+    ],
+)
+def test_queries_of_batch_1_are_read_for_every_sequence_of_keys(
+    mask: Tensor | None,
+) -> None:
     model = nn.Sequential(Pool(mask))
-    visible = torch.ones(B, 1, 1, T, dtype=torch.bool) if mask is None else mask.expand(B, 1, 1, T)
+    visible = (
+        torch.ones(B, 1, 1, T, dtype=torch.bool)
+        if mask is None
+        else mask.expand(B, 1, 1, T)
+    )
     visible = visible if visible.dtype == torch.bool else visible == 0
     with Tap(model) as tap:
         for step in range(4):  # from the third pass on, its place is known
             if step == 2:
-                tap.sites.extend(find_sites(model, torch.randn(B, T, H * D)))  # and then its heads
+                tap.sites.extend(
+                    find_sites(model, torch.randn(B, T, H * D))
+                )  # and then its heads
             x = torch.randn(B, T, H * D)
             model(x)
             (stats,) = tap.read().values()
             pool = model[0]
             assert isinstance(pool, Pool)
-            z = pool.query.detach().double() @ pool.keys(x)[0].detach().double().mT / math.sqrt(D)
+            z = (
+                pool.query.detach().double()
+                @ pool.keys(x)[0].detach().double().mT
+                / math.sqrt(D)
+            )
             z = z.masked_fill(~visible, -torch.inf)
             weights = z.softmax(-1)
-            torch.testing.assert_close(stats.max_logit.double(), z.amax((0, 2, 3)), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                stats.max_logit.double(), z.amax((0, 2, 3)), rtol=1e-5, atol=1e-5
+            )
             entropy = -torch.special.xlogy(weights, weights).sum(-1).mean((0, 2))
-            torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5
+            )
             assert stats.n_queries.tolist() == [B * 3] * H
             assert stats.n_pairs.tolist() == [3 * int(visible.sum())] * H
     (site,) = tap.sites
-    assert (site.n_heads, site.n_kv_heads, site.key[0].parameter) == (H, H, "0.kv.weight")
+    assert (site.n_heads, site.n_kv_heads, site.key[0].parameter) == (
+        H,
+        H,
+        "0.kv.weight",
+    )
 
 
 def test_the_probe_leaves_no_trace() -> None:
@@ -332,7 +397,9 @@ def test_the_probe_leaves_no_trace() -> None:
     module[0].c_attn.weight.requires_grad_(False)
     before = {n: t.clone() for n, t in module.state_dict().items()}
     random = torch.get_rng_state()
-    find_sites(module, torch.randn(B, T, H * D, generator=torch.Generator().manual_seed(0)))
+    find_sites(
+        module, torch.randn(B, T, H * D, generator=torch.Generator().manual_seed(0))
+    )
     assert torch.equal(random, torch.get_rng_state())
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name]), name
@@ -342,13 +409,17 @@ def test_the_probe_leaves_no_trace() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 
 
-def test_a_model_that_registers_hooks_in_its_first_pass_has_them_once_after_a_probe() -> None:
+def test_a_model_that_registers_hooks_in_its_first_pass_has_them_once_after_a_probe() -> (
+    None
+):
     class Recording(Block):
         ready = False
 
         def forward(self, x: Tensor) -> Tensor:
             if not self.ready:
-                self.c_attn.register_forward_hook(lambda *_: seen.append(1), always_call=True)
+                self.c_attn.register_forward_hook(
+                    lambda *_: seen.append(1), always_call=True
+                )
                 self.ready = True
             return super().forward(x)
 
@@ -368,21 +439,35 @@ def test_what_stopped_the_scores_is_named_where_nothing_is_found() -> None:
 
     def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # Key block by key block under a running maximum: no block is an attention of its own.
-        top, out, mass = torch.full((B, H, T, 1), -torch.inf), torch.zeros_like(v), torch.zeros(B, H, T, 1)
+        top, out, mass = (
+            torch.full((B, H, T, 1), -torch.inf),
+            torch.zeros_like(v),
+            torch.zeros(B, H, T, 1),
+        )
         for keys in (slice(0, 3), slice(3, T)):
             z = q @ k[:, :, keys].mT
             new = torch.maximum(top, z.amax(-1, keepdim=True))
             e = torch.exp(z - new)
-            out, mass = out * (top - new).exp() + e @ v[:, :, keys], mass * (top - new).exp() + e.sum(-1, keepdim=True)
+            out, mass = (
+                out * (top - new).exp() + e @ v[:, :, keys],
+                mass * (top - new).exp() + e.sum(-1, keepdim=True),
+            )
             top = new
         return out / mass
 
     for way, why in (
-        (sigmoid, r"Seen but not understood: the model itself: .* values are weighted by the sigmoid of scores"),
-        (in_blocks, r"Seen but not understood: the model itself: its scores .* blocks of keys\..*describe\(model"),
+        (
+            sigmoid,
+            r"Seen but not understood: the model itself: .* values are weighted by the sigmoid of scores",
+        ),
+        (
+            in_blocks,
+            r"Seen but not understood: the model itself: its scores .* blocks of keys\..*describe\(model",
+        ),
     ):
         with pytest.raises(
-            RefusedError, match=rf"(?s)saw no attention in a forward pass of this Block.*{why}"
+            RefusedError,
+            match=rf"(?s)saw no attention in a forward pass of this Block.*{why}",
         ) as refusal:
             find_sites(Block(way), torch.randn(B, T, H * D))
         assert "describe it by hand" in str(refusal.value)
@@ -393,7 +478,10 @@ def test_an_adapter_of_low_rank_is_a_term_of_its_own() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.base = nn.Linear(16, 16, bias=False).requires_grad_(False)
-            self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+            self.down, self.up = (
+                nn.Linear(16, 2, bias=False),
+                nn.Linear(2, 16, bias=False),
+            )
             nn.init.zeros_(self.up.weight)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -414,8 +502,12 @@ def test_an_adapter_of_low_rank_is_a_term_of_its_own() -> None:
 
 
 @torch.no_grad()
-def test_a_transformer_encoder_in_eval_keeps_its_fast_path_under_a_tap_and_not_under_an_interceptor() -> None:
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, batch_first=True), 2).eval()
+def test_a_transformer_encoder_in_eval_keeps_its_fast_path_under_a_tap_and_not_under_an_interceptor() -> (
+    None
+):
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 4, batch_first=True), 2
+    ).eval()
     x = torch.randn(2, 5, 16)
     fast = model(x)
     torch.backends.mha.set_fastpath_enabled(False)

@@ -23,7 +23,9 @@ class Orthogonal(nn.Module):
         with torch.no_grad():
             self.a.weight.copy_(mix[::2][:, :rank] @ q[:rank] / 10)
             u = torch.linalg.svd(self.a.weight)[0]
-            self.a.weight.copy_(u[:, :1] @ u[:, :1].mT @ self.a.weight)  # of rank 1, B is orthogonal to it
+            self.a.weight.copy_(
+                u[:, :1] @ u[:, :1].mT @ self.a.weight
+            )  # of rank 1, B is orthogonal to it
             self.b.weight.copy_(torch.randn(base.out_features, rank - 1) @ u[:, 1:].mT)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,8 +37,15 @@ def adapted() -> Small:
     model = Small()
     for block in model.blocks:
         block.q, block.k = Orthogonal(block.q), Orthogonal(block.k)
-        assert float((block.q.b.weight @ block.q.a.weight).detach().detach().abs().max()) < 1e-6
-        assert float(block.q.b.weight.detach().abs().max()) > 0.1 < 10 * float(block.q.a.weight.detach().abs().max())
+        assert (
+            float((block.q.b.weight @ block.q.a.weight).detach().detach().abs().max())
+            < 1e-6
+        )
+        assert (
+            float(block.q.b.weight.detach().abs().max())
+            > 0.1
+            < 10 * float(block.q.a.weight.detach().abs().max())
+        )
     return model
 
 
@@ -45,11 +54,15 @@ def test_rows_of_both_matrices_are_confirmed_and_nothing_is_changed() -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for i, site in enumerate(qkeel.find_sites(model, batch(0))):
         assert site.unverified == ""
-        assert {s.parameter for s in site.query} == {f"blocks.{i}.q.{part}.weight" for part in ("base", "a", "b")}
+        assert {s.parameter for s in site.query} == {
+            f"blocks.{i}.q.{part}.weight" for part in ("base", "a", "b")
+        }
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("remedy", ["lalr:tau=0.1", "qk_clip:threshold=0.1"])
 def test_remedies_on_steps_take_it(remedy: str) -> None:
     model = adapted()
-    qkeel.apply(model, remedy, torch.optim.AdamW(model.parameters()), batch=batch(0)).remove()
+    qkeel.apply(
+        model, remedy, torch.optim.AdamW(model.parameters()), batch=batch(0)
+    ).remove()

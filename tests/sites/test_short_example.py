@@ -15,17 +15,28 @@ from qkeel.capture.example import ROWS, TOKENS, shorter
 from qkeel.errors import InvalidValueError, QkeelWarning
 
 H, D, B, T = 2, 4, 6, 100
-Passes = list[tuple[tuple[int, ...], bool]]  # the shape of the input, and whether there was a graph
+Passes = list[
+    tuple[tuple[int, ...], bool]
+]  # the shape of the input, and whether there was a graph
 
 
 class Heads(nn.Module):
     """Self-attention of tokens [b t], and what its passes were."""
 
-    def __init__(self, change: Callable[[Heads, Tensor], Tensor] = lambda m, x: x, *, norm: bool = False) -> None:
+    def __init__(
+        self,
+        change: Callable[[Heads, Tensor], Tensor] = lambda m, x: x,
+        *,
+        norm: bool = False,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.change, self.norm, passes = change, norm, Passes()
-        self.embed, self.q, self.k = nn.Embedding(20, H * D), nn.Linear(H * D, H * D), nn.Linear(H * D, H * D)
+        self.embed, self.q, self.k = (
+            nn.Embedding(20, H * D),
+            nn.Linear(H * D, H * D),
+            nn.Linear(H * D, H * D),
+        )
         self.batch_norm = nn.BatchNorm1d(H * D)
         self.gain = nn.Parameter(torch.rand(D))
         self.note = passes.append
@@ -35,12 +46,18 @@ class Heads(nn.Module):
         q, k = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k))
         if self.norm:
             q, k = (F.rms_norm(y, (D,), self.gain) for y in (q, k))
-        return F.scaled_dot_product_attention(q, k, k, attn_mask=mask).transpose(1, 2).flatten(2)
+        return (
+            F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         self.note((tuple(tokens.shape), torch.is_grad_enabled()))
         x = F.dropout(self.batch_norm(self.embed(tokens).mT).mT, 0.1)
-        return self.attend(self.change(self, x), mask if mask is None else mask[:, None, None].bool())
+        return self.attend(
+            self.change(self, x), mask if mask is None else mask[:, None, None].bool()
+        )
 
 
 def tokens() -> Tensor:
@@ -75,7 +92,10 @@ def test_the_beginning_of_one_sequence_is_enough() -> None:
     [
         (lambda: Heads(longer_than_positions), [(1, TOKENS), (2, TOKENS), (1, T)]),
         (lambda: Heads(twice), [(1, TOKENS), (2, TOKENS), (1, T)]),
-        (lambda: Heads(norm=True), [(1, TOKENS), (1, T)]),  # what follows a norm may grow with the position
+        (
+            lambda: Heads(norm=True),
+            [(1, TOKENS), (1, T)],
+        ),  # what follows a norm may grow with the position
     ],
 )
 def test_what_a_shorter_sequence_does_not_show_is_taken_from_longer_ones(
@@ -84,7 +104,9 @@ def test_what_a_shorter_sequence_does_not_show_is_taken_from_longer_ones(
     made = model()
     assert [*dict.fromkeys(kept(made))] == last
     whole = find_sites(made, tokens()[:1])  # nothing to shorten in it but the sequence
-    assert [(s.name, s.n_heads) for s in find_sites(made, tokens())] == [(s.name, s.n_heads) for s in whole]
+    assert [(s.name, s.n_heads) for s in find_sites(made, tokens())] == [
+        (s.name, s.n_heads) for s in whole
+    ]
 
 
 def test_where_padding_comes_first_the_rows_are_whole() -> None:
@@ -96,8 +118,16 @@ def test_where_padding_comes_first_the_rows_are_whole() -> None:
 def test_heads_that_are_merged_with_the_batch_are_told_from_it_by_two_rows() -> None:
     class Merged(Heads):
         def attend(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            q, k = (p(x).unflatten(-1, (H, D)).permute(2, 0, 1, 3).flatten(0, 1) for p in (self.q, self.k))
-            return ((q @ k.mT).softmax(-1) @ k).unflatten(0, (H, -1)).permute(1, 2, 0, 3).flatten(2)
+            q, k = (
+                p(x).unflatten(-1, (H, D)).permute(2, 0, 1, 3).flatten(0, 1)
+                for p in (self.q, self.k)
+            )
+            return (
+                ((q @ k.mT).softmax(-1) @ k)
+                .unflatten(0, (H, -1))
+                .permute(1, 2, 0, 3)
+                .flatten(2)
+            )
 
     model = Merged()
     assert kept(model)[-1] == (2, TOKENS)
@@ -117,30 +147,45 @@ def test_arguments_whose_batch_is_not_clear_are_not_shortened() -> None:
         """One that may hold more than its items."""
 
     ids = tokens()
-    assert [x.args[0].shape for x in shorter((ids, torch.ones(4)), {})] == [(B, TOKENS)]  # 4 is no batch of 6
+    assert [x.args[0].shape for x in shorter((ids, torch.ones(4)), {})] == [
+        (B, TOKENS)
+    ]  # 4 is no batch of 6
     assert list(shorter((Batch(ids=ids),), {})) == []
-    assert list(shorter((torch.ones(1, TOKENS, dtype=torch.long),), {"scale": 2.0})) == []
-    one, two = shorter((torch.randn(B, T, T),), {"names": ["a"]})  # which of both is the sequence?
+    assert (
+        list(shorter((torch.ones(1, TOKENS, dtype=torch.long),), {"scale": 2.0})) == []
+    )
+    one, two = shorter(
+        (torch.randn(B, T, T),), {"names": ["a"]}
+    )  # which of both is the sequence?
     assert [x.args[0].shape for x in (one, two)] == [(1, T, T), (2, T, T)]
     assert one.kwargs == {"names": ["a"]}
-    found = list(shorter((ids,), {"mask": torch.ones(1, 1, T, T), "extra": (None, torch.ones(()))}))
+    found = list(
+        shorter(
+            (ids,), {"mask": torch.ones(1, 1, T, T), "extra": (None, torch.ones(()))}
+        )
+    )
     assert [(x.args[0].shape, x.kwargs["mask"].shape, x.cut) for x in found] == [
         ((rows, t), (1, 1, t, t), t == TOKENS) for t in (TOKENS, T) for rows in ROWS
     ]
 
 
-def test_off_the_cpu_a_sequence_is_cut_where_no_number_may_be_the_place_of_a_token() -> None:
+def test_off_the_cpu_a_sequence_is_cut_where_no_number_may_be_the_place_of_a_token() -> (
+    None
+):
     ids = tokens().to("meta")
-    assert [x.cut for x in shorter((), {"input_ids": ids, "labels": ids, "attention_mask": ids})] == [True] * 2 + [
-        False
-    ] * 2
+    assert [
+        x.cut
+        for x in shorter((), {"input_ids": ids, "labels": ids, "attention_mask": ids})
+    ] == [True] * 2 + [False] * 2
     assert [x.cut for x in shorter((ids, ids), {})] == [True] * 2 + [False] * 2
     assert [x.cut for x in shorter((ids,), {"answer_at": ids})] == [False] * 2
     assert [x.cut for x in shorter((ids, ids, ids), {})] == [False] * 2
     assert list(shorter((ids, ids[:, 0]), {})) == []
 
 
-def test_where_whole_sequences_take_too_much_memory_short_ones_show_all_but_the_bounds_by_norms() -> None:
+def test_where_whole_sequences_take_too_much_memory_short_ones_show_all_but_the_bounds_by_norms() -> (
+    None
+):
     model, whole = Heads(norm=True), find_sites(Heads(norm=True), tokens())
 
     def full(m: Heads, x: Tensor) -> Tensor:
@@ -149,7 +194,9 @@ def test_where_whole_sequences_take_too_much_memory_short_ones_show_all_but_the_
         return x
 
     model.change = full
-    with pytest.warns(QkeelWarning, match="not enough memory to read them from one whole sequence"):
+    with pytest.warns(
+        QkeelWarning, match="not enough memory to read them from one whole sequence"
+    ):
         sites = find_sites(model, tokens())
     assert all(site.verified and site.normed and not site.query_gains for site in sites)
     assert [(s.name, s.n_heads) for s in sites] == [(s.name, s.n_heads) for s in whole]

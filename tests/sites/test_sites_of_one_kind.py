@@ -21,7 +21,9 @@ H, D, M, T = 4, 8, 16, 6
 class Layer(nn.Module):
     """Self-attention whose heads are taken in the order of a buffer, and whose queries are multiplied by another."""
 
-    def __init__(self, order: list[int] | None = None, gate: Tensor | None = None) -> None:
+    def __init__(
+        self, order: list[int] | None = None, gate: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(M, H * D) for _ in range(3))
         self.o = nn.Linear(H * D, M)
@@ -29,9 +31,14 @@ class Layer(nn.Module):
         self.register_buffer("gate", torch.ones(H * D) if gate is None else gate)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p.unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q(x) * self.gate, self.k(x), self.v(x)))
+        q, k, v = (
+            p.unflatten(-1, (H, D)).transpose(1, 2)
+            for p in (self.q(x) * self.gate, self.k(x), self.v(x))
+        )
         q = q[:, self.order]
-        return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.o(
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
 
 def example() -> Tensor:
@@ -43,7 +50,9 @@ def stack(*layers: Layer) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def test_further_layers_of_a_kind_are_verified_in_fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_layers_of_a_kind_are_verified_in_fewer_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runs: list[str] = []
     logits = verify.Rerun.logits
 
@@ -64,11 +73,17 @@ def rows_of_queries(site: AttentionSite) -> list[list[int]]:
 
 
 def test_a_layer_with_another_order_of_heads_has_its_own_rows() -> None:
-    sites = find_sites(stack(*(Layer(order=[0, 2, 1, 3] if i % 2 else None) for i in range(4))), example())
+    sites = find_sites(
+        stack(*(Layer(order=[0, 2, 1, 3] if i % 2 else None) for i in range(4))),
+        example(),
+    )
     straight = torch.arange(H * D).view(H, D)
     for i, site in enumerate(sites):
         assert site.verified
-        assert rows_of_queries(site) == straight[[0, 2, 1, 3] if i % 2 else [0, 1, 2, 3]].tolist()
+        assert (
+            rows_of_queries(site)
+            == straight[[0, 2, 1, 3] if i % 2 else [0, 1, 2, 3]].tolist()
+        )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +94,9 @@ def test_a_layer_with_another_order_of_heads_has_its_own_rows() -> None:
     ],
 )
 def test_a_layer_with_zeros_is_not_taken_for_one_of_the_same_kind(gate: Tensor) -> None:
-    first, second, third = find_sites(stack(Layer(), Layer(gate=gate), Layer()), example())
+    first, second, third = find_sites(
+        stack(Layer(), Layer(gate=gate), Layer()), example()
+    )
     assert first.verified
     assert third.verified
     if second.terms:  # half of the rows
@@ -94,7 +111,9 @@ def test_wrong_rows_of_a_further_layer_are_seen() -> None:
     first, second = trace.sites
     (term,) = second.terms
     query = dataclasses.replace(term.query[0], index=term.query[0].index[[1, 0, 2, 3]])
-    wrong = dataclasses.replace(second, terms=(QKProduct(query=(query,), key=term.key),))
+    wrong = dataclasses.replace(
+        second, terms=(QKProduct(query=(query,), key=term.key),)
+    )
     checked = trace.verified([first, wrong])
     assert checked[0].verified
     assert "changed the logits of heads" in checked[1].unverified
@@ -122,12 +141,17 @@ def test_two_gradients_show_the_features_of_every_head(heads: int) -> None:
     torch.manual_seed(0)
     layer, order = nn.Linear(8, heads * 2), torch.randperm(heads)
     model = nn.Sequential(layer)
-    x = model(torch.randn(2, 3, 8)).unflatten(-1, (heads, 2)).transpose(1, 2)[:, order] * 1.5
+    x = (
+        model(torch.randn(2, 3, 8)).unflatten(-1, (heads, 2)).transpose(1, 2)[:, order]
+        * 1.5
+    )
     assert x.grad_fn is not None
     (projection,) = walk(x.grad_fn, set(), names_of(model)).nearest
     used = features_used(x, 1, projection, by_token=False)
     assert used is not None
     expected = torch.arange(heads * 2).view(heads, 2)[order]
-    assert [torch.from_numpy(row).nonzero().flatten().tolist() for row in used] == expected.tolist()
+    assert [
+        torch.from_numpy(row).nonzero().flatten().tolist() for row in used
+    ] == expected.tolist()
     mixed = x + x.roll(1, 1)
     assert features_used(mixed, 1, projection, by_token=False) is None

@@ -15,15 +15,33 @@ from torch import Tensor, nn
 import qkeel
 from qkeel.capture.calls import ScoresCall, call_logsumexp
 
-from .sparse_models import DSA, NSA, B, Compressed, H, M, MoBA, Model, Sparse, T, numbers
+from .sparse_models import (
+    DSA,
+    NSA,
+    B,
+    Compressed,
+    H,
+    M,
+    MoBA,
+    Model,
+    Sparse,
+    T,
+    numbers,
+)
 
 MODELS: dict[str, tuple[Callable[[], Sparse], dict[str, str]]] = {
     "dsa, written out": (lambda: DSA(fused=False), {"a": "sparse"}),
     "dsa, fused": (lambda: DSA(fused=True), {"a": "sparse"}),
     "csa": (lambda: Compressed(m=4, top=2), {"a": "compressed"}),
     "hca": (lambda: Compressed(m=6, top=None), {"a": "compressed"}),
-    "nsa, gathered": (lambda: NSA(gathered=True), {"a": "compressed", "a#2": "sparse", "a#3": "window"}),
-    "nsa, masked": (lambda: NSA(gathered=False), {"a": "compressed", "a#2": "sparse", "a#3": "window"}),
+    "nsa, gathered": (
+        lambda: NSA(gathered=True),
+        {"a": "compressed", "a#2": "sparse", "a#3": "window"},
+    ),
+    "nsa, masked": (
+        lambda: NSA(gathered=False),
+        {"a": "compressed", "a#2": "sparse", "a#3": "window"},
+    ),
     "moba": (lambda: MoBA(), {"a": "sparse"}),
 }
 
@@ -37,10 +55,14 @@ def built(name: str) -> tuple[Model, Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_statistics_are_those_of_float64_over_the_keys_that_are_reached(name: str) -> None:
+def test_statistics_are_those_of_float64_over_the_keys_that_are_reached(
+    name: str,
+) -> None:
     model, x = built(name)
     with qkeel.watch(model, stats="all+gates") as monitor:
-        for _ in range(4):  # the later passes are looked at in the modules that attend only
+        for _ in range(
+            4
+        ):  # the later passes are looked at in the modules that attend only
             model(x)
             sample = monitor.sample
             assert sample is not None
@@ -50,8 +72,16 @@ def test_statistics_are_those_of_float64_over_the_keys_that_are_reached(name: st
                 row, expected = sample.layers.index(layer), numbers(one)
                 for field, values in expected._asdict().items():
                     if (name, layer, field) == ("nsa, gathered", "a#2", "sink_share"):
-                        values = np.full(H, np.nan)  # in the order in which keys were picked, the first is any key
-                    np.testing.assert_allclose(sample.heads[field][row], values, rtol=2e-5, atol=2e-6, err_msg=field)
+                        values = np.full(
+                            H, np.nan
+                        )  # in the order in which keys were picked, the first is any key
+                    np.testing.assert_allclose(
+                        sample.heads[field][row],
+                        values,
+                        rtol=2e-5,
+                        atol=2e-6,
+                        err_msg=field,
+                    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -77,13 +107,25 @@ def test_a_sink_column_that_is_written_out_has_a_gate(name: str) -> None:
     gates = 1 / (1 + np.exp(truth.sink[:, None] - lse))
     np.testing.assert_allclose(heads["sink_logit"][0], truth.sink, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(heads["gate_mean"][0], gates.mean((0, 2)), rtol=2e-5)
-    np.testing.assert_allclose(heads["gate_std"][0], gates.std((0, 2)), rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(heads["lse_mean"][0], lse.mean((0, 2)), rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        heads["gate_std"][0], gates.std((0, 2)), rtol=1e-4, atol=1e-6
+    )
+    np.testing.assert_allclose(
+        heads["lse_mean"][0], lse.mean((0, 2)), rtol=2e-5, atol=1e-5
+    )
 
 
 def test_a_row_that_sees_one_key_and_a_sink_has_an_entropy() -> None:
     z, sink = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1)
-    call = ScoresCall(spec=qkeel.AttentionSpec(), logits=z, capped=z, hidden=None, q=None, k=None, sink=sink)
+    call = ScoresCall(
+        spec=qkeel.AttentionSpec(),
+        logits=z,
+        capped=z,
+        hidden=None,
+        q=None,
+        k=None,
+        sink=sink,
+    )
     stats = qkeel.capture.calls.statistics(call)
     assert stats.entropy.item() == pytest.approx(np.log(2))
     assert call_logsumexp(call).item() == 0.0
@@ -96,7 +138,9 @@ def test_a_row_that_sees_one_key_and_a_sink_has_an_entropy() -> None:
 def test_an_indexers_scores_are_measured_with_its_layer(name: str) -> None:
     model, x = built(name)
     sites = qkeel.find_sites(model, x)
-    assert [(one.name, one.layer_type, one.n_heads) for one in sites.indexers] == [("a#index", "indexer", 1)]
+    assert [(one.name, one.layer_type, one.n_heads) for one in sites.indexers] == [
+        ("a#index", "indexer", 1)
+    ]
     with qkeel.watch(model) as monitor:
         for _ in range(4):
             model(x)
@@ -105,9 +149,15 @@ def test_an_indexers_scores_are_measured_with_its_layer(name: str) -> None:
             reached = np.isfinite(index)
             e = np.exp(index - index.max(-1, keepdims=True))
             p = e / e.sum(-1, keepdims=True)
-            entropy = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(-1).mean()
-            assert heads["index_max_logit"][0, 0] == pytest.approx(index.max(), rel=1e-5)
-            assert heads["index_mean_logit"][0, 0] == pytest.approx(index[reached].mean(), rel=1e-4, abs=1e-6)
+            entropy = (
+                -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(-1).mean()
+            )
+            assert heads["index_max_logit"][0, 0] == pytest.approx(
+                index.max(), rel=1e-5
+            )
+            assert heads["index_mean_logit"][0, 0] == pytest.approx(
+                index[reached].mean(), rel=1e-4, abs=1e-6
+            )
             assert heads["index_entropy"][0, 0] == pytest.approx(entropy, rel=1e-5)
             assert np.isnan(heads["index_max_logit"][0, 1:]).all()
 
@@ -151,7 +201,10 @@ def test_a_router_of_experts_is_no_indexer() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             x = F.scaled_dot_product_attention(self.q(x), x, x)
-            best = (self.router(x).topk(2).indices, (x @ self.experts.mT).topk(2).indices)
+            best = (
+                self.router(x).topk(2).indices,
+                (x @ self.experts.mT).topk(2).indices,
+            )
             return x + self.experts[best[0]].sum(-2) + self.experts[best[1]].sum(-2)
 
     assert not qkeel.find_sites(Routed(), torch.randn(B, T, M)).indexers
@@ -189,8 +242,18 @@ def v4(transformers: Any) -> nn.Module:
     config = getattr(transformers, "DeepseekV4Config", None)
     if config is None:
         pytest.skip("this version has no DeepSeek-V4")
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 16, "q_lora_rank": 12, "o_lora_rank": 8}
-    types = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "q_lora_rank": 12,
+        "o_lora_rank": 8,
+    }
+    types = [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+    ]
     settings = config(
         vocab_size=50, num_hidden_layers=3, o_groups=2, moe_intermediate_size=16, n_routed_experts=4,
         num_experts_per_tok=2, sliding_window=6, index_n_heads=2, index_head_dim=8, index_topk=2, layer_types=types,
@@ -208,13 +271,20 @@ def v4(transformers: Any) -> nn.Module:
     return model
 
 
-def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(transformers: Any) -> None:
-    model, ids = v4(transformers), torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(2))
+def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(
+    transformers: Any,
+) -> None:
+    model, ids = (
+        v4(transformers),
+        torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(2)),
+    )
     given: list[Tensor] = []
     scorer = model.get_submodule("model.layers.1.self_attn.compressor.indexer.scorer")
     with qkeel.watch(model, stats="all+chosen") as monitor:
         model(ids)
-        hook = scorer.register_forward_hook(lambda module, args, out: given.append(out.detach().double()))
+        hook = scorer.register_forward_hook(
+            lambda module, args, out: given.append(out.detach().double())
+        )
         weights = model(ids, output_attentions=True).attentions
         hook.remove()
         sample = monitor.sample
@@ -224,11 +294,15 @@ def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(transformers
         w = w.detach().double()
         rest = (1 - w.sum(-1)).clamp_min(0)
         entropy = torch.special.entr(w).sum(-1) + torch.special.entr(rest)
-        np.testing.assert_allclose(sample.heads["entropy"][layer], entropy.mean((0, 2)), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            sample.heads["entropy"][layer], entropy.mean((0, 2)), rtol=1e-4, atol=1e-5
+        )
         free = (w > 0).sum(-1) > 1
         first = w.gather(-1, (w > 0).int().argmax(-1, keepdim=True))[..., 0]
         share = torch.stack([first[:, h][free[:, h]].mean() for h in range(4)])
-        np.testing.assert_allclose(sample.heads["sink_share"][layer], share, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            sample.heads["sink_share"][layer], share, rtol=1e-4, atol=1e-5
+        )
     (index,) = given
     reached = torch.arange(index.shape[-1]) < (torch.arange(24)[:, None] + 1) // 4
     expected = index.masked_fill(~reached, -torch.inf).amax().item()
@@ -237,7 +311,9 @@ def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(transformers
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_deepseek_v32_of_transformers_is_sparse_and_has_indexers(transformers: Any, implementation: str) -> None:
+def test_deepseek_v32_of_transformers_is_sparse_and_has_indexers(
+    transformers: Any, implementation: str
+) -> None:
     config = getattr(transformers, "DeepseekV32Config", None)
     if config is None:
         pytest.skip("this version has no DeepSeek-V3.2")
@@ -249,10 +325,17 @@ def test_deepseek_v32_of_transformers_is_sparse_and_has_indexers(transformers: A
     )  # fmt: skip
     settings._attn_implementation = implementation
     torch.manual_seed(0)
-    model, ids = transformers.DeepseekV32ForCausalLM(settings), torch.randint(0, 50, (2, 24))
+    model, ids = (
+        transformers.DeepseekV32ForCausalLM(settings),
+        torch.randint(0, 50, (2, 24)),
+    )
     sites = qkeel.find_sites(model, ids)
-    assert [(site.layer_type, site.origin, site.verified) for site in sites] == 2 * [("sparse", "latent", True)]
-    assert [one.name.removesuffix("#index") for one in sites.indexers] == [site.name for site in sites]
+    assert [(site.layer_type, site.origin, site.verified) for site in sites] == 2 * [
+        ("sparse", "latent", True)
+    ]
+    assert [one.name.removesuffix("#index") for one in sites.indexers] == [
+        site.name for site in sites
+    ]
     short = qkeel.find_sites(model, ids[:, :6])  # every key is among the six best
     assert [site.layer_type for site in short] == ["latent", "latent"]
     with qkeel.watch(model, sites=sites, stats="all+chosen") as monitor:

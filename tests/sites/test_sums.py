@@ -23,13 +23,18 @@ def test_every_product_is_a_term(name: str) -> None:
     def short(parameter: str) -> str:
         return parameter.removesuffix(".weight")
 
-    terms = [([short(s.parameter) for s in t.query], [short(s.parameter) for s in t.key]) for t in site.terms]
+    terms = [
+        ([short(s.parameter) for s in t.query], [short(s.parameter) for s in t.key])
+        for t in site.terms
+    ]
     assert terms == SUMS[name][2]
 
 
 @pytest.mark.parametrize("name", SUMS)
 @torch.no_grad()
-def test_rows_of_one_head_move_that_heads_logits_and_rows_of_none_move_nothing(name: str) -> None:
+def test_rows_of_one_head_move_that_heads_logits_and_rows_of_none_move_nothing(
+    name: str,
+) -> None:
     model = made(name)
     (site,) = find_sites(model, batch())
     model(batch())
@@ -61,14 +66,18 @@ def test_statistics_are_those_of_the_sum() -> None:
         torch.testing.assert_close(stats.max_logit.double(), z.amax((0, 2, 3)))
         p = z.softmax(-1)
         entropy = -torch.special.xlogy(p, p).sum(-1).mean((0, 2))
-        torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5
+        )
         if "memory" not in name:  # no one pair of q and k makes the logit
             assert stats.n_products.tolist() == [0] * H
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 @torch.no_grad()
-def test_a_part_that_is_not_known_is_named_and_statistics_are_right_all_the_same(name: str) -> None:
+def test_a_part_that_is_not_known_is_named_and_statistics_are_right_all_the_same(
+    name: str,
+) -> None:
     model = unknown(name)
     (site,) = find_sites(model, batch())
     assert site.terms == ()
@@ -78,7 +87,9 @@ def test_a_part_that_is_not_known_is_named_and_statistics_are_right_all_the_same
         tap.sites = [site]
         model(batch())
         (stats,) = tap.read().values()
-    torch.testing.assert_close(stats.max_logit.double(), model.z.double().amax((0, 2, 3)))
+    torch.testing.assert_close(
+        stats.max_logit.double(), model.z.double().amax((0, 2, 3))
+    )
 
 
 def test_features_that_two_activations_made_are_no_scores() -> None:
@@ -87,14 +98,22 @@ def test_features_that_two_activations_made_are_no_scores() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.coefficients, self.attention = nn.Linear(32, 4), Sum(SUMS["two"][0], "q1", "k1", "q2", "k2")
+            self.coefficients, self.attention = (
+                nn.Linear(32, 4),
+                Sum(SUMS["two"][0], "q1", "k1", "q2", "k2"),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             streams = torch.stack([x, x.roll(1, 1)], -1)
-            return self.attention((streams @ self.coefficients(x).unflatten(-1, (2, 2)))[..., 0])
+            return self.attention(
+                (streams @ self.coefficients(x).unflatten(-1, (2, 2)))[..., 0]
+            )
 
     (site,) = find_sites(Mixed(), batch())
-    assert [t.query[0].parameter for t in site.terms] == ["attention.q1.weight", "attention.q2.weight"]
+    assert [t.query[0].parameter for t in site.terms] == [
+        "attention.q1.weight",
+        "attention.q2.weight",
+    ]
 
 
 def test_a_table_that_is_read_outside_the_module_is_a_term() -> None:
@@ -106,7 +125,10 @@ def test_a_table_that_is_read_outside_the_module_is_a_term() -> None:
             self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 32)
 
         def forward(self, x: Tensor, distances: Tensor) -> Tensor:
-            q, k = (p(x).unflatten(-1, (H, 8)).transpose(1, 2).flatten(0, 1) for p in (self.q, self.k))
+            q, k = (
+                p(x).unflatten(-1, (H, 8)).transpose(1, 2).flatten(0, 1)
+                for p in (self.q, self.k)
+            )
             z = q @ k.mT + (q.transpose(0, 1) @ distances.mT).transpose(0, 1)
             return (z.softmax(-1) @ k).unflatten(0, (-1, H)).transpose(1, 2).flatten(2)
 
@@ -120,7 +142,10 @@ def test_a_table_that_is_read_outside_the_module_is_a_term() -> None:
             return self.second(self.first(x, distances), distances)
 
     for site in find_sites(Model(), batch()):
-        assert [t.key[0].parameter for t in site.terms] == [f"{site.name}.k.weight", "table.weight"]
+        assert [t.key[0].parameter for t in site.terms] == [
+            f"{site.name}.k.weight",
+            "table.weight",
+        ]
         assert (site.n_heads, site.head_dim, str(site.layout)) == (H, 8, "(b h) t s")
 
 
@@ -141,21 +166,34 @@ class ReRoPE(nn.Module):
         self.z = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (H, 8)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = (
+            p(x).unflatten(-1, (H, 8)).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
         at = torch.arange(T, dtype=x.dtype)
         near = torch.matmul(rotated(q, at), rotated(k, at).transpose(2, 3)) / 8**0.5
-        far = torch.matmul(rotated(q, torch.full_like(at, 2.0)), k.transpose(2, 3)) / 8**0.5
+        far = (
+            torch.matmul(rotated(q, torch.full_like(at, 2.0)), k.transpose(2, 3))
+            / 8**0.5
+        )
         scores = torch.where((at[:, None] - at).abs() < 2, near, far)
         scores = scores + torch.full((T, T), torch.finfo(x.dtype).min).triu(1)
         self.z = scores.detach()
-        return (nn.functional.softmax(scores, dim=-1, dtype=torch.float32) @ v).transpose(1, 2).flatten(2)
+        return (
+            (nn.functional.softmax(scores, dim=-1, dtype=torch.float32) @ v)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
-def test_scores_that_a_mask_chooses_from_two_products_of_the_same_weights_have_one_term() -> None:
+def test_scores_that_a_mask_chooses_from_two_products_of_the_same_weights_have_one_term() -> (
+    None
+):
     torch.manual_seed(0)
     model, x = ReRoPE(), batch()
     (site,) = find_sites(model, x)
-    assert [(t.query[0].parameter, t.key[0].parameter) for t in site.terms] == [("q.weight", "k.weight")]
+    assert [(t.query[0].parameter, t.key[0].parameter) for t in site.terms] == [
+        ("q.weight", "k.weight")
+    ]
     assert (site.n_heads, site.head_dim, site.verified, site.why) == (H, 8, True, "")
     with torch.no_grad(), Tap(model) as tap:
         model(x)

@@ -22,7 +22,11 @@ FIELDS = list(TENSORS)
 
 def decoder(**choices: object) -> Decoder:
     torch.manual_seed(0)
-    model = Decoder(DecoderConfig(vocab_size=11, d_model=16, n_kv_heads=2, spec=preset("qwen3"), **choices))  # type: ignore[arg-type]
+    model = Decoder(
+        DecoderConfig(
+            vocab_size=11, d_model=16, n_kv_heads=2, spec=preset("qwen3"), **choices
+        )
+    )  # type: ignore[arg-type]
     model.init_weights(torch.Generator().manual_seed(0))
     return model
 
@@ -43,7 +47,11 @@ def test_a_tap_reads_the_statistics_of_every_site() -> None:
     with Tap(model) as tap:
         model(tokens())
         stats = tap.read()
-    assert list(stats) == ["blocks.0.attention", "blocks.1.attention"] == [s.name for s in sites]
+    assert (
+        list(stats)
+        == ["blocks.0.attention", "blocks.1.attention"]
+        == [s.name for s in sites]
+    )
     assert all(isinstance(c, AttentionCall) for c in calls)
     for name, call in zip(stats, calls):
         assert same(stats[name], logit_stats(call))
@@ -157,7 +165,9 @@ class _Late(nn.Module):
         return self.far(self.near(x)) if far else self.near(x)
 
 
-def test_attention_that_first_appears_late_is_seen_after_twice_as_many_passes_at_the_latest() -> None:
+def test_attention_that_first_appears_late_is_seen_after_twice_as_many_passes_at_the_latest() -> (
+    None
+):
     model, x = _Late(), torch.randn(2, 5, 8)
     with Tap(model) as tap:
         for _ in range(5):

@@ -20,7 +20,11 @@ class Absorbed(nn.Module):
 
     def __init__(self, told: bool) -> None:
         super().__init__()
-        self.wq, self.wkv, self.logits = nn.Linear(32, HEADS * WIDTH), nn.Linear(32, WIDTH), torch.empty(0)
+        self.wq, self.wkv, self.logits = (
+            nn.Linear(32, HEADS * WIDTH),
+            nn.Linear(32, WIDTH),
+            torch.empty(0),
+        )
         if told:
             self.n_heads = HEADS
 
@@ -32,20 +36,34 @@ class Absorbed(nn.Module):
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("told", [False, True])
-def test_heads_that_share_keys_are_not_taken_for_queries(told: bool, training: bool) -> None:
+def test_heads_that_share_keys_are_not_taken_for_queries(
+    told: bool, training: bool
+) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(Absorbed(told)).train(training), 3 * torch.randn(BATCH, TOKENS, 32)
+    model, x = (
+        nn.Sequential(Absorbed(told)).train(training),
+        3 * torch.randn(BATCH, TOKENS, 32),
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with torch.no_grad(), Tap(model) as tap:
             model(x)
     (stats,) = tap.read().values()
-    guesses = [w for w in caught if issubclass(w.category, QkeelWarning) and "do not show which" in str(w.message)]
+    guesses = [
+        w
+        for w in caught
+        if issubclass(w.category, QkeelWarning)
+        and "do not show which" in str(w.message)
+    ]
     if told:
-        torch.testing.assert_close(stats.max_logit.float(), model[0].logits.amax((0, 1, 3)))
+        torch.testing.assert_close(
+            stats.max_logit.float(), model[0].logits.amax((0, 1, 3))
+        )
         assert not caught
     else:
         assert guesses
     with torch.no_grad(), qkeel.watch(model) as monitor:
         model(x)
-    torch.testing.assert_close(monitor.read()["0"].max_logit.float(), model[0].logits.amax((0, 1, 3)))
+    torch.testing.assert_close(
+        monitor.read()["0"].max_logit.float(), model[0].logits.amax((0, 1, 3))
+    )

@@ -27,7 +27,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         CALLS.append(len(x))
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.o(
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
 
 class Store:
@@ -83,13 +85,22 @@ class Hooks:
     def state(self) -> tuple[object, ...]:
         store = self.store
         lengths = len(self.features), len(store.items), len(OUTPUTS), len(CALLS)
-        return (*lengths, self.number(), NUMBER, store.mean.tolist(), dict(store.counts))
+        return (
+            *lengths,
+            self.number(),
+            NUMBER,
+            store.mean.tolist(),
+            dict(store.counts),
+        )
 
 
 def drawn(seed: int) -> tuple[nn.Module, Hooks]:
     choose = random.Random(seed)
     torch.manual_seed(seed)
-    model, hooks = nn.Sequential(*(Layer() for _ in range(choose.randint(1, 3)))), Hooks()
+    model, hooks = (
+        nn.Sequential(*(Layer() for _ in range(choose.randint(1, 3)))),
+        Hooks(),
+    )
     for module in model.modules():
         if not isinstance(module, nn.Linear) or choose.random() < 0.3:
             for hook in choose.sample(hooks.after, choose.randint(1, 4)):
@@ -123,7 +134,9 @@ def test_a_search_leaves_what_hooks_and_forward_store(seed: int, search: str) ->
     assert before != again
     assert torch.equal(model(x), out)
     after = hooks.state()
-    lengths = [(a, b, c) for a, b, c in zip(before[:6], again[:6], after[:6], strict=True)]
+    lengths = [
+        (a, b, c) for a, b, c in zip(before[:6], again[:6], after[:6], strict=True)
+    ]
     assert all(c - b == b - a for a, b, c in lengths)  # type: ignore[operator]
 
 
@@ -159,7 +172,9 @@ def returns_early(module: nn.Module, args: object, output: Tensor) -> None:
         (returns_in_one_branch, False),
     ],
 )
-def test_hooks_that_return_nothing_are_known_by_their_code(hook: Callable[..., object], expected: bool) -> None:
+def test_hooks_that_return_nothing_are_known_by_their_code(
+    hook: Callable[..., object], expected: bool
+) -> None:
     assert returns_nothing(hook) is expected
 
 
@@ -173,7 +188,9 @@ def test_a_hook_that_changes_the_output_runs_in_the_search() -> None:
         return output.repeat(1, 2, 1)
 
     lengths: list[int] = []
-    model[1].qkv.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]) or args)
+    model[1].qkv.register_forward_pre_hook(
+        lambda module, args: lengths.append(args[0].shape[1]) or args
+    )
     model[0].register_forward_hook(wider)
     qkeel.find_sites(model, torch.randn(2, 5, 16))
     assert (runs, lengths) == ([], [])  # put back

@@ -28,7 +28,9 @@ class Parts(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.n_heads, self.scores = H, scores
-        self.q, self.k, self.v, self.q2, self.k2 = (nn.Linear(M, n * D) for n in (H, groups, groups, H, groups))
+        self.q, self.k, self.v, self.q2, self.k2 = (
+            nn.Linear(M, n * D) for n in (H, groups, groups, H, groups)
+        )
         self.table = nn.Parameter(torch.randn(6, 6, D))
         self.mix = nn.Conv2d(H, H, 1)
         self.gain = nn.Parameter(torch.rand(D))
@@ -40,7 +42,11 @@ class Parts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        z = self.scores(self, self.heads(x, self.q), self.heads(x, self.k)) if self.scores is not two else two(self, x)
+        z = (
+            self.scores(self, self.heads(x, self.q), self.heads(x, self.k))
+            if self.scores is not two
+            else two(self, x)
+        )
         return (z.softmax(-1) @ self.heads(x, self.v)).transpose(1, 2).flatten(2)
 
 
@@ -49,7 +55,9 @@ def plain(parts: Parts, q: Tensor, k: Tensor) -> Tensor:
 
 
 def two(parts: Parts, x: Tensor) -> Tensor:
-    q, k, q2, k2 = (parts.heads(x, layer) for layer in (parts.q, parts.k, parts.q2, parts.k2))
+    q, k, q2, k2 = (
+        parts.heads(x, layer) for layer in (parts.q, parts.k, parts.q2, parts.k2)
+    )
     return q @ k.mT + q2 @ k2.mT
 
 
@@ -71,7 +79,11 @@ def normed(parts: Parts, q: Tensor, k: Tensor) -> Tensor:
 
 
 def flat_norm(parts: Parts, q: Tensor, k: Tensor) -> Tensor:
-    q = F.layer_norm(q.transpose(1, 2).flatten(2), (H * D,)).unflatten(-1, (H, D)).transpose(1, 2)
+    q = (
+        F.layer_norm(q.transpose(1, 2).flatten(2), (H * D,))
+        .unflatten(-1, (H, D))
+        .transpose(1, 2)
+    )
     return q @ k.mT
 
 
@@ -114,12 +126,16 @@ CONFIRMED: dict[str, Callable[[], nn.Module]] = {
     "queries that are the keys": lambda: Parts(of_itself),
     "a learned table of relative positions": lambda: Parts(with_table),
     "nn.MultiheadAttention": lambda: nn.TransformerEncoderLayer(M, H, batch_first=True),
-    "half precision": lambda: nn.TransformerEncoderLayer(M, H, batch_first=True, dtype=torch.bfloat16),
+    "half precision": lambda: nn.TransformerEncoderLayer(
+        M, H, batch_first=True, dtype=torch.bfloat16
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CONFIRMED)
-def test_weights_that_make_the_logits_are_confirmed_and_the_model_is_bit_for_bit_what_it_was(name: str) -> None:
+def test_weights_that_make_the_logits_are_confirmed_and_the_model_is_bit_for_bit_what_it_was(
+    name: str,
+) -> None:
     model = CONFIRMED[name]()
     example = x().to(next(model.parameters()).dtype)
     before = {n: t.clone() for n, t in model.state_dict().items()}
@@ -156,13 +172,29 @@ DOUBTFUL: dict[str, tuple[Scores, str]] = {
         "the weights of its heads are not confirmed: with the known key rows set to zero, its logits still change "
         "from key to key ",
     ),
-    "talking heads": (talking, UNKNOWN + "a term added to its scores depends on the input and is not a product"),
+    "talking heads": (
+        talking,
+        UNKNOWN
+        + "a term added to its scores depends on the input and is not a product",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", DOUBTFUL)
-@pytest.mark.parametrize("remedy", ["lalr", "qk_clip", "qk_lr", "qk_weight_decay:decay=0.1", "spectral_cap", "qk_norm"])
-def test_weights_that_do_not_make_the_logits_alone_are_not_changed_per_head(name: str, remedy: str) -> None:
+@pytest.mark.parametrize(
+    "remedy",
+    [
+        "lalr",
+        "qk_clip",
+        "qk_lr",
+        "qk_weight_decay:decay=0.1",
+        "spectral_cap",
+        "qk_norm",
+    ],
+)
+def test_weights_that_do_not_make_the_logits_alone_are_not_changed_per_head(
+    name: str, remedy: str
+) -> None:
     scores, why = DOUBTFUL[name]
     model = Parts(scores)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -179,11 +211,19 @@ def test_of_a_sum_of_products_every_term_is_needed_and_changed() -> None:
     assert made == [("q.weight", "k.weight"), ("q2.weight", "k2.weight")]
     for term in site.terms:
         assert "part of them comes from other weights" in planted(model, terms=(term,))
-    crossed = [QKProduct(query=a.query, key=b.key) for a, b in zip(site.terms, site.terms[::-1])]
+    crossed = [
+        QKProduct(query=a.query, key=b.key)
+        for a, b in zip(site.terms, site.terms[::-1])
+    ]
     order = [0, 2, 1, 3]
-    wrong = QKProduct(query=tuple(swapped(s, order) for s in site.terms[1].query), key=site.terms[1].key)
+    wrong = QKProduct(
+        query=tuple(swapped(s, order) for s in site.terms[1].query),
+        key=site.terms[1].key,
+    )
     assert "changed the logits of heads" in planted(model, terms=(site.terms[0], wrong))
-    assert planted(model, terms=tuple(crossed)) == ""  # the same rows, and only heads are told apart
+    assert (
+        planted(model, terms=tuple(crossed)) == ""
+    )  # the same rows, and only heads are told apart
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with apply(model, "qk_clip:threshold=0.001", optimizer, batch=x()):
         before = {n: p.clone() for n, p in model.named_parameters()}
@@ -227,14 +267,21 @@ def test_planted_faults_are_seen() -> None:
     (term,) = site_of(model).terms
     (q,), (k,) = term.query, term.key
     order = [0, 2, 1, 3]
-    for wrong in (QKProduct(query=(swapped(q, order),), key=(k,)), QKProduct(query=(q,), key=(swapped(k, order),))):
+    for wrong in (
+        QKProduct(query=(swapped(q, order),), key=(k,)),
+        QKProduct(query=(q,), key=(swapped(k, order),)),
+    ):
         assert "changed the logits of heads" in planted(model, terms=(wrong,))
     other = dataclasses.replace(q, parameter="v.weight", bias="v.bias")
-    assert "changed the logits of no head" in planted(model, terms=(QKProduct(query=(other,), key=(k,)),))
+    assert "changed the logits of no head" in planted(
+        model, terms=(QKProduct(query=(other,), key=(k,)),)
+    )
     more = QKProduct(query=(other,), key=(k,))
     assert "rows of v.weight" in planted(model, terms=(term, more))
     half = dataclasses.replace(q, index=q.index[:, : D // 2])
-    assert "part of them comes from other weights" in planted(model, terms=(QKProduct(query=(half,), key=(k,)),))
+    assert "part of them comes from other weights" in planted(
+        model, terms=(QKProduct(query=(half,), key=(k,)),)
+    )
     assert "heads instead of 2" in planted(model, n_heads=2)
     assert "did not contain its attention call" in planted(model, name="elsewhere")
 
@@ -285,13 +332,23 @@ def test_a_bias_of_several_parts_is_zeroed_with_its_rows() -> None:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.qk, self.q_bias = nn.Linear(M, 2 * H * D, bias=False), nn.Parameter(torch.randn(H * D))
+            self.qk, self.q_bias = (
+                nn.Linear(M, 2 * H * D, bias=False),
+                nn.Parameter(torch.randn(H * D)),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             bias = torch.cat((self.q_bias, torch.zeros(H * D)))
-            parts = F.linear(x, self.qk.weight, bias).unflatten(-1, (2, H, D)).permute(2, 0, 3, 1, 4)
+            parts = (
+                F.linear(x, self.qk.weight, bias)
+                .unflatten(-1, (2, H, D))
+                .permute(2, 0, 3, 1, 4)
+            )
             angle = torch.arange(6.0)[:, None]
-            q, k = (torch.cat((-y[..., 4:], y[..., :4]), -1) * angle.sin() + y * angle.cos() for y in parts)
+            q, k = (
+                torch.cat((-y[..., 4:], y[..., :4]), -1) * angle.sin() + y * angle.cos()
+                for y in parts
+            )
             return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
 
     site = site_of(Joined())
@@ -303,8 +360,16 @@ def test_positions_that_the_model_gives_to_a_layer_are_no_part_of_its_input() ->
 
     class Layer(Parts):
         def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
-            q, k, r = self.heads(x, self.q), self.heads(x, self.k), self.heads(positions, self.k2)
-            return ((q @ k.mT + (q + self.gain) @ r.mT * self.far).softmax(-1) @ k).transpose(1, 2).flatten(2)
+            q, k, r = (
+                self.heads(x, self.q),
+                self.heads(x, self.k),
+                self.heads(positions, self.k2),
+            )
+            return (
+                ((q @ k.mT + (q + self.gain) @ r.mT * self.far).softmax(-1) @ k)
+                .transpose(1, 2)
+                .flatten(2)
+            )
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -343,16 +408,27 @@ def of_the_largest(parts: Parts, q: Tensor) -> Tensor:
     return q.detach().amax(-1, keepdim=True) * torch.arange(6.0)
 
 
-@pytest.mark.parametrize(("mask", "verified"), [(relative, True), (of_the_largest, False)])
-def test_a_mask_of_a_fused_function_may_be_a_product(mask: Scores, verified: bool) -> None:
+@pytest.mark.parametrize(
+    ("mask", "verified"), [(relative, True), (of_the_largest, False)]
+)
+def test_a_mask_of_a_fused_function_may_be_a_product(
+    mask: Scores, verified: bool
+) -> None:
     class Fused(Parts):
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = (self.heads(x, layer) for layer in (self.q, self.k, self.v))
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask(self, q)).transpose(1, 2).flatten(2)
+            return (
+                F.scaled_dot_product_attention(q, k, v, attn_mask=mask(self, q))
+                .transpose(1, 2)
+                .flatten(2)
+            )
 
     site = site_of(Fused(plain))
     keys = [term.key[0].parameter for term in site.terms]
-    assert (site.verified, keys) == (verified, ["k.weight", "table"] if verified else ["k.weight"])
+    assert (site.verified, keys) == (
+        verified,
+        ["k.weight", "table"] if verified else ["k.weight"],
+    )
 
 
 def test_learned_keys_that_are_normed_are_told() -> None:
@@ -360,4 +436,7 @@ def test_learned_keys_that_are_normed_are_told() -> None:
         learned = F.normalize(parts.table[:H, :2], dim=-1).expand(len(k), -1, -1, -1)
         return q @ torch.cat((learned, k[:, :, 2:]), 2).mT
 
-    assert "with the known key rows set to zero, its logits still change" in site_of(Parts(memory)).unverified
+    assert (
+        "with the known key rows set to zero, its logits still change"
+        in site_of(Parts(memory)).unverified
+    )

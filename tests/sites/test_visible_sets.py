@@ -30,8 +30,12 @@ def window(i: Tensor, j: Tensor) -> Tensor:
 
 
 def chosen(k: int) -> Tensor:
-    scores = torch.randn(T, T, generator=torch.Generator().manual_seed(0)).masked_fill(~pairs(causal), -torch.inf)
-    return torch.zeros(T, T, dtype=torch.bool).scatter(-1, scores.topk(k, -1).indices, True) & pairs(causal)
+    scores = torch.randn(T, T, generator=torch.Generator().manual_seed(0)).masked_fill(
+        ~pairs(causal), -torch.inf
+    )
+    return torch.zeros(T, T, dtype=torch.bool).scatter(
+        -1, scores.topk(k, -1).indices, True
+    ) & pairs(causal)
 
 
 def with_memory(mask: Tensor, *, front: bool) -> Tensor:
@@ -39,7 +43,9 @@ def with_memory(mask: Tensor, *, front: bool) -> Tensor:
     return torch.cat([memory, mask] if front else [mask, memory], -1)
 
 
-BLOCKS = pairs(lambda i, j: j < (i + 1) // 4, 3)  # three compressed keys, each of four tokens
+BLOCKS = pairs(
+    lambda i, j: j < (i + 1) // 4, 3
+)  # three compressed keys, each of four tokens
 PADDED = torch.ones(2, T, dtype=torch.bool)
 PADDED[1, :5] = False
 
@@ -49,15 +55,35 @@ MASKS = {
     "prefix": (pairs(lambda i, j: (j <= i) | (j < 4)), "full", False),
     "sliding window": (pairs(window), "window", False),
     "window to both sides": (pairs(lambda i, j: (i - j).abs() < 3), "window", False),
-    "window and first keys": (pairs(lambda i, j: window(i, j) | ((j < 2) & (j <= i))), "sparse", False),
-    "packed or in chunks": (pairs(lambda i, j: (j <= i) & (i // 4 == j // 4)), "full", True),
+    "window and first keys": (
+        pairs(lambda i, j: window(i, j) | ((j < 2) & (j <= i))),
+        "sparse",
+        False,
+    ),
+    "packed or in chunks": (
+        pairs(lambda i, j: (j <= i) & (i // 4 == j // 4)),
+        "full",
+        True,
+    ),
     "groups in no order": (pairs(lambda i, j: i % 2 == j % 2), "sparse", False),
-    "every third key": (pairs(lambda i, j: (j <= i) & (i % 3 == j % 3)), "sparse", False),
+    "every third key": (
+        pairs(lambda i, j: (j <= i) & (i % 3 == j % 3)),
+        "sparse",
+        False,
+    ),
     "the best four": (chosen(4), "sparse", False),
     "the best of all": (chosen(T), "full", False),
     "compressed": (BLOCKS, "compressed", False),
-    "window and compressed": (torch.cat([pairs(window), BLOCKS], -1), "compressed", False),
-    "chosen compressed": (torch.cat([pairs(window), BLOCKS & chosen(4)[:, :3]], -1), "compressed", False),
+    "window and compressed": (
+        torch.cat([pairs(window), BLOCKS], -1),
+        "compressed",
+        False,
+    ),
+    "chosen compressed": (
+        torch.cat([pairs(window), BLOCKS & chosen(4)[:, :3]], -1),
+        "compressed",
+        False,
+    ),
     "memory in front": (with_memory(pairs(causal), front=True), "full", False),
     "memory behind": (with_memory(pairs(causal), front=False), "full", False),
     "memory and a window": (with_memory(pairs(window), front=True), "window", False),
@@ -77,18 +103,32 @@ def call_of(mask: Tensor, written: bool) -> Seen:
 
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_the_type_is_that_of_the_visible_sets(name: str, written: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_type_is_that_of_the_visible_sets(
+    name: str, written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mask, visible, blocks = MASKS[name]
-    assert visible_sets(call_of(mask, written)) == VisibleSets(visible=visible, blocks=blocks, queries=T)  # type: ignore[arg-type]
-    monkeypatch.setattr("qkeel.capture.visible_sets._ROWS", 5 * 2 * mask.shape[-1])  # five rows at a time
-    assert visible_sets(call_of(mask, written)) == VisibleSets(visible=visible, blocks=blocks, queries=T)  # type: ignore[arg-type]
+    assert visible_sets(call_of(mask, written)) == VisibleSets(
+        visible=visible, blocks=blocks, queries=T
+    )  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        "qkeel.capture.visible_sets._ROWS", 5 * 2 * mask.shape[-1]
+    )  # five rows at a time
+    assert visible_sets(call_of(mask, written)) == VisibleSets(
+        visible=visible, blocks=blocks, queries=T
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("name", "visible"), [("causal", "full"), ("all", "full"), ("sliding window", "window")])
+@pytest.mark.parametrize(
+    ("name", "visible"),
+    [("causal", "full"), ("all", "full"), ("sliding window", "window")],
+)
 def test_padding_changes_no_type(side: str, name: str, visible: str) -> None:
     kept = PADDED if side == "left" else PADDED.flip(-1)
-    for mask in (kept[:, None, None] & MASKS[name][0], kept[:, None, None] & kept[:, None, :, None] & MASKS[name][0]):
+    for mask in (
+        kept[:, None, None] & MASKS[name][0],
+        kept[:, None, None] & kept[:, None, :, None] & MASKS[name][0],
+    ):
         assert visible_sets(call_of(mask, False)).visible == visible
 
 
@@ -105,21 +145,41 @@ def test_flags_windows_and_packed_sequences_need_no_mask() -> None:
     assert visible_sets(plain) == VisibleSets(visible="full", blocks=False, queries=T)
     assert visible_sets(packed) == VisibleSets(visible="full", blocks=True, queries=T)
     assert visible_sets(band_call(plain, window=(3, 0))).visible == "window"
-    assert visible_sets(band_call(plain, window=(2, 0), cu_seqlens=torch.tensor([0, 5, T]))).visible == "window"
-    assert visible_sets(make_call(AttentionSpec(position=SlidingWindow(window=4)), x, x, x)).visible == "window"
+    assert (
+        visible_sets(
+            band_call(plain, window=(2, 0), cu_seqlens=torch.tensor([0, 5, T]))
+        ).visible
+        == "window"
+    )
+    assert (
+        visible_sets(
+            make_call(AttentionSpec(position=SlidingWindow(window=4)), x, x, x)
+        ).visible
+        == "window"
+    )
 
 
 def test_a_window_that_is_longer_than_the_sequence_hides_nothing() -> None:
     x = torch.randn(1, 2, T, 4)
-    assert visible_sets(make_call(AttentionSpec(position=SlidingWindow(window=T)), x, x, x)).visible == "full"
+    assert (
+        visible_sets(
+            make_call(AttentionSpec(position=SlidingWindow(window=T)), x, x, x)
+        ).visible
+        == "full"
+    )
 
 
-def test_fewer_keys_than_queries_are_compressed_unless_they_come_of_another_source() -> None:
+def test_fewer_keys_than_queries_are_compressed_unless_they_come_of_another_source() -> (
+    None
+):
     q, k = torch.randn(1, 2, T, 4), torch.randn(1, 2, 5, 4)
     call = make_call(AttentionSpec(), q, k, k, causal=False)
     assert visible_sets(call).visible == "compressed"
     assert visible_sets(call, "other").visible == "full"
-    assert visible_sets(make_call(AttentionSpec(), k, q, q, causal=False)).visible == "full"
+    assert (
+        visible_sets(make_call(AttentionSpec(), k, q, q, causal=False)).visible
+        == "full"
+    )
 
 
 def test_a_window_over_pieces_of_the_sequence_is_a_window() -> None:
@@ -129,7 +189,9 @@ def test_a_window_over_pieces_of_the_sequence_is_a_window() -> None:
     piece = (j - i >= 1) & (j - i <= 4)
     mask = torch.stack([piece & (j >= 4), piece, piece])[:, None]
     z = torch.zeros(3, 2, 4, 8)
-    call = ScoresCall(spec=AttentionSpec(), logits=z, capped=z, hidden=~mask, q=None, k=None)
+    call = ScoresCall(
+        spec=AttentionSpec(), logits=z, capped=z, hidden=~mask, q=None, k=None
+    )
     assert visible_sets(call).visible == "window"
 
 
@@ -141,19 +203,38 @@ def test_a_window_to_both_sides_over_pieces_is_a_window(rows: int) -> None:
     last = piece & (j < 4 + rows) & (i < rows)
     mask = torch.stack([piece & (j >= 4), piece, last])[:, None]
     z = torch.zeros(3, 2, 4, 12)
-    call = ScoresCall(spec=AttentionSpec(), logits=z, capped=z, hidden=~mask, q=None, k=None)
+    call = ScoresCall(
+        spec=AttentionSpec(), logits=z, capped=z, hidden=~mask, q=None, k=None
+    )
     assert visible_sets(call).visible == "window"
 
 
 def test_blocks_of_keys_with_the_queries_that_chose_them_are_sparse() -> None:
-    q, k, ends = torch.zeros(1, 1, 11, 4), torch.zeros(1, 1, 12, 4), torch.tensor([0, 4, 8, 12])
+    q, k, ends = (
+        torch.zeros(1, 1, 11, 4),
+        torch.zeros(1, 1, 12, 4),
+        torch.tensor([0, 4, 8, 12]),
+    )
     call = make_call(AttentionSpec(), q, k, k, causal=False)
-    assert visible_sets(band_call(call, cu_seqlens=(torch.tensor([0, 5, 7, 11]), ends))).visible == "sparse"
+    assert (
+        visible_sets(
+            band_call(call, cu_seqlens=(torch.tensor([0, 5, 7, 11]), ends))
+        ).visible
+        == "sparse"
+    )
     even = make_call(AttentionSpec(), q[:, :, :9], k, k, causal=False)
-    assert visible_sets(band_call(even, cu_seqlens=(torch.tensor([0, 3, 6, 9]), ends))).visible != "sparse"
+    assert (
+        visible_sets(
+            band_call(even, cu_seqlens=(torch.tensor([0, 3, 6, 9]), ends))
+        ).visible
+        != "sparse"
+    )
 
 
 def test_chunks_are_windows_where_another_layer_sees_across_them() -> None:
-    chunk, whole = (visible_sets(call_of(MASKS[name][0], False)) for name in ("packed or in chunks", "causal"))
+    chunk, whole = (
+        visible_sets(call_of(MASKS[name][0], False))
+        for name in ("packed or in chunks", "causal")
+    )
     assert told_apart({"a": chunk, "b": whole}) == {"a": "window", "b": "full"}
     assert told_apart({"a": chunk, "b": chunk}) == {"a": "full", "b": "full"}

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 
@@ -27,7 +30,9 @@ def wrap(module: nn.Module) -> nn.Module:
 
 def decoder() -> nn.Module:
     torch.manual_seed(0)
-    return qkeel.nn.Decoder(qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4)).double()
+    return qkeel.nn.Decoder(
+        qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4)
+    ).double()
 
 
 def wrapped(model: nn.Module, what: str) -> nn.Module:
@@ -55,7 +60,9 @@ def trained(what: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], int]
     qkeel.apply(model, "lalr:tau=0.1+qk_clip:threshold=0.2", optimizer, sites=sites)
     monitor = qkeel.watch(model, optimizer, every=1, rules=[], sites=sites)
     for step in range(3):
-        F.cross_entropy(model(batch(step)).flatten(0, 1), batch(step).roll(-1, 1).flatten()).backward()
+        F.cross_entropy(
+            model(batch(step)).flatten(0, 1), batch(step).roll(-1, 1).flatten()
+        ).backward()
         optimizer.step()
         optimizer.zero_grad()
     seen = [stats.tensors() for stats in monitor.read("train").values()]
@@ -64,12 +71,17 @@ def trained(what: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], int]
     assert sample.heads["query_weight_norm"].shape == (2, 4)
     monitor.close()
     names = ("_checkpoint_wrapped_module.", "_orig_mod.")
-    weights = {n.replace(names[0], "").replace(names[1], ""): p.detach() for n, p in model.named_parameters()}
+    weights = {
+        n.replace(names[0], "").replace(names[1], ""): p.detach()
+        for n, p in model.named_parameters()
+    }
     return weights, seen, len(monitor.sites)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile reads it
-@pytest.mark.parametrize("what", ["block", "attention", "projections", "twice", "compiled"])
+@pytest.mark.parametrize(
+    "what", ["block", "attention", "projections", "twice", "compiled"]
+)
 def test_sites_are_known_again_after_modules_were_wrapped(what: str) -> None:
     plain, before, _ = trained("nothing")
     weights, seen, sites = trained(what)
@@ -98,7 +110,10 @@ def test_sites_have_the_names_that_a_search_in_the_wrapped_model_finds() -> None
 
 def test_a_site_that_is_in_no_wrapper_either_is_refused() -> None:
     model = decoder()
-    sites = Sites(dataclasses.replace(s, name=f"other.{s.name}") for s in qkeel.find_sites(model, batch(0)))
+    sites = Sites(
+        dataclasses.replace(s, name=f"other.{s.name}")
+        for s in qkeel.find_sites(model, batch(0))
+    )
     model = wrapped(model, "block")
     with pytest.raises(RefusedError, match="has no module with the name of any site"):
         qkeel.watch(model, torch.optim.AdamW(model.parameters()), sites=sites)
@@ -112,13 +127,19 @@ class Written(nn.Module):
         self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        q, k, v = (
+            y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
+        )
+        return x + self.out(
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
 
 @pytest.fixture
 def one_process() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group(
+        "gloo", store=distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     distributed.destroy_process_group()
 
@@ -126,7 +147,10 @@ def one_process() -> Iterator[None]:
 def sharded() -> tuple[nn.Sequential, Tensor]:
     """A model whose weights fully_shard has taken, and an input for it."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(Written(), Written()).double(), torch.randn(2, 5, 16, dtype=torch.float64)
+    model, x = (
+        nn.Sequential(Written(), Written()).double(),
+        torch.randn(2, 5, 16, dtype=torch.float64),
+    )
     for block in model:
         fully_shard(block)
     fully_shard(model)
@@ -149,16 +173,26 @@ def test_attention_under_fully_shard_on_one_process_is_verified_and_clipped() ->
 
 
 @pytest.mark.usefixtures("one_process")
-def test_norms_reach_a_fused_projection_under_fully_shard_and_are_searched_for_afterwards() -> None:
+def test_norms_reach_a_fused_projection_under_fully_shard_and_are_searched_for_afterwards() -> (
+    None
+):
     # Each norm is a part of fully_shard of its own between q and its weights: gradients through it must not free it.
     model, x = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply(model, "qk_norm", optimizer, batch=x), qkeel.watch(model, optimizer, rules=[]) as monitor:
+    with (
+        qkeel.apply(model, "qk_norm", optimizer, batch=x),
+        qkeel.watch(model, optimizer, rules=[]) as monitor,
+    ):
         model(x).sum().backward()
         optimizer.step()
-        assert [(site.name, site.verified) for site in qkeel.find_sites(model, x)] == [("0", True), ("1", True)]
+        assert [(site.name, site.verified) for site in qkeel.find_sites(model, x)] == [
+            ("0", True),
+            ("1", True),
+        ]
     for side in ("query_norm", "key_norm"):
-        assert (abs(monitor.history.heads[side] - 2) < 1e-4).all()  # the root of the width of a head
+        assert (
+            abs(monitor.history.heads[side] - 2) < 1e-4
+        ).all()  # the root of the width of a head
 
 
 @pytest.mark.usefixtures("one_process")

@@ -24,8 +24,14 @@ class Packing(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Width 16 in 2 heads."""
-        q, k, v = (f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        return attention(q, k, v, spec=self.spec, cu_seqlens=ends).transpose(1, 2).flatten(2)
+        q, k, v = (
+            f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        return (
+            attention(q, k, v, spec=self.spec, cu_seqlens=ends)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 def numbers(plain: Packing, module: nn.Module, x: Tensor) -> list[Tensor]:
@@ -37,7 +43,10 @@ def numbers(plain: Packing, module: nn.Module, x: Tensor) -> list[Tensor]:
             optimizer.zero_grad()
             out = module(x, torch.tensor(ends, dtype=torch.int32))
             out.square().sum().backward()
-            found += [out.detach(), *(p.grad.clone() for p in plain.parameters() if p.grad is not None)]
+            found += [
+                out.detach(),
+                *(p.grad.clone() for p in plain.parameters() if p.grad is not None),
+            ]
             optimizer.step()
         top = monitor.history.top("max_logit")
     assert top is not None

@@ -25,16 +25,22 @@ ENDS = torch.tensor([0, 3, 3, 10, 12], dtype=torch.int32)
 
 
 @each_row("name, how", CASES)
-def test_where_ends_are_not_read_a_span_has_all_keys_that_its_rows_see(name: str, how: dict[str, object]) -> None:
+def test_where_ends_are_not_read_a_span_has_all_keys_that_its_rows_see(
+    name: str, how: dict[str, object]
+) -> None:
     call = packed(name, **how).call()  # type: ignore[arg-type]
     (t, s), row = (call.q.shape[2], call.k.shape[2]), torch.arange(call.q.shape[2])
     sees = (call.high > call.low)[0]
     farthest = int(torch.maximum(row - call.low, call.high - row)[0, sees].max())
     for longest in (farthest, None):
         unread = dataclasses.replace(call, low=call.low.to("meta"), longest=longest)
-        for start, stop in ((a, b) for a in range(0, t, 3) for b in range(a + 1, t + 1, 4)):
+        for start, stop in (
+            (a, b) for a in range(0, t, 3) for b in range(a + 1, t + 1, 4)
+        ):
             read, whole = call.span(slice(start, stop)), unread.span(slice(start, stop))
-            assert read.start == read.stop or (whole.start <= read.start and read.stop <= whole.stop)
+            assert read.start == read.stop or (
+                whole.start <= read.start and read.stop <= whole.stop
+            )
             assert 0 <= whole.start <= whole.stop <= s
 
 
@@ -46,14 +52,25 @@ def test_a_nan_in_one_sequence_reaches_its_own_rows_and_no_head_beside() -> None
     beside = logit_stats(with_query_mask(call, rest[None]))
     assert beside.max_logit.isfinite().all()
     for x in (found.max_logit, found.entropy, max_stats(call).max_logit):
-        assert x.isnan().tolist() == [True, True, False, False]  # the two that share the key head
-    _, told = attention(one.q, one.k, one.k, spec=AttentionSpec(), cu_seqlens=one.ends, stats="max")
+        assert x.isnan().tolist() == [
+            True,
+            True,
+            False,
+            False,
+        ]  # the two that share the key head
+    _, told = attention(
+        one.q, one.k, one.k, spec=AttentionSpec(), cu_seqlens=one.ends, stats="max"
+    )
     assert told.max_logit.isfinite().tolist() == [False, False, True, True]
 
 
 def each(ends: tuple[Tensor, Tensor]) -> list[tuple[slice, slice]]:
     a, b = (x.tolist() for x in ends)
-    return [(slice(i, j), slice(m, n)) for i, j, m, n in zip(a, a[1:], b, b[1:]) if j > i and n > m]
+    return [
+        (slice(i, j), slice(m, n))
+        for i, j, m, n in zip(a, a[1:], b, b[1:])
+        if j > i and n > m
+    ]
 
 
 @each_row(
@@ -66,36 +83,67 @@ def each(ends: tuple[Tensor, Tensor]) -> list[tuple[slice, slice]]:
         AttentionSpec(position=SlidingWindow(window=3, inner=Rope()), cap=Softcap(4.0)),
     ],
 )
-def test_attention_and_statistics_of_any_spec_are_those_of_sequences_alone(spec: AttentionSpec) -> None:
+def test_attention_and_statistics_of_any_spec_are_those_of_sequences_alone(
+    spec: AttentionSpec,
+) -> None:
     q, k, v = (torch.randn(1, h, 13, 16, requires_grad=True) for h in (4, 2, 2))
     params = spec.init_params(4, 2, 16)
     other = torch.tensor([0, 5, 6, 10, 13], dtype=torch.int32)
-    for ends, causal in (((ENDS, ENDS), True), ((ENDS, other), True), ((ENDS, ENDS), False)):
+    for ends, causal in (
+        ((ENDS, ENDS), True),
+        ((ENDS, other), True),
+        ((ENDS, ENDS), False),
+    ):
         given = ENDS if ends[0] is ends[1] else ends
-        out, found = attention(q, k, v, spec=spec, params=params, causal=causal, cu_seqlens=given, stats=True)
+        out, found = attention(
+            q,
+            k,
+            v,
+            spec=spec,
+            params=params,
+            causal=causal,
+            cu_seqlens=given,
+            stats=True,
+        )
         truth, parts = torch.zeros_like(out), []
         for rows, keys in each(ends):
             one = (q[:, :, rows], k[:, :, keys], v[:, :, keys])
-            truth[:, :, rows], stats = attention(*one, spec=spec, params=params, causal=causal, stats=True)
+            truth[:, :, rows], stats = attention(
+                *one, spec=spec, params=params, causal=causal, stats=True
+            )
             parts.append(stats)
         torch.testing.assert_close(out, truth)
         whole = parts[0]
         for part in parts[1:]:
             whole = merge(whole, part)
         for name in TENSORS:
-            torch.testing.assert_close(getattr(found, name), getattr(whole, name), rtol=1e-5, atol=1e-5, msg=name)
-        ours, theirs = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, truth))
+            torch.testing.assert_close(
+                getattr(found, name),
+                getattr(whole, name),
+                rtol=1e-5,
+                atol=1e-5,
+                msg=name,
+            )
+        ours, theirs = (
+            torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, truth)
+        )
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_it_costs_the_pairs_of_each_sequence_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_costs_the_pairs_of_each_sequence_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ends = torch.arange(0, 4097, 32)
-    call = band_call(make_call(AttentionSpec(), *[torch.randn(1, 1, 4096, 8)] * 3), cu_seqlens=ends)
+    call = band_call(
+        make_call(AttentionSpec(), *[torch.randn(1, 1, 4096, 8)] * 3), cu_seqlens=ends
+    )
     monkeypatch.setenv("QKEEL_NATIVE", "0")
     logits = 0
     scores = BandCall.scores
 
-    def counted(self: BandCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor:
+    def counted(
+        self: BandCall, q: Tensor, k: Tensor, rows: slice, keys: slice
+    ) -> Tensor:
         nonlocal logits
         logits += q.shape[2] * k.shape[2]
         return scores(self, q, k, rows, keys)
@@ -122,19 +170,28 @@ def test_what_cannot_be_read_as_ends_of_sequences_is_refused() -> None:
     ):
         with pytest.raises(error):
             qkeel.attention(x, x, x, spec=spec, cu_seqlens=given, stats=True)  # type: ignore[call-overload]
-    with pytest.raises(errors.InvalidValueError, match="neither pos_q nor pos_k with cu_seqlens"):
+    with pytest.raises(
+        errors.InvalidValueError, match="neither pos_q nor pos_k with cu_seqlens"
+    ):
         attention(q, q, q, spec=spec, cu_seqlens=ENDS, pos_q=torch.arange(12))
 
 
 def test_a_mask_of_the_callers_hides_keys_besides() -> None:
     q, mask = torch.randn(1, 2, 12, 8), torch.rand(1, 12) < 0.6
-    for given, where in ((mask[:, None, None], mask[0]), (torch.tensor(True), torch.ones(12, dtype=torch.bool))):
+    for given, where in (
+        (mask[:, None, None], mask[0]),
+        (torch.tensor(True), torch.ones(12, dtype=torch.bool)),
+    ):
         out = attention(q, q, q, spec=AttentionSpec(), cu_seqlens=ENDS, mask=given)
         for rows, keys in each((ENDS, ENDS)):
             x = q[:, :, rows]
-            theirs = attention(x, x, x, spec=AttentionSpec(), mask=where[keys][None, None, None])
+            theirs = attention(
+                x, x, x, spec=AttentionSpec(), mask=where[keys][None, None, None]
+            )
             torch.testing.assert_close(out[:, :, rows], theirs)
-    assert not attention(q, q, q, spec=AttentionSpec(), cu_seqlens=ENDS, mask=torch.tensor(False)).any()
+    assert not attention(
+        q, q, q, spec=AttentionSpec(), cu_seqlens=ENDS, mask=torch.tensor(False)
+    ).any()
     one = q[:, :, :1]
     out, found = attention(
         one,
@@ -150,8 +207,14 @@ def test_a_mask_of_the_callers_hides_keys_besides() -> None:
 
 
 @pytest.mark.slow
-def test_torchs_compiler_makes_one_graph_for_any_ends_and_what_is_watched_of_it_is_the_same() -> None:
-    command = [sys.executable, "-m", "tests.spec.packed_compiled"]  # without the checks of types that tests have
+def test_torchs_compiler_makes_one_graph_for_any_ends_and_what_is_watched_of_it_is_the_same() -> (
+    None
+):
+    command = [
+        sys.executable,
+        "-m",
+        "tests.spec.packed_compiled",
+    ]  # without the checks of types that tests have
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -177,7 +240,10 @@ def test_who_sees_whom_and_with_which_bias_pair_by_pair(
     q, k = torch.zeros(b, h, t, 2), torch.zeros(b, h, s, 2)
     ends = [torch.tensor([0, *(x[i] for x in own)], dtype=torch.int32) for i in (1, 3)]
     of_query, of_key = (
-        [next((n for n, x in enumerate(own) if x[i] <= at < x[i + 1]), None) for at in range(total)]
+        [
+            next((n for n, x in enumerate(own) if x[i] <= at < x[i + 1]), None)
+            for at in range(total)
+        ]
         for i, total in ((0, t), (2, s))
     )
     padding = torch.rand(b, s, generator=rng) < 0.7
@@ -198,8 +264,21 @@ def test_who_sees_whom_and_with_which_bias_pair_by_pair(
             if reach is None
             else AttentionSpec(position=SlidingWindow(window=reach, inner=NoPosition()))
         )
-        plain = make_call(spec, q, k, k, causal=causal, mask=padding[:, None, None] if masked else None)
-        lengths = None if not packed_ones else ends[0] if ends[0].equal(ends[1]) and t == s else tuple(ends)
+        plain = make_call(
+            spec,
+            q,
+            k,
+            k,
+            causal=causal,
+            mask=padding[:, None, None] if masked else None,
+        )
+        lengths = (
+            None
+            if not packed_ones
+            else ends[0]
+            if ends[0].equal(ends[1]) and t == s
+            else tuple(ends)
+        )
         call = band_call(plain, window=window, slopes=given, cu_seqlens=lengths)
         if not isinstance(call, BandCall):
             assert (window, how, packed_ones) == ((-1, -1), None, False)
@@ -217,13 +296,21 @@ def test_who_sees_whom_and_with_which_bias_pair_by_pair(
             if n is None or n != of_key[j]:
                 continue
             _, stop, first_k, stop_k = own[n]
-            gap = (i - stop + stop_k - first_k) - (j - first_k)  # the last query is at the last key
+            gap = (i - stop + stop_k - first_k) - (
+                j - first_k
+            )  # the last query is at the last key
             band[i, j] = (left < 0 or gap <= left) and (right < 0 or -gap <= right)
-            seen[:, :, i, j] = (band[i, j] & (padding[:, j] if masked else torch.ones(b).bool()))[:, None]
+            seen[:, :, i, j] = (
+                band[i, j] & (padding[:, j] if masked else torch.ones(b).bool())
+            )[:, None]
             if given is not None:
-                bias[:, :, i, j] = -abs(gap) * (given if given.ndim == 1 else given[n] if packed_ones else given)
+                bias[:, :, i, j] = -abs(gap) * (
+                    given if given.ndim == 1 else given[n] if packed_ones else given
+                )
         for rows, keys in ((slice(0, t), slice(0, s)), (slice(1, 3), slice(2, s))):
-            assert torch.equal(call.visible(rows, keys).expand(b, h, -1, -1), seen[:, :, rows, keys]), (
+            assert torch.equal(
+                call.visible(rows, keys).expand(b, h, -1, -1), seen[:, :, rows, keys]
+            ), (
                 window,
                 causal,
                 reach,
@@ -233,15 +320,21 @@ def test_who_sees_whom_and_with_which_bias_pair_by_pair(
             assert (found is None) == (given is None)
             if found is not None:
                 where = seen[:, :, rows, keys]
-                torch.testing.assert_close(found.expand_as(where)[where], bias[:, :, rows, keys][where])
+                torch.testing.assert_close(
+                    found.expand_as(where)[where], bias[:, :, rows, keys][where]
+                )
         for start, stop in itertools.combinations(range(t + 1), 2):
             keys_seen = band[start:stop].any(0).nonzero().flatten().tolist()
             span = call.span(slice(start, stop))
             assert (
-                (span.start, span.stop) == (keys_seen[0], keys_seen[-1] + 1) if keys_seen else span.start == span.stop
+                (span.start, span.stop) == (keys_seen[0], keys_seen[-1] + 1)
+                if keys_seen
+                else span.start == span.stop
             )
         assert call.padding is (call.mask if masked else None)
-        assert call.mask is plain.mask or not masked or how  # one next to slopes is an added one
+        assert (
+            call.mask is plain.mask or not masked or how
+        )  # one next to slopes is an added one
         if packed_ones:
             assert call.of_key is not None
             assert call.of_key.tolist() == [-2 if n is None else n for n in of_key]

@@ -81,7 +81,13 @@ def test_options_change_the_spec(name: str) -> None:
     for option, parameter in inspect.signature(PRESETS[name].build).parameters.items():
         value = parameter.default
         assert preset(name, **{option: value}) == preset(name)
-        other = (not value) if isinstance(value, bool) else value * 0.5 if option == "rotary" else value * 4
+        other = (
+            (not value)
+            if isinstance(value, bool)
+            else value * 0.5
+            if option == "rotary"
+            else value * 4
+        )
         changed = preset(name, **{option: other})
         # Only the scale of CosA, and that of log n, depends on the training length.
         if option == "train_length" and name in ("baseline", "qna", "kna"):
@@ -93,38 +99,81 @@ def test_options_change_the_spec(name: str) -> None:
 # Every constant of every preset where nothing is said, written out once more from its source.
 PUBLISHED: dict[str, AttentionSpec] = {
     "baseline": AttentionSpec(position=Rope(base=10_000.0)),
-    "baseline_logn": AttentionSpec(position=Rope(), scale=LogN(train_length=512, clip=False)),
-    "qna": AttentionSpec(norm=L2Norm(on="q", eps=1e-12), position=LATE, scale=Fixed(1.0)),
-    "kna": AttentionSpec(norm=L2Norm(on="k"), position=LATE, scale=Fixed(1.0)),
-    "cosa": AttentionSpec(norm=L2Norm(on="qk"), position=LATE, scale=Fixed(4 * math.log(256))),
-    "qna_logn": AttentionSpec(norm=L2Norm(on="q"), position=LATE, scale=LogN(train_length=512, inner=Fixed(1.0))),
-    "kna_logn": AttentionSpec(norm=L2Norm(on="k"), position=LATE, scale=LogN(train_length=512, inner=Fixed(1.0))),
-    "cosa_logn": AttentionSpec(
-        norm=L2Norm(on="qk"), position=LATE, scale=LogN(train_length=512, inner=Fixed(4 * math.log(512)))
+    "baseline_logn": AttentionSpec(
+        position=Rope(), scale=LogN(train_length=512, clip=False)
     ),
-    "qknorm_2020": AttentionSpec(norm=L2Norm(), scale=Learned(init=math.log2(72 * 72 - 72), per="layer")),
+    "qna": AttentionSpec(
+        norm=L2Norm(on="q", eps=1e-12), position=LATE, scale=Fixed(1.0)
+    ),
+    "kna": AttentionSpec(norm=L2Norm(on="k"), position=LATE, scale=Fixed(1.0)),
+    "cosa": AttentionSpec(
+        norm=L2Norm(on="qk"), position=LATE, scale=Fixed(4 * math.log(256))
+    ),
+    "qna_logn": AttentionSpec(
+        norm=L2Norm(on="q"),
+        position=LATE,
+        scale=LogN(train_length=512, inner=Fixed(1.0)),
+    ),
+    "kna_logn": AttentionSpec(
+        norm=L2Norm(on="k"),
+        position=LATE,
+        scale=LogN(train_length=512, inner=Fixed(1.0)),
+    ),
+    "cosa_logn": AttentionSpec(
+        norm=L2Norm(on="qk"),
+        position=LATE,
+        scale=LogN(train_length=512, inner=Fixed(4 * math.log(512))),
+    ),
+    "qknorm_2020": AttentionSpec(
+        norm=L2Norm(), scale=Learned(init=math.log2(72 * 72 - 72), per="layer")
+    ),
     "vit": AttentionSpec(),
     "vit22b": AttentionSpec(norm=LayerNorm(gain="dim", eps=1e-6)),
-    "chameleon": AttentionSpec(norm=LayerNorm(gain="head_dim", bias=True, eps=1e-5), position=Rope(base=1e4)),
-    "olmo2": AttentionSpec(norm=RMSNorm(over="layer", gain="head_dim", eps=1e-6), position=Rope(base=5e5)),
-    "olmoe": AttentionSpec(norm=RMSNorm(over="layer", gain="head_dim", eps=1e-5), position=Rope(base=1e4)),
+    "chameleon": AttentionSpec(
+        norm=LayerNorm(gain="head_dim", bias=True, eps=1e-5), position=Rope(base=1e4)
+    ),
+    "olmo2": AttentionSpec(
+        norm=RMSNorm(over="layer", gain="head_dim", eps=1e-6), position=Rope(base=5e5)
+    ),
+    "olmoe": AttentionSpec(
+        norm=RMSNorm(over="layer", gain="head_dim", eps=1e-5), position=Rope(base=1e4)
+    ),
     "minimax_m2": AttentionSpec(
-        norm=RMSNorm(over="layer", gain="head_dim", eps=1e-6), position=Rope(base=5e6, rotary=0.5)
+        norm=RMSNorm(over="layer", gain="head_dim", eps=1e-6),
+        position=Rope(base=5e6, rotary=0.5),
     ),
     "qwen3": AttentionSpec(norm=RMSNorm(gain="dim", eps=1e-6), position=Rope(base=1e6)),
-    "qwen3_next": AttentionSpec(norm=RMSNorm(gain="one_plus_dim", eps=1e-6), position=Rope(base=1e7, rotary=0.25)),
-    "gemma2": AttentionSpec(position=Rope(base=1e4), scale=InverseSqrt(dim=256), cap=Softcap(50.0)),
+    "qwen3_next": AttentionSpec(
+        norm=RMSNorm(gain="one_plus_dim", eps=1e-6),
+        position=Rope(base=1e7, rotary=0.25),
+    ),
+    "gemma2": AttentionSpec(
+        position=Rope(base=1e4), scale=InverseSqrt(dim=256), cap=Softcap(50.0)
+    ),
     "gemma3": AttentionSpec(
-        norm=RMSNorm(gain="one_plus_dim", eps=1e-6), position=Rope(base=1e6), scale=InverseSqrt(dim=256)
+        norm=RMSNorm(gain="one_plus_dim", eps=1e-6),
+        position=Rope(base=1e6),
+        scale=InverseSqrt(dim=256),
     ),
     "gemma4": AttentionSpec(
-        norm=RMSNorm(on="qkv", gain="dim", value_gain="none", eps=1e-6), position=Rope(base=1e4), scale=Fixed(1.0)
+        norm=RMSNorm(on="qkv", gain="dim", value_gain="none", eps=1e-6),
+        position=Rope(base=1e4),
+        scale=Fixed(1.0),
     ),
-    "cohere": AttentionSpec(norm=LayerNorm(gain="head_dim", eps=1e-5), position=Rope(base=5e5, pairing="interleaved")),
-    "stablelm2": AttentionSpec(norm=LayerNorm(gain="head_dim", eps=1e-5), position=Rope(base=1e4, rotary=0.25)),
-    "phi": AttentionSpec(norm=LayerNorm(gain="dim", bias=True, eps=1e-5), position=Rope(base=1e4, rotary=0.5)),
+    "cohere": AttentionSpec(
+        norm=LayerNorm(gain="head_dim", eps=1e-5),
+        position=Rope(base=5e5, pairing="interleaved"),
+    ),
+    "stablelm2": AttentionSpec(
+        norm=LayerNorm(gain="head_dim", eps=1e-5), position=Rope(base=1e4, rotary=0.25)
+    ),
+    "phi": AttentionSpec(
+        norm=LayerNorm(gain="dim", bias=True, eps=1e-5),
+        position=Rope(base=1e4, rotary=0.5),
+    ),
     "llama4": AttentionSpec(
-        norm=RMSNorm(eps=1e-5), position=Rope(base=5e5, pairing="interleaved", order="rotate_then_norm")
+        norm=RMSNorm(eps=1e-5),
+        position=Rope(base=5e5, pairing="interleaved", order="rotate_then_norm"),
     ),
     "llama4_nope": AttentionSpec(scale=FloorLogTemperature(alpha=0.1, floor=8192)),
     "nanochat": AttentionSpec(
@@ -132,8 +181,12 @@ PUBLISHED: dict[str, AttentionSpec] = {
         position=Rope(base=1e5, pairing="half_reversed", order="rotate_then_norm"),
         scale=InverseSqrt(multiplier=1.44),
     ),
-    "ngpt": AttentionSpec(norm=L2Norm(gain="head_dim", shared=True), position=LATE, scale=Sqrt()),
-    "swin_v2": AttentionSpec(norm=L2Norm(), scale=Learned(init=10.0, per="head", log=True, maximum=100.0)),
+    "ngpt": AttentionSpec(
+        norm=L2Norm(gain="head_dim", shared=True), position=LATE, scale=Sqrt()
+    ),
+    "swin_v2": AttentionSpec(
+        norm=L2Norm(), scale=Learned(init=10.0, per="head", log=True, maximum=100.0)
+    ),
 }
 
 
@@ -144,11 +197,18 @@ def test_the_constants_of_every_preset_are_the_published_ones() -> None:
 def test_options_of_presets_do_what_they_name() -> None:
     for on in ("q", "k", "qk"):
         name = {"q": "qna", "k": "kna", "qk": "cosa"}[on]
-        gained = {"norm": L2Norm(on=on, gain="dim"), "position": Rope(order="norm_then_rotate")}  # type: ignore[arg-type]
+        gained = {
+            "norm": L2Norm(on=on, gain="dim"),
+            "position": Rope(order="norm_then_rotate"),
+        }  # type: ignore[arg-type]
         assert preset(name, gain=True) == PUBLISHED[name].replace(**gained)  # type: ignore[arg-type]
-        assert preset(f"{name}_logn", gain=True) == PUBLISHED[f"{name}_logn"].replace(**gained)  # type: ignore[arg-type]
+        assert preset(f"{name}_logn", gain=True) == PUBLISHED[f"{name}_logn"].replace(
+            **gained
+        )  # type: ignore[arg-type]
     assert preset("cosa", gradient=True).scale == GradientMax(keys=256)
-    assert preset("cosa_logn", gradient=True).scale == LogN(train_length=512, inner=GradientMax(keys=512))
+    assert preset("cosa_logn", gradient=True).scale == LogN(
+        train_length=512, inner=GradientMax(keys=512)
+    )
     assert preset("cosa", train_length=64).scale == Fixed(4 * math.log(32))
     assert preset("olmo2", rotary=0.5).position == Rope(base=5e5, rotary=0.5)
 
@@ -169,14 +229,19 @@ def test_what_no_preset_takes_is_refused() -> None:
             preset(name, **options)  # type: ignore[arg-type]
 
 
-def test_advice_is_given_where_a_fixed_scale_is_a_quarter_off_the_best_for_the_head() -> None:
+def test_advice_is_given_where_a_fixed_scale_is_a_quarter_off_the_best_for_the_head() -> (
+    None
+):
     cosa = PUBLISHED["cosa"]
     best = {d: gradient_scale(256, d) for d in (64, 128, 256, 512)}
     for d, own in best.items():
         off = max(cosa.scale.value / own, own / cosa.scale.value)  # type: ignore[attr-defined]
         said = scale_advice(cosa, d)
         assert (said is None) == (off <= 1.25), d
-        assert said is None or f"for head_dim {d}, most gradient passes at {own:.4g}" in said
+        assert (
+            said is None
+            or f"for head_dim {d}, most gradient passes at {own:.4g}" in said
+        )
     assert scale_advice(cosa, 128) is None
     assert scale_advice(PUBLISHED["cosa_logn"], 512) is not None
     for other in (

@@ -48,7 +48,9 @@ def test_no_digit_of_a_float_is_lost(x: float) -> None:
         (" a:x=1 , y=2 + b ", [("a", {"x": 1, "y": 2}), ("b", {})]),
     ],
 )
-def test_spec_strings_by_hand(text: str, expected: list[tuple[str, dict[str, object]]]) -> None:
+def test_spec_strings_by_hand(
+    text: str, expected: list[tuple[str, dict[str, object]]]
+) -> None:
     assert [(term.name, term.options) for term in parse(text)] == expected
 
 
@@ -65,7 +67,9 @@ def test_spec_strings_by_hand(text: str, expected: list[tuple[str, dict[str, obj
         ("a:x=1,x=2", "'x' is given twice"),
     ],
 )
-def test_a_string_that_cannot_be_read_is_refused_with_the_part_that_is_wrong(text: str, says: str) -> None:
+def test_a_string_that_cannot_be_read_is_refused_with_the_part_that_is_wrong(
+    text: str, says: str
+) -> None:
     with pytest.raises(InvalidValueError, match=says):
         parse(text)
 
@@ -84,7 +88,9 @@ class Remedy:
 
 def test_building_takes_options_by_field_name_and_names_the_nearest() -> None:
     assert build("remedy", Remedy, {"tau": 2.0}) == Remedy(tau=2.0)
-    with pytest.raises(UnknownNameError, match=r"unknown option of remedy 'taus'\. Did you mean 'tau'"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown option of remedy 'taus'\. Did you mean 'tau'"
+    ):
         build("remedy", Remedy, {"taus": 2.0})
     with pytest.raises(UnknownNameError, match=r"unknown option of remedy 'made'"):
         build("remedy", Remedy, {"made": 2})
@@ -94,4 +100,7 @@ def test_looking_up_an_unknown_name_lists_what_is_known() -> None:
     assert lookup("thing", {"a": 1}, "a") == 1
     with pytest.raises(UnknownNameError) as caught:
         lookup("thing", {"alpha": 1, "beta": 2}, "alpah")
-    assert str(caught.value) == "unknown thing 'alpah'. Did you mean 'alpha'? Known: alpha, beta"
+    assert (
+        str(caught.value)
+        == "unknown thing 'alpah'. Did you mean 'alpha'? Known: alpha, beta"
+    )

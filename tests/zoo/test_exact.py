@@ -12,10 +12,57 @@ from tools.zoo.tables import TABLES, entries
 from qkeel.records import BLOCK_FIELDS, HEAD_FIELDS
 
 NAMES = (
-    *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo"),
-    *("gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "phi3", "olmo", "olmo2", "cohere", "cohere2", "stablelm"),
-    *("starcoder2", "granite", "smollm3", "glm", "nemotron", "codegen", "mpt", "persimmon", "exaone4", "helium"),
-    *("mixtral", "qwen2_moe", "jamba", "deepseek_v3", "gpt_oss", "bert", "roberta", "t5", "bart", "vit", "swin"),
+    *(
+        "llama",
+        "mistral",
+        "ministral",
+        "qwen2",
+        "qwen3",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neo",
+    ),
+    *(
+        "gpt_neox",
+        "gptj",
+        "opt",
+        "bloom",
+        "falcon",
+        "phi",
+        "phi3",
+        "olmo",
+        "olmo2",
+        "cohere",
+        "cohere2",
+        "stablelm",
+    ),
+    *(
+        "starcoder2",
+        "granite",
+        "smollm3",
+        "glm",
+        "nemotron",
+        "codegen",
+        "mpt",
+        "persimmon",
+        "exaone4",
+        "helium",
+    ),
+    *(
+        "mixtral",
+        "qwen2_moe",
+        "jamba",
+        "deepseek_v3",
+        "gpt_oss",
+        "bert",
+        "roberta",
+        "t5",
+        "bart",
+        "vit",
+        "swin",
+    ),
 )
 FAST = ("llama", "gpt_oss", "bart")
 # The rounding of float64 in sums of some thousand numbers. T5 adds relative positions of large size to its products,
@@ -24,14 +71,18 @@ CLOSE = 1e-11
 # Measured on request by other options, of weights of norms, and whether a number is one; see tests/monitor.
 NOT_COMPARED = {
     *("logit_change_rms", "logit_change_mean_abs", "gain_bound", "non_finite"),
-    *(name for name in HEAD_FIELDS if name.startswith(("index_", "select_", "dense_"))),  # of sparse layers
+    *(
+        name for name in HEAD_FIELDS if name.startswith(("index_", "select_", "dense_"))
+    ),  # of sparse layers
 }
 BY_NAME = {entry.name: entry for table in reversed(TABLES) for entry in entries(table)}
 
 
 def agrees(name: str) -> dict[str, float]:
     found = differences(BY_NAME[name])
-    assert max(found.values()) < CLOSE, {field: x for field, x in found.items() if not x < CLOSE}
+    assert max(found.values()) < CLOSE, {
+        field: x for field, x in found.items() if not x < CLOSE
+    }
     return found
 
 

@@ -69,9 +69,14 @@ print(worst)
 
 
 @pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("timm", "torchvision", "PIL")),
+    any(
+        importlib.util.find_spec(name) is None
+        for name in ("timm", "torchvision", "PIL")
+    ),
     reason="timm is not installed: pip install --no-deps timm torchvision pillow",
 )
 def test_a_vision_transformer_of_timm_is_seen_whole() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

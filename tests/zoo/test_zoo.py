@@ -13,9 +13,23 @@ from tools.zoo.compare import closest
 from tools.zoo.page import IMPLEMENTATIONS, passed, verdict
 from tools.zoo.tables import TABLES, Entry, entries
 
-CAUSAL = ("llama", "gpt2", "gpt_neox", "gemma2", "gpt_oss", "deepseek_v3", "bloom", "qwen3_next")
+CAUSAL = (
+    "llama",
+    "gpt2",
+    "gpt_neox",
+    "gemma2",
+    "gpt_oss",
+    "deepseek_v3",
+    "bloom",
+    "qwen3_next",
+)
 OTHERS = ("bert", "t5", "whisper", "wavlm", "vit", "swin", "clip", "detr", "qwen2_vl")
-FAST = [e for table, names in (("causal", CAUSAL), ("others", OTHERS)) for e in entries(table) if e.name in names]
+FAST = [
+    e
+    for table, names in (("causal", CAUSAL), ("others", OTHERS))
+    for e in entries(table)
+    if e.name in names
+]
 ALL = [e for table in TABLES for e in entries(table)]
 
 
@@ -35,7 +49,9 @@ def test_a_few_architectures_are_seen_whole(entry: Entry, implementation: str) -
 
 
 def test_the_second_table_has_classes_of_its_own() -> None:
-    causal, others = ([e.class_name for e in entries(table)] for table in ("causal", "others"))
+    causal, others = (
+        [e.class_name for e in entries(table)] for table in ("causal", "others")
+    )
     assert len(causal) > 180
     assert len(others) > 200
     assert len(set(others)) == len(others)
@@ -46,7 +62,13 @@ def test_a_layer_too_few_or_too_many_and_a_wrong_entropy_are_no_pass() -> None:
     good = {"layers": 6, "sites": 6, "modules": 6, "calls": 6, "error": 1e-6}
     assert passed(good)
     assert passed({**good, "sites": 12})  # two calls of each module
-    for wrong in ({"error": 2e-4}, {"error": float("inf")}, {"error": float("nan")}, {"layers": 5}, {"layers": 7}):
+    for wrong in (
+        {"error": 2e-4},
+        {"error": float("inf")},
+        {"error": float("nan")},
+        {"layers": 5},
+        {"layers": 7},
+    ):
         assert not passed({**good, **wrong})
     assert not passed({**good, "layers": 0, "sites": 0})
     assert not passed({"reason": "no attention"})

@@ -44,7 +44,9 @@ def judge(target: Target) -> dict[str, Any]:
             seen = calls(model, example, target.shape)
             if len(seen) != target.attentions:
                 shapes = [(c.module, tuple(c.z.shape)) for c in seen]
-                return {"broken": f"expected {target.attentions} attentions, the reference saw {len(seen)}: {shapes}"}
+                return {
+                    "broken": f"expected {target.attentions} attentions, the reference saw {len(seen)}: {shapes}"
+                }
             subject = Subject(
                 model=model,
                 example=example,
@@ -57,7 +59,9 @@ def judge(target: Target) -> dict[str, Any]:
     except Exception as error:
         tail = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(tail.filename).name}:{tail.lineno}"
-        return {"broken": f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({where})"}
+        return {
+            "broken": f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({where})"
+        }
     return {**dataclasses.asdict(found), "verdict": overall(found.found)}
 
 
@@ -65,7 +69,9 @@ def _truth(target: Target, model: Any, example: Any) -> Any:
     return calls(model, example, target.shape)
 
 
-def _capped(target: Target, model: Any, example: Any, cap: float, places: set[int]) -> Any:
+def _capped(
+    target: Target, model: Any, example: Any, cap: float, places: set[int]
+) -> Any:
     return capped_output(model, example, target.shape, cap, places)
 
 
@@ -100,7 +106,9 @@ def _child(targets: list[tuple[int, Target]], folder: Path) -> None:
         signal.alarm(0)
         (folder / str(place)).write_text(json.dumps(result))
         print(
-            f"{target.package} {target.name} ({time.monotonic() - start:.0f} s): {_line(result)}", file=said, flush=True
+            f"{target.package} {target.name} ({time.monotonic() - start:.0f} s): {_line(result)}",
+            file=said,
+            flush=True,
         )
     os._exit(0)
 
@@ -110,7 +118,11 @@ def _late(*_: object) -> None:
 
 
 def _result(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {"broken": f"no result within {LIMIT} s"}
+    return (
+        json.loads(path.read_text())
+        if path.exists()
+        else {"broken": f"no result within {LIMIT} s"}
+    )
 
 
 def _line(result: dict[str, Any]) -> str:
@@ -120,9 +132,7 @@ def _line(result: dict[str, Any]) -> str:
         if f["verdict"] != "right"
     ]
     right = result.get("attentions", []).count("right")
-    first = (
-        f"{result.get('verdict', 'BROKEN ' + result.get('broken', ''))}, {right} of {len(result.get('attentions', ()))}"
-    )
+    first = f"{result.get('verdict', 'BROKEN ' + result.get('broken', ''))}, {right} of {len(result.get('attentions', ()))}"
     return "\n    ".join([first, *dict.fromkeys(said)])
 
 
@@ -133,24 +143,38 @@ def main() -> None:
     parser.add_argument("--names", default="")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--cases", type=int, default=0, help="random attentions")
-    parser.add_argument("--idioms", type=int, default=0, help="attentions in other idioms, from each of three seeds")
+    parser.add_argument(
+        "--idioms",
+        type=int,
+        default=0,
+        help="attentions in other idioms, from each of three seeds",
+    )
     parser.add_argument("--out", type=Path, default=None)
     chosen = parser.parse_args()
     targets = [
         t
         for t in TARGETS
-        if (not chosen.only or t.package in chosen.only.split(",")) and (not chosen.names or chosen.names in t.name)
+        if (not chosen.only or t.package in chosen.only.split(","))
+        and (not chosen.names or chosen.names in t.name)
     ]
     with TemporaryDirectory() as folder:
         results = run(targets, chosen.jobs, Path(folder))
     verdicts = [r.get("verdict", "broken") for r in results]
-    print(f"{len(targets)} targets of {len({t.package for t in targets})} packages: {shares(verdicts)}")
+    print(
+        f"{len(targets)} targets of {len({t.package for t in targets})} packages: {shares(verdicts)}"
+    )
     print(f"their attentions: {shares(attentions(targets, results))}")
     generated = generator.run(range(chosen.cases)) if chosen.cases else None
-    in_idioms = [v for first in FIRST for v in idioms.run(range(first, first + chosen.idioms))] if chosen.idioms else []
+    in_idioms = (
+        [v for first in FIRST for v in idioms.run(range(first, first + chosen.idioms))]
+        if chosen.idioms
+        else []
+    )
     if chosen.out is not None:
         chosen.out.write_text(page(targets, results, generated, in_idioms))
-    sys.exit(1 if {"wrong", "broken"} & {*verdicts, *(generated or ()), *in_idioms} else 0)
+    sys.exit(
+        1 if {"wrong", "broken"} & {*verdicts, *(generated or ()), *in_idioms} else 0
+    )
 
 
 if __name__ == "__main__":

@@ -39,19 +39,31 @@ def judged(subject: Subject, questions: Iterable[str] | None = None) -> Judged:
         work = Work(subject)
     except RefusedError as error:
         unseen = Finding(question="sites", verdict="reported", said=short(error))
-        return Judged(found=[unseen], attentions=["reported"] * len(subject.truth(subject.model, subject.example)))
+        return Judged(
+            found=[unseen],
+            attentions=["reported"]
+            * len(subject.truth(subject.model, subject.example)),
+        )
     found: list[Finding] = []
     for question, ask in QUESTIONS.items():
         if questions is None or question in questions:
             with warnings.catch_warnings(record=True):
                 warnings.simplefilter("always")
                 found += _asked(question, ask, work)
-    verdicts = {site.name: overall(f for f in found if f.site in (None, site.name)) for site in work.sites}
-    attentions: list[Verdict] = ["reported" if work.missed else "wrong"] * len(work.calls)
+    verdicts = {
+        site.name: overall(f for f in found if f.site in (None, site.name))
+        for site in work.sites
+    }
+    attentions: list[Verdict] = ["reported" if work.missed else "wrong"] * len(
+        work.calls
+    )
     for name, places in work.places.items():
         for place in places:
             attentions[place] = verdicts[name]
-    return Judged(found=[f for f in found if f.verdict != "right" or f.site in (None, MODEL)], attentions=attentions)
+    return Judged(
+        found=[f for f in found if f.verdict != "right" or f.site in (None, MODEL)],
+        attentions=attentions,
+    )
 
 
 def _asked(question: str, ask: Ask, work: Work) -> list[Finding]:
@@ -59,15 +71,29 @@ def _asked(question: str, ask: Ask, work: Work) -> list[Finding]:
     found = []
     try:
         for verdict, said, site in ask(work):
-            found.append(Finding(question=question, verdict=verdict, said=said, site=site))
+            found.append(
+                Finding(question=question, verdict=verdict, said=said, site=site)
+            )
     except QkeelError as error:
         found.append(Finding(question=question, verdict="reported", said=short(error)))
     except Exception as error:
-        found.append(Finding(question=question, verdict="wrong", said=f"{type(error).__name__}: {short(error)}"))
+        found.append(
+            Finding(
+                question=question,
+                verdict="wrong",
+                said=f"{type(error).__name__}: {short(error)}",
+            )
+        )
     return found
 
 
 def overall(found: Iterable[Finding]) -> Verdict:
     """wrong if anything is, else reported if anything is, else right."""
     verdicts = {f.verdict for f in found}
-    return "wrong" if "wrong" in verdicts else "reported" if "reported" in verdicts else "right"
+    return (
+        "wrong"
+        if "wrong" in verdicts
+        else "reported"
+        if "reported" in verdicts
+        else "right"
+    )

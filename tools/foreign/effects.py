@@ -22,7 +22,16 @@ from qkeel.remedies.head_weights import check_weights
 from qkeel.sites import AttentionSite
 from tools.foreign.reference import Call, tensors
 from tools.foreign.sight import numbers
-from tools.foreign.work import MODEL, Answer, Answers, Work, changed, loss, rows_of, short
+from tools.foreign.work import (
+    MODEL,
+    Answer,
+    Answers,
+    Work,
+    changed,
+    loss,
+    rows_of,
+    short,
+)
 
 Sites = list[AttentionSite]
 
@@ -52,7 +61,10 @@ def asked(effect: Effect) -> Callable[[Work], Answers]:
             said, right = short(error), True
             for group in _by_module(seen):
                 answers = list(_alone(effect, work, group))
-                right = right and all(verdict == "right" and refused for (verdict, _, _), refused in answers)
+                right = right and all(
+                    verdict == "right" and refused
+                    for (verdict, _, _), refused in answers
+                )
                 yield from (answer for answer, _ in answers)
             yield "right" if right and not work.missed else "reported", said, MODEL
 
@@ -76,15 +88,24 @@ def _by_module(sites: Sites) -> list[Sites]:
     return list(groups.values())
 
 
-def _apply(work: Work, remedy: str, sites: Sites, *, alone: bool, lr: float) -> tuple[nn.Module, Handle, Optimizer]:
+def _apply(
+    work: Work, remedy: str, sites: Sites, *, alone: bool, lr: float
+) -> tuple[nn.Module, Handle, Optimizer]:
     """A copy of the model with the remedy on it, how to undo it, and an optimizer."""
     model = copy.deepcopy(work.exact)
     optimizer = SGD(model.parameters(), lr=lr)
     args, kwargs = work.example
     if not alone:
-        return model, qkeel.apply(model, remedy, optimizer, batch=kwargs or args), optimizer
+        return (
+            model,
+            qkeel.apply(model, remedy, optimizer, batch=kwargs or args),
+            optimizer,
+        )
     (one,) = parse(remedy)
-    own = [dataclasses.replace(s, module=model.get_submodule(s.name.partition("#")[0])) for s in sites]
+    own = [
+        dataclasses.replace(s, module=model.get_submodule(s.name.partition("#")[0]))
+        for s in sites
+    ]
     for site in own:
         if (refusal := one.supports(site)) is not None:
             raise RefusedError(f"{one.name}: {refusal}")
@@ -110,13 +131,22 @@ def _out(model: nn.Module, work: Work) -> list[Tensor]:
 
 def _last(site: AttentionSite) -> dict[str, list[HeadSlice]]:
     """The last weights before the score, on each side."""
-    return {"query": [term.query[-1] for term in site.terms], "key": [term.key[-1] for term in site.terms]}
+    return {
+        "query": [term.query[-1] for term in site.terms],
+        "key": [term.key[-1] for term in site.terms],
+    }
 
 
-def _grown(work: Work, model: nn.Module, site: AttentionSite, side: str, factor: float) -> Call:
+def _grown(
+    work: Work, model: nn.Module, site: AttentionSite, side: str, factor: float
+) -> Call:
     """A site's first call with the weights of one side times a factor."""
     # A table is shared by all heads and stands in a later term; so may the keys be, but they stand in the first.
-    last = [s for i, s in enumerate(_last(site)[side]) if s.n > 1 or (site.n_kv_heads == 1 and i == 0)]
+    last = [
+        s
+        for i, s in enumerate(_last(site)[side])
+        if s.n > 1 or (site.n_kv_heads == 1 and i == 0)
+    ]
     with changed(model, last, None, lambda x: factor * x):
         return work.subject.truth(model, work.example)[work.places[site.name][0]]
 
@@ -130,7 +160,11 @@ def growth(work: Work, model: nn.Module, site: AttentionSite) -> float:
         after = _grown(work, model, site, side, 3.0)
         seen = before.visible & after.visible
         size = float(before.z.masked_fill(~seen, 0.0).abs().max())
-        moved = max(moved, float((after.z - before.z).masked_fill(~seen, 0.0).abs().max()) / (size + 1e-12))
+        moved = max(
+            moved,
+            float((after.z - before.z).masked_fill(~seen, 0.0).abs().max())
+            / (size + 1e-12),
+        )
     return moved
 
 
@@ -151,18 +185,28 @@ class Lalr(OfGrowth):
     remedy = "lalr:tau=0.1"
 
     def check(self, work: Work, sites: Sites, *, alone: bool) -> Answers:
-        model, handle, optimizer = _apply(work, self.remedy, sites, alone=alone, lr=1e-2)
+        model, handle, optimizer = _apply(
+            work, self.remedy, sites, alone=alone, lr=1e-2
+        )
         slowed = _step(work, model, optimizer)
         handle.remove()
         plain = copy.deepcopy(work.exact)
         full = _step(work, plain, SGD(plain.parameters(), lr=1e-2))
         factors = {n: torch.ones_like(x) for n, x in full.items()}
-        for s in (s for site in sites for term in site.terms for s in (*term.query, *term.key)):
+        for s in (
+            s for site in sites for term in site.terms for s in (*term.query, *term.key)
+        ):
             rows_of(factors[s.parameter], s.axis)[s.index.flatten()] = 0.1
         for name, x in full.items():
             error = float((slowed[name] - factors[name] * x).abs().max())
-            if error > 1e-9 + (1e-6 if work.subject.double else 1e-4) * float(x.abs().max()):
-                yield "wrong", f"the step of {name} is off by {error:.3g} of {float(x.abs().max()):.3g}", None
+            if error > 1e-9 + (1e-6 if work.subject.double else 1e-4) * float(
+                x.abs().max()
+            ):
+                yield (
+                    "wrong",
+                    f"the step of {name} is off by {error:.3g} of {float(x.abs().max()):.3g}",
+                    None,
+                )
                 return
         yield from (("right", "", site.name) for site in sites)
 
@@ -181,13 +225,19 @@ class QKClip(OfGrowth):
             for site in group:
                 yield from self._clipped(work, site, group, alone=True)
 
-    def _clipped(self, work: Work, site: AttentionSite, sites: Sites, *, alone: bool) -> Answers:
+    def _clipped(
+        self, work: Work, site: AttentionSite, sites: Sites, *, alone: bool
+    ) -> Answers:
         before = work.of(work.calls, site)[0]
-        top = torch.stack([call.max_logit() for call in work.of(work.calls, site)]).amax(0)
+        top = torch.stack(
+            [call.max_logit() for call in work.of(work.calls, site)]
+        ).amax(0)
         threshold = float(top.max()) / 2
         if threshold <= 0:
             return
-        model, handle, optimizer = _apply(work, f"qk_clip:threshold={threshold}", sites, alone=alone, lr=0.0)
+        model, handle, optimizer = _apply(
+            work, f"qk_clip:threshold={threshold}", sites, alone=alone, lr=0.0
+        )
         model.training = True  # maxima count in training; the parts keep the mode that the example was told in
         _step(work, model, optimizer)
         handle.remove()
@@ -201,26 +251,44 @@ class QKClip(OfGrowth):
         after = work.subject.truth(model, work.example)[work.places[site.name][0]].z
         hidden = ~before.visible
         apart = after - added - gamma[:, None, None] * (before.z - added)
-        error = float(apart.masked_fill(hidden, 0.0).abs().max() / before.z.masked_fill(hidden, 0).abs().max())
+        error = float(
+            apart.masked_fill(hidden, 0.0).abs().max()
+            / before.z.masked_fill(hidden, 0).abs().max()
+        )
         if work.shared(site):  # scaled by the smallest factor of all that use them
-            error = float((after.masked_fill(hidden, -torch.inf).amax() - threshold).clamp_min(0))
+            error = float(
+                (after.masked_fill(hidden, -torch.inf).amax() - threshold).clamp_min(0)
+            )
         if error < 1e-5 or site.n_heads != before.heads:
             yield "right", "", site.name
         else:
             clipped = after.masked_fill(hidden, -torch.inf).amax((0, 2, 3))
-            yield "wrong", f"maxima {numbers(top)} clipped at {threshold:.4g} to {numbers(clipped)}", site.name
+            yield (
+                "wrong",
+                f"maxima {numbers(top)} clipped at {threshold:.4g} to {numbers(clipped)}",
+                site.name,
+            )
 
-    def _scaled(self, work: Work, model: nn.Module, site: AttentionSite, gamma: Tensor) -> Answers:
+    def _scaled(
+        self, work: Work, model: nn.Module, site: AttentionSite, gamma: Tensor
+    ) -> Answers:
         """The last weights of every product, on both sides together, are scaled by γ of each head."""
         for term in site.terms:
             both = torch.ones_like(gamma)
             for s in (term.query[-1], term.key[-1]):
                 sizes = [
-                    s.heads(m.get_parameter(s.parameter).detach()).flatten(1).norm(dim=1) for m in (model, work.exact)
+                    s.heads(m.get_parameter(s.parameter).detach())
+                    .flatten(1)
+                    .norm(dim=1)
+                    for m in (model, work.exact)
                 ]
                 both = both * (sizes[0] / sizes[1])[site.used(s.n)]
             if float((both - gamma).abs().max()) > 1e-5:
-                yield "wrong", f"weights scaled by {numbers(both)}, expected {numbers(gamma)}", site.name
+                yield (
+                    "wrong",
+                    f"weights scaled by {numbers(both)}, expected {numbers(gamma)}",
+                    site.name,
+                )
                 return
         yield "right", "", site.name
 
@@ -252,19 +320,30 @@ class Softcap(Effect):
     def check(self, work: Work, sites: Sites, *, alone: bool) -> Answers:
         untouched = _out(work.exact, work)
         places = {place for site in sites for place in work.places[site.name]}
-        expected = work.subject.capped(copy.deepcopy(work.exact), work.example, 2.0, places)
+        expected = work.subject.capped(
+            copy.deepcopy(work.exact), work.example, 2.0, places
+        )
         model, handle, _ = _apply(work, self.remedy, sites, alone=alone, lr=0.0)
         got = _out(model, work)
         handle.remove()
         if not _same(_out(model, work), untouched):
             yield "wrong", "removal does not restore the model", None
-        error = max(float((a - b).abs().max() / (1e-12 + b.abs().max())) for a, b in zip(got, expected))
+        error = max(
+            float((a - b).abs().max() / (1e-12 + b.abs().max()))
+            for a, b in zip(got, expected)
+        )
         far = f"outputs are {error:.3g} from those of capped scores"
-        yield from (("right", "", site.name) if error < 1e-5 else ("wrong", far, site.name) for site in sites)
+        yield from (
+            ("right", "", site.name) if error < 1e-5 else ("wrong", far, site.name)
+            for site in sites
+        )
 
     def needless(self, work: Work, site: AttentionSite) -> bool:
         """Scores that grow with the weights of the queries at first, and at last no longer: a cap bends them."""
-        one, more, most = (_grown(work, work.exact, site, "query", factor) for factor in (1.0, 1e5, 1e6))
+        one, more, most = (
+            _grown(work, work.exact, site, "query", factor)
+            for factor in (1.0, 1e5, 1e6)
+        )
         seen = one.visible & more.visible & most.visible
         tops = [c.capped.masked_fill(~seen, 0.0) for c in (one, more, most)]
         size = float(tops[2].abs().max())

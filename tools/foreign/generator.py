@@ -34,19 +34,53 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "groups": ("4", "2", "1", "2 tiled"),
     "norm": ("", "rms", "l2", "flat rms"),
     "rotary": ("", "yes"),
-    "product": ("matmul", "sdpa", "bmm", "baddbmm", "bhtd", "bthd", "bsht", "turned", "outer"),
+    "product": (
+        "matmul",
+        "sdpa",
+        "bmm",
+        "baddbmm",
+        "bhtd",
+        "bthd",
+        "bsht",
+        "turned",
+        "outer",
+    ),
     "scale": ("scores", "query", "both"),
     "second": ("", "product", "in place", "shaw", "keys alone"),
     "bias": ("", "table", "alibi"),
     "mix": ("", "linear", "einsum", "residual", "convolution"),
     "cap": ("", "tanh"),
-    "mask": ("", "-inf", "-1e9", "-1e4", "-100", "lowest", "where", "write", "padding", "factor"),
-    "softmax": ("function", "method", "functional", "exponentials", "less the largest", "log softmax"),
+    "mask": (
+        "",
+        "-inf",
+        "-1e9",
+        "-1e4",
+        "-100",
+        "lowest",
+        "where",
+        "write",
+        "padding",
+        "factor",
+    ),
+    "softmax": (
+        "function",
+        "method",
+        "functional",
+        "exponentials",
+        "less the largest",
+        "log softmax",
+    ),
     "batch": ("2", "3", "4"),
     "tokens": ("5", "7", "4"),
 }
 SIZES = ("batch", "tokens")  # drawn evenly; of the other parts most are plain at a time
-ODD = {0: 1, 1: 4, 2: 4, 3: 2, len(CHOICES) - len(SIZES): 1}  # how many parts are not plain, and how often
+ODD = {
+    0: 1,
+    1: 4,
+    2: 4,
+    3: 2,
+    len(CHOICES) - len(SIZES): 1,
+}  # how many parts are not plain, and how often
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +106,21 @@ class Plan:
     def drawn(cls, seed: int) -> Plan:
         """The plan of a seed; what SDPA can't do is left out where it is drawn."""
         draw = random.Random(seed)
-        chosen = {part: draw.choice(values) if part in SIZES else values[0] for part, values in CHOICES.items()}
+        chosen = {
+            part: draw.choice(values) if part in SIZES else values[0]
+            for part, values in CHOICES.items()
+        }
         (n,) = draw.choices([*ODD], [*ODD.values()])
         for part in draw.sample([part for part in CHOICES if part not in SIZES], n):
             chosen[part] = draw.choice(CHOICES[part][1:])
         if chosen["product"] in FUSED:
-            chosen |= {"second": "", "mix": "", "cap": "", "softmax": "function", "scale": "scores"}
+            chosen |= {
+                "second": "",
+                "mix": "",
+                "cap": "",
+                "softmax": "function",
+                "scale": "scores",
+            }
             if chosen["mask"] in ("where", "write", "factor"):
                 chosen["mask"] = "-inf"
         return cls(**chosen)
@@ -95,14 +138,19 @@ class RandomAttention(nn.Module):
         if plan.layout in ("fused", "interleaved") and self.n_kv == HEADS:
             self.qkv = nn.Linear(WIDTH, sum(sizes))
         elif plan.layout == "columns":
-            self.columns = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, n) * 0.4) for n in sizes)
+            self.columns = nn.ParameterList(
+                nn.Parameter(torch.randn(WIDTH, n) * 0.4) for n in sizes
+            )
         else:
             self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, n) for n in sizes)
         self.out = nn.Linear(HEADS * SIZE, WIDTH)
         if plan.norm.endswith("rms"):
             self.gains = nn.Parameter(1 + 0.3 * torch.rand(2, SIZE))
         if plan.second in ("product", "in place"):
-            self.q_more, self.k_more = nn.Linear(WIDTH, HEADS * SIZE), nn.Linear(WIDTH, HEADS * SIZE)
+            self.q_more, self.k_more = (
+                nn.Linear(WIDTH, HEADS * SIZE),
+                nn.Linear(WIDTH, HEADS * SIZE),
+            )
         if plan.second == "shaw":
             self.relative = nn.Parameter(torch.randn(8, 8, SIZE))
         if plan.second == "keys alone":
@@ -136,14 +184,25 @@ class RandomAttention(nn.Module):
         if "qkv" in dict(self.named_children()):
             y = self.qkv(x)
             if plan.layout == "interleaved":
-                return tuple(p.transpose(1, 2) for p in y.view(b, t, HEADS, 3 * SIZE).chunk(3, -1))
-            return tuple(p.view(b, t, HEADS, SIZE).transpose(1, 2) for p in y.chunk(3, -1))
+                return tuple(
+                    p.transpose(1, 2)
+                    for p in y.view(b, t, HEADS, 3 * SIZE).chunk(3, -1)
+                )
+            return tuple(
+                p.view(b, t, HEADS, SIZE).transpose(1, 2) for p in y.chunk(3, -1)
+            )
         if plan.layout == "columns":
             parts = [x @ w for w in self.columns]
         elif plan.layout == "functional":
-            parts = [F.linear(x, m.weight, m.bias) for m in (self.q_proj, self.k_proj, self.v_proj)]
+            parts = [
+                F.linear(x, m.weight, m.bias)
+                for m in (self.q_proj, self.k_proj, self.v_proj)
+            ]
         elif plan.layout == "einsum":
-            parts = [torch.einsum("btm,om->bto", x, m.weight) + m.bias for m in (self.q_proj, self.k_proj, self.v_proj)]
+            parts = [
+                torch.einsum("btm,om->bto", x, m.weight) + m.bias
+                for m in (self.q_proj, self.k_proj, self.v_proj)
+            ]
         else:
             parts = [m(x) for m in (self.q_proj, self.k_proj, self.v_proj)]
         return tuple(p.view(b, t, -1, SIZE).transpose(1, 2) for p in parts)
@@ -152,11 +211,17 @@ class RandomAttention(nn.Module):
         if self.plan.norm == "l2":
             return 3 * F.normalize(x, dim=-1)
         over = (-1,) if self.plan.norm == "rms" else (1, -1)
-        return x * torch.rsqrt(x.pow(2).mean(over, keepdim=True) + 1e-6) * self.gains[side]
+        return (
+            x * torch.rsqrt(x.pow(2).mean(over, keepdim=True) + 1e-6) * self.gains[side]
+        )
 
     def repeated(self, x: Tensor) -> Tensor:
         n = HEADS // self.n_kv
-        return x.repeat(1, n, 1, 1) if "tiled" in self.plan.groups else x.repeat_interleave(n, dim=1)
+        return (
+            x.repeat(1, n, 1, 1)
+            if "tiled" in self.plan.groups
+            else x.repeat_interleave(n, dim=1)
+        )
 
     # --- scores
 
@@ -167,10 +232,17 @@ class RandomAttention(nn.Module):
         z = self.plain_logits(x, q, k)
         capped = 4 * torch.tanh(z / 4) if self.plan.cap else z
         self.truth = Call(
-            module="attn", z=z.detach().double(), capped=capped.detach().double(), visible=visible.expand_as(z)
+            module="attn",
+            z=z.detach().double(),
+            capped=capped.detach().double(),
+            visible=visible.expand_as(z),
         )
         if self.bend is not None:
-            w = (self.bend * torch.tanh(capped / self.bend)).masked_fill(~visible, -INF).softmax(-1)
+            w = (
+                (self.bend * torch.tanh(capped / self.bend))
+                .masked_fill(~visible, -INF)
+                .softmax(-1)
+            )
             y = w.nan_to_num(0.0) @ v
         elif self.plan.product in FUSED:
             y = self.fused(q, k, v, visible)
@@ -191,7 +263,10 @@ class RandomAttention(nn.Module):
     def seconds(self, x: Tensor, q: Tensor) -> Iterable[Tensor]:
         second, (b, t, _) = self.plan.second, x.shape
         if second in ("product", "in place"):
-            a, c = (m(x).view(b, t, HEADS, SIZE).transpose(1, 2) for m in (self.q_more, self.k_more))
+            a, c = (
+                m(x).view(b, t, HEADS, SIZE).transpose(1, 2)
+                for m in (self.q_more, self.k_more)
+            )
             yield a @ c.mT
         if second == "shaw":
             yield torch.einsum("bhtd,tsd->bhts", q, self.relative[:t, :t])
@@ -204,7 +279,10 @@ class RandomAttention(nn.Module):
             return self.table[:, :t, :t]
         if self.plan.bias == "alibi":
             far = (torch.arange(t)[:, None] - torch.arange(t)).abs().to(z.dtype)
-            return -far * torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=z.dtype)[:, None, None]
+            return (
+                -far
+                * torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=z.dtype)[:, None, None]
+            )
         return None
 
     def mixed(self, z: Tensor) -> Tensor:
@@ -218,7 +296,9 @@ class RandomAttention(nn.Module):
         """[b|1 1 t|1 s] as planned: causal, or without the last keys of every second row."""
         b, t, _ = x.shape
         if self.plan.mask == "padding":
-            return (torch.arange(t) < t - 2 * (torch.arange(b) % 2)[:, None])[:, None, None]
+            return (torch.arange(t) < t - 2 * (torch.arange(b) % 2)[:, None])[
+                :, None, None
+            ]
         causal = torch.ones(t, t, dtype=torch.bool)
         return (causal.tril() if self.plan.mask else causal)[None, None]
 
@@ -228,22 +308,37 @@ class RandomAttention(nn.Module):
             return F.scaled_dot_product_attention(q, k, v)
         if self.plan.mask in ("-inf", "padding") and bias is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
-        low = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, self.low(q.dtype))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=low if bias is None else bias + low)
+        low = torch.zeros_like(visible, dtype=q.dtype).masked_fill(
+            ~visible, self.low(q.dtype)
+        )
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=low if bias is None else bias + low
+        )
 
     def low(self, dtype: torch.dtype) -> float:
-        given = {"-1e9": -1e9, "-1e4": -1e4, "-100": -100.0, "lowest": torch.finfo(dtype).min}
+        given = {
+            "-1e9": -1e9,
+            "-1e4": -1e4,
+            "-100": -100.0,
+            "lowest": torch.finfo(dtype).min,
+        }
         return given.get(self.plan.mask, -INF)
 
-    def written(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    def written(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor
+    ) -> Tensor:
         before = {"query": SIZE**-0.5, "both": SIZE**-0.25}.get(self.plan.scale, 1.0)
-        z = self.product(q * before, k * (SIZE**-0.25 if self.plan.scale == "both" else 1.0))
+        z = self.product(
+            q * before, k * (SIZE**-0.25 if self.plan.scale == "both" else 1.0)
+        )
         after = SIZE**-0.5 if self.plan.scale == "scores" else 1.0
         if self.plan.scale == "scores":
             z = z * after
         if self.plan.product == "turned":
             z = z.mT
-        between = self.plan.product == "bsht" and not (self.plan.second or self.plan.bias or self.plan.mix)
+        between = self.plan.product == "bsht" and not (
+            self.plan.second or self.plan.bias or self.plan.mix
+        )
         if self.plan.product == "bsht" and not between:
             z = z.transpose(1, 2)
         for more in self.seconds(x, q):
@@ -256,7 +351,10 @@ class RandomAttention(nn.Module):
         z = self.mixed(z) if self.plan.mix else z
         z = 4 * torch.tanh(z / 4) if self.plan.cap else z
         if between:  # heads stay between queries and keys up to the weights, as in DeepSeek's own code
-            return self.weights(self.masked(z, visible.transpose(1, 2))).transpose(1, 2) @ v
+            return (
+                self.weights(self.masked(z, visible.transpose(1, 2))).transpose(1, 2)
+                @ v
+            )
         return self.weights(self.masked(z, visible)) @ v
 
     def product(self, q: Tensor, k: Tensor) -> Tensor:
@@ -267,7 +365,9 @@ class RandomAttention(nn.Module):
             if kind == "bmm":
                 return torch.bmm(merged[0], merged[1].mT).view(b, HEADS, t, t)
             empty = merged[0].new_empty(b * HEADS, t, t)
-            return torch.baddbmm(empty, merged[0], merged[1].mT, beta=0).view(b, HEADS, t, t)
+            return torch.baddbmm(empty, merged[0], merged[1].mT, beta=0).view(
+                b, HEADS, t, t
+            )
         if kind == "bhtd":
             return torch.einsum("bhid,bhjd->bhij", q, k)
         if kind == "bthd":
@@ -295,7 +395,9 @@ class RandomAttention(nn.Module):
         if mask == "factor":
             kept = visible.to(z.dtype)
             return z * kept - 1e4 * (1 - kept)
-        return z + torch.zeros_like(visible, dtype=z.dtype).masked_fill(~visible, self.low(z.dtype))
+        return z + torch.zeros_like(visible, dtype=z.dtype).masked_fill(
+            ~visible, self.low(z.dtype)
+        )
 
     def weights(self, z: Tensor) -> Tensor:
         kind = self.plan.softmax
@@ -320,7 +422,9 @@ def _apart(x: Tensor) -> Tensor:
 
 def _rotated(x: Tensor) -> Tensor:
     t, d = x.shape[-2:]
-    angle = torch.arange(t, dtype=x.dtype)[:, None] * torch.tensor([1.0, 0.1], dtype=x.dtype)
+    angle = torch.arange(t, dtype=x.dtype)[:, None] * torch.tensor(
+        [1.0, 0.1], dtype=x.dtype
+    )
     cos, sin = (torch.cat([f(angle)] * 2, -1) for f in (torch.cos, torch.sin))
     return x * cos + torch.cat([-x[..., d // 2 :], x[..., : d // 2]], -1) * sin
 
@@ -345,7 +449,9 @@ def _truth(model: nn.Module, example: Example) -> list[Call]:
     return [attention.truth]
 
 
-def _capped(model: nn.Module, example: Example, cap: float, places: set[int]) -> list[Tensor]:
+def _capped(
+    model: nn.Module, example: Example, cap: float, places: set[int]
+) -> list[Tensor]:
     attention = model.get_submodule("attn")
     assert isinstance(attention, RandomAttention)
     attention.bend = cap if places else None
@@ -365,7 +471,13 @@ def subject(plan: Plan, seed: int = 0) -> Subject:
     """An attention as planned, with weights and input from a seed."""
     torch.manual_seed(seed)
     x, y = (torch.randn(int(plan.batch), int(plan.tokens), WIDTH) for _ in range(2))
-    return Subject(model=Model(plan), example=((x,), {}), other=((y,), {}), truth=_truth, capped=_capped)
+    return Subject(
+        model=Model(plan),
+        example=((x,), {}),
+        other=((y,), {}),
+        truth=_truth,
+        capped=_capped,
+    )
 
 
 def main() -> None:
@@ -395,7 +507,10 @@ def run(seeds: Iterable[int]) -> list[Verdict]:
         reasons.update(dict.fromkeys(reported, 1))
         for f in found:
             if f.verdict == "wrong":
-                print(f"{seed}: {f.question}: {f.said}\n    {Plan.drawn(seed)}", flush=True)
+                print(
+                    f"{seed}: {f.question}: {f.said}\n    {Plan.drawn(seed)}",
+                    flush=True,
+                )
     print(f"{len(verdicts)} random attentions:", dict(collections.Counter(verdicts)))
     for reason, n in reasons.most_common(20):
         print(f"{n:6d} {reason}")

@@ -27,7 +27,12 @@ from tools.foreign.reference import Call, Example
 from tools.foreign.work import MODEL, Finding, Subject, Verdict
 
 HEADS, SIZE, WIDTH = 4, 4, 16
-OFTEN = ("sites", "heads", "statistics", "rows")  # what is asked of all; the rest, of which remedies, of every tenth
+OFTEN = (
+    "sites",
+    "heads",
+    "statistics",
+    "rows",
+)  # what is asked of all; the rest, of which remedies, of every tenth
 INF = float("inf")
 ORDERS = ("bhts", "bths", "bhst", "hbts", "tsbh", "btsh", "stbh", "bsth", "tbhs")
 
@@ -45,7 +50,10 @@ class Weighed(Call):
         w = self.weights.clamp_min(0.0)
         w = torch.cat([w, 1 - w.sum(-1, keepdim=True)], -1) if self.sink else w
         w = w / w.sum(-1, keepdim=True).clamp_min(1e-12)
-        rows, seen = -torch.special.xlogy(w, w).sum(-1), self.visible.any(-1).expand(self.z.shape[:3])
+        rows, seen = (
+            -torch.special.xlogy(w, w).sum(-1),
+            self.visible.any(-1).expand(self.z.shape[:3]),
+        )
         return (rows * seen).sum((0, 2)) / seen.sum((0, 2)).clamp_min(1)
 
 
@@ -88,17 +96,32 @@ def _cosine(i: Inputs) -> Tensor:
 
 
 def _inner(i: Inputs) -> Tensor:
-    return i.turned(torch.stack([torch.stack([torch.inner(a, b) for a, b in zip(*two)]) for two in zip(i.q, i.k)])) / 2
+    return (
+        i.turned(
+            torch.stack(
+                [
+                    torch.stack([torch.inner(a, b) for a, b in zip(*two)])
+                    for two in zip(i.q, i.k)
+                ]
+            )
+        )
+        / 2
+    )
 
 
 def _complex(i: Inputs) -> Tensor:
-    q, k = (torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous()) for y in (i.q, i.k))
+    q, k = (
+        torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous()) for y in (i.q, i.k)
+    )
     return i.turned(torch.einsum("bhtd,bhsd->bhts", q, k.conj()).real) / 2
 
 
 def _split(i: Inputs) -> Tensor:
     """GAT: one number of the query, one of the key, added."""
-    a, c = (torch.einsum("bhtd,hd->bht", y, i.own[name]) for y, name in ((i.q, "a"), (i.k, "c")))
+    a, c = (
+        torch.einsum("bhtd,hd->bht", y, i.own[name])
+        for y, name in ((i.q, "a"), (i.k, "c"))
+    )
     return i.turned(F.leaky_relu(a[..., None] + c[:, :, None], 0.2))
 
 
@@ -113,19 +136,29 @@ def _shifted(i: Inputs) -> Tensor:
     """q·k + q·r of the distance, by the shift of Transformer-XL."""
     b, h, t, _ = i.q.shape
     far = torch.einsum("bhtd,rd->bhtr", i.q, i.own["distances"][: 2 * t - 1])
-    far = F.pad(far, (1, 0)).view(b, h, 2 * t, t)[:, :, 1:].reshape(b, h, t, 2 * t - 1)[..., :t]
+    far = (
+        F.pad(far, (1, 0))
+        .view(b, h, 2 * t, t)[:, :, 1:]
+        .reshape(b, h, t, 2 * t - 1)[..., :t]
+    )
     return i.turned((i.q @ i.k.mT + far) / 2)
 
 
 def _shift_exact(i: Inputs) -> Tensor:
     t = i.q.shape[2]
     place = t - 1 - torch.arange(t)[:, None] + torch.arange(t)
-    return (i.q @ i.k.mT + torch.einsum("bhtd,tsd->bhts", i.q, i.own["distances"][place])) / 2
+    return (
+        i.q @ i.k.mT + torch.einsum("bhtd,tsd->bhts", i.q, i.own["distances"][place])
+    ) / 2
 
 
 def _looped(i: Inputs) -> Tensor:
     """One score at a time, for all queries: a column for each key."""
-    return i.turned(torch.stack([(i.q * i.k[:, :, s : s + 1]).sum(-1) / 2 for s in range(i.k.shape[2])], -1))
+    return i.turned(
+        torch.stack(
+            [(i.q * i.k[:, :, s : s + 1]).sum(-1) / 2 for s in range(i.k.shape[2])], -1
+        )
+    )
 
 
 def _named(i: Inputs) -> Tensor:
@@ -147,7 +180,11 @@ def _apart(i: Inputs) -> Tensor:
     return i.q[:, :, :, None] - i.k[:, :, None]
 
 
-Scoring = tuple[Callable[[Inputs], Tensor], Callable[[Inputs], Tensor], Mapping[str, tuple[int, ...]]]
+Scoring = tuple[
+    Callable[[Inputs], Tensor],
+    Callable[[Inputs], Tensor],
+    Mapping[str, tuple[int, ...]],
+]
 _DOT = lambda i: torch.einsum("bhtd,bhsd->bhts", i.q, i.k) / 2  # noqa: E731
 _PAIR = {"a": (HEADS, SIZE), "c": (HEADS, SIZE)}
 
@@ -159,18 +196,34 @@ SCORING: Mapping[str, Scoring] = {
     "inner": (_inner, _DOT, {}),
     "columns": (_looped, _DOT, {}),
     "complex": (_complex, _DOT, {}),
-    "cosine": (_cosine, lambda i: 4 * F.normalize(i.q, dim=-1) @ F.normalize(i.k, dim=-1).mT, {}),
-    "distance": (_turned(lambda i: -torch.cdist(i.q, i.k)), lambda i: -_apart(i).pow(2).sum(-1).sqrt(), {}),
-    "squared distance": (_summed(lambda q, k: -(q - k).square() / 4), lambda i: -_apart(i).pow(2).sum(-1) / 4, {}),
+    "cosine": (
+        _cosine,
+        lambda i: 4 * F.normalize(i.q, dim=-1) @ F.normalize(i.k, dim=-1).mT,
+        {},
+    ),
+    "distance": (
+        _turned(lambda i: -torch.cdist(i.q, i.k)),
+        lambda i: -_apart(i).pow(2).sum(-1).sqrt(),
+        {},
+    ),
+    "squared distance": (
+        _summed(lambda q, k: -(q - k).square() / 4),
+        lambda i: -_apart(i).pow(2).sum(-1) / 4,
+        {},
+    ),
     "additive": (
         lambda i: (torch.tanh(sum(i.pairs())) * i.per_head(i.own["a"])).sum(-1),  # type: ignore[call-overload]
-        lambda i: torch.einsum("bhtsd,hd->bhts", (i.q[:, :, :, None] + i.k[:, :, None]).tanh(), i.own["a"]),
+        lambda i: torch.einsum(
+            "bhtsd,hd->bhts", (i.q[:, :, :, None] + i.k[:, :, None]).tanh(), i.own["a"]
+        ),
         {"a": (HEADS, SIZE)},
     ),
     "graph": (
         _split,
         lambda i: F.leaky_relu(
-            (i.q * i.own["a"][:, None]).sum(-1)[..., None] + (i.k * i.own["c"][:, None]).sum(-1)[:, :, None], 0.2
+            (i.q * i.own["a"][:, None]).sum(-1)[..., None]
+            + (i.k * i.own["c"][:, None]).sum(-1)[:, :, None],
+            0.2,
         ),
         _PAIR,
     ),
@@ -186,22 +239,34 @@ SCORING: Mapping[str, Scoring] = {
     ),
     "synthesized": (
         _synthesized,
-        lambda i: ((i.x[:, None] @ i.own["first"]).clamp_min(0) @ i.own["second"])[..., : i.x.shape[1]],
+        lambda i: ((i.x[:, None] @ i.own["first"]).clamp_min(0) @ i.own["second"])[
+            ..., : i.x.shape[1]
+        ],
         {"first": (HEADS, WIDTH, SIZE), "second": (HEADS, SIZE, 7)},
     ),
     "key alone": (
-        _turned(lambda i: torch.einsum("bhsd,hd->bhs", i.k, i.own["a"])[:, :, None].expand(-1, -1, i.q.shape[2], -1)),
+        _turned(
+            lambda i: torch.einsum("bhsd,hd->bhs", i.k, i.own["a"])[:, :, None].expand(
+                -1, -1, i.q.shape[2], -1
+            )
+        ),
         lambda i: (i.k @ i.own["a"][..., None]).mT.expand(-1, -1, i.q.shape[2], -1),
         {"a": (HEADS, SIZE)},
     ),
-    "pointer": (_turned(lambda i: 3 * torch.tanh(i.q @ i.k.mT / 2)), lambda i: 3 * _DOT(i).tanh(), {}),
+    "pointer": (
+        _turned(lambda i: 3 * torch.tanh(i.q @ i.k.mT / 2)),
+        lambda i: 3 * _DOT(i).tanh(),
+        {},
+    ),
     "distances of position": (_shifted, _shift_exact, {"distances": (13, SIZE)}),
 }
 
 
 # --- ways of normalising: from scores and the visible pairs, over the keys' dimension, and what it is for [b h t s]
 
-Normal = tuple[Callable[[Tensor, Tensor, int], Tensor], Callable[[Tensor, Tensor], Tensor]]
+Normal = tuple[
+    Callable[[Tensor, Tensor, int], Tensor], Callable[[Tensor, Tensor], Tensor]
+]
 
 
 def _hidden(z: Tensor, visible: Tensor) -> Tensor:
@@ -280,7 +345,9 @@ def _edges(z: Tensor, visible: Tensor, dim: int) -> Tensor:
 
 
 def _simple(shape: Callable[[Tensor], Tensor]) -> Normal:
-    return (lambda z, seen, dim: _share(shape(z) * seen, dim)), (lambda z, seen: _share(shape(z) * seen, -1))
+    return (lambda z, seen, dim: _share(shape(z) * seen, dim)), (
+        lambda z, seen: _share(shape(z) * seen, -1)
+    )
 
 
 def _alone(shape: Callable[[Tensor], Tensor]) -> Normal:
@@ -291,15 +358,29 @@ NORMAL: Mapping[str, Normal] = {
     "softmax": (lambda z, seen, dim: torch.softmax(_hidden(z, seen), dim), _softmax),
     "method": (lambda z, seen, dim: _hidden(z, seen).softmax(dim), _softmax),
     "module": (lambda z, seen, dim: nn.Softmax(dim)(_hidden(z, seen)), _softmax),
-    "float32": (lambda z, seen, dim: F.softmax(_hidden(z, seen), dim, dtype=torch.float32).to(z.dtype), _softmax),
-    "log softmax": (lambda z, seen, dim: _hidden(z, seen).log_softmax(dim).exp(), _softmax),
+    "float32": (
+        lambda z, seen, dim: F.softmax(_hidden(z, seen), dim, dtype=torch.float32).to(
+            z.dtype
+        ),
+        _softmax,
+    ),
+    "log softmax": (
+        lambda z, seen, dim: _hidden(z, seen).log_softmax(dim).exp(),
+        _softmax,
+    ),
     "logsumexp": (_logsumexp, _softmax),
     "exponentials": (_exponentials, _softmax),
     "exponentials times mask": (_times_mask, _softmax),
     "exp2": (_exp2, _softmax),
     "edge list": (_edges, _softmax),
-    "softmax plus one": (_plus_one, lambda z, seen: (seen * z.exp()) / (1 + (seen * z.exp()).sum(-1, keepdim=True))),
-    "null key": (_null_key, lambda z, seen: (seen * z.exp()) / (1 + (seen * z.exp()).sum(-1, keepdim=True))),
+    "softmax plus one": (
+        _plus_one,
+        lambda z, seen: (seen * z.exp()) / (1 + (seen * z.exp()).sum(-1, keepdim=True)),
+    ),
+    "null key": (
+        _null_key,
+        lambda z, seen: (seen * z.exp()) / (1 + (seen * z.exp()).sum(-1, keepdim=True)),
+    ),
     "sparsemax": (_sparsemax, lambda z, seen: _sparsemax(z, seen, -1)),
     "sigmoid": _alone(lambda z: torch.sigmoid(z - 1.6)),
     "sigmoid over sum": _simple(torch.sigmoid),
@@ -307,7 +388,10 @@ NORMAL: Mapping[str, Normal] = {
     "relu over length": _alone(lambda z: torch.relu(z) / z.shape[-1]),
     "squared relu": _alone(lambda z: torch.relu(z).square() / z.shape[-1]),
 }
-SINKS = {"null key", "softmax plus one"}  # what weights lack of one is the weight of a logit without a value
+SINKS = {
+    "null key",
+    "softmax plus one",
+}  # what weights lack of one is the weight of a logit without a value
 TWO_SIDED = {"sinkhorn": 2, "dual softmax": 1}  # normalised over queries too
 
 
@@ -342,7 +426,9 @@ def _by_query(w: Tensor, v: Tensor, order: str) -> Tensor:
 
 def _linear(w: Tensor, v: Tensor, order: str) -> Tensor:
     w = _straight(w, order)
-    return torch.stack([torch.stack([F.linear(a, b.mT) for a, b in zip(*two)]) for two in zip(w, v)])
+    return torch.stack(
+        [torch.stack([F.linear(a, b.mT) for a, b in zip(*two)]) for two in zip(w, v)]
+    )
 
 
 def _at_edges(w: Tensor, v: Tensor, order: str) -> Tensor:
@@ -355,7 +441,11 @@ def _at_edges(w: Tensor, v: Tensor, order: str) -> Tensor:
 def _gathered(w: Tensor, v: Tensor, order: str) -> Tensor:
     w = _straight(w, order)
     some, places = w.topk(w.shape[-1] - 1, -1)
-    rows = v[:, :, None].expand(*w.shape, SIZE).gather(3, places[..., None].expand(*places.shape, SIZE))
+    rows = (
+        v[:, :, None]
+        .expand(*w.shape, SIZE)
+        .gather(3, places[..., None].expand(*places.shape, SIZE))
+    )
     return (some[..., None] * rows).sum(3)
 
 
@@ -369,7 +459,9 @@ COMBINING: Mapping[str, Combining] = {
     "linear": _linear,
     "at edges": _at_edges,
     "gathered": _gathered,
-    "dropped": lambda w, v, order: F.dropout(_straight(w, order), 0.3, training=False) @ v,
+    "dropped": lambda w, v, order: (
+        F.dropout(_straight(w, order), 0.3, training=False) @ v
+    ),
     "two hops": lambda w, v, order: _straight(w, order) @ (_straight(w, order) @ v),
     "renormalized": lambda w, v, order: _share(_straight(w, order), -1) @ v,
 }
@@ -392,12 +484,24 @@ class Plan:
     def drawn(cls, seed: int) -> Plan:
         """The plan of a seed: mostly one or two parts that are not plain."""
         draw = random.Random(f"idiom {seed}")
-        parts = {"scoring": SCORING, "normal": {**NORMAL, **TWO_SIDED}, "combining": COMBINING}
+        parts = {
+            "scoring": SCORING,
+            "normal": {**NORMAL, **TWO_SIDED},
+            "combining": COMBINING,
+        }
         odd = draw.sample([*parts], draw.choice([1, 1, 2, 2, 3]))
-        chosen: dict[str, Any] = {name: draw.choice([*table]) for name, table in parts.items() if name in odd}
+        chosen: dict[str, Any] = {
+            name: draw.choice([*table]) for name, table in parts.items() if name in odd
+        }
         order = draw.choice([ORDERS[0], ORDERS[0], *ORDERS])
         sizes = {"batch": draw.choice([2, 3]), "tokens": draw.choice([5, 6, 7])}
-        return cls(**chosen, **sizes, order=order, causal=draw.random() < 0.5, heads=draw.choice([HEADS, HEADS, 1]))
+        return cls(
+            **chosen,
+            **sizes,
+            order=order,
+            causal=draw.random() < 0.5,
+            heads=draw.choice([HEADS, HEADS, 1]),
+        )
 
 
 class Idiom(nn.Module):
@@ -410,14 +514,22 @@ class Idiom(nn.Module):
         self.q, self.k, self.v = (nn.Linear(WIDTH, plan.heads * SIZE) for _ in range(3))
         self.out = nn.Linear(plan.heads * SIZE, WIDTH)
         sizes = SCORING[plan.scoring][2]
-        cut = {n: (plan.heads, *size[1:]) if n in _BY_HEAD else size for n, size in sizes.items()}
-        self.own = nn.ParameterDict({name: nn.Parameter(torch.randn(size) * 0.5) for name, size in cut.items()})
+        cut = {
+            n: (plan.heads, *size[1:]) if n in _BY_HEAD else size
+            for n, size in sizes.items()
+        }
+        self.own = nn.ParameterDict(
+            {name: nn.Parameter(torch.randn(size) * 0.5) for name, size in cut.items()}
+        )
         self.truth: list[Call] = []
         self.asked = False
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.plan
-        q, k, v = (m(x).unflatten(-1, (plan.heads, SIZE)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        q, k, v = (
+            m(x).unflatten(-1, (plan.heads, SIZE)).transpose(1, 2)
+            for m in (self.q, self.k, self.v)
+        )
         own = {n: p[:, : x.shape[1]] if n == "asks" else p for n, p in self.own.items()}
         visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)[None, None]
         visible = visible.tril() if plan.causal else visible
@@ -426,7 +538,11 @@ class Idiom(nn.Module):
         given = Inputs(x=x, q=q, k=k, own=own, order=plan.order)
         z = SCORING[plan.scoring][0](given)
         z = z if self.bend is None else self.bend * torch.tanh(z / self.bend)
-        seen, keys, queries = given.turned(visible), plan.order.index("s"), plan.order.index("t")
+        seen, keys, queries = (
+            given.turned(visible),
+            plan.order.index("s"),
+            plan.order.index("t"),
+        )
         if plan.normal in TWO_SIDED:
             w = _two_sided(plan.normal, z, seen, keys, queries)
         else:
@@ -434,23 +550,47 @@ class Idiom(nn.Module):
         y = COMBINING[plan.combining](w, v, plan.order)
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def exact(self, x: Tensor, q: Tensor, k: Tensor, own: Mapping[str, Tensor], visible: Tensor) -> list[Call]:
+    def exact(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        own: Mapping[str, Tensor],
+        visible: Tensor,
+    ) -> list[Call]:
         """Logits and weights by the plain definitions, in float64 and from numbers that nothing is noted about."""
         with torch.no_grad():
             x, q, k = (_copy(y) for y in (x, q, k))
             z = SCORING[self.plan.scoring][1](
-                Inputs(x=x, q=q, k=k, own={n: _copy(p) for n, p in own.items()}, order="bhts")
+                Inputs(
+                    x=x,
+                    q=q,
+                    k=k,
+                    own={n: _copy(p) for n, p in own.items()},
+                    order="bhts",
+                )
             )
             seen = visible.expand_as(z)
             before = 3 * torch.atanh(z / 3) if self.plan.scoring == "pointer" else z
             if self.plan.normal == "dual softmax":  # two attentions over one table
                 both = (z, before, seen), tuple(x.mT for x in (z, before, seen))
-                return [Call(module="odd", z=b, capped=c, visible=v) for c, b, v in both]
+                return [
+                    Call(module="odd", z=b, capped=c, visible=v) for c, b, v in both
+                ]
             if self.plan.normal in TWO_SIDED:
                 w = _two_sided(self.plan.normal, z, seen, 3, 2)
             else:
                 w = NORMAL[self.plan.normal][1](z, seen)
-        return [Weighed(module="odd", z=before, capped=z, visible=seen, weights=w, sink=self.plan.normal in SINKS)]
+        return [
+            Weighed(
+                module="odd",
+                z=before,
+                capped=z,
+                visible=seen,
+                weights=w,
+                sink=self.plan.normal in SINKS,
+            )
+        ]
 
 
 _BY_HEAD = ("a", "c", "form", "asks", "first", "second")
@@ -471,7 +611,10 @@ class Plain(nn.Module):
         self.asked = False
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (m(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        q, k, v = (
+            m(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
+            for m in (self.q, self.k, self.v)
+        )
         if self.asked:
             exact = _copy(q) @ _copy(k).mT / 2
             seen = torch.ones_like(exact, dtype=torch.bool)
@@ -529,10 +672,14 @@ def _graph(x: Tensor, p: Own) -> Tensor:
     i = torch.arange(n).repeat_interleave(3)
     j = (i + torch.tensor([0, 1, 4]).repeat(n)) % n
     score = F.leaky_relu((y * p["a"]).sum(-1)[i] + (y * p["c"]).sum(-1)[j], 0.2)
-    top = torch.full((n, HEADS), -INF, dtype=x.dtype).index_reduce(0, i, score.detach(), "amax")
+    top = torch.full((n, HEADS), -INF, dtype=x.dtype).index_reduce(
+        0, i, score.detach(), "amax"
+    )
     e = (score - top[i]).exp()
     w = e / torch.zeros(n, HEADS, dtype=x.dtype).index_add(0, i, e)[i]
-    return torch.zeros_like(y).index_add(0, i, w[..., None] * y[j]).flatten(1).view_as(x)
+    return (
+        torch.zeros_like(y).index_add(0, i, w[..., None] * y[j]).flatten(1).view_as(x)
+    )
 
 
 def _pooled(x: Tensor, p: Own) -> Tensor:
@@ -567,7 +714,10 @@ def _online(x: Tensor, p: Own) -> Tensor:
 def _slots(x: Tensor, p: Own) -> Tensor:
     """Slot attention: softmax over slots, then each slot's share over inputs."""
     slots = p["slots"].expand(x.shape[0], -1, -1)
-    w = torch.einsum("btc,bnc->btn", x @ p["k"], slots @ p["q"]).div(4).softmax(-1) + 1e-8
+    w = (
+        torch.einsum("btc,bnc->btn", x @ p["k"], slots @ p["q"]).div(4).softmax(-1)
+        + 1e-8
+    )
     slots = (w / w.sum(1, keepdim=True)).mT @ (x @ p["v"])
     return x + slots.mean(1, keepdim=True)
 
@@ -600,13 +750,19 @@ def _decoder(x: Tensor, p: Own) -> Tensor:
 def _mixed_scores(x: Tensor, p: Own) -> Tensor:
     """Scores through a network of two layers over heads before the softmax, and heads mixed after."""
     q, k, v = _qkv(x, p)
-    z = torch.einsum("bhts,hg->bgts", F.gelu(torch.einsum("bhts,hg->bgts", q @ k.mT / 2, p["mix"])), p["mix"])
+    z = torch.einsum(
+        "bhts,hg->bgts",
+        F.gelu(torch.einsum("bhts,hg->bgts", q @ k.mT / 2, p["mix"])),
+        p["mix"],
+    )
     return _joined(torch.einsum("bhts,hg->bgts", z.softmax(-1), p["mix"]) @ v)
 
 
 def _differential(x: Tensor, p: Own) -> Tensor:
     q, k, v = _qkv(x, p)
-    one, two = (torch.softmax(a @ b.mT, -1) for a, b in zip(q.chunk(2, -1), k.chunk(2, -1)))
+    one, two = (
+        torch.softmax(a @ b.mT, -1) for a, b in zip(q.chunk(2, -1), k.chunk(2, -1))
+    )
     return _joined((one - 0.3 * two) @ v)
 
 
@@ -616,14 +772,21 @@ _U: Mapping[str, tuple[int, ...]] = {"u": (WIDTH, 1)}
 def _hstu(x: Tensor, p: Own) -> Tensor:
     """HSTU: SiLU of scores over the length, and gates."""
     q, k, v = _qkv(x, p)
-    w = F.silu(q @ k.mT / 2) * torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril() / x.shape[1]
+    w = (
+        F.silu(q @ k.mT / 2)
+        * torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril()
+        / x.shape[1]
+    )
     return _joined(w @ v) * F.silu(x @ p["q"])
 
 
 def _nearest_first(x: Tensor, p: Own) -> Tensor:
     """Stick-breaking from the query backwards, by products of what is left."""
     q, k, v = _qkv(x, p)
-    taken = torch.sigmoid(q @ k.mT / 2) * torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril()
+    taken = (
+        torch.sigmoid(q @ k.mT / 2)
+        * torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril()
+    )
     left = (1 - taken + 1e-9).log().flip(-1).cumsum(-1).flip(-1)
     return _joined((taken * F.pad(left[..., 1:], (0, 1)).exp()) @ v)
 
@@ -633,7 +796,11 @@ def _chosen(x: Tensor, p: Own) -> Tensor:
     q, k, v = _qkv(x, p)
     w, places = (-torch.cdist(q, k)).softmax(-1).topk(2, -1)
     w = w / w.sum(-1, keepdim=True)
-    rows = v[:, :, None].expand(-1, -1, x.shape[1], -1, -1).gather(3, places[..., None].expand(*places.shape, 4))
+    rows = (
+        v[:, :, None]
+        .expand(-1, -1, x.shape[1], -1, -1)
+        .gather(3, places[..., None].expand(*places.shape, 4))
+    )
     return _joined((w[..., None] * rows).sum(3))
 
 
@@ -674,7 +841,9 @@ def _top_experts(x: Tensor, p: Own) -> Tensor:
     y = torch.zeros_like(flat)
     for e in range(6):
         token, rank = (chosen == e).nonzero(as_tuple=True)
-        y = y.index_add(0, token, (flat[token] @ p["experts"][e]).relu() * w[token, rank, None])
+        y = y.index_add(
+            0, token, (flat[token] @ p["experts"][e]).relu() * w[token, rank, None]
+        )
     return y.view_as(x)
 
 
@@ -734,7 +903,10 @@ def _written(x: Tensor, p: Own) -> Tensor:
 def _linear_attention(x: Tensor, p: Own) -> Tensor:
     """Linear attention with as many features as the example has tokens, over the sum of its weights."""
     v = (x @ p["v"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-    q, k = (F.elu((x @ p[n]).unflatten(-1, (HEADS, -1)).transpose(1, 2)) + 1 for n in ("five", "fifth"))
+    q, k = (
+        F.elu((x @ p[n]).unflatten(-1, (HEADS, -1)).transpose(1, 2)) + 1
+        for n in ("five", "fifth")
+    )
     return _joined(q @ (k.mT @ v) / (q @ k.sum(2, keepdim=True).mT))
 
 
@@ -749,12 +921,17 @@ def _scalar_gates(x: Tensor, p: Own) -> Tensor:
 
 def _gated_convolution(x: Tensor, p: Own) -> Tensor:
     """A gate of each place, by its neighbours, before a convolution."""
-    gated = x * torch.sigmoid(F.conv1d(x.mean(-1)[:, None], p["kernel"][:, :1], padding=1)).mT
+    gated = (
+        x
+        * torch.sigmoid(F.conv1d(x.mean(-1)[:, None], p["kernel"][:, :1], padding=1)).mT
+    )
     return F.conv1d(gated.mT, p["taps"], padding=1).mT
 
 
 def _gated_units(x: Tensor, p: Own) -> Tensor:
-    return (F.silu(x @ p["q"]) * (x @ p["k"])) @ p["v"].mT + F.gelu(x @ p["q"]).square() @ p["v"]
+    return (F.silu(x @ p["q"]) * (x @ p["k"])) @ p["v"].mT + F.gelu(
+        x @ p["q"]
+    ).square() @ p["v"]
 
 
 def _state_space(x: Tensor, p: Own) -> Tensor:
@@ -769,7 +946,11 @@ def _state_space(x: Tensor, p: Own) -> Tensor:
 
 def _mixture(x: Tensor, p: Own) -> Tensor:
     """A density of six Gaussians for each token: weights, means and widths of the same token."""
-    w, mean, width = (x @ p["six"]).softmax(-1), x @ p["other"], (x @ p["six"] * 0.3).exp()
+    w, mean, width = (
+        (x @ p["six"]).softmax(-1),
+        x @ p["other"],
+        (x @ p["six"] * 0.3).exp(),
+    )
     near = (-(mean - x[..., :1]).square() / width).exp()
     return x + (w * near).sum(-1, keepdim=True).log()
 
@@ -784,7 +965,11 @@ def _streams(x: Tensor, p: Own) -> Tensor:
     return (e @ streams).flatten(2)
 
 
-_SIX: Mapping[str, tuple[int, ...]] = {"six": (WIDTH, 6), "experts": (6, WIDTH, WIDTH), "other": (WIDTH, 6)}
+_SIX: Mapping[str, tuple[int, ...]] = {
+    "six": (WIDTH, 6),
+    "experts": (6, WIDTH, WIDTH),
+    "other": (WIDTH, 6),
+}
 LOOKS_ALIKE: Mapping[str, Special] = {
     "router": (_router, _SIX),
     "top experts": (_top_experts, _SIX),
@@ -797,9 +982,15 @@ LOOKS_ALIKE: Mapping[str, Special] = {
     "squeeze and excite": (_squeeze, _QKV),
     "recurrent": (_recurrent, _QKV),
     "written": (_written, {**_QKV, **_U}),
-    "linear attention": (_linear_attention, {**_QKV, "five": (WIDTH, 5 * HEADS), "fifth": (WIDTH, 5 * HEADS)}),
+    "linear attention": (
+        _linear_attention,
+        {**_QKV, "five": (WIDTH, 5 * HEADS), "fifth": (WIDTH, 5 * HEADS)},
+    ),
     "scalar gates": (_scalar_gates, _QKV),
-    "gated convolution": (_gated_convolution, {"kernel": (1, 2, 3), "taps": (WIDTH, WIDTH, 3)}),
+    "gated convolution": (
+        _gated_convolution,
+        {"kernel": (1, 2, 3), "taps": (WIDTH, WIDTH, 3)},
+    ),
     "gated units": (_gated_units, _QKV),
     "state space": (_state_space, _QKV),
     "mixture": (_mixture, _SIX),
@@ -813,7 +1004,12 @@ class Whole(nn.Module):
     def __init__(self, special: Special) -> None:
         super().__init__()
         self.run, sizes = special
-        self.own = nn.ParameterDict({n: nn.Parameter(torch.randn(size) / size[0] ** 0.5) for n, size in sizes.items()})
+        self.own = nn.ParameterDict(
+            {
+                n: nn.Parameter(torch.randn(size) / size[0] ** 0.5)
+                for n, size in sizes.items()
+            }
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(x, dict(self.own.items()))
@@ -833,8 +1029,14 @@ def _truth(model: nn.Module, example: Example) -> list[Call]:
     return [call for part in parts for call in part.truth]
 
 
-def _capped(model: nn.Module, example: Example, cap: float, places: set[int]) -> list[Tensor]:
-    parts = [m for m in (model.get_submodule(name) for name in ("odd", "plain")) if isinstance(m, (Idiom, Plain))]
+def _capped(
+    model: nn.Module, example: Example, cap: float, places: set[int]
+) -> list[Tensor]:
+    parts = [
+        m
+        for m in (model.get_submodule(name) for name in ("odd", "plain"))
+        if isinstance(m, (Idiom, Plain))
+    ]
     first = 0
     for part in parts:  # a dual softmax is two calls
         calls = range(first, first := first + max(1, len(part.truth)))
@@ -853,7 +1055,13 @@ def subject(odd: nn.Module, batch: int = 2, tokens: int = 5) -> Subject:
         for p in odd.parameters():
             p.mul_(1.5)
     x, y = (torch.randn(batch, tokens, WIDTH) for _ in range(2))
-    return Subject(model=Model(odd), example=((x,), {}), other=((y,), {}), truth=_truth, capped=_capped)
+    return Subject(
+        model=Model(odd),
+        example=((x,), {}),
+        other=((y,), {}),
+        truth=_truth,
+        capped=_capped,
+    )
 
 
 def idiom(plan: Plan, seed: int = 0) -> Subject:
@@ -869,7 +1077,11 @@ def silent(odd: nn.Module) -> str:
     seen = [site.name for site in sites] + [missed.module for missed in sites.missed]
     if not any(name.startswith("odd") for name in seen):
         return "neither a site nor missed"
-    return "" if any(name == "plain" for name in seen) else "the plain attention beside it is lost"
+    return (
+        ""
+        if any(name == "plain" for name in seen)
+        else "the plain attention beside it is lost"
+    )
 
 
 def called_attention(odd: nn.Module) -> str:
@@ -880,7 +1092,9 @@ def called_attention(odd: nn.Module) -> str:
     return "; ".join([*odd_ones, *(str(m) for m in sites.missed)])
 
 
-def judge(plan: Plan, seed: int = 0, questions: Iterable[str] = QUESTIONS) -> list[Finding]:
+def judge(
+    plan: Plan, seed: int = 0, questions: Iterable[str] = QUESTIONS
+) -> list[Finding]:
     """The findings on an idiom. A call that is no site's has to be reported under its own module, and what is wrong
     about a site whose module is reported is said."""
     s = idiom(plan, seed)
@@ -888,10 +1102,24 @@ def judge(plan: Plan, seed: int = 0, questions: Iterable[str] = QUESTIONS) -> li
     sites = qkeel.find_sites(s.model, s.example[0])
     reported = [str(m) for m in sites.missed if m.module.startswith("odd")]
     if not reported and not any(site.name.startswith("odd") for site in sites):
-        return [*found, Finding(question="sites", verdict="wrong", said="neither a site nor missed", site=MODEL)]
+        return [
+            *found,
+            Finding(
+                question="sites",
+                verdict="wrong",
+                said="neither a site nor missed",
+                site=MODEL,
+            ),
+        ]
     if reported:
-        odd = [f for f in found if f.verdict == "wrong" and (f.site or "odd").startswith("odd")]
-        said = [dataclasses.replace(f, verdict="reported", said=reported[0]) for f in odd]
+        odd = [
+            f
+            for f in found
+            if f.verdict == "wrong" and (f.site or "odd").startswith("odd")
+        ]
+        said = [
+            dataclasses.replace(f, verdict="reported", said=reported[0]) for f in odd
+        ]
         found = [*(f for f in found if f not in odd), *said]
     return found
 
@@ -917,12 +1145,29 @@ def run(seeds: Iterable[int]) -> list[Verdict]:
         verdicts.append(overall(found))
         for f in found:
             if f.verdict == "wrong":
-                print(f"{seed}: {f.site} {f.question}: {f.said}\n    {plan}", flush=True)
-    print(f"{len(verdicts)} attentions in {len(idioms)} idioms:", dict(collections.Counter(verdicts)), flush=True)
-    for title, table, ask in (("specials", SPECIAL, silent), ("look-alikes", LOOKS_ALIKE, called_attention)):
+                print(
+                    f"{seed}: {f.site} {f.question}: {f.said}\n    {plan}", flush=True
+                )
+    print(
+        f"{len(verdicts)} attentions in {len(idioms)} idioms:",
+        dict(collections.Counter(verdicts)),
+        flush=True,
+    )
+    for title, table, ask in (
+        ("specials", SPECIAL, silent),
+        ("look-alikes", LOOKS_ALIKE, called_attention),
+    ):
         torch.manual_seed(0)
-        wrong = {name: said for name, special in table.items() if (said := ask(Whole(special)))}
-        print(f"{len(table)} {title}: {len(wrong)} wrong", *(f"{n}: {said}" for n, said in wrong.items()), sep="\n    ")
+        wrong = {
+            name: said
+            for name, special in table.items()
+            if (said := ask(Whole(special)))
+        }
+        print(
+            f"{len(table)} {title}: {len(wrong)} wrong",
+            *(f"{n}: {said}" for n, said in wrong.items()),
+            sep="\n    ",
+        )
         verdicts += ["wrong"] * len(wrong) + ["right"] * (len(table) - len(wrong))
     return verdicts
 

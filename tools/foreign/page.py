@@ -63,24 +63,48 @@ def page(
     if generated is not None:
         lines += [f"{len(generated)} random attentions: {shares(generated)}.", ""]
     if in_idioms:
-        lines += [f"{len(in_idioms)} attentions in other idioms, and what looks alike: {shares(in_idioms)}.", ""]
-    lines += ["| package | target | verdict | attentions right | what was said |", "|---|---|---|---|---|"]
+        lines += [
+            f"{len(in_idioms)} attentions in other idioms, and what looks alike: {shares(in_idioms)}.",
+            "",
+        ]
+    lines += [
+        "| package | target | verdict | attentions right | what was said |",
+        "|---|---|---|---|---|",
+    ]
     for target, result in zip(targets, results):
         right = f"{result.get('attentions', []).count('right')} of {target.attentions}"
-        cells = [_package(target), target.name, result.get("verdict", "broken"), right, _said(result)]
+        cells = [
+            _package(target),
+            target.name,
+            result.get("verdict", "broken"),
+            right,
+            _said(result),
+        ]
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def attentions(targets: list[Target], results: list[dict[str, Any]]) -> list[str]:
     """The verdict on every attention of every target."""
-    return [v for t, r in zip(targets, results) for v in r.get("attentions", ["broken"] * t.attentions)]
+    return [
+        v
+        for t, r in zip(targets, results)
+        for v in r.get("attentions", ["broken"] * t.attentions)
+    ]
 
 
 def shares(verdicts: Sequence[str]) -> str:
     """How many there are of each verdict, and how much of all: "9 right (90.0 %), 1 reported"."""
-    count = [f"{verdicts.count(v)} {v}" for v in ("right", "reported", "wrong", "broken") if v in verdicts]
-    share = f" ({100 * verdicts.count('right') / len(verdicts):.1f} %)" if "right" in verdicts else ""
+    count = [
+        f"{verdicts.count(v)} {v}"
+        for v in ("right", "reported", "wrong", "broken")
+        if v in verdicts
+    ]
+    share = (
+        f" ({100 * verdicts.count('right') / len(verdicts):.1f} %)"
+        if "right" in verdicts
+        else ""
+    )
     return ", ".join([*(c + share if c.endswith("right") else c for c in count)])
 
 
@@ -95,10 +119,15 @@ def _said(result: dict[str, Any]) -> str:
     found: dict[str, list[str]] = {}
     answered: set[str] = set()
     for f in result["found"]:
-        if f["verdict"] == result["verdict"] != "right" and f["question"] not in answered:
+        if (
+            f["verdict"] == result["verdict"] != "right"
+            and f["question"] not in answered
+        ):
             answered.add(f["question"])
             found.setdefault(_short(f["said"]), []).append(f["question"])
-    return "; ".join(f"*{', '.join(questions)}*: {said}" for said, questions in found.items())
+    return "; ".join(
+        f"*{', '.join(questions)}*: {said}" for said, questions in found.items()
+    )
 
 
 def _short(said: str) -> str:

@@ -43,8 +43,13 @@ class Call:
 
     def entropy(self) -> Tensor:
         """Mean over rows that see a key of -Σ w ln w, by head."""
-        w = torch.softmax(self.capped.masked_fill(~self.visible, -torch.inf), -1).nan_to_num(0.0)
-        rows, seen = -torch.special.xlogy(w, w).sum(-1), self.visible.any(-1).expand(self.z.shape[:3])
+        w = torch.softmax(
+            self.capped.masked_fill(~self.visible, -torch.inf), -1
+        ).nan_to_num(0.0)
+        rows, seen = (
+            -torch.special.xlogy(w, w).sum(-1),
+            self.visible.any(-1).expand(self.z.shape[:3]),
+        )
         return (rows * seen).sum((0, 2)) / seen.sum((0, 2)).clamp_min(1)
 
 
@@ -69,11 +74,23 @@ class Shape:
 
     def call(self, module: str, x: Tensor, number: int) -> Call:
         """The call whose softmax over the last dimension took x, the `number`-th of the pass."""
-        h = self.heads if isinstance(self.heads, int) else self.heads[min(number, len(self.heads) - 1)]
-        order = self.order if isinstance(self.order, str) else self.order[min(number, len(self.order) - 1)]
+        h = (
+            self.heads
+            if isinstance(self.heads, int)
+            else self.heads[min(number, len(self.heads) - 1)]
+        )
+        order = (
+            self.order
+            if isinstance(self.order, str)
+            else self.order[min(number, len(self.order) - 1)]
+        )
         z = _canonical(x.detach().double(), order, h)
         visible = z > self.low
-        before = z if self.cap is None else self.cap * torch.atanh((z / self.cap).clamp(-1 + 1e-15, 1 - 1e-15))
+        before = (
+            z
+            if self.cap is None
+            else self.cap * torch.atanh((z / self.cap).clamp(-1 + 1e-15, 1 - 1e-15))
+        )
         return Call(module=module, z=before, capped=z, visible=visible)
 
 
@@ -88,7 +105,9 @@ def _canonical(x: Tensor, order: str, h: int) -> Tensor:
         x, order = x.unflatten(order.index("M"), (-1, h)), order.replace("M", "bh")
     if len(order) != x.ndim:
         raise ValueError(f"expected scores {order}, got {tuple(x.shape)}")
-    places = {letter: [i for i, l in enumerate(order) if l == letter] for letter in "bhts"}
+    places = {
+        letter: [i for i, l in enumerate(order) if l == letter] for letter in "bhts"
+    }
     x = x.permute(*places["b"], *places["h"], *places["t"], *places["s"])
     n, m = len(places["b"]), len(places["h"])
     lead = x.shape[:n].numel(), x.shape[n : n + m].numel()
@@ -103,11 +122,16 @@ class Recorder(TorchDispatchMode):
     number and what it was. Modules with a part of `skip` in their name are left out."""
 
     def __init__(
-        self, model: nn.Module, skip: tuple[str, ...] = (), change: Callable[[int, Tensor], Tensor] | None = None
+        self,
+        model: nn.Module,
+        skip: tuple[str, ...] = (),
+        change: Callable[[int, Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.seen: list[tuple[str, Tensor]] = []
-        self._tops: dict[int, Tensor] = {}  # the largest score of each row, and scores less that, by their storage
+        self._tops: dict[
+            int, Tensor
+        ] = {}  # the largest score of each row, and scores less that, by their storage
         self._less: dict[int, tuple[Tensor, Tensor]] = {}
         self._change, self._skip = change, skip
         self._names = {module: name for name, module in model.named_modules()}
@@ -120,9 +144,13 @@ class Recorder(TorchDispatchMode):
             torch.backends.mha.set_fastpath_enabled(False)
             undo.callback(torch.backends.mha.set_fastpath_enabled, fast)
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
-            for module in [m for m in self._names if not isinstance(m, torch.jit.ScriptModule)]:
+            for module in [
+                m for m in self._names if not isinstance(m, torch.jit.ScriptModule)
+            ]:
                 undo.callback(module.register_forward_pre_hook(self._push).remove)
-                undo.callback(module.register_forward_hook(self._pop, always_call=True).remove)
+                undo.callback(
+                    module.register_forward_hook(self._pop, always_call=True).remove
+                )
             super().__enter__()
             undo.callback(super().__exit__, None, None, None)
             self._undo = undo.pop_all()
@@ -137,13 +165,25 @@ class Recorder(TorchDispatchMode):
     def _pop(self, module: nn.Module, args: object, output: object) -> None:
         self._running.pop()
 
-    def _flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float | None) -> Any:
+    def _flash(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        mask: Tensor | None,
+        scale: float | None,
+    ) -> Any:
         """The fused kernel of a CPU, where a model insists on it: its scores, and what it returns, written out."""
         z = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
         if causal:
             z = z.masked_fill(~torch.ones_like(z, dtype=torch.bool).tril(), -torch.inf)
         if mask is not None:
-            z = z.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else z + mask
+            z = (
+                z.masked_fill(~mask, -torch.inf)
+                if mask.dtype == torch.bool
+                else z + mask
+            )
         z = self._noted(z, -1)
         return torch.softmax(z, -1) @ v, z.logsumexp(-1)
 
@@ -155,11 +195,26 @@ class Recorder(TorchDispatchMode):
         self.seen.append((module, z.detach().clone().transpose(dim, -1)))
         return z if self._change is None else self._change(len(self.seen) - 1, z)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-            given = {**dict(zip(("q", "k", "v", "dropout", "causal"), args)), **(kwargs or {})}
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if (
+            func.overloadpacket
+            is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        ):
+            given = {
+                **dict(zip(("q", "k", "v", "dropout", "causal"), args)),
+                **(kwargs or {}),
+            }
             mask, scale = given.get("attn_mask"), given.get("scale")
-            return self._flash(given["q"], given["k"], given["v"], bool(given.get("causal")), mask, scale)
+            return self._flash(
+                given["q"],
+                given["k"],
+                given["v"],
+                bool(given.get("causal")),
+                mask,
+                scale,
+            )
         if func.overloadpacket in _SOFTMAX and args[0].ndim > 1:
             x, dim = args[0], args[1] % args[0].ndim
             z = self._less.get(x.data_ptr(), (x, x))[0]
@@ -186,11 +241,17 @@ def calls(model: nn.Module, example: Example, shape: Shape) -> list[Call]:
     return [shape.call(name, x, i) for i, (name, x) in enumerate(recorder.seen)]
 
 
-def capped_output(model: nn.Module, example: Example, shape: Shape, cap: float, places: set[int]) -> list[Tensor]:
+def capped_output(
+    model: nn.Module, example: Example, shape: Shape, cap: float, places: set[int]
+) -> list[Tensor]:
     """What the model returns if every visible score of these calls is bent with cap·tanh(z/cap) before its softmax."""
 
     def bent(number: int, x: Tensor) -> Tensor:
-        return torch.where(x > shape.low, cap * torch.tanh(x / cap), -torch.inf) if number in places else x
+        return (
+            torch.where(x > shape.low, cap * torch.tanh(x / cap), -torch.inf)
+            if number in places
+            else x
+        )
 
     torch.manual_seed(11)
     with torch.no_grad(), Recorder(model, shape.skip, bent):
@@ -205,4 +266,8 @@ def tensors(value: object) -> list[Tensor]:
         value = list(value.values())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = list(vars(value).values())
-    return [x for part in value for x in tensors(part)] if isinstance(value, (tuple, list)) else []
+    return (
+        [x for part in value for x in tensors(part)]
+        if isinstance(value, (tuple, list))
+        else []
+    )

@@ -18,7 +18,9 @@ from tools.foreign.target import TOKENS, VOCAB, Made, Target, built, given, text
 FOUR = Shape(heads=4)
 
 
-def _x(heads_options: dict[str, Any] | None = None, encoder: bool = False, **options: Any) -> Callable[[], Made]:
+def _x(
+    heads_options: dict[str, Any] | None = None, encoder: bool = False, **options: Any
+) -> Callable[[], Made]:
     def make() -> Made:
         home = importlib.import_module("x_transformers")
         layers = {"dim": 32, "depth": 2, "heads": 4, "attn_dim_head": 8, **options}
@@ -35,7 +37,9 @@ def _x(heads_options: dict[str, Any] | None = None, encoder: bool = False, **opt
 
 def _litgpt(**options: Any) -> Callable[[], Made]:
     def make() -> Made:
-        home, config = (importlib.import_module(f"litgpt.{name}") for name in ("model", "config"))
+        home, config = (
+            importlib.import_module(f"litgpt.{name}") for name in ("model", "config")
+        )
         tiny = {
             "block_size": 16,
             "n_layer": 2,
@@ -58,7 +62,9 @@ def _whisper() -> Made:
     home = importlib.import_module("whisper.model")
     sizes = {"n_mels": 8, "n_audio_ctx": 10, "n_vocab": VOCAB, "n_text_ctx": 12}
     both = {
-        f"n_{part}_{name}": n for part in ("audio", "text") for name, n in (("state", 32), ("head", 4), ("layer", 1))
+        f"n_{part}_{name}": n
+        for part in ("audio", "text")
+        for name, n in (("state", 32), ("head", 4), ("layer", 1))
     }
     return home.Whisper(home.ModelDimensions(**sizes, **both)), given(
         torch.randn(2, 8, 20), torch.randint(5, VOCAB, (2, TOKENS))
@@ -93,7 +99,9 @@ def _esm_msa() -> Made:
         "embed_positions_msa": True,
     }
     alphabet = home.data.Alphabet.from_architecture("msa_transformer")
-    return home.MSATransformer(Namespace(**names, **more), alphabet), given(torch.randint(5, 20, (1, 3, TOKENS)))
+    return home.MSATransformer(Namespace(**names, **more), alphabet), given(
+        torch.randint(5, 20, (1, 3, TOKENS))
+    )
 
 
 def _old_hub() -> None:
@@ -118,7 +126,9 @@ def _old_bert() -> Made:
     )
     mask = torch.ones(2, TOKENS, dtype=torch.long)
     mask[1, 5:] = 0
-    return home.BertModel(config), given(torch.randint(5, VOCAB, (2, TOKENS)), None, mask)
+    return home.BertModel(config), given(
+        torch.randint(5, VOCAB, (2, TOKENS)), None, mask
+    )
 
 
 _perceiver = built(
@@ -173,7 +183,12 @@ def _rtdl() -> Made:
         "ffn_d_hidden_multiplier": None,
     }
     model = home.FTTransformer(
-        n_cont_features=3, cat_cardinalities=[4, 4], d_out=1, **options, ffn_dropout=0.0, residual_dropout=0.0
+        n_cont_features=3,
+        cat_cardinalities=[4, 4],
+        d_out=1,
+        **options,
+        ffn_dropout=0.0,
+        residual_dropout=0.0,
     )
     return model, given(torch.randn(4, 3), torch.randint(0, 3, (4, 2)))
 
@@ -183,7 +198,9 @@ def _gps(kind: str) -> Callable[[], Made]:
         home = importlib.import_module("torch_geometric.nn.conv.gps_conv")
         model = home.GPSConv(32, None, heads=4, attn_type=kind, norm=None)
         edges = torch.tensor([[0, 1, 2], [1, 2, 0]])
-        return model, given(torch.randn(8, 32), edges, torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]))
+        return model, given(
+            torch.randn(8, 32), edges, torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+        )
 
     return make
 
@@ -200,7 +217,9 @@ _graph_transformer = built(
 _dit = built(
     "diffusers:DiTTransformer2DModel",
     lambda: given(
-        hidden_states=torch.randn(2, 4, 8, 8), timestep=torch.tensor([1, 1]), class_labels=torch.tensor([1, 1])
+        hidden_states=torch.randn(2, 4, 8, 8),
+        timestep=torch.tensor([1, 1]),
+        class_labels=torch.tensor([1, 1]),
     ),
     num_attention_heads=4,
     attention_head_dim=8,
@@ -276,7 +295,13 @@ _unet = built(
 
 def _torchscale() -> Made:
     home = importlib.import_module("torchscale.component.multihead_attention")
-    args = Namespace(multiway=False, layernorm_eps=1e-5, xpos_rel_pos=False, xpos_scale_base=512, flash_attention=False)
+    args = Namespace(
+        multiway=False,
+        layernorm_eps=1e-5,
+        xpos_rel_pos=False,
+        xpos_scale_base=512,
+        flash_attention=False,
+    )
     x = torch.randn(2, TOKENS, 32)
     return home.MultiheadAttention(args, 32, 4, self_attention=True), given(x, x, x)
 
@@ -286,11 +311,19 @@ def _onmt(**options: Any) -> Callable[[], Made]:
         # Its __init__ wants tokenizers and translators; the modules do without.
         package = types.ModuleType("onmt")
         found = importlib.machinery.PathFinder.find_spec("onmt")
-        package.__path__ = list(found.submodule_search_locations or ()) if found is not None else []
+        package.__path__ = (
+            list(found.submodule_search_locations or ()) if found is not None else []
+        )
         sys.modules.setdefault("onmt", package)
         home = importlib.import_module("onmt.modules.multi_headed_attn")
         model = home.MultiHeadedAttention(
-            4, 32, dropout=0.0, is_decoder=False, attn_type="self", self_attn_type="scaled-dot", **options
+            4,
+            32,
+            dropout=0.0,
+            is_decoder=False,
+            attn_type="self",
+            self_attn_type="scaled-dot",
+            **options,
         )
         x = torch.randn(2, TOKENS, 32)
         return model, given(x, x, x)
@@ -320,7 +353,14 @@ def _xt_rows() -> list[Target]:
         ("encoder", _x(encoder=True), 2, FOUR),
     ]
     return [
-        Target(package="x-transformers", name=n, make=m, attentions=a, shape=s, double=n != "dynamic position bias")
+        Target(
+            package="x-transformers",
+            name=n,
+            make=m,
+            attentions=a,
+            shape=s,
+            double=n != "dynamic position bias",
+        )
         for n, m, a, s in rows
     ]
 
@@ -350,13 +390,23 @@ def _litgpt_rows() -> list[Target]:
         ),
         ("qk norm", _litgpt(norm_qk=True, norm_class_name="RMSNorm"), 2, FOUR),
     ]
-    return [Target(package="litgpt", name=n, make=m, attentions=a, shape=s) for n, m, a, s in rows]
+    return [
+        Target(package="litgpt", name=n, make=m, attentions=a, shape=s)
+        for n, m, a, s in rows
+    ]
 
 
 SEQUENCES: list[Target] = [
     *_xt_rows(),
     *_litgpt_rows(),
-    Target(package="openai-whisper", name="Whisper", make=_whisper, attentions=3, shape=FOUR, double=False),
+    Target(
+        package="openai-whisper",
+        name="Whisper",
+        make=_whisper,
+        attentions=3,
+        shape=FOUR,
+        double=False,
+    ),
     Target(package="fair-esm", name="ESM-2", make=_esm2, attentions=2, shape=FOUR),
     Target(
         package="fair-esm",
@@ -365,15 +415,38 @@ SEQUENCES: list[Target] = [
         attentions=2,
         shape=Shape(heads=4, order=("hbts", "hbbts")),
     ),
-    Target(package="pytorch-pretrained-bert", name="BERT, padded", make=_old_bert, attentions=2, shape=FOUR),
-    Target(package="perceiver-pytorch", name="Perceiver", make=_perceiver, attentions=2, shape=Shape(heads=(1, 4))),
     Target(
-        package="perceiver-pytorch", name="Perceiver IO", make=_perceiver_io, attentions=3, shape=Shape(heads=(1, 4, 1))
+        package="pytorch-pretrained-bert",
+        name="BERT, padded",
+        make=_old_bert,
+        attentions=2,
+        shape=FOUR,
+    ),
+    Target(
+        package="perceiver-pytorch",
+        name="Perceiver",
+        make=_perceiver,
+        attentions=2,
+        shape=Shape(heads=(1, 4)),
+    ),
+    Target(
+        package="perceiver-pytorch",
+        name="Perceiver IO",
+        make=_perceiver_io,
+        attentions=3,
+        shape=Shape(heads=(1, 4, 1)),
     ),
     Target(
         package="conformer",
         name="Conformer block",
-        make=built("conformer:ConformerBlock", _features(), dim=32, dim_head=8, heads=4, conv_kernel_size=3),
+        make=built(
+            "conformer:ConformerBlock",
+            _features(),
+            dim=32,
+            dim_head=8,
+            heads=4,
+            conv_kernel_size=3,
+        ),
         attentions=1,
         shape=FOUR,
     ),
@@ -412,11 +485,25 @@ SEQUENCES: list[Target] = [
         attentions=2,
         shape=FOUR,
     ),
-    Target(package="rtdl-revisiting-models", name="FT-Transformer", make=_rtdl, attentions=2, shape=FOUR),
+    Target(
+        package="rtdl-revisiting-models",
+        name="FT-Transformer",
+        make=_rtdl,
+        attentions=2,
+        shape=FOUR,
+    ),
     Target(
         package="PaLM-pytorch",
         name="PaLM",
-        make=built("palm_pytorch:PaLM", text, num_tokens=VOCAB, dim=32, depth=2, heads=4, dim_head=8),
+        make=built(
+            "palm_pytorch:PaLM",
+            text,
+            num_tokens=VOCAB,
+            dim=32,
+            depth=2,
+            heads=4,
+            dim_head=8,
+        ),
         attentions=2,
         shape=FOUR,
     ),
@@ -472,8 +559,20 @@ SEQUENCES: list[Target] = [
         attentions=2,
         shape=FOUR,
     ),
-    Target(package="torchscale", name="multi-head attention", make=_torchscale, attentions=1, shape=FOUR),
-    Target(package="OpenNMT-py", name="multi-head attention", make=_onmt(), attentions=1, shape=FOUR),
+    Target(
+        package="torchscale",
+        name="multi-head attention",
+        make=_torchscale,
+        attentions=1,
+        shape=FOUR,
+    ),
+    Target(
+        package="OpenNMT-py",
+        name="multi-head attention",
+        make=_onmt(),
+        attentions=1,
+        shape=FOUR,
+    ),
     Target(
         package="OpenNMT-py",
         name="relative positions of Shaw",
@@ -481,12 +580,40 @@ SEQUENCES: list[Target] = [
         attentions=1,
         shape=FOUR,
     ),
-    Target(package="torch-geometric", name="GPS, multi-head", make=_gps("multihead"), attentions=1, shape=FOUR),
-    Target(package="torch-geometric", name="GPS, Performer", make=_gps("performer"), attentions=0, shape=FOUR),
-    Target(package="torch-geometric", name="attention over edges", make=_graph_transformer, attentions=0, shape=FOUR),
+    Target(
+        package="torch-geometric",
+        name="GPS, multi-head",
+        make=_gps("multihead"),
+        attentions=1,
+        shape=FOUR,
+    ),
+    Target(
+        package="torch-geometric",
+        name="GPS, Performer",
+        make=_gps("performer"),
+        attentions=0,
+        shape=FOUR,
+    ),
+    Target(
+        package="torch-geometric",
+        name="attention over edges",
+        make=_graph_transformer,
+        attentions=0,
+        shape=FOUR,
+    ),
     Target(package="diffusers", name="DiT", make=_dit, attentions=2, shape=FOUR),
     Target(package="diffusers", name="SD3", make=_sd3(None), attentions=2, shape=FOUR),
-    Target(package="diffusers", name="SD3.5, qk norm", make=_sd3("rms_norm"), attentions=2, shape=FOUR),
-    Target(package="diffusers", name="Flux", make=_flux, attentions=2, shape=Shape(heads=2)),
-    Target(package="diffusers", name="UNet with text", make=_unet, attentions=8, shape=FOUR),
+    Target(
+        package="diffusers",
+        name="SD3.5, qk norm",
+        make=_sd3("rms_norm"),
+        attentions=2,
+        shape=FOUR,
+    ),
+    Target(
+        package="diffusers", name="Flux", make=_flux, attentions=2, shape=Shape(heads=2)
+    ),
+    Target(
+        package="diffusers", name="UNet with text", make=_unet, attentions=8, shape=FOUR
+    ),
 ]

@@ -11,7 +11,10 @@ import qkeel
 from qkeel.sites import AttentionSite, Tap
 from tools.foreign.work import MODEL, Answers, Work, changed, loss, short
 
-MOVED, STILL = 1e-9, 1e-6  # a change of a logit, against the largest one, that counts, and one that does not
+MOVED, STILL = (
+    1e-9,
+    1e-6,
+)  # a change of a logit, against the largest one, that counts, and one that does not
 
 
 def count(work: Work) -> Answers:
@@ -26,7 +29,11 @@ def count(work: Work) -> Answers:
         if len({len(work.places[name]) for name in mine}) > 1:
             lost.append(module)
     if lost and not work.missed:
-        yield "wrong", f"attention in {sorted(set(lost))} is neither a site nor missed", MODEL
+        yield (
+            "wrong",
+            f"attention in {sorted(set(lost))} is neither a site nor missed",
+            MODEL,
+        )
     elif lost:
         yield "reported", f"missed: {short(ValueError(str(work.missed[0])))}", MODEL
     elif not empty:
@@ -42,7 +49,11 @@ def heads(work: Work) -> Answers:
             elif site.why:
                 yield "reported", site.why, site.name
             else:
-                yield "wrong", f"{site.n_heads} heads, there are {call.heads}", site.name
+                yield (
+                    "wrong",
+                    f"{site.n_heads} heads, there are {call.heads}",
+                    site.name,
+                )
 
 
 def statistics(work: Work) -> Answers:
@@ -60,19 +71,36 @@ def statistics(work: Work) -> Answers:
             yield "wrong", "the tap saw nothing", site.name
             continue
         top = torch.stack([c.max_logit() for c in calls]).amax(0)
-        seen = torch.stack([c.visible.any(-1).expand(c.z.shape[:3]).sum((0, 2)) for c in calls]).double()
-        entropy = (torch.stack([c.entropy() for c in calls]) * seen).sum(0) / seen.sum(0).clamp_min(1)
+        seen = torch.stack(
+            [c.visible.any(-1).expand(c.z.shape[:3]).sum((0, 2)) for c in calls]
+        ).double()
+        entropy = (torch.stack([c.entropy() for c in calls]) * seen).sum(0) / seen.sum(
+            0
+        ).clamp_min(1)
         got = stats[site.name]
         if got.max_logit.shape != top.shape:
             # Said to be uncertain, or said wrongly under `heads`.
-            yield ("reported", site.why, site.name) if site.why else ("wrong", "statistics of other heads", site.name)
+            yield (
+                ("reported", site.why, site.name)
+                if site.why
+                else ("wrong", "statistics of other heads", site.name)
+            )
             continue
-        for what, mine, theirs in (("max_logit", got.max_logit, top), ("entropy", got.entropy, entropy)):
-            error = float((mine.double() - theirs).abs().max() / (1 + theirs.abs().max()))
+        for what, mine, theirs in (
+            ("max_logit", got.max_logit, top),
+            ("entropy", got.entropy, entropy),
+        ):
+            error = float(
+                (mine.double() - theirs).abs().max() / (1 + theirs.abs().max())
+            )
             if error < 1e-5:
                 yield "right", "", site.name
             else:
-                yield "wrong", f"{what} {numbers(mine)}, true {numbers(theirs)}", site.name
+                yield (
+                    "wrong",
+                    f"{what} {numbers(mine)}, true {numbers(theirs)}",
+                    site.name,
+                )
 
 
 def numbers(x: Tensor) -> str:
@@ -97,18 +125,40 @@ def _rows(work: Work, site: AttentionSite) -> Answers:
     if site.n_heads != before.heads:
         return
     shared = work.shared(site)
-    for side, slices, n in (("query", site.query, site.n_heads), ("key", site.key, site.n_kv_heads)):
+    for side, slices, n in (
+        ("query", site.query, site.n_heads),
+        ("key", site.key, site.n_kv_heads),
+    ):
         own = [s for s in slices if s.n == n and n > 1 and s.parameter not in shared]
         for head in range(n) if own else ():
-            with changed(work.exact, own, head, lambda x: x + 0.5 * torch.randn_like(x)):
+            with changed(
+                work.exact, own, head, lambda x: x + 0.5 * torch.randn_like(x)
+            ):
                 after = work.of(work.truth(), site)[0]
-            apart = (after.z - before.z).masked_fill(~before.visible, 0.0).abs().amax((0, 2, 3))
+            apart = (
+                (after.z - before.z)
+                .masked_fill(~before.visible, 0.0)
+                .abs()
+                .amax((0, 2, 3))
+            )
             mine = site.used(n) == head
             if float(apart[mine].min()) < MOVED * size:
-                yield "wrong", f"the {side} rows of head {head} do not move its logits", site.name
+                yield (
+                    "wrong",
+                    f"the {side} rows of head {head} do not move its logits",
+                    site.name,
+                )
                 return
-            if bool((~mine).any()) and float(apart[~mine].max()) > STILL * size and not site.normed:
-                yield "wrong", f"the {side} rows of head {head} move logits of other heads", site.name
+            if (
+                bool((~mine).any())
+                and float(apart[~mine].max()) > STILL * size
+                and not site.normed
+            ):
+                yield (
+                    "wrong",
+                    f"the {side} rows of head {head} move logits of other heads",
+                    site.name,
+                )
                 return
     yield "right", "", site.name
     yield from _nobodys(work, site, size)
@@ -116,17 +166,27 @@ def _rows(work: Work, site: AttentionSite) -> Answers:
 
 def _nobodys(work: Work, site: AttentionSite, size: float) -> Answers:
     """With the last matrices of a side at zero, logits are what was added to them, whatever the input."""
-    sides = {"query": [term.query[-1] for term in site.terms], "key": [term.key[-1] for term in site.terms]}
+    sides = {
+        "query": [term.query[-1] for term in site.terms],
+        "key": [term.key[-1] for term in site.terms],
+    }
     if site.normed:  # what a norm adds is left of that side, times the other one
         sides = {"query and key": [*sides["query"], *sides["key"]]}
     for side, last in sides.items():
         with changed(work.exact, last, None, torch.zeros_like):
-            one, two = (work.of(work.truth(example), site)[0] for example in (work.example, work.other))
+            one, two = (
+                work.of(work.truth(example), site)[0]
+                for example in (work.example, work.other)
+            )
         if one.z.shape == two.z.shape:
             both = one.visible & two.visible
             left = float((one.z - two.z).masked_fill(~both, 0.0).abs().max())
             if left > STILL * size:
-                yield "wrong", f"{side} rows told to nobody make logits: {left:.3g} of {size:.3g} is left", site.name
+                yield (
+                    "wrong",
+                    f"{side} rows told to nobody make logits: {left:.3g} of {size:.3g} is left",
+                    site.name,
+                )
 
 
 def watched(work: Work) -> Answers:
@@ -144,5 +204,12 @@ def watched(work: Work) -> Answers:
         if monitor is not None:
             monitor.remove()
         ends.append([p.detach() for p in model.parameters()])
-    equal = all(torch.equal(a, b) or bool((a.isnan() == b.isnan()).all() and a.isnan().any()) for a, b in zip(*ends))
-    yield ("right", "", None) if equal else ("wrong", "watching changed the weights", None)
+    equal = all(
+        torch.equal(a, b) or bool((a.isnan() == b.isnan()).all() and a.isnan().any())
+        for a, b in zip(*ends)
+    )
+    yield (
+        ("right", "", None)
+        if equal
+        else ("wrong", "watching changed the weights", None)
+    )

@@ -38,10 +38,15 @@ class Target:
     double: bool = True
 
 
-def built(path: str, example: Callable[[], Example], *args: Any, **options: Any) -> Callable[[], Made]:
+def built(
+    path: str, example: Callable[[], Example], *args: Any, **options: Any
+) -> Callable[[], Made]:
     """A function that makes the class `path`, "module:Class", with these options, and then an example of its input."""
     module, _, name = path.partition(":")
-    return lambda: (getattr(importlib.import_module(module), name)(*args, **options), example())
+    return lambda: (
+        getattr(importlib.import_module(module), name)(*args, **options),
+        example(),
+    )
 
 
 def image(side: int = IMAGE, channels: int = 3, batch: int = 2) -> Example:
@@ -77,7 +82,9 @@ def another(example: Example) -> Example:
 
 def settled(model: nn.Module, example: Example) -> nn.Module:
     """The model after its batch norms have seen the example: with weights at random their averages would not fit."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = [
+        m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
+    ]
     for norm in norms:
         norm.momentum = 1.0
         norm.train()
@@ -95,7 +102,10 @@ def uneven(model: nn.Module) -> nn.Module:
             if not p.is_floating_point() or not p.numel():
                 continue
             if p.ndim >= 2:
-                nn.init.normal_(p, std=min(0.3, (1.7 if p.ndim == 2 else 2.5) / p[:1].numel() ** 0.5))
+                nn.init.normal_(
+                    p,
+                    std=min(0.3, (1.7 if p.ndim == 2 else 2.5) / p[:1].numel() ** 0.5),
+                )
             elif name.endswith("bias"):
                 p.add_(0.1 * torch.randn_like(p))
             elif not bool(p.any()):
@@ -112,7 +122,9 @@ def with_torchvision() -> None:
         library = torch.library.Library("torchvision", "FRAGMENT")
         _KEPT.append(library)
         for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            library.define(
+                f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )
         for name in [name for name in sys.modules if name.startswith("torchvision")]:
             del sys.modules[name]
         importlib.import_module("torchvision")

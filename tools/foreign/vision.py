@@ -11,10 +11,20 @@ import torch
 from tools.foreign.reference import Shape
 from tools.foreign.target import Made, Target, built, given, image
 
-VIT = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 2, "heads": 4, "mlp_dim": 24}
+VIT = {
+    "image_size": 32,
+    "patch_size": 8,
+    "num_classes": 5,
+    "dim": 32,
+    "depth": 2,
+    "heads": 4,
+    "mlp_dim": 24,
+}
 
 
-def _timm(architecture: str, side: int = 32, fused: bool | None = None, **options: Any) -> Callable[[], Made]:
+def _timm(
+    architecture: str, side: int = 32, fused: bool | None = None, **options: Any
+) -> Callable[[], Made]:
     def make() -> Made:
         timm = importlib.import_module("timm")
         model = timm.create_model(architecture, num_classes=5, **options)
@@ -34,7 +44,13 @@ def _mvit() -> Made:
 
 def _gcvit() -> Made:
     home = importlib.import_module("timm.models.gcvit")
-    options = {"img_size": 64, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "window_ratio": (4, 4)}
+    options = {
+        "img_size": 64,
+        "embed_dim": 16,
+        "depths": (2, 2),
+        "num_heads": (2, 4),
+        "window_ratio": (4, 4),
+    }
     return home.GlobalContextVit(**options, window_size=4, num_classes=5), image(64)
 
 
@@ -42,11 +58,19 @@ def _torchvision(name: str, side: int = 32, **options: Any) -> Callable[[], Made
     return built(f"torchvision.models:{name}", lambda: image(side), **options)
 
 
-def _vit_pytorch(module: str, name: str, side: int = 32, **options: Any) -> Callable[[], Made]:
+def _vit_pytorch(
+    module: str, name: str, side: int = 32, **options: Any
+) -> Callable[[], Made]:
     return built(f"vit_pytorch.{module}:{name}", lambda: image(side), **options)
 
 
-TINY: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+TINY: dict[str, Any] = {
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 32,
+    "depth": 2,
+    "num_heads": 4,
+}
 SWIN: dict[str, Any] = {
     "img_size": 64,
     "patch_size": 4,
@@ -68,29 +92,89 @@ SWIN_SHAPE = Shape(heads=(2, 2, 4, 4), low=-50.0)
 
 def _timm_rows() -> list[Target]:
     rows: list[tuple[str, Callable[[], Made], int, Shape]] = [
-        ("ViT, fused", _timm("vit_tiny_patch16_224", fused=True, **TINY), 2, Shape(heads=4)),
-        ("ViT, written out", _timm("vit_tiny_patch16_224", fused=False, **TINY), 2, Shape(heads=4)),
-        ("ViT with qk norm", _timm("vit_tiny_patch16_224", fused=True, qk_norm=True, **TINY), 2, Shape(heads=4)),
-        ("ViT with relative bias", _timm("vit_relpos_small_patch16_224", fused=True, **TINY), 2, Shape(heads=4)),
-        ("SigLIP", _timm("vit_base_patch16_siglip_224", fused=True, **TINY), 3, Shape(heads=4)),
         (
-            "NaFlexViT",
-            _timm("naflexvit_base_patch16_gap", fused=True, **{k: v for k, v in TINY.items() if k != "img_size"}),
+            "ViT, fused",
+            _timm("vit_tiny_patch16_224", fused=True, **TINY),
             2,
             Shape(heads=4),
         ),
-        ("EVA02", _timm("eva02_tiny_patch14_224", fused=True, **TINY), 2, Shape(heads=4)),
-        ("BEiT, fused", _timm("beit_base_patch16_224", fused=True, **TINY), 2, Shape(heads=4)),
-        ("BEiT, written out", _timm("beit_base_patch16_224", fused=False, **TINY), 2, Shape(heads=4)),
-        ("Swin, fused", _timm("swin_tiny_patch4_window7_224", 64, fused=True, **SWIN), 4, SWIN_SHAPE),
-        ("Swin, written out", _timm("swin_tiny_patch4_window7_224", 64, fused=False, **SWIN), 4, SWIN_SHAPE),
+        (
+            "ViT, written out",
+            _timm("vit_tiny_patch16_224", fused=False, **TINY),
+            2,
+            Shape(heads=4),
+        ),
+        (
+            "ViT with qk norm",
+            _timm("vit_tiny_patch16_224", fused=True, qk_norm=True, **TINY),
+            2,
+            Shape(heads=4),
+        ),
+        (
+            "ViT with relative bias",
+            _timm("vit_relpos_small_patch16_224", fused=True, **TINY),
+            2,
+            Shape(heads=4),
+        ),
+        (
+            "SigLIP",
+            _timm("vit_base_patch16_siglip_224", fused=True, **TINY),
+            3,
+            Shape(heads=4),
+        ),
+        (
+            "NaFlexViT",
+            _timm(
+                "naflexvit_base_patch16_gap",
+                fused=True,
+                **{k: v for k, v in TINY.items() if k != "img_size"},
+            ),
+            2,
+            Shape(heads=4),
+        ),
+        (
+            "EVA02",
+            _timm("eva02_tiny_patch14_224", fused=True, **TINY),
+            2,
+            Shape(heads=4),
+        ),
+        (
+            "BEiT, fused",
+            _timm("beit_base_patch16_224", fused=True, **TINY),
+            2,
+            Shape(heads=4),
+        ),
+        (
+            "BEiT, written out",
+            _timm("beit_base_patch16_224", fused=False, **TINY),
+            2,
+            Shape(heads=4),
+        ),
+        (
+            "Swin, fused",
+            _timm("swin_tiny_patch4_window7_224", 64, fused=True, **SWIN),
+            4,
+            SWIN_SHAPE,
+        ),
+        (
+            "Swin, written out",
+            _timm("swin_tiny_patch4_window7_224", 64, fused=False, **SWIN),
+            4,
+            SWIN_SHAPE,
+        ),
         ("Swin V2", _timm("swinv2_tiny_window8_256", 64, **SWIN), 4, SWIN_SHAPE),
         ("CaiT", _timm("cait_xxs24_224", **TINY), 4, Shape(heads=4)),
         ("XCiT", _timm("xcit_tiny_12_p16_224", **TINY), 4, Shape(heads=4)),
         ("MViT V2", _mvit, 2, Shape(heads=(2, 4))),
         (
             "PVT V2",
-            _timm("pvt_v2_b0", 64, depths=(1, 1, 1, 1), embed_dims=(8, 16, 32, 32), num_heads=(1, 2, 4, 4)),
+            _timm(
+                "pvt_v2_b0",
+                64,
+                depths=(1, 1, 1, 1),
+                embed_dims=(8, 16, 32, 32),
+                num_heads=(1, 2, 4, 4),
+            ),
             4,
             Shape(heads=(1, 2, 4, 4)),
         ),
@@ -113,32 +197,61 @@ def _timm_rows() -> list[Target]:
         (
             "LeViT",
             _timm(
-                "levit_128s", 64, img_size=64, embed_dim=(16, 32, 48), depth=(1, 1, 1), num_heads=(2, 4, 4), key_dim=8
+                "levit_128s",
+                64,
+                img_size=64,
+                embed_dim=(16, 32, 48),
+                depth=(1, 1, 1),
+                num_heads=(2, 4, 4),
+                key_dim=8,
             ),
             5,
             Shape(heads=(2, 2, 4, 4, 4), low=-1e30),
         ),
         (
             "Hiera",
-            _timm("hiera_tiny_224", 64, img_size=(64, 64), embed_dim=16, num_heads=1, stages=(1, 1, 1, 1)),
+            _timm(
+                "hiera_tiny_224",
+                64,
+                img_size=(64, 64),
+                embed_dim=16,
+                num_heads=1,
+                stages=(1, 1, 1, 1),
+            ),
             4,
             Shape(heads=(1, 2, 4, 8), order=("bhbts", "bhbts", "bhbts", "bhts")),
         ),
         ("GCViT", _gcvit, 4, Shape(heads=(2, 2, 4, 4))),
         (
             "SAM",
-            _timm("samvit_base_patch16", use_rope=False, window_size=2, global_attn_indexes=(1,), **TINY),
+            _timm(
+                "samvit_base_patch16",
+                use_rope=False,
+                window_size=2,
+                global_attn_indexes=(1,),
+                **TINY,
+            ),
             2,
             Shape(heads=4),
         ),
         (
             "DaViT",
-            _timm("davit_tiny", 64, depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 4), window_size=4),
+            _timm(
+                "davit_tiny",
+                64,
+                depths=(1, 1),
+                embed_dims=(16, 32),
+                num_heads=(2, 4),
+                window_size=4,
+            ),
             4,
             Shape(heads=(2, 2, 4, 4)),
         ),
     ]
-    return [Target(package="timm", name=n, make=m, attentions=a, shape=s) for n, m, a, s in rows]
+    return [
+        Target(package="timm", name=n, make=m, attentions=a, shape=s)
+        for n, m, a, s in rows
+    ]
 
 
 def _torchvision_rows() -> list[Target]:
@@ -164,9 +277,17 @@ def _torchvision_rows() -> list[Target]:
     rows: list[tuple[str, Callable[[], Made], int, Shape]] = [
         ("ViT", _torchvision("VisionTransformer", **vit), 2, Shape(heads=4)),
         ("Swin", _torchvision("SwinTransformer", 64, **TV_SWIN), 4, SWIN_SHAPE),
-        ("MaxViT", _torchvision("MaxVit", 64, **maxvit), 4, Shape(heads=(2, 2, 4, 4), order="bbhts")),
+        (
+            "MaxViT",
+            _torchvision("MaxVit", 64, **maxvit),
+            4,
+            Shape(heads=(2, 2, 4, 4), order="bbhts"),
+        ),
     ]
-    return [Target(package="torchvision", name=n, make=m, attentions=a, shape=s) for n, m, a, s in rows]
+    return [
+        Target(package="torchvision", name=n, make=m, attentions=a, shape=s)
+        for n, m, a, s in rows
+    ]
 
 
 def _vit_pytorch_rows() -> list[Target]:
@@ -175,11 +296,21 @@ def _vit_pytorch_rows() -> list[Target]:
     rows: list[tuple[str, Callable[[], Made], int, Shape]] = [
         ("ViT", _vit_pytorch("vit", "ViT", **small), 2, heads),
         ("SimpleViT", _vit_pytorch("simple_vit", "SimpleViT", **small), 2, heads),
-        ("SimpleViT with qk norm", _vit_pytorch("simple_vit_with_qk_norm", "SimpleViT", **small), 2, heads),
+        (
+            "SimpleViT with qk norm",
+            _vit_pytorch("simple_vit_with_qk_norm", "SimpleViT", **small),
+            2,
+            heads,
+        ),
         ("DeepViT", _vit_pytorch("deepvit", "DeepViT", **small), 2, heads),
         ("CaiT", _vit_pytorch("cait", "CaiT", **small, cls_depth=1), 3, heads),
         ("parallel ViT", _vit_pytorch("parallel_vit", "ViT", **small), 4, heads),
-        ("ViT for small data sets", _vit_pytorch("vit_for_small_dataset", "ViT", **small), 2, heads),
+        (
+            "ViT for small data sets",
+            _vit_pytorch("vit_for_small_dataset", "ViT", **small),
+            2,
+            heads,
+        ),
         ("RvT", _vit_pytorch("rvt", "RvT", **small), 2, heads),
         (
             "NesT",
@@ -275,7 +406,13 @@ def _vit_pytorch_rows() -> list[Target]:
         (
             "RegionViT",
             _vit_pytorch(
-                "regionvit", "RegionViT", 64, dim=(16, 16, 16, 16), depth=(1, 1, 1, 1), window_size=2, num_classes=5
+                "regionvit",
+                "RegionViT",
+                64,
+                dim=(16, 16, 16, 16),
+                depth=(1, 1, 1, 1),
+                window_size=2,
+                num_classes=5,
             ),
             8,
             heads,
@@ -283,7 +420,15 @@ def _vit_pytorch_rows() -> list[Target]:
         (
             "MaxViT",
             _vit_pytorch(
-                "max_vit", "MaxViT", 64, num_classes=5, dim=16, depth=(1, 1), dim_head=8, window_size=4, dropout=0.0
+                "max_vit",
+                "MaxViT",
+                64,
+                num_classes=5,
+                dim=16,
+                depth=(1, 1),
+                dim_head=8,
+                window_size=4,
+                dropout=0.0,
             ),
             4,
             Shape(heads=(2, 2, 4, 4)),
@@ -325,7 +470,10 @@ def _vit_pytorch_rows() -> list[Target]:
             Shape(heads=(1, 2)),
         ),
     ]
-    return [Target(package="vit-pytorch", name=n, make=m, attentions=a, shape=s) for n, m, a, s in rows]
+    return [
+        Target(package="vit-pytorch", name=n, make=m, attentions=a, shape=s)
+        for n, m, a, s in rows
+    ]
 
 
 def _swin_pytorch() -> Made:
@@ -358,7 +506,9 @@ _sam = built(
 
 _sam_decoder = built(
     "segment_anything.modeling.transformer:TwoWayTransformer",
-    lambda: given(torch.randn(2, 32, 4, 4), torch.randn(2, 32, 4, 4), torch.randn(2, 5, 32)),
+    lambda: given(
+        torch.randn(2, 32, 4, 4), torch.randn(2, 32, 4, 4), torch.randn(2, 5, 32)
+    ),
     depth=1,
     embedding_dim=32,
     num_heads=4,
@@ -369,7 +519,13 @@ _sam_decoder = built(
 
 def _monai_vit() -> Made:
     home = importlib.import_module("monai.networks.nets.vit")
-    options = {"hidden_size": 32, "mlp_dim": 24, "num_layers": 2, "num_heads": 4, "spatial_dims": 2}
+    options = {
+        "hidden_size": 32,
+        "mlp_dim": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "spatial_dims": 2,
+    }
     return home.ViT(in_channels=3, img_size=32, patch_size=8, **options), image()
 
 
@@ -386,7 +542,11 @@ _monai_swin = built(
 
 
 _monai_block = built(
-    "monai.networks.blocks.selfattention:SABlock", lambda: given(torch.randn(2, 7, 32)), 32, 4, use_flash_attention=True
+    "monai.networks.blocks.selfattention:SABlock",
+    lambda: given(torch.randn(2, 7, 32)),
+    32,
+    4,
+    use_flash_attention=True,
 )
 
 
@@ -400,7 +560,12 @@ _monai_cross = built(
 
 _lightglue = built(
     "kornia.feature.lightglue:TransformerLayer",
-    lambda: given(torch.randn(2, 7, 32), torch.randn(2, 7, 32), torch.randn(2, 2, 1, 7, 8), torch.randn(2, 2, 1, 7, 8)),
+    lambda: given(
+        torch.randn(2, 7, 32),
+        torch.randn(2, 7, 32),
+        torch.randn(2, 2, 1, 7, 8),
+        torch.randn(2, 2, 1, 7, 8),
+    ),
     32,
     4,
 )
@@ -420,7 +585,9 @@ _botnet = built(
 )
 
 
-_axial = built("axial_attention:AxialAttention", lambda: image(6, 32), dim=32, dim_index=1, heads=4)
+_axial = built(
+    "axial_attention:AxialAttention", lambda: image(6, 32), dim=32, dim_index=1, heads=4
+)
 
 
 _slots = built(
@@ -438,10 +605,24 @@ def _open_clip(**options: Any) -> Callable[[], Made]:
     def make() -> Made:
         home = importlib.import_module("open_clip.transformer")
         if options.get("text"):
-            model = home.TextTransformer(context_length=7, vocab_size=40, width=32, heads=4, layers=2, output_dim=16)
+            model = home.TextTransformer(
+                context_length=7,
+                vocab_size=40,
+                width=32,
+                heads=4,
+                layers=2,
+                output_dim=16,
+            )
             return model, given(torch.randint(5, 40, (2, 7)))
         model = home.VisionTransformer(
-            image_size=32, patch_size=8, width=32, layers=2, heads=4, mlp_ratio=2, output_dim=16, **options
+            image_size=32,
+            patch_size=8,
+            width=32,
+            layers=2,
+            heads=4,
+            mlp_ratio=2,
+            output_dim=16,
+            **options,
         )
         return model, image()
 
@@ -459,11 +640,23 @@ VISION: list[Target] = [
         attentions=8,
         shape=Shape(heads=(2, 2, 2, 2, 4, 4, 4, 4), order="bhbts"),
     ),
-    Target(package="segment-anything", name="SAM, image encoder", make=_sam, attentions=2, shape=Shape(heads=4)),
     Target(
-        package="segment-anything", name="SAM, two-way decoder", make=_sam_decoder, attentions=4, shape=Shape(heads=4)
+        package="segment-anything",
+        name="SAM, image encoder",
+        make=_sam,
+        attentions=2,
+        shape=Shape(heads=4),
     ),
-    Target(package="monai", name="ViT", make=_monai_vit, attentions=2, shape=Shape(heads=4)),
+    Target(
+        package="segment-anything",
+        name="SAM, two-way decoder",
+        make=_sam_decoder,
+        attentions=4,
+        shape=Shape(heads=4),
+    ),
+    Target(
+        package="monai", name="ViT", make=_monai_vit, attentions=2, shape=Shape(heads=4)
+    ),
     Target(
         package="monai",
         name="Swin UNETR, its Swin",
@@ -471,9 +664,27 @@ VISION: list[Target] = [
         attentions=8,
         shape=Shape(heads=(2, 2, 2, 2, 4, 4, 4, 4), low=-50.0),
     ),
-    Target(package="monai", name="self attention, fused", make=_monai_block, attentions=1, shape=Shape(heads=4)),
-    Target(package="monai", name="cross attention", make=_monai_cross, attentions=1, shape=Shape(heads=4)),
-    Target(package="kornia", name="LightGlue, one layer", make=_lightglue, attentions=4, shape=Shape(heads=4)),
+    Target(
+        package="monai",
+        name="self attention, fused",
+        make=_monai_block,
+        attentions=1,
+        shape=Shape(heads=4),
+    ),
+    Target(
+        package="monai",
+        name="cross attention",
+        make=_monai_cross,
+        attentions=1,
+        shape=Shape(heads=4),
+    ),
+    Target(
+        package="kornia",
+        name="LightGlue, one layer",
+        make=_lightglue,
+        attentions=4,
+        shape=Shape(heads=4),
+    ),
     Target(
         package="bottleneck-transformer-pytorch",
         name="BoTNet, absolute positions",
@@ -481,15 +692,41 @@ VISION: list[Target] = [
         attentions=2,
         shape=Shape(heads=4),
     ),
-    Target(package="axial-attention", name="AxialAttention", make=_axial, attentions=2, shape=Shape(heads=4)),
-    Target(package="slot-attention", name="multi-head slots", make=_slots, attentions=1, shape=Shape(heads=4)),
-    Target(package="open_clip_torch", name="vision", make=_open_clip(), attentions=2, shape=Shape(heads=4)),
+    Target(
+        package="axial-attention",
+        name="AxialAttention",
+        make=_axial,
+        attentions=2,
+        shape=Shape(heads=4),
+    ),
+    Target(
+        package="slot-attention",
+        name="multi-head slots",
+        make=_slots,
+        attentions=1,
+        shape=Shape(heads=4),
+    ),
+    Target(
+        package="open_clip_torch",
+        name="vision",
+        make=_open_clip(),
+        attentions=2,
+        shape=Shape(heads=4),
+    ),
     Target(
         package="open_clip_torch",
         name="vision with attention pooling",
-        make=_open_clip(attentional_pool=True, attn_pooler_queries=5, attn_pooler_heads=4),
+        make=_open_clip(
+            attentional_pool=True, attn_pooler_queries=5, attn_pooler_heads=4
+        ),
         attentions=3,
         shape=Shape(heads=4),
     ),
-    Target(package="open_clip_torch", name="text", make=_open_clip(text=True), attentions=2, shape=Shape(heads=4)),
+    Target(
+        package="open_clip_torch",
+        name="text",
+        make=_open_clip(text=True),
+        attentions=2,
+        shape=Shape(heads=4),
+    ),
 ]

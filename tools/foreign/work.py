@@ -16,8 +16,12 @@ from qkeel.sites.find import found_sites
 from tools.foreign.reference import Call, Example, tensors
 
 Verdict = Literal["right", "reported", "wrong"]
-Truth = Callable[[nn.Module, Example], list[Call]]  # every attention call of a forward pass
-Capped = Callable[[nn.Module, Example, float, set[int]], list[Tensor]]  # the output under a cap on calls of a pass
+Truth = Callable[
+    [nn.Module, Example], list[Call]
+]  # every attention call of a forward pass
+Capped = Callable[
+    [nn.Module, Example, float, set[int]], list[Tensor]
+]  # the output under a cap on calls of a pass
 MODEL = "(the model)"
 
 
@@ -47,7 +51,9 @@ class Subject:
     double: bool = True
 
 
-Answer = tuple[Verdict, str, str | None]  # the verdict, what was said, the site (see Finding)
+Answer = tuple[
+    Verdict, str, str | None
+]  # the verdict, what was said, the site (see Finding)
 Answers = Iterator[Answer]
 
 
@@ -72,15 +78,24 @@ class Work:
 
     def shared(self, site: AttentionSite) -> set[str]:
         """Weights of this site that are on logit paths of other sites too: they move the input of later ones."""
-        others = {s.parameter for other in self.sites if other is not site for s in (*other.query, *other.key)}
+        others = {
+            s.parameter
+            for other in self.sites
+            if other is not site
+            for s in (*other.query, *other.key)
+        }
         return others & {s.parameter for s in (*site.query, *site.key)}
 
     def truth(self, example: Example | None = None) -> list[Call]:
         """The calls of one more pass of the exact model."""
-        return self.subject.truth(self.exact, self.example if example is None else example)
+        return self.subject.truth(
+            self.exact, self.example if example is None else example
+        )
 
 
-def claimed(sites: list[AttentionSite], calls: list[Call]) -> tuple[dict[str, list[int]], list[int]]:
+def claimed(
+    sites: list[AttentionSite], calls: list[Call]
+) -> tuple[dict[str, list[int]], list[int]]:
     """Which calls are whose, by the module that ran: the innermost site's module around it; and the rest.
 
     A module with n sites makes n calls each time that it runs, in the order of their names.
@@ -92,7 +107,11 @@ def claimed(sites: list[AttentionSite], calls: list[Call]) -> tuple[dict[str, li
     counts = dict.fromkeys(modules, 0)
     rest = []
     for i, call in enumerate(calls):
-        around = [m for m in modules if m in ("", call.module) or call.module.startswith(f"{m}.")]
+        around = [
+            m
+            for m in modules
+            if m in ("", call.module) or call.module.startswith(f"{m}.")
+        ]
         if not around:
             rest.append(i)
             continue
@@ -122,7 +141,9 @@ def short(error: BaseException) -> str:
 
 def loss(output: object) -> Tensor:
     """A number that everything floating in the output has a part in."""
-    return torch.stack([x.float().square().mean() for x in tensors(output) if x.requires_grad]).sum()
+    return torch.stack(
+        [x.float().square().mean() for x in tensors(output) if x.requires_grad]
+    ).sum()
 
 
 def rows_of(p: Tensor, axis: int) -> Tensor:
@@ -135,7 +156,11 @@ class changed:
     """While it is entered the rows of one head (or of all) of some slices are what `change` makes of them."""
 
     def __init__(
-        self, model: nn.Module, slices: list[HeadSlice], head: int | None, change: Callable[[Tensor], Tensor]
+        self,
+        model: nn.Module,
+        slices: list[HeadSlice],
+        head: int | None,
+        change: Callable[[Tensor], Tensor],
     ) -> None:
         self.model, self.slices, self.head, self.change = model, slices, head, change
         self.kept: dict[str, Tensor] = {}
@@ -144,12 +169,20 @@ class changed:
         torch.manual_seed(7)
         done: set[tuple[str, int]] = set()
         for s in self.slices:
-            for name, axis, shift in ((s.parameter, s.axis, 0), (s.bias, 0, s.bias_shift)):
+            for name, axis, shift in (
+                (s.parameter, s.axis, 0),
+                (s.bias, 0, s.bias_shift),
+            ):
                 if name is None:
                     continue
-                index = (s.index if self.head is None else s.index[self.head]).flatten() + shift
+                index = (
+                    s.index if self.head is None else s.index[self.head]
+                ).flatten() + shift
                 p = self.model.get_parameter(name).data
-                fresh = torch.tensor([i for i in index.tolist() if (name, i) not in done], dtype=torch.long)
+                fresh = torch.tensor(
+                    [i for i in index.tolist() if (name, i) not in done],
+                    dtype=torch.long,
+                )
                 done.update((name, i) for i in fresh.tolist())
                 self.kept.setdefault(name, p.clone())
                 rows = rows_of(p, axis)

@@ -54,11 +54,17 @@ class Runs:
         return json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def filled(self, text: str, out: Path) -> str:
-        places = {"out": out, "data": self.given.checkouts / "data", "checkouts": self.given.checkouts}
+        places = {
+            "out": out,
+            "data": self.given.checkouts / "data",
+            "checkouts": self.given.checkouts,
+        }
         return text.format_map({name: str(path) for name, path in places.items()})
 
     def environment(self, out: Path, losses: Path | None) -> dict[str, str]:
-        own = {name: self.filled(value, out) for name, value in self.program.env.items()}
+        own = {
+            name: self.filled(value, out) for name, value in self.program.env.items()
+        }
         path = os.pathsep.join(filter(None, (str(SHIMS), own.get("PYTHONPATH", ""))))
         ours = {
             "OMP_NUM_THREADS": "1",
@@ -76,13 +82,21 @@ class Runs:
             return
         words = [self.given.python, *shlex.split(self.program.prepare)]
         env = self.environment(self.given.work, None)
-        subprocess.run(words, cwd=self.given.checkouts / self.program.home, env=env, check=True, timeout=300)
+        subprocess.run(
+            words,
+            cwd=self.given.checkouts / self.program.home,
+            env=env,
+            check=True,
+            timeout=300,
+        )
         done.touch()
 
     def run(self, mode: str, *options: str) -> dict[str, Any]:
         """Runs the program once, watched with more options if any; its exit code, losses, and what the run directory
         says."""
-        out, run = (self.given.work / f"{self.label}-{mode}{end}" for end in ("", ".qkeel"))
+        out, run = (
+            self.given.work / f"{self.label}-{mode}{end}" for end in ("", ".qkeel")
+        )
         for folder in (out, run):
             shutil.rmtree(folder, ignore_errors=True)
         out.mkdir(parents=True)
@@ -90,11 +104,27 @@ class Runs:
         for file in losses.parent.glob(f"{losses.name}*"):
             file.unlink()
         rate = self.program.hot if mode in ("hot", "autopilot") else self.program.normal
-        words = [self.filled(word, out) for word in shlex.split(f"{self.program.command} {rate}")]
-        watch = [self.given.python, "-m", "qkeel", "watch", *(["--autopilot"] if mode == "autopilot" else []), *options]
-        before = [self.given.python] if mode == "plain" else [*watch, "--out", str(run), "--", "python"]
+        words = [
+            self.filled(word, out)
+            for word in shlex.split(f"{self.program.command} {rate}")
+        ]
+        watch = [
+            self.given.python,
+            "-m",
+            "qkeel",
+            "watch",
+            *(["--autopilot"] if mode == "autopilot" else []),
+            *options,
+        ]
+        before = (
+            [self.given.python]
+            if mode == "plain"
+            else [*watch, "--out", str(run), "--", "python"]
+        )
         begun = time.monotonic()
-        with open(self.given.work / f"{self.label}-{mode}.log", "w", encoding="utf-8") as log:
+        with open(
+            self.given.work / f"{self.label}-{mode}.log", "w", encoding="utf-8"
+        ) as log:
             try:
                 code: int | str = subprocess.run(
                     [*before, *words],
@@ -110,7 +140,11 @@ class Runs:
         return {
             "code": code,
             "seconds": round(time.monotonic() - begun, 1),
-            "losses": [x for file in sorted(losses.parent.glob(f"{losses.name}*")) for x in file.read_text().split()],
+            "losses": [
+                x
+                for file in sorted(losses.parent.glob(f"{losses.name}*"))
+                for x in file.read_text().split()
+            ],
             **_recorded(run),
         }
 
@@ -144,23 +178,45 @@ def _recorded(run: Path) -> dict[str, Any]:
         "layers": len(loaded.history.layers),
         "largest": float(tops.max()),
         "last": float(tops[-1]),
-        "events": [{name: event[name] for name in kept if name in event} for event in loaded.events],
+        "events": [
+            {name: event[name] for name in kept if name in event}
+            for event in loaded.events
+        ],
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is asked for; 1 where a program does not end as it does alone."""
-    parser = argparse.ArgumentParser(prog="python -m tools.programs", description=__doc__)
-    parser.add_argument("names", nargs="*", default=[], help="of the table; all without any")
-    parser.add_argument("--checkouts", type=Path, default=os.environ.get("QKEEL_PROGRAMS"), help="one folder for each")
-    parser.add_argument("--work", type=Path, default=Path("programs"), help="where the runs go")
-    parser.add_argument("--python", default=sys.executable, help="an interpreter that has the programs' libraries")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.programs", description=__doc__
+    )
+    parser.add_argument(
+        "names", nargs="*", default=[], help="of the table; all without any"
+    )
+    parser.add_argument(
+        "--checkouts",
+        type=Path,
+        default=os.environ.get("QKEEL_PROGRAMS"),
+        help="one folder for each",
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("programs"), help="where the runs go"
+    )
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        help="an interpreter that has the programs' libraries",
+    )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds of one run")
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, help="seconds of one run"
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/internals/programs.md"))
     given = parser.parse_args(arguments)
     if given.checkouts is None:
-        parser.error("expected --checkouts or QKEEL_PROGRAMS: the folder that holds a checkout of each repository")
+        parser.error(
+            "expected --checkouts or QKEEL_PROGRAMS: the folder that holds a checkout of each repository"
+        )
     given.checkouts, given.work = given.checkouts.absolute(), given.work.absolute()
     given.work.mkdir(parents=True, exist_ok=True)
     runs = [Runs(name, given) for name in given.names or PROGRAMS]
@@ -174,7 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def differs(found: dict[str, Any]) -> bool:
     """Whether the watched run is not the plain one."""
     plain, watched = found.get("plain", {}), found.get("watch", {})
-    return bool(plain and watched) and any(plain[key] != watched[key] for key in ("code", "losses"))
+    return bool(plain and watched) and any(
+        plain[key] != watched[key] for key in ("code", "losses")
+    )
 
 
 def page(runs: Sequence[Runs]) -> str:
@@ -185,17 +243,34 @@ def page(runs: Sequence[Runs]) -> str:
         "|---|---|---|---|---|---|---|---|",
         *(_row(one) for one in runs if one.found.get("plain", {}).get("code") == 0),
     ]
-    if failed := [one for one in runs if one.found.get("plain", {}).get("code", 0) != 0]:
+    if failed := [
+        one for one in runs if one.found.get("plain", {}).get("code", 0) != 0
+    ]:
         lines += ["", "These did not run to their end without qkeel either:", ""]
         lines += [f"- {one.name}: {one.found['plain']['code']}" for one in failed]
     if waiting := [one.name for one in runs if not one.found]:
         lines += ["", f"Not run so far: {'; '.join(waiting)}."]
-    lines += ["", "## Commands", "", "Under `qkeel watch --out RUN -- python …` or, plain, `python …`:", ""]
+    lines += [
+        "",
+        "## Commands",
+        "",
+        "Under `qkeel watch --out RUN -- python …` or, plain, `python …`:",
+        "",
+    ]
     for one in runs:
         if one.found:
             hot = f"  # hot: {one.program.hot}" if one.program.hot else ""
-            command = _shown(f"{one.program.command} {one.program.normal}".strip(), one.program)
-            lines += [f"**{one.name}**, in `{one.program.home}`:", "", "```text", f"python {command}{hot}", "```", ""]
+            command = _shown(
+                f"{one.program.command} {one.program.normal}".strip(), one.program
+            )
+            lines += [
+                f"**{one.name}**, in `{one.program.home}`:",
+                "",
+                "```text",
+                f"python {command}{hot}",
+                "```",
+                "",
+            ]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -212,14 +287,34 @@ def _row(one: Runs) -> str:
         if not differs(one.found)
         else f"differ, exit {watched['code']}"
     )
-    largest = [_number(one.found.get(mode, {}).get("largest")) for mode in ("hot", "autopilot")]
-    acted = [event for event in one.found.get("autopilot", {}).get("events", []) if event["event"] == "decision"]
-    did = ", ".join(dict.fromkeys(f"{event['action']} at step {event['step']}" for event in acted))
+    largest = [
+        _number(one.found.get(mode, {}).get("largest")) for mode in ("hot", "autopilot")
+    ]
+    acted = [
+        event
+        for event in one.found.get("autopilot", {}).get("events", [])
+        if event["event"] == "decision"
+    ]
+    did = ", ".join(
+        dict.fromkeys(f"{event['action']} at step {event['step']}" for event in acted)
+    )
     found = (
-        f"{watched['layers']}, {_number(watched['last'])}" if watched.get("layers") else "nothing" if watched else ""
+        f"{watched['layers']}, {_number(watched['last'])}"
+        if watched.get("layers")
+        else "nothing"
+        if watched
+        else ""
     )
     losses = f"{len(plain['losses'])}, {same}"
-    cells = [one.name, one.program.source, losses, found, *largest, did, one.program.needs]
+    cells = [
+        one.name,
+        one.program.source,
+        losses,
+        found,
+        *largest,
+        did,
+        one.program.needs,
+    ]
     return f"| {' | '.join(cells)} |"
 
 

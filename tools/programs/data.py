@@ -13,8 +13,13 @@ VOCABULARY = 300
 
 def text_of(checkouts: Path) -> str:
     """Prose that is there: litgpt's tutorials, in ASCII."""
-    parts = [path.read_text(errors="ignore") for path in sorted((checkouts / "litgpt/tutorials").rglob("*.md"))]
-    return "O God, O God!\n" + "".join(c for c in "".join(parts) if ord(c) < 127)  # what minGPT's sample begins with
+    parts = [
+        path.read_text(errors="ignore")
+        for path in sorted((checkouts / "litgpt/tutorials").rglob("*.md"))
+    ]
+    return "O God, O God!\n" + "".join(
+        c for c in "".join(parts) if ord(c) < 127
+    )  # what minGPT's sample begins with
 
 
 def write_texts(checkouts: Path, text: str) -> None:
@@ -24,7 +29,9 @@ def write_texts(checkouts: Path, text: str) -> None:
     words.mkdir(parents=True, exist_ok=True)
     every = text.split()
     for name, n in (("train", 5200), ("valid", 400), ("test", 400)):
-        (words / f"{name}.txt").write_text(" \n".join(" ".join(every[i : i + 20]) for i in range(0, n, 20)))
+        (words / f"{name}.txt").write_text(
+            " \n".join(" ".join(every[i : i + 20]) for i in range(0, n, 20))
+        )
     long = checkouts / "x-transformers/data"
     long.mkdir(parents=True, exist_ok=True)
     with gzip.open(long / "enwik8.gz", "wb", compresslevel=1) as file:
@@ -47,7 +54,11 @@ def write_data(folder: Path, text: str) -> None:
     shards = folder / "nanochat/base_data_climbmix"
     shards.mkdir(parents=True, exist_ok=True)
     for i in (0, 6542):  # the last one is its validation split
-        parquet.write_table(pyarrow.table({"text": lines * 5}), shards / f"shard_{i:05d}.parquet", row_group_size=50)
+        parquet.write_table(
+            pyarrow.table({"text": lines * 5}),
+            shards / f"shard_{i:05d}.parquet",
+            row_group_size=50,
+        )
 
 
 def write_pictures(folder: Path) -> None:
@@ -69,11 +80,18 @@ def write_tokenizer_and_model(folder: Path, text: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     special, letters = ["<s>", "</s>", "<pad>"], pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=letters)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=letters
+    )
     made.train_from_iterator([text[:50_000]], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
     tokenizer.save_pretrained(folder / "tokenizer")
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -47,13 +47,25 @@ _NO_GROUPS = {name: n for name, n in _LLAMA.items() if name != "num_key_value_he
 _OPT = {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64}
 # run_clm.py: configuration of each family. Those that list a type for each layer refuse fewer layers by an option.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 64,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    },
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "granite": _LLAMA,
     "gemma": {**_LLAMA, "head_dim": 16},
     "gpt_neox": _NO_GROUPS,
-    "opt": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, **_OPT},
+    "opt": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        **_OPT,
+    },
     "olmo2": _LLAMA,
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2},
     "stablelm": _LLAMA,
@@ -61,7 +73,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def _run_clm(family: str) -> Program:
-    overrides = ",".join(f"{name}={x}" for name, x in {"vocab_size": 300, **FAMILIES[family]}.items())
+    overrides = ",".join(
+        f"{name}={x}" for name, x in {"vocab_size": 300, **FAMILIES[family]}.items()
+    )
     return Program(
         source="transformers decba1d2 (a public fork's main of 2026-08-19)",
         home=".",
@@ -99,7 +113,9 @@ _OPTIONS = {
     "train_entropy_tokenizer.py": f"{_SHORT} --cpu True",
 }
 
-_HOT = {"train_path_star.py": "--learning_rate 0.3"}  # the others take too few steps, or no rate
+_HOT = {
+    "train_path_star.py": "--learning_rate 0.3"
+}  # the others take too few steps, or no rate
 _SLOW = {"train_free.py": 900.0}  # its first round ends with a sample of 480 tokens
 
 
@@ -119,7 +135,11 @@ def _x_transformers(script: str) -> Program:
         hot=_HOT.get(script),
         env=env | ({} if rounds is None else {"QKEEL_ROUNDS": str(rounds)}),
         needs="tiny data, a seed, the CPU under CUDA's names"
-        + ("" if rounds is None else f", an end after {rounds} round{'s' * (rounds > 1)}"),
+        + (
+            ""
+            if rounds is None
+            else f", an end after {rounds} round{'s' * (rounds > 1)}"
+        ),
         seconds=_SLOW.get(script, 0.0),
     )
 
@@ -129,7 +149,13 @@ _OVER = {1: "", 2: ", two processes"}
 
 
 def _torchtitan(processes: int) -> Program:
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29778"}
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29778",
+    }
     # With "spmd_types", its default, several processes do not start on torch 2.13.
     several = f"-m torch.distributed.run --standalone --nproc_per_node {processes} "
     return Program(
@@ -140,7 +166,11 @@ def _torchtitan(processes: int) -> Program:
         "--training.local_batch_size 2 --training.seq_len 64"
         + (" --parallelism.spmd_backend partial_dtensor" if processes > 1 else ""),
         hot="--optimizer.param-groups.0.optimizer-kwargs.lr 0.3 --training.steps 20",
-        env={"QKEEL_ACCELERATOR": "1", "TORCHDYNAMO_DISABLE": "1", **(alone if processes == 1 else {})},
+        env={
+            "QKEEL_ACCELERATOR": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            **(alone if processes == 1 else {}),
+        },
         needs="tiny data, a seed, the CPU as torch's accelerator, no torch.compile",
     )
 
@@ -176,7 +206,11 @@ PROGRAMS: dict[str, Program] = {
         "--device-batch-size=2 --total-batch-size=128 --num-iterations=30 --eval-every=-1 --core-metric-every=-1 "
         "--sample-every=-1 --device-type=cpu --window-pattern=L --warmup-steps=2 --model-tag=tiny",
         hot="--matrix-lr=2 --embedding-lr=3",
-        env={"NANOCHAT_BASE_DIR": "{data}/nanochat", "TORCHDYNAMO_DISABLE": "1", "WANDB_MODE": "disabled"},
+        env={
+            "NANOCHAT_BASE_DIR": "{data}/nanochat",
+            "TORCHDYNAMO_DISABLE": "1",
+            "WANDB_MODE": "disabled",
+        },
         needs="tiny data, no torch.compile",
     ),
     "lingua, apps.main.train": Program(
@@ -241,8 +275,17 @@ PROGRAMS: dict[str, Program] = {
         hot="--lr 0.3",
     ),
     "word_language_model without an optimizer": Program(
-        source="pytorch/examples 77f55b91", home="examples/word_language_model", command=_WORDS, normal="--lr 1"
+        source="pytorch/examples 77f55b91",
+        home="examples/word_language_model",
+        command=_WORDS,
+        normal="--lr 1",
     ),
-    **{f"x-transformers, {script}": _x_transformers(script) for script in ("train_copy.py", *_OPTIONS)},
-    **{f"x-transformers, {script}": _x_transformers(script) for script in [*_ROUNDS][1:]},
+    **{
+        f"x-transformers, {script}": _x_transformers(script)
+        for script in ("train_copy.py", *_OPTIONS)
+    },
+    **{
+        f"x-transformers, {script}": _x_transformers(script)
+        for script in [*_ROUNDS][1:]
+    },
 }

@@ -41,7 +41,9 @@ def judge(entry: Entry, implementation: str) -> dict[str, Any]:
         if cause is not None and cause.__traceback__ is not None:
             last = traceback.extract_tb(cause.__traceback__)[-1]
             where += f" < {Path(last.filename).name}:{last.lineno}"
-        return {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({where})"}
+        return {
+            "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({where})"
+        }
     return dataclasses.asdict(r)
 
 
@@ -61,9 +63,14 @@ def run(architectures: list[Entry], jobs: int, folder: Path) -> Results:
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     llama = next(e for e in entries("causal") if e.name == "llama")
-    compare(llama, "sdpa")  # what every architecture needs is imported once, before the forks
+    compare(
+        llama, "sdpa"
+    )  # what every architecture needs is imported once, before the forks
     tasks = [(e, i) for e in architectures for i in IMPLEMENTATIONS]
-    paths = {task: folder / f"{task[0].class_name}.{task[0].name}.{task[1]}" for task in tasks}
+    paths = {
+        task: folder / f"{task[0].class_name}.{task[0].name}.{task[1]}"
+        for task in tasks
+    }
     running: dict[int, tuple[tuple[Entry, str], float]] = {}
     late: set[tuple[Entry, str]] = set()
     queue = list(tasks)
@@ -82,7 +89,11 @@ def run(architectures: list[Entry], jobs: int, folder: Path) -> Results:
             time.sleep(0.05)
     results: Results = {}
     for task, path in paths.items():
-        got = json.loads(path.read_text()) if path.exists() else {"reason": f"no result within {LIMIT:.0f} s"}
+        got = (
+            json.loads(path.read_text())
+            if path.exists()
+            else {"reason": f"no result within {LIMIT:.0f} s"}
+        )
         results.setdefault(task[0], {})[task[1]] = got
     return results
 
@@ -97,12 +108,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     wanted = set(given.only.split(",")) if given.only else set()
-    tables = {t: [e for e in entries(t) if not wanted or e.name in wanted] for t in given.tables.split(",")}
-    results = run([e for found in tables.values() for e in found], given.jobs, given.folder)
+    tables = {
+        t: [e for e in entries(t) if not wanted or e.name in wanted]
+        for t in given.tables.split(",")
+    }
+    results = run(
+        [e for found in tables.values() for e in found], given.jobs, given.folder
+    )
     for entry, result in results.items():
         for implementation in IMPLEMENTATIONS:
-            print(verdict(entry.name, result[implementation]), entry.name, implementation, result[implementation])
-    parts = {t: {e.name: (e.class_name, results[e]) for e in found} for t, found in tables.items()}
+            print(
+                verdict(entry.name, result[implementation]),
+                entry.name,
+                implementation,
+                result[implementation],
+            )
+    parts = {
+        t: {e.name: (e.class_name, results[e]) for e in found}
+        for t, found in tables.items()
+    }
     for part in parts.values():
         print("\n".join(summary(part)))
     if given.out is not None:

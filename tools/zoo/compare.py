@@ -43,7 +43,11 @@ def compare(entry: Entry, implementation: str) -> Result:
     model = build(entry, implementation)
     batch = entry.maker(model)
     sites = find_sites(model, batch)
-    seen = entropies(model, batch, {site.name: site.layout for site in sites if site.layout is not None})
+    seen = entropies(
+        model,
+        batch,
+        {site.name: site.layout for site in sites if site.layout is not None},
+    )
     reference = build(entry, "eager")
     reference.load_state_dict(model.state_dict())
     given = given_away(reference, batch, entry.class_name)
@@ -51,7 +55,9 @@ def compare(entry: Entry, implementation: str) -> Result:
     error, left = closest(given.weights, [x[None] for x in seen])
     if unreturned and len(left) == unreturned:
         # The reference of these is what the softmax kernels made; who of them is an attention is known by count.
-        error = max(error, closest([x.mean(1, keepdim=True) for x in left], given.kernels)[0])
+        error = max(
+            error, closest([x.mean(1, keepdim=True) for x in left], given.kernels)[0]
+        )
     return Result(
         layers=len(given.weights) + unreturned,
         unreturned=unreturned,
@@ -65,15 +71,22 @@ def compare(entry: Entry, implementation: str) -> Result:
     )
 
 
-def entropies(model: nn.Module, batch: dict[str, Any], layouts: Mapping[str, HeadLayout]) -> list[Tensor]:
+def entropies(
+    model: nn.Module, batch: dict[str, Any], layouts: Mapping[str, HeadLayout]
+) -> list[Tensor]:
     """Entropy per head of every call of a forward pass."""
     calls: list[CapturedCall] = []
     with torch.no_grad(), CaptureMode(model, calls.append, layouts=layouts):
         model(**batch)
     groups: dict[int, list[CapturedCall]] = {}
     for call in calls:
-        groups.setdefault(id(call.frame) if call.headless else id(call), []).append(call)
-    return [cat_heads([statistics(c.call) for c in group]).entropy for group in groups.values()]
+        groups.setdefault(id(call.frame) if call.headless else id(call), []).append(
+            call
+        )
+    return [
+        cat_heads([statistics(c.call) for c in group]).entropy
+        for group in groups.values()
+    ]
 
 
 def closest(references: list[Tensor], seen: list[Tensor]) -> tuple[float, list[Tensor]]:
@@ -86,11 +99,18 @@ def closest(references: list[Tensor], seen: list[Tensor]) -> tuple[float, list[T
     worst = 0.0
     for reference in sorted(references, key=lambda x: -x.shape[1]):
         h = reference.shape[1]
-        near = [s if s.shape[1] == h else s.mean(1, keepdim=True) for s in left if h in (1, s.shape[1])]
+        near = [
+            s if s.shape[1] == h else s.mean(1, keepdim=True)
+            for s in left
+            if h in (1, s.shape[1])
+        ]
         places = [i for i, s in enumerate(left) if h in (1, s.shape[1])]
         if not near:
             return float("inf"), left
-        distance, place = min((float((s[:, None] - reference).abs().amax(-1).min()), i) for s, i in zip(near, places))
+        distance, place = min(
+            (float((s[:, None] - reference).abs().amax(-1).min()), i)
+            for s, i in zip(near, places)
+        )
         worst = max(worst, distance)
         del left[place]
     return worst, left

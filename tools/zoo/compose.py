@@ -21,7 +21,11 @@ _TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_SIZES = {k: v for k, v in _TEXT.items() if "token" not in k and k not in ("vocab_size", "max_position_embeddings")}
+_SIZES = {
+    k: v
+    for k, v in _TEXT.items()
+    if "token" not in k and k not in ("vocab_size", "max_position_embeddings")
+}
 
 
 def _pair(encoder: PretrainedConfig, home: Any) -> PretrainedConfig:
@@ -43,13 +47,28 @@ _DETR = {
 }
 
 
-def _detector(home: Any, stages: tuple[str, ...] = ("stage4",), **more: Any) -> PretrainedConfig:
+def _detector(
+    home: Any, stages: tuple[str, ...] = ("stage4",), **more: Any
+) -> PretrainedConfig:
     """A detector on a ResNet of transformers; the default backbone is timm's."""
-    return home(backbone_config=t.ResNetConfig(**_RESNET, out_features=list(stages)), **{**_DETR, **more})
+    return home(
+        backbone_config=t.ResNetConfig(**_RESNET, out_features=list(stages)),
+        **{**_DETR, **more},
+    )
 
 
-_DINO = {**_SIZES, "num_hidden_layers": 4, "image_size": 32, "patch_size": 8, "out_indices": [1, 2, 3, 4]}
-_NECK = {"reassemble_hidden_size": 32, "neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 8}
+_DINO = {
+    **_SIZES,
+    "num_hidden_layers": 4,
+    "image_size": 32,
+    "patch_size": 8,
+    "out_indices": [1, 2, 3, 4],
+}
+_NECK = {
+    "reassemble_hidden_size": 32,
+    "neck_hidden_sizes": [8, 8, 16, 16],
+    "fusion_hidden_size": 8,
+}
 
 
 def _depth(home: Any, **more: Any) -> PretrainedConfig:
@@ -64,7 +83,11 @@ def all_shared(name: str) -> Iterator[None]:
     if text is None:
         yield
         return
-    with mock.patch.object(text, "kv_sharing_modes", property(lambda config: ["reuse"] * config.num_hidden_layers)):
+    with mock.patch.object(
+        text,
+        "kv_sharing_modes",
+        property(lambda config: ["reuse"] * config.num_hidden_layers),
+    ):
         yield
 
 
@@ -77,10 +100,22 @@ DRAFTERS: dict[str, Any] = {
 def _assistant(home: Any, text: Any) -> PretrainedConfig:
     """A drafter whose layers all read keys and values of the model that they draft for."""
     kinds = ["sliding_attention", "full_attention"]
-    more = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0} if text is t.Gemma4TextConfig else {}
-    sizes = {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "num_global_key_value_heads": 2}
+    more = (
+        {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+        if text is t.Gemma4TextConfig
+        else {}
+    )
+    sizes = {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "num_global_key_value_heads": 2,
+    }
     return home(
-        text_config=text(**_TEXT, **sizes, **more, layer_types=kinds, num_kv_shared_layers=2), backbone_hidden_size=32
+        text_config=text(
+            **_TEXT, **sizes, **more, layer_types=kinds, num_kv_shared_layers=2
+        ),
+        backbone_hidden_size=32,
     )
 
 
@@ -90,16 +125,22 @@ COMPOSED: dict[str, Callable[[], PretrainedConfig]] = {
         t.ViTConfig(**_SIZES, image_size=32, patch_size=8), t.VisionEncoderDecoderConfig
     ),
     "speech-encoder-decoder": lambda: _pair(
-        t.Wav2Vec2Config(**_SIZES, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4),
+        t.Wav2Vec2Config(
+            **_SIZES, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4
+        ),
         t.SpeechEncoderDecoderConfig,
     ),
     "detr": lambda: _detector(t.DetrConfig),
     "table-transformer": lambda: _detector(t.TableTransformerConfig),
     "conditional_detr": lambda: _detector(t.ConditionalDetrConfig),
     "dab-detr": lambda: _detector(t.DabDetrConfig, hidden_size=32),
-    "deformable_detr": lambda: _detector(t.DeformableDetrConfig, ("stage2", "stage3", "stage4")),
+    "deformable_detr": lambda: _detector(
+        t.DeformableDetrConfig, ("stage2", "stage3", "stage4")
+    ),
     "depth_anything": lambda: _depth(t.DepthAnythingConfig),
     "prompt_depth_anything": lambda: _depth(t.PromptDepthAnythingConfig),
     "gemma4_assistant": lambda: _assistant(t.Gemma4AssistantConfig, t.Gemma4TextConfig),
-    "gemma4_unified_assistant": lambda: _assistant(t.Gemma4UnifiedAssistantConfig, t.Gemma4UnifiedTextConfig),
+    "gemma4_unified_assistant": lambda: _assistant(
+        t.Gemma4UnifiedAssistantConfig, t.Gemma4UnifiedTextConfig
+    ),
 }

@@ -26,7 +26,14 @@ HIDDEN = -9000.0  # an added number from which on a pair carries no weight
 MASKS = {"swin": -60.0}  # those that add -100 and nothing lower
 ABOVE = 100.0
 LR, EPS = 1e-2, 1e-6
-DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop", "resid_dropout", "hidden_dropout")
+DROPOUTS = (
+    "dropout",
+    "attention_dropout",
+    "activation_dropout",
+    "layerdrop",
+    "resid_dropout",
+    "hidden_dropout",
+)
 
 Found = dict[str, np.ndarray]  # by field [h]
 Pair = tuple[np.ndarray, np.ndarray]  # of q and of k, by query head [h d m]
@@ -35,7 +42,9 @@ Pair = tuple[np.ndarray, np.ndarray]  # of q and of k, by query head [h d m]
 class Wide(TorchFunctionMode):
     """Whoever asks for float32, as norms and softmax do, gets float64."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         func = Tensor.double if func is Tensor.float else func
         given = {name: _wide(value) for name, value in (kwargs or {}).items()}
         return func(*map(_wide, args), **given)
@@ -54,15 +63,25 @@ class Operators(TorchDispatchMode):
         self._product: tuple[Tensor, Tensor, Tensor] | None = None
         self._capped: Tensor | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         aten, op = torch.ops.aten, func.overloadpacket
         if op in (aten.bmm, aten.baddbmm):
             a, b = args[-2:]
             self._product, self._capped = (a.detach(), b.detach(), out.detach()), None
-        elif op is aten.tanh and self._product is not None and out.numel() == self._product[2].numel():
+        elif (
+            op is aten.tanh
+            and self._product is not None
+            and out.numel() == self._product[2].numel()
+        ):
             self._capped = args[0].detach()
-        elif op in (aten._softmax, aten._safe_softmax) and self._product is not None and out.ndim >= 3:
+        elif (
+            op in (aten._softmax, aten._safe_softmax)
+            and self._product is not None
+            and out.ndim >= 3
+        ):
             q, k, z = self._product
             if z.numel() == args[0].numel() or args[0].shape[-1] == z.shape[-1] + 1:
                 self.seen.append((args[0].detach(), q, k, z, self._capped))
@@ -71,7 +90,12 @@ class Operators(TorchDispatchMode):
 
 
 def statistics(
-    logits: Tensor, q: Tensor, k: Tensor, product: Tensor, capped: Tensor | None, hidden: float = HIDDEN
+    logits: Tensor,
+    q: Tensor,
+    k: Tensor,
+    product: Tensor,
+    capped: Tensor | None,
+    hidden: float = HIDDEN,
 ) -> Found:
     """Every statistic of one call, by head, row by row in numpy."""
     width = product.shape[-1]
@@ -80,7 +104,9 @@ def statistics(
     b, h, t = z.shape[:3]
     seen = z > hidden
     sink = None
-    if logits.shape[-1] > width:  # a column that is no key; each row was made smaller by its largest number
+    if (
+        logits.shape[-1] > width
+    ):  # a column that is no key; each row was made smaller by its largest number
         products = product.reshape(z.shape).numpy()
         one = np.unravel_index(np.argmax(seen.sum(-1)), (b, h, t))
         row, whole = z[one][seen[one]], products[one][seen[one]]
@@ -106,7 +132,12 @@ def statistics(
 
 
 def by_head(
-    raw: np.ndarray, z: np.ndarray, seen: np.ndarray, q: np.ndarray, k: np.ndarray, sink: float | None
+    raw: np.ndarray,
+    z: np.ndarray,
+    seen: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    sink: float | None,
 ) -> dict[str, float]:
     """The statistics of one head: raw and capped logits [b t s], which pairs are visible, q [b t d], k [b s d].
 
@@ -162,8 +193,16 @@ def by_head(
 def gates(z: np.ndarray, seen: np.ndarray, sink: float) -> dict[str, float]:
     """The gates that a sink makes of the logsumexps of one head's rows."""
     rows = [z[n, i][seen[n, i]] for n, i in np.ndindex(*z.shape[:2])]
-    values = [1 / (1 + math.exp(sink - float(np.logaddexp.reduce(row)))) for row in rows if len(row)]
-    return {"sink_logit": sink, "gate_mean": float(np.mean(values)), "gate_std": float(np.std(values))}
+    values = [
+        1 / (1 + math.exp(sink - float(np.logaddexp.reduce(row))))
+        for row in rows
+        if len(row)
+    ]
+    return {
+        "sink_logit": sink,
+        "gate_mean": float(np.mean(values)),
+        "gate_std": float(np.std(values)),
+    }
 
 
 def projections(model: nn.Module, site: str, h: int, grad: bool = False) -> Pair | None:
@@ -173,10 +212,16 @@ def projections(model: nn.Module, site: str, h: int, grad: bool = False) -> Pair
     parts = [dict(module.named_children()).get(name) for name in ("q_proj", "k_proj")]
     if not all(isinstance(part, nn.Linear) for part in parts):
         return None
-    q, k = ((part.weight.grad if grad else part.weight).detach().numpy() for part in parts)  # type: ignore[union-attr]
+    q, k = (
+        (part.weight.grad if grad else part.weight).detach().numpy() for part in parts
+    )  # type: ignore[union-attr]
     d = len(q) // h
     heads = [x.reshape(-1, d, x.shape[1]) for x in (q, k)] if not len(k) % d else None
-    return None if heads is None else (heads[0].copy(), np.repeat(heads[1], h // len(heads[1]), 0))
+    return (
+        None
+        if heads is None
+        else (heads[0].copy(), np.repeat(heads[1], h // len(heads[1]), 0))
+    )
 
 
 def gained(model: nn.Module, site: str, weights: Pair | None) -> Pair | None:
@@ -188,7 +233,10 @@ def gained(model: nn.Module, site: str, weights: Pair | None) -> Pair | None:
         norm = dict(module.named_children()).get(name)
         h, d = x.shape[:2]
         gain = np.ones((1, d))
-        if norm is not None and (p := dict(norm.named_parameters()).get("weight")) is not None:
+        if (
+            norm is not None
+            and (p := dict(norm.named_parameters()).get("weight")) is not None
+        ):
             gain = p.detach().numpy().reshape(-1, d) + ("Gemma" in type(norm).__name__)
         found.append(x * np.repeat(gain, h // len(gain), 0)[..., None])
     return found[0], found[1]
@@ -200,7 +248,10 @@ def of_weights(old: Pair, new: Pair, grad: Pair, gains: tuple[Pair, Pair]) -> Fo
     `gains` are the weights before and after it with the gains of norms on their rows.
     """
     (q, k), (dq, dk) = old, (new[0] - old[0], new[1] - old[1])
-    (gq, gk), (sq, sk) = gains[0], (gains[1][0] - gains[0][0], gains[1][1] - gains[0][1])
+    (gq, gk), (sq, sk) = (
+        gains[0],
+        (gains[1][0] - gains[0][0], gains[1][1] - gains[0][1]),
+    )
     found: dict[str, list[float]] = {}
     for i in range(len(q)):
         second, third = sq[i].T @ gk[i] + gq[i].T @ sk[i], sq[i].T @ sk[i]
@@ -219,7 +270,9 @@ def of_weights(old: Pair, new: Pair, grad: Pair, gains: tuple[Pair, Pair]) -> Fo
             p = sigma**2 / (sigma**2).sum()
             own[f"{name}_spectral_norm"] = sigma[0]
             own[f"{name}_stable_rank"] = 1 / p[0]
-            own[f"{name}_singular_entropy"] = -math.fsum(x * math.log(x) for x in p if x > 0)
+            own[f"{name}_singular_entropy"] = -math.fsum(
+                x * math.log(x) for x in p if x > 0
+            )
         for name, value in own.items():
             found.setdefault(name, []).append(float(value))
     return {name: np.array(values) for name, values in found.items()}
@@ -228,13 +281,19 @@ def of_weights(old: Pair, new: Pair, grad: Pair, gains: tuple[Pair, Pair]) -> Fo
 class Blocks:
     """The residual stream of one pass, by hooks on the blocks that hold the sites."""
 
-    def __init__(self, model: nn.Module, sites: tuple[str, ...], undo: ExitStack) -> None:
+    def __init__(
+        self, model: nn.Module, sites: tuple[str, ...], undo: ExitStack
+    ) -> None:
         self.found: dict[tuple[str, str], float] = {}
         for site in sites:
             name, part = site.rpartition(".")[0], site.rpartition(".")[2]
             if name.rpartition(".")[2].isdigit() and part in ("self_attn", "attn"):
                 block = model.get_submodule(name)
-                undo.callback(block.register_forward_hook(self._hook(site), with_kwargs=True).remove)
+                undo.callback(
+                    block.register_forward_hook(
+                        self._hook(site), with_kwargs=True
+                    ).remove
+                )
 
     def _hook(self, site: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -242,9 +301,13 @@ class Blocks:
             y = (output[0] if isinstance(output, tuple) else output).detach().numpy()
             for place, states in (("input", x), ("output", y)):
                 peaks = np.abs(states).reshape(-1, states.shape[-1]).max(0)
-                self.found[site, f"block_{place}_rms"] = float(np.sqrt(np.mean(states**2)))
+                self.found[site, f"block_{place}_rms"] = float(
+                    np.sqrt(np.mean(states**2))
+                )
                 self.found[site, f"block_{place}_max"] = float(peaks.max())
-                self.found[site, f"block_{place}_channel_ratio"] = float(peaks.max() / np.median(peaks))
+                self.found[site, f"block_{place}_channel_ratio"] = float(
+                    peaks.max() / np.median(peaks)
+                )
 
         return hook
 
@@ -263,10 +326,17 @@ def still(model: nn.Module) -> nn.Module:
 def loss_of(output: Any) -> Tensor:
     """A number of all the floats that a model gives."""
     values = output.values() if isinstance(output, Mapping) else output
-    return sum(x.double().square().mean() for x in values if isinstance(x, Tensor) and x.is_floating_point())  # type: ignore[return-value]
+    return sum(
+        x.double().square().mean()
+        for x in values
+        if isinstance(x, Tensor) and x.is_floating_point()
+    )  # type: ignore[return-value]
 
 
-SPREADS = ("lse_std", "gate_std")  # standard deviations that are made of a mean and a mean square
+SPREADS = (
+    "lse_std",
+    "gate_std",
+)  # standard deviations that are made of a mean and a mean square
 
 
 def differences(entry: Entry) -> dict[str, float]:
@@ -277,7 +347,9 @@ def differences(entry: Entry) -> dict[str, float]:
     """
     torch.manual_seed(0)
     model = still(build(entry, "eager").double())
-    model.config._experts_implementation = "eager"  # grouped products of matrices have no float64
+    model.config._experts_implementation = (
+        "eager"  # grouped products of matrices have no float64
+    )
     with Wide(), warnings.catch_warnings(), ExitStack() as undo:
         warnings.simplefilter("ignore")
         for p in model.parameters():
@@ -290,7 +362,9 @@ def differences(entry: Entry) -> dict[str, float]:
         operators = Operators()
         with operators, torch.no_grad():
             model(**batch)
-        with qkeel.watch(model, optimizer, stats="all+gates+updates+residual", rules=()) as monitor:
+        with qkeel.watch(
+            model, optimizer, stats="all+gates+updates+residual", rules=()
+        ) as monitor:
             loss_of(model(**batch)).backward()
             sites = tuple(site.name for site in monitor.sites)
             blocks = Blocks(model, sites, undo)
@@ -298,18 +372,43 @@ def differences(entry: Entry) -> dict[str, float]:
                 model.eval()(**batch)
                 still(model)
             heads = {site.name: site.n_heads for site in monitor.sites}
-            old = {site: projections(model, site.partition("#")[0], heads[site]) for site in sites}
-            first = {site: gained(model, site.partition("#")[0], weights) for site, weights in old.items()}
-            grad = {site: projections(model, site.partition("#")[0], heads[site], grad=True) for site in sites}
+            old = {
+                site: projections(model, site.partition("#")[0], heads[site])
+                for site in sites
+            }
+            first = {
+                site: gained(model, site.partition("#")[0], weights)
+                for site, weights in old.items()
+            }
+            grad = {
+                site: projections(model, site.partition("#")[0], heads[site], grad=True)
+                for site in sites
+            }
             optimizer.step()
-            new = {site: projections(model, site.partition("#")[0], heads[site]) for site in sites}
-            then = {site: gained(model, site.partition("#")[0], weights) for site, weights in new.items()}
-            sample = next(s for s in (monitor.sample_before(1), monitor.sample) if s is not None and s.phase == "train")
+            new = {
+                site: projections(model, site.partition("#")[0], heads[site])
+                for site in sites
+            }
+            then = {
+                site: gained(model, site.partition("#")[0], weights)
+                for site, weights in new.items()
+            }
+            sample = next(
+                s
+                for s in (monitor.sample_before(1), monitor.sample)
+                if s is not None and s.phase == "train"
+            )
     worst: dict[str, float] = {}
 
-    def compare(name: str, found: np.ndarray, expected: np.ndarray, *, least: float = 1e-3) -> None:
+    def compare(
+        name: str, found: np.ndarray, expected: np.ndarray, *, least: float = 1e-3
+    ) -> None:
         both = np.abs(found - expected) / np.maximum(least, np.abs(expected))
-        both = np.where(np.isnan(found) & np.isnan(expected), 0.0, np.where(np.isnan(both), np.inf, both))
+        both = np.where(
+            np.isnan(found) & np.isnan(expected),
+            0.0,
+            np.where(np.isnan(both), np.inf, both),
+        )
         worst[name] = max(worst.get(name, 0.0), float(both.max()))
 
     calls = [statistics(*one, MASKS.get(entry.name, HIDDEN)) for one in operators.seen]
@@ -317,22 +416,34 @@ def differences(entry: Entry) -> dict[str, float]:
     for i, (site, expected) in enumerate(zip(sample.layers, calls)):
         weights: Found = {}
         if old[site] is not None:
-            weights = of_weights(old[site], new[site], grad[site], (first[site], then[site]))  # type: ignore[arg-type]
+            weights = of_weights(
+                old[site], new[site], grad[site], (first[site], then[site])
+            )  # type: ignore[arg-type]
         for name, values in (expected | weights).items():
             known = sample.heads.get(name)
-            own = np.full(len(values), np.nan) if known is None else known[i, : len(values)]
+            own = (
+                np.full(len(values), np.nan)
+                if known is None
+                else known[i, : len(values)]
+            )
             if known is None or np.isnan(own).all():
                 worst.setdefault(f"{name} not measured", 0.0)
                 worst[f"{name} not measured"] += 1
-            elif (mean := expected.get(name.replace("_std", "_mean"))) is not None and name in SPREADS:
+            elif (
+                mean := expected.get(name.replace("_std", "_mean"))
+            ) is not None and name in SPREADS:
                 # From a mean and a mean square, whose rounding is of the size of the latter: the squares are compared.
                 square = np.maximum(1e-3, np.square(mean) + np.square(values))
-                compare(name, np.square(own) / square, np.square(values) / square, least=1.0)
+                compare(
+                    name, np.square(own) / square, np.square(values) / square, least=1.0
+                )
             else:
                 compare(name, own, values)
         for name in blocks_of(blocks, site):
             compare(
-                name, np.array([sample.values.get(f"{name}/{site}", math.nan)]), np.array([blocks.found[site, name]])
+                name,
+                np.array([sample.values.get(f"{name}/{site}", math.nan)]),
+                np.array([blocks.found[site, name]]),
             )
     return worst
 

@@ -43,12 +43,18 @@ def tokens(model: nn.Module) -> dict[str, Any]:
         return _tokens(model)
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
     cached = {
-        kind: tuple(_noise(2, text.num_key_value_heads, LENGTH, text.head_dim) for _ in "kv")
+        kind: tuple(
+            _noise(2, text.num_key_value_heads, LENGTH, text.head_dim) for _ in "kv"
+        )
         for kind in text.layer_types
     }
     width = 2 * model.config.backbone_hidden_size  # type: ignore[operator,union-attr]
     positions = torch.full((2, 1), LENGTH)
-    return {"inputs_embeds": _noise(2, 1, width), "position_ids": positions, "shared_kv_states": cached}
+    return {
+        "inputs_embeds": _noise(2, 1, width),
+        "position_ids": positions,
+        "shared_kv_states": cached,
+    }
 
 
 def _tokens(model: nn.Module) -> dict[str, Any]:
@@ -57,7 +63,10 @@ def _tokens(model: nn.Module) -> dict[str, Any]:
     if type(model).__name__.startswith("Musicgen"):
         batch_of_books = ids.repeat_interleave(model.config.num_codebooks, dim=0)  # type: ignore[union-attr]
         return {"input_ids": batch_of_books, "use_cache": False}
-    return {"input_ids": ids, **_known(model, {"attention_mask": _mask(LENGTH), "use_cache": False})}
+    return {
+        "input_ids": ids,
+        **_known(model, {"attention_mask": _mask(LENGTH), "use_cache": False}),
+    }
 
 
 def by_signature(model: nn.Module) -> dict[str, Any]:
@@ -92,18 +101,40 @@ def amid_text(model: nn.Module) -> dict[str, Any]:
     ids = _tokens(model)["input_ids"]
     parts_of_text = [ids[:, :2]]
     for kind, token, needed in PLACED:
-        encode = getattr(model, f"get_{kind}_features", getattr(model.base_model, f"get_{kind}_features", None))
+        encode = getattr(
+            model,
+            f"get_{kind}_features",
+            getattr(model.base_model, f"get_{kind}_features", None),
+        )
         if encode is None or not any(name in given for name in needed):
             continue
         taken = inspect.signature(encode).parameters
         hidden = any(p.kind is p.VAR_POSITIONAL for p in taken.values())
         with torch.no_grad():
-            n = _rows(encode(**{k: v for k, v in given.items() if k in taken or (hidden and k in needed)}))
+            n = _rows(
+                encode(
+                    **{
+                        k: v
+                        for k, v in given.items()
+                        if k in taken or (hidden and k in needed)
+                    }
+                )
+            )
         parts_of_text.append(torch.full((2, n // 2), token))
     ids = torch.cat([*parts_of_text, ids[:, 2:]], dim=1)
-    kinds = {"mm_token_type_ids": (ids == IMAGE).long(), "token_type_ids": (ids == IMAGE).long()}
+    kinds = {
+        "mm_token_type_ids": (ids == IMAGE).long(),
+        "token_type_ids": (ids == IMAGE).long(),
+    }
     return _known(
-        model, {"input_ids": ids, "attention_mask": _mask(ids.shape[1]), "use_cache": False, **kinds, **given}
+        model,
+        {
+            "input_ids": ids,
+            "attention_mask": _mask(ids.shape[1]),
+            "use_cache": False,
+            **kinds,
+            **given,
+        },
     )
 
 
@@ -123,30 +154,52 @@ def pictures(model: nn.Module) -> dict[str, Any]:
     vision: Any = getattr(config, "vision_config", config)
     if "image_grid_thw" in names:
         patch = vision.patch_size
-        channels = next((n for k in ("in_channels", "in_chans", "num_channels") if (n := getattr(vision, k, 0))), 3)
+        channels = next(
+            (
+                n
+                for k in ("in_channels", "in_chans", "num_channels")
+                if (n := getattr(vision, k, 0))
+            ),
+            3,
+        )
         size = channels * getattr(vision, "temporal_patch_size", 1) * patch * patch
         grid = torch.tensor([[1, GRID, GRID]] * 2)
         return {"pixel_values": _noise(2 * GRID * GRID, size), "image_grid_thw": grid}
     images = _noise(2, *size_of(config))  # type: ignore[arg-type]
     if "spatial_shapes" in names:
         patch = vision.patch_size
-        flat = images.unfold(2, patch, patch).unfold(3, patch, patch).permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
+        flat = (
+            images.unfold(2, patch, patch)
+            .unfold(3, patch, patch)
+            .permute(0, 2, 3, 4, 5, 1)
+            .flatten(3)
+            .flatten(1, 2)
+        )
         side = images.shape[-1] // patch
         return {
             "pixel_values": flat,
             "spatial_shapes": torch.tensor([[side, side]] * 2),
             "pixel_attention_mask": torch.ones(2, side * side, dtype=torch.int64),
         }
-    given = {"pixel_values": images, "pixel_values_videos": torch.stack([images] * frames_of(config), dim=1)}  # type: ignore[arg-type]
+    given = {
+        "pixel_values": images,
+        "pixel_values_videos": torch.stack([images] * frames_of(config), dim=1),
+    }  # type: ignore[arg-type]
     if type(model).__name__.startswith(ONE_OF_SEVERAL):
         given["pixel_values"] = images[:, None]
     if type(model).__name__.startswith(VIDEOS):
         given["pixel_values"] = given["pixel_values_videos"]
-    if "pixel_values" in names and "pixel_values_videos" in names and not type(model).__name__.startswith("Video"):
+    if (
+        "pixel_values" in names
+        and "pixel_values_videos" in names
+        and not type(model).__name__.startswith("Video")
+    ):
         del given["pixel_values_videos"]
     side = images.shape[-1]
     if type(model).__name__.startswith(("LlavaNext", "LlavaOnevision")):
-        given["pixel_values"] = torch.stack([images] * 3, dim=1)  # the whole, and both halves of it
+        given["pixel_values"] = torch.stack(
+            [images] * 3, dim=1
+        )  # the whole, and both halves of it
     if "image_sizes" in names and type(model).__name__.startswith(WITH_SIZES):
         given["image_sizes"] = torch.tensor([[side, side]] * 2)
     return given
@@ -155,8 +208,21 @@ def pictures(model: nn.Module) -> dict[str, Any]:
 def sound(model: nn.Module) -> dict[str, Any]:
     """Two random sounds as samples or as spectra."""
     config: Any = model.config
-    names = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim")
-    bins = next((n for c in parts(config) for name in names if isinstance(n := c.to_dict().get(name), int)), 16)
+    names = (
+        "num_mel_bins",
+        "input_feat_per_channel",
+        "feature_projection_input_dim",
+        "input_dim",
+    )
+    bins = next(
+        (
+            n
+            for c in parts(config)
+            for name in names
+            if isinstance(n := c.to_dict().get(name), int)
+        ),
+        16,
+    )
     features = _noise(2, FRAMES, bins)
     if type(model).__name__.startswith(CHANNELS_FIRST):
         features = features.mT
@@ -175,15 +241,29 @@ def size_of(config: PretrainedConfig) -> tuple[int, int, int]:
     """Channels, height and width that a configuration, or a part of it, names."""
     known = [c.to_dict() for c in parts(config)]
     names = ("image_size", "input_size", "crop_size")
-    size = next((c[name] for c in known for name in names if c.get(name) is not None), SIDE)
+    size = next(
+        (c[name] for c in known for name in names if c.get(name) is not None), SIDE
+    )
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return next((n for c in known if isinstance(n := c.get("num_channels"), int)), 3), height, width
+    return (
+        next((n for c in known if isinstance(n := c.get("num_channels"), int)), 3),
+        height,
+        width,
+    )
 
 
 def frames_of(config: PretrainedConfig) -> int:
     """Frames of a video."""
     names = ("num_frames", "frames_per_clip")
-    return next((n for c in parts(config) for name in names if isinstance(n := c.to_dict().get(name), int)), 2)
+    return next(
+        (
+            n
+            for c in parts(config)
+            for name in names
+            if isinstance(n := c.to_dict().get(name), int)
+        ),
+        2,
+    )
 
 
 def parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

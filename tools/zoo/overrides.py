@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 _ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+}
 
 # None takes a field away, so that the configuration's default stays.
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -18,11 +23,25 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 16, "hidden_size": 32},
     },
-    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "head_dim": 4, "first_k_dense_replace": 1},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "deepseek_v2": {
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 4,
+        "head_dim": 4,
+        "first_k_dense_replace": 1,
+    },
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
     "Dots3NoteForConditionalGeneration": {
         "text_config": {"per_layer_config": {}},
-        "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32, "mlp_layer_types": ["dense", "dense"]},
+        "vision_config": {
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 32,
+            "mlp_layer_types": ["dense", "dense"],
+        },
         "audio_config": {"adapter_out_dim": 32, "adapter_input_size": 32},
     },
     "gemma3n_text": {
@@ -40,11 +59,22 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_layers": 2,
     },
     "gptj": {"rotary_dim": 4},
-    "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
+    "granitemoehybrid": {
+        **_MAMBA,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "moe_intermediate_size": 16},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"],
+        "moe_intermediate_size": 16,
+    },
     "longcat_flash": {
         "head_dim": 4,
         "qk_head_dim": 12,
@@ -63,8 +93,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
-    "recurrent_gemma": {"num_hidden_layers": 3, "num_key_value_heads": 1, "lru_width": 32, "attention_window_size": 16},
-    "ReformerModelWithLMHead": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
+    "recurrent_gemma": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "lru_width": 32,
+        "attention_window_size": 16,
+    },
+    "ReformerModelWithLMHead": {
+        "is_decoder": True,
+        "axial_pos_embds_dim": [16, 16],
+        "axial_pos_shape": [8, 8],
+    },
     "zamba": {
         "num_hidden_layers": 4,
         "attn_layer_period": 2,
@@ -98,7 +137,10 @@ CUT: dict[str, str] = {
 }
 
 # What these return as cross-attentions are such weights too; the rest is as usual.
-POINTS = tuple(f"{n}ForObjectDetection" for n in ("RTDetr", "RTDetrV2", "PPDocLayoutV3", "PPDocLayoutV4"))
+POINTS = tuple(
+    f"{n}ForObjectDetection"
+    for n in ("RTDetr", "RTDetrV2", "PPDocLayoutV3", "PPDocLayoutV4")
+)
 
 _CHUNKS = (4, "vision tower: two layers, for each of two images; weights dropped")
 
@@ -125,17 +167,32 @@ UNRETURNED: dict[str, tuple[int, str]] = {
     "Qwen3VLMoeForConditionalGeneration": _CHUNKS,
     "Qwen4ExpForConditionalGeneration": _CHUNKS,
     "CvtForImageClassification": (6, "1 + 2 + 3 layers"),
-    "Florence2ForConditionalGeneration": (8, "vision tower: a spatial and a channel attention in each of four stages"),
-    "LxmertForQuestionAnswering": (3, "self-attentions of the cross encoder and one of its two cross-attentions"),
-    "LevitForImageClassification": (5, "three stages of one layer and two attentions that shrink between them"),
+    "Florence2ForConditionalGeneration": (
+        8,
+        "vision tower: a spatial and a channel attention in each of four stages",
+    ),
+    "LxmertForQuestionAnswering": (
+        3,
+        "self-attentions of the cross encoder and one of its two cross-attentions",
+    ),
+    "LevitForImageClassification": (
+        5,
+        "three stages of one layer and two attentions that shrink between them",
+    ),
     "MobileViTForImageClassification": (9, "2 + 4 + 3 layers, fixed in the code"),
     "ProphetNetForConditionalGeneration": (
         4,
         "encoder and cross-attention, two layers each: returned before the softmax",
     ),
-    "PegasusXForConditionalGeneration": (4, "encoder: a local and a global attention in each of two layers"),
+    "PegasusXForConditionalGeneration": (
+        4,
+        "encoder: a local and a global attention in each of two layers",
+    ),
     "SqueezeBertForMaskedLM": (2, "two layers: returned before the softmax"),
-    "TimesformerForVideoClassification": (2, "attention over time in each of two layers; that over space is returned"),
+    "TimesformerForVideoClassification": (
+        2,
+        "attention over time in each of two layers; that over space is returned",
+    ),
 }
 
 # Architectures without a softmax of queries times keys: state spaces, convolutions, Fourier transforms, other kernels.

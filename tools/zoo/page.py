@@ -7,11 +7,20 @@ from typing import Any
 
 from transformers import __version__
 
-from tools.zoo.overrides import CUT, NEEDS, NOTES, REASONS, UNRETURNED, WITHOUT_ATTENTION
+from tools.zoo.overrides import (
+    CUT,
+    NEEDS,
+    NOTES,
+    REASONS,
+    UNRETURNED,
+    WITHOUT_ATTENTION,
+)
 from tools.zoo.tables import NOT_TAKEN
 
 IMPLEMENTATIONS = ("eager", "sdpa")
-Part = dict[str, tuple[str, dict[str, dict[str, Any]]]]  # model type -> class, result per implementation
+Part = dict[
+    str, tuple[str, dict[str, dict[str, Any]]]
+]  # model type -> class, result per implementation
 
 
 def passed(result: dict[str, Any]) -> bool:
@@ -28,7 +37,11 @@ def verdict(model_type: str, result: dict[str, Any]) -> str:
     """ok, FAIL, or why it does not count."""
     reason = result.get("reason", "")
     if model_type in WITHOUT_ATTENTION:
-        return "no attention" if "saw no attention" in reason or _no_sdpa(result) else "FAIL"
+        return (
+            "no attention"
+            if "saw no attention" in reason or _no_sdpa(result)
+            else "FAIL"
+        )
     if model_type in NEEDS and "Error" in reason:
         return f"needs {NEEDS[model_type]}"
     if _no_sdpa(result):
@@ -37,7 +50,9 @@ def verdict(model_type: str, result: dict[str, Any]) -> str:
 
 
 def _no_sdpa(result: dict[str, Any]) -> bool:
-    return "does not support an attention implementation through" in result.get("reason", "")
+    return "does not support an attention implementation through" in result.get(
+        "reason", ""
+    )
 
 
 def summary(part: Part) -> list[str]:
@@ -46,7 +61,11 @@ def summary(part: Part) -> list[str]:
     for i in IMPLEMENTATIONS:
         count = Counter(verdict(n, r[i]) for n, (_, r) in part.items())
         good, all_ = count["ok"], count["ok"] + count["FAIL"]
-        others = ", ".join(f"{n} {what}" for what, n in sorted(count.items()) if what not in ("ok", "FAIL"))
+        others = ", ".join(
+            f"{n} {what}"
+            for what, n in sorted(count.items())
+            if what not in ("ok", "FAIL")
+        )
         lines.append(
             f"- {i}: {good} of {all_} pass ({100 * good / max(1, all_):.1f} %); not counted: {others or 'none'}"
         )
@@ -57,10 +76,31 @@ def page(parts: dict[str, Part]) -> str:
     """The page."""
     lines = ["# The zoo", "", *_INTRODUCTION.splitlines(), ""]
     for table, part in parts.items():
-        lines += [f"## {_TITLES[table][0]}", "", *_TITLES[table][1].splitlines(), "", *summary(part), ""]
+        lines += [
+            f"## {_TITLES[table][0]}",
+            "",
+            *_TITLES[table][1].splitlines(),
+            "",
+            *summary(part),
+            "",
+        ]
         if table == "others":
-            lines += ["Not taken on:", "", *(f"- {why}: {', '.join(names)}" for why, names in NOT_TAKEN.items()), ""]
-        head = ("model type", "class", "layers", "sites", "weights known", "error, eager", "error, sdpa", "remark")
+            lines += [
+                "Not taken on:",
+                "",
+                *(f"- {why}: {', '.join(names)}" for why, names in NOT_TAKEN.items()),
+                "",
+            ]
+        head = (
+            "model type",
+            "class",
+            "layers",
+            "sites",
+            "weights known",
+            "error, eager",
+            "error, sdpa",
+            "remark",
+        )
         lines += [_line(head), "|" + "---|" * len(head)]
         lines += [_row(name, *found) for name, found in part.items()] + [""]
     return "\n".join(lines[:-1]) + "\n"
@@ -101,7 +141,11 @@ def _line(cells: tuple[str, ...]) -> str:
 
 def _row(name: str, class_name: str, result: dict[str, dict[str, Any]]) -> str:
     got = next((r for r in result.values() if "layers" in r), {})
-    cells = [name, class_name, *(str(got.get(key, "")) for key in ("layers", "sites", "told"))]
+    cells = [
+        name,
+        class_name,
+        *(str(got.get(key, "")) for key in ("layers", "sites", "told")),
+    ]
     remarks: list[str] = []
     for i in IMPLEMENTATIONS:
         found = verdict(name, result[i])
@@ -126,7 +170,9 @@ def _notes(class_name: str, got: dict[str, Any]) -> list[str]:
     if got["unreturned"]:
         notes.append(f"{got['unreturned']} not given away: {UNRETURNED[class_name][1]}")
     if got["why"]:
-        notes.append(f"{got['sites'] - got['told']} without weights: {shortened(got['why'])}")
+        notes.append(
+            f"{got['sites'] - got['told']} without weights: {shortened(got['why'])}"
+        )
     if got["empty"]:
         notes.append(f"{got['empty']} with entropies of zero here")
     return notes

@@ -25,7 +25,9 @@ from qkeel.functional.logits import entropy
 from tools.zoo.examples import parts
 from tools.zoo.overrides import CUT, POINTS
 
-SAMPLED = ("multiscale",)  # weights of points that are sampled, no products of queries and keys
+SAMPLED = (
+    "multiscale",
+)  # weights of points that are sampled, no products of queries and keys
 SAME = 1e-6  # the same weights, copied on their way out
 
 
@@ -50,7 +52,11 @@ def given_away(model: nn.Module, batch: dict[str, Any], name: str) -> Given:
 
     def take(module: nn.Module, args: object, output: object) -> None:
         kind = type(module).__name__.lower()
-        if "att" in kind and not any(w in kind for w in SAMPLED) and isinstance(output, (tuple, list)):
+        if (
+            "att" in kind
+            and not any(w in kind for w in SAMPLED)
+            and isinstance(output, (tuple, list))
+        ):
             handed.extend(_tensors(output[1:]))
 
     for config in parts(model.config):  # type: ignore[arg-type]
@@ -59,19 +65,34 @@ def given_away(model: nn.Module, batch: dict[str, Any], name: str) -> Given:
         warnings.simplefilter("ignore")
         for m in model.modules():
             undo.callback(m.register_forward_hook(take).remove)
-        undo.enter_context(mock.patch.object(F, "multi_head_attention_forward", _per_head(handed, means)))
-        undo.enter_context(sdpa_kernel(SDPBackend.MATH))  # fused ones have no weights to show
+        undo.enter_context(
+            mock.patch.object(
+                F, "multi_head_attention_forward", _per_head(handed, means)
+            )
+        )
+        undo.enter_context(
+            sdpa_kernel(SDPBackend.MATH)
+        )  # fused ones have no weights to show
         undo.enter_context(kernels)
         out = model(**batch, output_attentions=True)
     blurred = {w.untyped_storage().data_ptr() for w in means}
 
     def sharp(found: Iterable[Tensor]) -> list[Tensor]:
-        return [w for w in found if _is_weights(w) and w.untyped_storage().data_ptr() not in blurred]
+        return [
+            w
+            for w in found
+            if _is_weights(w) and w.untyped_storage().data_ptr() not in blurred
+        ]
 
     own = (
         []
         if name in CUT
-        else [_mean(w) for w in sharp(_attentions(out, skip="cross_attentions" if name in POINTS else ""))]
+        else [
+            _mean(w)
+            for w in sharp(
+                _attentions(out, skip="cross_attentions" if name in POINTS else "")
+            )
+        ]
     )
     made = [_mean(w).mean(1, keepdim=True) for w in kernels.made if _is_weights(w)]
     return Given(weights=_once(own, sharp(handed)), kernels=made)
@@ -84,11 +105,20 @@ class _Softmaxes(TorchDispatchMode):
         super().__init__()
         self.made: list[Tensor] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten._softmax, torch.ops.aten._safe_softmax):
+        if func.overloadpacket in (
+            torch.ops.aten._softmax,
+            torch.ops.aten._safe_softmax,
+        ):
             # Over rows where a model multiplies keys by queries.
-            self.made.append(out if args[1] % out.ndim == out.ndim - 1 else out.transpose(args[1], -1))
+            self.made.append(
+                out
+                if args[1] % out.ndim == out.ndim - 1
+                else out.transpose(args[1], -1)
+            )
         return out
 
 
@@ -97,7 +127,9 @@ def _per_head(handed: list[Tensor], means: list[Tensor]) -> Callable[..., Any]:
     original = F.multi_head_attention_forward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        weights = original(*args, **{**kwargs, "need_weights": True, "average_attn_weights": False})[1]
+        weights = original(
+            *args, **{**kwargs, "need_weights": True, "average_attn_weights": False}
+        )[1]
         handed.append(weights if weights.ndim == 4 else weights[None])
         out = original(*args, **kwargs)
         means.extend(w for w in out[1:] if w is not None)
@@ -111,7 +143,14 @@ def _once(own: list[Tensor], handed: list[Tensor]) -> list[Tensor]:
     found, left = list(own), list(own)
     for weights in {id(w): w for w in handed}.values():
         mean = _mean(weights)
-        twin = next((i for i, f in enumerate(left) if f.shape == mean.shape and (f - mean).abs().max() < SAME), None)
+        twin = next(
+            (
+                i
+                for i, f in enumerate(left)
+                if f.shape == mean.shape and (f - mean).abs().max() < SAME
+            ),
+            None,
+        )
         if twin is None:
             found.append(mean)
         else:
@@ -121,7 +160,13 @@ def _once(own: list[Tensor], handed: list[Tensor]) -> list[Tensor]:
 
 def _attentions(out: Any, skip: str) -> Iterator[Tensor]:
     """Tensors under names that end in attentions, in an output and the outputs within it."""
-    items = out.items() if isinstance(out, dict) else enumerate(out) if isinstance(out, (tuple, list)) else ()
+    items = (
+        out.items()
+        if isinstance(out, dict)
+        else enumerate(out)
+        if isinstance(out, (tuple, list))
+        else ()
+    )
     for name, value in items:
         if isinstance(name, str) and name.endswith("attentions"):
             yield from _tensors(value) if name != skip else ()
@@ -139,7 +184,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _is_weights(x: Tensor) -> bool:
     """Whether it is a distribution over keys (less what sinks take), not the state of a linear attention."""
-    if x.ndim < 3 or not x.is_floating_point() or not x.numel() or not bool((x >= 0).all()):
+    if (
+        x.ndim < 3
+        or not x.is_floating_point()
+        or not x.numel()
+        or not bool((x >= 0).all())
+    ):
         return False
     rows = x.sum(-1)
     return bool((rows < 1 + 1e-3).all()) and bool((rows > 0).any())
@@ -157,8 +207,13 @@ def _mean(weights: Tensor) -> Tensor:
     uneven = some & ((w.amax(-1) > w.amin(-1)) | (w.shape[-1] == 1))
     over = (0, 2) if w.ndim == 4 else tuple(range(w.ndim - 1))
     rest = (1 - w.sum(-1)).masked_fill(~some, 0.0)
-    sink = bool((rest > 1e-3).any())  # rows of a plain softmax sum to one but for rounding
+    sink = bool(
+        (rest > 1e-3).any()
+    )  # rows of a plain softmax sum to one but for rounding
     rows = entropy(torch.cat([w, rest.clamp_min(0)[..., None]], -1) if sink else w)
     return torch.stack(
-        [(rows.masked_fill(~m, 0.0).sum(over) / m.sum(over).clamp_min(1)).reshape(-1) for m in (some, uneven)]
+        [
+            (rows.masked_fill(~m, 0.0).sum(over) / m.sum(over).clamp_min(1)).reshape(-1)
+            for m in (some, uneven)
+        ]
     )

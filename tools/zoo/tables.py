@@ -55,10 +55,16 @@ _CONVOLUTIONS = """convnext convnextv2 pp_ocrv5_mobile_det pp_ocrv5_server_det p
     upernet"""
 # Why some classes of these mappings are left out: reason -> model types.
 NOT_TAKEN: dict[str, tuple[str, ...]] = {
-    "sizes that depend on each other in ways that the rules for tiny models do not know": tuple(_FIXED.split()),
-    "inputs of their own kind (tiles, several resolutions, vocabulary maps, two streams)": tuple(_INPUTS.split()),
+    "sizes that depend on each other in ways that the rules for tiny models do not know": tuple(
+        _FIXED.split()
+    ),
+    "inputs of their own kind (tiles, several resolutions, vocabulary maps, two streams)": tuple(
+        _INPUTS.split()
+    ),
     "no finite numbers with random weights": ("d_fine", "deimv2"),
-    "convolutions only; others in the table show that nothing is found": tuple(_CONVOLUTIONS.split()),
+    "convolutions only; others in the table show that nothing is found": tuple(
+        _CONVOLUTIONS.split()
+    ),
 }
 TABLES = {"causal": CAUSAL, "others": OTHERS}
 
@@ -68,9 +74,15 @@ def entries(table: str) -> Iterator[Entry]:
     taken = {e.class_name for e in entries("causal")} if table != "causal" else set()
     types = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     done: set[str] = set()
-    left_out = {name for names in NOT_TAKEN.values() for name in names} if table != "causal" else set()
+    left_out = (
+        {name for names in NOT_TAKEN.values() for name in names}
+        if table != "causal"
+        else set()
+    )
     for mapping, maker in TABLES[table]:
-        for name, value in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
+        for name, value in getattr(
+            modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES"
+        ).items():
             class_name = value if isinstance(value, str) else value[0]
             # More heads on the same body (question answering with a causal language model) are no new architecture.
             old = (

@@ -12,7 +12,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
-from qkeel.audit.checkpoint_config import N_LAYERS, N_LAYERS_OF, Geometry, first_number, section, words
+from qkeel.audit.checkpoint_config import (
+    N_LAYERS,
+    N_LAYERS_OF,
+    Geometry,
+    first_number,
+    section,
+    words,
+)
 from qkeel.safetensors_io import Checkpoint, StoredTensor
 
 # Query and key in separate weights: the last part of the module's name.
@@ -41,10 +48,24 @@ FUSED: dict[str, str | None] = {
     "qkv_x": "blocks",
 }
 # Model types that override the table above (transformers 5.23, modeling files).
-GROUPED = frozenset(["gpt_neox", "gpt_neox_japanese", "bloom", "falcon", "persimmon", "internlm2", "gpt_bigcode"])
-OTHER = {"codegen": "its qkv_proj is cut into 4 parts of [q | v | k] (a relic of its training on TPUs)"}
+GROUPED = frozenset(
+    [
+        "gpt_neox",
+        "gpt_neox_japanese",
+        "bloom",
+        "falcon",
+        "persimmon",
+        "internlm2",
+        "gpt_bigcode",
+    ]
+)
+OTHER = {
+    "codegen": "its qkv_proj is cut into 4 parts of [q | v | k] (a relic of its training on TPUs)"
+}
 # Model types whose q_proj holds, per head, the query and a gate of the same width.
-GATED = frozenset(["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"])
+GATED = frozenset(
+    ["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"]
+)
 # Gains of a q/k norm next to the projections: (query, key).
 GAINS = (
     ("q_norm", "k_norm"),
@@ -58,7 +79,13 @@ GAINS = (
     ("q_ln", "k_ln"),
 )
 # The norm whose output the projections read, next to the attention module or one or two levels up.
-INPUT_NORMS = ("input_layernorm", "attention_norm", "attn_norm", "layernorm_before", "pre_attention_layernorm")
+INPUT_NORMS = (
+    "input_layernorm",
+    "attention_norm",
+    "attn_norm",
+    "layernorm_before",
+    "pre_attention_layernorm",
+)
 # Model types in which the norm of such a name follows attention.
 NOT_BEFORE = frozenset(["swinv2", "swin2sr"])
 # Names of norms that precede attention in some models and follow it in others, with the model types in which they
@@ -117,12 +144,22 @@ JOINT_MODULES = (("img_attn", "txt_attn"), ("x_block", "context_block"))
 # Names of modules whose queries and keys nothing here reads, beside projections that are read.
 _OTHER_QK = re.compile(r"(^|_)(q|k|query|key|qkv|kv)(_|$)")
 _ATTENTION = re.compile(r"^(.*?\b\w*(?:attn|attention)\w*)\.", re.IGNORECASE)
-_CROSS = re.compile(r"cross|xattn|encoder_attn|enc_attn|src_attn|encdec|attn2", re.IGNORECASE)
+_CROSS = re.compile(
+    r"cross|xattn|encoder_attn|enc_attn|src_attn|encdec|attn2", re.IGNORECASE
+)
 _SCALES = ("_scale_inv", "_scale", ".SCB", ".absmax")
 _SCALES_OF_8_BITS = ("scale_weight", "weight_scale", "scale")  # beside an 8-bit weight
 _ADAPTERS = ("lora_A.weight", "lora_A.default.weight", "lora_down.weight")
 # What GPTQ, AWQ, compressed-tensors, HQQ and bitsandbytes store in place of a weight.
-_QUANTISED = ("qweight", "qzeros", "weight_packed", "W_q", "weight.absmax", "weight.quant_map", "weight_scale")
+_QUANTISED = (
+    "qweight",
+    "qzeros",
+    "weight_packed",
+    "W_q",
+    "weight.absmax",
+    "weight.quant_map",
+    "weight_scale",
+)
 
 Tensors = Mapping[str, StoredTensor]
 
@@ -173,7 +210,12 @@ class SitePlan:
     def slices(self) -> list[Slice]:
         """Returns all parts of weights."""
         sides = (*self.queries, *self.keys)
-        return [weight_slice for side in sides for weight_slice in (side.weight, side.rope) if weight_slice is not None]
+        return [
+            weight_slice
+            for side in sides
+            for weight_slice in (side.weight, side.rope)
+            if weight_slice is not None
+        ]
 
 
 @final
@@ -213,11 +255,19 @@ def recognise(tensors: Tensors, geometry: Callable[[str], Geometry]) -> list[Fou
 
 
 def _site(
-    tensors: Tensors, module: str, leaf: str, is_weight: bool, geometry: Callable[[str], Geometry]
+    tensors: Tensors,
+    module: str,
+    leaf: str,
+    is_weight: bool,
+    geometry: Callable[[str], Geometry],
 ) -> Found | None:
     at = f"{module}." if module else ""
     name = f"{at}{leaf}" if leaf == "in_proj_weight" else f"{at}{leaf}.weight"
-    keys = [key for query, key in SEPARATE if query == leaf and f"{at}{key}.weight" in tensors]
+    keys = [
+        key
+        for query, key in SEPARATE
+        if query == leaf and f"{at}{key}.weight" in tensors
+    ]
     site: Found | None = None
     if leaf in ("q_b_proj", "q_proj") and f"{at}kv_a_proj_with_mqa.weight" in tensors:
         site = _latent(tensors, at, leaf, geometry(name))
@@ -230,7 +280,9 @@ def _site(
     if site is None:
         return None
     if isinstance(site, SitePlan):
-        site = _with_stream(tensors, at, leaf, _with_norms(tensors, site, geometry(name)))
+        site = _with_stream(
+            tensors, at, leaf, _with_norms(tensors, site, geometry(name))
+        )
     if isinstance(site, Unknown):
         return Unknown(module or leaf, site.reason)
     return _readable(tensors, site)
@@ -242,27 +294,49 @@ def _with_stream(tensors: Tensors, at: str, leaf: str, plan: SitePlan) -> Found:
     query, key = plan.queries[0], plan.keys[0]
     if leaf in FUSED and f"{at}{JOINT.get(leaf, '')}.weight" in tensors:
         name = f"{at}{JOINT[leaf]}"
-        shape, rows = tensors[f"{name}.weight"].shape, query.weight.rows * (plan.n_heads + 2 * plan.n_kv_heads)
+        shape, rows = (
+            tensors[f"{name}.weight"].shape,
+            query.weight.rows * (plan.n_heads + 2 * plan.n_kv_heads),
+        )
         if len(shape) != 2 or shape[query.weight.axis] != rows:
-            return Unknown("", f"{JOINT[leaf]} has shape {list(shape)}, expected {rows} rows as {leaf}")
+            return Unknown(
+                "",
+                f"{JOINT[leaf]} has shape {list(shape)}, expected {rows} rows as {leaf}",
+            )
         bias = f"{name}.bias" if f"{name}.bias" in tensors else None
         for sides, side in ((queries, query), (keys, key)):
-            weight_slice = dataclasses.replace(side.weight, tensor=f"{name}.weight", bias=bias)
-            sides.append(StreamWeights(weight=weight_slice, gain=_other_gain(tensors, at, side.gain)))
-    for sides, side, count, letter in ((queries, query, plan.n_heads, "q"), (keys, key, plan.n_kv_heads, "k")):
+            weight_slice = dataclasses.replace(
+                side.weight, tensor=f"{name}.weight", bias=bias
+            )
+            sides.append(
+                StreamWeights(
+                    weight=weight_slice, gain=_other_gain(tensors, at, side.gain)
+                )
+            )
+    for sides, side, count, letter in (
+        (queries, query, plan.n_heads, "q"),
+        (keys, key, plan.n_kv_heads, "k"),
+    ):
         other_stream = JOINT.get(f"to_{letter}", "")
         if leaf == "to_q" and f"{at}{other_stream}.weight" in tensors:
             shape, size = tensors[f"{at}{other_stream}.weight"].shape, plan.head_dim
             if len(shape) != 2 or shape[0] != count * size:
                 return Unknown(
-                    "", f"{other_stream} has shape {list(shape)}, expected {count * size} rows as to_{letter}"
+                    "",
+                    f"{other_stream} has shape {list(shape)}, expected {count * size} rows as to_{letter}",
                 )
             weight_slice = _even(tensors, f"{at}{other_stream}", count, size, size)
-            sides.append(StreamWeights(weight=weight_slice, gain=_other_gain(tensors, at, side.gain)))
+            sides.append(
+                StreamWeights(
+                    weight=weight_slice, gain=_other_gain(tensors, at, side.gain)
+                )
+            )
     if len(queries) + len(keys) == 2:
         return plan
     layout = f"{plan.layout}, two streams"
-    return dataclasses.replace(plan, layout=layout, queries=tuple(queries), keys=tuple(keys))
+    return dataclasses.replace(
+        plan, layout=layout, queries=tuple(queries), keys=tuple(keys)
+    )
 
 
 def _other_gain(tensors: Tensors, at: str, gain: str | None) -> str | None:
@@ -270,7 +344,9 @@ def _other_gain(tensors: Tensors, at: str, gain: str | None) -> str | None:
     if gain is None:
         return None
     name = gain.removeprefix(at).removesuffix(".weight")
-    return _present(tensors, f"{at}{JOINT_GAINS[name]}") if name in JOINT_GAINS else None
+    return (
+        _present(tensors, f"{at}{JOINT_GAINS[name]}") if name in JOINT_GAINS else None
+    )
 
 
 def _joined(sites: Mapping[str, Found], site: Found) -> Found | None:
@@ -278,13 +354,21 @@ def _joined(sites: Mapping[str, Found], site: Found) -> Found | None:
     for first, second in JOINT_MODULES:
         if second in site.name and site.name.replace(second, first) in sites:
             return None
-        other_stream = sites.get(site.name.replace(first, second)) if first in site.name else None
+        other_stream = (
+            sites.get(site.name.replace(first, second)) if first in site.name else None
+        )
         if isinstance(site, SitePlan) and other_stream is not None:
-            if not isinstance(other_stream, SitePlan) or (other_stream.n_heads, other_stream.head_dim) != (
+            if not isinstance(other_stream, SitePlan) or (
+                other_stream.n_heads,
+                other_stream.head_dim,
+            ) != (
                 site.n_heads,
                 site.head_dim,
             ):
-                return Unknown(site.name, f"the tokens of {other_stream.name}, which attend with its own, are not read")
+                return Unknown(
+                    site.name,
+                    f"the tokens of {other_stream.name}, which attend with its own, are not read",
+                )
             return dataclasses.replace(
                 site,
                 layout=f"{site.layout}, two streams",
@@ -300,20 +384,28 @@ def _bounded(plan: SitePlan, leaves: Sequence[str]) -> SitePlan:
     queries or keys: a second stream of tokens, a bias of its own, relative positions that are projected."""
     if plan.layout == "MLA":
         return plan
-    read = {weight_slice.tensor.removesuffix(".weight").rpartition(".")[2] for weight_slice in plan.slices()}
+    read = {
+        weight_slice.tensor.removesuffix(".weight").rpartition(".")[2]
+        for weight_slice in plan.slices()
+    }
     for side in (*plan.queries, *plan.keys):
         gain = (side.gain or "").removesuffix(".weight").rpartition(".")[2]
         read |= {gain, f"{gain}_bias"}
     extra_weights = sorted(
-        leaf for leaf in set(leaves) - read if _OTHER_QK.search(leaf) and not leaf.startswith("in_proj")
+        leaf
+        for leaf in set(leaves) - read
+        if _OTHER_QK.search(leaf) and not leaf.startswith("in_proj")
     )
     if not extra_weights:
         return plan
     reason = f"{', '.join(extra_weights[:3])} may take part in the logits in a way that is not known: no logit bound"
     queries, keys = (
-        tuple(dataclasses.replace(side, gain=None, input=None) for side in sides) for sides in (plan.queries, plan.keys)
+        tuple(dataclasses.replace(side, gain=None, input=None) for side in sides)
+        for sides in (plan.queries, plan.keys)
     )
-    return dataclasses.replace(plan, queries=queries, keys=keys, notes=(*plan.notes, reason))
+    return dataclasses.replace(
+        plan, queries=queries, keys=keys, notes=(*plan.notes, reason)
+    )
 
 
 def _readable(tensors: Tensors, plan: SitePlan) -> Found:
@@ -321,17 +413,24 @@ def _readable(tensors: Tensors, plan: SitePlan) -> Found:
         module = weight_slice.tensor.removesuffix("weight")
         if any(f"{module}{name}" in tensors for name in _ADAPTERS):
             return Unknown(
-                plan.name, f"{weight_slice.tensor} has a low-rank adapter beside it; merge it into the weight first"
+                plan.name,
+                f"{weight_slice.tensor} has a low-rank adapter beside it; merge it into the weight first",
             )
         tensor = tensors[weight_slice.tensor]
         scales = [weight_slice.tensor + end for end in _SCALES]
         if tensor.dtype.startswith("F8"):
-            scales += [f"{weight_slice.tensor.removesuffix('weight')}{name}" for name in _SCALES_OF_8_BITS]
+            scales += [
+                f"{weight_slice.tensor.removesuffix('weight')}{name}"
+                for name in _SCALES_OF_8_BITS
+            ]
         present = [name for name in scales if name in tensors]
         if not tensor.floating or present:
-            reason = f"scales in {present[0]}" if present else f"stored as {tensor.dtype}"
+            reason = (
+                f"scales in {present[0]}" if present else f"stored as {tensor.dtype}"
+            )
             return Unknown(
-                plan.name, f"{weight_slice.tensor} is quantised ({reason}); scan the checkpoint before quantisation"
+                plan.name,
+                f"{weight_slice.tensor} is quantised ({reason}); scan the checkpoint before quantisation",
             )
     return plan
 
@@ -340,12 +439,17 @@ def _separate(tensors: Tensors, at: str, q: str, k: str, geometry: Geometry) -> 
     query, key = tensors[f"{at}{q}.weight"], tensors[f"{at}{k}.weight"]
     for name, tensor in ((q, query), (k, key)):
         if len(tensor.shape) != 2 or 0 in tensor.shape:
-            return Unknown("", f"{name} has shape {list(tensor.shape)}, expected a matrix")
+            return Unknown(
+                "", f"{name} has shape {list(tensor.shape)}, expected a matrix"
+            )
     heads = geometry.n_heads
     if heads is None and geometry.head_dim is not None:
         heads = query.shape[0] // geometry.head_dim
     if not heads:
-        return Unknown("", f"the number of heads is not known; give --n-heads ({q} has {query.shape[0]} rows)")
+        return Unknown(
+            "",
+            f"the number of heads is not known; give --n-heads ({q} has {query.shape[0]} rows)",
+        )
     per_head, remainder = divmod(query.shape[0], heads)
     is_gated = geometry.model_type in GATED
     if remainder or (is_gated and per_head % 2):
@@ -353,16 +457,25 @@ def _separate(tensors: Tensors, at: str, q: str, k: str, geometry: Geometry) -> 
         return Unknown("", reason)
     size = per_head // 2 if is_gated else per_head
     groups, remainder = divmod(key.shape[0], size)
-    wrong = f"{k} has {key.shape[0]} rows" if remainder else _contradiction(geometry, size, groups, heads)
+    wrong = (
+        f"{k} has {key.shape[0]} rows"
+        if remainder
+        else _contradiction(geometry, size, groups, heads)
+    )
     if wrong:
-        return Unknown("", f"{heads} heads of {size} do not fit: {wrong}; give --n-heads and --n-kv-heads")
+        return Unknown(
+            "",
+            f"{heads} heads of {size} do not fit: {wrong}; give --n-heads and --n-kv-heads",
+        )
     return SitePlan(
         name=at[:-1],
         layout="gated q, k apart" if is_gated else "q, k apart",
         n_heads=heads,
         n_kv_heads=groups,
         head_dim=size,
-        queries=(StreamWeights(weight=_even(tensors, f"{at}{q}", heads, per_head, size)),),
+        queries=(
+            StreamWeights(weight=_even(tensors, f"{at}{q}", heads, per_head, size)),
+        ),
         keys=(StreamWeights(weight=_even(tensors, f"{at}{k}", groups, size, size)),),
     )
 
@@ -377,10 +490,17 @@ def _contradiction(geometry: Geometry, size: int, groups: int, heads: int) -> st
     return ""
 
 
-def _even(tensors: Tensors, module: str, heads: int, step: int, rows: int, first: int = 0) -> Slice:
+def _even(
+    tensors: Tensors, module: str, heads: int, step: int, rows: int, first: int = 0
+) -> Slice:
     bias = f"{module}.bias"
     starts = tuple(first + step * h for h in range(heads))
-    return Slice(tensor=f"{module}.weight", starts=starts, rows=rows, bias=bias if bias in tensors else None)
+    return Slice(
+        tensor=f"{module}.weight",
+        starts=starts,
+        rows=rows,
+        bias=bias if bias in tensors else None,
+    )
 
 
 def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> Found | None:
@@ -390,24 +510,38 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> Found | 
     shape, heads, kind = tensors[name].shape, geometry.n_heads, geometry.model_type
     layout = geometry.layout or ("groups" if kind in GROUPED else FUSED[leaf])
     is_single = leaf == "linear1"
-    if is_single and f"{at}norm.query_norm.scale" not in tensors and f"{at}norm.query_norm.weight" not in tensors:
-        return (
-            None  # any network has a linear1; that of Flux's single blocks makes [q | k | v | mlp] and has a q/k norm
-        )
+    if (
+        is_single
+        and f"{at}norm.query_norm.scale" not in tensors
+        and f"{at}norm.query_norm.weight" not in tensors
+    ):
+        return None  # any network has a linear1; that of Flux's single blocks makes [q | k | v | mlp] and has a q/k norm
     if kind in OTHER and not geometry.layout:
         return Unknown("", f"{OTHER[kind]}: not read")
     if len(shape) != 2 or (shape[0] == shape[1]) or 0 in shape:
-        return Unknown("", f"{leaf} has shape {list(shape)}, expected a matrix that is not square")
+        return Unknown(
+            "", f"{leaf} has shape {list(shape)}, expected a matrix that is not square"
+        )
     if heads is None:
-        return Unknown("", f"the number of heads is not known; give --n-heads ({leaf} is {shape[0]} x {shape[1]})")
+        return Unknown(
+            "",
+            f"the number of heads is not known; give --n-heads ({leaf} is {shape[0]} x {shape[1]})",
+        )
     if layout is None:
         reason = "it could be [q | k | v] or q, k, v per head; give --layout blocks or --layout groups"
         return Unknown("", f"{leaf} is ambiguous: {reason}")
     groups = geometry.n_kv_heads or heads
-    width = shape[1] // heads if is_single else _width(shape, heads, groups, geometry.head_dim)
+    width = (
+        shape[1] // heads
+        if is_single
+        else _width(shape, heads, groups, geometry.head_dim)
+    )
     size = f"{shape[0]} x {shape[1]}"
     if not width or heads % groups or (is_single and shape[0] < 3 * width * heads):
-        return Unknown("", f"{leaf} is {size}, whose shape gives no width for {heads} heads and {groups} key heads")
+        return Unknown(
+            "",
+            f"{leaf} is {size}, whose shape gives no width for {heads} heads and {groups} key heads",
+        )
     q, k = _starts(layout, heads, groups, width)
     axis = 0 if is_single or shape[0] == width * (heads + 2 * groups) else 1
     stored = bias if bias in tensors else None
@@ -418,13 +552,25 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> Found | 
         n_heads=heads,
         n_kv_heads=groups,
         head_dim=width,
-        queries=(StreamWeights(weight=Slice(tensor=name, axis=axis, starts=q, rows=width, bias=stored)),),
-        keys=(StreamWeights(weight=Slice(tensor=name, axis=axis, starts=k, rows=width, bias=stored)),),
-        assumed=() if is_stated else (f"order of q, k, v taken from the convention for {leaf}",),
+        queries=(
+            StreamWeights(
+                weight=Slice(tensor=name, axis=axis, starts=q, rows=width, bias=stored)
+            ),
+        ),
+        keys=(
+            StreamWeights(
+                weight=Slice(tensor=name, axis=axis, starts=k, rows=width, bias=stored)
+            ),
+        ),
+        assumed=()
+        if is_stated
+        else (f"order of q, k, v taken from the convention for {leaf}",),
     )
 
 
-def _width(shape: tuple[int, ...], heads: int, groups: int, head_dim: int | None) -> int:
+def _width(
+    shape: tuple[int, ...], heads: int, groups: int, head_dim: int | None
+) -> int:
     """Returns the head_dim of a fused weight, or 0. nn.Linear has outputs in rows, GPT-2's Conv1D in columns."""
     parts = heads + 2 * groups
     fits = [n // parts for n in shape if n % parts == 0]
@@ -440,10 +586,14 @@ def _width(shape: tuple[int, ...], heads: int, groups: int, head_dim: int | None
     return fits[0] if len(fits) == 1 else 0
 
 
-def _starts(layout: str, heads: int, groups: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _starts(
+    layout: str, heads: int, groups: int, width: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the first row of each query head and of each key head."""
     if layout == "blocks":
-        return tuple(h * width for h in range(heads)), tuple((heads + g) * width for g in range(groups))
+        return tuple(h * width for h in range(heads)), tuple(
+            (heads + g) * width for g in range(groups)
+        )
     share = heads // groups
     step = (share + 2) * width
     query = tuple((h // share) * step + (h % share) * width for h in range(heads))
@@ -452,15 +602,25 @@ def _starts(layout: str, heads: int, groups: int, width: int) -> tuple[tuple[int
 
 def _latent(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> Found:
     """Plans DeepSeek's MLA: q_b has [nope | rope] per head, kv_b [nope | value] per head, kv_a [latent | rope]."""
-    heads, nope, rope, value = geometry.n_heads, geometry.nope_dim, geometry.rope_dim, geometry.value_dim
+    heads, nope, rope, value = (
+        geometry.n_heads,
+        geometry.nope_dim,
+        geometry.rope_dim,
+        geometry.value_dim,
+    )
     if heads is None or nope is None or rope is None or value is None:
         reason = "MLA needs num_attention_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim in config.json"
         return Unknown("", reason)
-    for name, rows in ((leaf, heads * (nope + rope)), ("kv_b_proj", heads * (nope + value))):
+    for name, rows in (
+        (leaf, heads * (nope + rope)),
+        ("kv_b_proj", heads * (nope + value)),
+    ):
         stored = tensors.get(f"{at}{name}.weight")
         if stored is None or len(stored.shape) != 2 or stored.shape[0] != rows:
             shape = "missing" if stored is None else f"of shape {list(stored.shape)}"
-            return Unknown("", f"{name} is {shape}, but config.json requires {rows} rows")
+            return Unknown(
+                "", f"{name} is {shape}, but config.json requires {rows} rows"
+            )
     latent = tensors[f"{at}kv_b_proj.weight"].shape[1]
     if tensors[f"{at}kv_a_proj_with_mqa.weight"].shape[0] != latent + rope:
         return Unknown("", f"kv_a_proj_with_mqa does not have {latent} + {rope} rows")
@@ -486,8 +646,15 @@ def _own_latent(tensors: Tensors, at: str, geometry: Geometry) -> Found:
     rows = {}
     for name in names:
         stored = tensors.get(f"{at}{name}.weight")
-        if stored is None or len(stored.shape) != 2 or (name != "k_rope" and stored.shape[0] % heads):
-            return Unknown("", f"expected matrices {', '.join(names)} whose rows split evenly into {heads} heads")
+        if (
+            stored is None
+            or len(stored.shape) != 2
+            or (name != "k_rope" and stored.shape[0] % heads)
+        ):
+            return Unknown(
+                "",
+                f"expected matrices {', '.join(names)} whose rows split evenly into {heads} heads",
+            )
         rows[name] = stored.shape[0] if name == "k_rope" else stored.shape[0] // heads
     query = StreamWeights(
         weight=_even(tensors, f"{at}q_up", heads, rows["q_up"], rows["q_up"]),
@@ -502,9 +669,17 @@ def _own_latent(tensors: Tensors, at: str, geometry: Geometry) -> Found:
     return _mla(at, heads, rows["q_up"] + rows["k_rope"], query, key)
 
 
-def _mla(at: str, heads: int, size: int, query: StreamWeights, key: StreamWeights) -> SitePlan:
+def _mla(
+    at: str, heads: int, size: int, query: StreamWeights, key: StreamWeights
+) -> SitePlan:
     return SitePlan(
-        name=at[:-1], layout="MLA", n_heads=heads, n_kv_heads=heads, head_dim=size, queries=(query,), keys=(key,)
+        name=at[:-1],
+        layout="MLA",
+        n_heads=heads,
+        n_kv_heads=heads,
+        head_dim=size,
+        queries=(query,),
+        keys=(key,),
     )
 
 
@@ -527,10 +702,18 @@ def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePla
     is_mla = query.rope is not None
     before, reason = _norm_before(tensors, plan.name, geometry)
     if geometry.normed and not (query_gain or key_gain or is_mla):
-        before, reason = None, "config.json says that q and k are normed, and their gains were not found: no bound"
+        before, reason = (
+            None,
+            "config.json says that q and k are normed, and their gains were not found: no bound",
+        )
     # Queries without their own latent (DeepSeek-V2-Lite) are projected from the module's input.
-    is_direct = f"{at}q_up.weight" == query.weight.tensor and f"{at}q_down.weight" not in tensors
-    reads_latent = is_mla and not is_direct and not query.weight.tensor.endswith("q_proj.weight")
+    is_direct = (
+        f"{at}q_up.weight" == query.weight.tensor
+        and f"{at}q_down.weight" not in tensors
+    )
+    reads_latent = (
+        is_mla and not is_direct and not query.weight.tensor.endswith("q_proj.weight")
+    )
 
     def input_of(weight_slice: Slice | None) -> str | None:
         """The norm before attention, unless its width is not that of what the weight reads."""
@@ -539,7 +722,11 @@ def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePla
         width = tensors[weight_slice.tensor].shape[1 - weight_slice.axis]
         return before if math.prod(tensors[before].shape) == width else None
 
-    query = dataclasses.replace(query, gain=query_gain, input=query.input if reads_latent else input_of(query.weight))
+    query = dataclasses.replace(
+        query,
+        gain=query_gain,
+        input=query.input if reads_latent else input_of(query.weight),
+    )
     key = dataclasses.replace(
         key,
         gain=key_gain,
@@ -550,15 +737,22 @@ def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePla
     return dataclasses.replace(plan, queries=(query,), keys=(key,), notes=notes)
 
 
-def _norm_before(tensors: Tensors, module: str, geometry: Geometry) -> tuple[str | None, str]:
+def _norm_before(
+    tensors: Tensors, module: str, geometry: Geometry
+) -> tuple[str | None, str]:
     """Returns the gain of the norm that feeds a module, next to it or one or two levels up, and why there is none.
 
     The reason is empty if there is a norm, or none with a known name.
     """
     beside = f"{module.removesuffix('multihead_attn')}self_attn."  # torch's decoder layer has both names
-    has_beside = f"{beside}in_proj_weight" in tensors or f"{beside}q_proj.weight" in tensors
+    has_beside = (
+        f"{beside}in_proj_weight" in tensors or f"{beside}q_proj.weight" in tensors
+    )
     if _CROSS.search(module) or (module.endswith("multihead_attn") and has_beside):
-        return None, "its name says that its keys come from another sequence: no logit bound"
+        return (
+            None,
+            "its name says that its keys come from another sequence: no logit bound",
+        )
     kind, reason = geometry.model_type, ""
     parents = [module.rpartition(".")[0], module.rpartition(".")[0].rpartition(".")[0]]
     for at in parents:
@@ -567,8 +761,15 @@ def _norm_before(tensors: Tensors, module: str, geometry: Geometry) -> tuple[str
             if gain is None:
                 continue
             if kind in NOT_BEFORE or geometry.norm_after:
-                return None, f"{name} follows attention here: weights alone give no logit bound"
-            if name in INPUT_NORMS or kind in EITHER_NORM[name] or (kind is None and name == "ln_1"):  # as in GPT-2
+                return (
+                    None,
+                    f"{name} follows attention here: weights alone give no logit bound",
+                )
+            if (
+                name in INPUT_NORMS
+                or kind in EITHER_NORM[name]
+                or (kind is None and name == "ln_1")
+            ):  # as in GPT-2
                 return gain, ""
             reason = f"{name} precedes attention in some models and follows it in others: no logit bound"
     return None, reason
@@ -597,9 +798,7 @@ def missing_layers(checkpoint: Checkpoint, sites: Sequence[Found]) -> list[Unkno
             keys = special if word in stack else keys
         total = first_number(section(checkpoint.config, stack), keys) or 0
         for layer in sorted(set(range(total)) - numbers[stack]):
-            reason = (
-                f"config.json says {total} layers, and no tensor of this one is in the checkpoint; download it again"
-            )
+            reason = f"config.json says {total} layers, and no tensor of this one is in the checkpoint; download it again"
             unknown.append(Unknown(f"{stack}.{layer}".lstrip("."), reason))
     return unknown
 
@@ -611,8 +810,15 @@ def _left_over(tensors: Tensors, sites: Iterable[str]) -> list[Unknown]:
     lost: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         match = _ATTENTION.match(name)
-        if match and len(tensor.shape) >= 2 and match[1] not in around and names.isdisjoint(_paths(match[1])):
-            lost.setdefault(match[1], []).append(name[match.end() :].removesuffix(".weight"))
+        if (
+            match
+            and len(tensor.shape) >= 2
+            and match[1] not in around
+            and names.isdisjoint(_paths(match[1]))
+        ):
+            lost.setdefault(match[1], []).append(
+                name[match.end() :].removesuffix(".weight")
+            )
     unknown = []
     for module, leaves in lost.items():
         quantised = [leaf for leaf in leaves if leaf.endswith(_QUANTISED)]
@@ -625,7 +831,9 @@ def _left_over(tensors: Tensors, sites: Iterable[str]) -> list[Unknown]:
                 "model.merge_and_unload().save_pretrained(folder)"
             )
         elif any(
-            tensors[f"{module}.{leaf}.weight"].floating for leaf in leaves if f"{module}.{leaf}.weight" in tensors
+            tensors[f"{module}.{leaf}.weight"].floating
+            for leaf in leaves
+            if f"{module}.{leaf}.weight" in tensors
         ):
             reason = f"no known names for query and key among {', '.join(sorted(leaves)[:6])}"
         else:

@@ -72,7 +72,9 @@ def check(
         raise InvalidValueError(f"expected a threshold above 0 nats, got {threshold}")
     if isinstance(model_or_path, nn.Module):
         if batch is None:
-            raise InvalidTypeError("expected a batch that the model accepts: qkeel.check(model, batch)")
+            raise InvalidTypeError(
+                "expected a batch that the model accepts: qkeel.check(model, batch)"
+            )
         if sees is not None:
             return check_sees(model_or_path, batch, sees)
         return _of_model(model_or_path, batch, threshold)
@@ -81,7 +83,9 @@ def check(
             f"expected a model, or the path of a run or checkpoint, got {type(model_or_path).__name__}"
         )
     if sees is not None:
-        raise InvalidTypeError("expected a model with sees=, which changes tokens, got the path of files")
+        raise InvalidTypeError(
+            "expected a model with sees=, which changes tokens, got the path of files"
+        )
     path = Path(model_or_path)
     return _of_run(path, threshold) if is_run(path) else of_scan(scan(path), threshold)
 
@@ -91,7 +95,9 @@ def is_run(path: Path) -> bool:
     return (path / "metrics.jsonl").is_file()
 
 
-def check_checkpoint(path: Path, flags: Geometry, threshold: float, on_progress: ScanProgress) -> Health:
+def check_checkpoint(
+    path: Path, flags: Geometry, threshold: float, on_progress: ScanProgress
+) -> Health:
     """Checks a checkpoint whose head counts may come from `flags`; see `check`."""
     return of_scan(scan(path, flags=flags, on_progress=on_progress), threshold)
 
@@ -104,18 +110,27 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     with Tap(inner, guard=guard) as tap, torch.no_grad(), undisturbed(inner):
         tap.sites = sites
         output = inner(*copied(args), **copied(kwargs))
-        is_finite = all(bool(x.isfinite().all()) for x in tensors_within(output) if x.is_floating_point())
+        is_finite = all(
+            bool(x.isfinite().all())
+            for x in tensors_within(output)
+            if x.is_floating_point()
+        )
         statistics = tap.read()
     if guard.error is not None:
         raise guard.error
     if not statistics:
-        raise NoAttentionError(f"no attention was seen in a forward pass of this {type(inner).__name__}")
+        raise NoAttentionError(
+            f"no attention was seen in a forward pass of this {type(inner).__name__}"
+        )
     rows, broken = [], []
     largest = entropy = math.nan
     head_name = layer_name = ""
     for name, stats in statistics.items():
         label = site_label(name, type(inner).__name__)
-        logits = without_constant(stats.max_logit.double().numpy(force=True), stats.logit_spread.numpy(force=True))
+        logits = without_constant(
+            stats.max_logit.double().numpy(force=True),
+            stats.logit_spread.numpy(force=True),
+        )
         head = int(np.where(np.isnan(logits), -np.inf, logits).argmax())
         top = float(logits[head])
         entropies, non_finite = stats.value("entropy"), stats.value(NON_FINITE)
@@ -129,18 +144,34 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
             entropy, layer_name = mean, label
         rows.append((label, _text(top), str(head), _text(mean)))
     status, sentence = judged(
-        largest, head_name, entropy=entropy, lowest=layer_name, broken=broken, threshold=threshold
+        largest,
+        head_name,
+        entropy=entropy,
+        lowest=layer_name,
+        broken=broken,
+        threshold=threshold,
     )
-    unexpected = findings(inner, batch, read_visibility(inner, batch, sites), finite=is_finite)
+    unexpected = findings(
+        inner, batch, read_visibility(inner, batch, sites), finite=is_finite
+    )
     if unexpected:
         status = Status.NOT_HEALTHY
-        sentence = f"not healthy: {'; '.join(unexpected)}; {sentence.partition(': ')[2]}"
+        sentence = (
+            f"not healthy: {'; '.join(unexpected)}; {sentence.partition(': ')[2]}"
+        )
     if sites.missed:
         total = len(statistics) + len(sites.missed)
-        sentence += f"; {len(sites.missed)} of {total} attention layers are not understood"
+        sentence += (
+            f"; {len(sites.missed)} of {total} attention layers are not understood"
+        )
     columns = ("layer", "max logit", "head", "entropy")
     return Health(
-        status=status, sentence=sentence, largest=largest, threshold=threshold, columns=columns, rows=tuple(rows)
+        status=status,
+        sentence=sentence,
+        largest=largest,
+        threshold=threshold,
+        columns=columns,
+        rows=tuple(rows),
     )
 
 
@@ -150,12 +181,18 @@ def _of_run(path: Path, threshold: float) -> Health:
     heads = run.heads() if records and (path / "heads.json").exists() else None
     if heads is not None and len(heads.steps) and "max_logit" in heads.values:
         return judge_run(heads, run.events(), threshold)
-    logits = [float(row["max_logit"]) for row in records if isinstance(row.get("max_logit"), (int, float))]
+    logits = [
+        float(row["max_logit"])
+        for row in records
+        if isinstance(row.get("max_logit"), (int, float))
+    ]
     finite = [logit for logit in logits if not math.isnan(logit)]
     largest = max(finite, default=math.nan)
     broken = ["the run"] if len(finite) < len(logits) else []
     status, sentence = judged(largest, broken=broken, threshold=threshold)
-    return Health(status=status, sentence=sentence, largest=largest, threshold=threshold)
+    return Health(
+        status=status, sentence=sentence, largest=largest, threshold=threshold
+    )
 
 
 def of_scan(scanned: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
@@ -169,7 +206,10 @@ def of_scan(scanned: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
             unbounded.append(site.name)
         elif not bound <= largest:
             largest, layer = bound, site.name
-        assumptions += [f"{site.name} is read by conventions ({assumed})" for assumed in site.assumed]
+        assumptions += [
+            f"{site.name} is read by conventions ({assumed})"
+            for assumed in site.assumed
+        ]
         kind = "q, k norm" if any(map(math.isfinite, site.gain_bound)) else "-"
         rows.append((site.name, _text(bound), kind, str(sum(site.outlier))))
     non_finite = [tensor.name for tensor in scanned.tensors if tensor.non_finite]
@@ -180,26 +220,36 @@ def of_scan(scanned: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
         sentence = f"not healthy: NaN or infinite weights in {_few(non_finite)}"
     elif unread or not scanned.sites:
         name = _few(unread, 1, " layers") if unread else "this model"
-        sentence = f"not known: weights are finite but imply no bound on the logits of {name}"
-    elif largest > threshold:
         sentence = (
-            f"not known: weights allow logits up to {largest:,.4g} ({layer}), and the threshold is {threshold:,g}"
+            f"not known: weights are finite but imply no bound on the logits of {name}"
         )
+    elif largest > threshold:
+        sentence = f"not known: weights allow logits up to {largest:,.4g} ({layer}), and the threshold is {threshold:,g}"
     elif assumptions:
         sentence = f"not known: weights would allow logits up to {largest:,.4g} ({layer}), but {assumptions[0]}"
     else:
         status = Status.HEALTHY
-        sentence = (
-            f"healthy: no input can produce a logit over {largest:,.4g} ({layer}); the threshold is {threshold:,g}"
-        )
+        sentence = f"healthy: no input can produce a logit over {largest:,.4g} ({layer}); the threshold is {threshold:,g}"
     if status is Status.NOT_KNOWN:
         sentence += "; to decide, check a pass on data: qkeel.check(model, batch)"
-    outliers = [f"{site.name} head {h}" for site in scanned.sites for h, out in enumerate(site.outlier) if out]
+    outliers = [
+        f"{site.name} head {h}"
+        for site in scanned.sites
+        for h, out in enumerate(site.outlier)
+        if out
+    ]
     if outliers:
-        sentence += f". Outlier heads (|Wq'Wk|_2 far above the median): {_few(outliers)}"
+        sentence += (
+            f". Outlier heads (|Wq'Wk|_2 far above the median): {_few(outliers)}"
+        )
     columns = ("layer", "logit bound", "normed", "outlier heads")
     return Health(
-        status=status, sentence=sentence, largest=largest, threshold=threshold, columns=columns, rows=tuple(rows)
+        status=status,
+        sentence=sentence,
+        largest=largest,
+        threshold=threshold,
+        columns=columns,
+        rows=tuple(rows),
     )
 
 

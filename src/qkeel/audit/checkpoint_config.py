@@ -19,8 +19,21 @@ def words(text: str) -> frozenset[str]:
 
 
 # Keys of config.json by meaning; the first one present counts.
-N_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads")
-N_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
+N_HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "attention_heads",
+    "encoder_attention_heads",
+)
+N_KV_HEADS = (
+    "num_key_value_heads",
+    "n_kv_heads",
+    "num_kv_heads",
+    "multi_query_group_num",
+    "n_head_kv",
+)
 HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "d_kv")
 N_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # Words in the name of a stack of layers -> the keys of its own number.
@@ -42,10 +55,41 @@ SECTIONS = (
 )
 # Model types whose norms multiply by 1 + w (transformers 5.23, modeling files). A part of a composite model has a type
 # of its own.
-ONE_PLUS = ("gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "vaultgemma", "t5gemma", "t5_gemma_module")
-ONE_PLUS += ("t5gemma2", "t5gemma2_text", "t5gemma2_encoder", "t5gemma2_decoder", "qwen3_next", "qwen3_5")
-ONE_PLUS += ("qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text", "minimax_m3_vl")
-ONE_PLUS += ("minimax_m3_vl_text", "muse_glimmer", "muse_glimmer_text", "muse_spark", "nemotron", "step3p5", "step3p7")
+ONE_PLUS = (
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "recurrent_gemma",
+    "vaultgemma",
+    "t5gemma",
+    "t5_gemma_module",
+)
+ONE_PLUS += (
+    "t5gemma2",
+    "t5gemma2_text",
+    "t5gemma2_encoder",
+    "t5gemma2_decoder",
+    "qwen3_next",
+    "qwen3_5",
+)
+ONE_PLUS += (
+    "qwen3_5_text",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen4_exp",
+    "qwen4_exp_text",
+    "minimax_m3_vl",
+)
+ONE_PLUS += (
+    "minimax_m3_vl_text",
+    "muse_glimmer",
+    "muse_glimmer_text",
+    "muse_spark",
+    "nemotron",
+    "step3p5",
+    "step3p7",
+)
 # Model types that do not divide logits by √head_dim (transformers 5.23, modeling files).
 UNSCALED = words(
     """
@@ -79,11 +123,19 @@ class Geometry:
     value_dim: int | None = None  #: dimensions of one head's value
     scale: float | None = None
     rope_factor: float = 1.0  #: factor above 1 on cos and sin (YaRN, LongRoPE)
-    model_type: str | None = None  #: as in config.json; decides whether norms multiply by w or 1 + w
+    model_type: str | None = (
+        None  #: as in config.json; decides whether norms multiply by w or 1 + w
+    )
     normed: bool = False  #: config.json says that q and k are normed
-    norm_after: bool = False  #: config.json says that the block's norms follow attention
-    layout: str | None = None  #: fused weight: "blocks" for [q | k | v], or "groups" for q, k, v per key head
-    stages: tuple[tuple[str, int], ...] = ()  #: query heads of the layers whose name starts with or contains a stage
+    norm_after: bool = (
+        False  #: config.json says that the block's norms follow attention
+    )
+    layout: str | None = (
+        None  #: fused weight: "blocks" for [q | k | v], or "groups" for q, k, v per key head
+    )
+    stages: tuple[
+        tuple[str, int], ...
+    ] = ()  #: query heads of the layers whose name starts with or contains a stage
 
     @property
     def one_plus(self) -> bool:
@@ -112,7 +164,10 @@ def read_geometry(config: ConfigMapping, tensor: str, flags: Geometry) -> Geomet
         scale=_scale(entries, tensor),
         rope_factor=_rope_factor(entries),
         model_type=entries.get("model_type", config.get("model_type")),
-        normed=any(entries.get(key) is True for key in ("use_qk_norm", "qk_layernorm", "qk_norm")),
+        normed=any(
+            entries.get(key) is True
+            for key in ("use_qk_norm", "qk_layernorm", "qk_norm")
+        ),
         norm_after=any(entries.get(key) is True for key in ("swin_norm", "norm_after")),
         layout=_layout(entries),
     )
@@ -168,7 +223,9 @@ def first_number(config: ConfigMapping, keys: tuple[str, ...]) -> int | None:
     for key in keys:
         value = config.get(key)
         if isinstance(value, (str, bool, float)):
-            raise DataError(f"config.json has {value!r:.60} for {key}; expected a whole number: correct or restore it")
+            raise DataError(
+                f"config.json has {value!r:.60} for {key}; expected a whole number: correct or restore it"
+            )
         if isinstance(value, int) and value > 0:
             return value
     return None
@@ -178,7 +235,10 @@ def _kv_heads(config: ConfigMapping) -> int | None:
     nested = config.get("attn_config")
     if isinstance(nested, Mapping) and "kv_n_heads" in nested:
         return first_number(nested, ("kv_n_heads",))
-    if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
+    if (
+        config.get("multi_query") is True
+        and config.get("new_decoder_architecture") is not True
+    ):
         return 1  # Falcon, GPT-BigCode
     key_heads = first_number(config, N_KV_HEADS)
     if key_heads is not None or "decoder_attention_heads" in config:
@@ -194,10 +254,15 @@ def _scale(config: ConfigMapping, tensor: str) -> float | None:
     position.
     """
     nested = config.get("attn_config")
-    softmax_scale = _positive(nested, "softmax_scale") if isinstance(nested, Mapping) else None
+    softmax_scale = (
+        _positive(nested, "softmax_scale") if isinstance(nested, Mapping) else None
+    )
     if softmax_scale:
         return softmax_scale
-    if config.get("model_type") in UNSCALED or config.get("scale_attn_weights") is False:
+    if (
+        config.get("model_type") in UNSCALED
+        or config.get("scale_attn_weights") is False
+    ):
         return 1.0
     if scalar := _positive(config, "query_pre_attn_scalar"):
         return scalar**-0.5
@@ -206,26 +271,43 @@ def _scale(config: ConfigMapping, tensor: str) -> float | None:
     number = re.search(r"\.(\d+)\.", tensor)
     if config.get("scale_attn_by_inverse_layer_idx") is True and number:
         return _usual_scale(config) / (int(number[1]) + 1)
-    keys, inputs = _positive(config, "key_multiplier"), _positive(config, "attention_in_multiplier")
+    keys, inputs = (
+        _positive(config, "key_multiplier"),
+        _positive(config, "attention_in_multiplier"),
+    )
     if keys or inputs:
         # A bias is not multiplied with the input, so a multiplier below 1 gives no smaller bound.
         return _usual_scale(config) * (keys or 1.0) * max(1.0, inputs or 1.0) ** 2
-    width = (first_number(config, ("qk_nope_head_dim",)) or 0) + (first_number(config, ("qk_rope_head_dim",)) or 0)
+    width = (first_number(config, ("qk_nope_head_dim",)) or 0) + (
+        first_number(config, ("qk_rope_head_dim",)) or 0
+    )
     for rope in _ropes(config):
-        over, factor = _positive(rope, "mscale_all_dim"), _positive(rope, "factor") or 1.0
+        over, factor = (
+            _positive(rope, "mscale_all_dim"),
+            _positive(rope, "factor") or 1.0,
+        )
         if width and over and factor > 1:
             return width**-0.5 * (0.1 * over * math.log(factor) + 1) ** 2
-        beta, before = _positive(rope, "llama_4_scaling_beta"), _positive(rope, "original_max_position_embeddings")
+        beta, before = (
+            _positive(rope, "llama_4_scaling_beta"),
+            _positive(rope, "original_max_position_embeddings"),
+        )
         last = _positive(config, "max_position_embeddings")
         if beta and before and last:
-            return _usual_scale(config) * (1 + beta * math.log(1 + (last - 1) // before))
+            return _usual_scale(config) * (
+                1 + beta * math.log(1 + (last - 1) // before)
+            )
     return None
 
 
 def _usual_scale(config: ConfigMapping) -> float:
     """Returns 1/√head_dim, NaN if the config does not give the size of a head."""
     size, heads = first_number(config, HEAD_DIM), first_number(config, N_HEADS)
-    if size is None and heads and (width := first_number(config, ("hidden_size", "n_embd", "d_model"))):
+    if (
+        size is None
+        and heads
+        and (width := first_number(config, ("hidden_size", "n_embd", "d_model")))
+    ):
         size = width // heads
     return size**-0.5 if size else math.nan
 
@@ -235,7 +317,9 @@ def _ropes(config: ConfigMapping) -> list[ConfigMapping]:
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, Mapping):
         return []
-    return [entries for entries in rope.values() if isinstance(entries, Mapping)] or [rope]
+    return [entries for entries in rope.values() if isinstance(entries, Mapping)] or [
+        rope
+    ]
 
 
 def _positive(config: ConfigMapping, key: str) -> float | None:
@@ -247,7 +331,11 @@ def _positive(config: ConfigMapping, key: str) -> float | None:
     value = config.get(key)
     if value is None or (value == 0 and not isinstance(value, str)):
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 < value < math.inf
+    ):
         raise DataError(
             f"config.json has {str(value)[:60]!r} for {key}; expected a number above 0: correct or restore it"
         )
@@ -266,14 +354,19 @@ def _rope_factor(config: ConfigMapping) -> float:
 def _one_rope_factor(rope: ConfigMapping, config: ConfigMapping) -> float:
     kind = rope.get("rope_type", rope.get("type"))
     factor = _positive(rope, "factor") or 1.0
-    factors = [_positive(rope, key) or 0.0 for key in ("attention_factor", "long_mscale", "short_mscale")]
+    factors = [
+        _positive(rope, key) or 0.0
+        for key in ("attention_factor", "long_mscale", "short_mscale")
+    ]
     if any(factors):
         return max(factors)
     if kind == "yarn" and factor > 1:
         m, over = _positive(rope, "mscale"), _positive(rope, "mscale_all_dim")
         top = 0.1 * (m if m and over else 1.0) * math.log(factor) + 1
         return top / (0.1 * over * math.log(factor) + 1) if m and over else top
-    before = _positive(rope, name := "original_max_position_embeddings") or _positive(config, name)
+    before = _positive(rope, name := "original_max_position_embeddings") or _positive(
+        config, name
+    )
     after = _positive(config, "max_position_embeddings")
     if kind == "longrope" and before and before > 1 and after:
         return math.sqrt(1 + math.log(max(after / before, 1.0)) / math.log(before))

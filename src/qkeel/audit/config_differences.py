@@ -60,9 +60,19 @@ def as_mapping(config: object) -> ConfigMapping | None:
     if isinstance(config, Mapping):
         return config
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {field.name: getattr(config, field.name, None) for field in dataclasses.fields(config)}
-    if isinstance(config, types.SimpleNamespace) or type(config).__name__ in ("Namespace", "Config"):
-        return {name: value for name, value in vars(config).items() if not name.startswith("_")}
+        return {
+            field.name: getattr(config, field.name, None)
+            for field in dataclasses.fields(config)
+        }
+    if isinstance(config, types.SimpleNamespace) or type(config).__name__ in (
+        "Namespace",
+        "Config",
+    ):
+        return {
+            name: value
+            for name, value in vars(config).items()
+            if not name.startswith("_")
+        }
     return None
 
 
@@ -72,12 +82,18 @@ def _numbers(config: ConfigMapping, word: str) -> list[float]:
     for key, value in config.items():
         if isinstance(value, Mapping):
             numbers += _numbers(value, word)
-        elif word in str(key) and isinstance(value, (int, float)) and not isinstance(value, bool):
+        elif (
+            word in str(key)
+            and isinstance(value, (int, float))
+            and not isinstance(value, bool)
+        ):
             numbers.append(float(value))
     return numbers
 
 
-def _first_key(config: ConfigMapping, keys: Sequence[str], accepts: Callable[[object], bool]) -> str | None:
+def _first_key(
+    config: ConfigMapping, keys: Sequence[str], accepts: Callable[[object], bool]
+) -> str | None:
     for key in keys:
         if key in config and accepts(config[key]):
             return key
@@ -88,7 +104,9 @@ def _norm(config: ConfigMapping, recipe: SiteRecipe) -> str:
     key = _first_key(config, _NORM, lambda value: isinstance(value, bool))
     if key is None or "unknown" in (recipe.query.kind, recipe.key.kind):
         return ""
-    acting = [side for side, norm in (("q", recipe.query), ("k", recipe.key)) if norm.acts]
+    acting = [
+        side for side, norm in (("q", recipe.query), ("k", recipe.key)) if norm.acts
+    ]
     if config[key] and len(acting) < 2:
         missing = "q or k" if not acting else "q" if "k" in acting else "k"
         return f"config.{key} is true, but no norm is applied to {missing}"
@@ -98,11 +116,20 @@ def _norm(config: ConfigMapping, recipe: SiteRecipe) -> str:
 
 
 def _scale(config: ConfigMapping, recipe: SiteRecipe) -> str:
-    scalar, multiplier = config.get("query_pre_attn_scalar"), config.get("attention_multiplier")
+    scalar, multiplier = (
+        config.get("query_pre_attn_scalar"),
+        config.get("attention_multiplier"),
+    )
     if isinstance(scalar, (int, float)) and scalar > 0:
-        expected, name = float(scalar) ** -0.5, f"config.query_pre_attn_scalar {scalar:g}"
+        expected, name = (
+            float(scalar) ** -0.5,
+            f"config.query_pre_attn_scalar {scalar:g}",
+        )
     elif isinstance(multiplier, (int, float)) and multiplier:
-        expected, name = float(multiplier), f"config.attention_multiplier {multiplier:g}"
+        expected, name = (
+            float(multiplier),
+            f"config.attention_multiplier {multiplier:g}",
+        )
     else:
         return ""
     scale = recipe.total_scale
@@ -113,7 +140,9 @@ def _scale(config: ConfigMapping, recipe: SiteRecipe) -> str:
 
 
 def _cap(config: ConfigMapping, recipe: SiteRecipe) -> str:
-    key = _first_key(config, _CAP, lambda value: value is None or isinstance(value, (int, float)))
+    key = _first_key(
+        config, _CAP, lambda value: value is None or isinstance(value, (int, float))
+    )
     if key is None:
         return ""
     configured, cap = config[key] or None, recipe.softcap
@@ -126,7 +155,11 @@ def _cap(config: ConfigMapping, recipe: SiteRecipe) -> str:
 def _configured_window(config: ConfigMapping) -> int | None:
     if config.get("use_sliding_window") is False:
         return None
-    key = _first_key(config, _WINDOW, lambda value: isinstance(value, int) and not isinstance(value, bool))
+    key = _first_key(
+        config,
+        _WINDOW,
+        lambda value: isinstance(value, int) and not isinstance(value, bool),
+    )
     return None if key is None or config[key] < 1 else config[key]
 
 
@@ -138,10 +171,18 @@ def _window(config: ConfigMapping, recipe: SiteRecipe) -> str:
     configured = _configured_window(config)
     if configured is None:
         is_named = any(key in config for key in _WINDOW)
-        return f"config says no sliding window, but queries see only {window} keys" if is_named else ""
+        return (
+            f"config says no sliding window, but queries see only {window} keys"
+            if is_named
+            else ""
+        )
     # Whether a window counts the query's own token differs between libraries.
     is_near = abs(configured - window) <= 1
-    return "" if is_near else f"config.sliding_window is {configured}, but queries see only {window} keys"
+    return (
+        ""
+        if is_near
+        else f"config.sliding_window is {configured}, but queries see only {window} keys"
+    )
 
 
 def _lost_window(model: nn.Module, recipes: Sequence[SiteRecipe]) -> str:
@@ -158,7 +199,11 @@ def _lost_window(model: nn.Module, recipes: Sequence[SiteRecipe]) -> str:
         layer_types, number = config.get("layer_types"), re.search(r"\d+", recipe.name)
         layer = -1 if number is None else int(number[0])
         is_listed = isinstance(layer_types, Sequence) and 0 <= layer < len(layer_types)
-        if isinstance(layer_types, Sequence) and is_listed and "sliding" not in str(layer_types[layer]):
+        if (
+            isinstance(layer_types, Sequence)
+            and is_listed
+            and "sliding" not in str(layer_types[layer])
+        ):
             continue
         if recipe.window is not None and not is_listed:
             return ""
@@ -166,9 +211,7 @@ def _lost_window(model: nn.Module, recipes: Sequence[SiteRecipe]) -> str:
             lost.append((configured, recipe.name))
     if not lost:
         return ""
-    return (
-        f"config.sliding_window is {lost[0][0]}, but queries see all earlier keys in {compress([n for _, n in lost])}"
-    )
+    return f"config.sliding_window is {lost[0][0]}, but queries see all earlier keys in {compress([n for _, n in lost])}"
 
 
 def _heads(config: ConfigMapping, recipe: SiteRecipe) -> str:
@@ -190,7 +233,9 @@ def _base(config: ConfigMapping, recipe: SiteRecipe) -> str:
         return ""
     observed = recipe.rotation.base, recipe.rotation.whole_base
     for base in configured:
-        if any(value is not None and abs(value / base - 1) < 0.05 for value in observed):
+        if any(
+            value is not None and abs(value / base - 1) < 0.05 for value in observed
+        ):
             return ""
     bases = ", ".join(f"{base:,.6g}" for base in configured)
     return f"the rotary base is {bases} in config, but the observed one is {recipe.rotation.base:,.6g}"

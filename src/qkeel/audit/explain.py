@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.audit.config_differences import differences
-from qkeel.audit.norm_evidence import NormFit, fit_norm, gain_candidates, rotation_of, unknown_norm
+from qkeel.audit.norm_evidence import (
+    NormFit,
+    fit_norm,
+    gain_candidates,
+    rotation_of,
+    unknown_norm,
+)
 from qkeel.audit.one_pass import OnePass, joined
 from qkeel.audit.recipes import Explanation, NormRecipe, SiteRecipe
 from qkeel.audit.visible_keys import describe_visible, visible_pairs
@@ -102,15 +108,24 @@ class SiteEvidence:
         if self.calls:
             self.rounding = float(torch.finfo(self.calls[0].q.dtype).eps)  # type: ignore[union-attr]
             self.tolerance = max(2e-4, 8 * self.rounding)
-            self.arrived: dict[Letter, Tensor] = {"q": self._vectors("q"), "k": self._vectors("k")}
+            self.arrived: dict[Letter, Tensor] = {
+                "q": self._vectors("q"),
+                "k": self._vectors("k"),
+            }
 
     def _vectors(self, letter: Letter) -> Tensor:
         """Returns q or k of all heads, which may have been computed in one call each."""
-        x = torch.cat([getattr(call, letter).detach() for call in self.calls], 1).double().cpu()
+        x = (
+            torch.cat([getattr(call, letter).detach() for call in self.calls], 1)
+            .double()
+            .cpu()
+        )
         if letter == "q":
             return x
         # Undoes the repetition of keys even where equality can't show it, as for zero keys.
-        heads = self.site.n_kv_heads if self.site.key_heads is None else self.site.n_heads
+        heads = (
+            self.site.n_kv_heads if self.site.key_heads is None else self.site.n_heads
+        )
         return x[:, :: max(1, x.shape[1] // heads)]
 
     def recipe(self) -> SiteRecipe:
@@ -131,15 +146,24 @@ class SiteEvidence:
             return dataclasses.replace(recipe, unknown=(reason,))
         pairs = visible_pairs(self.calls[0])
         visible, window = describe_visible(pairs[0])
-        sees_all = visible.startswith(("keys up to its own", "every key")) and site.layer_type != "cross"
+        sees_all = (
+            visible.startswith(("keys up to its own", "every key"))
+            and site.layer_type != "cross"
+        )
         cap = self.calls[0].spec.cap.limit
         keys = pairs.shape[-1] if sees_all else None
-        recipe = dataclasses.replace(recipe, visible=visible, window=window, keys=keys, softcap=cap)
+        recipe = dataclasses.replace(
+            recipe, visible=visible, window=window, keys=keys, softcap=cap
+        )
         if not site.terms:
-            unread = NormRecipe(kind="unknown", why=f"its weights are not known: {site.why}")
+            unread = NormRecipe(
+                kind="unknown", why=f"its weights are not known: {site.why}"
+            )
             return dataclasses.replace(recipe, query=unread, key=unread)
         query, key = self._fit("q"), self._fit("k")
-        turns = [rotation_of(fit, self.tolerance, self.rounding) for fit in (query, key)]
+        turns = [
+            rotation_of(fit, self.tolerance, self.rounding) for fit in (query, key)
+        ]
         scale, is_biased = self._scale(pairs)
         unknown = []
         if math.isinf(query.error + key.error):
@@ -147,10 +171,16 @@ class SiteEvidence:
         elif (turns[0] is None) != (turns[1] is None):
             unknown.append("only one of q and k changes with position")
         if not scale:
-            unknown.append("the scale: logits were not q·k times a constant, or no row sees two keys")
+            unknown.append(
+                "the scale: logits were not q·k times a constant, or no row sees two keys"
+            )
         norms = []
         for fit, turn in ((query, turns[0]), (key, turns[1])):
-            norms.append(fit.recipe if turn is not None else dataclasses.replace(fit.recipe, order=""))
+            norms.append(
+                fit.recipe
+                if turn is not None
+                else dataclasses.replace(fit.recipe, order="")
+            )
         return dataclasses.replace(
             recipe,
             query=norms[0],
@@ -158,7 +188,11 @@ class SiteEvidence:
             rotation=turns[0] or turns[1],
             latent=self._latent(),
             scale=scale,
-            scale_parameter=self._parameter_of(torch.tensor(scale).double(), torch.clone, torch.exp) if scale else "",
+            scale_parameter=self._parameter_of(
+                torch.tensor(scale).double(), torch.clone, torch.exp
+            )
+            if scale
+            else "",
             sinks=self._sinks(),
             bias=is_biased,
             idle=self._idle({"q": query, "k": key}),
@@ -172,12 +206,21 @@ class SiteEvidence:
         parts = {}
         for term in self.site.terms:
             weight_slice = (term.query if letter == "q" else term.key)[-1]
-            parts[weight_slice.parameter, weight_slice.index.shape, int(weight_slice.index[0, 0])] = weight_slice
-        readings = [self.trace.outputs(weight_slice, batch, tokens) for weight_slice in parts.values()]
+            parts[
+                weight_slice.parameter,
+                weight_slice.index.shape,
+                int(weight_slice.index[0, 0]),
+            ] = weight_slice
+        readings = [
+            self.trace.outputs(weight_slice, batch, tokens)
+            for weight_slice in parts.values()
+        ]
         assembled = []
         for outputs in zip(*readings):
             # One key for all heads, as the rotated part of MLA's, belongs to each of them.
-            shared = [x.expand(-1, heads, -1, -1) if x.shape[1] == 1 else x for x in outputs]
+            shared = [
+                x.expand(-1, heads, -1, -1) if x.shape[1] == 1 else x for x in outputs
+            ]
             if all(x.shape[1] == heads for x in shared):
                 assembled.append(torch.cat(shared, -1))
         return [x for x in assembled if x.shape == self.arrived[letter].shape]
@@ -185,13 +228,27 @@ class SiteEvidence:
     def _fit(self, letter: Letter) -> NormFit:
         """Returns the norm that explains q or k of the first sample."""
         arrived = self.arrived[letter]
-        fit = unknown_norm(arrived[0], "the output of its projection was not seen as a product with the stored weight")
+        fit = unknown_norm(
+            arrived[0],
+            "the output of its projection was not seen as a product with the stored weight",
+        )
         scope, module = self.trace.scopes[self.site.name]
-        projections = {weight_slice.parameter for weight_slice in (*self.site.query, *self.site.key)}
-        parameters = {name: p for name, p in module.named_parameters() if joined(scope, name) not in projections}
+        projections = {
+            weight_slice.parameter
+            for weight_slice in (*self.site.query, *self.site.key)
+        }
+        parameters = {
+            name: p
+            for name, p in module.named_parameters()
+            if joined(scope, name) not in projections
+        }
         for projected in self._projected(letter):
-            candidates = gain_candidates(parameters, self.trace.norms[self.site.name], projected)
-            fit = fit_norm(projected[0], arrived[0], candidates, self.tolerance, self.rounding)
+            candidates = gain_candidates(
+                parameters, self.trace.norms[self.site.name], projected
+            )
+            fit = fit_norm(
+                projected[0], arrived[0], candidates, self.tolerance, self.rounding
+            )
             if not math.isinf(fit.error):
                 break
         return fit
@@ -205,25 +262,42 @@ class SiteEvidence:
                 sentences.append(f"{title} is never called")
             for letter, fit in fits.items():
                 is_plain = fit.recipe.kind == "none"
-                if is_plain and any(norm.called_on(x)[0] for x in self._projected(letter)):
-                    sentences.append(f"{title} is called on {letter}, and its result is not used")
+                if is_plain and any(
+                    norm.called_on(x)[0] for x in self._projected(letter)
+                ):
+                    sentences.append(
+                        f"{title} is called on {letter}, and its result is not used"
+                    )
         return tuple(sentences)
 
     def _scale(self, pairs: Tensor) -> tuple[tuple[float, ...], bool]:
         """Returns the factor on q·k of each head, empty if unknown, and whether something else is added."""
         first = self.calls[0]
         if isinstance(first, AttentionCall):
-            factor = float(first.spec.scale.factor(torch.zeros(1), first.q.shape[-1], {}))
+            factor = float(
+                first.spec.scale.factor(torch.zeros(1), first.q.shape[-1], {})
+            )
             bias = first.bias(slice(0, first.q.shape[2]), slice(0, first.k.shape[2]))
             if bias is None:
                 return (factor,) * self.site.n_heads, False
-            visible_pairs_of_head, added = torch.broadcast_tensors(pairs, bias.detach().cpu())
-            return (factor,) * self.site.n_heads, bool((added[visible_pairs_of_head] != 0).any())
+            visible_pairs_of_head, added = torch.broadcast_tensors(
+                pairs, bias.detach().cpu()
+            )
+            return (factor,) * self.site.n_heads, bool(
+                (added[visible_pairs_of_head] != 0).any()
+            )
         # Two samples and the last queries say it all, and the scores of a long batch would not fit into memory.
         q, k = self.arrived["q"][:2, :, -_ROWS:], self.arrived["k"][:2]
-        scores = [call.logits.detach()[:2, :, -_ROWS:] for call in self.calls if isinstance(call, ScoresCall)]
+        scores = [
+            call.logits.detach()[:2, :, -_ROWS:]
+            for call in self.calls
+            if isinstance(call, ScoresCall)
+        ]
         logits, pairs = torch.cat(scores, 1), pairs[:2, :, -_ROWS:]
-        logits, products = logits.double().cpu(), q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+        logits, products = (
+            logits.double().cpu(),
+            q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT,
+        )
         pairs = pairs.expand(products.shape)
         tolerance = max(1e-3, 30 * self.rounding)
         scale = _slope(_centred(products, pairs), _centred(logits, pairs), tolerance)
@@ -232,16 +306,23 @@ class SiteEvidence:
         # What is added to the scores is the same in both samples.
         shared_pairs = pairs[:1] & pairs[1:2]
         products, logits = products[:1] - products[1:2], logits[:1] - logits[1:2]
-        scale = _slope(_centred(products, shared_pairs), _centred(logits, shared_pairs), tolerance)
+        scale = _slope(
+            _centred(products, shared_pairs), _centred(logits, shared_pairs), tolerance
+        )
         return scale, bool(scale)
 
-    def _parameter_of(self, numbers: Tensor, *functions: Callable[[Tensor], Tensor]) -> str:
+    def _parameter_of(
+        self, numbers: Tensor, *functions: Callable[[Tensor], Tensor]
+    ) -> str:
         """Returns the name of the parameter near the site that holds these numbers [h], after one of the functions."""
         for name, p in self.trace.scopes[self.site.name][1].named_parameters():
             if p.numel() not in (1, len(numbers)) or p.is_meta:
                 continue
             values = p.detach().double().cpu().flatten().expand_as(numbers)
-            if any(torch.allclose(function(values), numbers, rtol=1e-3, atol=1e-6) for function in functions):
+            if any(
+                torch.allclose(function(values), numbers, rtol=1e-3, atol=1e-6)
+                for function in functions
+            ):
                 return name
         return ""
 
@@ -251,7 +332,11 @@ class SiteEvidence:
         if sink is None:
             return ""
         name = self._parameter_of(sink[0, :, 0].detach().double().cpu(), torch.clone)
-        return f"1 sink logit per head in the softmax ({name})" if name else "sink logits in the softmax"
+        return (
+            f"1 sink logit per head in the softmax ({name})"
+            if name
+            else "sink logits in the softmax"
+        )
 
     def _latent(self) -> str:
         """Describes MLA: which dimensions of a key come from which weight."""
@@ -259,8 +344,13 @@ class SiteEvidence:
         for term in self.site.terms:
             weight_slice = term.key[-1]
             is_shared = weight_slice.n == 1 and self.site.n_heads > 1
-            weight = weight_slice.parameter.rpartition(".")[0].rpartition(".")[2] or weight_slice.parameter
-            parts.append(f"{weight_slice.index.shape[1]} from {weight}{', one key for all heads' if is_shared else ''}")
+            weight = (
+                weight_slice.parameter.rpartition(".")[0].rpartition(".")[2]
+                or weight_slice.parameter
+            )
+            parts.append(
+                f"{weight_slice.index.shape[1]} from {weight}{', one key for all heads' if is_shared else ''}"
+            )
         return f"MLA-like, q·k = {' + '.join(parts)}" if len(parts) > 1 else ""
 
 

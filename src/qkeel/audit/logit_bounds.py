@@ -54,15 +54,24 @@ class SiteReport:
     interaction_bound: tuple[float, ...]
     logit_bound: tuple[float, ...]
     gain_bound: tuple[float, ...]
-    query_gain_max: float | None = None  #: largest magnitude of the gain of q's norm; None if there is none
-    key_gain_max: float | None = None  #: largest magnitude of the gain of k's norm; None if there is none
+    query_gain_max: float | None = (
+        None  #: largest magnitude of the gain of q's norm; None if there is none
+    )
+    key_gain_max: float | None = (
+        None  #: largest magnitude of the gain of k's norm; None if there is none
+    )
     outlier: tuple[bool, ...] = ()
     notes: tuple[str, ...] = ()  #: gaps of the bounds, with their reasons
-    assumed: tuple[str, ...] = ()  #: conventions that the bounds rest on, and that nothing in the checkpoint confirms
+    assumed: tuple[
+        str, ...
+    ] = ()  #: conventions that the bounds rest on, and that nothing in the checkpoint confirms
 
     def bounds(self) -> list[float]:
         """Returns the bound on the logits of each head, from gains if q and k are normed; NaN where there is none."""
-        return [gain if math.isfinite(gain) else bound for gain, bound in zip(self.gain_bound, self.logit_bound)]
+        return [
+            gain if math.isfinite(gain) else bound
+            for gain, bound in zip(self.gain_bound, self.logit_bound)
+        ]
 
 
 def grams(weight: Tensor, weight_slice: Slice) -> Tensor:
@@ -71,15 +80,21 @@ def grams(weight: Tensor, weight_slice: Slice) -> Tensor:
     Works on one head at a time to bound memory.
     """
     wide = torch.float64 if weight.dtype.itemsize >= 4 else torch.float32
-    products = torch.empty(len(weight_slice.starts), weight_slice.rows, weight_slice.rows, dtype=wide)
+    products = torch.empty(
+        len(weight_slice.starts), weight_slice.rows, weight_slice.rows, dtype=wide
+    )
     for product, start in zip(products, weight_slice.starts):
         end = start + weight_slice.rows
-        rows = (weight[start:end] if weight_slice.axis == 0 else weight[:, start:end].mT).to(wide)
+        rows = (
+            weight[start:end] if weight_slice.axis == 0 else weight[:, start:end].mT
+        ).to(wide)
         torch.mm(rows, rows.mT, out=product)
     return products
 
 
-def measure(plan: SitePlan, gram: Mapping[Slice, Tensor], load: Load, geometry: Geometry) -> SiteReport:
+def measure(
+    plan: SitePlan, gram: Mapping[Slice, Tensor], load: Load, geometry: Geometry
+) -> SiteReport:
     """Returns the report of a site from its Gram matrices; `load` reads a small tensor (gain, bias) by name."""
     heads = plan.n_heads
     norms = {name: [] for name in ("query", "key")}
@@ -89,7 +104,9 @@ def measure(plan: SitePlan, gram: Mapping[Slice, Tensor], load: Load, geometry: 
             products = _per_query_head(gram[side.weight], heads)
             is_finite = products.isfinite().all(-1).all(-1)
             finite &= is_finite
-            norms[name].append(torch.where(is_finite[:, None, None], products, 0).double())
+            norms[name].append(
+                torch.where(is_finite[:, None, None], products, 0).double()
+            )
     pairs = [gram_interaction_norms(q, k) for q in norms["query"] for k in norms["key"]]
     frobenius = torch.stack([pair[0] for pair in pairs]).amax(0)
     spectral = torch.stack([pair[1] for pair in pairs]).amax(0)
@@ -102,7 +119,9 @@ def measure(plan: SitePlan, gram: Mapping[Slice, Tensor], load: Load, geometry: 
         return tuple(torch.where(finite, column.expand(heads), math.nan).tolist())
 
     def largest(name: str, norm: Callable[[Tensor], Tensor]) -> tuple[float, ...]:
-        return per_head(torch.stack([norm(products) for products in norms[name]]).amax(0))
+        return per_head(
+            torch.stack([norm(products) for products in norms[name]]).amax(0)
+        )
 
     return SiteReport(
         name=plan.name,
@@ -122,7 +141,11 @@ def measure(plan: SitePlan, gram: Mapping[Slice, Tensor], load: Load, geometry: 
         gain_bound=per_head(rotated * gain_bound),
         query_gain_max=bounds.gain_max(plan.queries),
         key_gain_max=bounds.gain_max(plan.keys),
-        notes=(*plan.notes, *bounds.notes(), *(() if finite.all() else ("some weights are NaN or infinite",))),
+        notes=(
+            *plan.notes,
+            *bounds.notes(),
+            *(() if finite.all() else ("some weights are NaN or infinite",)),
+        ),
         assumed=(*plan.assumed, *bounds.assumed()),
     )
 
@@ -140,7 +163,13 @@ def _per_query_head(values: Tensor, heads: int) -> Tensor:
 class _Bounds:
     """Bounds on |q·k| for each query head, before the scale."""
 
-    def __init__(self, plan: SitePlan, gram: Mapping[Slice, Tensor], load: Load, geometry: Geometry) -> None:
+    def __init__(
+        self,
+        plan: SitePlan,
+        gram: Mapping[Slice, Tensor],
+        load: Load,
+        geometry: Geometry,
+    ) -> None:
         self.plan, self.gram, self.load, self.geometry = plan, gram, load, geometry
         sides = (*plan.queries, *plan.keys)
         self.is_normed = any(side.gain is not None for side in sides)
@@ -154,9 +183,9 @@ class _Bounds:
             return unknown, unknown, unknown
         radii = self._radius(query.input) * self._radius(key.input)
         if query.rope is not None and key.rope is not None:
-            bound = radii * interaction + self._rotated(query.rope, query.input) * self._rotated(
-                key.rope, key.rope_input
-            )
+            bound = radii * interaction + self._rotated(
+                query.rope, query.input
+            ) * self._rotated(key.rope, key.rope_input)
             return bound, unknown, bound
         q, k = (self._longest(sides) for sides in (self.plan.queries, self.plan.keys))
         if self.is_normed:
@@ -175,12 +204,17 @@ class _Bounds:
                 reaches.append(self._normed(side.gain, len(side.weight.starts)))
             else:
                 reaches.append(self._rotated(side.weight, side.input))
-        return torch.stack([_per_query_head(reach, self.plan.n_heads) for reach in reaches]).amax(0)
+        return torch.stack(
+            [_per_query_head(reach, self.plan.n_heads) for reach in reaches]
+        ).amax(0)
 
     def _spectral(self, weight_slice: Slice) -> Tensor:
         products = self.gram[weight_slice]
         is_finite = products.isfinite().all(-1).all(-1)[:, None, None]
-        return _per_query_head(gram_spectral_norm(torch.where(is_finite, products, 0)).double(), self.plan.n_heads)
+        return _per_query_head(
+            gram_spectral_norm(torch.where(is_finite, products, 0)).double(),
+            self.plan.n_heads,
+        )
 
     def _rotated(self, weight_slice: Slice, gain: str | None) -> Tensor:
         """Returns ‖W_h‖₂ ρ + ‖b_h‖ for each query head, which no rotation changes."""
@@ -188,7 +222,12 @@ class _Bounds:
         if weight_slice.bias is None:
             return reach
         bias = self._vector(weight_slice.bias)
-        norms = torch.stack([bias[start : start + weight_slice.rows].norm() for start in weight_slice.starts])
+        norms = torch.stack(
+            [
+                bias[start : start + weight_slice.rows].norm()
+                for start in weight_slice.starts
+            ]
+        )
         return reach + _per_query_head(norms, self.plan.n_heads)
 
     def _normed(self, name: str, heads: int) -> Tensor:
@@ -198,7 +237,11 @@ class _Bounds:
             # A norm over all heads, or a bare parameter, which does not say; a module's [heads, d] is one per head.
             is_flat = gain.ndim == 1 or not name.endswith((".weight", ".scale"))
             width = gain.numel() if is_flat else size
-            added = offset.view(heads, -1).norm(dim=1) if offset.numel() == gain.numel() else offset.norm()
+            added = (
+                offset.view(heads, -1).norm(dim=1)
+                if offset.numel() == gain.numel()
+                else offset.norm()
+            )
             return width**0.5 * gain.view(heads, -1).abs().amax(1) + added
         return (size**0.5 * gain.abs().amax() + offset.norm()).expand(heads)
 
@@ -207,11 +250,17 @@ class _Bounds:
         if name is None:
             return math.nan
         gain = self._gain(name)
-        return gain.numel() ** 0.5 * float(gain.abs().amax()) + float(self._offset(name).norm())
+        return gain.numel() ** 0.5 * float(gain.abs().amax()) + float(
+            self._offset(name).norm()
+        )
 
     def gain_max(self, sides: tuple[StreamWeights, ...]) -> float | None:
         """Returns max|g| over the streams, or None if there is no gain."""
-        largest = [float(self._gain(side.gain).abs().amax()) for side in sides if side.gain is not None]
+        largest = [
+            float(self._gain(side.gain).abs().amax())
+            for side in sides
+            if side.gain is not None
+        ]
         return max(largest) if largest else None
 
     def _gain(self, name: str) -> Tensor:
@@ -224,7 +273,9 @@ class _Bounds:
 
     def _offset(self, gain: str) -> Tensor:
         is_module = gain.endswith((".weight", ".scale"))
-        bias = self.load(gain.rpartition(".")[0] + ".bias" if is_module else f"{gain}_bias")
+        bias = self.load(
+            gain.rpartition(".")[0] + ".bias" if is_module else f"{gain}_bias"
+        )
         return torch.zeros((), dtype=torch.float64) if bias is None else bias.double()
 
     def assumed(self) -> list[str]:
@@ -234,8 +285,12 @@ class _Bounds:
         if kind in VERIFIED or not any(side.input or side.gain for side in sides):
             return []
         if kind is None:
-            return ["no model_type: norms taken to precede attention, gains read as w, logits divided by √head_dim"]
-        return [f"the bounds of the model type {kind} have not been compared with the logits of its code"]
+            return [
+                "no model_type: norms taken to precede attention, gains read as w, logits divided by √head_dim"
+            ]
+        return [
+            f"the bounds of the model type {kind} have not been compared with the logits of its code"
+        ]
 
     def notes(self) -> list[str]:
         """Returns the reasons for missing bounds."""
@@ -246,5 +301,7 @@ class _Bounds:
         if self.is_mla and self.is_normed:
             notes.append("q/k norm on MLA: no bound is computed")
         elif not self.plan.notes and not has_norms:
-            notes.append("no norm found before the projections: weights alone give no logit bound")
+            notes.append(
+                "no norm found before the projections: weights alone give no logit bound"
+            )
         return notes

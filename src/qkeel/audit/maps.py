@@ -12,12 +12,21 @@ from torch import nn
 
 from qkeel.capture.calls import Seen
 from qkeel.errors import InvalidTypeError, InvalidValueError, needed, unknown
-from qkeel.sites.weights import BLOCK, Weights, block_weights, captured_calls, runs_of_rows, weights_shape
+from qkeel.sites.weights import (
+    BLOCK,
+    Weights,
+    block_weights,
+    captured_calls,
+    runs_of_rows,
+    weights_shape,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
-LIMIT = 1 << 28  # numbers that are returned without being asked for by rows or heads: 1 GiB in float32
+LIMIT = (
+    1 << 28
+)  # numbers that are returned without being asked for by rows or heads: 1 GiB in float32
 
 
 @final
@@ -53,7 +62,9 @@ class AttentionMaps(Mapping[str, Weights]):
         """Returns the weights as NumPy arrays [b h r s] by layer."""
         return {layer: weights.cpu().numpy() for layer, weights in self.weights.items()}
 
-    def plot(self, layer: str | None = None, *, sample: int = 0, columns: int = 4) -> Figure:
+    def plot(
+        self, layer: str | None = None, *, sample: int = 0, columns: int = 4
+    ) -> Figure:
         """Draws the heads of one layer side by side, queries downwards and keys to the right.
 
         Args:
@@ -74,7 +85,9 @@ class AttentionMaps(Mapping[str, Weights]):
         layer = next(iter(self.weights)) if layer is None else layer
         weights = self[layer]
         if not 0 <= sample < len(weights):
-            raise InvalidValueError(f"expected a sample from 0 to {len(weights) - 1}, got {sample}")
+            raise InvalidValueError(
+                f"expected a sample from 0 to {len(weights) - 1}, got {sample}"
+            )
         images = weights[sample].detach().float().cpu().numpy()
         columns = min(columns, len(images))
         lines = -(-len(images) // columns)
@@ -83,10 +96,14 @@ class AttentionMaps(Mapping[str, Weights]):
         for i, image in enumerate(images):
             axes = figure.add_subplot(lines, columns, i + 1)
             scale = {"vmin": 0.0, "vmax": 1.0, "cmap": "viridis"}
-            pictures.append(axes.imshow(image, **scale, aspect="auto", interpolation="nearest"))
+            pictures.append(
+                axes.imshow(image, **scale, aspect="auto", interpolation="nearest")
+            )
             axes.set_title(f"head {self.heads[layer][i]}", fontsize=8)
             axes.tick_params(labelsize=6)
-        figure.colorbar(pictures[0], ax=figure.axes, shrink=0.6).ax.tick_params(labelsize=6)
+        figure.colorbar(pictures[0], ax=figure.axes, shrink=0.6).ax.tick_params(
+            labelsize=6
+        )
         figure.suptitle(layer, fontsize=9)
         return figure
 
@@ -132,7 +149,9 @@ def attention_maps(
                 [0.3333, 0.3333, 0.3333]])
     """
     if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+        raise InvalidTypeError(
+            f"expected a torch.nn.Module, got {type(model).__name__}"
+        )
     calls = captured_calls(model, batch)
     chosen = list(calls) if layers is None else list(layers)
     for layer in chosen:
@@ -154,11 +173,15 @@ def attention_maps(
     weights = {}
     with torch.no_grad():
         for layer in chosen:
-            weights[layer] = _weights(calls[layer], numbers_of_heads[layer], numbers_of_rows[layer])
+            weights[layer] = _weights(
+                calls[layer], numbers_of_heads[layer], numbers_of_rows[layer]
+            )
     return AttentionMaps(weights=weights, heads=numbers_of_heads, rows=numbers_of_rows)
 
 
-def _numbers(kind: str, wanted: Sequence[int] | slice | None, size: int, layer: str) -> tuple[int, ...]:
+def _numbers(
+    kind: str, wanted: Sequence[int] | slice | None, size: int, layer: str
+) -> tuple[int, ...]:
     """The wanted numbers of heads or rows, counted from 0."""
     if wanted is None:
         return tuple(range(size))
@@ -166,11 +189,15 @@ def _numbers(kind: str, wanted: Sequence[int] | slice | None, size: int, layer: 
         return tuple(range(size)[wanted])
     for number in wanted:
         if not -size <= number < size:
-            raise InvalidValueError(f"expected a {kind} from 0 to {size - 1} in {layer!r}, got {number}")
+            raise InvalidValueError(
+                f"expected a {kind} from 0 to {size - 1} in {layer!r}, got {number}"
+            )
     return tuple([number % size for number in wanted])
 
 
-def _weights(calls: Sequence[Seen], heads: tuple[int, ...], rows: tuple[int, ...]) -> Weights:
+def _weights(
+    calls: Sequence[Seen], heads: tuple[int, ...], rows: tuple[int, ...]
+) -> Weights:
     """The weights of some heads and rows of a site, a block of rows at a time."""
     b, h, _, s = weights_shape(calls)
     device = calls[0].query_device
@@ -179,7 +206,10 @@ def _weights(calls: Sequence[Seen], heads: tuple[int, ...], rows: tuple[int, ...
     blocks = []
     with torch.autocast(device.type, enabled=False):
         for block in runs_of_rows(rows, largest):
-            parts = [block_weights(call, block).expand(b, h // len(calls), -1, s) for call in calls]
+            parts = [
+                block_weights(call, block).expand(b, h // len(calls), -1, s)
+                for call in calls
+            ]
             blocks.append(torch.cat(parts, 1)[:, index])
     if not blocks:
         return torch.zeros(b, len(heads), 0, s, device=device)

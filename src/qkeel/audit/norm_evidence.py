@@ -62,26 +62,55 @@ def gain_candidates(
     _, heads, _, size = projected.shape
     families: dict[str, list[str]] = {}
     for name, p in parameters.items():
-        if not name.endswith("bias") and not p.is_meta and p.numel() in (1, heads, size, heads * size):
+        if (
+            not name.endswith("bias")
+            and not p.is_meta
+            and p.numel() in (1, heads, size, heads * size)
+        ):
             # A ModuleList with one norm for each head is one gain.
             is_of_head = p.numel() == size and heads > 1
-            families.setdefault(re.sub(r"\.\d+\.", ".#.", name) if is_of_head else name, []).append(name)
+            families.setdefault(
+                re.sub(r"\.\d+\.", ".#.", name) if is_of_head else name, []
+            ).append(name)
     modules = {norm.name: norm for norm in norms}
     candidates = []
     for names in families.values():
         groups = [names] if len(names) == heads else [[name] for name in names]
         for group in groups:
-            gain = torch.stack([parameters[name].detach().double().cpu().flatten() for name in group])
-            shape = {1: "scalar", size: "per dim", heads: "per head", heads * size: "per head and dim"}[gain.numel()]
-            view = {"scalar": (1, 1), "per dim": (1, size), "per head": (heads, 1), "per head and dim": (heads, size)}
+            gain = torch.stack(
+                [parameters[name].detach().double().cpu().flatten() for name in group]
+            )
+            shape = {
+                1: "scalar",
+                size: "per dim",
+                heads: "per head",
+                heads * size: "per head and dim",
+            }[gain.numel()]
+            view = {
+                "scalar": (1, 1),
+                "per dim": (1, size),
+                "per head": (heads, 1),
+                "per head and dim": (heads, size),
+            }
             gain = gain.view(view[shape])
-            biases = [name.removesuffix("weight") + "bias" for name in group if name.endswith("weight")]
+            biases = [
+                name.removesuffix("weight") + "bias"
+                for name in group
+                if name.endswith("weight")
+            ]
             bias = None
             if biases and all(name in parameters for name in biases):
-                bias = torch.cat([parameters[name].detach().double().cpu().flatten() for name in biases])
+                bias = torch.cat(
+                    [
+                        parameters[name].detach().double().cpu().flatten()
+                        for name in biases
+                    ]
+                )
                 bias = bias.view(gain.shape)
             owner = modules.get(group[0].rpartition(".")[0])
-            is_called, sees_rotated = (False, None) if owner is None else owner.called_on(projected)
+            is_called, sees_rotated = (
+                (False, None) if owner is None else owner.called_on(projected)
+            )
             for offset, suffix in ((0.0, ""), (1.0, ", 1 + w")):
                 value = f" {float(gain) + offset:.4g}" if shape == "scalar" else ""
                 candidate = GainCandidate(
@@ -105,7 +134,11 @@ def standardized(projected: Tensor, kind: str, over: str, eps: float) -> Tensor:
 
 
 def fit_norm(
-    projected: Tensor, arrived: Tensor, candidates: Sequence[GainCandidate], tolerance: float, rounding: float
+    projected: Tensor,
+    arrived: Tensor,
+    candidates: Sequence[GainCandidate],
+    tolerance: float,
+    rounding: float,
 ) -> NormFit:
     """Returns the norm between p and q, `projected` and `arrived` [n t d]; its kind is "unknown" if none explains q.
 
@@ -116,12 +149,27 @@ def fit_norm(
     without_gain = list(_norms(projected, arrived, None))
     best = min(without_gain, key=lambda fit: fit.error)
     if linear.error <= tolerance and best.error <= tolerance:
-        return unknown_norm(arrived, "all vectors of this batch have the same length; use tokens that differ")
+        return unknown_norm(
+            arrived,
+            "all vectors of this batch have the same length; use tokens that differ",
+        )
     if linear.error <= tolerance:
         factor = linear.recipe.factor
-        return dataclasses.replace(linear, recipe=NormRecipe(factor=1.0 if abs(factor - 1) < 1e-3 else factor))
-    called = [fit for gain in candidates if gain.is_called for fit in _norms(projected, arrived, gain)]
-    nearby = [fit for gain in candidates if not gain.is_called for fit in _norms(projected, arrived, gain)]
+        return dataclasses.replace(
+            linear, recipe=NormRecipe(factor=1.0 if abs(factor - 1) < 1e-3 else factor)
+        )
+    called = [
+        fit
+        for gain in candidates
+        if gain.is_called
+        for fit in _norms(projected, arrived, gain)
+    ]
+    nearby = [
+        fit
+        for gain in candidates
+        if not gain.is_called
+        for fit in _norms(projected, arrived, gain)
+    ]
     for fits in (called, without_gain, nearby):
         fitting = [fit for fit in fits if fit.error <= tolerance]
         # Under an even gain, an RMS and a layer norm give equal lengths: the right one leaves no more than a rotation.
@@ -131,7 +179,10 @@ def fit_norm(
                 return fit
         if fitting:
             return _of_length_alone(fitting[0], tolerance)
-    return unknown_norm(arrived, "its length follows neither its projection nor a norm of a head or layer")
+    return unknown_norm(
+        arrived,
+        "its length follows neither its projection nor a norm of a head or layer",
+    )
 
 
 def _of_length_alone(fit: NormFit, tolerance: float) -> NormFit:
@@ -144,10 +195,15 @@ def _of_length_alone(fit: NormFit, tolerance: float) -> NormFit:
     is_conclusive = recipe.order == "before RoPE" and "dim" in recipe.gain
     if is_conclusive or fit.after.shape[1] < 3:
         return fit
-    if float(fit.after.mean(-1).abs().max()) <= 10 * tolerance * float(fit.after.abs().max()):
-        return dataclasses.replace(fit, recipe=dataclasses.replace(recipe, kind="layer"))
+    if float(fit.after.mean(-1).abs().max()) <= 10 * tolerance * float(
+        fit.after.abs().max()
+    ):
+        return dataclasses.replace(
+            fit, recipe=dataclasses.replace(recipe, kind="layer")
+        )
     return unknown_norm(
-        fit.after, "its length is that of a norm, but its direction follows no rotation of its projection"
+        fit.after,
+        "its length is that of a norm, but its direction follows no rotation of its projection",
     )
 
 
@@ -155,7 +211,9 @@ def unknown_norm(arrived: Tensor, reason: str) -> NormFit:
     """Returns the answer for q that nothing explains."""
     # A mistake that runs without an error: a norm over the wrong axis, where the mean square of q is then 1.
     for axis, dim in (("heads", 0), ("tokens", 1)):
-        if arrived.shape[dim] > 1 and bool(((arrived.square().mean(dim) - 1).abs() <= 1e-2).all()):
+        if arrived.shape[dim] > 1 and bool(
+            ((arrived.square().mean(dim) - 1).abs() <= 1e-2).all()
+        ):
             recipe = NormRecipe(kind="RMS", over=axis, gain="unknown")
             return NormFit(recipe=recipe, error=math.inf, before=arrived, after=arrived)
     recipe = NormRecipe(kind="unknown", why=reason)
@@ -165,32 +223,51 @@ def unknown_norm(arrived: Tensor, reason: str) -> NormFit:
 def _fit(before: Tensor, after: Tensor, recipe: NormRecipe) -> NormFit:
     """Compares lengths up to one factor, which YaRN or a scale folded into q may add."""
     lengths, expected = after.norm(dim=-1), before.norm(dim=-1)
-    factor = float((lengths * expected).sum() / expected.square().sum().clamp_min(1e-30))
-    error = float((lengths - factor * expected).abs().max() / lengths.max().clamp_min(1e-30))
+    factor = float(
+        (lengths * expected).sum() / expected.square().sum().clamp_min(1e-30)
+    )
+    error = float(
+        (lengths - factor * expected).abs().max() / lengths.max().clamp_min(1e-30)
+    )
     error = math.inf if math.isnan(error) or factor <= 0 else error
     recipe = dataclasses.replace(recipe, factor=factor)
     return NormFit(recipe=recipe, error=error, before=factor * before, after=after)
 
 
-def _norms(projected: Tensor, arrived: Tensor, candidate: GainCandidate | None) -> Iterable[NormFit]:
+def _norms(
+    projected: Tensor, arrived: Tensor, candidate: GainCandidate | None
+) -> Iterable[NormFit]:
     """Yields the best eps of each kind of norm with this gain."""
     alone = len(projected) == 1
     for over in ("head",) if alone else ("head", "layer"):
         for kind in ("RMS", "layer"):
             fits = []
-            for eps in _EPS if candidate is None or candidate.eps is None else (candidate.eps,):
+            for eps in (
+                _EPS if candidate is None or candidate.eps is None else (candidate.eps,)
+            ):
                 vectors = standardized(projected, kind, over, eps)
-                fits += [(eps, fit) for fit in _orders(vectors, arrived, kind, over, candidate)]
+                fits += [
+                    (eps, fit)
+                    for fit in _orders(vectors, arrived, kind, over, candidate)
+                ]
             eps, best = min(fits, key=lambda pair: pair[1].error)
             if candidate is None or candidate.eps is None:
                 # Vectors much larger than eps do not show it.
-                unseen = min(fit.error for eps, fit in fits if eps == 0) < 4 * best.error
+                unseen = (
+                    min(fit.error for eps, fit in fits if eps == 0) < 4 * best.error
+                )
                 eps = None if unseen else eps
-            yield dataclasses.replace(best, recipe=dataclasses.replace(best.recipe, eps=eps))
+            yield dataclasses.replace(
+                best, recipe=dataclasses.replace(best.recipe, eps=eps)
+            )
 
 
 def _orders(
-    vectors: Tensor, arrived: Tensor, kind: str, over: str, candidate: GainCandidate | None
+    vectors: Tensor,
+    arrived: Tensor,
+    kind: str,
+    over: str,
+    candidate: GainCandidate | None,
 ) -> Iterable[NormFit]:
     """Yields the norm before and after the rotation."""
     if candidate is None:
@@ -199,21 +276,35 @@ def _orders(
         order = EITHER_ORDER if kind == "RMS" else "order with RoPE unknown"
         is_l2 = kind == "RMS" and over == "head" and abs(factor / root - 1) < 1e-3
         gain = "none" if is_l2 or abs(factor - 1) < 1e-3 else f"scalar {factor:.4g}"
-        recipe = NormRecipe(kind="L2" if is_l2 else kind, over=over, gain=gain, order=order)
+        recipe = NormRecipe(
+            kind="L2" if is_l2 else kind, over=over, gain=gain, order=order
+        )
         yield dataclasses.replace(fit, recipe=recipe)
         return
     named = NormRecipe(
-        kind=kind, over=over, gain=candidate.shape, bias=candidate.bias is not None, parameters=candidate.names
+        kind=kind,
+        over=over,
+        gain=candidate.shape,
+        bias=candidate.bias is not None,
+        parameters=candidate.names,
     )
-    gain, bias = candidate.gain[:, None], 0.0 if candidate.bias is None else candidate.bias[:, None]
+    gain, bias = (
+        candidate.gain[:, None],
+        0.0 if candidate.bias is None else candidate.bias[:, None],
+    )
     divided = (arrived - bias) / torch.where(gain == 0, torch.inf, gain)
-    for order, before, after in (("before RoPE", vectors * gain + bias, arrived), ("after RoPE", vectors, divided)):
+    for order, before, after in (
+        ("before RoPE", vectors * gain + bias, arrived),
+        ("after RoPE", vectors, divided),
+    ):
         rotated = order == "after RoPE"
         if candidate.sees_rotated in (None, rotated):
             fit = _fit(before, after, dataclasses.replace(named, order=order))
             # A gain is taken as it is: only a factor of both sides of the rotation, as YaRN's, may be left.
             factor = 1.0 if abs(fit.recipe.factor - 1) < 1e-3 else fit.recipe.factor
-            yield dataclasses.replace(fit, recipe=dataclasses.replace(fit.recipe, factor=factor))
+            yield dataclasses.replace(
+                fit, recipe=dataclasses.replace(fit.recipe, factor=factor)
+            )
 
 
 def rotation_of(fit: NormFit, tolerance: float, rounding: float) -> Rotation | None:
@@ -232,22 +323,36 @@ def rotation_of(fit: NormFit, tolerance: float, rounding: float) -> Rotation | N
         return None
     scale = float(after.abs().max())
     change = (after - before).abs().amax((0, 1))
-    moving = (change > max(min(tolerance / 100, 1e-2), 8 * rounding) * scale).nonzero().flatten()
+    moving = (
+        (change > max(min(tolerance / 100, 1e-2), 8 * rounding) * scale)
+        .nonzero()
+        .flatten()
+    )
     count = len(moving)
     if count == 0:
         return None
     if count % 2:
-        return Rotation(dims=count, of=size, why=f"the {count} dimensions that change do not form pairs")
+        return Rotation(
+            dims=count,
+            of=size,
+            why=f"the {count} dimensions that change do not form pairs",
+        )
     x, y = before[..., moving], after[..., moving]
     half = slice(None, count // 2), slice(count // 2, None)
     interleaved = slice(None, None, 2), slice(1, None, 2)
     # DeepSeek's weights hold interleaved pairs, which its code puts into halves.
-    pairings = (("half", half, half), ("interleaved", interleaved, interleaved), ("half", interleaved, half))
+    pairings = (
+        ("half", half, half),
+        ("interleaved", interleaved, interleaved),
+        ("half", interleaved, half),
+    )
     angles, fitting = None, []
     for name, (first, second), (third, fourth) in pairings:
         pair, turned = (x[..., first], x[..., second]), (y[..., third], y[..., fourth])
         angle = _angles(pair, turned)
-        error = max(float((a - b).abs().max()) for a, b in zip(_turned(pair, angle), turned))
+        error = max(
+            float((a - b).abs().max()) for a, b in zip(_turned(pair, angle), turned)
+        )
         if error <= 10 * tolerance * scale:
             fitting.append(name)
             angles = angle if angles is None else angles
@@ -301,9 +406,14 @@ def _base(angles: Tensor) -> tuple[float | None, str]:
     speed = torch.where(near * distance < 2, far, near)
     good = (speed * distance > 1e-4).nonzero().flatten()
     if len(good) < 2 or int(good[0]) != 0:
-        return None, "positions are not 0, 1, 2, …" if len(good) else "too slow for so few tokens"
+        return None, "positions are not 0, 1, 2, …" if len(
+            good
+        ) else "too slow for so few tokens"
     logs = speed[good].log()
     slope = float((logs[-1] - logs[0]) / good[-1])
-    if bool(((logs - logs[0] - slope * good).abs() > 0.02).any()) or abs(float(logs[0])) > 0.02:
+    if (
+        bool(((logs - logs[0] - slope * good).abs() > 0.02).any())
+        or abs(float(logs[0])) > 0.02
+    ):
         return None, "the frequencies do not fit a single base"
     return float(f"{math.exp(-slope * pairs):.3g}"), ""

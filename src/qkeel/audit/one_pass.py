@@ -85,7 +85,11 @@ class _ProductMode(TorchFunctionMode):
         self._computed: list[Tensor] = []  # kept, so that their ids stay theirs
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
@@ -94,7 +98,9 @@ class _ProductMode(TorchFunctionMode):
             self._follow(operands, output)
             return output
         weights = [x for x in operands if self._name(x)]
-        inputs = [x for x in operands if not self._name(x) and x.ndim > 1]  # a spectral norm multiplies with a vector
+        inputs = [
+            x for x in operands if not self._name(x) and x.ndim > 1
+        ]  # a spectral norm multiplies with a vector
         if weights and inputs and isinstance(output, Tensor):
             product = ProjectionOutput(weight=weights[0], output=output.detach())
             self.products.setdefault(self._name(weights[0]) or "", []).append(product)
@@ -104,13 +110,20 @@ class _ProductMode(TorchFunctionMode):
         """Gives a weight that a parametrization computes the name of the stored weight of the same shape."""
         for x in operands:
             name = self._name(x)
-            if name and ".parametrizations." in f".{name}" and isinstance(output, Tensor) and output.shape == x.shape:
+            if (
+                name
+                and ".parametrizations." in f".{name}"
+                and isinstance(output, Tensor)
+                and output.shape == x.shape
+            ):
                 self.names[id(output)] = name
                 self._computed.append(output)
 
     def _name(self, x: Tensor) -> str | None:
         base = base_of(x)
-        return self.names.get(id(x)) or (None if base is None else self.names.get(id(base)))
+        return self.names.get(id(x)) or (
+            None if base is None else self.names.get(id(base))
+        )
 
 
 @final
@@ -122,11 +135,15 @@ class OnePass:
         self.calls: dict[str, list[CapturedCall]] = {}
         self.scopes = {site.name: _scope(model, site) for site in sites if site.terms}
         self.norms = {site.name: self._norms(site) for site in sites if site.terms}
-        self.mode = _ProductMode({id(p): name for name, p in model.named_parameters() if p.ndim > 1})
+        self.mode = _ProductMode(
+            {id(p): name for name, p in model.named_parameters() if p.ndim > 1}
+        )
 
     def run(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Runs the pass."""
-        layouts = {site.name: site.layout for site in self.sites if site.layout is not None}
+        layouts = {
+            site.name: site.layout for site in self.sites if site.layout is not None
+        }
         calls: dict[str, CapturedCall] = {}
 
         def keep(captured: CapturedCall) -> None:
@@ -138,19 +155,29 @@ class OnePass:
             for norm in itertools.chain(*self.norms.values()):
                 undo.callback(norm.module.register_forward_pre_hook(norm.note).remove)
             undo.enter_context(self.mode)
-            forward(self.model, watcher, copied(args), copied(dict(kwargs)), graph=False)
+            forward(
+                self.model, watcher, copied(args), copied(dict(kwargs)), graph=False
+            )
         self.calls = {heads[0].name: heads for heads in grouped([*calls.values()])}
 
     def _norms(self, site: AttentionSite) -> list[NormModule]:
         """Returns modules near a site that hold only vectors, or are called a norm, and are no projections."""
         scope, module = self.scopes[site.name]
-        projections = {weight_slice.parameter.rpartition(".")[0] for weight_slice in (*site.query, *site.key)}
+        projections = {
+            weight_slice.parameter.rpartition(".")[0]
+            for weight_slice in (*site.query, *site.key)
+        }
         norms = []
         for name, child in module.named_modules():
             has_children = any(True for _ in child.children())
             shapes = {p.ndim for p in child.parameters()}
             is_norm = shapes == {1} or "norm" in type(child).__name__.lower()
-            if name and not has_children and is_norm and joined(scope, name) not in projections:
+            if (
+                name
+                and not has_children
+                and is_norm
+                and joined(scope, name) not in projections
+            ):
                 norms.append(NormModule(name=name, module=child))
         return norms
 
@@ -172,7 +199,10 @@ class OnePass:
             output = product.output.double().cpu()
             by_batch = output.reshape(batch, tokens, features)
             by_token = output.reshape(tokens, batch, features).transpose(0, 1)
-            return [x[..., rows].transpose(1, 2) for x in ((by_batch, by_token) if batch > 1 else (by_batch,))]
+            return [
+                x[..., rows].transpose(1, 2)
+                for x in ((by_batch, by_token) if batch > 1 else (by_batch,))
+            ]
         return []
 
 
@@ -187,7 +217,10 @@ def _scope(model: nn.Module, site: AttentionSite) -> tuple[str, nn.Module]:
     for weight_slice in ends(site):
         owner = weight_slice.parameter.split(".parametrizations.")[0].split(".")[:-1]
         module = model.get_submodule(".".join(owner))
-        is_linear = {name for name, _ in module.named_parameters(recurse=False)} <= {"weight", "bias"}
+        is_linear = {name for name, _ in module.named_parameters(recurse=False)} <= {
+            "weight",
+            "bias",
+        }
         is_leaf = not any(True for _ in module.children())
         paths.append(owner[:-1] if is_linear and is_leaf else owner)
     shared = itertools.takewhile(lambda words: len(set(words)) == 1, zip(*paths))

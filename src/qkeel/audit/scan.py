@@ -12,7 +12,15 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from qkeel.audit.attention_weights import FUSED, SEPARATE, SitePlan, Slice, Unknown, missing_layers, recognise
+from qkeel.audit.attention_weights import (
+    FUSED,
+    SEPARATE,
+    SitePlan,
+    Slice,
+    Unknown,
+    missing_layers,
+    recognise,
+)
 from qkeel.audit.checkpoint_config import Geometry, read_geometry
 from qkeel.audit.logit_bounds import SiteReport, grams, measure
 from qkeel.errors import InvalidValueError, UnknownNameError
@@ -76,7 +84,11 @@ def _silent(done: int, total: int) -> None:
 
 
 def scan(
-    path: str | Path, *, flags: Geometry | None = None, on_progress: ScanProgress = _silent, heads: bool = True
+    path: str | Path,
+    *,
+    flags: Geometry | None = None,
+    on_progress: ScanProgress = _silent,
+    heads: bool = True,
 ) -> Scan:
     """Measures every tensor and, per layer and head, W_Q, W_K and W_Qᵀ W_K, and bounds the logits that they allow.
 
@@ -103,20 +115,32 @@ def scan(
         (1.0, 1.0)
     """
     flags = flags or Geometry()
-    for name, value in (("n_heads", flags.n_heads), ("n_kv_heads", flags.n_kv_heads), ("head_dim", flags.head_dim)):
+    for name, value in (
+        ("n_heads", flags.n_heads),
+        ("n_kv_heads", flags.n_kv_heads),
+        ("head_dim", flags.head_dim),
+    ):
         if value is not None and value < 1:
-            raise InvalidValueError(f"expected {name} to be at least 1, got {value}; give the model's actual number")
+            raise InvalidValueError(
+                f"expected {name} to be at least 1, got {value}; give the model's actual number"
+            )
     checkpoint = open_checkpoint(path)
     sites: list[SitePlan | Unknown] = []
     if heads:
-        sites = recognise(checkpoint.tensors, lambda name: read_geometry(checkpoint.config, name, flags))
+        sites = recognise(
+            checkpoint.tensors,
+            lambda name: read_geometry(checkpoint.config, name, flags),
+        )
         if not sites:
             raise _nothing_known(checkpoint)
     plans = [site for site in sites if isinstance(site, SitePlan)]
     unknown = [site for site in sites if isinstance(site, Unknown)]
     tensors, measured = _measured(checkpoint, plans, flags, on_progress)
     reports = [measured[plan.name] for plan in plans]
-    marked = [dataclasses.replace(site, outlier=marks) for site, marks in zip(reports, outliers(reports))]
+    marked = [
+        dataclasses.replace(site, outlier=marks)
+        for site, marks in zip(reports, outliers(reports))
+    ]
     return Scan(
         path=str(path),
         n_bytes=checkpoint.size,
@@ -136,7 +160,10 @@ def _nothing_known(checkpoint: Checkpoint) -> UnknownNameError:
 
 
 def _measured(
-    checkpoint: Checkpoint, plans: Sequence[SitePlan], flags: Geometry, on_progress: ScanProgress
+    checkpoint: Checkpoint,
+    plans: Sequence[SitePlan],
+    flags: Geometry,
+    on_progress: ScanProgress,
 ) -> tuple[list[TensorReport], dict[str, SiteReport]]:
     """Reads every tensor once, in the order of the files, and measures a site when its last weight has been read."""
     reader, small = TensorReader(), TensorReader()
@@ -146,25 +173,42 @@ def _measured(
             waiting.setdefault(name, []).append(plan)
 
     def load(name: str) -> Tensor | None:
-        return small.read(checkpoint.tensors[name]).clone() if name in checkpoint.tensors else None
+        return (
+            small.read(checkpoint.tensors[name]).clone()
+            if name in checkpoint.tensors
+            else None
+        )
 
     gram: dict[Slice, Tensor] = {}
     sites: dict[str, SiteReport] = {}
     reports = []
-    done, total = 0, sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    done, total = (
+        0,
+        sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()),
+    )
     for tensor in checkpoint.tensors.values():
         norm, non_finite = _norm(reader, tensor) if tensor.floating else (None, 0)
         report = TensorReport(
-            name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, frobenius=norm, non_finite=non_finite
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            frobenius=norm,
+            non_finite=non_finite,
         )
         reports.append(report)
         for plan in waiting.get(tensor.name, ()):
             weight = reader.read(tensor)
             parts = set(plan.slices())
-            gram |= {part: grams(weight, part) for part in parts if part.tensor == tensor.name and part not in gram}
+            gram |= {
+                part: grams(weight, part)
+                for part in parts
+                if part.tensor == tensor.name and part not in gram
+            }
             if all(part in gram for part in parts):
                 products = {part: gram.pop(part) for part in parts}
-                geometry = read_geometry(checkpoint.config, plan.queries[0].weight.tensor, flags)
+                geometry = read_geometry(
+                    checkpoint.config, plan.queries[0].weight.tensor, flags
+                )
                 sites[plan.name] = measure(plan, products, load, geometry)
         done += math.prod(tensor.shape)
         on_progress(round(checkpoint.size * done / max(total, 1)), checkpoint.size)
@@ -234,14 +278,21 @@ def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str
     if scan.sites:
         rows = [row for site in scan.sites for row in _rows(site, every_head)]
         parts.append(text_table([("layer", "head", *_COLUMNS.values()), *rows]))
-        parts.append("bounds: no logit can be larger, for any input (nats); unrotated: without RoPE; -: not known")
+        parts.append(
+            "bounds: no logit can be larger, for any input (nats); unrotated: without RoPE; -: not known"
+        )
     parts += [line for line in (_outlier_line(scan), *_notes(scan)) if line]
     bad = [t for t in scan.tensors if t.non_finite]
-    parts += [f"not finite: {t.name} has {t.non_finite:,} NaN or infinite values" for t in bad]
+    parts += [
+        f"not finite: {t.name} has {t.non_finite:,} NaN or infinite values" for t in bad
+    ]
     parts += [f"unknown: {u.name}: {u.reason}" for u in scan.unknown]
     if tensors:
         head = ("tensor", "dtype", "shape", "|W|_F")
-        body = [(t.name, t.dtype, "x".join(map(str, t.shape)) or "-", _number(t.frobenius)) for t in scan.tensors]
+        body = [
+            (t.name, t.dtype, "x".join(map(str, t.shape)) or "-", _number(t.frobenius))
+            for t in scan.tensors
+        ]
         parts.append(text_table([head, *body]))
     return "\n".join(parts)
 
@@ -251,10 +302,20 @@ def _rows(site: SiteReport, every_head: bool) -> list[tuple[str, ...]]:
     sizes = site.bounds()
     if not any(map(math.isfinite, sizes)):
         sizes = list(site.interaction_spectral)
-    sizes = [math.inf if math.isnan(size) else size for size in sizes]  # a head that is not finite comes first
-    heads = range(site.n_heads) if every_head else [max(range(site.n_heads), key=sizes.__getitem__)]
+    sizes = [
+        math.inf if math.isnan(size) else size for size in sizes
+    ]  # a head that is not finite comes first
+    heads = (
+        range(site.n_heads)
+        if every_head
+        else [max(range(site.n_heads), key=sizes.__getitem__)]
+    )
     return [
-        (site.name, f"{h}{' !' if site.outlier[h] else ''}", *(_number(values[name][h]) for name in _COLUMNS))
+        (
+            site.name,
+            f"{h}{' !' if site.outlier[h] else ''}",
+            *(_number(values[name][h]) for name in _COLUMNS),
+        )
         for h in heads
     ]
 
@@ -264,7 +325,12 @@ def _number(value: float | None) -> str:
 
 
 def _outlier_line(scan: Scan) -> str:
-    heads = [f"{site.name} head {h}" for site in scan.sites for h, out in enumerate(site.outlier) if out]
+    heads = [
+        f"{site.name} head {h}"
+        for site in scan.sites
+        for h, out in enumerate(site.outlier)
+        if out
+    ]
     if not heads:
         return ""
     others = f" and {len(heads) - 8} more" if len(heads) > 8 else ""
@@ -279,5 +345,6 @@ def _notes(scan: Scan) -> list[str]:
             where.setdefault(note, []).append(site.name)
     total = len(scan.sites)
     return [
-        f"note ({'all layers' if len(names) == total else ', '.join(names[:3])}): {n}" for n, names in where.items()
+        f"note ({'all layers' if len(names) == total else ', '.join(names[:3])}): {n}"
+        for n, names in where.items()
     ]

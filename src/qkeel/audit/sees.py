@@ -20,7 +20,14 @@ from torch import Tensor, nn
 
 from qkeel.audit.maps import attention_maps
 from qkeel.capture.calls import Seen
-from qkeel.capture.example import ForwardArguments, arguments, copied, mapped, tensors, undisturbed
+from qkeel.capture.example import (
+    ForwardArguments,
+    arguments,
+    copied,
+    mapped,
+    tensors,
+    undisturbed,
+)
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, ShapeError
 from qkeel.metrics import Health, Status
 from qkeel.patching.forward import extra_pass, unwrapped
@@ -52,7 +59,9 @@ class Documents:
     causal: bool = True
 
     @classmethod
-    def from_positions(cls, position_ids: Int[Tensor, "*b t"], *, causal: bool = True) -> Documents:
+    def from_positions(
+        cls, position_ids: Int[Tensor, "*b t"], *, causal: bool = True
+    ) -> Documents:
         """Documents that begin wherever the positions do not continue, as in packed batches."""
         starts = torch.ones_like(position_ids, dtype=torch.bool)
         starts[..., 1:] = position_ids[..., 1:] != position_ids[..., :-1] + 1
@@ -77,7 +86,9 @@ class Window:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise InvalidValueError(f"expected a window of at least 1 token, got {self.size}")
+            raise InvalidValueError(
+                f"expected a window of at least 1 token, got {self.size}"
+            )
 
 
 Contract = str | Documents | Window
@@ -115,15 +126,27 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
         layers = contract.layers or len(calls)
         beyond = _beyond_window(calls, contract, type(passes.inner).__name__)
         if beyond:
-            return _verdict(Status.NOT_HEALTHY, f"sees beyond its window of {contract.size}: {beyond}")
+            return _verdict(
+                Status.NOT_HEALTHY,
+                f"sees beyond its window of {contract.size}: {beyond}",
+            )
     trials = list(_trials(contract, passes, layers))
     first = passes.outputs(passes.tokens)
     second = passes.outputs(passes.tokens)
-    judged = {name: values for name, values in first.items() if passes.by_position(values) is not None}
+    judged = {
+        name: values
+        for name, values in first.items()
+        if passes.by_position(values) is not None
+    }
     skipped = [name for name in first if name not in judged]
     if not judged:
-        shapes = ", ".join(f"{name} {tuple(values.shape)}" for name, values in first.items()) or "no tensor"
-        raise InvalidValueError(f"expected an output with an axis of {passes.length} positions, got {shapes}")
+        shapes = (
+            ", ".join(f"{name} {tuple(values.shape)}" for name, values in first.items())
+            or "no tensor"
+        )
+        raise InvalidValueError(
+            f"expected an output with an axis of {passes.length} positions, got {shapes}"
+        )
     rounded: list[str] = []
     for trial in trials:
         moved = passes.outputs(passes.changed(trial))
@@ -141,7 +164,11 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
                 f"{move.size:.3g} when {trial.words} change{culprit}"
             )
             return _verdict(Status.NOT_HEALTHY, sentence)
-    left_out = f"; not judged, without an axis of positions: {', '.join(skipped)}" if skipped else ""
+    left_out = (
+        f"; not judged, without an axis of positions: {', '.join(skipped)}"
+        if skipped
+        else ""
+    )
     if not trials:
         return _verdict(
             Status.NOT_KNOWN,
@@ -172,17 +199,29 @@ def _in_float64(model: nn.Module, batch: object, contract: Contract) -> Health |
     args, kwargs = arguments(batch, "batch")
     args, kwargs = mapped((tuple(args), dict(kwargs)), _doubled)
     try:
-        return check_sees(copy.deepcopy(model).double(), ForwardArguments(args, kwargs), contract)
-    except (RuntimeError, TypeError, ValueError):  # layers that are fixed to a dtype, tensors that cannot be copied
+        return check_sees(
+            copy.deepcopy(model).double(), ForwardArguments(args, kwargs), contract
+        )
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # layers that are fixed to a dtype, tensors that cannot be copied
         return None
 
 
 def _doubled(value: object) -> object:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    return (
+        value.double()
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+    )
 
 
 def _verdict(status: Status, sentence: str) -> Health:
-    prefix = {Status.HEALTHY: "healthy", Status.NOT_HEALTHY: "not healthy"}.get(status, "not known")
+    prefix = {Status.HEALTHY: "healthy", Status.NOT_HEALTHY: "not healthy"}.get(
+        status, "not known"
+    )
     return Health(status=status, sentence=f"{prefix}: {sentence}")
 
 
@@ -196,17 +235,38 @@ def _words(contract: Contract) -> str:
 class _Passes:
     """Passes of a model with changed tokens and the same random numbers."""
 
-    def __init__(self, inner: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        inner: nn.Module,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
         self.inner, self._model, self._args, self._kwargs = inner, model, args, kwargs
-        candidates = [x for x in tensors((args, dict(kwargs))) if x.ndim > 1 and x.dtype != torch.bool]
-        named = [kwargs[name] for name in ("input_ids", "inputs_embeds") if isinstance(kwargs.get(name), Tensor)]
+        candidates = [
+            x
+            for x in tensors((args, dict(kwargs)))
+            if x.ndim > 1 and x.dtype != torch.bool
+        ]
+        named = [
+            kwargs[name]
+            for name in ("input_ids", "inputs_embeds")
+            if isinstance(kwargs.get(name), Tensor)
+        ]
         if not candidates:
-            raise InvalidTypeError("expected a batch with a tensor of tokens [b t] or [b t d], got none")
+            raise InvalidTypeError(
+                "expected a batch with a tensor of tokens [b t] or [b t d], got none"
+            )
         self.tokens: Tensor = (named or candidates)[0]
         self.samples, self.length = self.tokens.shape[:2]
-        self.dtype = next((p.dtype for p in inner.parameters() if p.is_floating_point()), torch.float32)
+        self.dtype = next(
+            (p.dtype for p in inner.parameters() if p.is_floating_point()),
+            torch.float32,
+        )
         if self.length < 2:
-            raise InvalidValueError(f"expected at least two positions, got tokens of shape {tuple(self.tokens.shape)}")
+            raise InvalidValueError(
+                f"expected at least two positions, got tokens of shape {tuple(self.tokens.shape)}"
+            )
 
     def outputs(self, tokens: Tensor) -> dict[str, Tensor]:
         """The tensors that the model returns for these tokens, by a name that says where each is."""
@@ -218,7 +278,12 @@ class _Passes:
 
     def eager(self, tokens: Tensor) -> None:
         """Runs the model itself, on whose modules hooks may lie."""
-        with torch.no_grad(), extra_pass(self), undisturbed(self.inner), torch.compiler.set_stance("force_eager"):
+        with (
+            torch.no_grad(),
+            extra_pass(self),
+            undisturbed(self.inner),
+            torch.compiler.set_stance("force_eager"),
+        ):
             torch.manual_seed(0)
             args, kwargs = self._with(tokens)
             self.inner(*args, **kwargs)
@@ -229,7 +294,11 @@ class _Passes:
                 return tokens
             if type(value) in (tuple, list):
                 return type(value)([exchanged(x) for x in value])
-            return {name: exchanged(x) for name, x in value.items()} if type(value) is dict else value
+            return (
+                {name: exchanged(x) for name, x in value.items()}
+                if type(value) is dict
+                else value
+            )
 
         return exchanged(copied(self._args)), exchanged(copied(dict(self._kwargs)))
 
@@ -245,14 +314,22 @@ class _Passes:
         mask = trial.changed.to(tokens.device)
         if tokens.is_floating_point():
             noise = torch.randn(tokens.shape, generator=generator).to(tokens)
-            size = tokens.float().square().mean().sqrt().clamp_min(1e-3).to(tokens.dtype)
+            size = (
+                tokens.float().square().mean().sqrt().clamp_min(1e-3).to(tokens.dtype)
+            )
             mask = mask.reshape(*mask.shape, *[1] * (tokens.ndim - 2))
             return torch.where(mask, tokens + noise * size, tokens)
         values = tokens.unique()
-        if len(values) == 1:  # no other token is known to be in the vocabulary, but the one below or token 1 should be
-            values = torch.stack([values[0], values[0] - 1 if values[0] > 0 else values[0] + 1])
+        if (
+            len(values) == 1
+        ):  # no other token is known to be in the vocabulary, but the one below or token 1 should be
+            values = torch.stack(
+                [values[0], values[0] - 1 if values[0] > 0 else values[0] + 1]
+            )
         index = torch.searchsorted(values.sort().values, tokens)
-        shift = torch.randint(1, len(values), tokens.shape, generator=generator).to(tokens.device)
+        shift = torch.randint(1, len(values), tokens.shape, generator=generator).to(
+            tokens.device
+        )
         replacements = values.sort().values[(index + shift) % len(values)]
         mask = mask.reshape(*mask.shape, *[1] * (tokens.ndim - 2))
         return torch.where(mask, replacements, tokens)
@@ -269,7 +346,11 @@ class _Passes:
             x = x.unflatten(0, (b, t))
         elif list(x.shape).count(t) == 1:
             axis = list(x.shape).index(t)
-            x = x.movedim(axis, 1) if axis > 1 and len(x) in (1, b) else x.movedim(axis, 0)[None]
+            x = (
+                x.movedim(axis, 1)
+                if axis > 1 and len(x) in (1, b)
+                else x.movedim(axis, 0)[None]
+            )
         else:
             return None
         return x
@@ -285,7 +366,9 @@ class _Move:
     rounding: float
 
 
-def _largest_move(passes: _Passes, before: Tensor, after: Tensor, kept: Bool[Tensor, "b t"]) -> _Move:
+def _largest_move(
+    passes: _Passes, before: Tensor, after: Tensor, kept: Bool[Tensor, "b t"]
+) -> _Move:
     if before.shape != after.shape:
         return _Move(math.inf, 0, 0, 0.0)
     x, y = passes.by_position(before), passes.by_position(after)
@@ -297,12 +380,19 @@ def _largest_move(passes: _Passes, before: Tensor, after: Tensor, kept: Bool[Ten
     wide = torch.complex128 if x.is_complex() else torch.float64
     x, y = x.to(wide), y.to(wide)
     same = (x == y) | (x.isnan() & y.isnan())
-    distance = torch.where(same, 0.0, (x - y).abs()).nan_to_num(torch.inf, torch.inf, torch.inf)
+    distance = torch.where(same, 0.0, (x - y).abs()).nan_to_num(
+        torch.inf, torch.inf, torch.inf
+    )
     distance = distance.flatten(2).amax(2) if distance.ndim > 2 else distance
     distance = distance.masked_fill(~kept, 0.0)
     index = int(distance.argmax())
     scale = float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
-    return _Move(float(distance.max()), index // kept.shape[1], index % kept.shape[1], eps * scale)
+    return _Move(
+        float(distance.max()),
+        index // kept.shape[1],
+        index % kept.shape[1],
+        eps * scale,
+    )
 
 
 def _named(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -317,7 +407,10 @@ def _named(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from _named(x, f"{name}[{i}]" if name else f"output[{i}]")
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            yield from _named(getattr(value, field.name), f"{name}.{field.name}" if name else field.name)
+            yield from _named(
+                getattr(value, field.name),
+                f"{name}.{field.name}" if name else field.name,
+            )
 
 
 def _trials(contract: Contract, passes: _Passes, layers: int) -> Iterator[_Trial]:
@@ -330,50 +423,83 @@ def _trials(contract: Contract, passes: _Passes, layers: int) -> Iterator[_Trial
         for place in places:
             kept = positions >= place + reach
             if bool(kept.any()):
-                yield _Trial(changed=positions < place, kept=kept, words=f"the tokens before {place}")
-                yield from _later_tokens(positions, [place], torch.ones_like(positions, dtype=torch.bool))
+                yield _Trial(
+                    changed=positions < place,
+                    kept=kept,
+                    words=f"the tokens before {place}",
+                )
+                yield from _later_tokens(
+                    positions, [place], torch.ones_like(positions, dtype=torch.bool)
+                )
     elif isinstance(contract, Documents):
         ids = contract.ids.cpu()
         ids = ids.expand(b, t) if ids.ndim == 1 else ids
         if ids.shape != (b, t):
-            raise ShapeError(f"expected document numbers of shape [{b} {t}] or [{t}], got {tuple(contract.ids.shape)}")
+            raise ShapeError(
+                f"expected document numbers of shape [{b} {t}] or [{t}], got {tuple(contract.ids.shape)}"
+            )
         for number in ids[ids >= 0].unique().tolist()[:BORDERS]:
             inside = ids == number
-            yield _Trial(changed=(ids >= 0) & ~inside, kept=inside, words=f"the tokens outside document {number}")
+            yield _Trial(
+                changed=(ids >= 0) & ~inside,
+                kept=inside,
+                words=f"the tokens outside document {number}",
+            )
         if contract.causal:
             yield from _later_tokens(positions, places, ids >= 0)
     elif contract == "causal":
-        yield from _later_tokens(positions, places, torch.ones_like(positions, dtype=torch.bool))
+        yield from _later_tokens(
+            positions, places, torch.ones_like(positions, dtype=torch.bool)
+        )
     else:
         raise InvalidValueError(
             f"expected sees='causal', sees=qkeel.Documents(ids) or sees=qkeel.Window(size), got {contract!r}"
         )
 
 
-def _later_tokens(positions: Tensor, places: Sequence[int], counted: Tensor) -> Iterator[_Trial]:
+def _later_tokens(
+    positions: Tensor, places: Sequence[int], counted: Tensor
+) -> Iterator[_Trial]:
     for place in places:
         changed = (positions >= place) & counted
         if bool(changed.any()):
-            yield _Trial(changed=changed, kept=(positions < place) & counted, words=f"the tokens from {place} on")
+            yield _Trial(
+                changed=changed,
+                kept=(positions < place) & counted,
+                words=f"the tokens from {place} on",
+            )
 
 
 def _places(length: int) -> list[int]:
     """Positions from 1 on: the first and last ones, and others drawn once for each length."""
     if length - 1 <= PLACES:
         return list(range(1, length))
-    drawn = torch.randperm(length - 3, generator=torch.Generator().manual_seed(length))[: PLACES - 3] + 2
+    drawn = (
+        torch.randperm(length - 3, generator=torch.Generator().manual_seed(length))[
+            : PLACES - 3
+        ]
+        + 2
+    )
     return sorted({1, length // 2, length - 1, *drawn.tolist()})
 
 
-def _beyond_window(calls: Mapping[str, Sequence[Seen]], window: Window, model: str) -> str:
+def _beyond_window(
+    calls: Mapping[str, Sequence[Seen]], window: Window, model: str
+) -> str:
     """Says which layer and head gives weight to a key outside its window, or "" if none does."""
     for layer, site in calls.items():
         for rows, weights in blocks_of_weights(site):
             s, t = weights.shape[3], site[0].query_shape[1]
             device = weights.device
-            positions = torch.arange(s - t + rows.start, s - t + rows.stop, device=device)
+            positions = torch.arange(
+                s - t + rows.start, s - t + rows.stop, device=device
+            )
             distance = positions[:, None] - torch.arange(s, device=device)
-            outside = (weights * ((distance >= window.size) | (distance < 0))).sum(-1).amax((0, 2))
+            outside = (
+                (weights * ((distance >= window.size) | (distance < 0)))
+                .sum(-1)
+                .amax((0, 2))
+            )
             if float(outside.max()) > 0:
                 head = int(outside.argmax())
                 weight = float(outside[head])
@@ -397,13 +523,21 @@ class _Activations:
         with ExitStack() as undo:
             for name, module in self._passes.inner.named_modules():
                 if not isinstance(module, torch.jit.ScriptModule):
-                    undo.callback(module.register_forward_hook(self._hook(name), with_kwargs=True).remove)
+                    undo.callback(
+                        module.register_forward_hook(
+                            self._hook(name), with_kwargs=True
+                        ).remove
+                    )
             self._passes.eager(tokens)
 
     def _hook(self, name: str) -> Any:
-        def keep(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        def keep(
+            module: nn.Module, args: object, kwargs: object, output: object
+        ) -> None:
             values = [x for _, x in _named(output, "")]
-            self.calls.append((name, self._at_kept(tensors((args, kwargs))), self._at_kept(values)))
+            self.calls.append(
+                (name, self._at_kept(tensors((args, kwargs))), self._at_kept(values))
+            )
 
         return keep
 
@@ -427,7 +561,10 @@ def _culprit(passes: _Passes, trial: _Trial) -> str:
     try:
         before.take(passes.tokens)
         after.take(passes.changed(trial))
-    except (RuntimeError, QkeelError):  # such as too little memory; the verdict stands without the name
+    except (
+        RuntimeError,
+        QkeelError,
+    ):  # such as too little memory; the verdict stands without the name
         return ""
     for call, other in zip(before.calls, after.calls, strict=False):
         name, inputs, outputs = call
@@ -436,14 +573,21 @@ def _culprit(passes: _Passes, trial: _Trial) -> str:
         if _equal(inputs, other[1]) and not _equal(outputs, other[2]):
             head = _head(passes, trial, name)
             label = name or type(passes.inner).__name__
-            return f": {label}{head} lets them through" if head else f": {label}, no attention, lets them through"
+            return (
+                f": {label}{head} lets them through"
+                if head
+                else f": {label}, no attention, lets them through"
+            )
     return ""
 
 
 def _equal(values: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     if len(values) != len(others):
         return False
-    return all(x.shape == y.shape and bool(((x == y) | (x != x)).all()) for x, y in zip(values, others, strict=True))
+    return all(
+        x.shape == y.shape and bool(((x == y) | (x != x)).all())
+        for x, y in zip(values, others, strict=True)
+    )
 
 
 def _head(passes: _Passes, trial: _Trial, module: str) -> str:
@@ -453,11 +597,17 @@ def _head(passes: _Passes, trial: _Trial, module: str) -> str:
     except QkeelError:
         return ""
     for layer, weights in maps.items():
-        inside = not module or layer == module or layer.startswith((f"{module}.", f"{module}#"))
+        inside = (
+            not module
+            or layer == module
+            or layer.startswith((f"{module}.", f"{module}#"))
+        )
         b, t = trial.kept.shape
         if not inside or weights.shape[2:] != (t, t) or len(weights) != b:
             continue
-        kept, changed = (mask.to(weights.device) for mask in (trial.kept, trial.changed))
+        kept, changed = (
+            mask.to(weights.device) for mask in (trial.kept, trial.changed)
+        )
         leaked = (weights * changed[:, None, None, :]).sum(-1) * kept[:, None]
         largest = leaked.amax((0, 2))
         if float(largest.max()) > 0:

@@ -15,11 +15,17 @@ def visible_pairs(call: Seen) -> Tensor:
     """
     if isinstance(call, ScoresCall):
         shape = call.capped.shape
-        visible = torch.ones(shape, dtype=torch.bool) if call.hidden is None else ~call.hidden.cpu()
+        visible = (
+            torch.ones(shape, dtype=torch.bool)
+            if call.hidden is None
+            else ~call.hidden.cpu()
+        )
         return visible.expand(shape)
     t, s = call.q.shape[2], call.k.shape[2]
     visible = call.visible(slice(0, t), slice(0, s))
-    visible = torch.ones(1, 1, t, s, dtype=torch.bool) if visible is None else visible.cpu()
+    visible = (
+        torch.ones(1, 1, t, s, dtype=torch.bool) if visible is None else visible.cpu()
+    )
     return visible.expand(*visible.shape[:2], t, s)
 
 

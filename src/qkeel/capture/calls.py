@@ -74,13 +74,25 @@ def hides(added: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
     low = added <= HIDES
     if not added.numel():
         return low
-    least, most = added.masked_fill(low, torch.inf).amin(), added.masked_fill(low, -torch.inf).amax()
+    least, most = (
+        added.masked_fill(low, torch.inf).amin(),
+        added.masked_fill(low, -torch.inf).amax(),
+    )
     # A gap that is wider than both groups beside it contains the middle of the full range.
     below = ~low & (added <= (least + most) / 2)
-    lower, upper = added.masked_fill(~below, -torch.inf).amax(), added.masked_fill(low | below, torch.inf).amin()
+    lower, upper = (
+        added.masked_fill(~below, -torch.inf).amax(),
+        added.masked_fill(low | below, torch.inf).amin(),
+    )
     gap = upper - lower
     # Values that are all equal form a single level, with no level above it.
-    levels = upper.isfinite() & (gap >= APART) & (gap > lower - least) & (gap > most - upper) & (lower <= -APART)
+    levels = (
+        upper.isfinite()
+        & (gap >= APART)
+        & (gap > lower - least)
+        & (gap > most - upper)
+        & (lower <= -APART)
+    )
     return low | (below & levels)
 
 
@@ -127,12 +139,18 @@ class HeadLayout:
             return None
         sizes, groups = iter(self.sizes), list(self.groups)
         for place, (n, group) in enumerate(zip(shape, self.groups)):
-            heads = math.prod([next(sizes) for letter in group if letter == "h"])  # torch.compile takes no generator
+            heads = math.prod(
+                [next(sizes) for letter in group if letter == "h"]
+            )  # torch.compile takes no generator
             if n % heads or (n != heads and group == "h" and len(shape) > 3):
                 return None
             if n != heads and group == "h":
                 groups[place] = "bh"
-        return self if groups == list(self.groups) else dataclasses.replace(self, groups=tuple(groups))
+        return (
+            self
+            if groups == list(self.groups)
+            else dataclasses.replace(self, groups=tuple(groups))
+        )
 
     def apply(self, x: Shaped[Tensor, ...]) -> Shaped[Tensor, "b h t s"]:
         """Returns a tensor whose dimensions are those of the scores, rearranged to [b h t s]."""
@@ -140,19 +158,33 @@ class HeadLayout:
             return x
         sizes, order = self._single(x.shape)
         letters = "".join(self.groups)
-        shape = [math.prod([n for n, letter in zip(sizes, letters) if letter == role]) for role in "bhts"]
+        shape = [
+            math.prod([n for n, letter in zip(sizes, letters) if letter == role])
+            for role in "bhts"
+        ]
         return x.reshape(sizes).permute(order).reshape(shape)
 
-    def apply_to_vectors(self, x: Shaped[Tensor, "*scores d"]) -> Shaped[Tensor, "b h t s d"]:
+    def apply_to_vectors(
+        self, x: Shaped[Tensor, "*scores d"]
+    ) -> Shaped[Tensor, "b h t s d"]:
         """Returns a tensor of vectors, one for each score, rearranged like the scores."""
         if self.groups == ("b", "h", "t", "s"):
             return x
         sizes, order = self._single(x.shape[:-1])
         letters = "".join(self.groups)
-        shape = [math.prod([n for n, letter in zip(sizes, letters) if letter == role]) for role in "bhts"]
-        return x.reshape([*sizes, x.shape[-1]]).permute([*order, len(sizes)]).reshape([*shape, x.shape[-1]])
+        shape = [
+            math.prod([n for n, letter in zip(sizes, letters) if letter == role])
+            for role in "bhts"
+        ]
+        return (
+            x.reshape([*sizes, x.shape[-1]])
+            .permute([*order, len(sizes)])
+            .reshape([*shape, x.shape[-1]])
+        )
 
-    def undo(self, x: Shaped[Tensor, "b h t s"], shape: Sequence[int]) -> Shaped[Tensor, ...]:
+    def undo(
+        self, x: Shaped[Tensor, "b h t s"], shape: Sequence[int]
+    ) -> Shaped[Tensor, ...]:
         """Returns a tensor [b h t s] rearranged to this shape, the layout of the scores. This is the inverse of
         `apply`."""
         if self.groups == ("b", "h", "t", "s"):
@@ -168,9 +200,14 @@ class HeadLayout:
         for n, group in zip(shape, self.groups):
             parts = [next(heads) if letter == "h" else 1 for letter in group]
             rest = n // math.prod(parts) if len(group) > 1 else n
-            sizes += [part if letter == "h" and len(group) > 1 else rest for letter, part in zip(group, parts)]
+            sizes += [
+                part if letter == "h" and len(group) > 1 else rest
+                for letter, part in zip(group, parts)
+            ]
         letters = "".join(self.groups)
-        return sizes, [i for role in "bhts" for i, letter in enumerate(letters) if letter == role]
+        return sizes, [
+            i for role in "bhts" for i, letter in enumerate(letters) if letter == role
+        ]
 
 
 def head_counts(module: nn.Module) -> frozenset[int]:
@@ -183,13 +220,22 @@ def head_counts(module: nn.Module) -> frozenset[int]:
     found: set[int] = set()
     for holder in holders:
         for name, value in holder.items():
-            if "head" in name and "dim" not in name and type(value) is int and value > 0:
+            if (
+                "head" in name
+                and "dim" not in name
+                and type(value) is int
+                and value > 0
+            ):
                 found.add(value)
     return frozenset(found)
 
 
 def layout(
-    shape: Sequence[int], hints: frozenset[int], batch: int, keys: int | None = None, rows: int | None = None
+    shape: Sequence[int],
+    hints: frozenset[int],
+    batch: int,
+    keys: int | None = None,
+    rows: int | None = None,
 ) -> HeadLayout:
     """The layout of scores of this shape, guessed from the known head counts and the batch size.
 
@@ -202,7 +248,9 @@ def layout(
     """
     n = len(shape)
     keys = n - 1 if keys is None else keys
-    rows = max((i for i in range(n) if i != keys), default=keys) if rows is None else rows
+    rows = (
+        max((i for i in range(n) if i != keys), default=keys) if rows is None else rows
+    )
     places = [i for i in range(n) if i not in (keys, rows)]
     lead = [shape[i] for i in places]
     letters, sizes, certain = _lead(lead, hints, batch)
@@ -211,11 +259,17 @@ def layout(
     for place, letter in zip(places, letters):
         groups[place] = letter
     headless = not sizes and len(lead) < 2
-    guess = "" if certain else f"scores of shape {tuple(shape)} do not show which dimension holds the heads"
+    guess = (
+        ""
+        if certain
+        else f"scores of shape {tuple(shape)} do not show which dimension holds the heads"
+    )
     return HeadLayout(groups=tuple(groups), sizes=sizes, headless=headless, guess=guess)
 
 
-def _lead(lead: Sequence[int], hints: frozenset[int], batch: int) -> tuple[list[str], tuple[int, ...], bool]:
+def _lead(
+    lead: Sequence[int], hints: frozenset[int], batch: int
+) -> tuple[list[str], tuple[int, ...], bool]:
     """The letters of the dimensions before the query and key dimensions, the sizes of the head dimensions, and whether
     this is certain."""
     n = len(lead)
@@ -226,18 +280,26 @@ def _lead(lead: Sequence[int], hints: frozenset[int], batch: int) -> tuple[list[
     if n == 2:
         if lead[1] == batch != lead[0] and lead[1] not in hints:
             return ["h", "b"], (lead[0],), True
-        certain = lead[0] == batch != lead[1] or (lead[1] in hints and lead[0] not in hints)
+        certain = lead[0] == batch != lead[1] or (
+            lead[1] in hints and lead[0] not in hints
+        )
         return ["b", "h"], (lead[1],), certain or 1 in lead
     if lead[1] * lead[2] in hints:
         return ["b", "h", "h", *"b" * (n - 3)], (lead[1], lead[2]), True
     for place in (1, 2, 0):
         if lead[place] in hints:
             letters = ["h" if i == place else "b" for i in range(n)]
-            return letters, (lead[place],), sum(size == lead[place] for size in lead) == 1
+            return (
+                letters,
+                (lead[place],),
+                sum(size == lead[place] for size in lead) == 1,
+            )
     return ["b", "h", "h", *"b" * (n - 3)], (lead[1], lead[2]), False
 
 
-def _merged(size: int, hints: frozenset[int], batch: int) -> tuple[list[str], tuple[int, ...], bool]:
+def _merged(
+    size: int, hints: frozenset[int], batch: int
+) -> tuple[list[str], tuple[int, ...], bool]:
     for n in sorted(hints, reverse=True):
         if batch and size == n * batch:
             return ["bh"], (n,), True
@@ -262,11 +324,17 @@ def fewest_keys(k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
     return k
 
 
-def known_keys(heads: tuple[int, int], k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
+def known_keys(
+    heads: tuple[int, int], k: Float[Tensor, "b h s d"]
+) -> Float[Tensor, "b g s d"]:
     """The key heads [b g s d] when the numbers of query and key heads are known, so that no keys need to be
     compared."""
     n, groups = heads
-    return k.unflatten(1, (groups, n // groups))[:, :, 0] if k.shape[1] == n != groups else k
+    return (
+        k.unflatten(1, (groups, n // groups))[:, :, 0]
+        if k.shape[1] == n != groups
+        else k
+    )
 
 
 def key_heads(k: Float[Tensor, "b h s d"]) -> tuple[int, ...] | None:
@@ -282,7 +350,11 @@ def key_heads(k: Float[Tensor, "b h s d"]) -> tuple[int, ...] | None:
     order = list(dict.fromkeys(same.tolist()))
     found = tuple(order.index(i) for i in same.tolist())
     counts = {found.count(j) for j in range(len(order))}
-    return found if 1 < len(order) < h and len(counts) == 1 and list(found) != sorted(found) else None
+    return (
+        found
+        if 1 < len(order) < h and len(counts) == 1 and list(found) != sorted(found)
+        else None
+    )
 
 
 # --- Attention calls whose masks are functions of positions, evaluated block by block without ever forming T×T
@@ -311,10 +383,16 @@ class FlexCall(AttentionCall):
         return z if self.score_mod is None else _modified(self.score_mod, z, rows, keys)
 
     def visible(self, rows: slice, keys: slice) -> Tensor | None:
-        seen = None if self.block_mask is None else _block_visible(self.block_mask, rows, keys)
+        seen = (
+            None
+            if self.block_mask is None
+            else _block_visible(self.block_mask, rows, keys)
+        )
         if self.score_mod is None:
             return seen
-        q, k = self.spec.encode(self.q[:, :, rows], self.k, self.pos_q[:, rows], self.pos_k, self.params)
+        q, k = self.spec.encode(
+            self.q[:, :, rows], self.k, self.pos_q[:, rows], self.pos_k, self.params
+        )
         z = AttentionCall.scores(self, q, k[:, :, keys], rows, keys)
         modified = _modified(self.score_mod, z, rows, keys)
         kept = ~((modified < 0) & (modified - z <= HIDES))
@@ -340,7 +418,9 @@ def _block_visible(mask: BlockMask, rows: slice, keys: slice) -> Tensor:
 
     device = mask.kv_num_blocks.device
     b, h = mask.kv_num_blocks.shape[:2]
-    seen = create_mask(at, b, h, rows.stop - rows.start, keys.stop - keys.start, device=device)
+    seen = create_mask(
+        at, b, h, rows.stop - rows.start, keys.stop - keys.start, device=device
+    )
     tall, wide = mask.BLOCK_SIZE
     row = torch.arange(rows.start, rows.stop, device=device) // tall
     column = torch.arange(keys.start, keys.stop, device=device) // wide
@@ -357,7 +437,11 @@ def flex_call(
     """The call of flex_attention on q [b h t d] and k [b g s d]."""
     # The mask of this spec hides and adds nothing. It only declares that there is a mask, so that visibility is asked
     # for, and that, if something is added, the logit is not the product alone.
-    mask = q.new_ones((1, 1, 1, 1), dtype=torch.bool) if score_mod is None else q.new_zeros(1, 1, 1, 1)
+    mask = (
+        q.new_ones((1, 1, 1, 1), dtype=torch.bool)
+        if score_mod is None
+        else q.new_zeros(1, 1, 1, 1)
+    )
     call = make_call(spec, q, k, k, causal=False, mask=mask)
     return FlexCall(**fields_of(call), score_mod=score_mod, block_mask=block_mask)
 
@@ -419,13 +503,22 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
     kind = wide(call.logits.dtype)
     q, k = (None if x is None else x.to(kind) for x in (call.q, call.k))
     q_norm, k_norm = (None if x is None else x.norm(dim=-1) for x in (q, k))
-    each = None if k is None else k.repeat_interleave(call.logits.shape[1] // k.shape[1], dim=1)
+    each = (
+        None
+        if k is None
+        else k.repeat_interleave(call.logits.shape[1] // k.shape[1], dim=1)
+    )
     classes = None if call.classes is None else call.classes.members(kind)
     parts = []
     for rows in _blocks(call):
         z, seen = _logits(call, rows)
         angle = no_product_rows(z.amax(-1))
-        if q is not None and each is not None and q_norm is not None and k_norm is not None:
+        if (
+            q is not None
+            and each is not None
+            and q_norm is not None
+            and k_norm is not None
+        ):
             products = seen.blank_(q[:, :, rows] @ each.mT)
             angle = product_rows(products, 1.0, q_norm[:, :, rows], k_norm, seen)
         found = logit_rows(z, seen, threshold, classes)
@@ -434,11 +527,15 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
         sink = None if call.sink is None else call.sink[:, :, rows]
         weights = softmax_rows(z, seen, classes, sink)
         if call.gathered:  # the first column is the key that was picked first, not the first key of the sequence
-            weights["first_weight"] = torch.full_like(weights["first_weight"], torch.nan)
+            weights["first_weight"] = torch.full_like(
+                weights["first_weight"], torch.nan
+            )
         parts.append(RowStats(**angle, **found, **weights))
     rows = parts[0] if len(parts) == 1 else RowStats.cat(parts)
     sinks = int(call.sink is not None)
-    return reduce_rows(rows, call.query_mask, q_norm, k_norm, _keys_seen(call), call.classes, sinks)
+    return reduce_rows(
+        rows, call.query_mask, q_norm, k_norm, _keys_seen(call), call.classes, sinks
+    )
 
 
 @torch.no_grad()
@@ -453,7 +550,11 @@ def scores_change(before: ScoresCall, after: ScoresCall) -> LogitChange:
     parts = []
     for block in _blocks(after):
         z, seen = _logits(after, block)
-        parts.append(change_rows(z - seen.blank_(before.logits[:, :, block].to(z.dtype, copy=True)), seen))
+        parts.append(
+            change_rows(
+                z - seen.blank_(before.logits[:, :, block].to(z.dtype, copy=True)), seen
+            )
+        )
     return reduce_changes(parts, after.query_mask)
 
 
@@ -463,7 +564,11 @@ def scores_maxima(call: ScoresCall) -> tuple[Float[Tensor, " h"], Float[Tensor, 
     extrema = []
     for rows in _blocks(call):
         z, seen = _logits(call, rows)
-        extrema.append(extreme_logits(z, seen, None if call.query_mask is None else call.query_mask[:, rows]))
+        extrema.append(
+            extreme_logits(
+                z, seen, None if call.query_mask is None else call.query_mask[:, rows]
+            )
+        )
     top, low = zip(*extrema)
     return torch.stack(top).amax(0), torch.stack(low).amin(0)
 
@@ -483,7 +588,9 @@ def call_logsumexp(call: Seen) -> Float[Tensor, "b h t"]:
         return torch.cat(parts, 2)
 
 
-_ROUNDING = 1 / 64  # a logit may differ from its product by this fraction of the largest, as in half precision
+_ROUNDING = (
+    1 / 64
+)  # a logit may differ from its product by this fraction of the largest, as in half precision
 
 
 @torch.no_grad()
@@ -497,25 +604,47 @@ def dense_rows(call: Seen, rows: slice) -> tuple[Tensor, Tensor, Tensor] | None:
         and keys differ.
     """
     if isinstance(call, ScoresCall):
-        if call.gathered or call.q is None or call.k is None or call.logits.shape[2] != call.logits.shape[3]:
+        if (
+            call.gathered
+            or call.q is None
+            or call.k is None
+            or call.logits.shape[2] != call.logits.shape[3]
+        ):
             return None
         kind = wide(call.logits.dtype)
         q, k = call.q[:, :, rows].to(kind), call.k.to(kind)
-        scale = call.spec.scale.factor(torch.zeros(1, 1, device=q.device), q.shape[-1], {})
+        scale = call.spec.scale.factor(
+            torch.zeros(1, 1, device=q.device), q.shape[-1], {}
+        )
         z = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
-        hidden = torch.zeros((), dtype=torch.bool, device=z.device) if call.hidden is None else call.hidden
+        hidden = (
+            torch.zeros((), dtype=torch.bool, device=z.device)
+            if call.hidden is None
+            else call.hidden
+        )
         if hidden.ndim and hidden.shape[2] > 1:
             hidden = hidden[:, :, rows]
         chosen = ~hidden.expand(z.shape)
-        off = (z - call.logits[:, :, rows].to(kind)).abs().masked_fill(~chosen, 0.0).amax(-1)
-        counted = off <= _ROUNDING * z.abs().masked_fill(~chosen, 0.0).amax(-1).clamp_min(1)
+        off = (
+            (z - call.logits[:, :, rows].to(kind))
+            .abs()
+            .masked_fill(~chosen, 0.0)
+            .amax(-1)
+        )
+        counted = off <= _ROUNDING * z.abs().masked_fill(~chosen, 0.0).amax(
+            -1
+        ).clamp_min(1)
     elif type(call) is AttentionCall and call.q.shape[2] == call.k.shape[2]:
         every = slice(0, call.k.shape[2])
         with torch.autocast(_device(call), enabled=False):
             q, k = call.encoded()
             z = call.scores(q[:, :, rows], k, rows, every)
         seen, bias = call.visible(rows, every), call.bias(rows, every)
-        chosen = torch.ones_like(z, dtype=torch.bool) if seen is None else seen.expand(z.shape)
+        chosen = (
+            torch.ones_like(z, dtype=torch.bool)
+            if seen is None
+            else seen.expand(z.shape)
+        )
         counted = torch.ones_like(z[..., 0], dtype=torch.bool)
         if bias is not None:
             counted = counted & (bias == 0).all(-1)
@@ -540,7 +669,9 @@ def _logits(call: ScoresCall, rows: slice) -> tuple[Tensor, VisibleKeys]:
     if hidden is not None and hidden.shape[2] > 1:
         hidden = hidden[:, :, rows]
     seen = VisibleKeys(None, n, n) if hidden is None else VisibleKeys(~hidden, 0, n)
-    return seen.blank_(call.logits[:, :, rows].to(wide(call.logits.dtype), copy=True)), seen
+    return seen.blank_(
+        call.logits[:, :, rows].to(wide(call.logits.dtype), copy=True)
+    ), seen
 
 
 def _keys_seen(call: ScoresCall) -> Tensor:
@@ -570,7 +701,11 @@ Seen = AttentionCall | ScoresCall
 def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
     """The exact statistics of a captured call, computed in the call's precision even under autocast."""
     with torch.autocast(_device(call), enabled=False):
-        return scores_stats(call, threshold) if isinstance(call, ScoresCall) else logit_stats(call, threshold)
+        return (
+            scores_stats(call, threshold)
+            if isinstance(call, ScoresCall)
+            else logit_stats(call, threshold)
+        )
 
 
 @torch.no_grad()
@@ -578,9 +713,17 @@ def maxima(call: Seen) -> LogitStats:
     """Like `statistics`, but with max_logit and min_logit only and neutral values in the other fields, at less than
     half the cost. If flex_attention returned the largest logits, only these are read, in a single operation."""
     with torch.autocast(_device(call), enabled=False):
-        if isinstance(call, FlexCall) and call.largest is not None and call.query_mask is None:
+        if (
+            isinstance(call, FlexCall)
+            and call.largest is not None
+            and call.query_mask is None
+        ):
             return only_extremes(call.largest.amax((0, 2)))
-        return only_extremes(*scores_maxima(call)) if isinstance(call, ScoresCall) else max_stats(call)
+        return (
+            only_extremes(*scores_maxima(call))
+            if isinstance(call, ScoresCall)
+            else max_stats(call)
+        )
 
 
 def _device(call: Seen) -> str:
@@ -618,7 +761,9 @@ class SiteStatistics:
             if sum(rows.fields.numel() for _, rows in self._waiting) > WAITING:
                 self._reduce()
             return
-        self._stats[name] = merge(self._stats[name], stats) if name in self._stats else stats
+        self._stats[name] = (
+            merge(self._stats[name], stats) if name in self._stats else stats
+        )
         if part_of is not None and name not in self.heads.setdefault(part_of, []):
             self.heads[part_of].append(name)
 

@@ -23,7 +23,11 @@ class ObjectContents:
     """
 
     def __init__(
-        self, values: object, *, tensors: bool = False, owns: Callable[[object], bool] = lambda _: True
+        self,
+        values: object,
+        *,
+        tensors: bool = False,
+        owns: Callable[[object], bool] = lambda _: True,
     ) -> None:
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor, int]] = []
@@ -39,7 +43,10 @@ class ObjectContents:
                 if tensors and _is_plain(x) and x.numel() + copied <= _MOST_NUMBERS:
                     self._tensors.append((x, x.detach().clone(), version_of(x)))
                 continue
-            if isinstance(x, (list, dict, set, tuple, collections.deque)) and len(x) > _MOST_OBJECTS:
+            if (
+                isinstance(x, (list, dict, set, tuple, collections.deque))
+                and len(x) > _MOST_OBJECTS
+            ):
                 continue
             if type(x) in CONTAINERS:
                 self._contents.append((x, copy.copy(x)))
@@ -47,7 +54,9 @@ class ObjectContents:
                 waiting += x
             elif isinstance(x, Mapping):
                 waiting += x.values()
-            elif isinstance(attributes := getattr(x, "__dict__", None), dict) and owns(x):
+            elif isinstance(attributes := getattr(x, "__dict__", None), dict) and owns(
+                x
+            ):
                 self._contents.append((attributes, dict(attributes)))
                 waiting += attributes.values()
 
@@ -59,7 +68,10 @@ class ObjectContents:
                     x.copy_(value)
         for x, contents in self._contents:
             if isinstance(x, dict):
-                if [*map(id, x), *map(id, x.values())] != [*map(id, contents), *map(id, contents.values())]:
+                if [*map(id, x), *map(id, x.values())] != [
+                    *map(id, contents),
+                    *map(id, contents.values()),
+                ]:
                     x.clear()
                     x.update(contents)
             elif [*map(id, x)] != [*map(id, contents)]:
@@ -68,10 +80,24 @@ class ObjectContents:
 
 
 def _is_plain(x: Tensor) -> bool:
-    return type(x) is Tensor and x.layout is torch.strided and not (x.is_meta or x.is_inference())
+    return (
+        type(x) is Tensor
+        and x.layout is torch.strided
+        and not (x.is_meta or x.is_inference())
+    )
 
 
 _MOST_OBJECTS, _MOST_NUMBERS = 1000, 1 << 22
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 CONTAINERS = (list, set, collections.deque, *_DICTS)
-_WITHOUT_CONTENTS = (nn.Module, type, FunctionType, ModuleType, str, int, float, torch.dtype, torch.device)
+_WITHOUT_CONTENTS = (
+    nn.Module,
+    type,
+    FunctionType,
+    ModuleType,
+    str,
+    int,
+    float,
+    torch.dtype,
+    torch.device,
+)

@@ -21,7 +21,17 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from qkeel.capture.calls import APART, HIDES, HeadLayout, ScoresCall, fewest_keys, head_counts, hides, is_low, layout
+from qkeel.capture.calls import (
+    APART,
+    HIDES,
+    HeadLayout,
+    ScoresCall,
+    fewest_keys,
+    head_counts,
+    hides,
+    is_low,
+    layout,
+)
 from qkeel.capture.example import ModuleCall, tensors
 from qkeel.capture.products import (
     PRODUCTS,
@@ -91,7 +101,9 @@ class Scores:
     def hiding(self, mask: Tensor, like: Tensor) -> Scores:
         """The tag with more pairs hidden."""
         mask = mask.to(torch.bool).broadcast_to(like.shape)
-        return dataclasses.replace(self, hidden=mask if self.hidden is None else self.hidden | mask)
+        return dataclasses.replace(
+            self, hidden=mask if self.hidden is None else self.hidden | mask
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,9 +210,15 @@ class Tags:
 # Names of functions, without outer underscores
 
 _SCALES = frozenset({"mul", "multiply", "rmul", "div", "divide", "true_divide"})
-_BOUNDS = frozenset({"clamp", "clamp_max", "clamp_min", "clip", "maximum", "minimum", "nan_to_num"})
-_CASTS = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as"})
-_COPIES = frozenset({"alias", "clone", "contiguous", "detach", "positive", "requires_grad"})
+_BOUNDS = frozenset(
+    {"clamp", "clamp_max", "clamp_min", "clip", "maximum", "minimum", "nan_to_num"}
+)
+_CASTS = frozenset(
+    {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as"}
+)
+_COPIES = frozenset(
+    {"alias", "clone", "contiguous", "detach", "positive", "requires_grad"}
+)
 _DROPOUTS = frozenset({"alpha_dropout", "dropout"})
 # The output is the same scores, scaled, within bounds, cast or copied.
 ELEMENTWISE = _SCALES | _BOUNDS | _CASTS | _COPIES | _DROPOUTS | {"neg"}
@@ -214,11 +232,22 @@ _READS = frozenset(
 )
 # The output has the shape of the scores, and nothing else of them.
 _FACTORIES = frozenset(
-    {"empty_like", "full_like", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "zeros_like"}
+    {
+        "empty_like",
+        "full_like",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "ones_like",
+        "rand_like",
+        "zeros_like",
+    }
 )
 _JOINS = frozenset({"cat", "concat"})
 _MASKS = frozenset({"masked_fill", "where"})
-_CHOICES = frozenset({"topk", "sort", "kthvalue"})  # they return the values first, then their indices
+_CHOICES = frozenset(
+    {"topk", "sort", "kthvalue"}
+)  # they return the values first, then their indices
 _FOREIGN = "values of several positions are weighted by a softmax of scores that are no products of queries and keys"
 _SOFTMAXES = frozenset({"softmax", "safe_softmax", "log_softmax"})
 # The signs of both operands.
@@ -227,7 +256,9 @@ _SUMS = {
     **dict.fromkeys(("sub", "subtract", "isub"), (1.0, -1.0)),
     "rsub": (-1.0, 1.0),
 }
-_PASSES = ELEMENTWISE | VIEWS | _MASKS | _JOINS | _SUMS.keys()  # what weights go through on their way to the values
+_PASSES = (
+    ELEMENTWISE | VIEWS | _MASKS | _JOINS | _SUMS.keys()
+)  # what weights go through on their way to the values
 _DEPENDS = "a term added to its scores depends on the input and is not a product"
 _FLAT = (
     "its scores have two dimensions, which says nothing of heads and of the batch; call the model with a batch "
@@ -276,7 +307,11 @@ class Step:
         if self.name not in _SCALES:
             return None
         other = self.other(x)
-        if isinstance(other, Tensor) and other.numel() == 1 and not isinstance(other, nn.Parameter):
+        if (
+            isinstance(other, Tensor)
+            and other.numel() == 1
+            and not isinstance(other, nn.Parameter)
+        ):
             other = float(other.detach())
         if isinstance(other, bool) or not isinstance(other, (int, float)):
             return None
@@ -304,10 +339,14 @@ class EagerAttentionTracer:
         chose: Callable[[ModuleCall, Scores | Lost, Tensor], None] | None = None,
     ) -> None:
         self.tags = Tags()
-        self.multiplied = False  # whether two activations were multiplied with each other
+        self.multiplied = (
+            False  # whether two activations were multiplied with each other
+        )
         self.missed: list[UnrecognizedAttention] = []
         self.ends: dict[str, None] = {}  # the operations by which scores were lost
-        self.weighed: set[tuple[int, int]] = set()  # the products that reached a softmax
+        self.weighed: set[tuple[int, int]] = (
+            set()
+        )  # the products that reached a softmax
         self._report = report
         self._known = known
         self._names = names
@@ -316,14 +355,22 @@ class EagerAttentionTracer:
 
     def minds(self, name: str) -> bool:
         """True if a call of this function may be relevant now, which is rarely the case."""
-        return bool(self.tags) or name in PRODUCTS or (name == "softmax" and self._names is not None)
+        return (
+            bool(self.tags)
+            or name in PRODUCTS
+            or (name == "softmax" and self._names is not None)
+        )
 
-    def follow(self, name: str, frame: ModuleCall, args: Args, kwargs: Kwargs, out: object) -> None:
+    def follow(
+        self, name: str, frame: ModuleCall, args: Args, kwargs: Kwargs, out: object
+    ) -> None:
         """Processes one call of a torch function, given the function's name without outer underscores."""
         step = Step(name, frame, args, kwargs, out)
         if name in PRODUCTS:
             product = read_product(name, args, kwargs, out)
-            if product is not None and not any(self._is_on_its_way(x) for x in product.factors):
+            if product is not None and not any(
+                self._is_on_its_way(x) for x in product.factors
+            ):
                 if not self._misses(step, product):
                     self._multiplied(step, product)
                 return
@@ -337,7 +384,9 @@ class EagerAttentionTracer:
         x, tag = None, None
         for argument in step.arguments():
             candidate = self.tags.get(argument)
-            if candidate is not None and (tag is None or isinstance(tag, Lost) > isinstance(candidate, Lost)):
+            if candidate is not None and (
+                tag is None or isinstance(tag, Lost) > isinstance(candidate, Lost)
+            ):
                 x, tag = argument, candidate
         if tag is None or x is None:
             return
@@ -345,7 +394,11 @@ class EagerAttentionTracer:
         if name in PRODUCTS and not is_features:
             self._with_values(step, tag, x)
             return
-        is_choice = name == "topk" and not is_features and step.argument("dim", 2, -1) in (-1, x.ndim - 1)
+        is_choice = (
+            name == "topk"
+            and not is_features
+            and step.argument("dim", 2, -1) in (-1, x.ndim - 1)
+        )
         if is_choice and self._chose is not None and isinstance(tag, (Scores, Lost)):
             self._chose(tag.frame.shared_with(frame), tag, x)
         if isinstance(tag, Scores):
@@ -358,7 +411,11 @@ class EagerAttentionTracer:
     def _is_on_its_way(self, x: Tensor) -> bool:
         """True if a tensor lies between q·k and the values, so that it is no factor of scores."""
         tag = self.tags.get(x)
-        return not (tag is None or isinstance(tag, Lost) or (isinstance(tag, Scores) and tag.only_tables))
+        return not (
+            tag is None
+            or isinstance(tag, Lost)
+            or (isinstance(tag, Scores) and tag.only_tables)
+        )
 
     def _multiplied(self, step: Step, product: Product) -> None:
         """Tags the product of two activations."""
@@ -392,7 +449,9 @@ class EagerAttentionTracer:
         over_last = step.is_over_last(x)
         over_all = name in ("amax", "max") and len(step.arguments()) == 1
         if name in ("amax", "max", "logsumexp") and (over_last or over_all):
-            self.tags.put(out if isinstance(out, Tensor) else out[0], RowTop(name == "logsumexp"))
+            self.tags.put(
+                out if isinstance(out, Tensor) else out[0], RowTop(name == "logsumexp")
+            )
         elif not isinstance(out, Tensor):
             self._lose(step, tag, x)
         elif tag.only_tables and name in (*_SOFTMAXES, "exp", "sigmoid"):
@@ -408,7 +467,9 @@ class EagerAttentionTracer:
             else:
                 self.tags.put(out, Powers(tag, y))
         elif name == "sigmoid":
-            self.tags.put(out, Weights(reason="its values are weighted by the sigmoid of scores"))
+            self.tags.put(
+                out, Weights(reason="its values are weighted by the sigmoid of scores")
+            )
         else:
             new = self._next(step, tag, x)
             if out is x and new is not tag and base_of(x) is not None:
@@ -444,7 +505,12 @@ class EagerAttentionTracer:
         if factor is None:
             return tag
         if tag.before_tanh is not None:
-            return dataclasses.replace(tag, uncapped=tag.before_tanh * factor, cap=abs(factor), before_tanh=None)
+            return dataclasses.replace(
+                tag,
+                uncapped=tag.before_tanh * factor,
+                cap=abs(factor),
+                before_tanh=None,
+            )
         if tag.uncapped is not None:
             return tag
         unshifted = None if tag.unshifted is None else tag.unshifted * factor
@@ -471,8 +537,14 @@ class EagerAttentionTracer:
             unshifted = tag.unshifted
             if unshifted is None:
                 unshifted = x if step.out is not x else x + other
-            return dataclasses.replace(tag, unshifted=unshifted, normalised=tag.normalised or more.normalises)
-        is_per_row = isinstance(other, Tensor) and other.ndim == x.ndim and other.shape[-1] == 1 < x.shape[-1]
+            return dataclasses.replace(
+                tag, unshifted=unshifted, normalised=tag.normalised or more.normalises
+            )
+        is_per_row = (
+            isinstance(other, Tensor)
+            and other.ndim == x.ndim
+            and other.shape[-1] == 1 < x.shape[-1]
+        )
         if is_per_row and sign_of_other < 0:
             return None  # as in a softmax over blocks of keys, whose rows are not whole
         return self._with_term(step, tag, other, sign_of_other)
@@ -481,7 +553,11 @@ class EagerAttentionTracer:
         """The tag of scores to which a mask or a bias was added."""
         if not isinstance(term, Tensor) or term.numel() == 1:
             return tag
-        if self._names is not None and not tag.only_tables and depends_on_input(term, tag, step.out):
+        if (
+            self._names is not None
+            and not tag.only_tables
+            and depends_on_input(term, tag, step.out)
+        ):
             tag = dataclasses.replace(tag, lost=(*tag.lost, _DEPENDS))
         low = hides(sign * term.detach())
         return tag.hiding(low, step.out) if bool(low.any()) else tag
@@ -493,12 +569,18 @@ class EagerAttentionTracer:
         places = [i for i, tag in enumerate(tags) if isinstance(tag, Scores)]
         scores = [tag for tag in tags if isinstance(tag, Scores)]
         for tag in scores:
-            if tag.keys is not None or tag.uncapped is not None or tag.unshifted is not None:
+            if (
+                tag.keys is not None
+                or tag.uncapped is not None
+                or tag.unshifted is not None
+            ):
                 return None
         first, last = places[0], places[-1]
         if len(scores) == 1:
             products = scores[0].products
-        elif last - first == len(scores) - 1 and all(len(tag.products) == 1 for tag in scores):
+        elif last - first == len(scores) - 1 and all(
+            len(tag.products) == 1 for tag in scores
+        ):
             columns = [parts[i].shape[-1] for i in places]
             products = (joined([tag.products[0] for tag in scores], columns),)
         else:
@@ -512,7 +594,9 @@ class EagerAttentionTracer:
             scores[0],
             products=products,
             lost=tuple(dict.fromkeys(reason for tag in scores for reason in tag.lost)),
-            hidden=None if all(tag.hidden is None for tag in scores) else torch.cat(masks, -1),
+            hidden=None
+            if all(tag.hidden is None for tag in scores)
+            else torch.cat(masks, -1),
             keys=(starts[first], starts[last + 1]),
         )
 
@@ -523,7 +607,9 @@ class EagerAttentionTracer:
             if y is not x and (base is y or base is base_of(y)):
                 self._lose(dataclasses.replace(step, name="setitem", out=y), tag, y)
 
-    def _normalise(self, step: Step, tag: Weights | RowTop | Powers | RowSum, x: Tensor) -> None:
+    def _normalise(
+        self, step: Step, tag: Weights | RowTop | Powers | RowSum, x: Tensor
+    ) -> None:
         """Handles a call with what comes after scores: exponentials, their sums, and weights."""
         name, out = step.name, step.out
         for argument in step.arguments():
@@ -553,14 +639,18 @@ class EagerAttentionTracer:
         constants = [y for y in others if type(y) in (int, float)]
         if name in _SUMS and constants and constants[0] > SMALLEST_CONSTANT:
             where = total.powers.scores.frame.shared_with(step.frame)
-            self._miss(where, name, "a constant is added to the sum of its exponentials")
+            self._miss(
+                where, name, "a constant is added to the sum of its exponentials"
+            )
             self.tags.put(total.exponentials, Weights())
         elif name in _PASSES and not any(isinstance(y, Tensor) for y in others):
             self.tags.put(step.out, total)
         else:
             weights = self.tags.get(total.exponentials)
             if not isinstance(weights, Weights):
-                weights = Weights(self._attention(step.frame, total.powers.scores, total.powers.x))
+                weights = Weights(
+                    self._attention(step.frame, total.powers.scores, total.powers.x)
+                )
                 self.tags.put(total.exponentials, weights)
             if step.args and step.args[0] is total.exponentials:
                 self.tags.put(step.out, weights)
@@ -573,18 +663,31 @@ class EagerAttentionTracer:
                 self._miss(step.frame, step.name, tag.reason)
             elif tag.site is not None and factors:
                 self._valued(tag.site, factors[0])
-        elif isinstance(tag, (Scores, Lost)) and all(is_weight(y) or y.ndim < 3 for y in factors):
+        elif isinstance(tag, (Scores, Lost)) and all(
+            is_weight(y) or y.ndim < 3 for y in factors
+        ):
             self._lose(step, tag, x)
 
     def _tag_foreign(self, step: Step) -> None:
         """Tags a softmax over scores that are no products, so that it is missed if it weights values of positions."""
         x, out = next(iter(step.arguments()), None), step.out
-        if not isinstance(x, Tensor) or not isinstance(out, Tensor) or x.ndim < 3 or self.tags.get(x) is not None:
+        if (
+            not isinstance(x, Tensor)
+            or not isinstance(out, Tensor)
+            or x.ndim < 3
+            or self.tags.get(x) is not None
+        ):
             return
         dim = step.argument("dim", 1, -1)
         dim = dim % x.ndim if isinstance(dim, int) else x.ndim - 1
         rows = frozenset(size for i, size in enumerate(x.shape) if i != dim)
-        tag = Lost(operation="softmax", frame=step.frame, rows=rows, columns=x.shape[dim], is_foreign=True)
+        tag = Lost(
+            operation="softmax",
+            frame=step.frame,
+            rows=rows,
+            columns=x.shape[dim],
+            is_foreign=True,
+        )
         self.tags.put(out, tag)
 
     def _misses(self, step: Step, product: Product) -> bool:
@@ -592,7 +695,11 @@ class EagerAttentionTracer:
         for x in product.factors if self._names is not None else ():
             tag = self.tags.get(x)
             # A router weights experts, of each position by itself: no dimension is of its weights alone.
-            if isinstance(tag, Lost) and tag.is_foreign and (product.table or not product.has_pairs()):
+            if (
+                isinstance(tag, Lost)
+                and tag.is_foreign
+                and (product.table or not product.has_pairs())
+            ):
                 continue
             if isinstance(tag, Lost) and tag.holds(x) and _sums_to_one(x):
                 reason = _FOREIGN if tag.is_foreign else _beyond(tag.operation)
@@ -606,7 +713,9 @@ class EagerAttentionTracer:
         outputs = list(tensors((step.out,)))
         if isinstance(tag, Scores):
             self.ends[step.name] = None
-            if tag.is_flat or (x.ndim < 4 and not any(product.has_pairs() for product in tag.products)):
+            if tag.is_flat or (
+                x.ndim < 4 and not any(product.has_pairs() for product in tag.products)
+            ):
                 return  # heads are concatenated, so these are features
             if step.name in _CHOICES:
                 del outputs[1:]  # the others are indices
@@ -616,7 +725,9 @@ class EagerAttentionTracer:
             return
         if is_softmax:
             self.weighed |= products_of(tag)
-            self._miss(step.frame.shared_with(tag.frame), tag.operation, _beyond(tag.operation))
+            self._miss(
+                step.frame.shared_with(tag.frame), tag.operation, _beyond(tag.operation)
+            )
         for y in outputs:
             if is_softmax:
                 self.tags.put(y, Weights())
@@ -627,25 +738,33 @@ class EagerAttentionTracer:
 
     def _miss(self, frame: ModuleCall, operation: str, reason: str) -> None:
         """Records an attention that is not understood."""
-        self.missed.append(UnrecognizedAttention(module=frame.name, operation=operation, reason=reason))
+        self.missed.append(
+            UnrecognizedAttention(module=frame.name, operation=operation, reason=reason)
+        )
 
     def _softmax(self, step: Step, tag: Scores, x: Tensor) -> str | None:
         """Reports a softmax over scores, unless it is not one over keys."""
         dim = step.argument("dim", 1, -1)
         dim = dim % x.ndim if isinstance(dim, int) else x.ndim - 1
-        if dim < x.ndim - 2 and not any(_is_of_keys(product, dim) for product in tag.products):
+        if dim < x.ndim - 2 and not any(
+            _is_of_keys(product, dim) for product in tag.products
+        ):
             reason = f"its softmax runs over dimension {dim} of {x.ndim}, not over the last or the second-to-last"
             self._miss(tag.frame.shared_with(step.frame), "softmax", reason)
             return None
         return self._attention(step.frame, tag, x, dim)
 
-    def _attention(self, frame: ModuleCall, tag: Scores, x: Tensor, dim: int = -1) -> str | None:
+    def _attention(
+        self, frame: ModuleCall, tag: Scores, x: Tensor, dim: int = -1
+    ) -> str | None:
         """Reports the attention whose weights are a softmax of x over dimension `dim`; returns the site's name."""
         where = tag.frame.shared_with(frame)
         self.weighed |= products_of(tag)
         if tag.unshifted is not None:
             x = tag.unshifted
-        call = scores_call(tag, x, dim % x.ndim, where, known=self._known(where), names=self._names)
+        call = scores_call(
+            tag, x, dim % x.ndim, where, known=self._known(where), names=self._names
+        )
         return self._report(where, call)
 
 
@@ -674,7 +793,12 @@ def _masked(step: Step, tag: Scores, more: Tag | None, x: Tensor) -> Scores:
     condition, chosen, _ = _cases(step)
     replaced = ~condition.bool() if chosen is x else condition.bool()
     if isinstance(more, Scores):
-        both = _sum(dataclasses.replace(tag, hidden=None), dataclasses.replace(more, hidden=None), 1.0, step)
+        both = _sum(
+            dataclasses.replace(tag, hidden=None),
+            dataclasses.replace(more, hidden=None),
+            1.0,
+            step,
+        )
         if tag.hidden is not None:
             both = both.hiding(tag.hidden & ~replaced, out)
         if more.hidden is not None:
@@ -691,11 +815,17 @@ def _lost(step: Step, tag: Scores, x: Tensor, out: Tensor) -> Lost:
     for product in tag.products:
         if product.sides is not None and product.sides[0].x.ndim == x.ndim + 1:
             first, second = product.sides
-            rows |= {n for dim, n in enumerate(x.shape[:-1]) if first.varies(dim) != second.varies(dim)}
+            rows |= {
+                n
+                for dim, n in enumerate(x.shape[:-1])
+                if first.varies(dim) != second.varies(dim)
+            }
     if step.name in _CHOICES:
         columns = out.shape[-1]
     elif out.shape[:-1] == x.shape[:-1]:
-        columns = max(columns, out.shape[-1])  # some were chosen and written into a row of all columns
+        columns = max(
+            columns, out.shape[-1]
+        )  # some were chosen and written into a row of all columns
     return Lost(
         operation=step.name,
         frame=tag.frame,
@@ -723,7 +853,9 @@ def _beyond(operation: str) -> str:
 
 def products_of(tag: Scores | Lost) -> set[tuple[int, int]]:
     """The factors of the products in scores, as pairs of object ids."""
-    return {(id(product.factors[0]), id(product.factors[1])) for product in tag.products}
+    return {
+        (id(product.factors[0]), id(product.factors[1])) for product in tag.products
+    }
 
 
 def _is_of_keys(product: Product, dim: int) -> bool:
@@ -731,17 +863,24 @@ def _is_of_keys(product: Product, dim: int) -> bool:
     if product.sides is None:
         return False
     first, second = product.sides
-    return not (first.varies(dim) or second.varies(dim)) or first.varies(dim) != second.varies(dim)
+    return not (first.varies(dim) or second.varies(dim)) or first.varies(
+        dim
+    ) != second.varies(dim)
 
 
 def _sum(one: Scores, other: Scores, factor: float, step: Step) -> Scores:
     """The tag of the sum of `factor` times one tensor of scores and another."""
     lost = list(dict.fromkeys((*one.lost, *other.lost)))
-    if any(tag.uncapped is not None or tag.before_tanh is not None for tag in (one, other)):
+    if any(
+        tag.uncapped is not None or tag.before_tanh is not None for tag in (one, other)
+    ):
         lost.append("a term of the sum is capped before it is added")
     frames = [tag.frame.shared_with(step.frame) for tag in (one, other)]
     both = Scores(
-        products=tuple(widened(product, step.out.ndim) for product in (*one.products, *other.products)),
+        products=tuple(
+            widened(product, step.out.ndim)
+            for product in (*one.products, *other.products)
+        ),
         frame=max(frames, key=lambda frame: len(frame.line())),
         scale=one.scale * factor,
         lost=tuple(lost),
@@ -779,7 +918,10 @@ def _viewed(step: Step, tag: Scores, x: Tensor) -> Scores:
         keys = None
     return dataclasses.replace(
         tag,
-        products=tuple(viewed(product, name, x, step.args, step.kwargs, out) for product in tag.products),
+        products=tuple(
+            viewed(product, name, x, step.args, step.kwargs, out)
+            for product in tag.products
+        ),
         hidden=view(tag.hidden),
         uncapped=view(tag.uncapped),
         before_tanh=view(tag.before_tanh),
@@ -790,7 +932,9 @@ def _viewed(step: Step, tag: Scores, x: Tensor) -> Scores:
 
 def pad_arguments(args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """The arguments of pad(input, pad, mode, value) by name, except for the tensor."""
-    return dict(zip(("pad", "mode", "value"), args[1:])) | {n: x for n, x in kwargs.items() if n != "input"}
+    return dict(zip(("pad", "mode", "value"), args[1:])) | {
+        n: x for n, x in kwargs.items() if n != "input"
+    }
 
 
 def depends_on_input(x: Tensor, tag: Scores, out: Tensor) -> bool:
@@ -805,7 +949,12 @@ def depends_on_input(x: Tensor, tag: Scores, out: Tensor) -> bool:
         node = node.next_functions[0][0]
     if node is None:
         return False
-    factors = [y.grad_fn for product in tag.products for y in product.factors if y.grad_fn is not None]
+    factors = [
+        y.grad_fn
+        for product in tag.products
+        for y in product.factors
+        if y.grad_fn is not None
+    ]
     for frame in tag.frame.line():
         inputs = reached(factors, nodes_of(frame.inputs))
         if inputs:
@@ -822,12 +971,18 @@ def depends_on_input(x: Tensor, tag: Scores, out: Tensor) -> bool:
 
     def reads_input(one: Node) -> bool:
         factor = saved_factor(one)
-        return factor is not None and not is_wrapper(factor) and factor.untyped_storage().data_ptr() in inputs
+        return (
+            factor is not None
+            and not is_wrapper(factor)
+            and factor.untyped_storage().data_ptr() in inputs
+        )
 
     # A projection of an input without a graph keeps the input itself.
     if _met([node], reads_input):
         return True
-    by_sequence = x is not out and x.ndim == out.ndim and 1 < x.shape[0] == tag.frame.batch
+    by_sequence = (
+        x is not out and x.ndim == out.ndim and 1 < x.shape[0] == tag.frame.batch
+    )
     return by_sequence and not torch.equal(x.detach(), x.detach()[:1].expand_as(x))
 
 
@@ -893,27 +1048,44 @@ def scores_call(
     capped = x.narrow(keys, start, end - start)
     uncapped = uncapped.narrow(keys, start, end - start)
     pairs = [_sides(product, capped, keys) for product in tag.products]
-    with torch.set_grad_enabled(names is not None):  # an autograd.Function that computes the softmax turns it off
+    with torch.set_grad_enabled(
+        names is not None
+    ):  # an autograd.Function that computes the softmax turns it off
         arrangement = _layout(capped, pairs, keys, frame, known, names)
         exact = names is None or (alone and len(pairs) == 1)
         factors = []
         for product, sides in zip(tag.products, pairs):
             unknown = exact and not product.followed
-            factors.append((None, None) if unknown else _factors(sides, arrangement, capped, keys, exact=exact))
+            factors.append(
+                (None, None)
+                if unknown
+                else _factors(sides, arrangement, capped, keys, exact=exact)
+            )
     logits = arrangement.apply(uncapped)
     hidden = None
     if tag.hidden is not None:
-        hidden = arrangement.apply(tag.hidden.broadcast_to(x.shape).narrow(keys, start, end - start))
+        hidden = arrangement.apply(
+            tag.hidden.broadcast_to(x.shape).narrow(keys, start, end - start)
+        )
     filler = None
-    if len(pairs) == 1 and tag.products[0].followed and any(call.pads for call in frame.line()):
+    if (
+        len(pairs) == 1
+        and tag.products[0].followed
+        and any(call.pads for call in frame.line())
+    ):
         filler = _filler_rows(pairs[0], arrangement, capped, keys)
     if filler is not None:
         hidden = filler if hidden is None else hidden | filler
     q, k = factors[0] if len(factors) == 1 and not tag.lost else (None, None)
     rows = _rows(arrangement)
-    by_query = [rows is not None and sides is not None and sides.key.varies(rows) for sides in pairs]
+    by_query = [
+        rows is not None and sides is not None and sides.key.varies(rows)
+        for sides in pairs
+    ]
     return ScoresCall(
-        spec=AttentionSpec(scale=Fixed(tag.scale), cap=NoCap() if tag.cap is None else Softcap(tag.cap)),
+        spec=AttentionSpec(
+            scale=Fixed(tag.scale), cap=NoCap() if tag.cap is None else Softcap(tag.cap)
+        ),
         logits=logits,
         capped=logits if tag.uncapped is None else arrangement.apply(capped),
         hidden=hidden,
@@ -928,7 +1100,12 @@ def scores_call(
 
 
 def index_call(
-    tag: Scores | Lost, x: Tensor, frame: ModuleCall, *, known: HeadLayout | None, names: dict[int, str] | None
+    tag: Scores | Lost,
+    x: Tensor,
+    frame: ModuleCall,
+    *,
+    known: HeadLayout | None,
+    names: dict[int, str] | None,
 ) -> ScoresCall:
     """Returns an attention call whose logits are the scores x by which keys are chosen, as a softmax over them would
     receive them; the call has no values.
@@ -947,18 +1124,42 @@ def index_call(
     logits = arrangement.apply(x)
     hidden = arrangement.apply(hidden)
     return ScoresCall(
-        spec=AttentionSpec(), logits=logits, capped=logits, hidden=hidden, q=None, k=None, layout=arrangement
+        spec=AttentionSpec(),
+        logits=logits,
+        capped=logits,
+        hidden=hidden,
+        q=None,
+        k=None,
+        layout=arrangement,
     )
 
 
 def fused_layout(
-    q: Tensor, k: Tensor, frame: ModuleCall, *, known: HeadLayout | None, names: dict[int, str] | None
+    q: Tensor,
+    k: Tensor,
+    frame: ModuleCall,
+    *,
+    known: HeadLayout | None,
+    names: dict[int, str] | None,
 ) -> HeadLayout:
     """The layout of the scores that a fused function computes from q and k [... t d], which need not be [b h t d]."""
-    shape = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2])
+    shape = (
+        *torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]),
+        q.shape[-2],
+        k.shape[-2],
+    )
     query, key = (y[(None,) * (len(shape) - y.ndim)] for y in (q, k))
-    sides = Sides(query=Operand(query.unsqueeze(-2), q), key=Operand(key.unsqueeze(-3), k))
-    return _layout(q.detach().new_zeros(()).expand(shape), [sides], len(shape) - 1, frame, known, names)
+    sides = Sides(
+        query=Operand(query.unsqueeze(-2), q), key=Operand(key.unsqueeze(-3), k)
+    )
+    return _layout(
+        q.detach().new_zeros(()).expand(shape),
+        [sides],
+        len(shape) - 1,
+        frame,
+        known,
+        names,
+    )
 
 
 def _sides(product: Product, x: Tensor, keys: int) -> Sides | None:
@@ -991,13 +1192,20 @@ def _layout(
     rows, is_ambiguous = None, False
     heads = hints(frame)
     # A product whose queries differ by key, such as one with relative positions, says less.
-    sides_first = sorted((sides for sides in pairs if sides is not None), key=lambda sides: sides.query.varies(keys))
+    sides_first = sorted(
+        (sides for sides in pairs if sides is not None),
+        key=lambda sides: sides.query.varies(keys),
+    )
     for sides in sides_first:
         if names is not None:
             shown = layout_of(sides, x.shape, keys, frame, names)
             if shown is not None:
                 return shown
-        free = [dim for dim in range(x.ndim) if dim != keys and sides.query.varies(dim) and not sides.key.varies(dim)]
+        free = [
+            dim
+            for dim in range(x.ndim)
+            if dim != keys and sides.query.varies(dim) and not sides.key.varies(dim)
+        ]
         if rows is None and free:
             # Keys that all heads share, such as those of absorbed MLA, vary along neither heads nor queries.
             queries = [dim for dim in free if x.shape[dim] not in heads]
@@ -1037,7 +1245,9 @@ def _factors(
         return None, None
     rows = _rows(arrangement)
     q, k = sides.query.x, sides.key.x
-    if exact and (sides.query.varies(keys) or (rows is not None and sides.key.varies(rows))):
+    if exact and (
+        sides.query.varies(keys) or (rows is not None and sides.key.varies(rows))
+    ):
         return None, None
     q = q.narrow(keys, 0, 1)
     if rows is not None:
@@ -1058,11 +1268,15 @@ def _factors(
         q, k = q.expand(*of_queries, q.shape[-1]), k.expand(*of_keys, k.shape[-1])
     except RuntimeError:  # the scores were rearranged after they had been shifted
         return None, None
-    return arrangement.apply_to_vectors(q)[:, :, :, 0], fewest_keys(of_few.apply_to_vectors(k)[:, :, -1])
+    return arrangement.apply_to_vectors(q)[:, :, :, 0], fewest_keys(
+        of_few.apply_to_vectors(k)[:, :, -1]
+    )
 
 
 @torch.no_grad()
-def _filler_rows(sides: Sides | None, arrangement: HeadLayout, x: Tensor, keys: int) -> Bool[Tensor, "b 1 t 1"] | None:
+def _filler_rows(
+    sides: Sides | None, arrangement: HeadLayout, x: Tensor, keys: int
+) -> Bool[Tensor, "b 1 t 1"] | None:
     """The rows whose queries are zero in all heads, which a module that pads with zeros has added. No row is marked if
     the queries of all rows are zero, as before the first step of some models. None if the queries are unknown."""
     if sides is None or sides.query.varies(keys):
@@ -1074,10 +1288,14 @@ def _filler_rows(sides: Sides | None, arrangement: HeadLayout, x: Tensor, keys: 
 
 
 @torch.no_grad()
-def _sink(x: Tensor, keys: int, start: int, end: int, arrangement: HeadLayout) -> Tensor | None:
+def _sink(
+    x: Tensor, keys: int, start: int, end: int, arrangement: HeadLayout
+) -> Tensor | None:
     """The logsumexp [b h t] of the columns that are not keys, or None if there are no such columns."""
     n = x.shape[keys]
     if (start, end) == (0, n):
         return None
     columns = torch.cat([x.narrow(keys, 0, start), x.narrow(keys, end, n - end)], keys)
-    return arrangement.apply(columns.to(wide(x.dtype)).logsumexp(keys, keepdim=True))[..., 0]
+    return arrangement.apply(columns.to(wide(x.dtype)).logsumexp(keys, keepdim=True))[
+        ..., 0
+    ]

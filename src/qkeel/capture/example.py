@@ -50,7 +50,9 @@ from qkeel.spec.call import make_call
 # The module that is currently running, tracked by forward hooks during a probe or a sampled forward pass.
 
 
-Caller = tuple[str, str, int]  # the name of a module, of the module that called it, and the number of that call
+Caller = tuple[
+    str, str, int
+]  # the name of a module, of the module that called it, and the number of that call
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -73,7 +75,9 @@ class ModuleCall:
     captured: int = 0
     given: GivenArguments | None = None
     caller: Caller | None = None
-    children: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    children: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )
     indexes: int = 0
     pads: bool = False
 
@@ -104,8 +108,13 @@ class GivenArguments:
         self.args, self.kwargs = args, kwargs
         self._contents = ObjectContents((args, dict(kwargs)))
         device = inputs[0].device.type if inputs else "cpu"
-        self._device = device if torch.amp.is_autocast_available(device) else "cpu"  # the meta device has none
-        self._cast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
+        self._device = (
+            device if torch.amp.is_autocast_available(device) else "cpu"
+        )  # the meta device has none
+        self._cast = (
+            torch.is_autocast_enabled(self._device),
+            torch.get_autocast_dtype(self._device),
+        )
         self._copied = False
 
     def copy_tensors(self) -> None:
@@ -158,7 +167,9 @@ class ModuleStack:
         named = modules_of(model) if hooked else {}
         self._names = {id(module): name for name, module in named.items()}
         self._modules = [*named.values()]
-        self.called: collections.Counter[int] = collections.Counter()  # calls by the id of the module
+        self.called: collections.Counter[int] = (
+            collections.Counter()
+        )  # calls by the id of the module
         # Other names of modules, by caller; None if callers are not told apart.
         self.by_caller: Mapping[Caller, str] | None = {} if keep_inputs else None
         self._keep = keep_inputs
@@ -172,11 +183,15 @@ class ModuleStack:
             scripted = self._push_scripted, self._pop_scripted
             push, pop = (in_this_thread(self._guarded(f)) for f in scripted)
             undo.callback(every.register_module_forward_pre_hook(push).remove)
-            undo.callback(every.register_module_forward_hook(pop, always_call=True).remove)
+            undo.callback(
+                every.register_module_forward_hook(pop, always_call=True).remove
+            )
         push, pop = (in_this_thread(self._guarded(f)) for f in (self.push, self._pop))
         hooks: list[Hook] = []
         undo.callback(remove_hooks, hooks)
-        for module in (m for m in self._modules if not isinstance(m, torch.jit.ScriptModule)):
+        for module in (
+            m for m in self._modules if not isinstance(m, torch.jit.ScriptModule)
+        ):
             hooks += put_hooks(module, push, pop)
 
     def _guarded(self, act: Callable[..., None]) -> Callable[..., None]:
@@ -189,7 +204,7 @@ class ModuleStack:
 
     def push(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Records that a call of this module begins."""
-        plain = not kwargs and all([isinstance(x, Tensor) for x in args])  # noqa: C419
+        plain = not kwargs and all([isinstance(x, Tensor) for x in args])
         inputs = args if plain else tuple(tensors((args, kwargs)))
         batch = 0
         for x in inputs:
@@ -246,7 +261,11 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if kind is tuple or kind is list:
         return kind([mapped(x, change) for x in value])
-    return {name: mapped(x, change) for name, x in value.items()} if kind is dict else change(value)
+    return (
+        {name: mapped(x, change) for name, x in value.items()}
+        if kind is dict
+        else change(value)
+    )
 
 
 # A user's example batch as arguments of the model's forward, the first tokens of a few of its rows, and the state of
@@ -284,7 +303,18 @@ def arguments(batch: object, what: str = "batch") -> Arguments:
 ROWS, TOKENS = (1, 2), 32
 # Arguments with one value per token, which remain valid when the sequence is cut.
 OF_TOKENS = frozenset(
-    {"input_ids", "attention_mask", "labels", "position_ids", "token_type_ids", "idx", "tokens", "targets", "x", "y"}
+    {
+        "input_ids",
+        "attention_mask",
+        "labels",
+        "position_ids",
+        "token_type_ids",
+        "idx",
+        "tokens",
+        "targets",
+        "x",
+        "y",
+    }
 )
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
@@ -313,15 +343,30 @@ def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
     by position.
     """
     given = [x for x in tensors((args, dict(kwargs))) if x.ndim]
-    if not given or not _is_plain((args, dict(kwargs))) or any(x.is_nested for x in given):
+    if (
+        not given
+        or not _is_plain((args, dict(kwargs)))
+        or any(x.is_nested for x in given)
+    ):
         return
     on_cpu = all(x.is_cpu for x in given)
     whole = {x.shape for x in given if not x.is_floating_point()}
     if not on_cpu and (len(whole) > 1 or any(len(shape) != 2 for shape in whole)):
         return
     batch, rows = _rows(given)
-    size = next((x.shape[1] for x in given if x.ndim > 1 and x.shape[1:].count(x.shape[1]) == 1), 0)
-    if batch <= ROWS[-1] and size <= 2 * TOKENS and all(x.ndim == 2 and not x.is_floating_point() for x in given):
+    size = next(
+        (
+            x.shape[1]
+            for x in given
+            if x.ndim > 1 and x.shape[1:].count(x.shape[1]) == 1
+        ),
+        0,
+    )
+    if (
+        batch <= ROWS[-1]
+        and size <= 2 * TOKENS
+        and all(x.ndim == 2 and not x.is_floating_point() for x in given)
+    ):
         return
     if (on_cpu or _of_tokens(args, kwargs)) and size > 2 * TOKENS:
         yield from (_example(args, kwargs, n, size) for n in rows)
@@ -330,13 +375,20 @@ def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
 
 def first_row(args: Args, kwargs: Kwargs) -> ShortExample:
     """The first full sequence of a batch, or all sequences if it is unclear which dimension is the batch."""
-    return _example(args, kwargs, _rows([x for x in tensors((args, dict(kwargs))) if x.ndim])[1][0], None)
+    return _example(
+        args,
+        kwargs,
+        _rows([x for x in tensors((args, dict(kwargs))) if x.ndim])[1][0],
+        None,
+    )
 
 
 def _rows(given: Sequence[Tensor]) -> tuple[int, list[int]]:
     """The size of the batch, and the numbers of rows that may suffice."""
     batch = max(map(len, given))
-    return batch, [n for n in ROWS if n <= batch and {*map(len, given)} <= {1, batch}] or [batch]
+    return batch, [
+        n for n in ROWS if n <= batch and {*map(len, given)} <= {1, batch}
+    ] or [batch]
 
 
 def _example(args: Args, kwargs: Kwargs, rows: int, size: int | None) -> ShortExample:
@@ -354,7 +406,11 @@ def _example(args: Args, kwargs: Kwargs, rows: int, size: int | None) -> ShortEx
 def _of_tokens(args: Args, kwargs: Kwargs) -> bool:
     """True if, judging by the names and the number of the arguments, no integer tensor holds indices of tokens, which
     would point beyond the end after a cut."""
-    whole = {name for name, x in kwargs.items() if isinstance(x, Tensor) and not x.is_floating_point()}
+    whole = {
+        name
+        for name, x in kwargs.items()
+        if isinstance(x, Tensor) and not x.is_floating_point()
+    }
     placed = [x for x in tensors(tuple(args)) if not x.is_floating_point()]
     return whole <= OF_TOKENS and len(placed) <= 2
 
@@ -364,7 +420,11 @@ def _is_plain(value: object) -> bool:
     in a form of their own."""
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return all(map(_is_plain, value))
-    return all(map(_is_plain, value.values())) if type(value) is dict else isinstance(value, _PLAIN)
+    return (
+        all(map(_is_plain, value.values()))
+        if type(value) is dict
+        else isinstance(value, _PLAIN)
+    )
 
 
 # --- The state of a model that a forward pass may change, restored afterwards; and its arguments, kept to repeat it
@@ -378,8 +438,14 @@ def copied(value: Any) -> Any:
 
 def _copy(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return value.clone() if value.is_inference() else value  # no graph can be built on an inference tensor
-    return value if value is None or isinstance(value, (bool, int, float, str)) else copy.deepcopy(value)
+        return (
+            value.clone() if value.is_inference() else value
+        )  # no graph can be built on an inference tensor
+    return (
+        value
+        if value is None or isinstance(value, (bool, int, float, str))
+        else copy.deepcopy(value)
+    )
 
 
 @contextmanager
@@ -403,12 +469,16 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
     """
     modules = [*modules_of(model).values()]
     parameters = parameters_in(modules)
-    devices = sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})
+    devices = sorted(
+        {p.device.index or 0 for p in parameters if p.device.type == "cuda"}
+    )
     with ExitStack() as undo:
         undo.enter_context(hooks_held_back(model))
         streams = undo.enter_context(ExitStack())
         streams.enter_context(same_random_streams(devices))
-        torchs_own = vars(nn.Module()).keys()  # such as hooks and parameters, which sharded models exchange in a pass
+        torchs_own = (
+            vars(nn.Module()).keys()
+        )  # such as hooks and parameters, which sharded models exchange in a pass
         kept = [restore for module in modules for restore in _keep(module, torchs_own)]
 
         def again() -> None:
@@ -427,7 +497,9 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
         yield again
 
 
-def _keep(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[], None]]:
+def _keep(
+    module: nn.Module, torchs_own: Collection[str]
+) -> Iterator[Callable[[], None]]:
     """Yields functions that restore the module's tensors and attributes, and the contents of its lists, dicts, sets and
     generators; `torchs_own` are the names of attributes that every module has."""
     if isinstance(module, torch.jit.ScriptModule):
@@ -444,14 +516,20 @@ def _keep(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[
         state = vars(module)
         # Most modules have nothing to restore.
         plain = not (buffers or held or hooks_after(module) or buffers_of(module))
-        if plain and [*state] == names and all(map(operator.is_, state.values(), objects)):
+        if (
+            plain
+            and [*state] == names
+            and all(map(operator.is_, state.values(), objects))
+        ):
             return
         # A model may register hooks in its first pass and note that in an attribute (transformers does so to record
         # hidden states). Both are removed, because otherwise the next pass would register the hooks a second time.
         drop_hooks_after(module, kept=hooks)
         for name in attributes_of(module).keys() - before.keys():
             del state[name]
-        state.update({name: value for name, value in before.items() if name not in TABLES})
+        state.update(
+            {name: value for name, value in before.items() if name not in TABLES}
+        )
         buffers_of(module).clear()
         buffers_of(module).update(buffers)
         if values is not None:
@@ -463,7 +541,9 @@ def _keep(module: nn.Module, torchs_own: Collection[str]) -> Iterator[Callable[[
 
     def restore_contents() -> None:
         for x, contents in kept:
-            if [*map(id, x)] != [*map(id, contents)] or (isinstance(x, dict) and _values(x) != _values(contents)):
+            if [*map(id, x)] != [*map(id, contents)] or (
+                isinstance(x, dict) and _values(x) != _values(contents)
+            ):
                 x.clear()
                 x.extend(contents) if isinstance(x, list) else x.update(contents)
         for generator, stream in streams:
@@ -483,8 +563,14 @@ def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:
     plain, others = [], []
     for x in tensors:
         if not (x.is_inference() or x.is_meta):
-            comparable = x.layout is torch.strided and not x.is_nested and type(x) in (Tensor, nn.Parameter)
-            (plain if comparable else others).append((x, x.detach().clone(), version_of(x)))
+            comparable = (
+                x.layout is torch.strided
+                and not x.is_nested
+                and type(x) in (Tensor, nn.Parameter)
+            )
+            (plain if comparable else others).append(
+                (x, x.detach().clone(), version_of(x))
+            )
 
     @torch.no_grad()
     def restore() -> None:
@@ -508,14 +594,33 @@ class LastPass:
     or the tap is removed.
     """
 
-    def __init__(self, device: str, args: Args, kwargs: Mapping[str, object], training: bool = True) -> None:
+    def __init__(
+        self,
+        device: str,
+        args: Args,
+        kwargs: Mapping[str, object],
+        training: bool = True,
+    ) -> None:
         """Takes the arguments of the call, the type of the device that the model is on, and the model's mode."""
         self._training = training
         # This runs in every training pass, so tensors are handled without a Python call for each.
-        self.args = tuple([x.detach() if isinstance(x, Tensor) else mapped(x, _detached) for x in args])
-        self.kwargs = {n: x.detach() if isinstance(x, Tensor) else mapped(x, _detached) for n, x in kwargs.items()}
-        self._device = device if torch.amp.is_autocast_available(device) else "cpu"  # the meta device has none
-        self._cast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
+        self.args = tuple(
+            [
+                x.detach() if isinstance(x, Tensor) else mapped(x, _detached)
+                for x in args
+            ]
+        )
+        self.kwargs = {
+            n: x.detach() if isinstance(x, Tensor) else mapped(x, _detached)
+            for n, x in kwargs.items()
+        }
+        self._device = (
+            device if torch.amp.is_autocast_available(device) else "cpu"
+        )  # the meta device has none
+        self._cast = (
+            torch.is_autocast_enabled(self._device),
+            torch.get_autocast_dtype(self._device),
+        )
 
     @contextmanager
     def setting(self, model: nn.Module) -> Iterator[None]:
@@ -582,19 +687,27 @@ def describe(
         InvalidValueError: heads, layouts or sizes don't fit.
     """
     if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"expected a torch.nn.Module that contains the site, got {type(model).__name__}")
+        raise InvalidTypeError(
+            f"expected a torch.nn.Module that contains the site, got {type(model).__name__}"
+        )
     h, g = (heads, heads) if isinstance(heads, int) else heads
     if h < 1 or g < 1 or h % g:
-        raise InvalidValueError(f"expected heads >= 1 and query heads a multiple of key heads, got {h} and {g}")
+        raise InvalidValueError(
+            f"expected heads >= 1 and query heads a multiple of key heads, got {h} and {g}"
+        )
     spec = AttentionSpec() if spec is None else spec
     module = _submodule(model, name)
     parts = [_slice(name, module, part, n) for part, n in ((query, h), (key, g))]
     pieces = [p for p in parts if isinstance(p, HeadSlice)]
     sizes = {p.index.shape[1] for p in pieces}
     if len(sizes) > 1:
-        raise InvalidValueError(f"q and k of {name!r} have heads of unequal sizes, {sorted(sizes)}")
+        raise InvalidValueError(
+            f"q and k of {name!r} have heads of unequal sizes, {sorted(sizes)}"
+        )
     if needed := spec.init_params(h, g, sizes.pop() if sizes else 1):
-        raise InvalidValueError(f"this spec has parameters, which a description cannot contain: {', '.join(needed)}")
+        raise InvalidValueError(
+            f"this spec has parameters, which a description cannot contain: {', '.join(needed)}"
+        )
     return AttentionSite(
         name=name,
         module=module,
@@ -602,7 +715,9 @@ def describe(
         n_heads=h,
         n_kv_heads=g,
         head_dim=pieces[0].index.shape[1] if pieces else 0,
-        terms=(QKProduct(query=(pieces[0],), key=(pieces[1],)),) if len(pieces) == 2 else (),
+        terms=(QKProduct(query=(pieces[0],), key=(pieces[1],)),)
+        if len(pieces) == 2
+        else (),
         why="; ".join(p for p in parts if isinstance(p, str)),
         normed=any(isinstance(p, Reading) and p.normed for p in (query, key)),
         description=Description(query=query, key=key, causal=causal, mask=mask),
@@ -612,11 +727,15 @@ def describe(
 def _submodule(model: nn.Module, name: str) -> nn.Module:
     modules = dict(model.named_modules())
     if name not in modules:
-        raise unknown(f"module of this {type(model).__name__}", name, [n for n in modules if n])
+        raise unknown(
+            f"module of this {type(model).__name__}", name, [n for n in modules if n]
+        )
     return modules[name]
 
 
-def _slice(name: str, module: nn.Module, part: Reading | Callable[..., Tensor], n: int) -> HeadSlice | str:
+def _slice(
+    name: str, module: nn.Module, part: Reading | Callable[..., Tensor], n: int
+) -> HeadSlice | str:
     """The rows of each head, or the reason why they are unknown."""
     if not isinstance(part, Reading):
         return f"{getattr(part, '__name__', 'a function')} computes it"
@@ -632,7 +751,9 @@ def _slice(name: str, module: nn.Module, part: Reading | Callable[..., Tensor], 
     return HeadSlice(parameter=f"{home}.weight", axis=0, index=index, bias=bias)
 
 
-def arranged(x: Shaped[Tensor, ...], reading: Reading, heads: int) -> Shaped[Tensor, "b h t d"]:
+def arranged(
+    x: Shaped[Tensor, ...], reading: Reading, heads: int
+) -> Shaped[Tensor, "b h t d"]:
     """Returns a module's output, which has the layout of the reading, rearranged to [b h t d].
 
     Raises:
@@ -641,7 +762,9 @@ def arranged(x: Shaped[Tensor, ...], reading: Reading, heads: int) -> Shaped[Ten
     sizes = {"h": heads, "n": reading.parts}
     names: list[str] = []
     if x.ndim != reading.dims:
-        raise ShapeError(f"expected {reading.module}'s output as [{reading.layout}], got shape {tuple(x.shape)}")
+        raise ShapeError(
+            f"expected {reading.module}'s output as [{reading.layout}], got shape {tuple(x.shape)}"
+        )
     for group in reversed(reading.groups):
         names[:0] = group
         if len(group) > 1:
@@ -662,7 +785,9 @@ def arranged(x: Shaped[Tensor, ...], reading: Reading, heads: int) -> Shaped[Ten
         if letter not in names:
             x, names = x.unsqueeze(0), [letter, *names]
     if x.shape[names.index("h")] != heads:
-        raise ShapeError(f"expected {heads} heads in {reading.module}'s output as [{reading.layout}], got {x.shape}")
+        raise ShapeError(
+            f"expected {heads} heads in {reading.module}'s output as [{reading.layout}], got {x.shape}"
+        )
     return x.permute([names.index(letter) for letter in "bhtd"])
 
 
@@ -677,7 +802,12 @@ class DescribedSiteHooks:
         guard: Guarded = unguarded,
     ) -> None:
         assert site.description is not None
-        self.site, self.description, self._report, self._guard = site, site.description, report, guard
+        self.site, self.description, self._report, self._guard = (
+            site,
+            site.description,
+            report,
+            guard,
+        )
         self._outputs: dict[str, Tensor] = {}
 
     def attach(self, undo: ExitStack) -> None:
@@ -686,23 +816,31 @@ class DescribedSiteHooks:
         for part in (self.description.query, self.description.key):
             if isinstance(part, Reading):
                 layer = self.site.module.get_submodule(part.module)
-                keep = in_this_thread(functools.partial(self._guard, self._keep, part.module))
+                keep = in_this_thread(
+                    functools.partial(self._guard, self._keep, part.module)
+                )
                 undo.callback(layer.register_forward_hook(keep).remove)
         done = in_this_thread(functools.partial(self._guard, self._done))
-        undo.callback(self.site.module.register_forward_hook(done, with_kwargs=True).remove)
+        undo.callback(
+            self.site.module.register_forward_hook(done, with_kwargs=True).remove
+        )
 
     def _keep(self, name: str, module: nn.Module, args: object, output: Tensor) -> None:
         if not torch.compiler.is_compiling() and not recomputing():
             self._outputs[name] = output
 
-    def _done(self, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> None:
+    def _done(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, output: object
+    ) -> None:
         if torch.compiler.is_compiling() or recomputing():
             return
         outputs = dict(self._outputs)
         self._outputs.clear()
         self._report(self.site, lambda: self._call(outputs, module, args, kwargs))
 
-    def _call(self, outputs: dict[str, Tensor], module: nn.Module, args: Args, kwargs: Kwargs) -> AttentionCall:
+    def _call(
+        self, outputs: dict[str, Tensor], module: nn.Module, args: Args, kwargs: Kwargs
+    ) -> AttentionCall:
         given, site = self.description, self.site
 
         def value(part: Reading | Callable[..., Tensor], heads: int) -> Tensor:
@@ -717,4 +855,6 @@ class DescribedSiteHooks:
 
         q, k = value(given.query, site.n_heads), value(given.key, site.n_kv_heads)
         mask = None if given.mask is None else given.mask(module, *args, **kwargs)
-        return make_call(site.spec, q, fewest_keys(k), k, causal=given.causal, mask=mask)
+        return make_call(
+            site.spec, q, fewest_keys(k), k, causal=given.causal, mask=mask
+        )

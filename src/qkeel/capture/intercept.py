@@ -21,7 +21,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.calls import FlexCall, HeadLayout, ScoresCall, Seen, fewest_keys, known_keys
+from qkeel.capture.calls import (
+    FlexCall,
+    HeadLayout,
+    ScoresCall,
+    Seen,
+    fewest_keys,
+    known_keys,
+)
 from qkeel.capture.eager import (
     EagerAttentionTracer,
     Lost,
@@ -76,7 +83,9 @@ from qkeel.patching.modes import (
 _SDPA = "scaled_dot_product_attention"
 SDPA_ALONE: frozenset[Function] = frozenset({SDPA_FUNCTION})
 # Per thread: whether an interceptor is running a computation of its own, which must not be reported as attention.
-_READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading", default=False)
+_READING: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "qkeel_reading", default=False
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,7 +133,11 @@ def _adds_zeros(args: Args, kwargs: Kwargs) -> bool:
     given = pad_arguments(args, kwargs)
     sizes = given.get("pad")
     others = isinstance(sizes, (tuple, list)) and any(sizes[2:])
-    return others and given.get("mode", "constant") == "constant" and not given.get("value")
+    return (
+        others
+        and given.get("mode", "constant") == "constant"
+        and not given.get("value")
+    )
 
 
 def _configured_heads(module: nn.Module, args: Args) -> int:
@@ -187,22 +200,33 @@ class CaptureMode(CallObserver):
         described: Sequence[AttentionSite] = (),
         layouts: Mapping[str, HeadLayout] | None = None,
         guard: Guarded = unguarded,
-        only_in: Mapping[str, tuple[nn.Module, frozenset[Function] | None]] | None = None,
+        only_in: Mapping[str, tuple[nn.Module, frozenset[Function] | None]]
+        | None = None,
         names: dict[int, str] | None = None,
     ) -> None:
         super().__init__()
         self.guard = guard
-        self.only: frozenset[Function] | None = None  # the torch functions to observe now, or None for all
+        self.only: frozenset[Function] | None = (
+            None  # the torch functions to observe now, or None for all
+        )
         self._undo = ExitStack()
         self._is_named = False  # whether a call of SDPA through its name is running
-        self._modes = 0  # how many modes there were when the call of a known module began
+        self._modes = (
+            0  # how many modes there were when the call of a known module began
+        )
         self._thread = threading.get_ident()
         self._has_mode = True
-        self._running: list[frozenset[Function] | None] = []  # the previous `only` of each call of a known module
-        self.stack = ModuleStack(model, keep_inputs=probing, guard=guard, hooked=only_in is None)
+        self._running: list[
+            frozenset[Function] | None
+        ] = []  # the previous `only` of each call of a known module
+        self.stack = ModuleStack(
+            model, keep_inputs=probing, guard=guard, hooked=only_in is None
+        )
         # Called with q, k, scale and causality of an SDPA call without a mask in a known module; returns whether no
         # further reading of the call is needed. None if calls are not read in this way.
-        self.plain: Callable[[ModuleCall, int, Tensor, Tensor, float, bool], bool] | None = None
+        self.plain: (
+            Callable[[ModuleCall, int, Tensor, Tensor, float, bool], bool] | None
+        ) = None
         self.called_in: list[ModuleCall] = []  # the calls of the modules in `only_in`
         self._only_in = only_in
         self.probing = probing
@@ -210,12 +234,16 @@ class CaptureMode(CallObserver):
         self.hidden: dict[str, None] = {}  # where attention would not be seen
         self._report, self._rows = report, rows
         self._described = {site.name for site in described}
-        self._hooks = [DescribedSiteHooks(site, self._described_call, guard) for site in described]
+        self._hooks = [
+            DescribedSiteHooks(site, self._described_call, guard) for site in described
+        ]
         self._layouts = layouts or {}
         # Numbers of query and key heads at known sites. At other sites, keys are compared to find repeated heads, which
         # waits for the device.
         self.key_heads: Mapping[str, tuple[int, int]] = {}
-        self.values: dict[str, Tensor] | None = None  # the values v by site, if requested
+        self.values: dict[str, Tensor] | None = (
+            None  # the values v by site, if requested
+        )
         # Receives the calls of modules that choose keys; a probe keeps the first of each, with the tensors it was
         # computed from.
         self.index: Callable[[ModuleCall, ScoresCall], None] | None = None
@@ -242,9 +270,17 @@ class CaptureMode(CallObserver):
         self._undo.close()
 
     def __torch_function__(
-        self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Function,
+        types: object,
+        args: Args = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in ASKED or (self.only is not None and func not in self.only) or torch.compiler.is_compiling():
+        if (
+            func in ASKED
+            or (self.only is not None and func not in self.only)
+            or torch.compiler.is_compiling()
+        ):
             return func(*args, **kwargs) if kwargs else func(*args)
         return self._take(func, args, kwargs or {})
 
@@ -268,15 +304,30 @@ class CaptureMode(CallObserver):
         self.guard(self._read_call, func, args, kwargs, out, rows)
         return out
 
-    def _read_plain(self, func: Function, args: Args, kwargs: Kwargs, out: object) -> None:
+    def _read_plain(
+        self, func: Function, args: Args, kwargs: Kwargs, out: object
+    ) -> None:
         """Reads a call of SDPA in a known module; a call without a mask is reported directly."""
         q, k, scale, top = None, None, kwargs.get("scale"), self.stack.top
         if 3 <= len(args) <= 5 and not transformed_now():
-            q, k, mask = args[0], args[1], args[3] if len(args) > 3 else kwargs.get("attn_mask")
-            known = self.key_heads.get(top.name if top.calls == 0 else name_of(top, top.calls))
+            q, k, mask = (
+                args[0],
+                args[1],
+                args[3] if len(args) > 3 else kwargs.get("attn_mask"),
+            )
+            known = self.key_heads.get(
+                top.name if top.calls == 0 else name_of(top, top.calls)
+            )
             # In a packed call, which needs the other way, the query heads lie in the token dimension.
-            packed = known is not None and q.shape[1] != known[0] == q.shape[1] * q.shape[-2]
-            if mask is None and known is not None and not packed and not self._described:
+            packed = (
+                known is not None and q.shape[1] != known[0] == q.shape[1] * q.shape[-2]
+            )
+            if (
+                mask is None
+                and known is not None
+                and not packed
+                and not self._described
+            ):
                 k = k if k.shape[1] in (known[1], 1) else known_keys(known, k)
                 scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
                 if self.plain is not None and self.plain(
@@ -306,7 +357,7 @@ class CaptureMode(CallObserver):
             self.__enter__()
             around.callback(leave, self)
             return
-        by_name = all([only == SDPA_ALONE for _, only in self._only_in.values()])  # noqa: C419
+        by_name = all([only == SDPA_ALONE for _, only in self._only_in.values()])
         self._has_mode = not (by_name and read_named_calls(self, around))
         # A mode costs one callback for each torch function, so the rest of the pass runs without it.
         if self._has_mode:
@@ -315,10 +366,19 @@ class CaptureMode(CallObserver):
         hooks: list[Hook] = []
         around.callback(remove_hooks, hooks)
         for name, (module, only) in self._only_in.items():
-            hooks += put_hooks(module, functools.partial(self._enter_module, name, only), self._leave_module)
+            hooks += put_hooks(
+                module,
+                functools.partial(self._enter_module, name, only),
+                self._leave_module,
+            )
 
     def _enter_module(
-        self, name: str, only: frozenset[Function] | None, module: nn.Module, args: Args, kwargs: Kwargs
+        self,
+        name: str,
+        only: frozenset[Function] | None,
+        module: nn.Module,
+        args: Args,
+        kwargs: Kwargs,
     ) -> None:
         if threading.get_ident() == self._thread:
             self._running.append(self.only)
@@ -353,21 +413,32 @@ class CaptureMode(CallObserver):
         self._is_named = False
         # A mode that was entered meanwhile, such as that of a remedy, may have changed the call. It is left out, and
         # the next pass is searched everywhere.
-        if not self._has_mode and self._running and number_of_modes() <= self._modes and not _READING.get():
+        if (
+            not self._has_mode
+            and self._running
+            and number_of_modes() <= self._modes
+            and not _READING.get()
+        ):
             read = self._read_plain if self.plain is not None else self._read_sdpa
             self.guard(read, SDPA_FUNCTION, args, kwargs, out)
 
-    def _read_sdpa(self, func: Function, args: Args, kwargs: Kwargs, out: object) -> None:
+    def _read_sdpa(
+        self, func: Function, args: Args, kwargs: Kwargs, out: object
+    ) -> None:
         if self._minds(func, args, kwargs):
             self._read_call(func, args, kwargs, out, None)
 
-    def _note_call(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def _note_call(
+        self, name: str, module: nn.Module, args: Args, kwargs: Kwargs
+    ) -> None:
         """Records that a call of a known module begins."""
         batch = 0
         if self.only is None:  # the layout of hand-written scores may depend on it
             batch = next((x.shape[0] for x in tensors((args, kwargs)) if x.ndim > 1), 0)
         inputs = tuple(tensors((args, kwargs))) if self.probing else ()
-        self.stack.top = frame = ModuleCall(name=name, module=module, parent=self.stack.top, batch=batch, inputs=inputs)
+        self.stack.top = frame = ModuleCall(
+            name=name, module=module, parent=self.stack.top, batch=batch, inputs=inputs
+        )
         self.called_in.append(frame)
 
     def _minds(self, function: Function, args: Args, kwargs: Kwargs) -> bool:
@@ -384,7 +455,14 @@ class CaptureMode(CallObserver):
             return False
         return name in SDPA or self.handwritten.minds(name)
 
-    def _read_call(self, function: Function, args: Args, kwargs: Kwargs, out: object, rows: KernelRows | None) -> None:
+    def _read_call(
+        self,
+        function: Function,
+        args: Args,
+        kwargs: Kwargs,
+        out: object,
+        rows: KernelRows | None,
+    ) -> None:
         """Reads what a function computed."""
         name = function_name(function)
         if name == "get":
@@ -414,7 +492,9 @@ class CaptureMode(CallObserver):
         try:
             call = index_call(tag, x, frame, known=known, names=self._names)
         except Exception as error:  # the attention after it is still observed
-            caution(f"the scores by which {frame.name or 'the model itself'} chooses keys cannot be read: {error}")
+            caution(
+                f"the scores by which {frame.name or 'the model itself'} chooses keys cannot be read: {error}"
+            )
             return
         if self.index is not None:
             self.index(frame, call)
@@ -425,7 +505,11 @@ class CaptureMode(CallObserver):
     def chosen(self) -> list[tuple[ModuleCall, ScoresCall]]:
         """The scores in a probe by which keys were chosen, except those that are also the input of a softmax."""
         weighed = self.handwritten.weighed
-        return [(frame, call) for frame, call, tag in self._chosen.values() if products_of(tag).isdisjoint(weighed)]
+        return [
+            (frame, call)
+            for frame, call, tag in self._chosen.values()
+            if products_of(tag).isdisjoint(weighed)
+        ]
 
     def called(self, name: str, arguments: Kwargs, out: object) -> None:
         self.apart(lambda: self._read_foreign(name, arguments, out))
@@ -436,10 +520,20 @@ class CaptureMode(CallObserver):
     def apart(self, read: Callable[[], None]) -> None:
         """Calls `read` unobserved by this mode, with gradients if a probe's pass has them."""
         # Gradients are enabled only if q and k will be traced back to the weights.
-        with self.suspended(), torch.set_grad_enabled(self.probing and torch.is_grad_enabled()):
+        with (
+            self.suspended(),
+            torch.set_grad_enabled(self.probing and torch.is_grad_enabled()),
+        ):
             read()
 
-    def _read(self, name: str, args: Args, kwargs: Kwargs, out: object, rows: KernelRows | None = None) -> None:
+    def _read(
+        self,
+        name: str,
+        args: Args,
+        kwargs: Kwargs,
+        out: object,
+        rows: KernelRows | None = None,
+    ) -> None:
         top = self.stack.top
         fused = SDPA.get(name)
         if fused is None:
@@ -449,12 +543,18 @@ class CaptureMode(CallObserver):
         site = name_of(top, top.calls)
         known = self.key_heads.get(site)
         heads = _configured_heads(top.module, args) if known is None else known[0]
-        packed = unpacked(sdpa_arguments(args, kwargs), heads) if name == _SDPA and heads else None
+        packed = (
+            unpacked(sdpa_arguments(args, kwargs), heads)
+            if name == _SDPA and heads
+            else None
+        )
         if packed is not None:
             args, kwargs = (), packed
             rows = rows and KernelRows(*(x.reshape(x.shape[0], heads, 1) for x in rows))
         geometry = CallGeometry(
-            lambda q, k: fused_layout(q, k, top, known=self._layouts.get(site), names=self._names),
+            lambda q, k: fused_layout(
+                q, k, top, known=self._layouts.get(site), names=self._names
+            ),
             fewest_keys if known is None else functools.partial(known_keys, known),
         )
         call = fused(args, kwargs, geometry)
@@ -468,7 +568,12 @@ class CaptureMode(CallObserver):
             self.values.setdefault(site, values)
 
     def _added(
-        self, name: str, top: ModuleCall, args: Args, kwargs: Kwargs, how: HeadLayout | None
+        self,
+        name: str,
+        top: ModuleCall,
+        args: Args,
+        kwargs: Kwargs,
+        how: HeadLayout | None,
     ) -> ScoresCall | None:
         """The products whose sum is the mask of a fused function, such as positions that are multiplied by queries."""
         if self._names is None or name != _SDPA:
@@ -477,8 +582,14 @@ class CaptureMode(CallObserver):
         tag = self.handwritten.tags.get(mask)
         if not isinstance(tag, Scores) or not isinstance(mask, Tensor) or mask.ndim < 3:
             return None
-        how = HeadLayout(groups=tuple("bhts"), sizes=(mask.shape[1],)) if how is None and mask.ndim == 4 else how
-        return scores_call(tag, mask, mask.ndim - 1, top, known=how, names=self._names, alone=False)
+        how = (
+            HeadLayout(groups=tuple("bhts"), sizes=(mask.shape[1],))
+            if how is None and mask.ndim == 4
+            else how
+        )
+        return scores_call(
+            tag, mask, mask.ndim - 1, top, known=how, names=self._names, alone=False
+        )
 
     def _read_foreign(self, name: str, arguments: Kwargs, out: object) -> None:
         top = self.stack.top
@@ -488,7 +599,9 @@ class CaptureMode(CallObserver):
             call = FLASH_AND_FLEX[name](arguments)
         except UnreadError as error:
             reason = f"{name} is called with {error}, whose effect is not known"
-            self.unread.append(UnrecognizedAttention(module=top.name, operation=name, reason=reason))
+            self.unread.append(
+                UnrecognizedAttention(module=top.name, operation=name, reason=reason)
+            )
             return
         if isinstance(call, FlexCall):
             call = dataclasses.replace(call, largest=returned_rows(out)[1])
@@ -524,8 +637,12 @@ class CaptureMode(CallObserver):
 
     def _described_call(self, site: AttentionSite, read: Callable[[], Seen]) -> None:
         def report() -> None:
-            frame = ModuleCall(name=site.name, module=site.module, parent=self.stack.top)
-            self._report(CapturedCall(frame=frame, ordinal=0, how="description", call=read()))
+            frame = ModuleCall(
+                name=site.name, module=site.module, parent=self.stack.top
+            )
+            self._report(
+                CapturedCall(frame=frame, ordinal=0, how="description", call=read())
+            )
 
         self.apart(report)
 

@@ -25,11 +25,15 @@ class NamedCallReader(Protocol):
     def before_named(self) -> None:
         """Called before a call."""
 
-    def after_named(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+    def after_named(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+    ) -> None:
         """Called after a call that returned `out`."""
 
 
-_READERS: contextvars.ContextVar[tuple[NamedCallReader, ...]] = contextvars.ContextVar("qkeel_named", default=())
+_READERS: contextvars.ContextVar[tuple[NamedCallReader, ...]] = contextvars.ContextVar(
+    "qkeel_named", default=()
+)
 _LOCK = threading.Lock()
 _users = [0]
 
@@ -47,7 +51,9 @@ def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
     is_object = is_mask_object(mask)
     if not readers and not is_object:
         return SDPA(*args, **kwargs)
-    token = _READERS.set(())  # the calls that torch makes for a mask object are part of this one
+    token = _READERS.set(
+        ()
+    )  # the calls that torch makes for a mask object are part of this one
     try:
         for reader in readers:
             reader.before_named()
@@ -74,12 +80,19 @@ def read_named_calls(reader: NamedCallReader, undo: ExitStack) -> bool:
         F.scaled_dot_product_attention = scaled_dot_product_attention
     undo.callback(_release)
     _READERS.set((*_READERS.get(), reader))
-    undo.callback(lambda: _READERS.set(tuple(other for other in _READERS.get() if other is not reader)))
+    undo.callback(
+        lambda: _READERS.set(
+            tuple(other for other in _READERS.get() if other is not reader)
+        )
+    )
     return True
 
 
 def _release() -> None:
     with _LOCK:
         _users[0] -= 1
-        if not _users[0] and F.scaled_dot_product_attention is scaled_dot_product_attention:
+        if (
+            not _users[0]
+            and F.scaled_dot_product_attention is scaled_dot_product_attention
+        ):
             F.scaled_dot_product_attention = SDPA

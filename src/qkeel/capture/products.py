@@ -16,12 +16,36 @@ from qkeel.patching.modes import Args, Kwargs
 
 PRODUCTS = frozenset({"matmul", "mm", "bmm", "baddbmm", "einsum"})
 
-PERMUTATIONS = frozenset({"moveaxis", "movedim", "permute", "swapaxes", "swapdims", "t", "transpose"})
-RESHAPES = frozenset({"flatten", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as"})
+PERMUTATIONS = frozenset(
+    {"moveaxis", "movedim", "permute", "swapaxes", "swapdims", "t", "transpose"}
+)
+RESHAPES = frozenset(
+    {
+        "flatten",
+        "reshape",
+        "reshape_as",
+        "squeeze",
+        "unflatten",
+        "unsqueeze",
+        "view",
+        "view_as",
+    }
+)
 PARTS = frozenset({"expand", "expand_as", "getitem", "narrow", "select"})
 # Elements that are moved, repeated or picked, as for relative positions: which vectors make a score is then no longer
 # followed.
-SHIFTS = frozenset({"flip", "gather", "index_select", "pad", "repeat", "repeat_interleave", "roll", "take_along_dim"})
+SHIFTS = frozenset(
+    {
+        "flip",
+        "gather",
+        "index_select",
+        "pad",
+        "repeat",
+        "repeat_interleave",
+        "roll",
+        "take_along_dim",
+    }
+)
 VIEWS = PERMUTATIONS | RESHAPES | PARTS | SHIFTS
 
 
@@ -78,7 +102,10 @@ class Product:
         """True if there is a dimension of queries and one of keys, along each of which one factor alone varies."""
         if self.left is None or self.right is None:
             return False
-        kinds = {(self.left.varies(dim), self.right.varies(dim)) for dim in range(self.left.x.ndim - 1)}
+        kinds = {
+            (self.left.varies(dim), self.right.varies(dim))
+            for dim in range(self.left.x.ndim - 1)
+        }
         return {(True, False), (False, True)} <= kinds
 
     def unknown(self) -> Product:
@@ -96,7 +123,14 @@ def read_product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product 
     table, were multiplied."""
     if not isinstance(out, Tensor) or out.ndim < 2:
         return None
-    arguments = [*args, *(value for key, value in kwargs.items() if key not in ("alpha", "beta", "out"))]
+    arguments = [
+        *args,
+        *(
+            value
+            for key, value in kwargs.items()
+            if key not in ("alpha", "beta", "out")
+        ),
+    ]
     added = None
     if name == "einsum":
         factors = arguments[1:]
@@ -108,7 +142,9 @@ def read_product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product 
             added = None  # torch does not read this tensor, which may be uninitialised memory
     else:
         factors = arguments
-    if len(factors) != 2 or not all(isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 for x in factors):
+    if len(factors) != 2 or not all(
+        isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 for x in factors
+    ):
         return None
     first, second = factors
     active = [x.ndim > 2 and not is_weight(x) for x in factors]
@@ -116,17 +152,29 @@ def read_product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product 
     if not (flat or (out.ndim > 2 and any(active))):
         return None
     table = not flat and not all(active)
-    product = Product(left=None, right=None, factors=(first, second), added=added, table=table, flat=flat)
+    product = Product(
+        left=None,
+        right=None,
+        factors=(first, second),
+        added=added,
+        table=table,
+        flat=flat,
+    )
     if name == "einsum":
         letters = _letters(arguments[0], first.ndim, second.ndim)
     else:
         batch = string.ascii_lowercase[: out.ndim - 2]
-        of_first, of_second = batch[out.ndim - first.ndim :], batch[out.ndim - second.ndim :]
+        of_first, of_second = (
+            batch[out.ndim - first.ndim :],
+            batch[out.ndim - second.ndim :],
+        )
         letters = f"{of_first}TD", f"{of_second}DS", f"{batch}TS"
     if letters is None:
         return product
     of_first, of_second, of_scores = letters
-    summed = [letter for letter in of_first if letter in of_second and letter not in of_scores]
+    summed = [
+        letter for letter in of_first if letter in of_second and letter not in of_scores
+    ]
     return dataclasses.replace(
         product,
         left=_operand(first, of_first, of_scores, summed),
@@ -169,7 +217,11 @@ def _letters(equation: object, first: int, second: int) -> tuple[str, str, str] 
     if arrow:
         result = result.replace("...", ellipsis)
     else:
-        alone = [letter for letter in set(both) if both.count(letter) == 1 and letter not in ellipsis]
+        alone = [
+            letter
+            for letter in set(both)
+            if both.count(letter) == 1 and letter not in ellipsis
+        ]
         result = ellipsis + "".join(sorted(alone))
     summed = set(left) & set(right) - set(result)
     for letters in (left, right, result):
@@ -190,7 +242,9 @@ def view_function(name: str) -> Callable[..., Tensor]:
     return getattr(Tensor, "__getitem__" if name == "getitem" else name)
 
 
-def viewed(product: Product, name: str, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Product:
+def viewed(
+    product: Product, name: str, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor
+) -> Product:
     """The product after `out = name(x, ...)`, one of VIEWS, was applied to its scores x."""
     left, right = product.left, product.right
     if left is None or right is None:
@@ -200,12 +254,17 @@ def viewed(product: Product, name: str, x: Tensor, args: Args, kwargs: Kwargs, o
     pair = None
     if name in RESHAPES and x.numel():
         pair = _reshaped(left.x, right.x, x.shape, out.shape)
-    elif name in PERMUTATIONS or (name in PARTS and product.followed and _has_whole_columns(left, right, x)):
+    elif name in PERMUTATIONS or (
+        name in PARTS and product.followed and _has_whole_columns(left, right, x)
+    ):
         index = args[1] if name == "getitem" else ()
         entries = index if isinstance(index, tuple) else (index,)
         if not any(isinstance(entry, (Tensor, list, bool)) for entry in entries):
             function = view_function(name)
-            pair = [_part(side.x, x, lambda y: function(y, *args[1:], **kwargs)) for side in (left, right)]
+            pair = [
+                _part(side.x, x, lambda y: function(y, *args[1:], **kwargs))
+                for side in (left, right)
+            ]
     if pair is None:
         return dataclasses.replace(product, followed=False)
     return dataclasses.replace(
@@ -224,14 +283,18 @@ def _part(factor: Tensor, x: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor
     """A factor after a view of the scores x. It keeps the size 1 along what it does not vary along."""
     sizes = [n if m == 1 else m for n, m in zip(x.shape, factor.shape)]
     # The features are a dimension of their own, which the view does not know of.
-    part = torch.vmap(view, in_dims=-1, out_dims=-1)(factor.expand(*sizes, factor.shape[-1]))
+    part = torch.vmap(view, in_dims=-1, out_dims=-1)(
+        factor.expand(*sizes, factor.shape[-1])
+    )
     for dim, step in enumerate(part.stride()[:-1]):
         if step == 0 and part.shape[dim] > 1:
             part = part.narrow(dim, 0, 1)
     return part
 
 
-def _reshaped(left: Tensor, right: Tensor, before: Sequence[int], after: Sequence[int]) -> list[Tensor] | None:
+def _reshaped(
+    left: Tensor, right: Tensor, before: Sequence[int], after: Sequence[int]
+) -> list[Tensor] | None:
     """Both factors after a reshape of the scores from `before` to `after`, or None if it mixes queries and keys."""
     shapes: list[list[int]] = [[], []]
     spread = [list(left.shape[:-1]), list(right.shape[:-1])]
@@ -253,10 +316,15 @@ def _reshaped(left: Tensor, right: Tensor, before: Sequence[int], after: Sequenc
                 spread[i][old] = before[old]
             shapes[i] += [1 if n == 1 else m for m in after[new]]
     pair = zip((left, right), spread, shapes)
-    return [x.expand(*wide, x.shape[-1]).reshape(*shape, x.shape[-1]) for x, wide, shape in pair]
+    return [
+        x.expand(*wide, x.shape[-1]).reshape(*shape, x.shape[-1])
+        for x, wide, shape in pair
+    ]
 
 
-def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+def _groups(
+    before: Sequence[int], after: Sequence[int]
+) -> Iterator[tuple[slice, slice]]:
     """The smallest ranges of dimensions of two shapes that hold as many elements as each other."""
     i = j = 0
     while i < len(before) or j < len(after):
@@ -281,7 +349,9 @@ def widened(product: Product, ndim: int) -> Product:
         if side is None or side.x.ndim > ndim:
             sides.append(side)
         else:
-            sides.append(dataclasses.replace(side, x=side.x[(None,) * (ndim + 1 - side.x.ndim)]))
+            sides.append(
+                dataclasses.replace(side, x=side.x[(None,) * (ndim + 1 - side.x.ndim)])
+            )
     return dataclasses.replace(product, left=sides[0], right=sides[1])
 
 
@@ -292,7 +362,9 @@ def joined(products: Sequence[Product], columns: Sequence[int]) -> Product:
     sides = []
     for name in ("left", "right"):
         parts = [getattr(product, name) for product in products]
-        if any(part is None for part in parts) or not all(product.followed for product in products):
+        if any(part is None for part in parts) or not all(
+            product.followed for product in products
+        ):
             return products[0].unknown()
         first = parts[0]
         if all(part.factor is first.factor and part.x.shape[-2] == 1 for part in parts):
@@ -301,6 +373,8 @@ def joined(products: Sequence[Product], columns: Sequence[int]) -> Product:
         if len({(part.x.ndim, part.x.shape[-1]) for part in parts}) > 1:
             return products[0].unknown()
         lead = torch.broadcast_shapes(*(part.x.shape[:-2] for part in parts))
-        wide = [part.x.expand(*lead, n, part.x.shape[-1]) for part, n in zip(parts, columns)]
+        wide = [
+            part.x.expand(*lead, n, part.x.shape[-1]) for part, n in zip(parts, columns)
+        ]
         sides.append(Operand(torch.cat(wide, -2), first.factor))
     return dataclasses.replace(products[0], left=sides[0], right=sides[1])

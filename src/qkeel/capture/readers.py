@@ -95,7 +95,9 @@ class CallObserver(TorchFunctionMode, abc.ABC):
 
 
 # Per thread. Empty while an observed function runs, because the calls that it makes are part of it.
-_OBSERVERS: contextvars.ContextVar[tuple[CallObserver, ...]] = contextvars.ContextVar("qkeel_observers", default=())
+_OBSERVERS: contextvars.ContextVar[tuple[CallObserver, ...]] = contextvars.ContextVar(
+    "qkeel_observers", default=()
+)
 
 
 @contextmanager
@@ -106,10 +108,16 @@ def observed_by(observer: CallObserver) -> Iterator[None]:
         for function in list(_functions()):
             try:
                 undo.callback(exchange(function, _begin, _unobserved).release)
-            except (SyntaxError, TypeError, ValueError) as error:  # code of an unexpected form
+            except (
+                SyntaxError,
+                TypeError,
+                ValueError,
+            ) as error:  # code of an unexpected form
                 observer.not_observable(function.__name__, error)
         _observe((*_OBSERVERS.get(), observer))
-        undo.callback(lambda: _observe(tuple(o for o in _OBSERVERS.get() if o is not observer)))
+        undo.callback(
+            lambda: _observe(tuple(o for o in _OBSERVERS.get() if o is not observer))
+        )
         yield
 
 
@@ -135,7 +143,9 @@ def _functions() -> Iterator[types.FunctionType]:
     """The attention functions of loaded modules: flash-attn's and others. Functions of modules that are not loaded
     cannot be called."""
     seen: set[int] = set()
-    places = [(sys.modules.get(home), name) for home, name in (_VARLEN, _FLEX, *_ONE_HOME)]
+    places = [
+        (sys.modules.get(home), name) for home, name in (_VARLEN, _FLEX, *_ONE_HOME)
+    ]
     for home in _flash_homes(len(sys.modules), next(reversed(sys.modules))):
         places += [(sys.modules.get(home), name) for name in (*FLASH, *FLASH_FORWARD)]
     for module, name in places:
@@ -145,7 +155,9 @@ def _functions() -> Iterator[types.FunctionType]:
             yield function
 
 
-def _begin(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]) -> Begun | Literal[False]:
+def _begin(
+    function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
+) -> Begun | Literal[False]:
     """Called when a call of an observed function begins."""
     observers = _OBSERVERS.get()
     if recomputing():
@@ -153,7 +165,12 @@ def _begin(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
     given, own = _without_graph(observers, (args, kwargs)), None
     if function.__name__ == _FLEX[1] and any(observer.maxima for observer in observers):
         given, own = _with_maxima(function, given)
-    return given, _suspended(observers), functools.partial(_report, function, observers, (args, kwargs)), own
+    return (
+        given,
+        _suspended(observers),
+        functools.partial(_report, function, observers, (args, kwargs)),
+        own,
+    )
 
 
 def _unobserved() -> AbstractContextManager[None]:
@@ -171,8 +188,15 @@ def _with_maxima(
     bound.apply_defaults()
     given = bound.arguments
     backend = (given["kernel_options"] or {}).get("BACKEND", "AUTO")
-    if given["query"].device.type in _WITHOUT_MAXIMA or backend not in _WITH_MAXIMA or given.get("return_lse"):
-        return plain, None  # return_lse is the older option, which torch accepts only by itself
+    if (
+        given["query"].device.type in _WITHOUT_MAXIMA
+        or backend not in _WITH_MAXIMA
+        or given.get("return_lse")
+    ):
+        return (
+            plain,
+            None,
+        )  # return_lse is the older option, which torch accepts only by itself
     asked = given.get("return_aux")
     given["return_aux"] = (asked or AuxRequest())._replace(max_scores=True)
     return (list(bound.args), bound.kwargs), functools.partial(_as_asked, asked)
@@ -194,16 +218,23 @@ def _suspended(observers: tuple[CallObserver, ...]) -> ExitStack:
         return undo.pop_all()
 
 
-def _without_graph(observers: tuple[CallObserver, ...], given: CallArguments) -> CallArguments:
+def _without_graph(
+    observers: tuple[CallObserver, ...], given: CallArguments
+) -> CallArguments:
     """The arguments, detached from the graph in a probe, because no gradients are traced through attention and
     flex_attention on a CPU refuses inputs that require a gradient."""
     if not any(o.probing for o in observers):
         return given
-    return [_detached(x) for x in given[0]], {name: _detached(x) for name, x in given[1].items()}
+    return [_detached(x) for x in given[0]], {
+        name: _detached(x) for name, x in given[1].items()
+    }
 
 
 def _report(
-    function: Callable[..., Any], observers: tuple[CallObserver, ...], given: CallArguments, out: object
+    function: Callable[..., Any],
+    observers: tuple[CallObserver, ...],
+    given: CallArguments,
+    out: object,
 ) -> None:
     bound = inspect.signature(function).bind(*given[0], **given[1])
     bound.apply_defaults()
@@ -253,27 +284,41 @@ def _sdpa(given: Kwargs, geometry: CallGeometry) -> Seen:
     scale = given.get("scale")
     scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
     if q.is_nested:
-        return _nested(q.unbind(), k.unbind(), AttentionSpec(scale=Fixed(scale)), causal)
+        return _nested(
+            q.unbind(), k.unbind(), AttentionSpec(scale=Fixed(scale)), causal
+        )
     return _call(q, k, scale, given.get("attn_mask"), geometry, causal=causal)
 
 
-def _nested(q: Sequence[Tensor], k: Sequence[Tensor], spec: AttentionSpec, causal: bool) -> AttentionCall:
+def _nested(
+    q: Sequence[Tensor], k: Sequence[Tensor], spec: AttentionSpec, causal: bool
+) -> AttentionCall:
     """The call of sequences q [h t d] and k [g s d] that differ in length."""
     whole, ends = zip(
         *(
             (
                 torch.cat(tuple(x), 1)[None],
-                torch.tensor([0, *itertools.accumulate(one.shape[1] for one in x)], device="cpu"),
+                torch.tensor(
+                    [0, *itertools.accumulate(one.shape[1] for one in x)], device="cpu"
+                ),
             )
             for x in (q, k)
         )
     )
     cu_seqlens = tuple(x.to(whole[0].device, non_blocking=True) for x in ends)
-    return band_call(make_call(spec, *whole, whole[1], causal=causal), cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+    return band_call(
+        make_call(spec, *whole, whole[1], causal=causal), cu_seqlens=cu_seqlens
+    )  # type: ignore[arg-type]
 
 
 def _call(
-    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, geometry: CallGeometry, *, causal: bool
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    geometry: CallGeometry,
+    *,
+    causal: bool,
 ) -> AttentionCall:
     """The call of q and k [... t d]. `causal` has the meaning it has in SDPA: query i sees the keys up to i, regardless
     of their number."""
@@ -286,11 +331,17 @@ def _call(
         geometry.used = how = geometry.layout(q, k)
         q4, k4 = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k))
         mask = mask if mask is None else how.apply(mask.expand(*lead, t, s))
-    if k4.shape[1] == q4.shape[1]:  # with fewer, no head is repeated, and the comparison would wait for the device
+    if (
+        k4.shape[1] == q4.shape[1]
+    ):  # with fewer, no head is repeated, and the comparison would wait for the device
         k4 = geometry.keys(k4)
     mask = hiding(mask if mask is None else mask.detach())
-    pos_q, pos_k = (torch.arange(n, device=q.device) if causal and t != s else None for n in (t, s))
-    return make_call(_plain(scale), q4, k4, k4, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
+    pos_q, pos_k = (
+        torch.arange(n, device=q.device) if causal and t != s else None for n in (t, s)
+    )
+    return make_call(
+        _plain(scale), q4, k4, k4, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -305,7 +356,9 @@ def hiding(mask: Shaped[Tensor, ...] | None) -> Shaped[Tensor, "#b #h #t #s"] | 
         return None
     while mask.ndim < 4:
         mask = mask[None]
-    return mask if mask.dtype == torch.bool else mask.masked_fill(hides(mask), -torch.inf)
+    return (
+        mask if mask.dtype == torch.bool else mask.masked_fill(hides(mask), -torch.inf)
+    )
 
 
 def mha(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
@@ -326,7 +379,9 @@ def mha(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
         k = given["static_k"].unflatten(0, (b, h))
     mask = mha_mask(given, (b, h, t, k.shape[2]))
     if given["bias_k"] is not None:
-        k = torch.cat([k, given["bias_k"].view(1, h, 1, -1).expand(b, -1, -1, -1)], dim=2)
+        k = torch.cat(
+            [k, given["bias_k"].view(1, h, 1, -1).expand(b, -1, -1, -1)], dim=2
+        )
     if given["add_zero_attn"]:
         k = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2)
     if mask is not None:
@@ -335,17 +390,25 @@ def mha(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
     return _call(q, k, 1 / math.sqrt(q.shape[-1]), mask, geometry, causal=causal)
 
 
-def _projected(given: Kwargs, query: Tensor, key: Tensor, m: int) -> tuple[Tensor, Tensor]:
+def _projected(
+    given: Kwargs, query: Tensor, key: Tensor, m: int
+) -> tuple[Tensor, Tensor]:
     bias = given["in_proj_bias"]
     if given["use_separate_proj_weight"]:
         parts = (None, None) if bias is None else (bias[:m], bias[m : 2 * m])
-        return F.linear(query, given["q_proj_weight"], parts[0]), F.linear(key, given["k_proj_weight"], parts[1])
+        return F.linear(query, given["q_proj_weight"], parts[0]), F.linear(
+            key, given["k_proj_weight"], parts[1]
+        )
     # The complete packed matrix is used, so that gradients show its rows.
     weight = given["in_proj_weight"]
-    return F.linear(query, weight, bias)[..., :m], F.linear(key, weight, bias)[..., m : 2 * m]
+    return F.linear(query, weight, bias)[..., :m], F.linear(key, weight, bias)[
+        ..., m : 2 * m
+    ]
 
 
-def mha_mask(given: Kwargs, shape: tuple[int, int, int, int]) -> Float[Tensor, "#b #h t s"] | None:
+def mha_mask(
+    given: Kwargs, shape: tuple[int, int, int, int]
+) -> Float[Tensor, "#b #h t s"] | None:
     """The attn_mask and key_padding_mask as one additive mask."""
     b, h, t, s = shape
     total = None
@@ -354,7 +417,9 @@ def mha_mask(given: Kwargs, shape: tuple[int, int, int, int]) -> Float[Tensor, "
     for mask in (_of_pairs(given["attn_mask"], b, h, t, s), of_keys):
         if mask is not None:
             if mask.dtype == torch.bool:
-                mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask, -torch.inf)
+                mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(
+                    mask, -torch.inf
+                )
             total = mask if total is None else total + mask
     return total
 
@@ -362,7 +427,11 @@ def mha_mask(given: Kwargs, shape: tuple[int, int, int, int]) -> Float[Tensor, "
 def _of_pairs(mask: Tensor | None, b: int, h: int, t: int, s: int) -> Tensor | None:
     if mask is None:
         return None
-    return mask.view(b, h, t, s) if mask.ndim == 3 and mask.shape[0] == b * h else mask.expand(1, 1, t, s)
+    return (
+        mask.view(b, h, t, s)
+        if mask.ndim == 3 and mask.shape[0] == b * h
+        else mask.expand(1, 1, t, s)
+    )
 
 
 # The readers of torch's fused attention functions.
@@ -373,7 +442,13 @@ SDPA: Mapping[str, Reader] = {
 
 
 _BY_PLACE = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-_DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+_DEFAULTS = {
+    "attn_mask": None,
+    "dropout_p": 0.0,
+    "is_causal": False,
+    "scale": None,
+    "enable_gqa": False,
+}
 
 
 def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -391,7 +466,9 @@ def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, 
         if t == s or mask.variant.name == "UPPER_LEFT":
             given |= {"attn_mask": None, "is_causal": True}
         else:
-            given["attn_mask"] = torch.ones(t, s, dtype=torch.bool, device=given["query"].device).tril(s - t)
+            given["attn_mask"] = torch.ones(
+                t, s, dtype=torch.bool, device=given["query"].device
+            ).tril(s - t)
     return given
 
 
@@ -405,10 +482,18 @@ def unpacked(given: Mapping[str, Any], heads: int) -> dict[str, Any] | None:
     if q.ndim != 4 or k.ndim != 4 or q.is_nested or k.is_nested:
         return None
     b, groups, each, d = q.shape
-    if groups == heads or groups * each != heads or k.shape[1] != groups or given["is_causal"] or given["enable_gqa"]:
+    if (
+        groups == heads
+        or groups * each != heads
+        or k.shape[1] != groups
+        or given["is_causal"]
+        or given["enable_gqa"]
+    ):
         return None
     if mask is not None and mask.ndim > 1 and mask.shape[-2] != 1:
-        if mask.ndim != 4 or mask.shape[1] != groups:  # it differs between queries, but not between groups of heads
+        if (
+            mask.ndim != 4 or mask.shape[1] != groups
+        ):  # it differs between queries, but not between groups of heads
             return None
         mask = mask.reshape(mask.shape[0], heads, 1, mask.shape[3])
     elif mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
@@ -421,8 +506,12 @@ def unpacked(given: Mapping[str, Any], heads: int) -> dict[str, Any] | None:
 
 # Arguments that change what is computed, and the values at which they have no effect.
 _UNREAD: dict[str, tuple[object, ...]] = {"attention_chunk": (None, 0)}
-_UNREAD |= dict.fromkeys(("block_table", "k_descale", "learnable_sink", "mask_mod", "num_heads_q"), (None,))
-_UNREAD |= dict.fromkeys(("page_table", "q_descale", "qv", "score_mod", "seqused_k", "seqused_q"), (None,))
+_UNREAD |= dict.fromkeys(
+    ("block_table", "k_descale", "learnable_sink", "mask_mod", "num_heads_q"), (None,)
+)
+_UNREAD |= dict.fromkeys(
+    ("page_table", "q_descale", "qv", "score_mod", "seqused_k", "seqused_q"), (None,)
+)
 
 
 class UnreadError(QkeelError, NotImplementedError):
@@ -438,8 +527,18 @@ def qkeel_call(given: Kwargs) -> AttentionCall:
 def own(given: Kwargs) -> AttentionCall:
     """Reads qkeel.attention(q, k, v, spec=..., ...), which is qkeel.ops.attention."""
     names = ("params", "causal", "mask", "pos_q", "pos_k")
-    call = make_call(given["spec"], given["q"], given["k"], given["v"], **{name: given[name] for name in names})
-    call = call if given["cu_seqlens"] is not None else dataclasses.replace(call, k=fewest_keys(call.k))
+    call = make_call(
+        given["spec"],
+        given["q"],
+        given["k"],
+        given["v"],
+        **{name: given[name] for name in names},
+    )
+    call = (
+        call
+        if given["cu_seqlens"] is not None
+        else dataclasses.replace(call, k=fewest_keys(call.k))
+    )
     return band_call(call, cu_seqlens=given["cu_seqlens"])
 
 
@@ -447,7 +546,9 @@ def flex(given: Kwargs) -> AttentionCall:
     """Reads flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, ...)."""
     q, k = given["query"], given["key"]
     k = fewest_keys(k.expand(q.shape[0], *k.shape[1:]))
-    return flex_call(_spec(q, given["scale"], 0.0), q, k, given["score_mod"], given["block_mask"])
+    return flex_call(
+        _spec(q, given["scale"], 0.0), q, k, given["score_mod"], given["block_mask"]
+    )
 
 
 def returned_rows(out: object) -> tuple[PerRow | None, PerRow | None]:
@@ -458,7 +559,11 @@ def returned_rows(out: object) -> tuple[PerRow | None, PerRow | None]:
     rows that see no key.
     """
     more = out[1] if isinstance(out, tuple) else None
-    return (more, None) if more is None or isinstance(more, Tensor) else (more.lse, more.max_scores)
+    return (
+        (more, None)
+        if more is None or isinstance(more, Tensor)
+        else (more.lse, more.max_scores)
+    )
 
 
 def flash(given: Kwargs) -> AttentionCall:
@@ -468,7 +573,9 @@ def flash(given: Kwargs) -> AttentionCall:
         if isinstance(value, Tensor) or value not in harmless:
             raise UnreadError(name)
     q, k = _q_and_k(given)
-    spec = _spec(q, given.get("softmax_scale", given.get("scale")), given.get("softcap") or 0.0)
+    spec = _spec(
+        q, given.get("softmax_scale", given.get("scale")), given.get("softcap") or 0.0
+    )
     slopes = given.get("alibi_slopes")
     if slopes is not None and spec.cap != NoCap():
         raise UnreadError("alibi_slopes with softcap: a bias after the cap")
@@ -484,7 +591,9 @@ def flash(given: Kwargs) -> AttentionCall:
         band["longest"] = longest if isinstance(longest, int) else None
         band["cu_seqlens"] = ends if of_keys is None else (ends, of_keys)
         q, k = (x.transpose(0, 1)[None] for x in (q, k))
-    return band_call(make_call(spec, q, k, k, causal=bool(given.get("causal", False))), **band)
+    return band_call(
+        make_call(spec, q, k, k, causal=bool(given.get("causal", False))), **band
+    )
 
 
 def _first(given: Kwargs, names: tuple[str, ...]) -> Tensor | None:
@@ -493,7 +602,9 @@ def _first(given: Kwargs, names: tuple[str, ...]) -> Tensor | None:
 
 def _spec(q: Tensor, scale: float | None, softcap: float) -> AttentionSpec:
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    return AttentionSpec(scale=Fixed(factor), cap=Softcap(float(softcap)) if softcap > 0 else NoCap())
+    return AttentionSpec(
+        scale=Fixed(factor), cap=Softcap(float(softcap)) if softcap > 0 else NoCap()
+    )
 
 
 def _q_and_k(given: Kwargs) -> tuple[Tensor, Tensor]:

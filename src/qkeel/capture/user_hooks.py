@@ -19,14 +19,41 @@ from qkeel.patching.modes import get_idle, hooks_after, hooks_before, modules_of
 # Packages whose hooks the model may need: they move weights, gather them, or compute them.
 _LIBRARIES = frozenset(
     {
-        *("torch", "qkeel", "accelerate", "peft", "deepspeed", "transformers", "lightning", "lightning_fabric"),
-        *("pytorch_lightning", "fairscale", "bitsandbytes", "torchao", "diffusers", "timm"),
+        *(
+            "torch",
+            "qkeel",
+            "accelerate",
+            "peft",
+            "deepspeed",
+            "transformers",
+            "lightning",
+            "lightning_fabric",
+        ),
+        *(
+            "pytorch_lightning",
+            "fairscale",
+            "bitsandbytes",
+            "torchao",
+            "diffusers",
+            "timm",
+        ),
     }
 )
 # Methods that change their object and return None.
 _RETURN_NOTHING = frozenset(
     {
-        *("append", "appendleft", "extend", "add", "update", "insert", "clear", "remove", "discard", "__setitem__"),
+        *(
+            "append",
+            "appendleft",
+            "extend",
+            "add",
+            "update",
+            "insert",
+            "clear",
+            "remove",
+            "discard",
+            "__setitem__",
+        ),
         *("put", "put_nowait", "sort", "reverse", "info", "debug", "log"),
     }
 )
@@ -46,7 +73,10 @@ def hooks_held_back(model: nn.Module) -> Iterator[None]:
         for module in modules_of(model).values():
             if not _is_of_library(type(module)):
                 functions.append(type(module).forward)
-            for table, before in ((hooks_before(module), True), (hooks_after(module), False)):
+            for table, before in (
+                (hooks_before(module), True),
+                (hooks_after(module), False),
+            ):
                 for key, hook in [*table.items()]:
                     if _is_of_library(hook):
                         continue
@@ -60,7 +90,9 @@ def hooks_held_back(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _put_back(table: dict[int, Callable[..., Any]], key: int, hook: Callable[..., Any]) -> None:
+def _put_back(
+    table: dict[int, Callable[..., Any]], key: int, hook: Callable[..., Any]
+) -> None:
     if key in table:  # the pass may have removed the hook
         table[key] = hook
 
@@ -80,15 +112,26 @@ def returns_nothing(hook: Callable[..., Any]) -> bool:
     depth, outer, before = 0, "", None
     for instruction in dis.get_instructions(code):
         if instruction.opname == "RETURN_VALUE":
-            constant = before is not None and before.opname == "LOAD_CONST" and before.argval is None
-            called = before is not None and before.opname.startswith("CALL") and outer in _RETURN_NOTHING
+            constant = (
+                before is not None
+                and before.opname == "LOAD_CONST"
+                and before.argval is None
+            )
+            called = (
+                before is not None
+                and before.opname.startswith("CALL")
+                and outer in _RETURN_NOTHING
+            )
             if not (constant or called):
                 return False
         if instruction.opname in _LOADS_OF_METHODS and depth == 1:
             outer = instruction.argval  # the object of the call that is evaluated last lies at the bottom of the stack
         if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
             return False
-        if instruction.opname.startswith("JUMP") or instruction.opname == "RETURN_VALUE":
+        if (
+            instruction.opname.startswith("JUMP")
+            or instruction.opname == "RETURN_VALUE"
+        ):
             depth = 0
         else:
             depth += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
@@ -103,8 +146,13 @@ def _writes_state(hook: Callable[..., Any]) -> bool:
     code = _code_of(hook)
     if code is None:
         return True
-    writes = any(instruction.opname == "STORE_ATTR" for instruction in dis.get_instructions(code))
-    return writes or any(name == "setattr" or (name.endswith("_") and name[0] != "_") for name in code.co_names)
+    writes = any(
+        instruction.opname == "STORE_ATTR" for instruction in dis.get_instructions(code)
+    )
+    return writes or any(
+        name == "setattr" or (name.endswith("_") and name[0] != "_")
+        for name in code.co_names
+    )
 
 
 def _function_of(hook: object) -> object:
@@ -121,11 +169,15 @@ def _code_of(hook: object) -> types.CodeType | None:
 
 
 def _is_of_library(hook: object) -> bool:
-    if not isinstance(hook, (types.FunctionType, types.MethodType, functools.partial, type)):
+    if not isinstance(
+        hook, (types.FunctionType, types.MethodType, functools.partial, type)
+    ):
         hook = type(hook)  # an object that can be called
     home = getattr(_function_of(hook), "__module__", None) or ""
     package = home.partition(".")[0]
-    return package in _LIBRARIES or (package in sys.stdlib_module_names and package != "__main__")
+    return package in _LIBRARIES or (
+        package in sys.stdlib_module_names and package != "__main__"
+    )
 
 
 class OutsideStores:
@@ -158,10 +210,14 @@ class OutsideStores:
                     continue
             for name in plain.__code__.co_names:
                 if name in plain.__globals__:
-                    self._globals.append((plain.__globals__, name, plain.__globals__[name]))
+                    self._globals.append(
+                        (plain.__globals__, name, plain.__globals__[name])
+                    )
         reached += [value for _, value in self._cells]
         reached += [value for *_, value in self._globals]
-        self._contents = ObjectContents(reached, tensors=True, owns=lambda x: not _is_of_library(type(x)))
+        self._contents = ObjectContents(
+            reached, tensors=True, owns=lambda x: not _is_of_library(type(x))
+        )
 
     def restore(self) -> None:
         """Puts everything back."""

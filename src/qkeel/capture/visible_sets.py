@@ -20,7 +20,9 @@ VisibleType = Literal["full", "window", "sparse", "compressed"]
 # What the keys are computed from: the tokens of the queries, a vector per token that is narrower than the keys of all
 # heads together, or a source other than that of the queries.
 KeyOrigin = Literal["tokens", "latent", "other"]
-LayerType = Literal["full", "window", "sparse", "compressed", "latent", "cross", "indexer"]  # see records.LAYER_TYPES
+LayerType = Literal[
+    "full", "window", "sparse", "compressed", "latent", "cross", "indexer"
+]  # see records.LAYER_TYPES
 
 _ROWS = 1 << 22  # the number of pairs that are examined together
 
@@ -64,9 +66,15 @@ def told_apart(found: Mapping[str, VisibleSets]) -> dict[str, VisibleType]:
     >>> told_apart({"a": packed, "b": VisibleSets(visible="full", blocks=False, queries=8)})
     {'a': 'window', 'b': 'full'}
     """
-    whole = {one.queries for one in found.values() if one.visible == "full" and not one.blocks}
+    whole = {
+        one.queries
+        for one in found.values()
+        if one.visible == "full" and not one.blocks
+    }
     return {
-        name: "window" if one.visible == "full" and one.blocks and one.queries in whole else one.visible
+        name: "window"
+        if one.visible == "full" and one.blocks and one.queries in whole
+        else one.visible
         for name, one in found.items()
     }
 
@@ -110,13 +118,18 @@ def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
 def _spans(call: Seen) -> tuple[bool, bool, bool]:
     """Whether the set of every row is a span, whether the start of a span advances by one key from one row to the next,
     and whether spans start at different keys."""
-    masks = [(visible.any(1), (visible | ~visible.any(-1, keepdim=True)).all(1)) for visible in _blocks(call)]
+    masks = [
+        (visible.any(1), (visible | ~visible.any(-1, keepdim=True)).all(1))
+        for visible in _blocks(call)
+    ]
     seen, always = (torch.stack(parts) for parts in zip(*masks))
     kept = seen.any(0) & ~always.all(0)  # [n s]
     rows = []
     for visible in _blocks(call):
         row = (visible & kept[:, None]).to(torch.uint8)
-        rows.append((row.argmax(-1), row.shape[-1] - 1 - row.flip(-1).argmax(-1), row.sum(-1)))
+        rows.append(
+            (row.argmax(-1), row.shape[-1] - 1 - row.flip(-1).argmax(-1), row.sum(-1))
+        )
     first, last, count = (torch.cat(parts, -1) for parts in zip(*rows))  # [n t]
     rank = kept.cumsum(-1)  # keys that are left out make no gaps
     start, end, some = rank.gather(-1, first), rank.gather(-1, last), count > 0
@@ -124,7 +137,10 @@ def _spans(call: Seen) -> tuple[bool, bool, bool]:
     # A row of one key has no start of its own: in a causal mask, the first row sees one key as well.
     wide = torch.minimum(count[..., 1:], count[..., :-1]) > 1
     slides = (wide & (start[..., 1:] == start[..., :-1] + 1)).any()
-    several = (start.masked_fill(~some, -1).amax(-1) > start.masked_fill(~some, kept.shape[-1] + 1).amin(-1)).any()
+    several = (
+        start.masked_fill(~some, -1).amax(-1)
+        > start.masked_fill(~some, kept.shape[-1] + 1).amin(-1)
+    ).any()
     are_spans, do_slide, are_several = torch.stack([spans, slides, several]).tolist()
     return are_spans, do_slide, are_several
 
@@ -142,7 +158,12 @@ def _by_blocks(call: BandCall) -> bool:
     some = call.high > call.low
     of_query = call.low[some].unique(return_counts=True)[1]
     wide, own = (call.high - call.low)[some], call.of_key.unique(return_counts=True)[1]
-    alike = [len(own) > 1, len(of_query) > 1, (own == own[:1]).all(), (wide == own[:1]).all()]
+    alike = [
+        len(own) > 1,
+        len(of_query) > 1,
+        (own == own[:1]).all(),
+        (wide == own[:1]).all(),
+    ]
     return all(map(bool, alike)) and bool((of_query != of_query[:1]).any())
 
 
@@ -150,7 +171,11 @@ def _any_hidden(call: Seen) -> bool:
     """False if it is certain, without reading tensor values, that all queries see all keys or all keys up to their
     own."""
     if isinstance(call, ScoresCall):
-        return call.hidden is not None and call.hidden.shape[2] > 1 and call.hidden.shape[3] > 1
+        return (
+            call.hidden is not None
+            and call.hidden.shape[2] > 1
+            and call.hidden.shape[3] > 1
+        )
     if type(call) is not AttentionCall or call.window is not None:
         return True
     return call.mask is not None and call.mask.shape[2] > 1 and call.mask.shape[3] > 1
@@ -165,7 +190,9 @@ def _blocks(call: Seen) -> Iterator[Bool[Tensor, "n r s"]]:
         rows = slice(begin, min(t, begin + n_rows))
         if isinstance(call, ScoresCall):
             assert call.hidden is not None
-            visible: Tensor | None = ~(call.hidden if call.hidden.shape[2] == 1 else call.hidden[:, :, rows])
+            visible: Tensor | None = ~(
+                call.hidden if call.hidden.shape[2] == 1 else call.hidden[:, :, rows]
+            )
         else:
             visible = call.visible(rows, slice(0, s))
         if visible is None:

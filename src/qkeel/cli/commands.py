@@ -74,17 +74,28 @@ EXAMPLES = {
 
 def commands() -> dict[str, tuple[str, str]]:
     """Returns the location and the summary of each command: those in COMMANDS, `qkeel demo` and `qkeel study NAME`."""
-    found = {command: (place, _summary(*place.split(":"))) for command, place in COMMANDS.items()}
+    found = {
+        command: (place, _summary(*place.split(":")))
+        for command, place in COMMANDS.items()
+    }
     for name, study in STUDIES.items():
         found["demo" if name == "demo" else f"study {name}"] = f"run:{name}", study.line
-    return {command: (f"qkeel.cli.{place}", line) for command, (place, line) in found.items()}
+    return {
+        command: (f"qkeel.cli.{place}", line)
+        for command, (place, line) in found.items()
+    }
 
 
 @functools.cache
 def _summary(module: str, name: str) -> str:
     """Returns the first line of a command's docstring, read from the file because an import would load torch."""
     text = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
-    return text.partition(f"\ndef {name}(")[2].partition('"""')[2].partition("\n")[0].removesuffix('"""')
+    return (
+        text.partition(f"\ndef {name}(")[2]
+        .partition('"""')[2]
+        .partition("\n")[0]
+        .removesuffix('"""')
+    )
 
 
 def example(command: str) -> str:
@@ -94,7 +105,9 @@ def example(command: str) -> str:
 
 def group(command: str) -> str:
     """Returns the group of `qkeel --help` that lists a command."""
-    return next((name for name, members in GROUPS.items() if command in members), "Compare")
+    return next(
+        (name for name, members in GROUPS.items() if command in members), "Compare"
+    )
 
 
 def overview() -> str:
@@ -103,9 +116,16 @@ def overview() -> str:
     width = max(map(len, lines)) + 4
     parts = []
     for name, members in GROUPS.items():
-        own = [*members, *sorted(c for c in lines if c not in members and group(c) == name)]
+        own = [
+            *members,
+            *sorted(c for c in lines if c not in members and group(c) == name),
+        ]
         rows = (f"  {command:<{width - 2}}{lines[command]}" for command in own)
-        parts += ["", f"{name}:", *(textwrap.fill(row, 100, subsequent_indent=" " * width) for row in rows)]
+        parts += [
+            "",
+            f"{name}:",
+            *(textwrap.fill(row, 100, subsequent_indent=" " * width) for row in rows),
+        ]
     first = (EXAMPLES[name] for name in ("demo", "watch", "report"))
     return "\n".join(
         [

@@ -41,7 +41,11 @@ def spent(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return (
+        f"{minutes} min {rest:02d} s"
+        if minutes < 60
+        else f"{minutes // 60} h {minutes % 60:02d} min"
+    )
 
 
 @final
@@ -52,7 +56,9 @@ class StudyView:
         self.console = console
         self.runs = {str(run_directory(out, run)): run for run in runs}
         self.over: set[str] = set()
-        self.before = sum(last_step(Path(place)) for place in self.runs)  # steps that earlier processes took
+        self.before = sum(
+            last_step(Path(place)) for place in self.runs
+        )  # steps that earlier processes took
         self.started = time.monotonic()
 
     def on_outcome(self, outcome: Outcome) -> None:
@@ -60,7 +66,11 @@ class StudyView:
         self.over.add(outcome.directory)
         run = self.runs[outcome.directory]
         name = f"[{len(self.over)}/{len(self.runs)}] {run.title}"
-        self.console.print(escape(f"{name}: {self._result(outcome)}{self._left()}"), highlight=False, soft_wrap=True)
+        self.console.print(
+            escape(f"{name}: {self._result(outcome)}{self._left()}"),
+            highlight=False,
+            soft_wrap=True,
+        )
 
     def _left(self) -> str:
         """Returns the time left by the steps that all runs took since the start, or "" if unknown or below 10 s."""
@@ -98,7 +108,11 @@ class RunView:
             self.first = (now, step)
         seconds = now - self.first[0]
         line = f"step {step:>{len(str(self.steps))}}"
-        for name, label in (("train_loss", "loss"), ("val_loss", "val_loss"), ("grad_norm", "grad_norm")):
+        for name, label in (
+            ("train_loss", "loss"),
+            ("val_loss", "val_loss"),
+            ("grad_norm", "grad_norm"),
+        ):
             if record[name] is not None:
                 line += f"  {label} {record[name]:.3f}"
         line += f"  max_logit {number(record['max_logit'])}  entropy {record['entropy']:.2f}"
@@ -111,16 +125,32 @@ class RunView:
 def extrapolated(table: Sequence[Row]) -> Table:
     """Returns a table of accuracies and the shares of accuracy retained, by block, form, method and length."""
     shown = Table(box=None, pad_edge=False)
-    names = ("accuracy_train", "accuracy_nonrepeat", "accuracy_repeat", "kept_nonrepeat")
+    names = (
+        "accuracy_train",
+        "accuracy_nonrepeat",
+        "accuracy_repeat",
+        "kept_nonrepeat",
+    )
     for head in ("block", "form", "post hoc"):
         shown.add_column(head)
     for head in ("length", "trained", "non-repeat", "repeat", "kept", "seeds"):
         shown.add_column(head, justify="right")
     keys = ("block", "form", "posthoc", "test_length")
     for key in dict.fromkeys(tuple(row[k] for k in keys) for row in table):
-        rows = [row for row in table if tuple(row[k] for k in keys) == key and row["accuracy_nonrepeat"] is not None]
-        means = [100 * sum(row[name] or 0 for row in rows) / len(rows) for name in names] if rows else []
-        cells = [*(f"{mean:.1f}" for mean in means), str(len(rows))] if rows else ["–"] * 5
+        rows = [
+            row
+            for row in table
+            if tuple(row[k] for k in keys) == key
+            and row["accuracy_nonrepeat"] is not None
+        ]
+        means = (
+            [100 * sum(row[name] or 0 for row in rows) / len(rows) for name in names]
+            if rows
+            else []
+        )
+        cells = (
+            [*(f"{mean:.1f}" for mean in means), str(len(rows))] if rows else ["–"] * 5
+        )
         shown.add_row(*map(str, key), *cells)
     return shown
 
@@ -139,10 +169,16 @@ def ranking(table: Sequence[Row]) -> Table:
             here = [row for row in rows if row["remedy"] == remedy and row["lr"] == lr]
             mean = sum(row["val_loss"] for row in here) / len(here) if here else None
             top = max((row["max_logit"] for row in here), default=None)
-            right = [row["val_accuracy"] for row in here if row.get("val_accuracy") is not None]
+            right = [
+                row["val_accuracy"]
+                for row in here
+                if row.get("val_accuracy") is not None
+            ]
             share = f", {100 * sum(right) / len(right):.1f} % correct" if right else ""
             bleu = [row["val_bleu"] for row in here if row.get("val_bleu") is not None]
             share += f", BLEU {sum(bleu) / len(bleu):.1f}" if bleu else ""
-            cells.append(f"{mean:.3f}{share} ({number(top)})" if mean is not None else "–")
+            cells.append(
+                f"{mean:.3f}{share} ({number(top)})" if mean is not None else "–"
+            )
         shown.add_row(escape(remedy), *cells)
     return shown

@@ -14,7 +14,13 @@ from typing import Annotated, Literal
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from torch import nn
 
 from qkeel.audit import Documents, Geometry, Window, as_json, table
@@ -25,7 +31,13 @@ from qkeel.audit.sees import Contract
 from qkeel.cli.commands import FAILED, OK, UNDECIDED
 from qkeel.cli.output import printable
 from qkeel.cli.parameters import SEVERAL, JsonSwitch, Switch, Unset
-from qkeel.errors import DataError, InvalidTypeError, InvalidValueError, RunDirectoryError, unknown
+from qkeel.errors import (
+    DataError,
+    InvalidTypeError,
+    InvalidValueError,
+    RunDirectoryError,
+    unknown,
+)
 from qkeel.frames import Frame, TableFiles
 from qkeel.lab.build_run import build_decoder, rules
 from qkeel.lab.config import ModelConfig
@@ -42,7 +54,9 @@ from qkeel.spec.presets import attention_spec
 
 # The formula and the source of a preset or a remedy, as `qkeel explain` prints them.
 
-_LENGTH = 512  # tokens; for the remedies whose starting scale depends on the training length
+_LENGTH = (
+    512  # tokens; for the remedies whose starting scale depends on the training length
+)
 
 
 def explain(text: str) -> str:
@@ -56,8 +70,14 @@ def explain(text: str) -> str:
     if len(names) == 1 and names[0] in PRESETS:
         row = PRESETS[names[0]]
         options = text.partition(":")[2]
-        line = f"{names[0]} with {options}; as published: {row.line}" if options else row.line
-        return f"{text}: {line}\nsource: {row.source}\n\n{attention_spec(text).explain()}"
+        line = (
+            f"{names[0]} with {options}; as published: {row.line}"
+            if options
+            else row.line
+        )
+        return (
+            f"{text}: {line}\nsource: {row.source}\n\n{attention_spec(text).explain()}"
+        )
     for name in names:
         if name not in REMEDIES and name not in ALIASES:
             raise unknown("preset or remedy", name, {*PRESETS, *REMEDIES, *ALIASES})
@@ -66,7 +86,9 @@ def explain(text: str) -> str:
         formulas.append(_formula(text))
     elif formulas:
         formulas.append("the attention computation stays the model's own")
-    return "\n".join([f"{canonical(text)}: {about.line}", f"source: {about.source}", "", *formulas])
+    return "\n".join(
+        [f"{canonical(text)}: {about.line}", f"source: {about.source}", "", *formulas]
+    )
 
 
 def _formula(text: str) -> str:
@@ -109,14 +131,26 @@ def scan(
         tensors_only: Print only the table of all tensors, even if no attention is recognised.
         json_: Print everything as JSON.
     """
-    flags = Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, stages=_stages(heads), layout=layout)
+    flags = Geometry(
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        stages=_stages(heads),
+        layout=layout,
+    )
     refuse_hub_name(checkpoint)
     with progress_bar() as on_progress:
-        scanned = read(checkpoint, flags=flags, on_progress=on_progress, heads=not tensors_only)
+        scanned = read(
+            checkpoint, flags=flags, on_progress=on_progress, heads=not tensors_only
+        )
     if json_:
         print(json.dumps(as_json(scanned)))
     else:
-        print(printable(table(scanned, every_head=every_head, tensors=tensors or tensors_only)))
+        print(
+            printable(
+                table(scanned, every_head=every_head, tensors=tensors or tensors_only)
+            )
+        )
     return FAILED if any(t.non_finite for t in scanned.tensors) else OK
 
 
@@ -126,7 +160,9 @@ def _stages(heads: Sequence[str]) -> tuple[tuple[str, int], ...]:
     for text in heads:
         stage, _, number = text.partition("=")
         if not stage or not number.isdecimal() or int(number) < 1:
-            raise InvalidValueError(f"expected --heads STAGE=N, like down_blocks.0=5, got {text!r}")
+            raise InvalidValueError(
+                f"expected --heads STAGE=N, like down_blocks.0=5, got {text!r}"
+            )
         stages.append((stage, int(number)))
     return tuple(stages)
 
@@ -136,7 +172,11 @@ def refuse_hub_name(path: Path) -> None:
 
     Raises: DataError: there is no such file or folder, and the path looks like the name of a model on the hub.
     """
-    if not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)) and path.suffix != ".safetensors":
+    if (
+        not path.exists()
+        and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path))
+        and path.suffix != ".safetensors"
+    ):
         raise DataError(
             f"{path} does not exist. It looks like the name of a model on the Hugging Face hub; to download it: "
             f"hf download {path}"
@@ -147,8 +187,15 @@ def refuse_hub_name(path: Path) -> None:
 def progress_bar() -> Iterator[Callable[[int, int], None]]:
     """A progress bar of the bytes read, shown on stderr if that is a terminal."""
     console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    columns = (
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("reading")
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -188,24 +235,45 @@ def check(
         raise InvalidValueError(f"expected a threshold above 0 nats, got {threshold:g}")
     if not path.exists() and _FUNCTION.fullmatch(str(path)):
         model, batch = _model_and_batch(str(path))
-        health = judge(model, batch, sees=None if sees is None else _contract(sees, batch), threshold=threshold)
+        health = judge(
+            model,
+            batch,
+            sees=None if sees is None else _contract(sees, batch),
+            threshold=threshold,
+        )
     elif sees is not None:
-        raise InvalidValueError(f"expected module:function with --sees, got {path}: a model has to run for it")
+        raise InvalidValueError(
+            f"expected module:function with --sees, got {path}: a model has to run for it"
+        )
     elif is_run(path):
         health = judge(path, threshold=threshold)
     else:
         refuse_hub_name(path)
         with progress_bar() as on_progress:
-            health = check_checkpoint(path, Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads), threshold, on_progress)
+            health = check_checkpoint(
+                path,
+                Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads),
+                threshold,
+                on_progress,
+            )
     if json_:
         largest = health.largest if math.isfinite(health.largest) else None
-        fields = {"status": str(health.status), "sentence": health.sentence, "largest": largest, "threshold": threshold}
+        fields = {
+            "status": str(health.status),
+            "sentence": health.sentence,
+            "largest": largest,
+            "threshold": threshold,
+        }
         print(json.dumps(fields))
     else:
         print(printable(str(health)))
         if table and health.rows:
             print(printable(health.table()))
-    return {Status.HEALTHY: OK, Status.NOT_HEALTHY: FAILED, Status.NOT_KNOWN: UNDECIDED}[health.status]
+    return {
+        Status.HEALTHY: OK,
+        Status.NOT_HEALTHY: FAILED,
+        Status.NOT_KNOWN: UNDECIDED,
+    }[health.status]
 
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -220,15 +288,25 @@ def _model_and_batch(name: str) -> tuple[nn.Module, object]:
     except ModuleNotFoundError as error:
         if error.name != module_name.partition(".")[0] and error.name != module_name:
             raise  # what the module imports is missing
-        raise DataError(f"expected a module {module_name} on Python's path or in {Path.cwd()}, found none") from error
+        raise DataError(
+            f"expected a module {module_name} on Python's path or in {Path.cwd()}, found none"
+        ) from error
     finally:
         sys.path.remove(str(Path.cwd()))
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise InvalidValueError(f"expected a function {function_name} in {module_name}, found none")
+        raise InvalidValueError(
+            f"expected a function {function_name} in {module_name}, found none"
+        )
     returned = function()
-    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module)):
-        raise InvalidTypeError(f"expected {name} to return a model and a batch, got {type(returned).__name__}")
+    if not (
+        isinstance(returned, tuple)
+        and len(returned) == 2
+        and isinstance(returned[0], nn.Module)
+    ):
+        raise InvalidTypeError(
+            f"expected {name} to return a model and a batch, got {type(returned).__name__}"
+        )
     return returned
 
 
@@ -246,13 +324,17 @@ def _contract(text: str, batch: object) -> Contract:
     word, _, size = text.partition("=")
     if word == "window" and size.isdecimal():
         return Window(int(size))
-    raise InvalidValueError(f"expected --sees causal, window=SIZE or documents, got {text!r}")
+    raise InvalidValueError(
+        f"expected --sees causal, window=SIZE or documents, got {text!r}"
+    )
 
 
 # `qkeel export`: the records of a run as tables.
 
 
-def export(run: Path, /, *, to: Literal["csv", "parquet"], out: Unset[Path] = None) -> int:
+def export(
+    run: Path, /, *, to: Literal["csv", "parquet"], out: Unset[Path] = None
+) -> int:
     """Write the records of a run as CSV or Parquet tables.
 
     The files are steps (one row per record), heads (one row per record, layer and head), and eval_steps and eval_heads
@@ -273,7 +355,9 @@ def export(run: Path, /, *, to: Literal["csv", "parquet"], out: Unset[Path] = No
     folder = out or Path(f"{run.resolve().name}-tables")
     files = TableFiles(folder, to)
     if not disk.make_directory(folder) and any(folder.iterdir()):
-        raise RunDirectoryError(f"expected a new or empty folder to write tables to, but {folder} is not empty")
+        raise RunDirectoryError(
+            f"expected a new or empty folder to write tables to, but {folder} is not empty"
+        )
     for name, frame in frames.items():
         if len(frame):
             files.append(name, frame)

@@ -29,6 +29,13 @@ def printable(text: str) -> str:
     """
     characters = []
     for character in text:
-        is_harmless = unicodedata.category(character) not in ("Cc", "Cf", "Cs") or character in "\n\t"
-        characters.append(character if is_harmless else character.encode("unicode_escape", "surrogatepass").decode())
+        is_harmless = (
+            unicodedata.category(character) not in ("Cc", "Cf", "Cs")
+            or character in "\n\t"
+        )
+        characters.append(
+            character
+            if is_harmless
+            else character.encode("unicode_escape", "surrogatepass").decode()
+        )
     return "".join(characters)

@@ -44,7 +44,11 @@ def explain_command(name: str, /) -> int:
     known = answers()["explained"].get(name)
     with suppress(UnknownNameError):
         number = f"{name}: {explain_field(name)}"
-        known = number if known is None else f"{known}\n\nA recorded metric has the same name. {number}"
+        known = (
+            number
+            if known is None
+            else f"{known}\n\nA recorded metric has the same name. {number}"
+        )
     if known is None:  # a name with options, several names, or an unknown name
         from qkeel.cli.inspect import explain
 
@@ -112,7 +116,11 @@ def figures(
         baseline: For a study, the remedy relative to which gains are computed, like qk_norm.
     """
     for path in draw(
-        run, out or Path(f"{run.resolve().name}-figures"), formats=formats, width=width, baseline=baseline
+        run,
+        out or Path(f"{run.resolve().name}-figures"),
+        formats=formats,
+        width=width,
+        baseline=baseline,
     ):
         print(path)
     return OK

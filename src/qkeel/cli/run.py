@@ -38,7 +38,13 @@ from qkeel.errors import InvalidValueError, QkeelError, check_known
 from qkeel.lab import Watcher
 from qkeel.lab import run as train
 from qkeel.lab.build_run import canonical, resolve
-from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
+from qkeel.lab.config import (
+    DataConfig,
+    ImagesConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+)
 from qkeel.lab.execute import (
     Execution,
     StudyResult,
@@ -67,7 +73,9 @@ from qkeel.report.study_runs import BASELINE
 
 # Flags as views of the configuration dataclasses: names, types, choices and help come from there.
 
-Settings = dict[str, Any]  # a TOML table: numbers, text, booleans, lists and tables by name
+Settings = dict[
+    str, Any
+]  # a TOML table: numbers, text, booleans, lists and tables by name
 Flag = tuple[str, object, Parameter]  # its name, its type, and how it is shown
 _SECTIONS: dict[str, tuple[type, str]] = {
     "": (RunConfig, "Run"),
@@ -80,7 +88,18 @@ _SECTIONS: dict[str, tuple[type, str]] = {
 _COMMON = {
     *("data", "task", "context", "batch", "images"),
     *("d_model", "n_layers", "n_heads", "attention", "position", "block"),
-    *("optimizer", "lr", "warmup", "schedule", "remedy", "steps", "seed", "device", "dtype", "log_every"),
+    *(
+        "optimizer",
+        "lr",
+        "warmup",
+        "schedule",
+        "remedy",
+        "steps",
+        "seed",
+        "device",
+        "dtype",
+        "log_every",
+    ),
 }
 _RENAMED = {("data", "source"): "data", ("optim", "name"): "optimizer"}
 
@@ -92,10 +111,16 @@ _ENTRIES: dict[str, tuple[str, str]] = {
     for field, kind in annotations(cls).items()
     if not dataclasses.is_dataclass(kind)
 }
-_kinds = functools.cache(typing.get_type_hints)  # without the bounds, which the configuration checks
+_kinds = functools.cache(
+    typing.get_type_hints
+)  # without the bounds, which the configuration checks
 
 
-def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = (), several: Collection[str] = ()) -> type:
+def view(
+    without: Collection[tuple[str, str]] = (),
+    more: Iterable[Flag] = (),
+    several: Collection[str] = (),
+) -> type:
     """Returns a dataclass of flags: those in `more` and one for each field of RunConfig and its parts that is not
     itself a dataclass. Flags that are not given are None.
 
@@ -106,9 +131,14 @@ def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = (), s
     for flag, (section, field) in _ENTRIES.items():
         if (section, field) not in without:
             cls, group = _SECTIONS[section]
-            shown = _parameter(flag, cls, field, group, docs[section][field], flag in several)
+            shown = _parameter(
+                flag, cls, field, group, docs[section][field], flag in several
+            )
             flags.append((flag, _kind(cls, field, flag in several), shown))
-    fields = [(flag, Annotated[_optional(kind), shown], dataclasses.field(default=None)) for flag, kind, shown in flags]
+    fields = [
+        (flag, Annotated[_optional(kind), shown], dataclasses.field(default=None))
+        for flag, kind, shown in flags
+    ]
     made = dataclasses.make_dataclass("RunFlags", fields, frozen=True, kw_only=True)
     made.__module__ = __name__  # else it passes for a built-in type
     return made
@@ -121,9 +151,15 @@ def _kind(cls: type, field: str, several: bool) -> object:
     return list[alone] if several else kind
 
 
-def _parameter(flag: str, cls: type, field: str, group: str, line: str, several: bool) -> Parameter:
+def _parameter(
+    flag: str, cls: type, field: str, group: str, line: str, several: bool
+) -> Parameter:
     default = next(f.default for f in dataclasses.fields(cls) if f.name == field)
-    shown = "" if default in (None, "") else f" [default: {str(default).lower() if default is False else default}]"
+    shown = (
+        ""
+        if default in (None, "")
+        else f" [default: {str(default).lower() if default is False else default}]"
+    )
     dashed = flag.replace("_", "-")
     negative = f"--no-{dashed}" if isinstance(default, bool) else None
     return Parameter(
@@ -148,14 +184,20 @@ def _optional(kind: object) -> object:
     return kind if isinstance(kind, types.UnionType) else typing.Optional[kind]  # noqa: UP045 - of a Literal too
 
 
-def configure(flags: object, recipe: Path | None, base: RunConfig | None = None) -> tuple[RunConfig, Settings]:
+def configure(
+    flags: object, recipe: Path | None, base: RunConfig | None = None
+) -> tuple[RunConfig, Settings]:
     """Returns the configuration of a recipe, overridden by flags and completed by `base`, and the recipe's [study]
     table."""
-    values = _over(base.to_dict() if base else {}, {} if recipe is None else read_toml(recipe))
+    values = _over(
+        base.to_dict() if base else {}, {} if recipe is None else read_toml(recipe)
+    )
     study = values.pop("study", {})
     for flag, (section, field) in _ENTRIES.items():
         given = vars(flags).get(flag)
-        given = given[0] if isinstance(given, list) else given  # several values go to the grid, which overrides this
+        given = (
+            given[0] if isinstance(given, list) else given
+        )  # several values go to the grid, which overrides this
         if given is not None:
             (values.setdefault(section, {}) if section else values)[field] = given
     if not isinstance(study, dict):
@@ -170,7 +212,9 @@ def starting(flags: object) -> RunConfig | None:
     """Returns the defaults for the task named by the flags, which a recipe and flags override, or None."""
     task = vars(flags).get("task")
     if task == "vision":
-        return RunConfig(model=ModelConfig(attention="vit"), data=DataConfig(task="vision", batch=32))
+        return RunConfig(
+            model=ModelConfig(attention="vit"), data=DataConfig(task="vision", batch=32)
+        )
     return MULTIMODAL_BASE if task == "multimodal" else None
 
 
@@ -208,13 +252,19 @@ def run(
     place = out or Path("runs") / config.run_id
     console = make_console(stderr=json_)
     print_line(console, f"run {place}")
-    watcher = Watcher(on_record=RunView(console, config.steps).on_record, should_stop=_stop_on_interrupt())
+    watcher = Watcher(
+        on_record=RunView(console, config.steps).on_record,
+        should_stop=_stop_on_interrupt(),
+    )
     try:
         directory = train(config, place, command=command_line(), watcher=watcher)
     except QkeelError:
         raise
     except Exception as error:
-        print(f"error: the run failed: {type(error).__name__}: {error}; see {place / 'FAILED'}", file=sys.stderr)
+        print(
+            f"error: the run failed: {type(error).__name__}: {error}; see {place / 'FAILED'}",
+            file=sys.stderr,
+        )
         return FAILED
     row = directory.summary()
     if json_:
@@ -272,7 +322,9 @@ def __getattr__(name: str) -> Callable[..., int]:
 
 
 QUICK = StudyOption(
-    "quick", bool, "Train two models in ten seconds and print what happens to them; no page is written."
+    "quick",
+    bool,
+    "Train two models in ten seconds and print what happens to them; no page is written.",
 )
 
 
@@ -296,7 +348,9 @@ def study_command(name: str) -> Callable[..., int]:
                 quick_demo(lambda line: print_line(console, line))
             return OK
         names = (*(option.name for option in study.options), *study.axes)
-        given = {name: value for name in names if (value := vars(flags)[name]) is not None}
+        given = {
+            name: value for name in names if (value := vars(flags)[name]) is not None
+        }
         config, table = configure(flags, recipe, study.base or starting(flags))
         _check_table(table, study)
         request = study.request(config, study.grid, {**table, **given})
@@ -348,7 +402,10 @@ def _flag(option: StudyOption) -> Flag:
 
 def _check_table(table: Settings, study: Study) -> None:
     """Raises UnknownNameError for a key of a recipe's [study] table that the study does not know."""
-    known = [*(option.name for option in study.options if option.kind is not bool), *study.axes]
+    known = [
+        *(option.name for option in study.options if option.kind is not bool),
+        *study.axes,
+    ]
     for key in table:
         check_known("key in [study]", key, known)
 
@@ -360,7 +417,13 @@ PAGE_SECONDS = 10.0  # between two versions of the page, which a browser loads a
 
 
 def run_study(
-    study: Study, base: RunConfig, grid: Grid, contexts: LongContexts | None, *, out: Path, how: HowFlags
+    study: Study,
+    base: RunConfig,
+    grid: Grid,
+    contexts: LongContexts | None,
+    *,
+    out: Path,
+    how: HowFlags,
 ) -> int:
     """Runs a study, writes its table and report, and returns the exit code; the directory is printed first and last.
 
@@ -372,7 +435,10 @@ def run_study(
         out: the directory of the study.
         how: options for the execution, such as the number of processes and the dry run.
     """
-    console, jobs = make_console(), how.jobs if how.jobs is not None else default_jobs(how.executor)
+    console, jobs = (
+        make_console(),
+        how.jobs if how.jobs is not None else default_jobs(how.executor),
+    )
     execution = Execution(workers=jobs, executor=how.executor, command=command_line())
     plan = make_plan(study, base, grid, contexts)
     if grid.tuning_seeds and not how.dry_run:
@@ -382,15 +448,22 @@ def run_study(
         check_known("baseline", baseline, {run.config.remedy for run in plan.runs})
     left = pending(plan, out)
     print_line(console, f"study {out}")
-    at_once = f"{jobs} at once" if jobs > 0 else "as many at once as the cluster has cores"
-    console.print(f"{len(plan.runs)} runs, {len(left)} to do, {at_once}", highlight=False)
+    at_once = (
+        f"{jobs} at once" if jobs > 0 else "as many at once as the cluster has cores"
+    )
+    console.print(
+        f"{len(plan.runs)} runs, {len(left)} to do, {at_once}", highlight=False
+    )
     if left and not how.dry_run and (said := _estimate(left, jobs, least=_LONG)):
         print_line(console, said)
     if how.dry_run:
         return _dry_run(console, plan, out, left, jobs)
     page = StudyPage(out, baseline)
     if len(left) > 2:
-        print_line(console, f"page {page.file}: it appears after two runs, and fills while the others end")
+        print_line(
+            console,
+            f"page {page.file}: it appears after two runs, and fills while the others end",
+        )
     result = _execute(console, plan, out, execution, page)
     write(out, page.file, baseline=baseline)
     _print_tables(console, plan, result)
@@ -407,7 +480,9 @@ def run_study(
 def _tuned(console: Console, plan: Plan, out: Path, execution: Execution) -> Plan:
     """Returns the plan with the learning rates that perform best on the tuning seeds, and prints these rates."""
     trial = tuning_plan(plan)
-    console.print(f"{len(trial.runs)} runs to choose the learning rates", highlight=False)
+    console.print(
+        f"{len(trial.runs)} runs to choose the learning rates", highlight=False
+    )
     tuned = tuned_plan(plan, _execute(console, trial, out / FOLDER, execution).table)
     for choice in tuned.tuned:
         print_line(console, in_words(choice))
@@ -429,12 +504,18 @@ class StudyPage:
         if self._ended >= 2 and now >= self._written + PAGE_SECONDS:
             # A page that cannot be written, for example on a full disk, must not stop the runs; at the end it is said.
             with contextlib.suppress(QkeelError):
-                write(self._out, self.file, baseline=self._baseline, refresh=PAGE_SECONDS)
+                write(
+                    self._out, self.file, baseline=self._baseline, refresh=PAGE_SECONDS
+                )
             self._written = now
 
 
 def _execute(
-    console: Console, plan: Plan, out: Path, execution: Execution, page: StudyPage | None = None
+    console: Console,
+    plan: Plan,
+    out: Path,
+    execution: Execution,
+    page: StudyPage | None = None,
 ) -> StudyResult:
     """Executes the remaining runs of a plan and shows their progress on the console and on the page."""
     view = StudyView(console, pending(plan, out), out)
@@ -455,11 +536,15 @@ def _print_tables(console: Console, plan: Plan, result: StudyResult) -> None:
     for role in dict.fromkeys(run.role for run in plan.runs):
         ids = {run.config.run_id for run in plan.runs if run.role == role}
         title = "" if role == "grid" else f"{role}: "
-        console.print(f"{title}mean val_loss over seeds (largest max logit):", highlight=False)
+        console.print(
+            f"{title}mean val_loss over seeds (largest max logit):", highlight=False
+        )
         console.print(ranking([row for row in result.table if row["run_id"] in ids]))
 
 
-def _dry_run(console: Console, plan: Plan, out: Path, left: Sequence[PlannedRun], jobs: int) -> int:
+def _dry_run(
+    console: Console, plan: Plan, out: Path, left: Sequence[PlannedRun], jobs: int
+) -> int:
     for run in plan.runs:
         state = "to do" if run in left else "done"
         about = f"{run.title}, {run.config.steps} steps: {state}"

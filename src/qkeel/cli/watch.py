@@ -57,7 +57,9 @@ class When:
         Raises: InvalidValueError if more than one option is given.
         """
         if self.adaptive + self.log_spaced + (self.every is not None) > 1:
-            raise InvalidValueError("expected one of --every, --adaptive, --log-spaced, got several; give one")
+            raise InvalidValueError(
+                "expected one of --every, --adaptive, --log-spaced, got several; give one"
+            )
         if self.adaptive or self.log_spaced:
             return Adaptive() if self.adaptive else LogSpaced()
         return WHILE_LOGITS_MOVE if self.every is None else Every(self.every)
@@ -99,21 +101,27 @@ def watch(
         raise _misread(command)
     if apply is not None:
         if autopilot or policy is not None:
-            raise InvalidValueError("expected --apply or --autopilot, got both; the autopilot chooses the remedies")
+            raise InvalidValueError(
+                "expected --apply or --autopilot, got both; the autopilot chooses the remedies"
+            )
         apply = canonical(apply)
     program = parse(command)
     if not isinstance(program, Program):
         words = under_torchrun(program, ["qkeel", *own])
         os.environ[TYPED] = shlex.join(command)
         _become(words)
-    typed = os.environ.pop(TYPED, None)  # so that the script's environment is the same as without qkeel
+    typed = os.environ.pop(
+        TYPED, None
+    )  # so that the script's environment is the same as without qkeel
     source = prepare(program)
     place = out or Path("qkeel-runs") / program.title
     folder = place.absolute().parent
     while not folder.exists():
         folder = folder.parent
     if not os.access(folder, os.W_OK):
-        raise InvalidValueError(f"{folder} cannot be written; give --out a folder that can")
+        raise InvalidValueError(
+            f"{folder} cannot be written; give --out a folder that can"
+        )
     named = policy or ("ladder" if autopilot else None)
     if named is not None:
         named_policy(named)
@@ -145,14 +153,21 @@ def _misread(command: Sequence[str]) -> InvalidValueError:
     """Returns the error for a command line whose qkeel part is not understood; `command` is the part not parsed."""
     first = command[0]
     if not first.startswith("-"):
-        return InvalidValueError(f"expected -- before the command, to separate its options from qkeel's: {EXAMPLE}")
+        return InvalidValueError(
+            f"expected -- before the command, to separate its options from qkeel's: {EXAMPLE}"
+        )
     options = [
         f"--{name.replace('_', '-')}"
-        for name in (*When.__dataclass_fields__, *list(inspect.signature(watch).parameters)[2:])
+        for name in (
+            *When.__dataclass_fields__,
+            *list(inspect.signature(watch).parameters)[2:],
+        )
     ]
     near = difflib.get_close_matches(first.partition("=")[0], options, n=1, cutoff=0.5)
     meant = f"did you mean {near[0]}?" if near else f"expected {', '.join(options)}."
-    return InvalidValueError(f"unknown option {first} of qkeel watch: {meant} Options of the script go after --")
+    return InvalidValueError(
+        f"unknown option {first} of qkeel watch: {meant} Options of the script go after --"
+    )
 
 
 def _become(words: list[str]) -> NoReturn:

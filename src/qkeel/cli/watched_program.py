@@ -31,9 +31,25 @@ from qkeel.audit.check import check, is_run
 from qkeel.autopilot import Autopilot
 from qkeel.autopilot import attach as attach_autopilot
 from qkeel.cli.commands import FAILED, INTERRUPTED, OK, USAGE
-from qkeel.errors import AlarmWarning, DataError, InvalidValueError, NoAttentionError, QkeelError, QkeelWarning, caution
+from qkeel.errors import (
+    AlarmWarning,
+    DataError,
+    InvalidValueError,
+    NoAttentionError,
+    QkeelError,
+    QkeelWarning,
+    caution,
+)
 from qkeel.handle import Handle, compose
-from qkeel.monitor import Alarm, Cadence, RunDirectorySink, Sample, Severity, Sink, sample_table
+from qkeel.monitor import (
+    Alarm,
+    Cadence,
+    RunDirectorySink,
+    Sample,
+    Severity,
+    Sink,
+    sample_table,
+)
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.watch import watch as attach
 from qkeel.options import parse as parse_terms
@@ -72,11 +88,20 @@ class Fix:
         if found is None:
             return [f"what to do: {remedy}"]
         spec = found[1]
-        again = shlex.join(["qkeel", *self.own[:-1], "--apply", spec, "--", *self.command])
+        again = shlex.join(
+            ["qkeel", *self.own[:-1], "--apply", spec, "--", *self.command]
+        )
         if self.launched:
             again = f"restart it with --apply {spec} before the --"
-        why = _WHY if set(re.findall(r"\w+(?=[:+]|$)", spec)) & {"lalr", "qk_clip"} else ""
-        return [f"to fix it: {again}", f"or in the script, after the optimizer is created: {found[0]}{why}"]
+        why = (
+            _WHY
+            if set(re.findall(r"\w+(?=[:+]|$)", spec)) & {"lalr", "qk_clip"}
+            else ""
+        )
+        return [
+            f"to fix it: {again}",
+            f"or in the script, after the optimizer is created: {found[0]}{why}",
+        ]
 
 
 # In the workers of torchrun, this variable holds the command that was typed after `qkeel watch --`.
@@ -99,7 +124,9 @@ class MessageSink(Sink):
     If there are several alarms with the same cause at one step, only the most severe is printed.
     """
 
-    def __init__(self, run: RunDirectorySink, writer: MessageWriter, *, shown: Path, fix: Fix) -> None:
+    def __init__(
+        self, run: RunDirectorySink, writer: MessageWriter, *, shown: Path, fix: Fix
+    ) -> None:
         self.run, self.writer, self.fix = run, writer, fix
         self._shown = shown
         self._sample: Sample | None = None
@@ -124,7 +151,11 @@ class MessageSink(Sink):
         self._model = str(about["model"])
         sites, missed = len(about.get("sites") or ()), len(about.get("missed") or ())
         number = f"{sites} of {sites + missed}" if missed else f"{sites}"
-        what = f"{number} attention layers of {about['model']}" if sites else f"the attention of {about['model']}"
+        what = (
+            f"{number} attention layers of {about['model']}"
+            if sites
+            else f"the attention of {about['model']}"
+        )
         with_it = f" with {self.fix.applied} applied" if self.fix.applied else ""
         self.writer(f"watching {what}{with_it}, run {self.place}")
 
@@ -181,7 +212,11 @@ class MessageSink(Sink):
             for line in sample_table(self._sample, root=self._model).splitlines():
                 self.writer(line)
         counts = Counter(alarm.severity for alarm in self._alarms)
-        alarms = ", ".join(f"{counts[severity]} {severity}" for severity in reversed(Severity) if counts[severity])
+        alarms = ", ".join(
+            f"{counts[severity]} {severity}"
+            for severity in reversed(Severity)
+            if counts[severity]
+        )
         self.writer(f"alarms: {alarms or 'none'}")
         if self.run.path is not None and is_run(self.run.path):
             self.writer(str(check(self.run.path)))
@@ -202,8 +237,12 @@ class MessageWriter(Handle):
         def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
             if not issubclass(category, QkeelWarning):
                 plain(message, category, *where)
-            elif self.here and not issubclass(category, AlarmWarning):  # alarms are printed separately
-                self._print(f"warning{f' (rank {rank})' if rank else ''}: {' '.join(str(message).split())}")
+            elif self.here and not issubclass(
+                category, AlarmWarning
+            ):  # alarms are printed separately
+                self._print(
+                    f"warning{f' (rank {rank})' if rank else ''}: {' '.join(str(message).split())}"
+                )
 
         warnings.showwarning = show
         super().__init__(self._stop)
@@ -221,9 +260,14 @@ class MessageWriter(Handle):
     def _print(self, line: str) -> None:
         """Prints at the beginning of a line, even if a progress bar has left the cursor in the middle of one."""
         bars = sys.modules.get("tqdm.std")  # a script without bars need not wait for it
-        text, shown = f"qkeel: {line}", bars is not None and bool(vars(bars.tqdm).get("_instances"))
+        text, shown = (
+            f"qkeel: {line}",
+            bars is not None and bool(vars(bars.tqdm).get("_instances")),
+        )
         if bars is not None and shown and self._stream.isatty():
-            bars.tqdm.write(text, file=self._stream)  # clears the bars and redraws them below
+            bars.tqdm.write(
+                text, file=self._stream
+            )  # clears the bars and redraws them below
         else:
             print(f"\n{text}" if shown else text, file=self._stream, flush=True)
 
@@ -255,7 +299,9 @@ class ModelFinder(Handle):
     def __init__(
         self,
         start: Callable[[nn.Module, Optimizer], Monitor],
-        of_script: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
+        of_script: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: (
+            None
+        ),
         another: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
         end: Callable[[Monitor], None] = Monitor.close,
     ) -> None:
@@ -268,14 +314,25 @@ class ModelFinder(Handle):
             end: called to stop watching a model before another watch of it begins.
         """
         self.optimizers = 0  # number of optimizers created so far
-        self._start, self._of_script, self._another, self._end = start, of_script, another, end
-        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that the script watches itself
+        self._start, self._of_script, self._another, self._end = (
+            start,
+            of_script,
+            another,
+            end,
+        )
+        self._seen: weakref.WeakSet[nn.Module] = (
+            weakref.WeakSet()
+        )  # models that the script watches itself
         self._pid = os.getpid()
-        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self._watches: list[_Watch] = []
         made = when_made(lambda optimizer: self._safely(self._made, optimizer))
         before, after = self._before_step, self._after_step
-        steps = StepHooks(lambda o: self._safely(before, o), lambda o: self._safely(after, o))
+        steps = StepHooks(
+            lambda o: self._safely(before, o), lambda o: self._safely(after, o)
+        )
         super().__init__(compose([made, steps]).remove)
 
     def _made(self, optimizer: Optimizer) -> None:
@@ -284,9 +341,18 @@ class ModelFinder(Handle):
         self._look(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
-        self._watches = [watch for watch in self._watches if watch.monitor() is not None]
+        self._watches = [
+            watch for watch in self._watches if watch.monitor() is not None
+        ]
         for chain in chains(optimizer):
-            old = next((w for w in self._watches if any(w.model() is module for module in chain)), None)
+            old = next(
+                (
+                    w
+                    for w in self._watches
+                    if any(w.model() is module for module in chain)
+                ),
+                None,
+            )
             if old is None:
                 own = next(filter(watched, chain), None)
                 if own is None:
@@ -298,7 +364,9 @@ class ModelFinder(Handle):
                 old.end()
                 self._watches.remove(old)
                 self._begin(chain, optimizer)
-            elif old.optimizer() is not optimizer and (model := old.model()) is not None:
+            elif (
+                old.optimizer() is not optimizer and (model := old.model()) is not None
+            ):
                 self._another(model, optimizer)
 
     def _over(self, watch: _Watch) -> bool:
@@ -309,7 +377,9 @@ class ModelFinder(Handle):
     def _begin(self, chain: list[nn.Module], optimizer: Optimizer) -> None:
         monitor = self._start(chain[0], optimizer)
         done = self._steps[optimizer]
-        if done and not steps_taken(optimizer):  # otherwise the monitor continues from what the optimizer counts
+        if done and not steps_taken(
+            optimizer
+        ):  # otherwise the monitor continues from what the optimizer counts
             monitor.steps = done
         self._watches.append(_Watch(chain, optimizer, monitor, self._end))
 
@@ -335,7 +405,9 @@ class ModelFinder(Handle):
             act(optimizer)
         except Exception as error:
             self.remove()
-            caution(f"qkeel stopped looking for models to watch: {type(error).__name__}: {error}. The script continues")
+            caution(
+                f"qkeel stopped looking for models to watch: {type(error).__name__}: {error}. The script continues"
+            )
 
 
 class _Watch:
@@ -343,7 +415,11 @@ class _Watch:
     whose steps are counted and the monitor."""
 
     def __init__(
-        self, chain: list[nn.Module], optimizer: Optimizer, monitor: Monitor, end: Callable[[Monitor], None]
+        self,
+        chain: list[nn.Module],
+        optimizer: Optimizer,
+        monitor: Monitor,
+        end: Callable[[Monitor], None],
     ) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.monitor = weakref.ref(monitor)
@@ -380,13 +456,24 @@ def chains(optimizer: Optimizer) -> list[list[nn.Module]]:
     """
     left = {id(p) for group in optimizer.param_groups for p in group["params"]}
     least = LEAST_SHARE * len(left)
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and is_made(thing)]
+    modules = [
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), nn.Module) and is_made(thing)
+    ]
     parts = {id(part) for module in modules for part in _parts(module)}
-    roots = {id(root): root for root in (_model(m) for m in modules if id(m) not in parts)}
+    roots = {
+        id(root): root for root in (_model(m) for m in modules if id(m) not in parts)
+    }
     sizes = {key: sum(1 for _ in root.parameters()) for key, root in roots.items()}
-    held = {key: left & {id(p) for p in root.parameters()} for key, root in roots.items()}
+    held = {
+        key: left & {id(p) for p in root.parameters()} for key, root in roots.items()
+    }
     found = []
-    for key in sorted(roots, key=lambda key: (-len(held[key]), sizes[key], type(roots[key]).__qualname__)):
+    for key in sorted(
+        roots,
+        key=lambda key: (-len(held[key]), sizes[key], type(roots[key]).__qualname__),
+    ):
         own = held[key] & left
         if not own or len(own) < least:
             continue
@@ -399,9 +486,18 @@ def _inwards(module: nn.Module, own: set[int]) -> list[nn.Module]:
     chain = []
     part: nn.Module | None = module
     while part is not None:
-        if type(part).forward is not nn.Module.forward:  # containers such as ModuleList can't be called
+        if (
+            type(part).forward is not nn.Module.forward
+        ):  # containers such as ModuleList can't be called
             chain.append(part)
-        part = next((unwrapped(p) for p in _parts(part) if own <= {id(x) for x in p.parameters()}), None)
+        part = next(
+            (
+                unwrapped(p)
+                for p in _parts(part)
+                if own <= {id(x) for x in p.parameters()}
+            ),
+            None,
+        )
     return chain or [module]
 
 
@@ -450,7 +546,9 @@ class _WatchedModel:
     def used(self) -> bool:
         """Returns whether the session has a run directory or may get one."""
         monitor = self.monitor()
-        return self.message_sink.run.path is not None or (monitor is not None and monitor.active)
+        return self.message_sink.run.path is not None or (
+            monitor is not None and monitor.active
+        )
 
 
 @final
@@ -460,11 +558,20 @@ class _Remedied:
     """
 
     def __init__(
-        self, spec: str, model: nn.Module, optimizer: Optimizer, refused: Callable[[QkeelError], None]
+        self,
+        spec: str,
+        model: nn.Module,
+        optimizer: Optimizer,
+        refused: Callable[[QkeelError], None],
     ) -> None:
-        terms = [(str(term), parsed) for term in parse_terms(spec) for parsed in parse_remedies(str(term))]
+        terms = [
+            (str(term), parsed)
+            for term in parse_terms(spec)
+            for parsed in parse_remedies(str(term))
+        ]
         on_pass, self._on_steps = (
-            "+".join(text for text, one in terms if one.on_steps is wanted) for wanted in (False, True)
+            "+".join(text for text, one in terms if one.on_steps is wanted)
+            for wanted in (False, True)
         )
         self._before = {name for name, _ in model.named_parameters()}
         self._model, self._optimizers = weakref.ref(model), [weakref.ref(optimizer)]
@@ -480,7 +587,10 @@ class _Remedied:
                 waiting.or_with(optimizer)
 
     def begin_phase(
-        self, optimizer: Optimizer, refused: Callable[[QkeelError], None], write: Callable[[str], None]
+        self,
+        optimizer: Optimizer,
+        refused: Callable[[QkeelError], None],
+        write: Callable[[str], None],
     ) -> None:
         """Applies the remedies on steps anew to the optimizer of the next phase; `write` receives a line about their
         state, and one about parameters that the remedies added and this optimizer does not train."""
@@ -492,11 +602,17 @@ class _Remedied:
                 for other in disjoint(self._optimizers, optimizer):
                     steps.or_with(other)
             if had_state:
-                write(f"{self._on_steps} starts again from its initial state on the new {type(optimizer).__name__}")
+                write(
+                    f"{self._on_steps} starts again from its initial state on the new {type(optimizer).__name__}"
+                )
         self._optimizers.append(weakref.ref(optimizer))
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         model = self._model()
-        own = {} if model is None else {n: p for n, p in model.named_parameters() if n not in self._before}
+        own = (
+            {}
+            if model is None
+            else {n: p for n, p in model.named_parameters() if n not in self._before}
+        )
         left = [name for name, p in own.items() if id(p) not in stepped]
         if left:
             write(
@@ -513,11 +629,19 @@ class _Remedied:
         return AtNextPass(model, spec, optimizer, Asked(partial=True), refused=refused)
 
 
-def disjoint(earlier: Sequence[weakref.ref[Optimizer]], new: Optimizer) -> list[Optimizer]:
+def disjoint(
+    earlier: Sequence[weakref.ref[Optimizer]], new: Optimizer
+) -> list[Optimizer]:
     """The earlier optimizers that still exist and share no parameter with a new one, so that they may continue."""
     own = {id(p) for group in new.param_groups for p in group["params"]}
-    alive = [found for ref in earlier if (found := ref()) is not None and found is not new]
-    return [old for old in alive if not own & {id(p) for group in old.param_groups for p in group["params"]}]
+    alive = [
+        found for ref in earlier if (found := ref()) is not None and found is not new
+    ]
+    return [
+        old
+        for old in alive
+        if not own & {id(p) for group in old.param_groups for p in group["params"]}
+    ]
 
 
 @final
@@ -528,12 +652,16 @@ class WatchSession:
         self.plan, self.writer = plan, writer
         self._runs: list[_WatchedModel] = []
         self._applied: dict[nn.Module, _Remedied] = {}  # kept until the process ends
-        self._optimizers: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Optimizer]]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._late: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # found after the autopilot of their model had begun
+        self._optimizers: weakref.WeakKeyDictionary[
+            nn.Module, list[weakref.ref[Optimizer]]
+        ] = weakref.WeakKeyDictionary()
+        self._late: weakref.WeakSet[Optimizer] = (
+            weakref.WeakSet()
+        )  # found after the autopilot of their model had begun
         self._by_script = False  # the script watches a model itself
-        self._finder = ModelFinder(self._start, self._of_script, self._another, self._end)
+        self._finder = ModelFinder(
+            self._start, self._of_script, self._another, self._end
+        )
 
     def _start(self, model: nn.Module, optimizer: Optimizer) -> Monitor:
         name, plan = type(model).__name__, self.plan
@@ -552,20 +680,33 @@ class WatchSession:
             self._apply(model, optimizer)
         pilot = None
         if plan.policy is not None:
-            optimizers = [optimizer, *disjoint(self._optimizers.get(model, ()), optimizer)]
-            pilot = weakref.ref(attach_autopilot(monitor, optimizers, policy=plan.policy))
+            optimizers = [
+                optimizer,
+                *disjoint(self._optimizers.get(model, ()), optimizer),
+            ]
+            pilot = weakref.ref(
+                attach_autopilot(monitor, optimizers, policy=plan.policy)
+            )
         self._optimizers.setdefault(model, []).append(weakref.ref(optimizer))
         done = weakref.finalize(optimizer, run.close, True)
         done.atexit = False
         self._runs.append(
-            _WatchedModel(model=name, message_sink=message_sink, monitor=weakref.ref(monitor), pilot=pilot, done=done)
+            _WatchedModel(
+                model=name,
+                message_sink=message_sink,
+                monitor=weakref.ref(monitor),
+                pilot=pilot,
+                done=done,
+            )
         )
         return monitor
 
     def _of_script(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Applies the remedies of --apply to a model that the script watches itself, but adds no second monitor."""
         self._by_script = True
-        self.writer(f"{type(model).__name__} is watched by the script itself, so this command does not measure it")
+        self.writer(
+            f"{type(model).__name__} is watched by the script itself, so this command does not measure it"
+        )
         if self.plan.fix.applied:
             self._apply(model, optimizer)
 
@@ -582,16 +723,25 @@ class WatchSession:
                         continue
                     self._late.add(optimizer)
                     name = type(optimizer).__name__
-                    self.writer(f"the autopilot does not act on the weights of a later {name}: it had already begun")
+                    self.writer(
+                        f"the autopilot does not act on the weights of a later {name}: it had already begun"
+                    )
 
     def _end(self, monitor: Monitor) -> None:
         """Closes the autopilot of a monitor, which removes its remedies for optimizer steps, or the monitor alone."""
-        self._runs = [dataclasses.replace(r, over=r.over or r.monitor() is monitor) for r in self._runs]
+        self._runs = [
+            dataclasses.replace(r, over=r.over or r.monitor() is monitor)
+            for r in self._runs
+        ]
         pilot = next((one for one in self._pilots() if one.monitor is monitor), None)
         (monitor if pilot is None else pilot).close()
 
     def _pilots(self) -> list[Autopilot]:
-        return [pilot for run in self._runs if run.pilot is not None and (pilot := run.pilot()) is not None]
+        return [
+            pilot
+            for run in self._runs
+            if run.pilot is not None and (pilot := run.pilot()) is not None
+        ]
 
     def _apply(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Applies the remedies of --apply when the model is first called. If they cannot be applied, the script is
@@ -602,7 +752,9 @@ class WatchSession:
             if isinstance(error, NoAttentionError):
                 self.writer(f"{name} has no attention: {spec} is not applied to it")
                 return
-            self.writer(f"error: {spec} cannot be applied to {name}: {' '.join(str(error).split())}")
+            self.writer(
+                f"error: {spec} cannot be applied to {name}: {' '.join(str(error).split())}"
+            )
             raise SystemExit(USAGE)
 
         try:
@@ -631,22 +783,35 @@ class WatchSession:
             if (monitor := run.monitor()) is not None:
                 monitor.training_over(self.writer)
             elif not run.over and (last := run.message_sink.last) is not None:
-                self.writer(f"{run.model} is measured up to step {last:,}: the script deleted the model before ending")
+                self.writer(
+                    f"{run.model} is measured up to step {last:,}: the script deleted the model before ending"
+                )
         broken = any(monitor.passes and not monitor.active for monitor in seen)
-        for one in (*self._pilots(), *seen):  # an autopilot closes its monitor after it has seen the last record
+        for one in (
+            *self._pilots(),
+            *seen,
+        ):  # an autopilot closes its monitor after it has seen the last record
             one.close(complete=complete)
         for run in self._runs:
             run.done.detach()
-        written = [run.message_sink for run in self._runs if run.message_sink.run.path is not None]
+        written = [
+            run.message_sink
+            for run in self._runs
+            if run.message_sink.run.path is not None
+        ]
         for message_sink in written:
             message_sink.summary()
         for message_sink in written:
             self.writer(f"run {message_sink.place}")
             message_sink.write_page()
         if len(written) > 1:
-            self.writer(f"to compare them: {shlex.join(['qkeel', 'report', *(n.place for n in written)])}")
+            self.writer(
+                f"to compare them: {shlex.join(['qkeel', 'report', *(n.place for n in written)])}"
+            )
         if not written:
-            self.writer(f"nothing was measured: {'see above' if broken else self._why_nothing(seen)}")
+            self.writer(
+                f"nothing was measured: {'see above' if broken else self._why_nothing(seen)}"
+            )
 
     def _why_nothing(self, monitors: list[Monitor]) -> str:
         if not self._finder.optimizers:
@@ -694,7 +859,13 @@ class Program:
     @property
     def words(self) -> list[str]:
         """The words from which parse() can reconstruct this program."""
-        return ["python", *["-u"] * self.unbuffered, *["-m"] * self.module, self.name, *self.arguments]
+        return [
+            "python",
+            *["-u"] * self.unbuffered,
+            *["-m"] * self.module,
+            self.name,
+            *self.arguments,
+        ]
 
 
 def parse(words: Sequence[str]) -> Program | list[str]:
@@ -704,7 +875,9 @@ def parse(words: Sequence[str]) -> Program | list[str]:
     Raises: InvalidValueError if the command does not run Python, or runs it with another interpreter.
     """
     if not words:
-        raise InvalidValueError(f"expected a training command after --, got none; for example: {EXAMPLE}")
+        raise InvalidValueError(
+            f"expected a training command after --, got none; for example: {EXAMPLE}"
+        )
     first, rest = words[0], list(words[1:])
     if Path(first).name == "torchrun":
         return rest
@@ -720,10 +893,19 @@ def parse(words: Sequence[str]) -> Program | list[str]:
 
 
 def _is_this_python(word: str) -> bool:
-    name, own = Path(word).name, f"python{sys.version_info.major}.{sys.version_info.minor}"
-    if name.removesuffix(".exe") not in ("python", "python3", own) and word != sys.executable:
+    name, own = (
+        Path(word).name,
+        f"python{sys.version_info.major}.{sys.version_info.minor}",
+    )
+    if (
+        name.removesuffix(".exe") not in ("python", "python3", own)
+        and word != sys.executable
+    ):
         return False
-    if os.sep in word and Path(word).absolute().parent != Path(sys.executable).absolute().parent:
+    if (
+        os.sep in word
+        and Path(word).absolute().parent != Path(sys.executable).absolute().parent
+    ):
         raise InvalidValueError(
             f"the script runs in the watcher's own interpreter, {sys.executable}, but the command names {word}. "
             "Install qkeel for the interpreter in the command, or use `python` in the command"
@@ -740,34 +922,54 @@ def _behind_python(rest: list[str]) -> Program | list[str]:
         elif option.startswith("-m"):
             name = option[2:] or (rest.pop(0) if rest else "")
             if not name:
-                raise InvalidValueError(f"expected the name of a module after -m, got nothing; see {EXAMPLE}")
+                raise InvalidValueError(
+                    f"expected the name of a module after -m, got nothing; see {EXAMPLE}"
+                )
             if name in TORCHRUN:
                 return rest
-            return Program(name=name, arguments=tuple(rest), module=True, unbuffered=unbuffered)
+            return Program(
+                name=name, arguments=tuple(rest), module=True, unbuffered=unbuffered
+            )
         else:
             raise InvalidValueError(
                 f"python's option {option} has no effect here, because the script runs in the watcher's own "
                 f"interpreter. Pass it to that interpreter: python {option} -m qkeel watch -- python train.py"
             )
     if not rest:
-        raise InvalidValueError(f"expected a script after python, got none; for example: {EXAMPLE}")
+        raise InvalidValueError(
+            f"expected a script after python, got none; for example: {EXAMPLE}"
+        )
     return Program(name=rest[0], arguments=tuple(rest[1:]), unbuffered=unbuffered)
 
 
 def under_torchrun(words: Sequence[str], watcher: Sequence[str]) -> list[str]:
     """The torchrun command in which every worker runs under `watcher`, the words `qkeel watch ...` with their --."""
-    from torch.distributed.run import get_args_parser  # takes 0.2 s, which other programs need not wait for
+    from torch.distributed.run import (
+        get_args_parser,
+    )  # takes 0.2 s, which other programs need not wait for
 
     given = get_args_parser().parse_args(list(words))
     if given.no_python:
-        raise InvalidValueError("torchrun's --no-python starts a program that is not Python, which can't be watched")
+        raise InvalidValueError(
+            "torchrun's --no-python starts a program that is not Python, which can't be watched"
+        )
     options = list(words[: len(words) - 1 - len(given.training_script_args)])
     if not given.module:
         options.append("-m")
     program = Program(
-        name=given.training_script, arguments=tuple(given.training_script_args), module=given.module, unbuffered=True
+        name=given.training_script,
+        arguments=tuple(given.training_script_args),
+        module=given.module,
+        unbuffered=True,
     )
-    return [sys.executable, "-m", "torch.distributed.run", *options, *watcher, *program.words]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *options,
+        *watcher,
+        *program.words,
+    ]
 
 
 def prepare(program: Program) -> bytes | None:
@@ -779,8 +981,13 @@ def prepare(program: Program) -> bytes | None:
     folder = Path.cwd() if program.module else Path(program.name).resolve().parent
     if not sys.flags.safe_path:
         sys.path[0] = str(folder)
-    if program.module and importlib.util.find_spec(program.name.partition(".")[0]) is None:
-        raise DataError(f"expected a module that Python can find from {folder}, got {program.name!r}; is it installed?")
+    if (
+        program.module
+        and importlib.util.find_spec(program.name.partition(".")[0]) is None
+    ):
+        raise DataError(
+            f"expected a module that Python can find from {folder}, got {program.name!r}; is it installed?"
+        )
     if program.unbuffered:
         raw = open(sys.stdout.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - stdout until the end
         how = sys.stdout.encoding, sys.stdout.errors

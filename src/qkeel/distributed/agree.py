@@ -87,15 +87,21 @@ def absent(name: str, seconds: float, subject: str = "") -> list[int]:
     while not store.check(keys) and not store.check([f"qkeel/{name}/absent"]):
         waited = time.monotonic() - begin
         if subject and waited > PATIENCE:
-            missing = [other for other, key in enumerate(keys) if not store.check([key])]
-            caution(f"{subject} waits for {name_processes(missing)}, at most {seconds:g} seconds in total")
+            missing = [
+                other for other, key in enumerate(keys) if not store.check([key])
+            ]
+            caution(
+                f"{subject} waits for {name_processes(missing)}, at most {seconds:g} seconds in total"
+            )
             subject = ""
         if waited > seconds:
             break
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
     missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
-    decision = store.compare_set(f"qkeel/{name}/absent", "", ",".join(missing) or "none").decode()
+    decision = store.compare_set(
+        f"qkeel/{name}/absent", "", ",".join(missing) or "none"
+    ).decode()
     return [] if decision == "none" else [int(other) for other in decision.split(",")]
 
 
@@ -122,8 +128,10 @@ class OwnGroup:
         members = list(range(world())) if ranks is None else list(ranks)
         store = PrefixStore(f"qkeel/{name}/{members[0]}", process_store())
         self.size = len(members)
-        self._group: torch_distributed.ProcessGroupGloo | None = torch_distributed.ProcessGroupGloo(
-            store, members.index(rank()), self.size, timedelta(seconds=time_limit())
+        self._group: torch_distributed.ProcessGroupGloo | None = (
+            torch_distributed.ProcessGroupGloo(
+                store, members.index(rank()), self.size, timedelta(seconds=time_limit())
+            )
         )
 
     def close(self) -> None:
@@ -136,7 +144,11 @@ class OwnGroup:
         Raises: RuntimeError if another process has left the group.
         """
         options = torch_distributed.AllreduceOptions()
-        options.reduceOp = torch_distributed.ReduceOp.MAX if by == "max" else torch_distributed.ReduceOp.SUM  # pyright: ignore
+        options.reduceOp = (
+            torch_distributed.ReduceOp.MAX
+            if by == "max"
+            else torch_distributed.ReduceOp.SUM
+        )  # pyright: ignore
         self._open().allreduce([vector], options).wait()  # pyright: ignore[reportAttributeAccessIssue]
 
     def gather(self, value: T, subject: str = "") -> list[T]:
@@ -157,7 +169,9 @@ class OwnGroup:
         padded = torch.nn.functional.pad(encoded, (0, longest - len(encoded)))
         rows = [torch.empty_like(padded) for _ in range(self.size)]
         self._open().allgather([rows], [padded]).wait()  # pyright: ignore[reportAttributeAccessIssue]
-        return [pickle.loads(bytes(row.numpy())) for row in rows]  # what is behind a pickle's end is ignored
+        return [
+            pickle.loads(bytes(row.numpy())) for row in rows
+        ]  # what is behind a pickle's end is ignored
 
     def _open(self) -> torch_distributed.ProcessGroupGloo:
         if self._group is None:
@@ -168,7 +182,9 @@ class OwnGroup:
         begin, pause = time.monotonic(), 0.0005
         while subject and not work.is_completed():
             if time.monotonic() - begin > PATIENCE:
-                caution(f"{subject} waits for other processes, at most {time_limit():g} seconds in total")
+                caution(
+                    f"{subject} waits for other processes, at most {time_limit():g} seconds in total"
+                )
                 return
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
@@ -224,9 +240,14 @@ def _meet(subject: str, status: str, text: str) -> list[_Message]:
     messages = _gather(subject, (subject, status, text))
     for other, (their_subject, their_status, their_text) in enumerate(messages):
         if their_status != _DONE and status == _DONE:
-            raise ApartError(f"{their_subject} failed on process {other}, so no process has done it: {their_text}")
+            raise ApartError(
+                f"{their_subject} failed on process {other}, so no process has done it: {their_text}"
+            )
     if status == _DONE:
-        _check_alike("the processes of this run make different calls", [message[0] for message in messages])
+        _check_alike(
+            "the processes of this run make different calls",
+            [message[0] for message in messages],
+        )
     return messages
 
 
@@ -234,7 +255,9 @@ def _check_alike(subject: str, texts: Sequence[str]) -> None:
     """Raises: ApartError that quotes process 0 and the first process that differs from it."""
     for other, text in enumerate(texts):
         if text != texts[0]:
-            raise ApartError(f"{subject}. On process 0: {texts[0]}. On process {other}: {text}")
+            raise ApartError(
+                f"{subject}. On process 0: {texts[0]}. On process {other}: {text}"
+            )
 
 
 def gather_messages(subject: str, text: str) -> list[str]:
@@ -281,7 +304,9 @@ def agree(
         raise
     try:
         descriptions = gather_messages(subject, describe(outcome))
-        _check_alike(f"{subject} is not the same on all processes of this run", descriptions)
+        _check_alike(
+            f"{subject} is not the same on all processes of this run", descriptions
+        )
     except ApartError:
         if undo is not None:
             undo(outcome)
@@ -297,7 +322,10 @@ def fail_on_all(subject: str, error: Exception) -> None:
     Raises:
         ApartError: the action failed on some processes but not on all.
     """
-    statuses = [status for _, status, _ in _meet(subject, _GOES_ON, f"{type(error).__name__}: {error}")]
+    statuses = [
+        status
+        for _, status, _ in _meet(subject, _GOES_ON, f"{type(error).__name__}: {error}")
+    ]
     if any(status != _GOES_ON for status in statuses):
         message = f"{subject} failed on process {rank()}, so no process has done it: {type(error).__name__}: {error}"
         raise ApartError(message) from error
@@ -339,9 +367,17 @@ def collective_device() -> torch.device:
     return torch.device("cpu")
 
 
-def reduced(vector: Tensor, by: Literal["sum", "max"], group: torch_distributed.ProcessGroup | None = None) -> Tensor:
+def reduced(
+    vector: Tensor,
+    by: Literal["sum", "max"],
+    group: torch_distributed.ProcessGroup | None = None,
+) -> Tensor:
     """Reduces [n] over a group of the training's processes (None: all) to sums or maxima [n] on each of them."""
     over_all = vector.to(collective_device(), copy=True)
-    operator = torch_distributed.ReduceOp.MAX if by == "max" else torch_distributed.ReduceOp.SUM
+    operator = (
+        torch_distributed.ReduceOp.MAX
+        if by == "max"
+        else torch_distributed.ReduceOp.SUM
+    )
     torch_distributed.all_reduce(over_all, operator, group=group)
     return over_all.to(vector.device)

@@ -90,7 +90,9 @@ def splits_heads(model: nn.Module) -> bool:
 Axes = dict[tuple[int, ...], int]
 
 
-def split_axes(parameters: Iterable[Tensor], skip: Callable[[Tensor], int] = lambda _: 0) -> Axes:
+def split_axes(
+    parameters: Iterable[Tensor], skip: Callable[[Tensor], int] = lambda _: 0
+) -> Axes:
     """Returns the axes over which any of these parameters is split, without the first `skip(p)` axes of each."""
     axes: Axes = {}
     for p in parameters:
@@ -101,7 +103,10 @@ def split_axes(parameters: Iterable[Tensor], skip: Callable[[Tensor], int] = lam
         for axis, placement in enumerate(p.placements):  # type: ignore[attr-defined]
             splits = not (placement.is_replicate() or placement.is_partial())
             if axis >= skip(p) and coordinate is not None and splits:
-                line = tuple(slice(None) if other == axis else at for other, at in enumerate(coordinate))
+                line = tuple(
+                    slice(None) if other == axis else at
+                    for other, at in enumerate(coordinate)
+                )
                 axes[tuple(mesh.mesh[line].tolist())] = coordinate[axis]
     return axes
 
@@ -129,14 +134,19 @@ def counted(model: nn.Module) -> Callable[[Tensor], bool]:
 def _living(*kinds: type) -> list[Any]:
     """Returns all objects of these kinds. It checks each type once, because there are far fewer types than objects."""
     objects = gc.get_objects()
-    types = {id(kind): kind for kind in map(type, objects)}  # by identity: a metaclass may forbid hashes
+    types = {
+        id(kind): kind for kind in map(type, objects)
+    }  # by identity: a metaclass may forbid hashes
     wanted = {number for number, kind in types.items() if issubclass(kind, kinds)}
     return [x for x in objects if id(type(x)) in wanted] if wanted else []
 
 
 def _wrapper_kinds() -> tuple[type[nn.Module], ...]:
     flat = sys.modules.get(_FSDP1)
-    return (nn.parallel.DistributedDataParallel, *([] if flat is None else [flat.FullyShardedDataParallel]))
+    return (
+        nn.parallel.DistributedDataParallel,
+        *([] if flat is None else [flat.FullyShardedDataParallel]),
+    )
 
 
 def wrappers(model: nn.Module) -> list[nn.Module]:
@@ -149,7 +159,9 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
     inside = {id(module) for module in model.modules()}
     around = []
     for wrapper in _living(*_wrapper_kinds()):
-        if id(wrapper) in inside or any(module is model for module in wrapper.modules()):
+        if id(wrapper) in inside or any(
+            module is model for module in wrapper.modules()
+        ):
             around.append(wrapper)
     return around
 
@@ -214,11 +226,16 @@ def fingerprint(model: nn.Module, names: Iterable[str]) -> str:
     texts = [f"{name}{tuple(p.shape)}" for name, p in model.named_parameters()]
     for name in dict.fromkeys(names):
         p = local(model.get_parameter(name)).detach().double()
-        texts += [repr(x) for x in torch.stack([p.sum(), p.abs().sum(), p.flatten()[0]]).tolist()]
+        texts += [
+            repr(x)
+            for x in torch.stack([p.sum(), p.abs().sum(), p.flatten()[0]]).tolist()
+        ]
     return str(zlib.crc32("".join([*texts, repr(stage_of(model))]).encode()))
 
 
-def groups_of_models(peers: Sequence[Sequence[int]], fingerprints: Sequence[str]) -> list[int]:
+def groups_of_models(
+    peers: Sequence[Sequence[int]], fingerprints: Sequence[str]
+) -> list[int]:
     """Returns, for each process, the lowest rank among the processes that run the same model.
 
     Args:
@@ -227,7 +244,11 @@ def groups_of_models(peers: Sequence[Sequence[int]], fingerprints: Sequence[str]
     """
     groups = list(range(len(peers)))
     for index, ranks in enumerate(peers):
-        alike = [other for other, text in enumerate(fingerprints) if text and text == fingerprints[index]]
+        alike = [
+            other
+            for other, text in enumerate(fingerprints)
+            if text and text == fingerprints[index]
+        ]
         for other in (*ranks, *alike):
             old, new = sorted((groups[index], groups[other]), reverse=True)
             groups = [new if group == old else group for group in groups]
@@ -264,7 +285,12 @@ class Layout:
 
     @classmethod
     def of_mesh(
-        cls, mesh: DeviceMesh, *, heads: str | None = None, layers: str | None = None, context: str | None = None
+        cls,
+        mesh: DeviceMesh,
+        *,
+        heads: str | None = None,
+        layers: str | None = None,
+        context: str | None = None,
     ) -> Self:
         """Returns this process's role in a mesh with named axes.
 
@@ -296,7 +322,9 @@ class Layout:
         )
 
     @classmethod
-    def of_model(cls, model: nn.Module, attentions: Iterable[nn.Module], stage: int | None) -> Self:
+    def of_model(
+        cls, model: nn.Module, attentions: Iterable[nn.Module], stage: int | None
+    ) -> Self:
         """Returns the role that a model's weights imply. `attentions` are the model's modules with heads.
 
         Raises:
@@ -314,7 +342,13 @@ class Layout:
         ranks, part = (rank(),), 0
         for ranks, part in axes.items():  # noqa: B007  there is at most one
             pass
-        return cls(data=min(ranks), head_part=part, head_parts=len(ranks), stage=stage, shard=_shard(model))
+        return cls(
+            data=min(ranks),
+            head_part=part,
+            head_parts=len(ranks),
+            stage=stage,
+            shard=_shard(model),
+        )
 
 
 def _shard(model: nn.Module) -> str:
@@ -323,8 +357,15 @@ def _shard(model: nn.Module) -> str:
     for p in model.parameters():
         if is_split(p):
             mesh = p.device_mesh  # type: ignore[attr-defined]
-            coordinate, names = mesh.get_coordinate(), mesh.mesh_dim_names or range(mesh.ndim)
+            coordinate, names = (
+                mesh.get_coordinate(),
+                mesh.mesh_dim_names or range(mesh.ndim),
+            )
             for axis, placement in enumerate(p.placements):  # type: ignore[attr-defined]
-                if coordinate is not None and not (placement.is_replicate() or placement.is_partial()):
-                    positions.add(f"{names[axis]} of {mesh.shape[axis]}: {coordinate[axis]}")
+                if coordinate is not None and not (
+                    placement.is_replicate() or placement.is_partial()
+                ):
+                    positions.add(
+                        f"{names[axis]} of {mesh.shape[axis]}: {coordinate[axis]}"
+                    )
     return ", ".join(sorted(positions))

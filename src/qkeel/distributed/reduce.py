@@ -54,8 +54,14 @@ class Entry(NamedTuple):
 
 
 Form = tuple[Entry, ...]
-NumberKey = tuple[str, str]  # the site, "" for the whole model, and the name of the number
-WHOLE_MODEL = ("lr", "train_loss", "final_hidden_norm")  # numbers that do not belong to a site
+NumberKey = tuple[
+    str, str
+]  # the site, "" for the whole model, and the name of the number
+WHOLE_MODEL = (
+    "lr",
+    "train_loss",
+    "final_hidden_norm",
+)  # numbers that do not belong to a site
 
 
 @final
@@ -74,8 +80,12 @@ class StepTable:
         for entry in form:
             self.firsts[entry.site, entry.name] = self.size
             self.size += entry.size
-        self._signs = np.zeros(self.size)  # of extremes: 1 for maxima and -1 for minima, which are negative maxima
-        self._weight_of = np.full(self.size, self.size)  # the value behind the last one is 1
+        self._signs = np.zeros(
+            self.size
+        )  # of extremes: 1 for maxima and -1 for minima, which are negative maxima
+        self._weight_of = np.full(
+            self.size, self.size
+        )  # the value behind the last one is 1
         self._blanks = np.full(self.size, np.nan)
         self._squared = np.zeros(self.size, dtype=bool)
         self._divided = np.zeros(self.size, dtype=bool)
@@ -83,8 +93,12 @@ class StepTable:
             indices = self.indices(entry)
             if entry.weight:
                 of_weights = self.indices(self.entries[entry.site, entry.weight])
-                missing = len(entry.shape) - of_weights.ndim  # weights may lack the last dimensions
-                self._weight_of[indices] = of_weights.reshape(of_weights.shape + (1,) * missing)
+                missing = (
+                    len(entry.shape) - of_weights.ndim
+                )  # weights may lack the last dimensions
+                self._weight_of[indices] = of_weights.reshape(
+                    of_weights.shape + (1,) * missing
+                )
             if entry.blank is not None:
                 self._blanks[indices] = entry.blank
             self._signs[indices] = {"max": 1.0, "min": -1.0}.get(entry.rule, 0.0)
@@ -101,7 +115,11 @@ class StepTable:
         """Returns the tensor of an entry in float64, or in int64 for counts."""
         first = self.firsts[entry.site, entry.name]
         values = torch.from_numpy(vector[first : first + entry.size]).view(entry.shape)
-        return values.to(torch.int64) if entry.rule == "sum" and entry.name.startswith("n_") else values
+        return (
+            values.to(torch.int64)
+            if entry.rule == "sum" and entry.name.startswith("n_")
+            else values
+        )
 
     def blank(self, vector: np.ndarray) -> np.ndarray:
         """Returns a vector of one data set with NaN in place of numbers that are NaN without data and have weight 0."""
@@ -114,22 +132,33 @@ class StepTable:
         if device not in self._on_device:
             signs = torch.from_numpy(self._signs).to(device, vector.dtype)
             arrays = (self._weight_of, self._squared, self._divided)
-            self._on_device[device] = [signs, *(torch.from_numpy(array).to(device) for array in arrays)]
+            self._on_device[device] = [
+                signs,
+                *(torch.from_numpy(array).to(device) for array in arrays),
+            ]
         signs, weight_of, squared, divided = self._on_device[device]
         weights = torch.cat([vector, vector.new_ones(1)])[weight_of]
         has_data = weights > 0
         # No reduction to maxima is guaranteed to keep NaN: it is sent as infinity, and infinity as the largest number.
-        tops = (vector * signs).nan_to_num(torch.inf, torch.finfo(vector.dtype).max, -torch.inf)
+        tops = (vector * signs).nan_to_num(
+            torch.inf, torch.finfo(vector.dtype).max, -torch.inf
+        )
         powers = torch.where(squared, vector.square(), vector)
         shares = torch.where(divided, weights * powers, powers)
         is_extreme = signs != 0
-        return torch.where(is_extreme & has_data, tops, -torch.inf), torch.where(~is_extreme & has_data, shares, 0.0)
+        return torch.where(is_extreme & has_data, tops, -torch.inf), torch.where(
+            ~is_extreme & has_data, shares, 0.0
+        )
 
     def join(self, largest: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """Returns the vector of the merged data, from the maxima and the sums over all data."""
         weights = np.append(sums, 1.0)[self._weight_of]
-        is_infinite = (largest == np.finfo(np.float32).max) | (largest == np.finfo(np.float64).max)
-        tops = np.where(largest == np.inf, np.nan, np.where(is_infinite, np.inf, largest))
+        is_infinite = (largest == np.finfo(np.float32).max) | (
+            largest == np.finfo(np.float64).max
+        )
+        tops = np.where(
+            largest == np.inf, np.nan, np.where(is_infinite, np.inf, largest)
+        )
         with np.errstate(divide="ignore", invalid="ignore"):
             means = np.where(self._divided, sums / weights, sums)
             means = np.where(self._squared, np.sqrt(means), means)
@@ -194,7 +223,10 @@ class Member:
         if not self.stages:
             return [_StageMember(self, self.layout.stage or 0, "", is_last=True)]
         names = sorted(self.stages, key=lambda name: self.stages[name])
-        return [_StageMember(self, self.stages[name], name, is_last=name == names[-1]) for name in names]
+        return [
+            _StageMember(self, self.stages[name], name, is_last=name == names[-1])
+            for name in names
+        ]
 
 
 @final
@@ -204,8 +236,15 @@ class _StageMember:
     `entries` are those of the stage, keyed by the name of the site inside the stage's model and the name of the number.
     """
 
-    def __init__(self, member: Member, stage: int, model: str, *, is_last: bool) -> None:
-        self.member, self.stage, self.model, self.is_last = member, stage, model, is_last
+    def __init__(
+        self, member: Member, stage: int, model: str, *, is_last: bool
+    ) -> None:
+        self.member, self.stage, self.model, self.is_last = (
+            member,
+            stage,
+            model,
+            is_last,
+        )
         self.layout = member.layout
         self.entries: dict[NumberKey, Entry] = {}
         for entry in member.form:
@@ -243,7 +282,9 @@ class _StageMember:
         return kinds
 
 
-HeadSpan = tuple[int, int, int]  # the first head, the number of heads, and the total number of heads
+HeadSpan = tuple[
+    int, int, int
+]  # the first head, the number of heads, and the total number of heads
 
 
 @final
@@ -259,12 +300,16 @@ class SharedTable:
 
         Raises: InvalidValueError if they are not the processes of one model.
         """
-        spokesmen = {member.position: member for member in reversed(members) if member.form}
+        spokesmen = {
+            member.position: member for member in reversed(members) if member.form
+        }
         complete = []
         for member in members:
             if not member.form:
                 like = spokesmen.get(member.position, member)
-                member = dataclasses.replace(like, layout=member.layout, keys_seen=member.keys_seen)
+                member = dataclasses.replace(
+                    like, layout=member.layout, keys_seen=member.keys_seen
+                )
             complete.append(member)
         self.own_form = complete[index].form
         self._n_processes = len(complete)
@@ -276,13 +321,21 @@ class SharedTable:
             if number == index:
                 self._own = parts
         self._leads = {member.stage: member for member in reversed(self._members)}
-        self._leads |= {member.stage: member for member in reversed(self._members) if member.entries}
+        self._leads |= {
+            member.stage: member for member in reversed(self._members) if member.entries
+        }
         for member in self._members:
             if member.outline() != self._leads[member.stage].outline():
                 raise InvalidValueError(UNLIKE)
-        sites = [(stage, site) for stage in sorted(self._leads) for site in self._leads[stage].sites]
+        sites = [
+            (stage, site)
+            for stage in sorted(self._leads)
+            for site in self._leads[stage].sites
+        ]
         self._repeats = len({site for _, site in sites}) < len(sites)
-        self.sites = [self._whole_key(stage, site, "max_logit")[0] for stage, site in sites]
+        self.sites = [
+            self._whole_key(stage, site, "max_logit")[0] for stage, site in sites
+        ]
         self.table = step_table(self._whole_form())
         self._indices = self._contributions()
         self._on_device: dict[torch.device, list[Tensor]] = {}
@@ -324,16 +377,25 @@ class SharedTable:
         own_table = step_table(self.own_form)
         last_stage: dict[str, int] = {}
         for stage in sorted(self._leads):
-            last_stage |= {name: stage for site, name in self._leads[stage].entries if not site}
+            last_stage |= {
+                name: stage for site, name in self._leads[stage].entries if not site
+            }
         sources, targets = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)]
         for member in self._own:
-            holds_shard = self._is_first(member, lambda other: (other.layout.stage, other.layout.shard))
+            holds_shard = self._is_first(
+                member, lambda other: (other.layout.stage, other.layout.shard)
+            )
             heads: dict[tuple[str, Axis], tuple[bool, int]] = {}
             for site in member.sites:
                 for axis in _AXES:
-                    heads[site, axis] = self._counts(member, site, axis), self._span(member, site, axis)[0]
+                    heads[site, axis] = (
+                        self._counts(member, site, axis),
+                        self._span(member, site, axis)[0],
+                    )
             for (site, name), entry in member.entries.items():
-                counts, first_head = heads[site, entry.axis] if entry.axis else (True, 0)
+                counts, first_head = (
+                    heads[site, entry.axis] if entry.axis else (True, 0)
+                )
                 if not site and member.stage != last_stage[name]:
                     counts = False
                 if counts and (holds_shard or not entry.by_weights):
@@ -343,7 +405,9 @@ class SharedTable:
                     targets.append(np.arange(first, first + entry.size))
         return np.concatenate(sources), np.concatenate(targets)
 
-    def _is_first(self, member: _StageMember, role: Callable[[_StageMember], object]) -> bool:
+    def _is_first(
+        self, member: _StageMember, role: Callable[[_StageMember], object]
+    ) -> bool:
         """Whether a member is the first of those with the same stage and role."""
         for other in self._members:
             if other.stage == member.stage and role(other) == role(member):
@@ -367,13 +431,21 @@ class SharedTable:
             )
         peers = []
         for other in self._members:
-            role = other.layout.data, other.splits(site, "key") and other.layout.head_part
-            own_role = member.layout.data, member.splits(site, "key") and member.layout.head_part
+            role = (
+                other.layout.data,
+                other.splits(site, "key") and other.layout.head_part,
+            )
+            own_role = (
+                member.layout.data,
+                member.splits(site, "key") and member.layout.head_part,
+            )
             if other.stage == member.stage and role == own_role:
                 peers.append(other)
         return max(peers, key=lambda other: other.member.keys_seen) is member
 
-    def split(self, vector: Tensor | None, extremes: Sequence[float]) -> tuple[Tensor, Tensor]:
+    def split(
+        self, vector: Tensor | None, extremes: Sequence[float]
+    ) -> tuple[Tensor, Tensor]:
         """Returns the two vectors of this process, one to be reduced to maxima and one to sums.
 
         Args:
@@ -382,14 +454,20 @@ class SharedTable:
         """
         device = torch.device("cpu") if vector is None else vector.device
         further = torch.tensor(extremes, dtype=widest(device))
-        further = further.pin_memory() if device.type == "cuda" else further  # so that the copy does not block
+        further = (
+            further.pin_memory() if device.type == "cuda" else further
+        )  # so that the copy does not block
         n = self.table.size
-        largest = torch.full((len(extremes) + n,), -torch.inf, dtype=further.dtype, device=device)
+        largest = torch.full(
+            (len(extremes) + n,), -torch.inf, dtype=further.dtype, device=device
+        )
         sums = torch.zeros(1 + n, dtype=further.dtype, device=device)
         largest[: len(extremes)].copy_(further, non_blocking=True)
         if vector is not None:
             if device not in self._on_device:
-                self._on_device[device] = [torch.from_numpy(indices).to(device) for indices in self._indices]
+                self._on_device[device] = [
+                    torch.from_numpy(indices).to(device) for indices in self._indices
+                ]
             source, target = self._on_device[device]
             own_largest, own_sums = step_table(self.own_form).split(vector)
             largest[len(extremes) :].index_copy_(0, target, own_largest[source])
@@ -397,7 +475,9 @@ class SharedTable:
             sums[:1].fill_(1.0)
         return largest, sums
 
-    def join(self, largest: np.ndarray, sums: np.ndarray, n_extremes: int) -> np.ndarray | None:
+    def join(
+        self, largest: np.ndarray, sums: np.ndarray, n_extremes: int
+    ) -> np.ndarray | None:
         """Returns the whole model's vector, or None if no process has numbers.
 
         Numbers of split weights are NaN if a process has not contributed its part.
@@ -421,8 +501,17 @@ class SharedTable:
             for site in lead.sites:
                 facts = {"head_dim": 0, "weights": "unknown"}
                 facts |= lead.member.sites.get(lead.entries[site, "max_logit"].site, {})
-                heads = {"n_heads": self._span(lead, site, "query")[2], "n_kv_heads": self._span(lead, site, "key")[2]}
-                sites.append({**facts, "name": self._whole_key(stage, site, "max_logit")[0], **heads})
+                heads = {
+                    "n_heads": self._span(lead, site, "query")[2],
+                    "n_kv_heads": self._span(lead, site, "key")[2],
+                }
+                sites.append(
+                    {
+                        **facts,
+                        "name": self._whole_key(stage, site, "max_logit")[0],
+                        **heads,
+                    }
+                )
         return {"sites": sites, "parameters": parameters}
 
     def placements(self) -> dict[str, tuple[str, HeadSpan, HeadSpan]]:
@@ -432,5 +521,9 @@ class SharedTable:
             for site in member.sites:
                 name = member.entries[site, "max_logit"].site
                 whole_site = self._whole_key(member.stage, site, "max_logit")[0]
-                spans[name] = whole_site, self._span(member, site, "query"), self._span(member, site, "key")
+                spans[name] = (
+                    whole_site,
+                    self._span(member, site, "query"),
+                    self._span(member, site, "key"),
+                )
         return spans

@@ -53,7 +53,9 @@ def local_block(name: str, p: Tensor, gathered: int = 0) -> LocalBlock | None:
     mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
     coordinate = mesh.get_coordinate()
     if coordinate is None or any(placement.is_partial() for placement in placements):
-        raise RefusedError(f"{name} is spread over processes as {tuple(placements)}, so no process holds a block of it")
+        raise RefusedError(
+            f"{name} is spread over processes as {tuple(placements)}, so no process holds a block of it"
+        )
     contiguous, strided = [], []
     for axis, placement in enumerate(placements):
         if placement.is_shard():
@@ -72,7 +74,9 @@ def local_block(name: str, p: Tensor, gathered: int = 0) -> LocalBlock | None:
     # parallelism.
     spans = spans_over([*contiguous, *reversed(strided)])
     if [last - first for first, last in spans] != list(local(p).shape):
-        raise RefusedError(f"{name} is split across processes in an unrecognised way: {tuple(placements)}")
+        raise RefusedError(
+            f"{name} is split across processes in an unrecognised way: {tuple(placements)}"
+        )
     return LocalBlock(
         spans=tuple(spans),
         in_pass=tuple(spans_over([axis for axis in contiguous if axis >= gathered])),
@@ -106,10 +110,22 @@ class PartialSums:
     """
 
     def __init__(self, blocks: Sequence[LocalBlock | None]) -> None:
-        groups = {id(group): group for block in blocks if block is not None for group in block.groups}
+        groups = {
+            id(group): group
+            for block in blocks
+            if block is not None
+            for group in block.groups
+        }
         self._groups = list(groups.values())
-        self.counted = [all(self._counts(block, group) for group in self._groups) for block in blocks]
-        if self._groups and math.prod(map(torch_distributed.get_world_size, self._groups)) == world():
+        self.counted = [
+            all(self._counts(block, group) for group in self._groups)
+            for block in blocks
+        ]
+        if (
+            self._groups
+            and math.prod(map(torch_distributed.get_world_size, self._groups))
+            == world()
+        ):
             self._groups = [torch_distributed.group.WORLD]  # type: ignore[list-item]
 
     @staticmethod

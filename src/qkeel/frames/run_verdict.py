@@ -7,11 +7,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qkeel.metrics import ALARM_THRESHOLD, HARMFUL_LOGIT, Health, Row, judged, without_constant
+from qkeel.metrics import (
+    ALARM_THRESHOLD,
+    HARMFUL_LOGIT,
+    Health,
+    Row,
+    judged,
+    without_constant,
+)
 from qkeel.records import NON_FINITE, Heads, fold_heads
 
 
-def judge_run(heads: Heads, events: Sequence[Row], threshold: float = HARMFUL_LOGIT) -> Health:
+def judge_run(
+    heads: Heads, events: Sequence[Row], threshold: float = HARMFUL_LOGIT
+) -> Health:
     """Judges a run by all its records: the largest logit of any record, the entropy of the last, and its alarms.
 
     Alarms that are no notices decide, unless an autopilot has acted and the last logits are below the alarm threshold;
@@ -28,23 +37,45 @@ def judge_run(heads: Heads, events: Sequence[Row], threshold: float = HARMFUL_LO
     """
     measured = np.asarray(heads.values["max_logit"], dtype=np.float64)
     if "logit_spread" in heads.values:
-        measured = without_constant(measured, np.asarray(heads.values["logit_spread"], dtype=np.float64))
+        measured = without_constant(
+            measured, np.asarray(heads.values["logit_spread"], dtype=np.float64)
+        )
     logits = np.where(np.isnan(measured), -math.inf, measured)
     n_layers = logits.shape[1]
-    names = [name or "the model itself" for name in heads.layers or [f"layer {i}" for i in range(n_layers)]]
-    alarms = [event for event in events if event.get("event") == "alarm" and event.get("severity") != "notice"]
-    has_acted = any(event.get("event") == "decision" and event.get("remedy") for event in events)
+    names = [
+        name or "the model itself"
+        for name in heads.layers or [f"layer {i}" for i in range(n_layers)]
+    ]
+    alarms = [
+        event
+        for event in events
+        if event.get("event") == "alarm" and event.get("severity") != "notice"
+    ]
+    has_acted = any(
+        event.get("event") == "decision" and event.get("remedy") for event in events
+    )
     is_mended = has_acted and float(logits[-1].max()) <= ALARM_THRESHOLD
     first = len(logits) - 1 if is_mended else 0
-    record, layer, head = np.unravel_index(int(logits[first:].argmax()), logits[first:].shape)
+    record, layer, head = np.unravel_index(
+        int(logits[first:].argmax()), logits[first:].shape
+    )
     largest = float(logits[first + record, layer, head])
     largest = math.nan if largest == -math.inf else largest
     entropies = [math.nan] * n_layers
     if "entropy" in heads.values:
-        entropies = [float(x) for x in fold_heads("entropy", heads.values["entropy"][-1])]
-    lowest = min(range(n_layers), key=lambda i: math.inf if math.isnan(entropies[i]) else entropies[i])
+        entropies = [
+            float(x) for x in fold_heads("entropy", heads.values["entropy"][-1])
+        ]
+    lowest = min(
+        range(n_layers),
+        key=lambda i: math.inf if math.isnan(entropies[i]) else entropies[i],
+    )
     non_finite = heads.values.get(NON_FINITE)
-    broken = [] if non_finite is None else [name for i, name in enumerate(names) if (non_finite[:, i] > 0).any()]
+    broken = (
+        []
+        if non_finite is None
+        else [name for i, name in enumerate(names) if (non_finite[:, i] > 0).any()]
+    )
     status, sentence = judged(
         largest,
         f"{names[layer]} head {head}, step {int(heads.steps[first + record]):,}",
@@ -57,9 +88,16 @@ def judge_run(heads: Heads, events: Sequence[Row], threshold: float = HARMFUL_LO
     tops, last = logits.max((0, 2)).tolist(), logits[-1].max(1).tolist()
     rows = []
     for name, *numbers in zip(names, tops, last, entropies):
-        texts = ["-" if not math.isfinite(x) and not x > 0 else f"{x:,.4g}" for x in numbers]
+        texts = [
+            "-" if not math.isfinite(x) and not x > 0 else f"{x:,.4g}" for x in numbers
+        ]
         rows.append((name, *texts))
     columns = ("layer", "max logit", "last", "entropy, last")
     return Health(
-        status=status, sentence=sentence, largest=largest, threshold=threshold, columns=columns, rows=tuple(rows)
+        status=status,
+        sentence=sentence,
+        largest=largest,
+        threshold=threshold,
+        columns=columns,
+        rows=tuple(rows),
     )

@@ -36,7 +36,8 @@ def tag(name: str, attributes: Mapping[str, str | None], *children: str) -> Mark
     '<p class="note">a &lt; b</p>'
     """
     head = name + "".join(
-        f" {key}" if value is None else f' {key}="{html.escape(value)}"' for key, value in attributes.items()
+        f" {key}" if value is None else f' {key}="{html.escape(value)}"'
+        for key, value in attributes.items()
     )
     if name in VOID:
         return Markup(f"<{head}>")
@@ -45,10 +46,14 @@ def tag(name: str, attributes: Mapping[str, str | None], *children: str) -> Mark
 
 def join(parts: Iterable[str], between: str = "") -> Markup:
     """Concatenates parts; each is escaped unless it is Markup."""
-    return Markup(between.join(p if isinstance(p, Markup) else html.escape(p) for p in parts))
+    return Markup(
+        between.join(p if isinstance(p, Markup) else html.escape(p) for p in parts)
+    )
 
 
-def plain_table(head: Iterable[str], rows: Iterable[Iterable[str]], *, aligned: bool = False) -> Markup:
+def plain_table(
+    head: Iterable[str], rows: Iterable[Iterable[str]], *, aligned: bool = False
+) -> Markup:
     """Returns a table for a notebook, without the styles of a page.
 
     Args:
@@ -62,12 +67,22 @@ def plain_table(head: Iterable[str], rows: Iterable[Iterable[str]], *, aligned: 
     """
 
     def line(kind: str, cells: Iterable[str]) -> Markup:
-        sides = ({"style": f"text-align:{'right' if i else 'left'}"} if aligned else {} for i, _ in enumerate(cells))
-        return tag("tr", {}, *(tag(kind, side, text) for side, text in zip(sides, cells)))
+        sides = (
+            {"style": f"text-align:{'right' if i else 'left'}"} if aligned else {}
+            for i, _ in enumerate(cells)
+        )
+        return tag(
+            "tr", {}, *(tag(kind, side, text) for side, text in zip(sides, cells))
+        )
 
     head, rows = list(head), map(list, rows)
     style = {"style": "font-variant-numeric:tabular-nums"} if aligned else {}
-    return tag("table", style, *([line("th", head)] if head else []), *(line("td", row) for row in rows))
+    return tag(
+        "table",
+        style,
+        *([line("th", head)] if head else []),
+        *(line("td", row) for row in rows),
+    )
 
 
 # Tables of named columns, and the tables of a run: one row per step, per step and layer, or per step, layer and head.
@@ -91,7 +106,13 @@ class Frame:
 
     def without(self, name: str) -> Frame:
         """Returns a copy of the frame without the column `name`."""
-        return Frame({column: values for column, values in self.columns.items() if column != name})
+        return Frame(
+            {
+                column: values
+                for column, values in self.columns.items()
+                if column != name
+            }
+        )
 
     def to_pandas(self) -> Foreign:
         """Returns a pandas.DataFrame.
@@ -110,10 +131,14 @@ class Frame:
         """Shows the first and the last rows."""
         n = len(self)
         rows = [*range(min(n, _SHOWN)), *range(max(_SHOWN, n - _SHOWN), n)]
-        lines = [[_cell(values[row]) for values in self.columns.values()] for row in rows]
+        lines = [
+            [_cell(values[row]) for values in self.columns.values()] for row in rows
+        ]
         if n > len(rows):
             lines.insert(_SHOWN, ["…"] * len(self.columns))
-        return tag("div", {}, tag("p", {}, f"{n:,} rows"), plain_table(self.columns, lines))
+        return tag(
+            "div", {}, tag("p", {}, f"{n:,} rows"), plain_table(self.columns, lines)
+        )
 
 
 def _cell(value: object) -> str:
@@ -126,11 +151,19 @@ def steps_frame(steps: np.ndarray, values: Mapping[str, np.ndarray]) -> Frame:
     >>> steps_frame(np.array([0, 5]), {"max_logit": np.array([1.0, 2.0])})
     <Frame of 2 rows: step, max_logit>
     """
-    return Frame({"step": np.asarray(steps).astype(np.int64), **{k: v for k, v in values.items() if k != "step"}})
+    return Frame(
+        {
+            "step": np.asarray(steps).astype(np.int64),
+            **{k: v for k, v in values.items() if k != "step"},
+        }
+    )
 
 
 def layers_frame(
-    steps: np.ndarray, layers: Sequence[str], values: Mapping[str, np.ndarray], types: Mapping[str, str] | None = None
+    steps: np.ndarray,
+    layers: Sequence[str],
+    values: Mapping[str, np.ndarray],
+    types: Mapping[str, str] | None = None,
 ) -> Frame:
     """Returns one row per record and layer, with the columns step, layer and the measured fields; a missing value is
     NaN.
@@ -144,11 +177,16 @@ def layers_frame(
     >>> layers_frame(np.array([0]), ["attn"], {"entropy": np.array([[1.0]])}, {"attn": "window"})
     <Frame of 1 rows: step, layer, type, entropy>
     """
-    return heads_frame(steps, layers, {name: x[..., None] for name, x in values.items()}, types).without("head")
+    return heads_frame(
+        steps, layers, {name: x[..., None] for name, x in values.items()}, types
+    ).without("head")
 
 
 def heads_frame(
-    steps: np.ndarray, layers: Sequence[str], heads: Mapping[str, np.ndarray], types: Mapping[str, str] | None = None
+    steps: np.ndarray,
+    layers: Sequence[str],
+    heads: Mapping[str, np.ndarray],
+    types: Mapping[str, str] | None = None,
 ) -> Frame:
     """Returns one row per record, layer and head, with the columns step, layer, head and the measured fields.
 
@@ -165,26 +203,43 @@ def heads_frame(
     >>> heads_frame(np.array([0]), ["attn"], {"entropy": np.array([[[1.0, np.nan]]])})
     <Frame of 1 rows: step, layer, head, entropy>
     """
-    measured = {name: values for name, values in heads.items() if not np.isnan(values).all()}
+    measured = {
+        name: values for name, values in heads.items() if not np.isnan(values).all()
+    }
     if not measured:
-        kinds = {"step": np.int64, "layer": object, **({"type": object} if types else {}), "head": np.int64}
+        kinds = {
+            "step": np.int64,
+            "layer": object,
+            **({"type": object} if types else {}),
+            "head": np.int64,
+        }
         return Frame({name: np.zeros(0, kind) for name, kind in kinds.items()})
     n, n_layers, n_heads = next(iter(measured.values())).shape
-    names = np.array([layers[i] if layers else f"layer {i}" for i in range(n_layers)], dtype=object)
+    names = np.array(
+        [layers[i] if layers else f"layer {i}" for i in range(n_layers)], dtype=object
+    )
     step, layer, head = np.indices((n, n_layers, n_heads)).reshape(3, -1)
-    there = np.any([~np.isnan(values.reshape(-1)) for values in measured.values()], axis=0)
+    there = np.any(
+        [~np.isnan(values.reshape(-1)) for values in measured.values()], axis=0
+    )
     columns = {"step": np.asarray(steps).astype(np.int64)[step], "layer": names[layer]}
     if types:
-        columns["type"] = np.array([types.get(name, "") for name in names], dtype=object)[layer]
+        columns["type"] = np.array(
+            [types.get(name, "") for name in names], dtype=object
+        )[layer]
     columns["head"] = head
-    return Frame({name: v.reshape(-1)[there] for name, v in {**columns, **measured}.items()})
+    return Frame(
+        {name: v.reshape(-1)[there] for name, v in {**columns, **measured}.items()}
+    )
 
 
 # CSV and Parquet files that grow frame by frame.
 
 TableFormat = Literal["csv", "parquet"]
 TABLE_FORMATS: tuple[TableFormat, ...] = ("csv", "parquet")
-_ROWS = 100_000  # rows buffered per Parquet write, because each write becomes a row group
+_ROWS = (
+    100_000  # rows buffered per Parquet write, because each write becomes a row group
+)
 
 
 @final
@@ -200,7 +255,12 @@ class TableFiles:
         UnknownNameError: the format is neither "csv" nor "parquet".
     """
 
-    def __init__(self, folder: Path, kind: str, announced: dict[str, tuple[str, ...]] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kind: str,
+        announced: dict[str, tuple[str, ...]] | None = None,
+    ) -> None:
         check_known("table format", kind, TABLE_FORMATS)
         self.folder, self.kind = folder, kind
         self._arrow: Foreign = None
@@ -225,7 +285,9 @@ class TableFiles:
                 "first row"
             )
         unmeasured = np.full(len(frame), np.nan)
-        frame = Frame({column: frame.columns.get(column, unmeasured) for column in names})
+        frame = Frame(
+            {column: frame.columns.get(column, unmeasured) for column in names}
+        )
         if self.kind == "csv":
             path = self.folder / f"{name}.csv"
             disk.append(path, _lines(frame, head=not path.exists()).encode())
@@ -237,11 +299,16 @@ class TableFiles:
 
     def _write_held(self, name: str) -> None:
         frames, self._held[name] = self._held[name], []
-        columns = {column: np.concatenate([f[column] for f in frames]) for column in self._names[name]}
+        columns = {
+            column: np.concatenate([f[column] for f in frames])
+            for column in self._names[name]
+        }
         table = self._arrow.table(columns)
         if name not in self._writers:
             writer = self._arrow.parquet.ParquetWriter
-            self._writers[name] = writer(str(self.folder / f"{name}.parquet"), table.schema, compression="zstd")
+            self._writers[name] = writer(
+                str(self.folder / f"{name}.parquet"), table.schema, compression="zstd"
+            )
         self._writers[name].write_table(table.cast(self._writers[name].schema))
 
     def close(self) -> list[Path]:
@@ -251,7 +318,11 @@ class TableFiles:
                 self._write_held(name)
         for writer in self._writers.values():
             writer.close()
-        return [path for name in self._names if (path := self.folder / f"{name}.{self.kind}").exists()]
+        return [
+            path
+            for name in self._names
+            if (path := self.folder / f"{name}.{self.kind}").exists()
+        ]
 
 
 def _lines(frame: Frame, *, head: bool) -> str:
@@ -260,7 +331,10 @@ def _lines(frame: Frame, *, head: bool) -> str:
     if head:
         writer.writerow(frame.columns)
     columns = [
-        ["" if isinstance(value, float) and math.isnan(value) else value for value in values.tolist()]
+        [
+            "" if isinstance(value, float) and math.isnan(value) else value
+            for value in values.tolist()
+        ]
         for values in frame.columns.values()
     ]
     writer.writerows(zip(*columns, strict=True))
@@ -285,24 +359,36 @@ def axes(given: Foreign = None) -> Foreign:
     return pyplot.subplots(layout="constrained")[1]
 
 
-def draw_lines(ax: Foreign, steps: np.ndarray, values: np.ndarray, names: Sequence[str], label: str) -> None:
+def draw_lines(
+    ax: Foreign, steps: np.ndarray, values: np.ndarray, names: Sequence[str], label: str
+) -> None:
     """Draws one line per column of values [n k] over steps [n], on a log axis if the values span a factor of 30."""
     from matplotlib import colormaps  # pyright: ignore[reportMissingImports]
 
     colours = colormaps["viridis"](np.linspace(0, 0.9, max(len(names), 2)))
     for column, name, colour in zip(values.T, names, colours, strict=False):
-        ax.plot(steps, column, color=colour, label=name, marker="." if len(steps) < 3 else None)
+        ax.plot(
+            steps,
+            column,
+            color=colour,
+            label=name,
+            marker="." if len(steps) < 3 else None,
+        )
     if len(names) <= _NAMED:
         ax.legend()
     else:
-        ax.set_title(f"from {names[0]} (dark) to {names[-1]} (light)", fontsize="medium")
+        ax.set_title(
+            f"from {names[0]} (dark) to {names[-1]} (light)", fontsize="medium"
+        )
     finite = values[np.isfinite(values)]
     if len(finite) and finite.min() > 0 and finite.max() > 30 * finite.min():
         ax.set_yscale("log")
     ax.set(xlabel="optimizer step", ylabel=label)
 
 
-def draw_heads(ax: Foreign, values: np.ndarray, names: Sequence[str], label: str) -> None:
+def draw_heads(
+    ax: Foreign, values: np.ndarray, names: Sequence[str], label: str
+) -> None:
     """Draws a heat map of one record [layers heads]; heads that a layer does not have stay empty."""
     image = ax.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis")
     ax.figure.colorbar(image, ax=ax, label=label)
@@ -313,7 +399,11 @@ def draw_heads(ax: Foreign, values: np.ndarray, names: Sequence[str], label: str
 
 
 def draw_forecast(
-    ax: Foreign, threshold: float, now: tuple[float, float], ahead: tuple[float, float, float], farthest: float
+    ax: Foreign,
+    threshold: float,
+    now: tuple[float, float],
+    ahead: tuple[float, float, float],
+    farthest: float,
 ) -> None:
     """Draws the threshold, and a line from the last record to the forecast step at which it is reached.
 
@@ -327,7 +417,19 @@ def draw_forecast(
     low, step, high = ahead
     ax.axhline(threshold, color="0.5", linestyle=":")
     if np.isfinite(step):
-        ax.plot([now[0], step], [now[1], threshold], color="C3", linestyle="--", label="forecast")
-        ax.axvspan(low, high if np.isfinite(high) else step, color="C3", alpha=0.15, label="90 % interval")
+        ax.plot(
+            [now[0], step],
+            [now[1], threshold],
+            color="C3",
+            linestyle="--",
+            label="forecast",
+        )
+        ax.axvspan(
+            low,
+            high if np.isfinite(high) else step,
+            color="C3",
+            alpha=0.15,
+            label="90 % interval",
+        )
     ax.set_xlim(right=min(ax.get_xlim()[1], farthest))
     ax.legend()

@@ -32,7 +32,9 @@ def entropy_floor(sigma: float, n: int) -> float:
     if n < 2:
         return 0.0
     beta = math.exp(-sigma * math.sqrt(n / (n - 1)))
-    return math.log1p((n - 1) * beta) + sigma * math.sqrt(n * (n - 1)) * beta / (1 + (n - 1) * beta)
+    return math.log1p((n - 1) * beta) + sigma * math.sqrt(n * (n - 1)) * beta / (
+        1 + (n - 1) * beta
+    )
 
 
 def rms_logit_bound(head_dim: int, gain: float = 1.0) -> float:
@@ -64,10 +66,16 @@ def dilution_bound(logit: Tensor, n: int) -> Tensor:
     >>> [round(float(dilution_bound(torch.tensor(8.0), n)), 2) for n in (512, 4096)]
     [0.78, 0.31]
     """
-    return torch.sigmoid(logit - 0.5 - math.log(n - 1)) if n > 1 else torch.ones_like(logit)
+    return (
+        torch.sigmoid(logit - 0.5 - math.log(n - 1))
+        if n > 1
+        else torch.ones_like(logit)
+    )
 
 
-def logit_frobenius(q: Float[Tensor, "*b t d"], k: Float[Tensor, "*b s d"]) -> Float[Tensor, "*b"]:
+def logit_frobenius(
+    q: Float[Tensor, "*b t d"], k: Float[Tensor, "*b s d"]
+) -> Float[Tensor, "*b"]:
     """Returns ‖q kᵀ‖_F = sqrt(Σ (qᵀq) ∘ (kᵀk)) over all pairs, from two d×d Gram matrices in O(T d²).
 
     Multiply the result by the scale to obtain nats. Source: derived; tr(k qᵀ q kᵀ) = tr(qᵀq kᵀk).
@@ -88,7 +96,9 @@ def gram_interaction_norms(
     return frobenius.masked_fill(~finite, torch.nan), interaction_norm(a, b)
 
 
-def interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> Float[Tensor, "*h"]:
+def interaction_norm(
+    a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]
+) -> Float[Tensor, "*h"]:
     """Returns the spectral norm of W_Qᵀ W_K per head, computed from a = W_Q W_Qᵀ and b = W_K W_Kᵀ; NaN if either is not
     finite.
 
@@ -99,7 +109,9 @@ def interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> 
     if not a.is_cpu:
         return squared_eigenvalue(a, b).sqrt()
     root, failed = torch.linalg.cholesky_ex(a)
-    times = torch.bmm if a.ndim == 3 else torch.matmul  # the latter calls five operators around the former
+    times = (
+        torch.bmm if a.ndim == 3 else torch.matmul
+    )  # the latter calls five operators around the former
     product = times(times(root.mT, b), root)
     # A finite sum has finite terms only. Cholesky reads one triangle of a, so a is summed as well.
     if any(failed.flatten().tolist()) or not math.isfinite(product.sum() + a.sum()):
@@ -107,15 +119,25 @@ def interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> 
     return torch.linalg.eigvalsh(product)[..., -1].clamp_min(0).sqrt()
 
 
-def _scaled_interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> Float[Tensor, "*h"]:
+def _scaled_interaction_norm(
+    a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]
+) -> Float[Tensor, "*h"]:
     """Computes `interaction_norm` for any matrices, scaled so that no product overflows and no eigensolver fails."""
     finite = (a.isfinite() & b.isfinite()).all(-1).all(-1)
     a64, b64 = (x.double().masked_fill(~finite[..., None, None], 0.0) for x in (a, b))
-    size_a, size_b = (x.abs().amax((-2, -1)).clamp_min(torch.finfo(x.dtype).tiny) for x in (a64, b64))
+    size_a, size_b = (
+        x.abs().amax((-2, -1)).clamp_min(torch.finfo(x.dtype).tiny) for x in (a64, b64)
+    )
     values, vectors = torch.linalg.eigh(a64 / size_a[..., None, None])
     root = vectors * values.clamp_min(0).sqrt()[..., None, :]
-    largest = torch.linalg.eigvalsh(root.mT @ (b64 / size_b[..., None, None]) @ root)[..., -1].clamp_min(0)
-    return (largest.sqrt() * size_a.sqrt() * size_b.sqrt()).masked_fill(~finite, torch.nan).to(a.dtype)
+    largest = torch.linalg.eigvalsh(root.mT @ (b64 / size_b[..., None, None]) @ root)[
+        ..., -1
+    ].clamp_min(0)
+    return (
+        (largest.sqrt() * size_a.sqrt() * size_b.sqrt())
+        .masked_fill(~finite, torch.nan)
+        .to(a.dtype)
+    )
 
 
 def spectral_norm(w: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h"]:
@@ -125,12 +147,18 @@ def spectral_norm(w: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h"]:
 
 def gram_spectral_norm(gram: Float[Tensor, "*h d d"]) -> Float[Tensor, "*h"]:
     """Returns the largest singular value of W from W Wᵀ."""
-    largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0) if gram.is_cpu else squared_eigenvalue(gram)
+    largest = (
+        torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0)
+        if gram.is_cpu
+        else squared_eigenvalue(gram)
+    )
     return largest.sqrt()
 
 
 def squared_eigenvalue(
-    a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"] | None = None, squarings: int = 11
+    a: Float[Tensor, "*h d d"],
+    b: Float[Tensor, "*h d d"] | None = None,
+    squarings: int = 11,
 ) -> Float[Tensor, "*h"]:
     """Returns the largest eigenvalue λ of m = a b (or m = a), where a and b are symmetric and positive semidefinite.
 
@@ -158,7 +186,9 @@ def squared_eigenvalue(
             x = torch.baddbmm(x, x, x, beta=0, alpha=x.shape[-1])  # (√d x)²
     x = x.view_as(m)
     mean = (x * scaled.mT).sum((-2, -1)) / _trace(x)
-    return torch.fmax(size * mean, 0 * m.sum((-2, -1)))  # 0 / 0 of a zero matrix becomes 0
+    return torch.fmax(
+        size * mean, 0 * m.sum((-2, -1))
+    )  # 0 / 0 of a zero matrix becomes 0
 
 
 def _trace(x: Tensor) -> Tensor:
@@ -173,10 +203,14 @@ class Spectrum(NamedTuple):
 
     spectral_norm: Float[Tensor, "*h"]  #: the largest, σ₁
     stable_rank: Float[Tensor, "*h"]  #: Σσ² / σ₁², in [1, rank]; NaN for a zero matrix
-    singular_entropy: Float[Tensor, "*h"]  #: -Σ p ln p, p = σ² / Σσ², in nats, in [0, ln rank]; NaN for a zero matrix
+    singular_entropy: Float[
+        Tensor, "*h"
+    ]  #: -Σ p ln p, p = σ² / Σσ², in nats, in [0, ln rank]; NaN for a zero matrix
 
 
-def product_spectrum(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Spectrum:
+def product_spectrum(
+    a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]
+) -> Spectrum:
     """Returns the spectrum of aᵀ b [m n] from its factors of small rank r.
 
     With the thin QR factorisations aᵀ = Q_a R_a and bᵀ = Q_b R_b, aᵀ b = Q_a (R_a R_bᵀ) Q_bᵀ has the same singular
@@ -187,10 +221,17 @@ def product_spectrum(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> 
     >>> [round(float(x), 4) for x in product_spectrum(a, b)]
     [4.0, 1.5625, 0.6534]
     """
-    return Spectrum(*(x.to(torch.promote_types(a.dtype, torch.float32)) for x in spectrum(small_product(a, b))))
+    return Spectrum(
+        *(
+            x.to(torch.promote_types(a.dtype, torch.float32))
+            for x in spectrum(small_product(a, b))
+        )
+    )
 
 
-def small_product(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Float[Tensor, "*h i j"]:
+def small_product(
+    a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]
+) -> Float[Tensor, "*h i j"]:
     """Returns a matrix of at most r by r with the same singular values as aᵀ b, in float64; NaN if a or b is not
     finite.
 
@@ -202,7 +243,10 @@ def small_product(a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]) -> Flo
 
     Source: derived.
     """
-    finite, device = a.isfinite().flatten(-2).all(-1) & b.isfinite().flatten(-2).all(-1), a.device
+    finite, device = (
+        a.isfinite().flatten(-2).all(-1) & b.isfinite().flatten(-2).all(-1),
+        a.device,
+    )
     if widest(device) != torch.float64:
         a, b, finite = a.cpu(), b.cpu(), finite.cpu()
     a, b = (x.double().masked_fill(~finite[..., None, None], 0.0) for x in (a, b))
@@ -226,7 +270,9 @@ def spectrum(product: Float[Tensor, "*h i j"]) -> Spectrum:
     p = (sigma / largest[..., None]).square()  # NaN of a zero matrix
     total = p.sum(-1)
     entropy = total.log() - torch.special.xlogy(p, p).sum(-1) / total
-    return Spectrum(largest.masked_fill(~finite, torch.nan), total, entropy.clamp_min(0))
+    return Spectrum(
+        largest.masked_fill(~finite, torch.nan), total, entropy.clamp_min(0)
+    )
 
 
 def step_products(
@@ -251,14 +297,18 @@ def step_products(
 
     Source: arXiv 2606.28116, sections 3.2 and 3.4, which writes x W where this module writes W x.
     """
-    second = small_product(torch.cat([query_step, query], -2), torch.cat([key, key_step], -2))
+    second = small_product(
+        torch.cat([query_step, query], -2), torch.cat([key, key_step], -2)
+    )
     return second, small_product(query_step, key_step)
 
 
 # Expected query norms, the spread of logits, and the size of the softmax's Jacobian.
 
 
-def expected_squared_norm(weight: Float[Tensor, "*h d m"], sigma: float = 1.0) -> Float[Tensor, "*h"]:
+def expected_squared_norm(
+    weight: Float[Tensor, "*h d m"], sigma: float = 1.0
+) -> Float[Tensor, "*h"]:
     """Returns E‖W x‖² = σ² ‖W‖_F² for x with independent entries of mean 0 and standard deviation σ.
 
     Inputs with entries k times as large give queries with k times the norm. If x is normalised (RMS 1 for every token),
@@ -267,7 +317,9 @@ def expected_squared_norm(weight: Float[Tensor, "*h d m"], sigma: float = 1.0) -
     return sigma**2 * weight.square().sum((-2, -1))
 
 
-def logit_std(query_rms: float, key_rms: float, head_dim: int, scale: float | None = None) -> float:
+def logit_std(
+    query_rms: float, key_rms: float, head_dim: int, scale: float | None = None
+) -> float:
     """Returns the standard deviation scale · √d · rms(q) · rms(k), in nats, of the logits of independent q and k.
 
     With entries of RMS 1 and any d, it is 1 at scale 1/√d, √d at scale 1, and 1/√d at scale 1/d.
@@ -283,7 +335,12 @@ def logit_std(query_rms: float, key_rms: float, head_dim: int, scale: float | No
     >>> [round(logit_std(1, 1, 64, scale), 3) for scale in (1.0, 64**-0.5, 1 / 64)]
     [8.0, 1.0, 0.125]
     """
-    return (head_dim**-0.5 if scale is None else scale) * math.sqrt(head_dim) * query_rms * key_rms
+    return (
+        (head_dim**-0.5 if scale is None else scale)
+        * math.sqrt(head_dim)
+        * query_rms
+        * key_rms
+    )
 
 
 def softmax_jacobian_norm(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
@@ -299,7 +356,9 @@ def softmax_jacobian_norm(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]
 # Formulas applied to weights between steps: QK-Clip and Newton-Schulz. LALR's are in `remedies.lalr.HeadRates`.
 
 
-def qk_clip_gamma(max_logit: Float[Tensor, " h"], threshold: float) -> Float[Tensor, " h"]:
+def qk_clip_gamma(
+    max_logit: Float[Tensor, " h"], threshold: float
+) -> Float[Tensor, " h"]:
     """Returns γ_h = τ / S_h where S_h > τ, else exactly 1.
 
     S_h is the largest signed scaled logit. Maxima that are zero, negative or -inf (a head without data) give 1. So do
@@ -311,7 +370,9 @@ def qk_clip_gamma(max_logit: Float[Tensor, " h"], threshold: float) -> Float[Ten
     tensor([0.5000, 1.0000, 1.0000, 1.0000])
     """
     over = (max_logit > threshold) & max_logit.isfinite()
-    return torch.where(over, threshold / torch.where(over, max_logit, torch.ones_like(max_logit)), 1.0)
+    return torch.where(
+        over, threshold / torch.where(over, max_logit, torch.ones_like(max_logit)), 1.0
+    )
 
 
 def repeat_groups(x: Float[Tensor, "g ..."], n_heads: int) -> Float[Tensor, "h ..."]:
@@ -319,7 +380,9 @@ def repeat_groups(x: Float[Tensor, "g ..."], n_heads: int) -> Float[Tensor, "h .
     return x.repeat_interleave(n_heads // x.shape[0], dim=0)
 
 
-def newton_schulz(g: Float[Tensor, "*b m n"], steps: int = 5) -> Float[Tensor, "*b m n"]:
+def newton_schulz(
+    g: Float[Tensor, "*b m n"], steps: int = 5
+) -> Float[Tensor, "*b m n"]:
     """Returns an approximate orthogonal factor of g (singular values within 1 ± 0.3), in g's dtype.
 
     X ← aX + (b A + c A²) X with A = X Xᵀ, (a, b, c) = (3.4445, -4.7750, 2.0315), X₀ = g / (‖g‖_F + 1e-7).
@@ -353,7 +416,9 @@ class LogitChange:
     n_pairs: Int[Tensor, " h"]
 
 
-def change_factors(q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor) -> tuple[Tensor, Tensor]:
+def change_factors(
+    q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns factors a [b h t 2d] and c [b g s 2d] with a cᵀ = q' k'ᵀ - q kᵀ: a = [q' - q, q], c = [k', k' - k].
 
     The form [q' q][k' -k]ᵀ would subtract numbers as large as the logits, and a step of 1e-3 would be lost in float32.
@@ -382,16 +447,25 @@ def change_rows(change: Tensor, visible_keys: VisibleKeys) -> dict[str, Tensor]:
 
 def no_change_rows(template: Tensor) -> dict[str, Tensor]:
     """Returns the result of `change_rows` for rows that see no key, one row for each entry of `like` [b h r]."""
-    zeros, none = torch.zeros_like(template), torch.zeros_like(template, dtype=torch.int64)
+    zeros, none = (
+        torch.zeros_like(template),
+        torch.zeros_like(template, dtype=torch.int64),
+    )
     return {"norm": zeros, "total": zeros, "most": zeros, "n": none}
 
 
-def reduce_changes(parts: list[dict[str, Tensor]], counted: Bool[Tensor, "b t"] | None) -> LogitChange:
+def reduce_changes(
+    parts: list[dict[str, Tensor]], counted: Bool[Tensor, "b t"] | None
+) -> LogitChange:
     """Reduces the rows of all parts to one change per head; rows are counted if they see a key and are not masked
     out."""
-    rows = {name: torch.cat([block[name] for block in parts], dim=2) for name in parts[0]}
+    rows = {
+        name: torch.cat([block[name] for block in parts], dim=2) for name in parts[0]
+    }
     out = rows["n"] == 0 if counted is None else (rows["n"] == 0) | ~counted[:, None]
-    norm, total, most = (rows[name].masked_fill(out, 0.0) for name in ("norm", "total", "most"))
+    norm, total, most = (
+        rows[name].masked_fill(out, 0.0) for name in ("norm", "total", "most")
+    )
     n_pairs = rows["n"].masked_fill(out, 0).sum((0, 2))
     divisor = n_pairs.clamp_min(1).to(norm.dtype)
     return LogitChange(

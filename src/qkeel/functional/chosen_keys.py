@@ -12,7 +12,9 @@ from torch import Tensor
 Pairs = Bool[Tensor, "b h r s"]
 
 
-def dense_divergence(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs) -> Float[Tensor, "b h r"]:
+def dense_divergence(
+    z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs
+) -> Float[Tensor, "b h r"]:
     """Returns KL = -ln R in nats, the divergence of attention to the chosen keys from dense attention.
 
     Let p be the softmax of z over all allowed keys. The recall R is the weight that p puts on the chosen keys, and
@@ -30,7 +32,9 @@ def dense_divergence(z: Float[Tensor, "b h r s"], chosen: Pairs, allowed: Pairs)
 
 
 def index_divergence(
-    scores: Float[Tensor, "b 1 r s"], z: Float[Tensor, "b h r s"], visible: Bool[Tensor, "b 1 r s"]
+    scores: Float[Tensor, "b 1 r s"],
+    z: Float[Tensor, "b h r s"],
+    visible: Bool[Tensor, "b 1 r s"],
 ) -> Float[Tensor, "b 1 r"]:
     """Returns Σ_s p_s ln(p_s / q_s), where q is the softmax of an indexer's scores and p is dense attention averaged
     over heads.

@@ -46,17 +46,25 @@ def rule(how: MergeRule, neutral: float = 0.0, count: str = "") -> dict[str, obj
 
 def merge_rules(kind: type[DataclassInstance]) -> dict[str, Merge]:
     """Returns the merge rules of a dataclass's fields by name. Fields without a rule are left out."""
-    return {field.name: field.metadata["merge"] for field in dataclasses.fields(kind) if field.metadata}
+    return {
+        field.name: field.metadata["merge"]
+        for field in dataclasses.fields(kind)
+        if field.metadata
+    }
 
 
-def merged(parts: Sequence[Mapping[str, Tensor]], rules: Mapping[str, Merge]) -> dict[str, Tensor]:
+def merged(
+    parts: Sequence[Mapping[str, Tensor]], rules: Mapping[str, Merge]
+) -> dict[str, Tensor]:
     """Returns the merged values of the fields that `rules` names."""
     return {name: _merged(parts, name, rule) for name, rule in rules.items()}
 
 
 def tensors(stats: DataclassInstance) -> dict[str, Tensor]:
     """Returns the tensor fields of a statistics object by name."""
-    values = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
+    values = {
+        field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)
+    }
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
@@ -66,7 +74,11 @@ def _merged(parts: Sequence[Mapping[str, Tensor]], name: str, rule: Merge) -> Te
         first, second = (stats[rule.count] for stats in parts)
         # In the mean's dtype, since dividing integers would give float32.
         share = second.to(values[0].dtype) / (first + second).clamp_min(1)
-        return torch.lerp(values[0], values[1], share if share.ndim == values[0].ndim else share[..., None])
+        return torch.lerp(
+            values[0],
+            values[1],
+            share if share.ndim == values[0].ndim else share[..., None],
+        )
     every = {name: torch.stack(values)}
     if rule.count:
         every[rule.count] = torch.stack([stats[rule.count] for stats in parts])
@@ -82,7 +94,9 @@ def merged_rows(every: Mapping[str, Tensor], name: str, rule: Merge) -> Tensor:
         counts = every[rule.count]
         share = counts.to(values.dtype) / counts.sum(0).clamp_min(1)
         over = values - values[0]  # so that the mean of equal values is that value
-        return values[0] + (over * (share if share.ndim == over.ndim else share[..., None])).sum(0)
+        return values[0] + (
+            over * (share if share.ndim == over.ndim else share[..., None])
+        ).sum(0)
     return {"max": values.amax, "min": values.amin, "sum": values.sum}[rule.how](0)
 
 
@@ -140,9 +154,13 @@ class ClassStats:
     mass: PerPair = field(metadata=rule("mean", count="n_queries"))
     uniform_mass: PerPair = field(metadata=rule("mean", count="n_queries"))
     query_norm: Float[Tensor, "h c"] = field(metadata=rule("mean", count="n_normed"))
-    query_norm_max: Float[Tensor, "h c"] = field(metadata=rule("max"))  #: largest L2 norm of the queries
+    query_norm_max: Float[Tensor, "h c"] = field(
+        metadata=rule("max")
+    )  #: largest L2 norm of the queries
     key_norm: Float[Tensor, "g c"] = field(metadata=rule("mean", count="n_keys"))
-    key_norm_max: Float[Tensor, "g c"] = field(metadata=rule("max"))  #: largest L2 norm of the keys
+    key_norm_max: Float[Tensor, "g c"] = field(
+        metadata=rule("max")
+    )  #: largest L2 norm of the keys
     n_queries: Int[Tensor, "h c"] = field(metadata=rule("sum"))
     n_pairs: Int[Tensor, "h c c"] = field(metadata=rule("sum"))
     n_normed: Int[Tensor, "h c"] = field(metadata=rule("sum"))
@@ -159,7 +177,9 @@ class ClassStats:
     def index(self, name: str) -> int:
         """Returns the index of a class, or raises InvalidValueError."""
         if name not in self.names:
-            raise InvalidValueError(f"expected one of the classes {', '.join(self.names)}, got {name!r}")
+            raise InvalidValueError(
+                f"expected one of the classes {', '.join(self.names)}, got {name!r}"
+            )
         return self.names.index(name)
 
     @property
@@ -187,7 +207,11 @@ def merge_classes(a: ClassStats | None, b: ClassStats | None) -> ClassStats | No
     """
     if a is None or b is None:
         return b if a is None else a
-    if a.names != b.names or a.mass.shape != b.mass.shape or a.key_norm.shape != b.key_norm.shape:
+    if (
+        a.names != b.names
+        or a.mass.shape != b.mass.shape
+        or a.key_norm.shape != b.key_norm.shape
+    ):
         raise InvalidValueError(
             f"cannot merge statistics of the classes {', '.join(a.names)} of {len(a.mass)} heads with those of "
             f"{', '.join(b.names)} of {len(b.mass)} heads; merge only statistics of the same site and classes"
@@ -205,7 +229,9 @@ def joined_classes(parts: Sequence[ClassStats | None]) -> ClassStats | None:
     return ClassStats(names=classes[0].names, **fields)
 
 
-def norm_ratio(norms: Float[Tensor, "*h c"], counts: Int[Tensor, "*h c"]) -> Float[Tensor, "*h"]:
+def norm_ratio(
+    norms: Float[Tensor, "*h c"], counts: Int[Tensor, "*h c"]
+) -> Float[Tensor, "*h"]:
     """Returns the competition index, the ratio of the largest to the smallest mean norm of any class; 1 if all are
     equal.
 
@@ -216,7 +242,9 @@ def norm_ratio(norms: Float[Tensor, "*h c"], counts: Int[Tensor, "*h c"]) -> Flo
         tensor([3.])
     """
     is_counted = counts > 0
-    ratio = norms.masked_fill(~is_counted, -torch.inf).amax(-1) / norms.masked_fill(~is_counted, torch.inf).amin(-1)
+    ratio = norms.masked_fill(~is_counted, -torch.inf).amax(-1) / norms.masked_fill(
+        ~is_counted, torch.inf
+    ).amin(-1)
     return ratio.masked_fill(is_counted.sum(-1) < 2, torch.nan)
 
 
@@ -228,7 +256,9 @@ def one_hot(classes: Int[Tensor, "*n"], n: int) -> Bool[Tensor, "*n c"]:
 def check_classes(classes: Tensor, n: int) -> None:
     """Raises InvalidTypeError or InvalidValueError unless classes are integers from -1 to n - 1."""
     if classes.is_floating_point() or classes.is_complex():
-        raise InvalidTypeError(f"expected the classes of tokens as whole numbers, got {classes.dtype}")
+        raise InvalidTypeError(
+            f"expected the classes of tokens as whole numbers, got {classes.dtype}"
+        )
     if classes.numel() and not (int(classes.min()) >= -1 and int(classes.max()) < n):
         raise InvalidValueError(
             f"expected classes from 0 to {n - 1}, or -1 for a token without a class, got {int(classes.min())} to "
@@ -257,7 +287,9 @@ def class_stats(
     weigh = of.to(mass.dtype)
 
     def total(x: Tensor) -> Tensor:
-        return torch.einsum("bhta,bhtc->hac", weigh, x.masked_fill(~over[..., None], 0.0))
+        return torch.einsum(
+            "bhta,bhtc->hac", weigh, x.masked_fill(~over[..., None], 0.0)
+        )
 
     tops = []
     pairs = []
@@ -275,7 +307,10 @@ def class_stats(
 
 
 def class_norms(
-    of: Bool[Tensor, "#b n c"], norm: Float[Tensor, "b h n"] | None, over: Bool[Tensor, "b h n"], template: Tensor
+    of: Bool[Tensor, "#b n c"],
+    norm: Float[Tensor, "b h n"] | None,
+    over: Bool[Tensor, "b h n"],
+    template: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the mean norm, largest norm and number [h c] of the counted tokens of each class; 0 if the norms are
     unknown."""

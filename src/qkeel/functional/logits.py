@@ -15,7 +15,9 @@ from qkeel.errors import InvalidValueError, check
 # Position-dependent factors on the logit, and constants for scales.
 
 
-def log_n(n: Tensor, train_length: int, clip: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
+def log_n(
+    n: Tensor, train_length: int, clip: bool = False, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Returns ln(n) / ln(train_length) for queries that see n keys; `clip` keeps it at 1 or above.
 
     The factor is 1 at the training length. It is 0 for n = 1, which is harmless with a single key.
@@ -35,13 +37,18 @@ def log_n(n: Tensor, train_length: int, clip: bool = False, dtype: torch.dtype =
     tensor([1.0000, 1.3333])
     """
     if train_length < 2:
-        raise InvalidValueError(f"log n needs a train_length of at least 2, got {train_length}")
+        raise InvalidValueError(
+            f"log n needs a train_length of at least 2, got {train_length}"
+        )
     factor = n.clamp_min(1).to(dtype).log() / math.log(train_length)
     return factor.clamp_min(1.0) if clip else factor
 
 
 def floor_log_temperature(
-    pos: Tensor, alpha: float = 0.1, floor: int = 8192, dtype: torch.dtype = torch.float32
+    pos: Tensor,
+    alpha: float = 0.1,
+    floor: int = 8192,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Returns 1 + alpha·ln(1 + ⌊(pos + 1) / floor⌋); 1 for negative positions (queries before the first key).
 
@@ -56,7 +63,9 @@ def floor_log_temperature(
     >>> floor_log_temperature(torch.tensor([0, 8191, 16383]))
     tensor([1.0000, 1.0693, 1.1099])
     """
-    return 1 + alpha * torch.log1p(torch.div((pos + 1).clamp_min(0), floor, rounding_mode="floor").to(dtype))
+    return 1 + alpha * torch.log1p(
+        torch.div((pos + 1).clamp_min(0), floor, rounding_mode="floor").to(dtype)
+    )
 
 
 def qk_norm_init(length: float) -> float:
@@ -108,7 +117,11 @@ def gradient_scale(n: float, head_dim: int | None = None) -> float:
     (22.29, 16.64, 1.8635)
     """
     check(n > 1, "more than one key", n)
-    check(head_dim is None or head_dim >= 2, "a head_dim of at least 2", f"head_dim={head_dim}")
+    check(
+        head_dim is None or head_dim >= 2,
+        "a head_dim of at least 2",
+        f"head_dim={head_dim}",
+    )
 
     def passed_on(scale: float) -> float:
         spread = scale * scale  # ln M(2λ) - 2 ln M(λ) of N(0, 1)
@@ -240,7 +253,11 @@ def squared_relu(z: Logits, visible: Visible = None) -> Logits:
     Source: Hua et al. 2022, arXiv 2202.10447, as implemented in bert4keras, which divides after squaring. The paper's
     own code divides the logit by n before squaring, which gives a different result.
     """
-    n = z.shape[-1] if visible is None else visible.expand(z.shape).sum(-1, keepdim=True).clamp_min(1)
+    n = (
+        z.shape[-1]
+        if visible is None
+        else visible.expand(z.shape).sum(-1, keepdim=True).clamp_min(1)
+    )
     return _blank(torch.relu(z).square() / n, visible)
 
 
@@ -276,7 +293,9 @@ def entropy(weights: Float[Tensor, "*batch s"]) -> Float[Tensor, "*batch"]:
 # Losses on output logits.
 
 
-def z_loss(logits: Float[Tensor, "*batch vocab"], coefficient: float = 1e-4) -> Float[Tensor, ""]:
+def z_loss(
+    logits: Float[Tensor, "*batch vocab"], coefficient: float = 1e-4
+) -> Float[Tensor, ""]:
     """Returns coefficient · mean((ln Σ e^logit)²), which keeps the normaliser of the output logits near 1.
 
     The logsumexp is squared; at least one public codebase adds it unsquared, which is a different loss.
@@ -286,4 +305,9 @@ def z_loss(logits: Float[Tensor, "*batch vocab"], coefficient: float = 1e-4) -> 
     >>> z_loss(torch.zeros(3, 4), 1.0)
     tensor(1.9218)
     """
-    return coefficient * torch.logsumexp(logits.float() if logits.dtype.itemsize < 4 else logits, -1).square().mean()
+    return (
+        coefficient
+        * torch.logsumexp(logits.float() if logits.dtype.itemsize < 4 else logits, -1)
+        .square()
+        .mean()
+    )

@@ -24,12 +24,18 @@ def widest(device: torch.device) -> torch.dtype:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which statistics are computed: float64 for float64, else float32."""
     # The usual answers need no operator of torch; a measured step asks nine times a layer.
-    return dtype if dtype in (torch.float32, torch.float64) else torch.promote_types(dtype, torch.float32)
+    return (
+        dtype
+        if dtype in (torch.float32, torch.float64)
+        else torch.promote_types(dtype, torch.float32)
+    )
 
 
 def _widened(x: Tensor) -> Tensor:
     if not isinstance(x, Tensor):
-        raise InvalidTypeError(f"expected a tensor to normalise, got {type(x).__name__}")
+        raise InvalidTypeError(
+            f"expected a tensor to normalise, got {type(x).__name__}"
+        )
     if not x.is_floating_point() or x.dtype.itemsize < 2:
         raise InvalidTypeError(
             f"expected floating-point numbers of 16 bits or more to normalise, got {x.dtype}; convert them first"
@@ -40,10 +46,16 @@ def _widened(x: Tensor) -> Tensor:
 def unrounded(x: Tensor) -> AbstractContextManager[object]:
     """Disables autocast for the device of x, so that products keep their dtype and logits are not rounded."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return (
+        torch.autocast(kind, enabled=False)
+        if torch.is_autocast_enabled(kind)
+        else nullcontext()
+    )
 
 
-def l2_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "*batch d"]:
+def l2_norm(
+    x: Float[Tensor, "*batch d"], eps: float = 1e-12
+) -> Float[Tensor, "*batch d"]:
     """Returns x / max(‖x‖₂, eps), a vector of norm 1.
 
     Source: Henry et al. 2020, arXiv 2010.04245 (torch's F.normalize). Other codebases use "L2" for division by
@@ -55,7 +67,9 @@ def l2_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "
     return _resized(x, eps, mean=False)
 
 
-def rms_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "*batch d"]:
+def rms_norm(
+    x: Float[Tensor, "*batch d"], eps: float = 1e-6
+) -> Float[Tensor, "*batch d"]:
     """Returns x / sqrt(mean(x²) + eps), a vector of norm √d.
 
     Source: Zhang & Sennrich 2019, arXiv 1910.07467.
@@ -66,7 +80,9 @@ def rms_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "
     return _resized(x, eps, mean=True)
 
 
-def layer_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-5) -> Float[Tensor, "*batch d"]:
+def layer_norm(
+    x: Float[Tensor, "*batch d"], eps: float = 1e-5
+) -> Float[Tensor, "*batch d"]:
     """Returns (x - mean) / sqrt(var + eps) with the population variance.
 
     Source: Ba et al. 2016, arXiv 1607.06450.
@@ -84,7 +100,9 @@ def apply_gain(x: Float[Tensor, "b h t d"], gain: Tensor) -> Float[Tensor, "b h 
     return (x * gain.to(x.dtype)).to(x.dtype)
 
 
-def inverse_l2(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "*batch 1"]:
+def inverse_l2(
+    x: Float[Tensor, "*batch d"], eps: float = 1e-12
+) -> Float[Tensor, "*batch 1"]:
     """Returns 1 / max(‖x‖₂, eps), the factor that `l2_norm` applies (see its source), in float32 or wider.
 
     >>> inverse_l2(torch.tensor([3.0, 4.0]))
@@ -93,7 +111,9 @@ def inverse_l2(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor
     return _one_over(_norm(x), None, eps)
 
 
-def inverse_rms(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "*batch 1"]:
+def inverse_rms(
+    x: Float[Tensor, "*batch d"], eps: float = 1e-6
+) -> Float[Tensor, "*batch 1"]:
     """Returns 1 / sqrt(mean(x²) + eps), the factor that `rms_norm` applies (see its source), in float32 or wider.
 
     >>> inverse_rms(torch.tensor([3.0, 4.0]), eps=0.0)
@@ -111,7 +131,9 @@ def _one_over(norm: Tensor, mean_over: int | None, eps: float) -> Tensor:
 
 def _resized(x: Tensor, eps: float, mean: bool) -> Tensor:
     if with_tangents():
-        return (_widened(x) * _one_over(_norm(x), x.shape[-1] if mean else None, eps)).to(x.dtype)
+        return (
+            _widened(x) * _one_over(_norm(x), x.shape[-1] if mean else None, eps)
+        ).to(x.dtype)
     return _Resize.apply(_widened(x), eps, mean)[0].to(x.dtype)
 
 
@@ -138,7 +160,9 @@ class _Resize(torch.autograd.Function):
         return x * r, r, c
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)  # only a second derivative has a gradient of r
         ctx.save_for_backward(*output)
@@ -172,5 +196,13 @@ def stream_statistics(x: Float[Tensor, "... m"]) -> dict[str, Tensor]:
     """
     m, dtype = x.shape[-1], wide(x.dtype)
     rms = torch.linalg.vector_norm(x, dtype=dtype) / x.numel() ** 0.5
-    peaks = torch.linalg.vector_norm(x.reshape(-1, m), ord=torch.inf, dim=0, dtype=dtype).sort().values
-    return {"rms": rms, "max": peaks[-1], "channel_ratio": 2 * peaks[-1] / (peaks[(m - 1) // 2] + peaks[m // 2])}
+    peaks = (
+        torch.linalg.vector_norm(x.reshape(-1, m), ord=torch.inf, dim=0, dtype=dtype)
+        .sort()
+        .values
+    )
+    return {
+        "rms": rms,
+        "max": peaks[-1],
+        "channel_ratio": 2 * peaks[-1] / (peaks[(m - 1) // 2] + peaks[m // 2]),
+    }

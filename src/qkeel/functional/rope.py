@@ -26,7 +26,10 @@ def rope_frequencies(
     Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2.
     """
     check_pairs(rotary_dim)
-    return base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device or "cpu") / rotary_dim)
+    return base ** (
+        -torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device or "cpu")
+        / rotary_dim
+    )
 
 
 def check_pairs(rotary_dim: int) -> None:
@@ -46,7 +49,9 @@ def rope_table(
     return table(pos, frequencies, torch.promote_types(dtype, torch.float32))
 
 
-def _table(pos: Tensor, frequencies: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+def _table(
+    pos: Tensor, frequencies: Tensor, kind: torch.dtype
+) -> tuple[Tensor, Tensor]:
     angle = pos.to(kind)[..., None] * frequencies.to(device=pos.device, dtype=kind)
     return angle.cos(), angle.sin()
 
@@ -110,12 +115,20 @@ class _Rotate(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
         """Moves the mapped axis of x to the front and aligns a mapped table with x's axes."""
         x, cos, sin, pairing = args
-        x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+        x = (
+            x.expand(info.batch_size, *x.shape)
+            if in_dims[0] is None
+            else x.movedim(in_dims[0], 0)
+        )
         lined = []
         for t, dim in ((cos, in_dims[1]), (sin, in_dims[2])):
             front = t if dim is None else t.movedim(dim, 0)
             missing = 0 if dim is None else x.ndim - front.ndim
-            lined.append(front.reshape(*front.shape[:1], *(1,) * missing, *front.shape[1:]) if missing else front)
+            lined.append(
+                front.reshape(*front.shape[:1], *(1,) * missing, *front.shape[1:])
+                if missing
+                else front
+            )
         return _Rotate.apply(x, *lined, pairing), 0
 
     @staticmethod
@@ -148,7 +161,11 @@ def _pairs(x: Tensor, half: int, pairing: Pairing) -> tuple[Tensor, Tensor]:
 
 def _widened(cos: Tensor, width: int, pairing: Pairing) -> Tensor:
     """Returns the cosine for every dimension, which is that of its pair, or 1 if the dimension is not rotated."""
-    by_dimension = cos.repeat_interleave(2, dim=-1) if pairing == "interleaved" else torch.cat([cos, cos], dim=-1)
+    by_dimension = (
+        cos.repeat_interleave(2, dim=-1)
+        if pairing == "interleaved"
+        else torch.cat([cos, cos], dim=-1)
+    )
     return (
         F.pad(by_dimension, (0, width - by_dimension.shape[-1]), value=1.0)
         if width > by_dimension.shape[-1]
@@ -169,7 +186,9 @@ def interpolate(theta: Frequencies, factor: float) -> Frequencies:
     return theta / factor
 
 
-def ntk(theta: Frequencies, factor: float | Tensor, *, exact: bool = False) -> Frequencies:
+def ntk(
+    theta: Frequencies, factor: float | Tensor, *, exact: bool = False
+) -> Frequencies:
     """Returns θ_i · k^(-2i/d), which multiplies the base by k, or with `exact` θ_i · k^(-2i/(d - 2)), which slows the
     last pair by exactly k.
 
@@ -190,7 +209,9 @@ def ntk(theta: Frequencies, factor: float | Tensor, *, exact: bool = False) -> F
         )
     index = torch.arange(half, dtype=theta.dtype, device=theta.device)
     power = -index / (half - 1 if exact else half)
-    return theta * torch.as_tensor(factor, dtype=theta.dtype, device=theta.device) ** power
+    return (
+        theta * torch.as_tensor(factor, dtype=theta.dtype, device=theta.device) ** power
+    )
 
 
 def ntk_mixed(theta: Frequencies, factor: float, power: float = 0.625) -> Frequencies:
@@ -242,10 +263,15 @@ def yarn(
     else:
 
         def cut(turns: float) -> float:
-            return half * math.log(train_length / (turns * 2 * math.pi)) / math.log(base)
+            return (
+                half * math.log(train_length / (turns * 2 * math.pi)) / math.log(base)
+            )
 
         # The released code clamps to the number of dimensions, not of pairs.
-        low, high = max(math.floor(cut(fast)), 0), min(math.ceil(cut(slow)), 2 * half - 1)
+        low, high = (
+            max(math.floor(cut(fast)), 0),
+            min(math.ceil(cut(slow)), 2 * half - 1),
+        )
         index = torch.arange(half, dtype=theta.dtype, device=theta.device)
         keep = 1 - ((index - low) / (high - low if high != low else 0.001)).clamp(0, 1)
     return theta * (keep + (1 - keep) / factor)
@@ -263,7 +289,13 @@ def yarn_magnitude(factor: float) -> float:
     return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def llama3(theta: Frequencies, factor: float, train_length: float, low: float = 1.0, high: float = 4.0) -> Frequencies:
+def llama3(
+    theta: Frequencies,
+    factor: float,
+    train_length: float,
+    low: float = 1.0,
+    high: float = 4.0,
+) -> Frequencies:
     """Keeps pairs with more than `high` turns in training unchanged and slows pairs with fewer than `low` turns by the
     factor.
 

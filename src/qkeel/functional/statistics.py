@@ -61,17 +61,37 @@ class LogitStats:
         classes: the statistics split by token class, if the classes of the call are known.
     """
 
-    max_logit: PerHead = field(metadata=rule("max", -torch.inf))  #: largest, in nats; -inf where no pair is visible
-    min_logit: PerHead = field(metadata=rule("min", torch.inf))  #: smallest, in nats; +inf where no pair is visible
-    mean_logit: PerHead = field(metadata=rule("mean", count="n_pairs"))  #: mean over the `n_pairs` pairs, in nats
-    capped_max_logit: PerHead = field(metadata=rule("max", -torch.inf))  #: largest after the cap, in nats
-    entropy: PerHead = field(metadata=rule("mean", count="n_queries"))  #: mean over `n_queries` rows, in nats, >= 0
-    entropy_min: PerHead = field(metadata=rule("min", torch.inf))  #: smallest entropy of any row, in nats
-    query_norm: PerHead = field(metadata=rule("mean", count="n_queries"))  #: mean L2 norm of q over `n_queries` rows
+    max_logit: PerHead = field(
+        metadata=rule("max", -torch.inf)
+    )  #: largest, in nats; -inf where no pair is visible
+    min_logit: PerHead = field(
+        metadata=rule("min", torch.inf)
+    )  #: smallest, in nats; +inf where no pair is visible
+    mean_logit: PerHead = field(
+        metadata=rule("mean", count="n_pairs")
+    )  #: mean over the `n_pairs` pairs, in nats
+    capped_max_logit: PerHead = field(
+        metadata=rule("max", -torch.inf)
+    )  #: largest after the cap, in nats
+    entropy: PerHead = field(
+        metadata=rule("mean", count="n_queries")
+    )  #: mean over `n_queries` rows, in nats, >= 0
+    entropy_min: PerHead = field(
+        metadata=rule("min", torch.inf)
+    )  #: smallest entropy of any row, in nats
+    query_norm: PerHead = field(
+        metadata=rule("mean", count="n_queries")
+    )  #: mean L2 norm of q over `n_queries` rows
     query_norm_max: PerHead = field(metadata=rule("max"))  #: largest L2 norm of q
-    key_norm: Float[Tensor, " g"] = field(metadata=rule("mean", count="n_keys"))  #: mean L2 norm of `n_keys` keys
-    key_norm_max: Float[Tensor, " g"] = field(metadata=rule("max"))  #: largest L2 norm of k
-    n_queries: Int[Tensor, " h"] = field(metadata=rule("sum"))  #: rows that see at least one key
+    key_norm: Float[Tensor, " g"] = field(
+        metadata=rule("mean", count="n_keys")
+    )  #: mean L2 norm of `n_keys` keys
+    key_norm_max: Float[Tensor, " g"] = field(
+        metadata=rule("max")
+    )  #: largest L2 norm of k
+    n_queries: Int[Tensor, " h"] = field(
+        metadata=rule("sum")
+    )  #: rows that see at least one key
     n_pairs: Int[Tensor, " h"] = field(metadata=rule("sum"))  #: visible pairs
     n_keys: Int[Tensor, " g"] = field(metadata=rule("sum"))  #: keys that were counted
     normalized_entropy: PerHead = field(metadata=rule("mean", count="n_free"))
@@ -90,7 +110,9 @@ class LogitStats:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns every measured statistic and count by name, except those split by class."""
-        return dict(zip(TENSORS, _ALL_TENSORS(self)))  # one call, as it runs several times per step
+        return dict(
+            zip(TENSORS, _ALL_TENSORS(self))
+        )  # one call, as it runs several times per step
 
     def value(self, name: str) -> Tensor | None:
         """Returns a statistic by its recorded name (records.HEAD_FIELDS); None if unknown or not measured.
@@ -105,7 +127,9 @@ class LogitStats:
         """1 for each head whose logits or entropy are NaN or infinite, otherwise 0."""
         # Without pairs, the minimum was not measured.
         low = self.min_logit.isfinite() | (self.n_pairs == 0)
-        return (~(self.max_logit.isfinite() & low & self.entropy.isfinite())).to(self.max_logit.dtype)
+        return (~(self.max_logit.isfinite() & low & self.entropy.isfinite())).to(
+            self.max_logit.dtype
+        )
 
     @property
     def max_abs_logit(self) -> PerHead:
@@ -119,7 +143,9 @@ class LogitStats:
         for name, merge in MERGES.items():
             heads = n_kv_heads if of_key_heads(name) else n_heads
             dtype = torch.int64 if merge.how == "sum" else like.dtype
-            fields[name] = torch.full((heads,), merge.neutral, dtype=dtype, device=like.device)
+            fields[name] = torch.full(
+                (heads,), merge.neutral, dtype=dtype, device=like.device
+            )
         return cls(**fields)  # type: ignore[arg-type]
 
 
@@ -144,7 +170,10 @@ def merge(a: LogitStats, *others: LogitStats) -> LogitStats:
         InvalidValueError: the numbers of heads differ.
     """
     for b in others:
-        if a.max_logit.shape != b.max_logit.shape or a.key_norm.shape != b.key_norm.shape:
+        if (
+            a.max_logit.shape != b.max_logit.shape
+            or a.key_norm.shape != b.key_norm.shape
+        ):
             raise InvalidValueError(
                 f"cannot merge statistics of {len(a.max_logit)} heads ({len(a.key_norm)} key heads) with those of "
                 f"{len(b.max_logit)} ({len(b.key_norm)}); merge only statistics of the same site"
@@ -152,7 +181,9 @@ def merge(a: LogitStats, *others: LogitStats) -> LogitStats:
     if not others:
         return a
     parts = [tensors(a), *map(tensors, others)]
-    classes = functools.reduce(merge_classes, [stats.classes for stats in others], a.classes)
+    classes = functools.reduce(
+        merge_classes, [stats.classes for stats in others], a.classes
+    )
     return LogitStats(**merged(parts, MERGES), classes=classes)
 
 
@@ -175,7 +206,9 @@ def sink_gate(lse: Float[Tensor, "b h t"], sink: Tensor) -> Float[Tensor, "b h t
     return torch.sigmoid(lse - sink)
 
 
-def with_sink(entropy: PerRow, first: PerRow, lse: PerRow, sink: Tensor) -> tuple[PerRow, PerRow]:
+def with_sink(
+    entropy: PerRow, first: PerRow, lse: PerRow, sink: Tensor
+) -> tuple[PerRow, PerRow]:
     """Returns the entropy of each row, and the weight on its first key, over the keys and the sink.
 
     If the weights p over the keys alone have entropy H and logsumexp ℓ, a sink with logit β leaves the share g = σ(ℓ -
@@ -193,13 +226,17 @@ def with_sink(entropy: PerRow, first: PerRow, lse: PerRow, sink: Tensor) -> tupl
         >>> round(h.exp().item(), 5), round(p.item(), 5)
         (3.0, 0.33333)
     """
-    gap = (lse - sink).clamp(-1e4, 1e4)  # beyond this, one share is 0, and 0 · inf is NaN
+    gap = (lse - sink).clamp(
+        -1e4, 1e4
+    )  # beyond this, one share is 0, and 0 · inf is NaN
     kept, taken = torch.sigmoid(gap), torch.sigmoid(-gap)
     logs = torch.nn.functional.logsigmoid
     return kept * entropy - kept * logs(gap) - taken * logs(-gap), kept * first
 
 
-def row_moments(x: Float[Tensor, "b h t"], over: Bool[Tensor, "#b #h t"]) -> Float[Tensor, "3 h"]:
+def row_moments(
+    x: Float[Tensor, "b h t"], over: Bool[Tensor, "#b #h t"]
+) -> Float[Tensor, "3 h"]:
     """Returns the number of rows in `over` and the sums of x and x² over them, per head. The results of several calls
     can be added.
 
@@ -207,7 +244,13 @@ def row_moments(x: Float[Tensor, "b h t"], over: Bool[Tensor, "#b #h t"]) -> Flo
     digits.
     """
     wide = x.to(widest(x.device)).masked_fill(~over, 0.0)
-    return torch.stack([over.expand_as(x).to(wide.dtype).sum((0, 2)), wide.sum((0, 2)), wide.square().sum((0, 2))])
+    return torch.stack(
+        [
+            over.expand_as(x).to(wide.dtype).sum((0, 2)),
+            wide.sum((0, 2)),
+            wide.square().sum((0, 2)),
+        ]
+    )
 
 
 # Statistics of each query row, block by block, and their reduction to LogitStats.
@@ -253,7 +296,9 @@ class VisibleKeys:
         """Returns the number of keys that each row sees, [b|1 h|1 rows]."""
         if self.visible is None:
             return torch.full((1, 1, rows), self.n, device=device)
-        partly_visible = self.visible.expand(*self.visible.shape[:2], rows, self.n - self.start)
+        partly_visible = self.visible.expand(
+            *self.visible.shape[:2], rows, self.n - self.start
+        )
         return partly_visible.sum(-1) + self.start
 
     def counts_of(self, members: Tensor) -> Tensor:
@@ -274,13 +319,19 @@ class VisibleKeys:
         """Returns `visible` over all columns of x, as a normaliser expects it; None if all keys are visible."""
         if self.visible is None or not self.start:
             return self.visible
-        full = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).expand(x.shape).clone()
+        full = (
+            torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device)
+            .expand(x.shape)
+            .clone()
+        )
         full[..., self.start :] = self.visible
         return full
 
     def _penalty(self, x: Tensor) -> Tensor:
         assert self.visible is not None
-        return torch.where(self.visible, x.new_zeros(()), x.new_full((), torch.finfo(x.dtype).min / 4))
+        return torch.where(
+            self.visible, x.new_zeros(()), x.new_full((), torch.finfo(x.dtype).min / 4)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -298,38 +349,61 @@ class RowStats:
     product_norm: PerRow  #: square root of Σ(q·k)² over the row's pairs
     cos_max: PerRow  #: largest cosine of q and k, in [-1, 1]
     cos_total: PerRow  #: sum of cosines over the pairs
-    class_max: PerRowAndClass | None = None  #: largest logit over the keys of each class
-    class_mass: PerRowAndClass | None = None  #: weight on the keys of each class, in [0, 1]
+    class_max: PerRowAndClass | None = (
+        None  #: largest logit over the keys of each class
+    )
+    class_mass: PerRowAndClass | None = (
+        None  #: weight on the keys of each class, in [0, 1]
+    )
     class_keys: PerRowAndClass | None = None  #: visible keys of each class
 
     @classmethod
     def nothing(cls, template: PerRow, members: Members | None = None) -> RowStats:
         """Returns the statistics of rows that see no key, one row for each entry of `like`."""
         zeros = torch.zeros_like(template)
-        split = None if members is None else template.new_zeros(*template.shape, members.shape[-1])
-        fields = {f.name: split if f.name.startswith("class") else zeros for f in dataclasses.fields(cls)}
-        return cls(**{**fields, "n_keys": torch.zeros_like(template, dtype=torch.int64)})  # type: ignore[arg-type]
+        split = (
+            None
+            if members is None
+            else template.new_zeros(*template.shape, members.shape[-1])
+        )
+        fields = {
+            f.name: split if f.name.startswith("class") else zeros
+            for f in dataclasses.fields(cls)
+        }
+        return cls(
+            **{**fields, "n_keys": torch.zeros_like(template, dtype=torch.int64)}
+        )  # type: ignore[arg-type]
 
     @classmethod
     def cat(cls, parts: list[RowStats], dim: int = 2) -> RowStats:
         """Concatenates rows or, with dim=1, the heads of several calls."""
         tensors_of_blocks = [tensors(block) for block in parts]
         return cls(
-            **{name: torch.cat([block[name] for block in tensors_of_blocks], dim=dim) for name in tensors_of_blocks[0]}
+            **{
+                name: torch.cat([block[name] for block in tensors_of_blocks], dim=dim)
+                for name in tensors_of_blocks[0]
+            }
         )
 
 
-def extreme_logits(z: Tensor, visible_keys: VisibleKeys, counted: Bool[Tensor, "b r"] | None) -> tuple[Tensor, Tensor]:
+def extreme_logits(
+    z: Tensor, visible_keys: VisibleKeys, counted: Bool[Tensor, "b r"] | None
+) -> tuple[Tensor, Tensor]:
     """Returns the largest and smallest logit [h] of blanked z [b h r n] over counted rows; leaves z lowered."""
     over = visible_keys.counts(z.shape[2], z.device) > 0
     if counted is not None:
         over = over & counted[:, None]
     low = visible_keys.least(z).masked_fill(~over, torch.inf).amin((0, 2))
-    return visible_keys.lower_(z).amax(-1).masked_fill(~over, -torch.inf).amax((0, 2)), low
+    return visible_keys.lower_(z).amax(-1).masked_fill(~over, -torch.inf).amax(
+        (0, 2)
+    ), low
 
 
 def logit_rows(
-    z: Tensor, visible_keys: VisibleKeys, threshold: float, members: Members | None = None
+    z: Tensor,
+    visible_keys: VisibleKeys,
+    threshold: float,
+    members: Members | None = None,
 ) -> dict[str, Tensor]:
     """Returns extrema, totals and counts of blanked logits z [b h rows n] before the cap; leaves z lowered."""
     b, h, r, _ = z.shape
@@ -343,11 +417,19 @@ def logit_rows(
         of_block = members[:, : z.shape[-1]]
         found["class_keys"] = visible_keys.counts_of(of_block).expand(b, h, r, -1)
         found["class_max"] = class_maxima(z, of_block, found["class_keys"])
-    return {**found, "max_logit": top, "above": above, "n_keys": visible_keys.counts(r, z.device).expand(b, h, r)}
+    return {
+        **found,
+        "max_logit": top,
+        "above": above,
+        "n_keys": visible_keys.counts(r, z.device).expand(b, h, r),
+    }
 
 
 def softmax_rows(
-    z: Tensor, visible_keys: VisibleKeys, members: Members | None = None, sink: Tensor | None = None
+    z: Tensor,
+    visible_keys: VisibleKeys,
+    members: Members | None = None,
+    sink: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Returns the largest capped logit, entropy, first weight and class weights of softmax(z); overwrites lowered z.
 
@@ -362,12 +444,23 @@ def softmax_rows(
     z.sub_(top).clamp_(min=math.log(torch.finfo(z.dtype).tiny) + 1)
     p = z.exp()
     mass = p.sum(-1)
-    split = {} if members is None else {"class_mass": by_class(p, members) / mass[..., None]}
+    split = (
+        {}
+        if members is None
+        else {"class_mass": by_class(p, members) / mass[..., None]}
+    )
     first = visible_keys.first(p) / mass
     entropy = (mass.log() - p.mul_(z).sum(-1) / mass).clamp_min_(0)
     if sink is not None:
-        entropy, first = with_sink(entropy, first, top[..., 0] + mass.log(), sink.to(z.dtype))
-    return {"capped_max": top[..., 0], "entropy": entropy, "first_weight": first, **split}
+        entropy, first = with_sink(
+            entropy, first, top[..., 0] + mass.log(), sink.to(z.dtype)
+        )
+    return {
+        "capped_max": top[..., 0],
+        "entropy": entropy,
+        "first_weight": first,
+        **split,
+    }
 
 
 def by_class(weights: Tensor, members: Members) -> PerRowAndClass:
@@ -377,7 +470,11 @@ def by_class(weights: Tensor, members: Members) -> PerRowAndClass:
 
 
 def product_rows(
-    products: Tensor, unit: float, q_norm: PerRow, k_norm: Tensor, visible_keys: VisibleKeys
+    products: Tensor,
+    unit: float,
+    q_norm: PerRow,
+    k_norm: Tensor,
+    visible_keys: VisibleKeys,
 ) -> dict[str, Tensor]:
     """Returns statistics of the products q·k and their cosines, from blanked `products` = unit · q·k [b h rows n] and
     the norms [b h rows] and [b g n]."""
@@ -395,7 +492,9 @@ def product_rows(
 
 def no_product_rows(template: Tensor) -> dict[str, Tensor]:
     """Returns the fields of `product_rows` if q and k are unknown; `like` is [b h rows]."""
-    return dict.fromkeys(("product_norm", "cos_total", "cos_max"), torch.zeros_like(template))
+    return dict.fromkeys(
+        ("product_norm", "cos_total", "cos_max"), torch.zeros_like(template)
+    )
 
 
 def _inverse(norm: Tensor) -> Tensor:
@@ -411,7 +510,9 @@ class KernelRows(NamedTuple):
     entropy: Tensor
 
 
-def reduce_kernel_rows(rows: KernelRows, counted: Bool[Tensor, "b t"] | None, n_kv_heads: int) -> LogitStats:
+def reduce_kernel_rows(
+    rows: KernelRows, counted: Bool[Tensor, "b t"] | None, n_kv_heads: int
+) -> LogitStats:
     """Returns max_logit, entropy, entropy_min and n_queries over counted rows that see a key.
 
     Other fields are neutral, including capped_max_logit, because the cap is unknown here.
@@ -430,7 +531,15 @@ def reduce_kernel_rows(rows: KernelRows, counted: Bool[Tensor, "b t"] | None, n_
 
 
 ROW_FIELDS = (
-    *("max_logit", "min_logit", "capped_max", "total", "above", "entropy", "first_weight"),
+    *(
+        "max_logit",
+        "min_logit",
+        "capped_max",
+        "total",
+        "above",
+        "entropy",
+        "first_weight",
+    ),
     *("product_norm", "cos_max", "cos_total", "query_norm"),
 )  # statistics of rows in the order in which `reduce_fields` gets them; the last is the L2 norm of the query
 _AT = {name: i for i, name in enumerate(ROW_FIELDS)}
@@ -455,11 +564,27 @@ def reduce_rows(
         classes: the token classes by which the statistics are also split.
         sinks: the number of columns without a key that the entropies include, 0 or 1.
     """
-    split = None if classes is None else _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
-    values = {**tensors(rows), "query_norm": torch.zeros_like(rows.total) if q_norm is None else q_norm}
+    split = (
+        None
+        if classes is None
+        else _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
+    )
+    values = {
+        **tensors(rows),
+        "query_norm": torch.zeros_like(rows.total) if q_norm is None else q_norm,
+    }
     fields = torch.stack([values[name] for name in ROW_FIELDS])
     products = q_norm is not None and k_norm is not None
-    return reduce_fields(fields, rows.n_keys, counted, k_norm, keys_seen, sinks=sinks, products=products, classes=split)
+    return reduce_fields(
+        fields,
+        rows.n_keys,
+        counted,
+        k_norm,
+        keys_seen,
+        sinks=sinks,
+        products=products,
+        classes=split,
+    )
 
 
 def reduce_fields(
@@ -500,9 +625,13 @@ def reduce_fields(
             x.masked_fill(blank, -torch.inf).amax(-1),
         )
     )
-    of_queries, of_free, of_pairs = (count.clamp_min(1) for count in (n_queries, n_free, n_pairs))
+    of_queries, of_free, of_pairs = (
+        count.clamp_min(1) for count in (n_queries, n_free, n_pairs)
+    )
     largest_entropy = (n + sinks).clamp_min(2).to(x.dtype).log()
-    shares = torch.stack([x[_AT["entropy"]] / largest_entropy, x[_AT["first_weight"]]]).clamp_max_(1)
+    shares = torch.stack(
+        [x[_AT["entropy"]] / largest_entropy, x[_AT["first_weight"]]]
+    ).clamp_max_(1)
     normalized_entropy, sink_share = shares.masked_fill_(bound, 0.0).sum(-1) / of_free
     gap = x[_AT["max_logit"]] - x[_AT["total"]] / n
     return LogitStats(
@@ -519,8 +648,12 @@ def reduce_fields(
         normalized_entropy=normalized_entropy,
         sink_share=sink_share,
         share_above=sums["above"] / of_pairs,
-        qk_frobenius=torch.linalg.vector_norm(only_counted[_AT["product_norm"]], dim=-1),
-        cos_max=tops["cos_max"] if products else torch.full_like(sink_share, -torch.inf),
+        qk_frobenius=torch.linalg.vector_norm(
+            only_counted[_AT["product_norm"]], dim=-1
+        ),
+        cos_max=tops["cos_max"]
+        if products
+        else torch.full_like(sink_share, -torch.inf),
         cos_mean=sums["cos_total"] / of_pairs,
         logit_gap=gap.masked_fill(bound, 0.0).sum(1) / of_free,
         logit_spread=gap.masked_fill(bound, -torch.inf).amax(1),
@@ -543,7 +676,10 @@ def _split(
     assert rows.class_max is not None
     assert rows.class_mass is not None
     assert rows.class_keys is not None
-    query, key = (one_hot(c, len(classes.names)).to(over.device) for c in (classes.query, classes.key))
+    query, key = (
+        one_hot(c, len(classes.names)).to(over.device)
+        for c in (classes.query, classes.key)
+    )
     q_mean, q_most, n_normed = class_norms(query, q_norm, over, rows.total)
     k_mean, k_most, n_keys = class_norms(key, keys[0], keys[1], rows.total)
     return ClassStats(
@@ -554,20 +690,37 @@ def _split(
         key_norm=k_mean,
         key_norm_max=k_most,
         n_keys=n_keys,
-        **class_stats(query, (rows.class_max, rows.class_mass, rows.class_keys), over, rows.n_keys),
+        **class_stats(
+            query, (rows.class_max, rows.class_mass, rows.class_keys), over, rows.n_keys
+        ),
     )
 
 
-def _keys(norm: Tensor | None, visible_keys: Tensor | None, template: Tensor) -> dict[str, Tensor]:
+def _keys(
+    norm: Tensor | None, visible_keys: Tensor | None, template: Tensor
+) -> dict[str, Tensor]:
     """Returns the mean and largest norm of the seen keys, and their number. `seen` is None if every key is seen; the
     norms are then known."""
     if norm is None:
         assert visible_keys is not None
-        norm, visible_keys = template.new_zeros(visible_keys.shape), torch.zeros_like(visible_keys)
-    visible_keys = torch.ones_like(norm, dtype=torch.bool) if visible_keys is None else visible_keys
+        norm, visible_keys = (
+            template.new_zeros(visible_keys.shape),
+            torch.zeros_like(visible_keys),
+        )
+    visible_keys = (
+        torch.ones_like(norm, dtype=torch.bool)
+        if visible_keys is None
+        else visible_keys
+    )
     if not norm.shape[2]:  # amax needs a key, so pad with one that nobody sees
-        norm, visible_keys = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, visible_keys))
+        norm, visible_keys = (
+            torch.nn.functional.pad(x, (0, 1)) for x in (norm, visible_keys)
+        )
     norm = norm.masked_fill(~visible_keys, 0.0)
     count = visible_keys.sum((0, 2))
     total = norm.sum(0).sum(-1)
-    return {"key_norm": total / count.clamp_min(1), "key_norm_max": norm.amax((0, 2)), "n_keys": count}
+    return {
+        "key_norm": total / count.clamp_min(1),
+        "key_norm_max": norm.amax((0, 2)),
+        "n_keys": count,
+    }

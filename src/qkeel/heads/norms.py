@@ -20,9 +20,21 @@ from qkeel.spec.norm import Norm as SpecNorm
 
 # MOVES and the operations that add values. Both preserve norms, or stretch them by a factor that a probe shows.
 _SUMS = ("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0")
-_CASTS = ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Expand", "ToCopy", "Clone", "AddBackward")
+_CASTS = (
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "Unsqueeze",
+    "Expand",
+    "ToCopy",
+    "Clone",
+    "AddBackward",
+)
 _ROOTS = ("Rsqrt", "Sqrt", "Pow", "Reciprocal", "ClampMin", "ClampBackward", *_CASTS)
-_FUSED: dict[str, Kind] = {"NativeLayerNormBackward0": "layer", "FusedRmsNormBackward0": "rms"}
+_FUSED: dict[str, Kind] = {
+    "NativeLayerNormBackward0": "layer",
+    "FusedRmsNormBackward0": "rms",
+}
 _LENGTHS = ("LinalgVectorNorm", "NormBackward", "SumBackward1")
 _LIMIT = 400
 
@@ -90,11 +102,17 @@ def _onward(at: _At, names: dict[int, str]) -> list[_At] | None:
         constant = saved_operand(node, 1 - _places(node)[0])
         if constant is None:
             return None
-        return [dataclasses.replace(at, node=inputs[0], factor=at.factor * float(constant.abs().max()))]
+        return [
+            dataclasses.replace(
+                at, node=inputs[0], factor=at.factor * float(constant.abs().max())
+            )
+        ]
     parameters = [_parameter(n, names) for n in inputs]
     if all(p is None for p in parameters):
         return (
-            None if at.outer is not None or name in ("MulBackward0", "DivBackward0") else [_At(node=n) for n in inputs]
+            None
+            if at.outer is not None or name in ("MulBackward0", "DivBackward0")
+            else [_At(node=n) for n in inputs]
         )
     if all(p is not None for p in parameters):
         return None
@@ -106,7 +124,15 @@ def _onward(at: _At, names: dict[int, str]) -> list[_At] | None:
     offset = _offset(parameter, saved_operand(node, i))
     if name != "MulBackward0" or at.gain is not None or offset is None:
         return None
-    return [dataclasses.replace(at, node=inputs[1 - i], outer=at.outer or node, gain=parameter, offset=offset)]
+    return [
+        dataclasses.replace(
+            at,
+            node=inputs[1 - i],
+            outer=at.outer or node,
+            gain=parameter,
+            offset=offset,
+        )
+    ]
 
 
 def _norm(at: _At, names: dict[int, str]) -> GraphNorm | None:
@@ -119,16 +145,30 @@ def _norm(at: _At, names: dict[int, str]) -> GraphNorm | None:
         return None
     kind, size = found
     return GraphNorm(
-        kind=kind, size=size, outer=at.outer or node, gain=at.gain, offset=at.offset, bias=at.bias, factor=at.factor
+        kind=kind,
+        size=size,
+        outer=at.outer or node,
+        gain=at.gain,
+        offset=at.offset,
+        bias=at.bias,
+        factor=at.factor,
     )
 
 
 def _fused(at: _At, names: dict[int, str]) -> GraphNorm | None:
     node, shape = at.node, normalized_shape(at.node)
-    inner = [None if n is None else _parameter(n, names) for n, _ in node.next_functions[1:]]
-    unknown = any(p is None and n is not None for p, (n, _) in zip(inner, node.next_functions[1:]))
+    inner = [
+        None if n is None else _parameter(n, names) for n, _ in node.next_functions[1:]
+    ]
+    unknown = any(
+        p is None and n is not None for p, (n, _) in zip(inner, node.next_functions[1:])
+    )
     gain, bias = (*inner, None, None)[:2]
-    if len(shape) != 1 or unknown or (at.outer is not None and (gain is not None or bias is not None)):
+    if (
+        len(shape) != 1
+        or unknown
+        or (at.outer is not None and (gain is not None or bias is not None))
+    ):
         return None
     offset = at.offset if gain is None else _offset(gain, saved_gain(node))
     if offset is None:
@@ -160,7 +200,13 @@ def _statistic(node: Node) -> tuple[Kind, int] | None:
             continue
         size = int((y if i == 0 else x).shape[-1])
         kind: Kind = "l2" if end.name().startswith(_LENGTHS) else "rms"
-        out = (x / y if divided else x * y).detach().to(widest(x.device)).norm(dim=-1).max()
+        out = (
+            (x / y if divided else x * y)
+            .detach()
+            .to(widest(x.device))
+            .norm(dim=-1)
+            .max()
+        )
         limit = 1.0 if kind == "l2" else math.sqrt(size)
         tolerance = 4 * float(torch.finfo(x.dtype).eps) * math.sqrt(size)
         if 0 < float(out) <= limit * (1 + tolerance):
@@ -203,7 +249,11 @@ def _offset(parameter: Tensor, used: Tensor | None) -> float | None:
         return None
     was, now = (x.detach().flatten().to(widest(x.device)) for x in (parameter, used))
     tolerance = 4 * float(torch.finfo(used.dtype).eps)
-    near = (o for o in (0.0, 1.0) if torch.allclose(was + o, now, rtol=tolerance, atol=tolerance))
+    near = (
+        o
+        for o in (0.0, 1.0)
+        if torch.allclose(was + o, now, rtol=tolerance, atol=tolerance)
+    )
     return next(near, None)
 
 
@@ -218,7 +268,9 @@ def _places(node: Node) -> list[int]:
 # --- The last norms that q and k pass through, and the indices of the gains and biases that belong to each head
 
 
-def spec_gains(norm: SpecNorm, prefix: str, part: Literal["q", "k"], heads: int, head_dim: int) -> tuple[NormGain, ...]:
+def spec_gains(
+    norm: SpecNorm, prefix: str, part: Literal["q", "k"], heads: int, head_dim: int
+) -> tuple[NormGain, ...]:
     """The norm of q or k in one of qkeel's modules, or an empty tuple if its spec has no norm there or one of a kind
     without a bound.
 
@@ -254,7 +306,9 @@ def spec_gains(norm: SpecNorm, prefix: str, part: Literal["q", "k"], heads: int,
     )
 
 
-def seen_gains(x: Float[Tensor, "b h t d"], names: dict[int, str]) -> tuple[NormGain, ...]:
+def seen_gains(
+    x: Float[Tensor, "b h t d"], names: dict[int, str]
+) -> tuple[NormGain, ...]:
     """The last norms that x [b h t d] passed through, or an empty tuple unless every element passed through a known
     norm.
 
@@ -268,7 +322,11 @@ def seen_gains(x: Float[Tensor, "b h t d"], names: dict[int, str]) -> tuple[Norm
     gains = [_gain(x, norm, names) for norm in found]
     known = [g for g in gains if g is not None]
     served = sorted(h for g in known for h in g.heads)
-    return tuple(known) if len(known) == len(gains) and served == list(range(x.shape[1])) else ()
+    return (
+        tuple(known)
+        if len(known) == len(gains) and served == list(range(x.shape[1]))
+        else ()
+    )
 
 
 def _gain(x: Tensor, norm: GraphNorm, names: dict[int, str]) -> NormGain | None:
@@ -280,10 +338,14 @@ def _gain(x: Tensor, norm: GraphNorm, names: dict[int, str]) -> NormGain | None:
             gains.append(gain)
             biases.append(bias)
             factor = max(factor, stretch)
-    if not heads or norm.size < x.shape[-1]:  # parts of a head are normalised separately
+    if (
+        not heads or norm.size < x.shape[-1]
+    ):  # parts of a head are normalised separately
         return None
     gain_index, bias_index = _stacked(gains), _stacked(biases)
-    if (gain_index is None) != (norm.gain is None) or (bias_index is None) != (norm.bias is None):
+    if (gain_index is None) != (norm.gain is None) or (bias_index is None) != (
+        norm.bias is None
+    ):
         return None
     return NormGain(
         kind=norm.kind,
@@ -305,10 +367,14 @@ def _reached(x: Tensor, norm: GraphNorm) -> tuple[float, Tensor | None, Tensor |
     stretch, sums = 0.0, [torch.zeros_like(p, dtype=torch.bool) for p in parameters]
     for probe in _one_hot(x):
         ends: Any = [GradientEdge(norm.outer, 0), *parameters]
-        grad, *rest = torch.autograd.grad(x, ends, probe, retain_graph=True, allow_unused=True)
+        grad, *rest = torch.autograd.grad(
+            x, ends, probe, retain_graph=True, allow_unused=True
+        )
         if grad is None:
             return 0.0, None, None
-        stretch = max(stretch, float(grad.detach().to(widest(grad.device)).norm(dim=-1).max()))
+        stretch = max(
+            stretch, float(grad.detach().to(widest(grad.device)).norm(dim=-1).max())
+        )
         sums = [s if g is None else s | g.detach().ne(0) for s, g in zip(sums, rest)]
     found: Iterator[Tensor] = (s.flatten().nonzero().flatten().cpu() for s in sums)
     gain = None if norm.gain is None else next(found)
@@ -329,7 +395,11 @@ def _stacked(parts: list[Tensor | None]) -> Tensor | None:
     """The indices stacked as [n r], or as [1 r] if they are the same for all heads; None if there are none or if their
     numbers differ."""
     known = [p for p in parts if p is not None]
-    if len(known) != len(parts) or len({len(p) for p in known}) != 1 or not len(known[0]):
+    if (
+        len(known) != len(parts)
+        or len({len(p) for p in known}) != 1
+        or not len(known[0])
+    ):
         return None
     index = torch.stack(known)
     return index[:1] if bool((index == index[:1]).all()) else index

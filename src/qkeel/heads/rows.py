@@ -28,7 +28,15 @@ from qkeel.capture.products import Operand
 from qkeel.errors import QkeelError
 from qkeel.functional.norms import widest
 from qkeel.heads.site import HeadSlice, QKProduct
-from qkeel.heads.walk import WHOLE_NORMS, Projection, Walk, leaves_of, nodes_of, variable_of, walk
+from qkeel.heads.walk import (
+    WHOLE_NORMS,
+    Projection,
+    Walk,
+    leaves_of,
+    nodes_of,
+    variable_of,
+    walk,
+)
 from qkeel.patching.autograd import is_wrapper
 
 
@@ -59,7 +67,10 @@ class Side:
         part = self.x if len(dims) == self.x.shape[-1] else self.x[..., sorted(dims)]
         last = len(path.projections) - 1
         with opened(self.found.mixers), only(path.projections[-1], self.found.nearest):
-            index = [_rows(part, p, self.what, inner=i < last) for i, p in enumerate(path.projections)]
+            index = [
+                _rows(part, p, self.what, inner=i < last)
+                for i, p in enumerate(path.projections)
+            ]
         found = [_slice(p, rows) for p, rows in zip(path.projections, index)]
         # The last projection is one with separate rows for each head; a convolution after it may be shared by all
         # heads.
@@ -72,7 +83,10 @@ class Side:
 
 
 def logit_terms(
-    q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"], frame: ModuleCall, names: dict[int, str]
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    frame: ModuleCall,
+    names: dict[int, str],
 ) -> tuple[tuple[QKProduct, ...], bool]:
     """Returns the terms of q [b h t d] · k [b g s d], and whether there is a norm between the weights and the logit.
 
@@ -87,12 +101,16 @@ def logit_terms(
         if (shared := a.dims & b.dims)
     )
     if not terms:
-        raise UnknownRowsError("no part of a head is computed by projections of both q and k")
+        raise UnknownRowsError(
+            "no part of a head is computed by projections of both q and k"
+        )
     return terms, query.normed or key.normed
 
 
 def sum_terms(
-    products: Sequence[tuple[Tensor | None, Tensor | None]], frame: ModuleCall, names: dict[int, str]
+    products: Sequence[tuple[Tensor | None, Tensor | None]],
+    frame: ModuleCall,
+    names: dict[int, str],
 ) -> tuple[tuple[QKProduct, ...], bool]:
     """Like `logit_terms`, but returns the terms of a sum of products, each of which is q [b h t d] · k [b g s d].
 
@@ -103,13 +121,19 @@ def sum_terms(
     for i, (q, k) in enumerate(products):
         try:
             if q is None or k is None:
-                raise UnknownRowsError("the operations on it hide the q and k from which it is computed")
+                raise UnknownRowsError(
+                    "the operations on it hide the q and k from which it is computed"
+                )
             own, after_norm = logit_terms(q, k, frame, names)
         except UnknownRowsError as error:
             which = f"its logit is a sum of {len(products)} products, and product {i + 1} is not known: "
-            raise UnknownRowsError(f"{which if len(products) > 1 else ''}{error}") from error
+            raise UnknownRowsError(
+                f"{which if len(products) > 1 else ''}{error}"
+            ) from error
         # Two products of the same weights, as of ReRoPE's near and far keys, are one term.
-        terms += [term for term in own if not any(_same(term, other) for other in terms)]
+        terms += [
+            term for term in own if not any(_same(term, other) for other in terms)
+        ]
         normed = normed or after_norm
     return tuple(terms), normed
 
@@ -123,19 +147,32 @@ def _same(one: QKProduct, other: QKProduct) -> bool:
 
 
 def weights_behind(
-    products: Sequence[tuple[Tensor | None, Tensor | None]], frame: ModuleCall, names: dict[int, str]
+    products: Sequence[tuple[Tensor | None, Tensor | None]],
+    frame: ModuleCall,
+    names: dict[int, str],
 ) -> frozenset[tuple[str, str]] | None:
     """The nearest weights behind the queries and keys of products, each as the side and the name; None if unknown."""
-    sides = [(x, what) for pair in products for x, what in zip(pair, "qk") if x is not None]
+    sides = [
+        (x, what) for pair in products for x, what in zip(pair, "qk") if x is not None
+    ]
     try:
-        walks = [(what, _walk_back(x, frame, names, what, depth=1)) for x, what in sides]
+        walks = [
+            (what, _walk_back(x, frame, names, what, depth=1)) for x, what in sides
+        ]
     except UnknownRowsError:
         return None
-    return frozenset((what, p.parameter) for what, walk_back in walks for p in walk_back.nearest) or None
+    return (
+        frozenset(
+            (what, p.parameter) for what, walk_back in walks for p in walk_back.nearest
+        )
+        or None
+    )
 
 
 def normed_on_the_way(
-    products: Sequence[tuple[Tensor | None, Tensor | None]], frame: ModuleCall, names: dict[int, str]
+    products: Sequence[tuple[Tensor | None, Tensor | None]],
+    frame: ModuleCall,
+    names: dict[int, str],
 ) -> bool:
     """True if there is a norm between the weights and a logit that is a sum of products of the form
     q [b h t d] · k [b g s d]."""
@@ -143,13 +180,19 @@ def normed_on_the_way(
     if any(x is None for x, _ in sides):
         return False
     try:
-        found = [_walk_back(x, frame, names, what, depth=1) for x, what in sides if x is not None]
+        found = [
+            _walk_back(x, frame, names, what, depth=1)
+            for x, what in sides
+            if x is not None
+        ]
     except UnknownRowsError:
         return False
     return any(p.normed for one in found for p in one.nearest)
 
 
-def side(x: Float[Tensor, "b h t d"], frame: ModuleCall, names: dict[int, str], what: str) -> Side:
+def side(
+    x: Float[Tensor, "b h t d"], frame: ModuleCall, names: dict[int, str], what: str
+) -> Side:
     """The q or k of a call, x [b h t d], and the projections from which it was computed.
 
     Raises:
@@ -159,7 +202,9 @@ def side(x: Float[Tensor, "b h t d"], frame: ModuleCall, names: dict[int, str], 
     return Side(x=x, what=what, paths=tuple(_paths(x, found)), found=found)
 
 
-def _walk_back(x: Tensor, frame: ModuleCall, names: dict[int, str], what: str, *, depth: int = 3) -> Walk:
+def _walk_back(
+    x: Tensor, frame: ModuleCall, names: dict[int, str], what: str, *, depth: int = 3
+) -> Walk:
     """Searches the graph from x [b h t d] back to the input of the module that made the call, or, if there is nothing
     in between because that input is q itself, to the input of the module around it. Up to `depth` successive
     projections are followed."""
@@ -188,14 +233,26 @@ def _tables(x: Tensor, names: dict[int, str], what: str) -> tuple[Projection, ..
     """The parameters that x is, or whose sum it is, as for keys that depend only on the position. They may have been
     read outside the module, for all layers."""
     assert x.grad_fn is not None
-    leaves = [leaf for leaf in leaves_of(x.grad_fn, set()) or () if id(variable_of(leaf)) in names]
+    leaves = [
+        leaf
+        for leaf in leaves_of(x.grad_fn, set()) or ()
+        if id(variable_of(leaf)) in names
+    ]
     if not leaves:
-        raise UnknownRowsError(f"no matrix product with a parameter lies between the module's input and {what}")
+        raise UnknownRowsError(
+            f"no matrix product with a parameter lies between the module's input and {what}"
+        )
     found = [_entries(x, leaf, names) for leaf in leaves]
     known = tuple(table for table in found if table is not None)
     if len(known) < len(found):
-        shared = ", ".join(names[id(variable_of(leaf))] for leaf, table in zip(leaves, found) if table is None)
-        raise UnknownRowsError(f"heads of {what} share some entries of {shared} but not others")
+        shared = ", ".join(
+            names[id(variable_of(leaf))]
+            for leaf, table in zip(leaves, found)
+            if table is None
+        )
+        raise UnknownRowsError(
+            f"heads of {what} share some entries of {shared} but not others"
+        )
     return known
 
 
@@ -207,7 +264,11 @@ def _entries(x: Tensor, node: Node, names: dict[int, str]) -> Projection | None:
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
     for h in range(x.shape[1]):
         grad = _probe(x[:, h], node)
-        used = (torch.zeros_like(p) if grad is None else grad.detach()).ne(0).view(len(p), -1)
+        used = (
+            (torch.zeros_like(p) if grad is None else grad.detach())
+            .ne(0)
+            .view(len(p), -1)
+        )
         for axis in (0, 1):
             parts[axis].append(used.any(1 - axis))
     rows, columns = (torch.stack(heads) for heads in parts)
@@ -217,8 +278,14 @@ def _entries(x: Tensor, node: Node, names: dict[int, str]) -> Projection | None:
         if p.ndim > 1 and int(columns[0].sum()) == x.shape[-1]:
             return table(axis=1, size=columns.shape[1])
         return table(axis=0, size=len(p), shared=True)
-    apart = [axis for axis, heads in enumerate((rows, columns)) if bool((heads.sum(0) <= 1).all())]
-    return table(axis=apart[0], size=(rows, columns)[apart[0]].shape[1]) if apart else None
+    apart = [
+        axis
+        for axis, heads in enumerate((rows, columns))
+        if bool((heads.sum(0) <= 1).all())
+    ]
+    return (
+        table(axis=apart[0], size=(rows, columns)[apart[0]].shape[1]) if apart else None
+    )
 
 
 def _within(found: Walk, frame: ModuleCall, model: nn.Module) -> Walk:
@@ -226,7 +293,12 @@ def _within(found: Walk, frame: ModuleCall, model: nn.Module) -> Walk:
     layer leads to everything that precedes that layer."""
     nearest = [
         dataclasses.replace(
-            p, above=tuple(a for a in p.above if _in_one_module(p.parameter, a.parameter, frame, model))
+            p,
+            above=tuple(
+                a
+                for a in p.above
+                if _in_one_module(p.parameter, a.parameter, frame, model)
+            ),
         )
         for p in found.nearest
     ]
@@ -237,17 +309,27 @@ def _in_one_module(one: str, other: str, frame: ModuleCall, model: nn.Module) ->
     """True if two weights belong to the same module, either the module of the frame or another one at least as deep
     inside the model."""
     a, b, around = ([*name.split(".")] for name in (one, other, frame.name or "."))
-    shared = [x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a[:-1], b[:-1]))]
+    shared = [
+        x
+        for x, _ in itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(a[:-1], b[:-1])
+        )
+    ]
     if not frame.name or shared[: len(around)] == around:
         return True
     # The depth matters because two parts of another layer are no more in the same module than two layers are.
     inside = model.get_submodule(".".join(shared))
-    return len(shared) >= len(around) and not isinstance(inside, (nn.ModuleList, nn.ModuleDict))
+    return len(shared) >= len(around) and not isinstance(
+        inside, (nn.ModuleList, nn.ModuleDict)
+    )
 
 
 def _slice(projection: Projection, rows: Tensor) -> HeadSlice:
     first, last = int(rows.min()), int(rows.max())
-    part = next((p for p in projection.biases if p.first <= first and last < p.first + p.size), None)
+    part = next(
+        (p for p in projection.biases if p.first <= first and last < p.first + p.size),
+        None,
+    )
     return HeadSlice(
         parameter=projection.parameter,
         axis=projection.axis,
@@ -266,7 +348,10 @@ def _paths(x: Tensor, found: Walk) -> Iterator[LogitPath]:
                 made = _dims(x, projection)
         for above in projection.above or (None,):
             if made:
-                yield LogitPath(projections=(projection,) if above is None else (above, projection), dims=made)
+                yield LogitPath(
+                    projections=(projection,) if above is None else (above, projection),
+                    dims=made,
+                )
 
 
 def _probe(outputs: Tensor, node: Node) -> Tensor | None:
@@ -283,7 +368,9 @@ def _weights(x: Tensor) -> Tensor:
 def _gradient(outputs: Tensor, weights: Tensor, node: Node) -> Tensor | None:
     """The gradient of the sum of `weights` times `outputs` with respect to the output of a node."""
     edge = GradientEdge(node, 0)
-    grad = torch.autograd.grad(outputs, edge, weights, retain_graph=True, allow_unused=True)[0]
+    grad = torch.autograd.grad(
+        outputs, edge, weights, retain_graph=True, allow_unused=True
+    )[0]
     if grad is not None and is_wrapper(grad):
         raise UnknownRowsError(
             "its projections are split across processes, which hides their rows; find the sites before the model is "
@@ -295,7 +382,9 @@ def _gradient(outputs: Tensor, weights: Tensor, node: Node) -> Tensor | None:
 def _dims(x: Tensor, projection: Projection) -> frozenset[int]:
     """The indices within a head that a projection reaches, found by one probe per index for all heads at once."""
     probes = (_probe(x[..., d], projection.node) for d in range(x.shape[-1]))
-    return frozenset(d for d, grad in enumerate(probes) if len(projection.reached(grad)))
+    return frozenset(
+        d for d, grad in enumerate(probes) if len(projection.reached(grad))
+    )
 
 
 def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tensor:
@@ -308,14 +397,19 @@ def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tenso
         return torch.arange(projection.size)[None]
     used = features_used(x, 1, projection, by_token=False) if x.shape[1] > 2 else None
     if used is None:  # use one probe for each head
-        heads = [projection.reached(_probe(x[:, h], projection.node)) for h in range(x.shape[1])]
+        heads = [
+            projection.reached(_probe(x[:, h], projection.node))
+            for h in range(x.shape[1])
+        ]
     else:
         heads = [projection.numbers(torch.from_numpy(features)) for features in used]
     sizes = {len(rows) for rows in heads}
     if sizes == {0} and inner:
         return torch.arange(projection.size)[None]
     if sizes == {0}:
-        raise UnknownRowsError(f"{what} does not depend on {projection.parameter} here: its gradient is zero")
+        raise UnknownRowsError(
+            f"{what} does not depend on {projection.parameter} here: its gradient is zero"
+        )
     if len(sizes) > 1:
         raise UnknownRowsError(
             f"heads of {what} use unequal numbers of rows of {projection.parameter}: {sorted(sizes)}"
@@ -324,14 +418,18 @@ def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tenso
     if bool((index == index[:1]).all()):
         return index[:1]
     if index.unique().numel() != index.numel():
-        raise UnknownRowsError(f"heads of {what} share some rows of {projection.parameter} but not others")
+        raise UnknownRowsError(
+            f"heads of {what} share some rows of {projection.parameter} but not others"
+        )
     return index
 
 
 _AT_ONCE = 64  # slices whose powers of two fit the range of a float; in half precision, gradients may underflow
 
 
-def features_used(x: Tensor, dim: int, projection: Projection, *, by_token: bool = True) -> np.ndarray | None:
+def features_used(
+    x: Tensor, dim: int, projection: Projection, *, by_token: bool = True
+) -> np.ndarray | None:
     """The features [m features] of a projection that each of the m slices of x along a dimension uses, found with two
     gradients for up to 64 slices. None if several slices use the same feature (with `by_token`, at the same token), or
     if there is no gradient.
@@ -354,7 +452,12 @@ def features_used(x: Tensor, dim: int, projection: Projection, *, by_token: bool
             if grad is None:
                 return None
             features = projection.by_feature(grad).to(widest(grad.device))
-            found.append((features if by_token else features.abs().sum(0, keepdim=True)).cpu().double().numpy())
+            found.append(
+                (features if by_token else features.abs().sum(0, keepdim=True))
+                .cpu()
+                .double()
+                .numpy()
+            )
         one, other = found
         reached = (one != 0) | (other != 0)
         with np.errstate(all="ignore"):
@@ -371,7 +474,9 @@ def features_used(x: Tensor, dim: int, projection: Projection, *, by_token: bool
 # --- The dimensions of q or k that hold heads, found by experiment: slices along them are computed from different
 # features
 
-Split = tuple[int, int, int]  # the sizes of a dimension's slowest part, heads and fastest part
+Split = tuple[
+    int, int, int
+]  # the sizes of a dimension's slowest part, heads and fastest part
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -397,8 +502,19 @@ def layout_of(
     for dim in range(len(shape)):
         if dim == keys:
             continue
-        pairs = [(s, w) for s, w in zip((sides.query, sides.key), walks) if shape[dim] == 1 or s.varies(dim)]
-        split = next((_split_of(s, w, dim, keys) for s, w in pairs if w is not None or shape[dim] == 1), None)
+        pairs = [
+            (s, w)
+            for s, w in zip((sides.query, sides.key), walks)
+            if shape[dim] == 1 or s.varies(dim)
+        ]
+        split = next(
+            (
+                _split_of(s, w, dim, keys)
+                for s, w in pairs
+                if w is not None or shape[dim] == 1
+            ),
+            None,
+        )
         if split is None and not pairs:
             split = (shape[dim], 1, 1)
         if split is None:
@@ -427,7 +543,9 @@ def _split_of(side: Operand, found: Walk | None, dim: int, keys: int) -> Split |
     return split_by_heads(x, dim, found)
 
 
-def _read(sides: Sides, key: Walk | None, splits: Mapping[int, Split], keys: int) -> HeadLayout | None:
+def _read(
+    sides: Sides, key: Walk | None, splits: Mapping[int, Split], keys: int
+) -> HeadLayout | None:
     """The layout, derived from how heads are merged into each dimension."""
     groups = ["b"] * (len(splits) + 1)
     groups[keys] = "s"
@@ -437,24 +555,38 @@ def _read(sides: Sides, key: Walk | None, splits: Mapping[int, Split], keys: int
     rows = next((d for d in reversed(free) if d in others), None)
     letter = dict.fromkeys(splits, "b")  # what a dimension contains besides heads
     if rows is None:
-        merged = [d for d in free if d in heads and splits[d][1] < splits[d][0] * splits[d][1] * splits[d][2]]
-        channels = [d for d in free if d in heads] if _are_features(sides.key, key, keys) else []
+        merged = [
+            d
+            for d in free
+            if d in heads and splits[d][1] < splits[d][0] * splits[d][1] * splits[d][2]
+        ]
+        channels = (
+            [d for d in free if d in heads]
+            if _are_features(sides.key, key, keys)
+            else []
+        )
         if merged:
             letter[merged[-1]] = "t"
         elif channels:
             rows = channels[-1]
             heads.remove(rows)
-        elif len(others) > 1 or (others and sum(splits[d] == (1, 1, 1) for d in others)):
+        elif len(others) > 1 or (
+            others and sum(splits[d] == (1, 1, 1) for d in others)
+        ):
             rows = others[-1]
     for d in heads:
         before, _, after = splits[d]
         if before > 1 and after > 1:
             return None
-        groups[d] = (letter[d] if before > 1 else "") + "h" + (letter[d] if after > 1 else "")
+        groups[d] = (
+            (letter[d] if before > 1 else "") + "h" + (letter[d] if after > 1 else "")
+        )
     if rows is not None:
         groups[rows] = "t"
     sizes = tuple(splits[d][1] for d in sorted(heads))
-    return HeadLayout(groups=tuple(groups), sizes=sizes, headless=not heads and len(groups) == 3)
+    return HeadLayout(
+        groups=tuple(groups), sizes=sizes, headless=not heads and len(groups) == 3
+    )
 
 
 def _are_features(side: Operand, found: Walk | None, keys: int) -> bool:
@@ -473,7 +605,9 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
     size = x.shape[dim]
     splits: set[Split] = set()
     reached = size == 1
-    by_one: list[int] = []  # for each projection used by a single slice, the index of that slice
+    by_one: list[
+        int
+    ] = []  # for each projection used by a single slice, the index of that slice
     for projection in found.nearest:
         with opened(found.mixers), only(projection, found.nearest):
             used = features_used(x, dim, projection)
@@ -493,10 +627,18 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
             with opened(found.mixers), only(projection, found.nearest):
                 made = [features_used(x, dim, upper) for upper in projection.above]
             splits |= {
-                split for used in made if used is not None and used.any() and (split := _split(torch.from_numpy(used)))
+                split
+                for used in made
+                if used is not None
+                and used.any()
+                and (split := _split(torch.from_numpy(used)))
             }
     if size > 1 and sorted(by_one) == [*range(size)]:
-        return (1, size, 1)  # there is a projection for each head, and their outputs are stacked
+        return (
+            1,
+            size,
+            1,
+        )  # there is a projection for each head, and their outputs are stacked
     heads = {split for split in splits if split[1] > 1}
     if len(heads) > 1 or not reached:
         return None
@@ -546,7 +688,9 @@ def _pass_through(node: Node) -> RemovableHandle:
     return node.register_prehook(_nothing)
 
 
-def _as_factor(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def _as_factor(
+    inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
     first = outputs[0]
     if first is None or inputs[0] is None:
         return inputs

@@ -26,7 +26,9 @@ from qkeel.spec import AttentionSpec
 Grid = tuple[int, int, int]
 Kind = Literal["rms", "layer", "l2"]  # the kinds of norms that bound a logit
 APPLIED = "_qkeel_applied"  # attribute of a site's module: the remedies that are applied to it, by name
-_LAYOUT = r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them in parentheses
+_LAYOUT = (
+    r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them in parentheses
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,9 +59,13 @@ class HeadSlice:
 
     def __post_init__(self) -> None:
         if self.axis not in (0, 1):
-            raise InvalidValueError(f"expected axis 0 (rows) or 1 (columns) of {self.parameter}, got {self.axis}")
+            raise InvalidValueError(
+                f"expected axis 0 (rows) or 1 (columns) of {self.parameter}, got {self.axis}"
+            )
         if self.index.ndim != 2 or not self.index.numel():
-            raise ShapeError(f"expected the rows of each head, [heads rows], got shape {tuple(self.index.shape)}")
+            raise ShapeError(
+                f"expected the rows of each head, [heads rows], got shape {tuple(self.index.shape)}"
+            )
         if self.index.unique().numel() != self.index.numel() or self.index.min() < 0:
             raise InvalidValueError(
                 f"expected each row of {self.parameter} in at most one head, and no negative row index"
@@ -76,11 +82,15 @@ class HeadSlice:
         """The entries of the bias that belong to each head."""
         if self.bias is None:
             return None
-        return HeadSlice(parameter=self.bias, axis=0, index=self.index + self.bias_shift)
+        return HeadSlice(
+            parameter=self.bias, axis=0, index=self.index + self.bias_shift
+        )
 
     def renamed(self, parameter: str, bias: str | None) -> HeadSlice:
         """The same rows of a different weight."""
-        other = copy.copy(self)  # everything that would be checked is already known to be valid
+        other = copy.copy(
+            self
+        )  # everything that would be checked is already known to be valid
         object.__setattr__(other, "parameter", parameter)
         object.__setattr__(other, "bias", bias)
         return other
@@ -93,7 +103,11 @@ class HeadSlice:
         """The weight as [n r m], with m = 1 for a vector. This is a view if the heads are evenly spaced, otherwise a
         copy."""
         rows = self.rows_of(weight)
-        return self._view(rows) if self.grid is not None else rows[self._index(weight.device)]
+        return (
+            self._view(rows)
+            if self.grid is not None
+            else rows[self._index(weight.device)]
+        )
 
     def rows_of(self, weight: Tensor) -> Tensor:
         """A view of the weight whose rows are the ones that the index selects. A vector becomes a single column."""
@@ -101,11 +115,16 @@ class HeadSlice:
             return weight[:, None]
         if weight.ndim > 2:
             # The elements of a row are kept in memory order, so that this is a view in any memory format.
-            order = sorted(range(1, weight.ndim), key=lambda i: 0 if self.axis else -weight.stride(i))
+            order = sorted(
+                range(1, weight.ndim),
+                key=lambda i: 0 if self.axis else -weight.stride(i),
+            )
             weight = weight.permute(0, *order).view(len(weight), -1)
         return weight if self.axis == 0 else weight.mT
 
-    def lines(self, per_head: Shaped[Tensor, " n"], rows: int, nobody: float = 1.0) -> Shaped[Tensor, " rows"]:
+    def lines(
+        self, per_head: Shaped[Tensor, " n"], rows: int, nobody: float = 1.0
+    ) -> Shaped[Tensor, " rows"]:
         """Expands one value per head to one value per row, with the value `nobody` for rows that belong to no head."""
         n, r = self.index.shape
         if self.grid == (0, r, 1) and rows == n * r:
@@ -119,7 +138,9 @@ class HeadSlice:
     def expand(self, per_head: Tensor, weight: Tensor) -> Tensor:
         """Expands one value per head [n] to a tensor that broadcasts against the weight, with 1 where a row belongs to
         no head."""
-        return across(self.lines(per_head, len(self.rows_of(weight))), self.axis, weight)
+        return across(
+            self.lines(per_head, len(self.rows_of(weight))), self.axis, weight
+        )
 
     def _view(self, rows: Tensor) -> Tensor:
         """Returns [rows …] as [n r …] if the heads are evenly spaced."""
@@ -127,12 +148,16 @@ class HeadSlice:
         first, head, row = self.grid
         n, r = self.index.shape
         if first + (n - 1) * head + (r - 1) * row >= rows.shape[0]:
-            raise ShapeError(f"{self.parameter} has {rows.shape[0]} rows, too few for {n} heads of {r}")
+            raise ShapeError(
+                f"{self.parameter} has {rows.shape[0]} rows, too few for {n} heads of {r}"
+            )
         if (first, head, row) == (0, r, 1) and rows.shape[0] == n * r:
             return rows.view(n, r, *rows.shape[1:])
         step = rows.stride(0)
         return rows.as_strided(
-            (n, r, *rows.shape[1:]), (head * step, row * step, *rows.stride()[1:]), rows.storage_offset() + first * step
+            (n, r, *rows.shape[1:]),
+            (head * step, row * step, *rows.stride()[1:]),
+            rows.storage_offset() + first * step,
         )
 
     def _index(self, device: torch.device) -> Tensor:
@@ -144,7 +169,11 @@ class HeadSlice:
 
 def across(lines: Tensor, axis: int, weight: Tensor) -> Tensor:
     """Reshapes one value per row (axis 0) or column (axis 1) to broadcast against the weight."""
-    return lines.view(-1, *[1] * (weight.ndim - 1)) if axis == 0 else lines.view(1, *weight.shape[1:])
+    return (
+        lines.view(-1, *[1] * (weight.ndim - 1))
+        if axis == 0
+        else lines.view(1, *weight.shape[1:])
+    )
 
 
 def _grid(index: Tensor) -> Grid | None:
@@ -154,7 +183,11 @@ def _grid(index: Tensor) -> Grid | None:
     row = int(index[0, 1]) - first if r > 1 else 1
     head = int(index[1, 0]) - first if n > 1 else r
     even = first + head * torch.arange(n)[:, None] + row * torch.arange(r)
-    return (first, head, row) if row > 0 and head > 0 and torch.equal(even, index.cpu().to(even.dtype)) else None
+    return (
+        (first, head, row)
+        if row > 0 and head > 0 and torch.equal(even, index.cpu().to(even.dtype))
+        else None
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -195,15 +228,26 @@ class Reading:
 
     def __post_init__(self) -> None:
         letters = "".join(self.groups)
-        known = set("dt") <= set(letters) <= set("bhtdn") and len(set(letters)) == len(letters)
+        known = set("dt") <= set(letters) <= set("bhtdn") and len(set(letters)) == len(
+            letters
+        )
         if not known or not re.fullmatch(_LAYOUT, self.layout):
-            raise InvalidValueError(f"expected a layout of b h t d (and n) such as 'b t (h d)', got {self.layout!r}")
-        check(0 <= self.part < self.parts, f"part 0 to {self.parts - 1} of {self.parts}", self.part)
+            raise InvalidValueError(
+                f"expected a layout of b h t d (and n) such as 'b t (h d)', got {self.layout!r}"
+            )
+        check(
+            0 <= self.part < self.parts,
+            f"part 0 to {self.parts - 1} of {self.parts}",
+            self.part,
+        )
 
     @property
     def groups(self) -> list[str]:
         """The letters in each dimension."""
-        return [group.replace(" ", "") for group in re.findall(r"(?<=\()[^)]*|\w(?![^(]*\))", self.layout)]
+        return [
+            group.replace(" ", "")
+            for group in re.findall(r"(?<=\()[^)]*|\w(?![^(]*\))", self.layout)
+        ]
 
     @property
     def dims(self) -> int:
@@ -297,7 +341,9 @@ class AttentionSite:
     origin: KeyOrigin = "tokens"
     #: if its module is also called with other weights: the calls of the module with this site's weights
     callers: tuple[tuple[str, str, int], ...] = ()
-    chooses: bool = False  #: whether its scores choose keys and are not the input of a softmax
+    chooses: bool = (
+        False  #: whether its scores choose keys and are not the input of a softmax
+    )
 
     @property
     def layer_type(self) -> LayerType:
@@ -306,8 +352,16 @@ class AttentionSite:
 
     def __repr__(self) -> str:
         """A short form with the name, the heads, and whether their weights are known."""
-        groups = "" if self.n_kv_heads == self.n_heads else f", {self.n_kv_heads} key heads"
-        weights = "known" if self.verified else f"not confirmed: {self.unverified}" if self.terms else "unknown"
+        groups = (
+            "" if self.n_kv_heads == self.n_heads else f", {self.n_kv_heads} key heads"
+        )
+        weights = (
+            "known"
+            if self.verified
+            else f"not confirmed: {self.unverified}"
+            if self.terms
+            else "unknown"
+        )
         return f"<AttentionSite {self.name!r}: {self.n_heads} heads of {self.head_dim}{groups}, weights {weights}>"
 
     @property
@@ -356,7 +410,10 @@ class AttentionSite:
 
         Parametrizations of torch and its older hooks are recognised by the names of what they store."""
         names = [s.parameter for s in (*self.query, *self.key)]
-        return any("parametrizations." in name or name.endswith(("_orig", "_v")) for name in names)
+        return any(
+            "parametrizations." in name or name.endswith(("_orig", "_v"))
+            for name in names
+        )
 
 
 def _unique(slices: Iterable[HeadSlice]) -> list[HeadSlice]:
@@ -371,8 +428,15 @@ def _unique(slices: Iterable[HeadSlice]) -> list[HeadSlice]:
 def rows(parameter: str, n: int, size: int, bias: str | None = None) -> HeadSlice:
     """The slice for n heads of `size` rows each, stored one after the other, as in nn.Linear."""
     if n < 1 or size < 1:
-        raise InvalidValueError(f"expected at least one head and row, got {n} heads of {size} rows")
-    return HeadSlice(parameter=parameter, axis=0, index=torch.arange(n * size).view(n, size), bias=bias)
+        raise InvalidValueError(
+            f"expected at least one head and row, got {n} heads of {size} rows"
+        )
+    return HeadSlice(
+        parameter=parameter,
+        axis=0,
+        index=torch.arange(n * size).view(n, size),
+        bias=bias,
+    )
 
 
 # --- Attention that was detected but not recognised, and the list of sites that reports it
@@ -428,10 +492,24 @@ class Sites(list[AttentionSite]):
 
     def _repr_html_(self) -> str:
         """An HTML table with one row per site, and a line for each attention layer that was not understood."""
-        rows = [(s.name, s.n_heads, s.n_kv_heads, s.head_dim, "known" if s.verified else "not confirmed") for s in self]
+        rows = [
+            (
+                s.name,
+                s.n_heads,
+                s.n_kv_heads,
+                s.head_dim,
+                "known" if s.verified else "not confirmed",
+            )
+            for s in self
+        ]
         names = ("site", "heads", "key heads", "head_dim", "weights")
-        columns = {name: np.array([row[i] for row in rows], dtype=object) for i, name in enumerate(names)}
-        return Frame(columns)._repr_html_() + join(tag("p", {}, f"not understood: {one}") for one in self.missed)
+        columns = {
+            name: np.array([row[i] for row in rows], dtype=object)
+            for i, name in enumerate(names)
+        }
+        return Frame(columns)._repr_html_() + join(
+            tag("p", {}, f"not understood: {one}") for one in self.missed
+        )
 
 
 INDEX = "#index"  # the suffix of the name of an indexer
@@ -452,7 +530,11 @@ def layer_of(module: str, sites: Iterable[str]) -> str | None:
     around = module.split(".") if module else []
     for n in range(len(around), 0, -1):
         path = ".".join(around[:n])
-        inside = (site for site, home in homes.items() if home == path or home.startswith(f"{path}."))
+        inside = (
+            site
+            for site, home in homes.items()
+            if home == path or home.startswith(f"{path}.")
+        )
         if (found := next(inside, None)) is not None:
             return found
         if around[n - 1].isdigit():
@@ -467,4 +549,6 @@ def share(known: int, missed: int) -> str:
     ('4 of 6 attention layers', '4 attention layers')
     """
     plural = "s" if missed or known != 1 else ""
-    return (f"{known} of {known + missed}" if missed else f"{known}") + f" attention layer{plural}"
+    return (
+        f"{known} of {known + missed}" if missed else f"{known}"
+    ) + f" attention layer{plural}"

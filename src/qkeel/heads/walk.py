@@ -27,23 +27,69 @@ _MATRIX = {
 # Norms that are a single node. A batch norm in evaluation is not a norm, but the model has one as soon as it trains.
 WHOLE_NORMS = frozenset(
     {
-        *("NativeLayerNormBackward0", "FusedRmsNormBackward0", "NativeGroupNormBackward0", "_ResizeBackward"),
-        *("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"),
+        *(
+            "NativeLayerNormBackward0",
+            "FusedRmsNormBackward0",
+            "NativeGroupNormBackward0",
+            "_ResizeBackward",
+        ),
+        *(
+            "NativeBatchNormBackward0",
+            "CudnnBatchNormBackward0",
+            "MiopenBatchNormBackward0",
+        ),
     }
 )
-NORMS = WHOLE_NORMS | {"RsqrtBackward0", "LinalgVectorNormBackward0", "NormBackward1", "NormBackward0"}
+NORMS = WHOLE_NORMS | {
+    "RsqrtBackward0",
+    "LinalgVectorNormBackward0",
+    "NormBackward1",
+    "NormBackward0",
+}
 # Nodes beyond which there is no logit path, because the search has left the attention.
 _ENDS = ("Softmax", "ScaledDotProduct", "Embedding", "Gelu", "CrossEntropy", "NllLoss")
-_TURNS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "TransposeBackward1"})
+_TURNS = frozenset(
+    {"TBackward0", "TransposeBackward0", "PermuteBackward0", "TransposeBackward1"}
+)
 _PARTS = ("Slice", "Split", "Select", "Narrow", "Unbind", "Index")
 # Nodes that rearrange elements.
 MOVES = (
-    *("View", "UnsafeView", "ReshapeAlias", "AsStrided", "Alias", "Transpose", "Permute", "TBackward", "Slice"),
-    *("Split", "Cat", "Stack", "Unbind", "Select", "Index", "Unsqueeze", "Squeeze", "Expand", "Clone", "ToCopy"),
+    *(
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "AsStrided",
+        "Alias",
+        "Transpose",
+        "Permute",
+        "TBackward",
+        "Slice",
+    ),
+    *(
+        "Split",
+        "Cat",
+        "Stack",
+        "Unbind",
+        "Select",
+        "Index",
+        "Unsqueeze",
+        "Squeeze",
+        "Expand",
+        "Clone",
+        "ToCopy",
+    ),
     *("Neg", "Repeat", "Roll", "Flip", "Unfold"),
 )
 # Nodes that rearrange the elements of parameters, interpolate or add them, or multiply them by a constant.
-_OF_PARAMETERS = (*MOVES, "Mul", "Div", "Embedding", "Gather", "Upsample", "AddBackward")
+_OF_PARAMETERS = (
+    *MOVES,
+    "Mul",
+    "Div",
+    "Embedding",
+    "Gather",
+    "Upsample",
+    "AddBackward",
+)
 _LIMIT = 4000
 
 
@@ -90,7 +136,9 @@ class Projection:
     def by_feature(self, grad: Tensor) -> Tensor:
         """A gradient at the node, reshaped to [all other dimensions, features]."""
         if self.table:
-            return grad.detach().flatten(1) if self.axis else grad.detach().flatten(1).mT
+            return (
+                grad.detach().flatten(1) if self.axis else grad.detach().flatten(1).mT
+            )
         return grad.detach().movedim(self.features, -1).flatten(0, -2)
 
     def reached(self, grad: Tensor | None) -> Tensor:
@@ -145,7 +193,11 @@ def projected_inputs(starts: Iterable[Node], stops: set[Node]) -> set[Node]:
             reached |= {node} if projected else set()
             continue
         factors = _MATRIX.get(node.name(), ())[:2]
-        weights = [n for i in factors if (n := node.next_functions[i][0]) is not None and leaves_of(n, stops)]
+        weights = [
+            n
+            for i in factors
+            if (n := node.next_functions[i][0]) is not None and leaves_of(n, stops)
+        ]
         projected = projected or bool(weights)
         queue += [(n, projected) for n, _ in node.next_functions if n is not None]
     return reached
@@ -187,7 +239,9 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
         projection = _projection(node, names, normed, stops, depth)
         if projection is not None:
             if node not in found or (normed and not found[node].normed):
-                found[node] = dataclasses.replace(projection, biases=projection.biases or added)
+                found[node] = dataclasses.replace(
+                    projection, biases=projection.biases or added
+                )
             continue
         opaque += _opaque(node, stops, names)
         tables += _concatenated(node, stops, names)
@@ -198,7 +252,11 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
         if _mixes(node):
             mixers.append(node)
         queue += [(n, normed, added) for n, _ in node.next_functions if n is not None]
-    around = [node for node in dict.fromkeys(mixers) if node.name() in NORMS or _is_beside(node, start, stops, found)]
+    around = [
+        node
+        for node in dict.fromkeys(mixers)
+        if node.name() in NORMS or _is_beside(node, start, stops, found)
+    ]
     return Walk(
         nearest=tuple(found.values()),
         mixers=tuple(around),
@@ -224,7 +282,11 @@ def _concatenated(node: Node, stops: set[Node], names: dict[int, str]) -> list[N
     found: list[Node] = []
     for part, _ in node.next_functions if node.name() == "CatBackward0" else ():
         leaves = None if part is None else leaves_of(part, stops)
-        if leaves is not None and len(leaves) == 1 and _is_table(variable_of(leaves[0]), names):
+        if (
+            leaves is not None
+            and len(leaves) == 1
+            and _is_table(variable_of(leaves[0]), names)
+        ):
             found.append(leaves[0])
     return found
 
@@ -235,23 +297,36 @@ def _is_table(variable: Tensor, names: dict[int, str]) -> bool:
 
 def _mixes(node: Node) -> bool:
     name = node.name()
-    return name in NORMS or name.startswith(("MeanBackward", "VarBackward", "StdBackward", "SumBackward"))
+    return name in NORMS or name.startswith(
+        ("MeanBackward", "VarBackward", "StdBackward", "SumBackward")
+    )
 
 
-def _is_beside(node: Node, start: Node, stops: set[Node], projections: Collection[Node]) -> bool:
+def _is_beside(
+    node: Node, start: Node, stops: set[Node], projections: Collection[Node]
+) -> bool:
     """True if every projection behind a sum or mean can also be reached without it, as when x is divided by a norm that
     is written out. A sum through which all of x passes does not belong to a norm; it is, for example, a rotation by 2 ×
     2 matrices or pooling."""
-    return _reached(node, None, stops, projections) <= _reached(start, node, stops, projections)
+    return _reached(node, None, stops, projections) <= _reached(
+        start, node, stops, projections
+    )
 
 
-def _reached(start: Node, without: Node | None, stops: set[Node], projections: Collection[Node]) -> set[Node]:
+def _reached(
+    start: Node, without: Node | None, stops: set[Node], projections: Collection[Node]
+) -> set[Node]:
     """The projections that are reached from a node without passing through another node."""
     seen: set[Node] = set()
     queue = [start]
     while queue:
         node = queue.pop()
-        if node is without or node in seen or node in stops or node.name().startswith(_ENDS):
+        if (
+            node is without
+            or node in seen
+            or node in stops
+            or node.name().startswith(_ENDS)
+        ):
             continue
         seen.add(node)
         if node not in projections:
@@ -259,7 +334,9 @@ def _reached(start: Node, without: Node | None, stops: set[Node], projections: C
     return seen.intersection(projections)
 
 
-def _projection(node: Node, names: dict[int, str], normed: bool, stops: set[Node], depth: int) -> Projection | None:
+def _projection(
+    node: Node, names: dict[int, str], normed: bool, stops: set[Node], depth: int
+) -> Projection | None:
     places = _MATRIX.get(node.name())
     if places is None:
         return None
@@ -275,8 +352,14 @@ def _projection(node: Node, names: dict[int, str], normed: bool, stops: set[Node
     above: tuple[Projection, ...] = ()
     if depth > 1 and after is not None:
         # A norm ends the path, because the weights before it do not scale the logit.
-        above = tuple(p for p in walk(after, stops, names, depth - 1).nearest if not p.normed)
-    biases = () if b is None or b >= len(node.next_functions) else _biases(node.next_functions[b][0], names)
+        above = tuple(
+            p for p in walk(after, stops, names, depth - 1).nearest if not p.normed
+        )
+    biases = (
+        ()
+        if b is None or b >= len(node.next_functions)
+        else _biases(node.next_functions[b][0], names)
+    )
     axis, order = places
     return Projection(
         node=node,
@@ -291,7 +374,9 @@ def _projection(node: Node, names: dict[int, str], normed: bool, stops: set[Node
     )
 
 
-def _joined_places(node: Node, turned: bool, variable: Tensor) -> tuple[int, Tensor | None] | None:
+def _joined_places(
+    node: Node, turned: bool, variable: Tensor
+) -> tuple[int, Tensor | None] | None:
     """The axis of a weight along which the features are produced, and their order. None if the features do not
     correspond to rows or columns of the weight."""
     name = node.name()
@@ -299,7 +384,9 @@ def _joined_places(node: Node, turned: bool, variable: Tensor) -> tuple[int, Ten
         return None if variable.ndim < 3 or is_transposed(node) else (0, None)
     if variable.ndim == 2:
         if name == "BmmBackward0":
-            turned = _makes_rows(node, variable)  # an einsum may permute its operands in any way
+            turned = _makes_rows(
+                node, variable
+            )  # an einsum may permute its operands in any way
         return (0 if name == "LinearBackward0" or turned else 1), None
     return _order(node, variable) if variable.ndim == 3 else None
 
@@ -314,14 +401,20 @@ def _order(node: Node, weight: Tensor) -> tuple[int, Tensor] | None:
     codes = torch.zeros(weight.shape, dtype=torch.int64, device=out.device)
     for bit in range(len(numbers).bit_length()):
         own = ((numbers >> bit) & 1).to(out).expand_as(out)
-        (grad,) = torch.autograd.grad(GradientEdge(node, 0), weight, own, retain_graph=True)
+        (grad,) = torch.autograd.grad(
+            GradientEdge(node, 0), weight, own, retain_graph=True
+        )
         codes |= grad.ne(0).long() << bit
     columns = codes.flatten(1).amax(0)
     empty = codes == 0  # entries whose other factor is zero for all tokens
-    if torch.equal(columns.sort().values, numbers) and bool((empty.flatten(1) | (codes.flatten(1) == columns)).all()):
+    if torch.equal(columns.sort().values, numbers) and bool(
+        (empty.flatten(1) | (codes.flatten(1) == columns)).all()
+    ):
         return 1, columns.argsort().cpu()
     rows = torch.arange(len(weight), device=out.device).view(-1, 1, 1).expand_as(codes)
-    makers = rows.new_full((1 << len(numbers).bit_length(),), -1).index_put((codes,), rows)
+    makers = rows.new_full((1 << len(numbers).bit_length(),), -1).index_put(
+        (codes,), rows
+    )
     alone = bool((empty | (makers[codes] == rows)).all())
     makers = makers[1 : len(numbers) + 1].cpu()
     return (0, makers) if alone and bool((makers >= 0).all()) else None
@@ -340,21 +433,35 @@ def _biases(node: Node | None, names: dict[int, str]) -> tuple[BiasPart, ...]:
     variable = variable_of(node)
     if variable is not None:
         name = names.get(id(variable))
-        return () if name is None or variable.ndim != 1 else (BiasPart(parameter=name, first=0, size=len(variable)),)
+        return (
+            ()
+            if name is None or variable.ndim != 1
+            else (BiasPart(parameter=name, first=0, size=len(variable)),)
+        )
     inputs = [n for n, _ in node.next_functions]
     if node.name() == "SliceBackward0":
         whole = _biases(inputs[0], names)
         if len(whole) != 1 or inputs[0] is None or inputs[0].name() == "CatBackward0":
             return ()
         start, end, step = slice_of(node).indices(whole[0].size)
-        return (dataclasses.replace(whole[0], size=end - start, shift=whole[0].shift + start),) if step == 1 else ()
+        return (
+            (
+                dataclasses.replace(
+                    whole[0], size=end - start, shift=whole[0].shift + start
+                ),
+            )
+            if step == 1
+            else ()
+        )
     found: list[BiasPart] = []
     for part in inputs if node.name() == "CatBackward0" else ():
         own = _biases(part, names)
         if len(own) != 1:
             break  # the length of a part that is not a parameter is unknown
         first = sum(p.size for p in found)
-        found.append(dataclasses.replace(own[0], first=first, shift=own[0].shift - first))
+        found.append(
+            dataclasses.replace(own[0], first=first, shift=own[0].shift - first)
+        )
     return tuple(found)
 
 
@@ -371,11 +478,15 @@ def _makes_rows(node: Node, weight: Tensor) -> bool:
     gradient."""
     first = output_like(node)
     first[..., 0] = 1.0
-    (grad,) = torch.autograd.grad(GradientEdge(node, 0), weight, first, retain_graph=True)
+    (grad,) = torch.autograd.grad(
+        GradientEdge(node, 0), weight, first, retain_graph=True
+    )
     return int(grad.ne(0).any(1).sum()) <= int(grad.ne(0).any(0).sum())
 
 
-def _weight(node: Node | None, names: dict[int, str]) -> tuple[str, bool, Tensor] | None:
+def _weight(
+    node: Node | None, names: dict[int, str]
+) -> tuple[str, bool, Tensor] | None:
     """The name of the parameter behind a weight, whether it was transposed on the way, and the parameter itself. The
     operations of a parametrization in between are traced through, if they lead only to parameters."""
     if node is None:

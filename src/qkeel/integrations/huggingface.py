@@ -40,7 +40,15 @@ NAME = "qkeel"
 # Tensor arguments without effect, because mask and rotation already contain them, or because only a loss uses them.
 _HARMLESS = frozenset(
     {
-        *("position_ids", "cache_position", "cos", "sin", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),
+        *(
+            "position_ids",
+            "cache_position",
+            "cos",
+            "sin",
+            "cu_seq_lens_q",
+            "cu_seq_lens_k",
+            "seq_idx",
+        ),
         *("token_type_ids", "num_items_in_batch", "shift_labels", "labels"),
     }
 )
@@ -77,40 +85,80 @@ def attend(
         RefusedError: the model passes an argument that changes attention in another way.
     """
     _check(module, query, arguments)
-    scaling, bias, causal = arguments.get("scaling"), arguments.get("position_bias"), arguments.get("is_causal")
+    scaling, bias, causal = (
+        arguments.get("scaling"),
+        arguments.get("position_bias"),
+        arguments.get("is_causal"),
+    )
     t, s = query.shape[2], key.shape[2]
     causal = bool(vars(module).get("is_causal", True) if causal is None else causal)
     causal = causal and attention_mask is None and t > 1
-    if causal and s > t:  # a static cache that is still empty, so its first keys belong to the queries
+    if (
+        causal and s > t
+    ):  # a static cache that is still empty, so its first keys belong to the queries
         key, value = key[:, :, :t], value[:, :, :t]
         bias = None if bias is None else bias[..., :t]
     if bias is not None:
         attention_mask, causal = _biased(bias, attention_mask, causal), False
     if arguments.get("indices") is not None:
-        attention_mask, causal = _chosen(arguments["indices"], attention_mask, causal, s), False
+        attention_mask, causal = (
+            _chosen(arguments["indices"], attention_mask, causal, s),
+            False,
+        )
     dropout = arguments.get("dropout", 0.0)
     # One logit per head [h]; GPT-OSS names it s_aux, other models sinks.
-    sinks = arguments.get("s_aux") if arguments.get("sinks") is None else arguments["sinks"]
+    sinks = (
+        arguments.get("s_aux") if arguments.get("sinks") is None else arguments["sinks"]
+    )
     if arguments.get("softcap") is not None or sinks is not None:
         scale = Fixed(query.shape[-1] ** -0.5 if scaling is None else scaling)
-        cap = NoCap() if arguments.get("softcap") is None else Softcap(arguments["softcap"])
-        spec = AttentionSpec(scale=scale, cap=cap, normalizer=Softmax() if sinks is None else Sink())
+        cap = (
+            NoCap()
+            if arguments.get("softcap") is None
+            else Softcap(arguments["softcap"])
+        )
+        spec = AttentionSpec(
+            scale=scale, cap=cap, normalizer=Softmax() if sinks is None else Sink()
+        )
         params = None if sinks is None else {"sink": sinks.view(-1, 1, 1)}
         options = {"causal": causal, "mask": attention_mask, "dropout": dropout}
         out = attention(query, key, value, spec=spec, params=params, **options)
         return out.transpose(1, 2).contiguous(), None
     share = query.shape[1] // key.shape[1]
-    if share > 1 and attention_mask is not None and not query.is_cpu:  # fused GPU kernels take a mask or GQA, not both
-        key, value, share = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1), 1
+    if (
+        share > 1 and attention_mask is not None and not query.is_cpu
+    ):  # fused GPU kernels take a mask or GQA, not both
+        key, value, share = (
+            key.repeat_interleave(share, 1),
+            value.repeat_interleave(share, 1),
+            1,
+        )
     gqa = share > 1
-    out = functional_attention(query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=gqa)
+    out = functional_attention(
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout,
+        causal,
+        scale=scaling,
+        enable_gqa=gqa,
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
 def _check(module: nn.Module, query: Tensor, arguments: Kwargs) -> None:
     for name, value in arguments.items():
-        unknown = isinstance(value, Tensor) and name not in _HARMLESS | _COMPUTED and _names(type(module), name)
-        several = name in ("s_aux", "sinks") and isinstance(value, Tensor) and value.numel() != query.shape[1]
+        unknown = (
+            isinstance(value, Tensor)
+            and name not in _HARMLESS | _COMPUTED
+            and _names(type(module), name)
+        )
+        several = (
+            name in ("s_aux", "sinks")
+            and isinstance(value, Tensor)
+            and value.numel() != query.shape[1]
+        )
         chosen = name == "indices" and isinstance(value, Tensor) and value.ndim != 3
         if unknown or several or chosen or (name == "cache" and value is not None):
             raise RefusedError(
@@ -128,17 +176,32 @@ def _names(kind: type[nn.Module], argument: str) -> bool:
     forward = inspect.unwrap(kind.forward)
     if not isinstance(forward, types.FunctionType):
         return True
-    consts = forward.__code__.co_consts  # keyword names of a call: one tuple, or separate strings next to **kwargs
-    return any(argument == const or (isinstance(const, tuple) and argument in const) for const in consts)
+    consts = (
+        forward.__code__.co_consts
+    )  # keyword names of a call: one tuple, or separate strings next to **kwargs
+    return any(
+        argument == const or (isinstance(const, tuple) and argument in const)
+        for const in consts
+    )
 
 
 def _chosen(indices: Tensor, mask: Tensor | None, causal: bool, keys: int) -> Tensor:
     """Returns the mask restricted to the chosen keys; `indices` is [b t n], the result [b 1 t s]."""
     b, t, _ = indices.shape
-    chosen = torch.zeros(b, t, keys, dtype=torch.bool, device=indices.device).scatter(-1, indices.long(), True)[:, None]
+    chosen = torch.zeros(b, t, keys, dtype=torch.bool, device=indices.device).scatter(
+        -1, indices.long(), True
+    )[:, None]
     if mask is None:
-        return chosen & torch.ones(t, keys, dtype=torch.bool, device=indices.device).tril() if causal else chosen
-    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+        return (
+            chosen & torch.ones(t, keys, dtype=torch.bool, device=indices.device).tril()
+            if causal
+            else chosen
+        )
+    return (
+        mask & chosen
+        if mask.dtype == torch.bool
+        else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+    )
 
 
 def _biased(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -166,13 +229,19 @@ def mask(**arguments) -> Tensor | None:  # type: ignore[no-untyped-def]  # what 
     except KeyError:
         return eager_mask(**arguments)
     home = home[0] if isinstance(home, tuple) else home
-    if home is not None and not (home._supports_sdpa or home._supports_attention_backend):
+    if home is not None and not (
+        home._supports_sdpa or home._supports_attention_backend
+    ):
         raise RefusedError(
             f"{home.__name__} implements its attention itself, which {NAME!r} cannot reach; load it "
             'with attn_implementation="eager", which qkeel.watch sees as well'
         )
     # A model without "sdpa" support may extend the mask for keys of its own, as DeepSeek V4 does, so it can't be None.
-    return sdpa_mask(**arguments) if home is None or home._supports_sdpa else eager_mask(**arguments)
+    return (
+        sdpa_mask(**arguments)
+        if home is None or home._supports_sdpa
+        else eager_mask(**arguments)
+    )
 
 
 def register() -> str:
@@ -185,8 +254,17 @@ def register() -> str:
 # A callback that watches while the Trainer of transformers trains, and passes the numbers to its trackers.
 
 with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-    from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
+    from transformers import (
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+    from transformers.trainer_callback import (
+        CallbackHandler,
+        PrinterCallback,
+        ProgressCallback,
+    )
 
 _NO_TRAINER = (
     "no transformers.Trainer calls this callback, so its numbers are not sent to any tracker; they are in "
@@ -233,7 +311,11 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         self._handler: CallbackHandler | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Foreign
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Foreign,
     ) -> None:
         """Starts watching; a resumed run continues the step count."""
         self.close(complete=False)  # a previous training may have ended with an error
@@ -243,20 +325,31 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         if self._handler is None:
             caution(_NO_TRAINER)
         else:
-            callbacks = [type(callback).__name__ for callback in self._handler.callbacks]
-            self._leave_out({name.removesuffix("Callback").lower() for name in callbacks})
+            callbacks = [
+                type(callback).__name__ for callback in self._handler.callbacks
+            ]
+            self._leave_out(
+                {name.removesuffix("Callback").lower() for name in callbacks}
+            )
         try:
             self._watch(args, state, model, optimizer, kwargs.get("train_dataloader"))
         except (OSError, RunDirectoryError):
             raise  # where nothing can be written is said before hours of training, not after
         except QkeelError as error:
             # Training is the user's aim and must not end for want of its numbers.
-            caution(f"attention is not watched, and training goes on without it: {error}")
+            caution(
+                f"attention is not watched, and training goes on without it: {error}"
+            )
             self.close(complete=False)
             self.monitor = self.pilot = None
 
     def _watch(
-        self, args: TrainingArguments, state: TrainerState, model: nn.Module, optimizer: Optimizer, loader: Foreign
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loader: Foreign,
     ) -> None:
         monitor = self._begin(model, optimizer, state.global_step)
         if self._policy is not False:
@@ -266,14 +359,28 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
             if saved is not None and saved.exists():
                 self.pilot.load_state_dict(safetensors.torch.load_file(saved))
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Saves the autopilot's state with the checkpoint."""
         checkpoint = _saved(args, state)
-        if self.pilot is not None and state.is_world_process_zero and checkpoint.parent.is_dir():
+        if (
+            self.pilot is not None
+            and state.is_world_process_zero
+            and checkpoint.parent.is_dir()
+        ):
             write_bytes(checkpoint, safetensors.torch.save(self.pilot.state_dict()))
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Follows the Trainer's step count, which includes steps that a GradScaler skips, and measures the last
         step."""
@@ -283,7 +390,11 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
                 self.monitor.measure_next()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Logs the numbers that have arrived from the device; measures the end of training if it stops early."""
         if self.monitor is not None and control.should_training_stop:
@@ -292,25 +403,46 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
 
     on_epoch_end = on_step_end
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Logs everything that was measured, because the Trainer logs one last time before its trackers close."""
-        if self.monitor is not None and self.monitor.sample is not None:  # reading `sample` waits for pending ones
+        if (
+            self.monitor is not None and self.monitor.sample is not None
+        ):  # reading `sample` waits for pending ones
             self._send(args, state, control)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Stops watching."""
         self.close(complete=True)
 
-    def _send(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def _send(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl
+    ) -> None:
         for sample in self._queue.take():
             numbers = sample.summaries(None if self._per_layer else ())
             if not self._per_layer:
-                numbers = {key: v for key, v in numbers.items() if key.rpartition("/")[2] in layer_fields()}
+                numbers = {
+                    key: v
+                    for key, v in numbers.items()
+                    if key.rpartition("/")[2] in layer_fields()
+                }
             if sample.phase == "eval":
                 # The Trainer's trackers show names that begin with eval_ beside its own evaluations.
-                numbers = {f"eval_{key.removeprefix('eval/')}": value for key, value in numbers.items()}
+                numbers = {
+                    f"eval_{key.removeprefix('eval/')}": value
+                    for key, value in numbers.items()
+                }
             state_then = copy.copy(state)
             state_then.global_step = sample.step
             state.log_history.append({**numbers, "step": sample.step})
@@ -333,7 +465,9 @@ def _split(handler: CallbackHandler) -> tuple[CallbackHandler, CallbackHandler]:
         handler_of_kind = copy.copy(handler)
         callbacks = handler.callbacks
         handler_of_kind.callbacks = [
-            c for c in callbacks if isinstance(c, PrinterCallback | ProgressCallback) is prints
+            c
+            for c in callbacks
+            if isinstance(c, PrinterCallback | ProgressCallback) is prints
         ]
         handlers.append(handler_of_kind)
     return handlers[0], handlers[1]
@@ -341,7 +475,11 @@ def _split(handler: CallbackHandler) -> tuple[CallbackHandler, CallbackHandler]:
 
 def _saved(args: TrainingArguments, state: TrainerState) -> Path:
     """Returns the autopilot's file in the checkpoint of this step, whose name follows the Trainer's convention."""
-    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / "qkeel_autopilot.safetensors"
+    return (
+        Path(str(args.output_dir))
+        / f"checkpoint-{state.global_step}"
+        / "qkeel_autopilot.safetensors"
+    )
 
 
 def _example(loader: Foreign, model: nn.Module) -> object:
@@ -352,7 +490,10 @@ def _example(loader: Foreign, model: nn.Module) -> object:
     except (AttributeError, IndexError, TypeError):  # the dataset cannot be indexed
         return None
     device = next(model.parameters()).device
-    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in examples.items()}
+    return {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x
+        for name, x in examples.items()
+    }
 
 
 def _calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
@@ -360,6 +501,8 @@ def _calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
     other."""
     for frame in running_frames():
         owner = frame.f_locals.get("self")
-        if isinstance(owner, CallbackHandler) and any(member is callback for member in owner.callbacks):
+        if isinstance(owner, CallbackHandler) and any(
+            member is callback for member in owner.callbacks
+        ):
             return owner
     return None

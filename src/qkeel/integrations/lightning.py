@@ -70,7 +70,9 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
         model = self._watched(pl_module)
         parameter_ids = {id(p) for p in model.parameters()}
         held = [
-            o for o in trainer.optimizers if any(id(p) in parameter_ids for g in o.param_groups for p in g["params"])
+            o
+            for o in trainer.optimizers
+            if any(id(p) in parameter_ids for g in o.param_groups for p in g["params"])
         ]
         monitor = self._begin(
             model,
@@ -78,7 +80,9 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
             _step(trainer),
         )
         self._last = -1
-        with contextlib.suppress(MisconfigurationException):  # the number of accumulated batches varies
+        with contextlib.suppress(
+            MisconfigurationException
+        ):  # the number of accumulated batches varies
             self._last = trainer.estimated_stepping_batches - 1
         if self._policy is not False:
             self.pilot = attach(monitor, held, policy=self._policy, batch=self._batch)
@@ -86,7 +90,13 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
             if state:
                 self.pilot.load_state_dict(state)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: object,
+        batch_idx: int,
+    ) -> None:
         """Follows the loggers' step count, which includes steps that a GradScaler skips, and measures the last step."""
         if self.monitor is not None:
             self.monitor.steps = max(self.monitor.steps, _step(trainer))
@@ -94,7 +104,12 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
                 self.monitor.measure_next()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         """Logs the numbers that have arrived from the device so far."""
         summaries: dict[str, float] = {}
@@ -109,7 +124,9 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
         """Measures the end of training if its last step was not known in advance, and logs the rest."""
         if self.monitor is not None:
             self.monitor.training_over()
-        if self.monitor is not None and self.monitor.sample is not None:  # reading `sample` waits for pending ones
+        if (
+            self.monitor is not None and self.monitor.sample is not None
+        ):  # reading `sample` waits for pending ones
             for sample in self._queue.take("train"):
                 for logger in trainer.loggers:
                     logger.log_metrics(sample.summaries(), step=sample.step)
@@ -118,7 +135,9 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
         """Stops watching."""
         self.close(complete=True)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Stops watching a training run that failed."""
         self.close(complete=False)
 
@@ -139,7 +158,11 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
                     f"{type(module).__name__} has no module {self._module!r}; its children: {names}"
                 )
             return watched
-        children = [child for child in module.children() if any(True for _ in child.parameters())]
+        children = [
+            child
+            for child in module.children()
+            if any(True for _ in child.parameters())
+        ]
         return children[0] if len(children) == 1 else module
 
 
@@ -149,4 +172,6 @@ def _step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-QkeelCallback = LightningCallback  # the name until 0.1, which the callback of transformers has too
+QkeelCallback = (
+    LightningCallback  # the name until 0.1, which the callback of transformers has too
+)

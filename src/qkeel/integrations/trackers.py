@@ -54,8 +54,16 @@ class CSVSink(Sink):
     def open(self, about: Mapping[str, object]) -> None:
         """Creates the folder."""
         fields = about.get("fields")
-        names = ("step", "layer", "type", "head", *(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS))
-        announced: dict[str, tuple[str, ...]] = dict.fromkeys(("heads", "eval_heads"), names)
+        names = (
+            "step",
+            "layer",
+            "type",
+            "head",
+            *(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS),
+        )
+        announced: dict[str, tuple[str, ...]] = dict.fromkeys(
+            ("heads", "eval_heads"), names
+        )
         self.path = fresh_directory(self.asked)
         self._files = TableFiles(self.path, self.kind, announced)
 
@@ -63,7 +71,12 @@ class CSVSink(Sink):
         """Writes one row of steps and one row per head."""
         before = "eval_" if sample.phase == "eval" else ""
         step = np.array([sample.step])
-        self._append(f"{before}steps", steps_frame(step, {k: np.array([float(v)]) for k, v in sample.numbers.items()}))
+        self._append(
+            f"{before}steps",
+            steps_frame(
+                step, {k: np.array([float(v)]) for k, v in sample.numbers.items()}
+            ),
+        )
         heads = {name: values[None] for name, values in sample.heads.items()}
         types = {layer: sample.types.get(layer, "") for layer in sample.layers}
         self._append(
@@ -86,7 +99,9 @@ class CSVSink(Sink):
             "layer": alarm.layer or "",
         }
         row |= {"head": head, "value": alarm.value, "text": str(alarm)}
-        self._append("alarms", Frame({name: np.array([value]) for name, value in row.items()}))
+        self._append(
+            "alarms", Frame({name: np.array([value]) for name, value in row.items()})
+        )
 
     def close(self, complete: bool) -> None:
         """Writes buffered rows."""
@@ -138,7 +153,10 @@ class TensorBoardSink(_LibrarySink):
         histograms."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-not-found]
 
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in sample.summaries().items()]
+        values = [
+            Summary.Value(tag=tag, simple_value=value)
+            for tag, value in sample.summaries().items()
+        ]
         self._writer.file_writer.add_summary(Summary(value=values), sample.step)
         for tag, heads in sample.head_values().items():
             self._writer.add_histogram(tag, heads, sample.step)
@@ -161,7 +179,11 @@ class TensorBoardSink(_LibrarySink):
 # Weights & Biases: summaries and head histograms over `qkeel/step`, alarms as alerts and tags.
 
 STEP = "qkeel/step"
-_ALERT_LEVELS = {Severity.NOTICE: "INFO", Severity.ALARM: "WARN", Severity.CRITICAL: "ERROR"}  # AlertLevel names
+_ALERT_LEVELS = {
+    Severity.NOTICE: "INFO",
+    Severity.ALARM: "WARN",
+    Severity.CRITICAL: "ERROR",
+}  # AlertLevel names
 _MANY = 100  # the number of waiting samples at which a warning is raised
 _LATE = (
     f"{_MANY} samples are waiting for the owner of the active W&B run to log: one is sent with each of its logs, and "
@@ -180,9 +202,18 @@ class WandbSink(_LibrarySink):
     """
 
     def __init__(
-        self, project: str = "qkeel", name: str | None = None, mode: str | None = None, commit: str = "false"
+        self,
+        project: str = "qkeel",
+        name: str | None = None,
+        mode: str | None = None,
+        commit: str = "false",
     ) -> None:
-        self.project, self.name, self.mode, self.commit = project, name, mode, commit.lower() == "true"
+        self.project, self.name, self.mode, self.commit = (
+            project,
+            name,
+            mode,
+            commit.lower() == "true",
+        )
         self._run: Any = None
         self._own = False
         self._waiting: list[dict[str, object]] = []
@@ -199,18 +230,27 @@ class WandbSink(_LibrarySink):
         module = self._library()
         self._histogram = module.Histogram
         self._own = module.run is None
-        self._run = module.init(project=self.project, name=self.name, mode=self.mode) if self._own else module.run
+        self._run = (
+            module.init(project=self.project, name=self.name, mode=self.mode)
+            if self._own
+            else module.run
+        )
         self._run.config.update({"qkeel": dict(about)}, allow_val_change=True)
         for keys in ("attn/*", "hidden/*", "eval/attn/*", "eval/hidden/*"):
             self._run.define_metric(keys, step_metric=STEP)
 
     def write(self, sample: Sample) -> None:
         """Logs the sample, or queues it for the run owner's next log call."""
-        heads = {key: self._histogram(values.tolist()) for key, values in sample.head_values().items()}
+        heads = {
+            key: self._histogram(values.tolist())
+            for key, values in sample.head_values().items()
+        }
         self._waiting.append({**sample.summaries(), **heads, STEP: sample.step})
         if self._own or self.commit:
             self._write_waiting()
-        elif self._run.step != self._place:  # otherwise the row holds a sample that this one would replace
+        elif (
+            self._run.step != self._place
+        ):  # otherwise the row holds a sample that this one would replace
             self._run.log(self._waiting.pop(0), commit=False)
             self._place = self._run.step
         elif len(self._waiting) == _MANY:
@@ -225,7 +265,10 @@ class WandbSink(_LibrarySink):
             text=str(alarm),
             level=AlertLevel[_ALERT_LEVELS[alarm.severity]],
         )
-        self._run.tags = (*(self._run.tags or ()), f"qkeel {alarm.severity}: {alarm.rule}"[:64])  # W&B's limit
+        self._run.tags = (
+            *(self._run.tags or ()),
+            f"qkeel {alarm.severity}: {alarm.rule}"[:64],
+        )  # W&B's limit
 
     def close(self, complete: bool) -> None:
         """Writes queued samples, and finishes the run if the sink started it."""
@@ -275,7 +318,11 @@ class MLflowSink(_LibrarySink):
         if not self.experiment:
             return self._mlflow.start_run(run_name=self.name)
         experiment = self._client.get_experiment_by_name(self.experiment)
-        number = self._client.create_experiment(self.experiment) if experiment is None else experiment.experiment_id
+        number = (
+            self._client.create_experiment(self.experiment)
+            if experiment is None
+            else experiment.experiment_id
+        )
         return self._mlflow.start_run(run_name=self.name, experiment_id=number)
 
     def write(self, sample: Sample) -> None:
@@ -327,8 +374,12 @@ class TrackioSink(_LibrarySink):
 
         self._histogram = module.Histogram
         self._run = current_run.get()
-        stopped: Foreign = None if self._run is None else vars(self._run).get("_stop_flag")
-        self._own = self._run is None or (stopped is not None and stopped.is_set())  # run.finish() leaves it in context
+        stopped: Foreign = (
+            None if self._run is None else vars(self._run).get("_stop_flag")
+        )
+        self._own = self._run is None or (
+            stopped is not None and stopped.is_set()
+        )  # run.finish() leaves it in context
         if self._own:
             self._run = module.init(
                 project=self.project,
@@ -340,7 +391,10 @@ class TrackioSink(_LibrarySink):
     def write(self, sample: Sample) -> None:
         """Logs the sample in one call and restores the step counter of a joined run."""
         owners = vars(self._run).get("_next_step")
-        heads = {key: self._histogram(values.tolist()) for key, values in sample.head_values().items()}
+        heads = {
+            key: self._histogram(values.tolist())
+            for key, values in sample.head_values().items()
+        }
         self._run.log({**sample.summaries(), **heads}, step=sample.step)
         if not self._own and owners is not None:
             self._run._next_step = owners

@@ -32,7 +32,9 @@ class AccelerateSink(Sink):
     def __init__(self, accelerator: Foreign) -> None:
         """accelerator: an `accelerate.Accelerator`; call its `init_trackers` before the first sample."""
         if not callable(vars(type(accelerator)).get("log")):
-            raise InvalidTypeError(f"expected an accelerate.Accelerator, got {type(accelerator).__name__}")
+            raise InvalidTypeError(
+                f"expected an accelerate.Accelerator, got {type(accelerator).__name__}"
+            )
         self.accelerator = accelerator
 
     def open(self, about: Mapping[str, object]) -> None:
@@ -100,18 +102,29 @@ class WatchedTraining:
         super().__init__()  # initialises the trainer's callback class
         self.monitor: Monitor | None = None
         self.pilot: Autopilot | None = None
-        self._policy: str | Ladder | Literal[False] = "ladder" if autopilot is True else autopilot
+        self._policy: str | Ladder | Literal[False] = (
+            "ladder" if autopilot is True else autopilot
+        )
         if self._policy is not False:
             named_policy(self._policy, parameters=False)
         self._every, self._rules, self._query_mask = every, rules, query_mask
         self._sinks = [sinks] if isinstance(sinks, (Sink, str, Path)) else list(sinks)
         self._queue = SampleQueue()
 
-    def _begin(self, model: nn.Module, optimizer: Optimizer | None, steps: int) -> Monitor:
+    def _begin(
+        self, model: nn.Module, optimizer: Optimizer | None, steps: int
+    ) -> Monitor:
         """Starts watching a model that has already made `steps` optimizer steps."""
         self._queue = SampleQueue()
         sinks, mask = [*self._sinks, self._queue], self._query_mask
-        monitor = watch(model, optimizer, every=self._every, sinks=sinks, rules=self._rules, query_mask=mask)
+        monitor = watch(
+            model,
+            optimizer,
+            every=self._every,
+            sinks=sinks,
+            rules=self._rules,
+            query_mask=mask,
+        )
         monitor.steps = steps
         self.monitor = monitor
         return monitor
@@ -120,10 +133,16 @@ class WatchedTraining:
         """Leaves out the sinks of trackers to which the trainer reports itself, which would show every series twice."""
         sinks = []
         for sink in self._sinks:
-            kind = sink if isinstance(sink, str) else type(sink).__name__.removesuffix("Sink").lower()
+            kind = (
+                sink
+                if isinstance(sink, str)
+                else type(sink).__name__.removesuffix("Sink").lower()
+            )
             name = kind.partition(":")[0]
             if name in reported and not isinstance(sink, Path):
-                caution(f"the trainer reports to {name} itself (report_to), so the sink {name} is left out")
+                caution(
+                    f"the trainer reports to {name} itself (report_to), so the sink {name} is left out"
+                )
             else:
                 sinks.append(sink)
         self._sinks = sinks

@@ -57,14 +57,27 @@ class Choice:
 
     def __str__(self) -> str:
         order = ", ".join(self.preference.order)
-        head = [f"kernel {self.kernel}", f"order for {self.preference.calls}: {order}. {self.preference.reason}"]
-        return "\n  ".join([*head, *(f"{name} refuses: {refusal.reason}" for name, refusal in self.refusals.items())])
+        head = [
+            f"kernel {self.kernel}",
+            f"order for {self.preference.calls}: {order}. {self.preference.reason}",
+        ]
+        return "\n  ".join(
+            [
+                *head,
+                *(
+                    f"{name} refuses: {refusal.reason}"
+                    for name, refusal in self.refusals.items()
+                ),
+            ]
+        )
 
 
 def _half_precision_training_on_avx2(call: AttentionCall) -> bool:
     q, k, v = call.q, call.k, call.v
     half = q.dtype in (torch.bfloat16, torch.float16) and q.device.type == "cpu"
-    gradient = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+    gradient = (
+        q.requires_grad or k.requires_grad or v.requires_grad
+    ) and torch.is_grad_enabled()
     return half and gradient and _cpu_capability() == "AVX2"
 
 
@@ -116,7 +129,9 @@ def choose(call: AttentionCall, impl: str = "auto") -> Kernel:
     """
     if impl == "auto":
         preference = preferred(call)
-        name = next(name for name in preference.order if KERNELS[name].supports(call) is None)
+        name = next(
+            name for name in preference.order if KERNELS[name].supports(call) is None
+        )
         _log_choice(name, preference.calls, call.q.device, call.q.dtype)
         return KERNELS[name]
     kernel = lookup("kernel", {**KERNELS}, impl)
@@ -158,11 +173,19 @@ def _cpu_capability() -> str:
 
 
 @constant_when_compiled
-def _log_choice(name: str, calls: str, device: torch.device, dtype: torch.dtype) -> None:
+def _log_choice(
+    name: str, calls: str, device: torch.device, dtype: torch.dtype
+) -> None:
     if _LOG.isEnabledFor(logging.DEBUG):
         _log_once(name, calls, device, dtype)
 
 
 @functools.cache
 def _log_once(name: str, calls: str, device: torch.device, dtype: torch.dtype) -> None:
-    _LOG.debug("kernel %s for %s, %s on %s", name, calls, str(dtype).removeprefix("torch."), device)
+    _LOG.debug(
+        "kernel %s for %s, %s on %s",
+        name,
+        calls,
+        str(dtype).removeprefix("torch."),
+        device,
+    )

@@ -15,7 +15,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.errors import RefusedError, ShapeError
-from qkeel.functional.bounds import LogitChange, change_factors, change_rows, no_change_rows, reduce_changes
+from qkeel.functional.bounds import (
+    LogitChange,
+    change_factors,
+    change_rows,
+    no_change_rows,
+    reduce_changes,
+)
 from qkeel.functional.class_statistics import Members
 from qkeel.functional.logits import entropy
 from qkeel.functional.statistics import (
@@ -42,8 +48,12 @@ from qkeel.spec.logits import Sink
 from qkeel.spec.rope import NoPosition
 from qkeel.spec.slot import PerRow
 
-BLOCK = 1 << 20  # logits per block: 4 MB in float32, which stays in cache during the passes over a block
-BLOCK_OFF_CPU = 1 << 25  # 128 MB: the time of a pass depends on launches, not on a cache
+BLOCK = (
+    1 << 20
+)  # logits per block: 4 MB in float32, which stays in cache during the passes over a block
+BLOCK_OFF_CPU = (
+    1 << 25
+)  # 128 MB: the time of a pass depends on launches, not on a cache
 ROWS = 64  # least rows per block: fewer make inefficient matrix products
 
 # All statistics, and the largest logits alone.
@@ -70,17 +80,27 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
         if keys.stop == keys.start:
             blocks.append(RowStats.nothing(q_norm[:, :, rows], classes))
             continue
-        keys = keys if classes is None else slice(0, keys.stop)  # class members are indexed from the first key
+        keys = (
+            keys if classes is None else slice(0, keys.stop)
+        )  # class members are indexed from the first key
         z, visible_keys = _logits(call, q, k, rows, keys)
         products, unit = _products(call, q, k, rows, keys)
         products = z if products is None else visible_keys.blank_(products)
         # The order matters: logit_rows lowers z, _weight_rows overwrites it.
-        angles = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], visible_keys)
+        angles = product_rows(
+            products, unit, q_norm[:, :, rows], k_norm[:, :, keys], visible_keys
+        )
         logits = logit_rows(z, visible_keys, threshold, classes)
-        blocks.append(RowStats(**angles, **logits, **_weight_rows(call, z, visible_keys, classes, sink)))
+        blocks.append(
+            RowStats(
+                **angles, **logits, **_weight_rows(call, z, visible_keys, classes, sink)
+            )
+        )
     row_stats = blocks[0] if len(blocks) == 1 else RowStats.cat(blocks)
     sinks = int(sink is not None)
-    return reduce_rows(row_stats, call.query_mask, q_norm, k_norm, keys_seen, call.classes, sinks)
+    return reduce_rows(
+        row_stats, call.query_mask, q_norm, k_norm, keys_seen, call.classes, sinks
+    )
 
 
 @torch.no_grad()
@@ -101,7 +121,10 @@ def max_stats(call: AttentionCall) -> LogitStats:
             z, visible_keys = _logits(call, q, k, rows, keys)
             counted = None if call.query_mask is None else call.query_mask[:, rows]
             block_largest, block_smallest = extreme_logits(z, visible_keys, counted)
-            largest, smallest = torch.maximum(largest, block_largest), torch.minimum(smallest, block_smallest)
+            largest, smallest = (
+                torch.maximum(largest, block_largest),
+                torch.minimum(smallest, block_smallest),
+            )
     return only_extremes(largest, smallest)
 
 
@@ -120,14 +143,18 @@ class CallRows(NamedTuple):
 
 
 @torch.no_grad()
-def call_rows(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> CallRows | None:
+def call_rows(
+    call: AttentionCall, threshold: float = ALARM_THRESHOLD
+) -> CallRows | None:
     """Computes what `logit_stats` reduces, in one kernel; None if none supports the call."""
     rows = logit_pass.rows_of(call, threshold)
     if rows is None:
         rows = row_fields(call, threshold)
     if rows is None:
         return None
-    return CallRows(*rows, call.query_mask, None if _all_keys_seen(call) else _keys_seen(call))
+    return CallRows(
+        *rows, call.query_mask, None if _all_keys_seen(call) else _keys_seen(call)
+    )
 
 
 @torch.no_grad()
@@ -144,8 +171,15 @@ def reduce_calls(calls: Sequence[CallRows]) -> list[LogitStats]:
     heads, because each of some thirty operators costs microseconds, or a launch, whatever its size."""
     groups: dict[object, list[int]] = {}
     for i, call in enumerate(calls):
-        form = call.fields.shape, call.k_norm.shape, call.fields.dtype, call.fields.device
-        groups.setdefault((*form, id(call.counted), call.keys_seen is None), []).append(i)
+        form = (
+            call.fields.shape,
+            call.k_norm.shape,
+            call.fields.dtype,
+            call.fields.device,
+        )
+        groups.setdefault((*form, id(call.counted), call.keys_seen is None), []).append(
+            i
+        )
     stats: dict[int, LogitStats] = {}
     for group in groups.values():
         rows = [calls[i] for i in group]
@@ -159,12 +193,16 @@ def reduce_calls(calls: Sequence[CallRows]) -> list[LogitStats]:
         )
         by_call = {name: x.chunk(len(group)) for name, x in joint.tensors().items()}
         for chunk, i in enumerate(group):
-            stats[i] = LogitStats(**{name: chunks[chunk] for name, chunks in by_call.items()})  # type: ignore[arg-type]
+            stats[i] = LogitStats(
+                **{name: chunks[chunk] for name, chunks in by_call.items()}
+            )  # type: ignore[arg-type]
     return [stats[i] for i in range(len(calls))]
 
 
 @torch.no_grad()
-def plain_max_stats(q: Tensor, k: Tensor, scale: float, causal: bool) -> LogitStats | None:
+def plain_max_stats(
+    q: Tensor, k: Tensor, scale: float, causal: bool
+) -> LogitStats | None:
     """Like `max_stats` for a call that `plain_rows` supports."""
     if not logit_pass.reads_plain(q, k, causal):
         return None
@@ -181,24 +219,36 @@ def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
     """
     sink = sink_logit(call)
     if sink is not None:
-        row_entropy, _ = with_sink(rows.entropy, rows.entropy, rows.lse, sink.to(rows.lse))
+        row_entropy, _ = with_sink(
+            rows.entropy, rows.entropy, rows.lse, sink.to(rows.lse)
+        )
         rows = rows._replace(entropy=row_entropy)
     stats = reduce_kernel_rows(rows, call.query_mask, call.k.shape[1])
     cap, largest = call.spec.cap, stats.max_logit
-    capped = largest if cap.kind == "none" else torch.where(largest == -torch.inf, largest, cap.apply(largest))
+    capped = (
+        largest
+        if cap.kind == "none"
+        else torch.where(largest == -torch.inf, largest, cap.apply(largest))
+    )
     return dataclasses.replace(stats, capped_max_logit=capped)
 
 
 def extreme_stats(largest: PerRow, smallest: PerRow | None = None) -> LogitStats:
     """Returns statistics with only the extremes of rows; rows that see no key, and excluded rows, have -inf and inf."""
-    return only_extremes(largest.amax((0, 2)), None if smallest is None else smallest.amin((0, 2)))
+    return only_extremes(
+        largest.amax((0, 2)), None if smallest is None else smallest.amin((0, 2))
+    )
 
 
-def only_extremes(largest: Float[Tensor, " h"], smallest: Float[Tensor, " h"] | None = None) -> LogitStats:
+def only_extremes(
+    largest: Float[Tensor, " h"], smallest: Float[Tensor, " h"] | None = None
+) -> LogitStats:
     """Returns statistics that contain only the largest, and perhaps the smallest, logit of each head."""
     neutral = _no_statistics(len(largest), largest.dtype, largest.device)
     return dataclasses.replace(
-        neutral, max_logit=largest, min_logit=neutral.min_logit if smallest is None else smallest
+        neutral,
+        max_logit=largest,
+        min_logit=neutral.min_logit if smallest is None else smallest,
     )
 
 
@@ -250,7 +300,9 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
         if keys.stop == keys.start:
             parts.append(no_change_rows(a[:, :, rows, 0]))
             continue
-        change = NoPosition().scores(a[:, :, rows], c[:, :, keys], after.pos_q[:, rows], after.pos_k[:, keys], {})
+        change = NoPosition().scores(
+            a[:, :, rows], c[:, :, keys], after.pos_q[:, rows], after.pos_k[:, keys], {}
+        )
         biases = [call.bias(rows, keys) for call in (before, after)]
         if biases[0] is not None and biases[1] is not None:
             change = change + (biases[1] - biases[0]).to(change.dtype)
@@ -270,7 +322,9 @@ def row_logsumexp(call: AttentionCall) -> PerRow:
         if not z.shape[-1]:
             parts.append(z.new_full(z.shape[:-1], -torch.inf))
             continue
-        z = visible_keys.lower_(z if cap.kind == "none" else visible_keys.blank_(cap.apply(z)))
+        z = visible_keys.lower_(
+            z if cap.kind == "none" else visible_keys.blank_(cap.apply(z))
+        )
         none = visible_keys.counts(z.shape[2], z.device) == 0
         parts.append(z.logsumexp(-1).masked_fill(none, -torch.inf))
     return torch.cat(parts, 2)
@@ -282,43 +336,68 @@ def row_logsumexp(call: AttentionCall) -> PerRow:
 def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Returns encoded q and k with the scale applied to q, in float32 or wider, where differences of half-precision
     numbers are exact."""
-    q, k = (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x for x in call.encoded())
+    q, k = (
+        x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        for x in call.encoded()
+    )
     return q * call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype), k
 
 
 def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
     """Yields blocks of rows, each with the range of keys that its rows can see."""
-    for rows in row_blocks(call, BLOCK if call.q.device.type == "cpu" else BLOCK_OFF_CPU, ROWS):
+    for rows in row_blocks(
+        call, BLOCK if call.q.device.type == "cpu" else BLOCK_OFF_CPU, ROWS
+    ):
         yield rows, call.span(rows)
 
 
-def _logits(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, VisibleKeys]:
+def _logits(
+    call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice
+) -> tuple[Tensor, VisibleKeys]:
     """Returns the blanked logits of a block of encoded q and k, before the cap, and the visible keys."""
     visible_keys = _visible_keys(call, rows, keys)
-    return visible_keys.blank_(call.scores(q[:, :, rows], k[:, :, keys], rows, keys)), visible_keys
+    return visible_keys.blank_(
+        call.scores(q[:, :, rows], k[:, :, keys], rows, keys)
+    ), visible_keys
 
 
 def _visible_keys(call: AttentionCall, rows: slice, keys: slice) -> VisibleKeys:
     start, n = 0, keys.stop - keys.start
     if call.causal and call.plain and call.mask is None and call.window is None:
         # Every row of the block sees the keys before the block's diagonal.
-        start = min(max(call.k.shape[2] - call.q.shape[2] + rows.start + 1 - keys.start, 0), n)
-    visible = call.visible(rows, slice(keys.start + start, keys.stop)) if start < n else None
+        start = min(
+            max(call.k.shape[2] - call.q.shape[2] + rows.start + 1 - keys.start, 0), n
+        )
+    visible = (
+        call.visible(rows, slice(keys.start + start, keys.stop)) if start < n else None
+    )
     return VisibleKeys(visible, n if visible is None else start, n)
 
 
-def _products(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor | None, float]:
+def _products(
+    call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice
+) -> tuple[Tensor | None, float]:
     """Returns unit · q·k of a block (None if it equals the logits) and the unit."""
     unit = call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
     added = call.mask is not None and call.mask.dtype != torch.bool
     if call.spec.position.folds and not added and isinstance(unit, float) and unit > 0:
         return None, unit
-    products = NoPosition().scores(q[:, :, rows], k[:, :, keys], call.pos_q[:, rows], call.pos_k[:, keys], call.params)
+    products = NoPosition().scores(
+        q[:, :, rows],
+        k[:, :, keys],
+        call.pos_q[:, rows],
+        call.pos_k[:, keys],
+        call.params,
+    )
     return products, 1.0
 
 
 def _weight_rows(
-    call: AttentionCall, z: Tensor, visible_keys: VisibleKeys, members: Members | None, sink: Tensor | None
+    call: AttentionCall,
+    z: Tensor,
+    visible_keys: VisibleKeys,
+    members: Members | None,
+    sink: Tensor | None,
 ) -> dict[str, Tensor]:
     """Returns the largest capped logit, entropy, first weight and class weights for lowered logits, which it
     overwrites."""
@@ -330,9 +409,18 @@ def _weight_rows(
     weights = normalizer.weights(z, visible_keys.whole(z), call.params)
     total = weights.sum(-1)
     total = torch.where(total > 0, total, 1.0)
-    split = {} if members is None else {"class_mass": by_class(weights, members) / total[..., None]}
+    split = (
+        {}
+        if members is None
+        else {"class_mass": by_class(weights, members) / total[..., None]}
+    )
     first = visible_keys.first(weights) / total
-    return {"capped_max": z.amax(-1), "entropy": entropy(weights).clamp_min(0), "first_weight": first, **split}
+    return {
+        "capped_max": z.amax(-1),
+        "entropy": entropy(weights).clamp_min(0),
+        "first_weight": first,
+        **split,
+    }
 
 
 def _keys_seen(call: AttentionCall) -> Tensor:
@@ -342,14 +430,23 @@ def _keys_seen(call: AttentionCall) -> Tensor:
     if _all_keys_seen(call):
         return torch.ones(b, g, s, dtype=torch.bool, device=call.k.device)
     same_for_rows = call.mask is None or call.mask.shape[2] == 1  # as padding is
-    plain_call = type(call) is AttentionCall and call.window is None and call.pos_q.numel() > 0
+    plain_call = (
+        type(call) is AttentionCall and call.window is None and call.pos_q.numel() > 0
+    )
     if plain_call and same_for_rows and not call.pos_q.is_floating_point():
         return _keys_before(call)
     keys_seen = torch.zeros(b, g, s, dtype=torch.bool, device=call.k.device)
     for rows, keys in _blocks(call):
         visible = call.visible(rows, keys)
         if visible is None:
-            visible = torch.ones(1, 1, 1, keys.stop - keys.start, dtype=torch.bool, device=keys_seen.device)
+            visible = torch.ones(
+                1,
+                1,
+                1,
+                keys.stop - keys.start,
+                dtype=torch.bool,
+                device=keys_seen.device,
+            )
         if counted is not None:
             visible = visible & counted[:, None, rows, None]
         keys_seen[..., keys] |= _by_group(visible.any(-2), g)
@@ -372,12 +469,20 @@ def _keys_before(call: AttentionCall) -> Tensor:
         last = torch.where(counted, last, torch.iinfo(last.dtype).min)
         visible_keys = visible_keys & counted.any(1)[:, None, None]
     if call.causal:
-        visible_keys = visible_keys & (call.pos_k <= last.amax(1, keepdim=True))[:, None]
+        visible_keys = (
+            visible_keys & (call.pos_k <= last.amax(1, keepdim=True))[:, None]
+        )
     shown = dataclasses.replace(call, causal=False).visible(slice(None), slice(None))
-    visible_keys = visible_keys if shown is None else visible_keys & _by_group(shown[:, :, 0], g)
+    visible_keys = (
+        visible_keys if shown is None else visible_keys & _by_group(shown[:, :, 0], g)
+    )
     return visible_keys.expand(b, g, s)
 
 
 def _by_group(visible_keys: Tensor, g: int) -> Tensor:
     """Reduces [b|1 h|1 s] over query heads to [b|1 g|1 s], True where a head that shares the keys sees the key."""
-    return visible_keys if visible_keys.shape[1] in (1, g) else visible_keys.unflatten(1, (g, -1)).any(2)
+    return (
+        visible_keys
+        if visible_keys.shape[1] in (1, g)
+        else visible_keys.unflatten(1, (g, -1)).any(2)
+    )

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from qkeel.lab.build_run import learning_rate
     from qkeel.lab.checkpoint import computed_with
-    from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
+    from qkeel.lab.config import (
+        DataConfig,
+        ImagesConfig,
+        ModelConfig,
+        OptimConfig,
+        RunConfig,
+    )
     from qkeel.lab.execute import Execution, StudyResult, make_plan, run_plan, study
     from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun, Study, product
     from qkeel.lab.run_record import Watcher
@@ -42,9 +48,16 @@ __all__ = [
 
 # Loaded on first access, so that `qkeel --help` does not wait for torch.
 _HOMES = {
-    **dict.fromkeys(("DataConfig", "ImagesConfig", "ModelConfig", "OptimConfig", "RunConfig"), "config"),
-    **dict.fromkeys(("Execution", "StudyResult", "make_plan", "run_plan", "study"), "execute"),
-    **dict.fromkeys(("Grid", "LongContexts", "Plan", "PlannedRun", "Study", "product"), "plan"),
+    **dict.fromkeys(
+        ("DataConfig", "ImagesConfig", "ModelConfig", "OptimConfig", "RunConfig"),
+        "config",
+    ),
+    **dict.fromkeys(
+        ("Execution", "StudyResult", "make_plan", "run_plan", "study"), "execute"
+    ),
+    **dict.fromkeys(
+        ("Grid", "LongContexts", "Plan", "PlannedRun", "Study", "product"), "plan"
+    ),
     "Watcher": "run_record",
     "computed_with": "checkpoint",
     "find_study": "studies",

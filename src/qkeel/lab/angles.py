@@ -69,7 +69,9 @@ def cosine_ranges(model: nn.Module, texts: Iterable[Tensor]) -> list[Range]:
     return [ranges[layer] for layer in sorted(ranges)]
 
 
-def outside(model: nn.Module, texts: Iterable[Tensor], ranges: Sequence[Range]) -> Outside:
+def outside(
+    model: nn.Module, texts: Iterable[Tensor], ranges: Sequence[Range]
+) -> Outside:
     """Counts the pairs of texts [b t] that lie outside the ranges of each layer."""
     pairs = torch.zeros(
         len(ranges),
@@ -98,10 +100,14 @@ def attentions(model: nn.Module) -> list[SpecModule]:
 
 
 @contextlib.contextmanager
-def observed(model: nn.Module, observe: Callable[[int, AttentionCall], None]) -> Iterator[None]:
+def observed(
+    model: nn.Module, observe: Callable[[int, AttentionCall], None]
+) -> Iterator[None]:
     """Calls `observe` with the layer number and the call for each attention call of the model."""
     modules = attentions(model)
-    observers = [lambda call, layer=layer: observe(layer, call) for layer in range(len(modules))]
+    observers = [
+        lambda call, layer=layer: observe(layer, call) for layer in range(len(modules))
+    ]
     for module, observer in zip(modules, observers, strict=True):
         module.observers.append(observer)
     try:
@@ -114,15 +120,26 @@ def observed(model: nn.Module, observe: Callable[[int, AttentionCall], None]) ->
 def _cosines(call: AttentionCall) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields blocks of cosines [b h rows s], each with a mask of the visible pairs."""
     q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in call.encoded())
-    position = call.spec.position.unwindowed  # a window hides keys but does not rotate anything
+    position = (
+        call.spec.position.unwindowed
+    )  # a window hides keys but does not rotate anything
     for start in range(0, q.shape[2], _ROWS):
         rows = slice(start, min(start + _ROWS, q.shape[2]))
         keys = call.span(rows)
-        operands = (q[:, :, rows], k[:, :, keys], call.pos_q[:, rows], call.pos_k[:, keys], call.params)
+        operands = (
+            q[:, :, rows],
+            k[:, :, keys],
+            call.pos_q[:, rows],
+            call.pos_k[:, keys],
+            call.params,
+        )
         # A clipped distance rotates the pair. A bias on the score does not change the angle, so it is left out.
         if position.kind == "rerope":
             cosines = position.scores(*operands)
         else:
             cosines = Position.scores(position, *operands)
         visible = call.visible(rows, keys)
-        yield cosines, torch.ones_like(cosines, dtype=torch.bool) if visible is None else visible
+        yield (
+            cosines,
+            torch.ones_like(cosines, dtype=torch.bool) if visible is None else visible,
+        )

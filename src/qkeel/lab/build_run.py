@@ -31,7 +31,9 @@ from qkeel.spec.presets import attention_spec
 RATE = "rate"  # option of a parameter group: its learning rate as a multiple of the run's learning rate
 
 
-def build_optimizer(config: OptimConfig, model: nn.Module, width: float = 1.0) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimConfig, model: nn.Module, width: float = 1.0
+) -> torch.optim.Optimizer:
     """Builds the optimizer for all parameters. Weight decay applies to matrices only, and Muon to hidden matrices only.
 
     The parameter groups are the hidden matrices, the embedding and the head, and the vectors and scalars. Groups added
@@ -59,17 +61,27 @@ def build_optimizer(config: OptimConfig, model: nn.Module, width: float = 1.0) -
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     if config.name == "muon":
         groups[0]["muon"] = True
-        return Muon(groups, lr=config.lr, momentum=config.momentum, betas=betas, eps=config.eps)
+        return Muon(
+            groups, lr=config.lr, momentum=config.momentum, betas=betas, eps=config.eps
+        )
     fused = all(fusable(p) for p in model.parameters())
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, weight_decay=0.0, fused=fused)
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=betas, eps=config.eps, weight_decay=0.0, fused=fused
+    )
 
 
 def _decay(config: OptimConfig, rate: float = 1.0) -> float:
     """The weight decay for an optimizer that multiplies it by the group's rate, `rate` times the run's rate."""
-    return config.weight_decay if config.decay == "coupled" else config.weight_decay / (config.lr * rate)
+    return (
+        config.weight_decay
+        if config.decay == "coupled"
+        else config.weight_decay / (config.lr * rate)
+    )
 
 
-def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+def _split(
+    model: nn.Module,
+) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = dict(model.named_children()).get("head")
     if isinstance(head, nn.Linear):
@@ -100,7 +112,9 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
         return config.lr
     if config.schedule == "cosine":
         done = (step - warm) / max(1, steps - warm)
-        return config.lr * (config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * done)))
+        return config.lr * (
+            config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * done))
+        )
     fall = max(1, min(round(DECAY_SHARE * steps), steps - warm))
     done = max(0.0, (step - (steps - fall)) / fall)
     return config.lr * (1 - (1 - config.final) * done)
@@ -109,7 +123,9 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 # The remedies of runs: those of `qkeel.apply`, and `autopilot`, which chooses remedies while the run trains.
 
 AUTOPILOT, POLICY = "autopilot", "ladder"
-RECORDS = 75  # an autopilot gets at least this many records, if the run has as many steps
+RECORDS = (
+    75  # an autopilot gets at least this many records, if the run has as many steps
+)
 
 
 def canonical(text: str) -> str:
@@ -146,7 +162,10 @@ def note(text: str) -> Note:
     """
     if not _is_autopilot(text):
         return remedies.note(text)
-    return Note("watches the run and applies qk_clip and lalr to the heads that need it", "docs/guides/autopilot.md")
+    return Note(
+        "watches the run and applies qk_clip and lalr to the heads that need it",
+        "docs/guides/autopilot.md",
+    )
 
 
 def rules(text: str) -> list[str]:
@@ -156,7 +175,9 @@ def rules(text: str) -> list[str]:
     ([], 'qk_lr:')
     """
     named = [] if _is_autopilot(text) else remedies.parse(text)
-    return [f"{remedy.name}: {remedy.written_rule()}" for remedy in named if remedy.rule]
+    return [
+        f"{remedy.name}: {remedy.written_rule()}" for remedy in named if remedy.rule
+    ]
 
 
 def put_on(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Handle:
@@ -164,9 +185,13 @@ def put_on(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Handle:
     text = canonical(config.remedy)
     if not _is_autopilot(text):
         return remedies.apply(model, text, optimizer, train_length=config.data.context)
-    rates = [learning_rate(config.optim, step, config.steps) for step in range(config.steps)]
+    rates = [
+        learning_rate(config.optim, step, config.steps) for step in range(config.steps)
+    ]
     every = min(config.log_every, max(1, config.steps // RECORDS))
-    monitor = watch(model, optimizer, every=every, rules=(), planned=PlannedRates.of(rates))
+    monitor = watch(
+        model, optimizer, every=every, rules=(), planned=PlannedRates.of(rates)
+    )
     pilot = attach(monitor, optimizer, policy=text.replace(AUTOPILOT, POLICY, 1))
     pilot.warns = False
     return pilot
@@ -184,12 +209,21 @@ def resolve(config: RunConfig) -> RunConfig:
         QkeelError: a remedy, preset or option is unknown, or the device does not exist here.
     """
     device = _device(config.device)
-    kinds = {"auto": "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "fp32"}
+    kinds = {
+        "auto": "bf16"
+        if device.startswith("cuda") and torch.cuda.is_bf16_supported()
+        else "fp32"
+    }
     layers(config.model, config.data.context)
     if config.data.task == "vision":  # a token is a patch
-        config = with_values(config, data={"context": (config.images.image_size // config.images.patch) ** 2})
+        config = with_values(
+            config,
+            data={"context": (config.images.image_size // config.images.patch) ** 2},
+        )
     dtype = kinds.get(config.dtype, config.dtype)
-    return with_values(config, device=device, dtype=dtype, remedy=canonical(config.remedy))
+    return with_values(
+        config, device=device, dtype=dtype, remedy=canonical(config.remedy)
+    )
 
 
 def check(config: RunConfig) -> None:
@@ -197,35 +231,57 @@ def check(config: RunConfig) -> None:
     model = config.model
     depth = model.n_layers if model.position else 1
     narrow = dataclasses.replace(
-        model, d_model=8, n_layers=depth, head_dim=model.head_dim or model.d_model // model.n_heads
+        model,
+        d_model=8,
+        n_layers=depth,
+        head_dim=model.head_dim or model.d_model // model.n_heads,
     )
     length = config.data.context
     builders: dict[str, Callable[[], nn.Module]] = {
         "vision": lambda: build_vit(narrow, 2, 1, 1),
         "translation": lambda: build_translator(narrow, 2, length),
     }
-    small = builders.get(config.data.task, lambda: build_decoder(narrow, vocab_size=2, train_length=length))()
+    small = builders.get(
+        config.data.task,
+        lambda: build_decoder(narrow, vocab_size=2, train_length=length),
+    )()
     put_on(config, small, build_optimizer(config.optim, small))
 
 
-def layers(config: ModelConfig, train_length: int | None = None) -> tuple[AttentionSpec, ...]:
+def layers(
+    config: ModelConfig, train_length: int | None = None
+) -> tuple[AttentionSpec, ...]:
     """Returns the spec of each layer; `train_length` is used by position encodings that depend on it."""
-    specs = layer_specs(attention_spec(config.attention), config.n_layers, config.position, train_length)
-    return specs if config.parametrisation == "standard" else tuple(_mup(spec, config) for spec in specs)
+    specs = layer_specs(
+        attention_spec(config.attention), config.n_layers, config.position, train_length
+    )
+    return (
+        specs
+        if config.parametrisation == "standard"
+        else tuple(_mup(spec, config) for spec in specs)
+    )
 
 
 def width_ratio(config: ModelConfig) -> float:
     """The width as a multiple of µP's base width; 1 in the standard parametrisation."""
-    return 1.0 if config.parametrisation == "standard" else config.d_model / config.base_width
+    return (
+        1.0
+        if config.parametrisation == "standard"
+        else config.d_model / config.base_width
+    )
 
 
 def _mup(spec: AttentionSpec, config: ModelConfig) -> AttentionSpec:
     """Multiplies the scale 1/√d by √(base_head_dim / d), because µP divides q·k by d; other scales are kept."""
     size = config.head_dim or config.d_model // config.n_heads
-    return spec.replace(scale=spec.scale.with_multiplier((config.base_head_dim / size) ** 0.5))
+    return spec.replace(
+        scale=spec.scale.with_multiplier((config.base_head_dim / size) ** 0.5)
+    )
 
 
-def build_decoder(config: ModelConfig, vocab_size: int, train_length: int | None = None) -> Decoder:
+def build_decoder(
+    config: ModelConfig, vocab_size: int, train_length: int | None = None
+) -> Decoder:
     """Builds the model with PyTorch's initial weights; `Decoder.init_weights` then sets those of the run."""
     return Decoder(_sizes(config, vocab_size, train_length))
 
@@ -235,12 +291,16 @@ def build_vit(config: ModelConfig, classes: int, patches: int, width: int) -> Vi
     return ViT(_sizes(config, classes, patches), patches=patches, width=width)
 
 
-def build_translator(config: ModelConfig, vocab_size: int, length: int) -> EncoderDecoder:
+def build_translator(
+    config: ModelConfig, vocab_size: int, length: int
+) -> EncoderDecoder:
     """Builds an encoder–decoder with the same sizes on both sides, for sources of `length` tokens."""
     return EncoderDecoder(_sizes(config, vocab_size, length), source=length)
 
 
-def _sizes(config: ModelConfig, vocab_size: int, train_length: int | None) -> DecoderConfig:
+def _sizes(
+    config: ModelConfig, vocab_size: int, train_length: int | None
+) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=vocab_size,
         d_model=config.d_model,
@@ -279,12 +339,18 @@ def threads(count: int) -> Iterator[None]:
 
 def _device(name: str) -> str:
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"  # mps has not been shown to be faster
+        return (
+            "cuda" if torch.cuda.is_available() else "cpu"
+        )  # mps has not been shown to be faster
     kind, _, number = name.partition(":")
-    if kind == "cuda" and not (torch.cuda.is_available() and int(number or 0) < torch.cuda.device_count()):
+    if kind == "cuda" and not (
+        torch.cuda.is_available() and int(number or 0) < torch.cuda.device_count()
+    ):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         has = f"it has {count} CUDA device(s)" if count else "it has no CUDA"
-        raise InvalidValueError(f"expected a device of this machine, got {name!r}: {has}; try --device cpu")
+        raise InvalidValueError(
+            f"expected a device of this machine, got {name!r}: {has}; try --device cpu"
+        )
     if kind == "mps" and not torch.backends.mps.is_available():
         raise InvalidValueError(
             "expected a device of this machine, got 'mps', which it does not have; try --device cpu"

@@ -36,7 +36,13 @@ from qkeel.version import VERSION
 # The env.json of a run describes its environment, without names of people, machines or folders. It contains everything
 # apart from the configuration that affects the bits of the results; runs that differ in it are not mixed.
 
-COMPARED = ("qkeel", "torch", "device", "cpu", "compiled_kernels")  # affect the bits but are not settings of a run
+COMPARED = (
+    "qkeel",
+    "torch",
+    "device",
+    "cpu",
+    "compiled_kernels",
+)  # affect the bits but are not settings of a run
 
 
 def computed_with(config: RunConfig) -> Json:
@@ -49,9 +55,12 @@ def computed_with(config: RunConfig) -> Json:
     return {
         "qkeel": VERSION,
         "torch": torch.__version__,
-        "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device,
+        "device": f"{device} ({torch.cuda.get_device_name(device)})"
+        if device.startswith("cuda")
+        else device,
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "compiled_kernels": device == "cpu" and kernels_ready(),  # they round differently from torch's operators
+        "compiled_kernels": device == "cpu"
+        and kernels_ready(),  # they round differently from torch's operators
     }
 
 
@@ -72,12 +81,19 @@ def check_alike(path: Path, before: Json, now: Json) -> None:
     unlike = [name for name in COMPARED if before.get(name) != now.get(name)]
     texts = [about.get("corpus") or {} for about in (before, now)]
     same_name = texts[0].get("name") == texts[1].get("name")
-    if same_name and str(texts[0].get("sha256"))[:12] != str(texts[1].get("sha256"))[:12]:
-        before, now = ({**about, "corpus SHA-256": text.get("sha256")} for about, text in zip((before, now), texts))
+    if (
+        same_name
+        and str(texts[0].get("sha256"))[:12] != str(texts[1].get("sha256"))[:12]
+    ):
+        before, now = (
+            {**about, "corpus SHA-256": text.get("sha256")}
+            for about, text in zip((before, now), texts)
+        )
         unlike.append("corpus SHA-256")
     if unlike:
         differences = "; ".join(
-            f"{name}: {before.get(name, 'not recorded')} there, {now.get(name)} here" for name in unlike
+            f"{name}: {before.get(name, 'not recorded')} there, {now.get(name)} here"
+            for name in unlike
         )
         raise RunDirectoryError(
             f"{path} was computed differently ({differences}), and runs with different rounding or a different text "
@@ -108,7 +124,9 @@ def about_corpus(corpus: Corpus) -> Json:
     }
 
 
-def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: str) -> Json:
+def environment(
+    config: RunConfig, corpus: Corpus, model: nn.Module, command: str
+) -> Json:
     """Returns env.json: the versions, the corpus hash, the formula with the remedy applied, the remedy's source and the
     command."""
     remedy, counted = note(config.remedy), counted_bigrams(config)
@@ -121,7 +139,10 @@ def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: st
         **({} if counted is None else {"counted_bigrams": counted}),
         "n_parameters": sum(p.numel() for p in model.parameters()),
         "formula": "\n\n".join(
-            [*rules(config.remedy), *dict.fromkeys(site.spec.explain() for site in find_sites(model))]
+            [
+                *rules(config.remedy),
+                *dict.fromkeys(site.spec.explain() for site in find_sites(model)),
+            ]
         ),
         "remedy_line": remedy.line,
         "remedy_source": remedy.source,
@@ -152,9 +173,13 @@ class RunState:
         self.model = self.task.build(torch.Generator().manual_seed(config.seed))
         _nudge(self.model, config.nudge)
         self.model.to(self.device)
-        self.attentions = tuple(name for name, m in self.model.named_modules() if isinstance(m, SpecModule))
+        self.attentions = tuple(
+            name for name, m in self.model.named_modules() if isinstance(m, SpecModule)
+        )
         # Remedies come after the optimizer: some scale its steps, others add parameters to its groups.
-        self.optimizer = build_optimizer(config.optim, self.model, width_ratio(config.model))
+        self.optimizer = build_optimizer(
+            config.optim, self.model, width_ratio(config.model)
+        )
         self.handle = put_on(config, self.model, self.optimizer)
         # Loss scaling keeps gradients within the range of fp16. A scale is a power of two, so it does not round.
         self.scaler = GradScaler(self.device.type, enabled=config.dtype == "fp16")
@@ -221,7 +246,9 @@ class RunCheckpoint:
 
 def save(directory: RunDirectory, run: RunState, progress: RunProgress) -> None:
     """Saves a checkpoint of the run, atomically replacing the previous one."""
-    tensors: dict[str, Tensor] = {f"model.{name}": t for name, t in _model_tensors(run.model).items()}
+    tensors: dict[str, Tensor] = {
+        f"model.{name}": t for name, t in _model_tensors(run.model).items()
+    }
     numbers: dict[str, object] = {}
     for index, state in run.optimizer.state_dict()["state"].items():
         for key, value in state.items():
@@ -229,7 +256,9 @@ def save(directory: RunDirectory, run: RunState, progress: RunProgress) -> None:
                 tensors[f"optimizer.{index}.{key}"] = value
             else:
                 numbers[f"{index}.{key}"] = value
-    tensors.update({f"remedy.{key}": value for key, value in run.handle.state().items()})
+    tensors.update(
+        {f"remedy.{key}": value for key, value in run.handle.state().items()}
+    )
     if run.scaler.is_enabled():
         scaler = run.scaler.state_dict()
         scaling = [scaler["scale"], scaler["_growth_tracker"], run.skipped_steps]
@@ -240,7 +269,10 @@ def save(directory: RunDirectory, run: RunState, progress: RunProgress) -> None:
     about = {**dataclasses.asdict(progress), "optimizer": numbers}
     on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     make_directory(directory.checkpoint.parent, parents=False)
-    write_bytes(directory.checkpoint, safetensors.torch.save(on_cpu, {"qkeel": json.dumps(about)}))
+    write_bytes(
+        directory.checkpoint,
+        safetensors.torch.save(on_cpu, {"qkeel": json.dumps(about)}),
+    )
 
 
 def load(directory: RunDirectory, run: RunState) -> RunProgress:
@@ -274,7 +306,9 @@ def read_checkpoint(directory: RunDirectory) -> RunCheckpoint:
         )
         return RunCheckpoint(progress, tensors, about["optimizer"])
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise DamagedFileError(f"{path} differs from what was written ({error}), so it was damaged.") from error
+        raise DamagedFileError(
+            f"{path} differs from what was written ({error}), so it was damaged."
+        ) from error
 
 
 def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -> None:
@@ -290,7 +324,11 @@ def restore(directory: RunDirectory, run: RunState, checkpoint: RunCheckpoint) -
         run.handle.load(under("remedy.", tensors))
         if run.scaler.is_enabled():
             scale, sound_steps, skipped_steps = tensors[_SCALING].tolist()
-            state = {**run.scaler.state_dict(), "scale": scale, "_growth_tracker": int(sound_steps)}
+            state = {
+                **run.scaler.state_dict(),
+                "scale": scale,
+                "_growth_tracker": int(sound_steps),
+            }
             run.scaler.load_state_dict(state)
             run.skipped_steps = int(skipped_steps)
         torch.set_rng_state(tensors["random.cpu"])
@@ -319,21 +357,33 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def _load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     current = _model_tensors(model)
     if current.keys() != tensors.keys():
-        raise ValueError(f"different tensors: {', '.join(sorted(current.keys() ^ tensors.keys()))}")
+        raise ValueError(
+            f"different tensors: {', '.join(sorted(current.keys() ^ tensors.keys()))}"
+        )
     for name, tensor in tensors.items():
         if current[name].shape != tensor.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(current[name].shape)}")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, expected {tuple(current[name].shape)}"
+            )
         current[name].copy_(tensor)
 
 
 def _load_optimizer(
-    optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: Mapping[str, object]
+    optimizer: torch.optim.Optimizer,
+    tensors: dict[str, Tensor],
+    numbers: Mapping[str, object],
 ) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
     state: dict[int, dict[str, object]] = {}
     for name, value in [*tensors.items(), *numbers.items()]:
         index, _, key = name.partition(".")
         if not index.isdecimal() or int(index) >= len(parameters):
-            raise ValueError(f"state {name} belongs to no parameter; the model has {len(parameters)} parameters")
+            raise ValueError(
+                f"state {name} belongs to no parameter; the model has {len(parameters)} parameters"
+            )
         state.setdefault(int(index), {})[key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )

@@ -54,16 +54,25 @@ class Claim:
         if newest is None and not self.path.parent.exists():
             return  # the next write says that the directory is gone
         if newest is None or newest._text != self._text:
-            raise RunInUseError(f"{self.run_directory.path} was taken over by another machine, which continues it")
+            raise RunInUseError(
+                f"{self.run_directory.path} was taken over by another machine, which continues it"
+            )
 
     def open(self, config: RunConfig) -> None:
         """Creates the files of the run, or checks that those in the directory belong to it."""
         run_directory = self.run_directory
-        if run_directory.status is RunStatus.MISSING or _recorded(run_directory).run_id != config.run_id:
+        if (
+            run_directory.status is RunStatus.MISSING
+            or _recorded(run_directory).run_id != config.run_id
+        ):
             run_directory.open(config.to_dict())
         remove([run_directory.path / "FAILED"])
-        if run_directory.status is RunStatus.DONE and (damage := run_directory.damage()):
-            caution(f"{str(damage).rstrip('.')}. The damaged part of the run will be repeated.")
+        if run_directory.status is RunStatus.DONE and (
+            damage := run_directory.damage()
+        ):
+            caution(
+                f"{str(damage).rstrip('.')}. The damaged part of the run will be repeated."
+            )
             remove([run_directory.path / "DONE"])
 
     def is_held_elsewhere(self) -> bool:
@@ -98,12 +107,18 @@ def claimed(run_directory: RunDirectory, wait: float = 0.0) -> Iterator[Claim]:
         )
         _create(claim)
         stop = threading.Event()
-        thread = threading.Thread(target=_touch_regularly, args=(claim.path, stop), daemon=True)
+        thread = threading.Thread(
+            target=_touch_regularly, args=(claim.path, stop), daemon=True
+        )
         thread.start()
         try:
             # Two machines may have created the same number at the same moment on a disk that is not coherent.
             claim.check()
-            remove(path for path in run_directory.path.glob("claim.*") if path != claim.path)
+            remove(
+                path
+                for path in run_directory.path.glob("claim.*")
+                if path != claim.path
+            )
             yield claim
         finally:
             stop.set()
@@ -113,7 +128,9 @@ def claimed(run_directory: RunDirectory, wait: float = 0.0) -> Iterator[Claim]:
 
 def _touch_regularly(path: Path, stop: threading.Event) -> None:
     while not stop.wait(HEARTBEAT):
-        with contextlib.suppress(OSError):  # the file is gone if the claim was lost, and the holder checks that
+        with contextlib.suppress(
+            OSError
+        ):  # the file is gone if the claim was lost, and the holder checks that
             os.utime(path)
 
 
@@ -132,7 +149,11 @@ def _create(claim: Claim) -> None:
 
 def _newest(run_directory: RunDirectory) -> Claim | None:
     """Returns the claim with the largest number, or None if the run is not claimed."""
-    numbers = [int(path.suffix[1:]) for path in run_directory.path.glob("claim.*") if path.suffix[1:].isdigit()]
+    numbers = [
+        int(path.suffix[1:])
+        for path in run_directory.path.glob("claim.*")
+        if path.suffix[1:].isdigit()
+    ]
     claim = Claim(run_directory, max(numbers), "") if numbers else None
     if claim is not None:
         with contextlib.suppress(OSError):

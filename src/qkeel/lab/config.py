@@ -10,7 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Self, final
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check
-from qkeel.options import Bound, Count, Json, Natural, NotNegative, Positive, Share, read_fields, settle
+from qkeel.options import (
+    Bound,
+    Count,
+    Json,
+    Natural,
+    NotNegative,
+    Positive,
+    Share,
+    read_fields,
+    settle,
+)
 
 # Command-line flags, TOML recipes and config.json are views of these frozen dataclasses. The strings below the fields
 # are the help texts of the flags.
@@ -61,9 +71,13 @@ class ModelConfig:
         settle(self)
         _check_multiple("n_heads", self.n_heads, "n_kv_heads", self.n_kv_heads or 1)
         if self.block == "gau" and self.n_heads != 1:
-            raise InvalidValueError(f"expected n_heads=1 for block=gau, which has one head, got {self.n_heads}")
+            raise InvalidValueError(
+                f"expected n_heads=1 for block=gau, which has one head, got {self.n_heads}"
+            )
         if not self.mlp_ratio * self.d_model >= 1:
-            raise InvalidValueError(f"expected an MLP with at least one unit, got mlp_ratio={self.mlp_ratio}")
+            raise InvalidValueError(
+                f"expected an MLP with at least one unit, got mlp_ratio={self.mlp_ratio}"
+            )
         if self.parametrisation == "mup" and self.block != "mha":
             raise InvalidValueError(
                 f"expected block=mha with parametrisation=mup, got {self.block}, for which µP has no rule"
@@ -71,7 +85,13 @@ class ModelConfig:
         if self.deepnorm and not (self.block == "gau" and self.norm_order == "post"):
             raise InvalidValueError("deepnorm needs block=gau with norm_order=post")
         if self.head_dim is None:
-            _check_multiple("d_model", self.d_model, "n_heads", self.n_heads, "; change one of them or give head_dim")
+            _check_multiple(
+                "d_model",
+                self.d_model,
+                "n_heads",
+                self.n_heads,
+                "; change one of them or give head_dim",
+            )
 
 
 @final
@@ -95,7 +115,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         settle(self)
         if not self.source:
-            raise InvalidValueError("expected the name or path of a corpus as data source, got an empty string")
+            raise InvalidValueError(
+                "expected the name or path of a corpus as data source, got an empty string"
+            )
 
 
 @final
@@ -126,7 +148,9 @@ class ImagesConfig:
         settle(self)
         _check_multiple("image_size", self.image_size, "patch", self.patch)
         if not self.images:
-            raise InvalidValueError("expected the name or path of images, got an empty string")
+            raise InvalidValueError(
+                "expected the name or path of images, got an empty string"
+            )
 
 
 @final
@@ -167,7 +191,9 @@ class OptimConfig:
         largest = max(self.beta1, self.beta2, self.momentum)
         check(largest < 1, "beta1, beta2 and momentum below 1", largest)
         if self.decay == "independent" and self.name == "sgd":
-            raise InvalidValueError("independent weight decay is for adamw and muon; sgd adds decay to its gradient")
+            raise InvalidValueError(
+                "independent weight decay is for adamw and muon; sgd adds decay to its gradient"
+            )
 
 
 _PARTS = (ModelConfig, DataConfig, OptimConfig, ImagesConfig)
@@ -176,14 +202,22 @@ _CADENCE = ("checkpoint_every",)
 # Fields that were added later are left out if they have their default values, so that the run_id of older runs does not
 # change.
 _NEWER = {
-    "model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0, "parametrisation": "standard"},
+    "model": {
+        "position": "",
+        "deepnorm": False,
+        "mlp_ratio": 4.0,
+        "parametrisation": "standard",
+    },
     "optim": {"decay": "coupled"},
     "": {"accumulate": 1, "nudge": 0},
 }
 # (section, field) of earlier versions -> the only value under which this version computes the same, and what replaces
 # the other values. The field is ignored if it has this value.
 _RETIRED: dict[tuple[str, str], tuple[object, str]] = {
-    ("data", "tokens"): ("bytes", "write the tokens of another tokenizer to a .bin file and give it as the source"),
+    ("data", "tokens"): (
+        "bytes",
+        "write the tokens of another tokenizer to a .bin file and give it as the source",
+    ),
     ("data", "windows"): ("drawn", "training windows are drawn at random"),
     ("data", "needle"): (0.0, "train on texts without needles"),
     ("data", "needle_keys"): (4, "train on texts without needles"),
@@ -197,8 +231,12 @@ class RunConfig:
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)  #: the decoder
     data: DataConfig = dataclasses.field(default_factory=DataConfig)  #: the text
-    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)  #: the optimizer
-    images: ImagesConfig = dataclasses.field(default_factory=ImagesConfig)  #: unused by text
+    optim: OptimConfig = dataclasses.field(
+        default_factory=OptimConfig
+    )  #: the optimizer
+    images: ImagesConfig = dataclasses.field(
+        default_factory=ImagesConfig
+    )  #: unused by text
     remedy: str = "none"
     """Spec string of the remedy, like 'lalr:tau=0.1+qk_clip'."""
     seed: Natural = 0
@@ -232,19 +270,31 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         settle(self)
-        for section, kind in zip((self.model, self.data, self.optim, self.images), _PARTS, strict=True):
+        for section, kind in zip(
+            (self.model, self.data, self.optim, self.images), _PARTS, strict=True
+        ):
             if not isinstance(section, kind):
                 name = kind.__name__.removesuffix("Config").lower()
-                raise InvalidTypeError(f"expected a {kind.__name__} as {name}, got {section!r}")
+                raise InvalidTypeError(
+                    f"expected a {kind.__name__} as {name}, got {section!r}"
+                )
         _check_multiple("batch", self.data.batch, "accumulate", self.accumulate)
         _check_multiple("eval_every", self.eval_every, "log_every", self.log_every)
-        if self.model.parametrisation == "mup":  # has no rule for other optimizers, nor for the input of a ViT
+        if (
+            self.model.parametrisation == "mup"
+        ):  # has no rule for other optimizers, nor for the input of a ViT
             if self.optim.name != "adamw":
-                raise InvalidValueError(f"expected optimizer adamw with parametrisation=mup, got {self.optim.name}")
+                raise InvalidValueError(
+                    f"expected optimizer adamw with parametrisation=mup, got {self.optim.name}"
+                )
             if self.data.task == "vision" or self.images.image_input == "patches":
-                raise InvalidValueError("parametrisation=mup is for models that read tokens, not patches of images")
+                raise InvalidValueError(
+                    "parametrisation=mup is for models that read tokens, not patches of images"
+                )
         if self.device.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
-            raise InvalidValueError(f"expected device auto, cpu, cuda, cuda:N or mps, got {self.device!r}")
+            raise InvalidValueError(
+                f"expected device auto, cpu, cuda, cuda:N or mps, got {self.device!r}"
+            )
 
     @property
     def run_id(self) -> str:
@@ -285,8 +335,12 @@ class RunConfig:
             table = values.get(section)
             if isinstance(table, Mapping) and name in table:
                 if table[name] != neutral:
-                    raise InvalidValueError(f"{section}.{name}={table[name]} is gone; {replacement}")
-                values[section] = {key: value for key, value in table.items() if key != name}
+                    raise InvalidValueError(
+                        f"{section}.{name}={table[name]} is gone; {replacement}"
+                    )
+                values[section] = {
+                    key: value for key, value in table.items() if key != name
+                }
         return read_fields(cls, values, "")
 
 
@@ -303,26 +357,36 @@ def with_values(config: RunConfig, **values: object) -> RunConfig:
         "images": config.images,
     }
     tables = {
-        name: dataclasses.replace(parts[name], **fields) for name, fields in values.items() if isinstance(fields, dict)
+        name: dataclasses.replace(parts[name], **fields)
+        for name, fields in values.items()
+        if isinstance(fields, dict)
     }
     return dataclasses.replace(config, **{**values, **tables})
 
 
-def _check_multiple(name: str, value: int, of: str, divisor: int, advice: str = "") -> None:
+def _check_multiple(
+    name: str, value: int, of: str, divisor: int, advice: str = ""
+) -> None:
     if value % divisor:
-        raise InvalidValueError(f"expected {name} to be a multiple of {of}, got {value} and {divisor}{advice}")
+        raise InvalidValueError(
+            f"expected {name} to be a multiple of {of}, got {value} and {divisor}{advice}"
+        )
 
 
 # The settings of a run that can be axes of a grid, with their sections.
 SETTINGS: dict[str, str] = {
-    **dict.fromkeys(("d_model", "n_layers", "n_heads", "head_dim", "parametrisation"), "model"),
+    **dict.fromkeys(
+        ("d_model", "n_layers", "n_heads", "head_dim", "parametrisation"), "model"
+    ),
     **dict.fromkeys(("context", "batch"), "data"),
     **dict.fromkeys(("schedule", "weight_decay", "decay"), "optim"),
     "steps": "",
 }
 
 
-def variants(base: RunConfig, axes: Mapping[str, Sequence[object]]) -> Iterator[tuple[str, RunConfig]]:
+def variants(
+    base: RunConfig, axes: Mapping[str, Sequence[object]]
+) -> Iterator[tuple[str, RunConfig]]:
     """Yields a configuration for every combination of values, with a name that distinguishes it from the others.
 
     Axes with at most one value do not appear in names, so a grid of such axes has the same names as one without axes.
@@ -333,7 +397,14 @@ def variants(base: RunConfig, axes: Mapping[str, Sequence[object]]) -> Iterator[
     varied = {axis: values for axis, values in axes.items() if values}
     for point in itertools.product(*varied.values()):
         values = dict(zip(varied, point))
-        yield ", ".join(f"{axis} {value}" for axis, value in values.items() if len(varied[axis]) > 1), at(base, values)
+        yield (
+            ", ".join(
+                f"{axis} {value}"
+                for axis, value in values.items()
+                if len(varied[axis]) > 1
+            ),
+            at(base, values),
+        )
 
 
 def at(base: RunConfig, values: Mapping[str, object]) -> RunConfig:

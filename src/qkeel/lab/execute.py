@@ -28,7 +28,14 @@ from qkeel.lab.tasks import load_task
 from qkeel.lab.train import evaluate, measure_probe, train_step
 from qkeel.lab.tuning import FOLDER, tuned_plan, tuning_plan
 from qkeel.options import Json
-from qkeel.records import EXTRAPOLATION_COLUMNS, TABLE_COLUMNS, RunDirectory, RunStatus, write_json, write_text
+from qkeel.records import (
+    EXTRAPOLATION_COLUMNS,
+    TABLE_COLUMNS,
+    RunDirectory,
+    RunStatus,
+    write_json,
+    write_text,
+)
 from qkeel.records.disk import remove_leftovers
 from qkeel.records.file_formats import parse_json
 from qkeel.records.run_directory import locked
@@ -62,7 +69,9 @@ def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
     with threads(config.threads):
         start = time.perf_counter()
         state = RunState(config)
-        evaluate(state)  # before and after training, so that setting up is about as long as the second one
+        evaluate(
+            state
+        )  # before and after training, so that setting up is about as long as the second one
         around_training = 2 * (time.perf_counter() - start)
         for step in range(_WARM):
             train_step(state, step)
@@ -73,13 +82,17 @@ def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
         measure_probe(state)  # once per ten steps, the default cadence of a run
         seconds_per_step = (time.perf_counter() - start) / _TIMED
     steps = sum(run.config.steps for run in runs)
-    return (steps * seconds_per_step + len(runs) * around_training) / min(workers, len(runs))
+    return (steps * seconds_per_step + len(runs) * around_training) / min(
+        workers, len(runs)
+    )
 
 
 # Execution of a plan in a directory, which may already contain a part of the same study.
 
 BUSY_WAIT = 2.0  # seconds between looks at runs that other processes train
-NETWORK_WAIT = 10.0  # seconds until a file written on another machine must be visible here
+NETWORK_WAIT = (
+    10.0  # seconds until a file written on another machine must be visible here
+)
 
 
 @final
@@ -92,7 +105,9 @@ class Execution:
     #: loky, ray, dask or slurm, the last with options of submitit as in "slurm:slurm_partition=gpu,timeout_min=60"
     executor: str = "loky"
     command: str = ""  #: the user's command line, which is recorded
-    on_outcome: Callable[[Outcome], None] = lambda outcome: None  #: called when a run ends
+    on_outcome: Callable[[Outcome], None] = lambda outcome: (
+        None
+    )  #: called when a run ends
 
 
 @final
@@ -108,7 +123,10 @@ class StudyResult:
 
 
 def make_plan(
-    study: str | Study, base: RunConfig | None = None, grid: Grid | None = None, contexts: LongContexts | None = None
+    study: str | Study,
+    base: RunConfig | None = None,
+    grid: Grid | None = None,
+    contexts: LongContexts | None = None,
 ) -> Plan:
     """Plans a study, and checks that every remedy, the model and the corpus can be used.
 
@@ -170,11 +188,15 @@ def study(
         jobs: the number of processes. `run_plan` has more options.
         contexts: the tests of the trained weights in the study "extrapolation", where remedies are attention forms.
     """
-    plan = make_plan(name, base, Grid(remedies=remedies, lrs=lrs, seeds=seeds), contexts)
+    plan = make_plan(
+        name, base, Grid(remedies=remedies, lrs=lrs, seeds=seeds), contexts
+    )
     return run_plan(plan, out, Execution(workers=jobs))
 
 
-def run_plan(plan: Plan, out: str | Path, execution: Execution = Execution()) -> StudyResult:
+def run_plan(
+    plan: Plan, out: str | Path, execution: Execution = Execution()
+) -> StudyResult:
     """Executes the runs of the plan that have not finished yet, then writes table.csv.
 
     Runs that other processes train are waited for; if such a process ends, its run is continued here.
@@ -192,7 +214,9 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution = Execution()) ->
         plan = tune(plan, out, execution)
     # All processes of a study write study.json, so a plan is joined with what is there while no other one writes.
     with _alone(out):
-        if parse_executor(execution.executor).name == "loky":  # otherwise the computing machines check this
+        if (
+            parse_executor(execution.executor).name == "loky"
+        ):  # otherwise the computing machines check this
             for run in {run.role: run for run in pending(plan, out)}.values():
                 refuse_mixture(out / "runs", identity(run.config))
         write_json(out / "study.json", _study(out, plan, execution.command))
@@ -234,7 +258,11 @@ def write_tables(out: Path) -> tuple[list[Json], list[Json]]:
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """Briefly locks study.json and table.csv, which the processes of a study share."""
-    with locked(out / "lock.files", f"{out / 'study.json'} is in use by another study", wait=60.0):
+    with locked(
+        out / "lock.files",
+        f"{out / 'study.json'} is in use by another study",
+        wait=60.0,
+    ):
         remove_leftovers(out)
         yield
 
@@ -262,26 +290,45 @@ def _is_pending(plan: Plan, out: Path, run: PlannedRun) -> bool:
     directory = RunDirectory(run_directory(out, run))
     if directory.status is not RunStatus.DONE or directory.damage():
         return True
-    return plan.contexts is not None and bool(missing(directory, plan.contexts.of(run.name)))
+    return plan.contexts is not None and bool(
+        missing(directory, plan.contexts.of(run.name))
+    )
 
 
-def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome, None, None]:
+def _outcomes(
+    plan: Plan, out: Path, execution: Execution
+) -> Generator[Outcome, None, None]:
     """Executes the rest of the plan and yields each outcome as it arrives; closing the generator stops all jobs."""
     # Other machines start in other folders, so jobs get absolute paths; outcomes name the paths that were typed.
     runs = {str(run_directory(out, run).absolute()): run for run in pending(plan, out)}
-    workers = execution.workers if execution.workers is not None else default_jobs(execution.executor)
+    workers = (
+        execution.workers
+        if execution.workers is not None
+        else default_jobs(execution.executor)
+    )
     # Each round starts what is left; the rounds end when every run has a result, whoever computed it.
     while runs:
         jobs = [
-            Job(run.config.to_dict(), directory, execution.command, plan.contexts and plan.contexts.of(run.name))
+            Job(
+                run.config.to_dict(),
+                directory,
+                execution.command,
+                plan.contexts and plan.contexts.of(run.name),
+            )
             for directory, run in runs.items()
         ]
-        with closing(outcomes(jobs, workers, execution.executor, out.absolute())) as ended:
+        with closing(
+            outcomes(jobs, workers, execution.executor, out.absolute())
+        ) as ended:
             for outcome in ended:
                 if outcome.busy:
                     continue  # looked at again below, until the process that trains it has finished or died
                 run = runs.pop(outcome.directory)
-                error = (outcome.error or _invisible(plan, out, run)) if _is_pending(plan, out, run) else ""
+                error = (
+                    (outcome.error or _invisible(plan, out, run))
+                    if _is_pending(plan, out, run)
+                    else ""
+                )
                 yield Outcome(str(run_directory(out, run)), error)
         if runs:
             time.sleep(BUSY_WAIT)
@@ -310,7 +357,9 @@ def _study(out: Path, plan: Plan, command: str) -> Json:
     # A directory of runs without study.json may be anything, so nothing is added to it.
     if (out / "study.json").exists():
         return joined_study(out, read_study(out), new)
-    if out.exists() and any(not p.name.startswith("lock") and p.name != FOLDER for p in out.iterdir()):
+    if out.exists() and any(
+        not p.name.startswith("lock") and p.name != FOLDER for p in out.iterdir()
+    ):
         raise RunDirectoryError(
             f"{out} is not empty and has no study.json, so it is not a study directory. "
             "Choose another directory; nothing was changed."
@@ -330,14 +379,18 @@ def _study(out: Path, plan: Plan, command: str) -> Json:
 
 def rows(out: Path, entries: Sequence[Json]) -> list[Json]:
     """Returns one dict per run, with the keys of `columns`; a run without a result has only its name and status."""
-    table = [_row(RunDirectory(out / "runs" / entry["run_id"]), entry) for entry in entries]
+    table = [
+        _row(RunDirectory(out / "runs" / entry["run_id"]), entry) for entry in entries
+    ]
     names = columns(table)
     return [{name: row.get(name) for name in names} for row in table]
 
 
 def columns(table: Iterable[Json]) -> list[str]:
     """Returns records.TABLE_COLUMNS, then the columns that the tasks of the runs add."""
-    return list(dict.fromkeys([*TABLE_COLUMNS, *(name for row in table for name in row)]))
+    return list(
+        dict.fromkeys([*TABLE_COLUMNS, *(name for row in table for name in row)])
+    )
 
 
 def _row(directory: RunDirectory, entry: Json) -> Json:

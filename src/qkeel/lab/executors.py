@@ -28,7 +28,9 @@ from qkeel.options import Json, Term, lookup, parse
 from qkeel.records import RunDirectory
 
 LOCK_WAIT = 10.0  # seconds; a worker of a study that was killed may hold the lock of a run for a moment
-_MOST_HERE = 4  # processes on this machine unless --jobs says otherwise; each uses about 0.4 GB
+_MOST_HERE = (
+    4  # processes on this machine unless --jobs says otherwise; each uses about 0.4 GB
+)
 _ALL = -1  # joblib's word for every core of a cluster
 
 # A worker of Dask may have several threads, but random numbers and torch's threads belong to the whole process.
@@ -88,11 +90,15 @@ def default_jobs(executor: str) -> int:
     name = parse_executor(executor).name
     if name != "loky":
         return EXECUTORS[name]
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    )
     return min(cores, _MOST_HERE)
 
 
-def outcomes(jobs: Sequence[Job], workers: int, executor: str, folder: Path) -> Generator[Outcome, None, None]:
+def outcomes(
+    jobs: Sequence[Job], workers: int, executor: str, folder: Path
+) -> Generator[Outcome, None, None]:
     """Computes the jobs and yields each outcome as it arrives; closing the generator stops the rest.
 
     Args:
@@ -138,24 +144,36 @@ def _by_joblib(jobs: Sequence[Job], workers: int, backend: str) -> Iterator[Outc
     # If a worker dies, joblib does not say in which job; all that are not known to have ended are reported.
     unfinished = {job.directory: None for job in jobs}
     # Ray's backend has no generator, so its outcomes come together at the end.
-    settings: Json = {"return_as": "list" if backend == "ray" else "generator_unordered"}
+    settings: Json = {
+        "return_as": "list" if backend == "ray" else "generator_unordered"
+    }
     # One job at a time for each worker, so that stopping a study leaves none dispatched.
     settings |= {"batch_size": 1, "pre_dispatch": "n_jobs"}
-    with _registered(backend) as backend_settings, joblib.parallel_config(backend, n_jobs=workers, **backend_settings):
+    with (
+        _registered(backend) as backend_settings,
+        joblib.parallel_config(backend, n_jobs=workers, **backend_settings),
+    ):
         pool = joblib.Parallel(**settings)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*still being processed by the workers have been cancelled")
+            warnings.filterwarnings(
+                "ignore",
+                message=".*still being processed by the workers have been cancelled",
+            )
             outcomes: Any = iter(())
             try:
                 outcomes = iter(pool(joblib.delayed(work)(job) for job in jobs))
                 for outcome in outcomes:
                     del unfinished[outcome.directory]
                     yield outcome
-            except Exception as error:  # `work` raises none, so a worker died; loky then ends its pool
+            except (
+                Exception
+            ) as error:  # `work` raises none, so a worker died; loky then ends its pool
                 for directory in unfinished:
                     yield Outcome(directory, _died(error))
             finally:
-                if isinstance(outcomes, Generator):  # stops the jobs that have not ended
+                if isinstance(
+                    outcomes, Generator
+                ):  # stops the jobs that have not ended
                     outcomes.close()
 
 
@@ -188,7 +206,9 @@ def _begin_worker(parent: int) -> None:
     threading.Thread(target=follow, name="qkeel-parent", daemon=True).start()
 
 
-def _on_slurm(jobs: Sequence[Job], workers: int, options: Json, folder: Path) -> Iterator[Outcome]:
+def _on_slurm(
+    jobs: Sequence[Job], workers: int, options: Json, folder: Path
+) -> Iterator[Outcome]:
     """Submits one job array, of which `workers` jobs run at once; cluster=local runs them as processes here."""
     with needed("the executor slurm", "submitit"):
         import submitit  # pyright: ignore[reportMissingImports]
@@ -196,14 +216,22 @@ def _on_slurm(jobs: Sequence[Job], workers: int, options: Json, folder: Path) ->
     cluster = options.get("cluster", "slurm")
     executor = submitit.AutoExecutor(folder / "slurm", cluster=cluster)
     parameters = {**SLURM, "slurm_array_parallelism": workers, **options}
-    executor.update_parameters(**{name: value for name, value in parameters.items() if name != "cluster"})
+    executor.update_parameters(
+        **{name: value for name, value in parameters.items() if name != "cluster"}
+    )
     submitted = dict(zip(executor.map_array(work, jobs), jobs))
     unfinished = set(submitted)
     try:
-        for job in as_completed(list(submitted), poll_frequency=0.5 if cluster == "local" else 5):
+        for job in as_completed(
+            list(submitted), poll_frequency=0.5 if cluster == "local" else 5
+        ):
             unfinished.discard(job)
             error = job.exception()
-            yield job.result() if error is None else Outcome(submitted[job].directory, _died(error))
+            yield (
+                job.result()
+                if error is None
+                else Outcome(submitted[job].directory, _died(error))
+            )
     finally:
         for job in unfinished:
             job.cancel()

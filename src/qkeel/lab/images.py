@@ -22,7 +22,18 @@ from qkeel.lab.text import HELD_OUT, read_bytes, stamp
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".webp")
 _MODES = ("L", "RGB")
-_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_WORDS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,7 +54,9 @@ class Pictures:
     @property
     def sha256(self) -> str:
         """The SHA-256 of the pixels, captions, classes and the split."""
-        digest = hashlib.sha256(json.dumps([list(self.captions), list(self.classes)]).encode())
+        digest = hashlib.sha256(
+            json.dumps([list(self.captions), list(self.classes)]).encode()
+        )
         for array in (self.pixels, self.labels, self.held):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
@@ -64,7 +77,9 @@ def _load(source: str, size: int, stamped: object) -> Pictures:
     if source in BUILT_IN:
         name, pixels, captions, classes = BUILT_IN[source]()
         if size != pixels.shape[1]:
-            raise DataError(f"the images of {source} are 8 × 8 pixels; expected image_size 8, got {size}")
+            raise DataError(
+                f"the images of {source} are 8 × 8 pixels; expected image_size 8, got {size}"
+            )
     elif path.is_dir():
         name, (pixels, captions) = path.name, _class_folders(path, size)
         classes = tuple(dict.fromkeys(captions))
@@ -76,15 +91,33 @@ def _load(source: str, size: int, stamped: object) -> Pictures:
     index_of_class = {name: i for i, name in enumerate(classes)}
     labels = np.array([index_of_class.get(caption, 0) for caption in captions])
     held = _held_out(pixels, labels, classes)
-    return Pictures(name=name, pixels=pixels, captions=captions, labels=labels, classes=classes, held=held)
+    return Pictures(
+        name=name,
+        pixels=pixels,
+        captions=captions,
+        labels=labels,
+        classes=classes,
+        held=held,
+    )
 
 
-def _held_out(pixels: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> np.ndarray:
+def _held_out(
+    pixels: np.ndarray, labels: np.ndarray, classes: Sequence[str]
+) -> np.ndarray:
     """Holds out a tenth of each class (at least one image), chosen by the order of the images' hashes."""
-    digests = [hashlib.sha256(np.ascontiguousarray(image).tobytes()).digest() for image in pixels]
+    digests = [
+        hashlib.sha256(np.ascontiguousarray(image).tobytes()).digest()
+        for image in pixels
+    ]
     held: set[bytes] = set()
     for label in range(len(classes) or 1):
-        mine = sorted({digest for digest, label_of_digest in zip(digests, labels) if label_of_digest == label})
+        mine = sorted(
+            {
+                digest
+                for digest, label_of_digest in zip(digests, labels)
+                if label_of_digest == label
+            }
+        )
         if len(mine) < 2:
             subject = f"class {classes[label]!r} has" if classes else "there are"
             raise DataError(
@@ -98,7 +131,9 @@ ImageTable = tuple[str, np.ndarray, Sequence[str], Sequence[str]]
 
 
 def _digits() -> ImageTable:
-    text = gzip.decompress(files("qkeel.lab").joinpath("pictures", "digits.csv.gz").read_bytes()).decode()
+    text = gzip.decompress(
+        files("qkeel.lab").joinpath("pictures", "digits.csv.gz").read_bytes()
+    ).decode()
     rows = np.loadtxt(io.StringIO(text), delimiter=",", dtype=np.float32)
     pixels = (rows[:, :64] / 16).reshape(
         -1,
@@ -113,12 +148,20 @@ BUILT_IN: dict[str, Callable[[], ImageTable]] = {"digits": _digits}
 
 
 def _class_folders(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
-    folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    folders = sorted(
+        folder
+        for folder in path.iterdir()
+        if folder.is_dir() and not folder.name.startswith(".")
+    )
     if not folders:
-        raise DataError(f"{path} has no subfolders; expected one subfolder per class, with the images of that class")
+        raise DataError(
+            f"{path} has no subfolders; expected one subfolder per class, with the images of that class"
+        )
     images, captions = [], []
     for folder in folders:
-        paths = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES)
+        paths = sorted(
+            file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES
+        )
         if not paths:
             raise DataError(
                 f"class {folder.name!r} has no image: {folder} has no file that ends in {', '.join(SUFFIXES)}"
@@ -141,7 +184,9 @@ def _read(path: Path, size: int) -> np.ndarray:
     except UnidentifiedImageError as error:
         raise DataError(f"cannot read {path} as an image: {error}") from error
     except OSError as error:
-        raise DataError(f"cannot read {path} as an image: {error.strerror or error}") from error
+        raise DataError(
+            f"cannot read {path} as an image: {error.strerror or error}"
+        ) from error
     return pixels.reshape(size, size, -1)
 
 
@@ -162,7 +207,9 @@ def _stack(images: Sequence[np.ndarray], what: str) -> np.ndarray:
         raise DataError(f"{what} lists no images; expected at least two")
     channels = {image.shape[2] for image in images}
     if len(channels) > 1:
-        raise DataError(f"{what} mixes grey and RGB images; expected one mode. Convert all images to the same mode")
+        raise DataError(
+            f"{what} mixes grey and RGB images; expected one mode. Convert all images to the same mode"
+        )
     return np.stack(images)
 
 
@@ -173,7 +220,9 @@ def patches(pixels: np.ndarray, size: int) -> np.ndarray:
     [[0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 6.0, 7.0]]
     """
     n, height, width, channels = pixels.shape
-    cut = pixels.reshape(n, height // size, size, width // size, size, channels).transpose(
+    cut = pixels.reshape(
+        n, height // size, size, width // size, size, channels
+    ).transpose(
         0,
         1,
         3,

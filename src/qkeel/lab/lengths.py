@@ -63,11 +63,15 @@ def check_methods(config: RunConfig, contexts: LongContexts) -> None:
                 stretched(spec, method, length, max(contexts.test_lengths))
 
 
-def stretched(spec: AttentionSpec, method: Method, train_length: int, test_length: int) -> AttentionSpec:
+def stretched(
+    spec: AttentionSpec, method: Method, train_length: int, test_length: int
+) -> AttentionSpec:
     """Returns the spec changed by a method; with continued training, the factor follows from the method's length."""
     factor = (method.trained_at or test_length) / train_length
     for term in method.terms:
-        spec = spec.extrapolate(term.name, factor=factor, train_length=train_length, **term.options)
+        spec = spec.extrapolate(
+            term.name, factor=factor, train_length=train_length, **term.options
+        )
     return spec
 
 
@@ -77,7 +81,12 @@ def missing(directory: RunDirectory, contexts: LongContexts) -> list[tuple[str, 
     return [pair for pair in contexts.pairs if pair not in done]
 
 
-def measure(config: RunConfig, directory: RunDirectory, contexts: LongContexts, wait: float = 0.0) -> None:
+def measure(
+    config: RunConfig,
+    directory: RunDirectory,
+    contexts: LongContexts,
+    wait: float = 0.0,
+) -> None:
     """Appends the missing results to the run's extrapolation.jsonl; an interrupted measurement continues."""
     config = resolve(config)
     if not missing(directory, contexts):
@@ -88,7 +97,9 @@ def measure(config: RunConfig, directory: RunDirectory, contexts: LongContexts, 
         try:
             step = load(directory, run).step if directory.checkpoint.exists() else 0
         except DamagedFileError:
-            remove([directory.path / "DONE"])  # so that the same command trains it again
+            remove(
+                [directory.path / "DONE"]
+            )  # so that the same command trains it again
             raise
         # Nothing is appended to a torn line or to a damaged file.
         if _known(directory):
@@ -99,10 +110,14 @@ def measure(config: RunConfig, directory: RunDirectory, contexts: LongContexts, 
         for text, length in missing(directory, contexts):
             try:
                 if step < config.steps:
-                    raise RefusedError(f"training ended at step {step} of {config.steps}")
+                    raise RefusedError(
+                        f"training ended at step {step} of {config.steps}"
+                    )
                 if length not in baselines:
                     baselines[length] = _AsTrained(run, length, contexts.sequences)
-                measured = _at(run, baselines[length], Method.parse(text), contexts.continue_steps)
+                measured = _at(
+                    run, baselines[length], Method.parse(text), contexts.continue_steps
+                )
             except RefusedError as refusal:
                 measured = {"refused": str(refusal)}
             append_line(path, {"posthoc": text, "test_length": length, **measured})
@@ -114,7 +129,9 @@ def _known(directory: RunDirectory) -> list[JSONObject]:
     try:
         return directory.long_contexts()
     except DamagedFileError as damage:
-        caution(f"{str(damage).rstrip('.')}. All results in this file will be measured again.")
+        caution(
+            f"{str(damage).rstrip('.')}. All results in this file will be measured again."
+        )
         return []
 
 
@@ -127,12 +144,20 @@ class _AsTrained:
 
     def __init__(self, run: RunState, length: int, sequences: int) -> None:
         config, corpus = run.config, run.task.corpus
-        self.windows = torch.from_numpy(long_texts(corpus, length, sequences)).to(run.device)
-        trained_on = (batch(corpus, config.data, config.seed, step) for step in range(8))
+        self.windows = torch.from_numpy(long_texts(corpus, length, sequences)).to(
+            run.device
+        )
+        trained_on = (
+            batch(corpus, config.data, config.seed, step) for step in range(8)
+        )
         with measuring(run.model), autocast(config):
             self.short = predict(run.model, *_pieces(self.windows, config.data.context))
             self.ranges = cosine_ranges(
-                run.model, (torch.from_numpy(tokens).to(run.device)[:, :-1] for tokens in trained_on)
+                run.model,
+                (
+                    torch.from_numpy(tokens).to(run.device)[:, :-1]
+                    for tokens in trained_on
+                ),
             )
 
 
@@ -142,7 +167,10 @@ def _at(run: RunState, baseline: _AsTrained, method: Method, steps: int) -> Json
     if method.trained_at:
         model, change = trained_on(run, method, steps), contextlib.nullcontext()
     else:
-        model, change = run.model, changed(run.model, method, short, windows.shape[1] - 1)
+        model, change = (
+            run.model,
+            changed(run.model, method, short, windows.shape[1] - 1),
+        )
     with measuring(model), autocast(run.config), change:
         measured = _measured(model, windows, short, baseline.ranges)
     trained = _share(baseline.short.hit)
@@ -154,7 +182,9 @@ def _at(run: RunState, baseline: _AsTrained, method: Method, steps: int) -> Json
     }
 
 
-def _measured(model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Range]) -> Json:
+def _measured(
+    model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Range]
+) -> Json:
     """Returns the results of a model on windows [n, length + 1] after training at length `short`."""
     tokens, length = windows[:, :-1], windows.shape[1] - 1
     # Repeated text has no new content: a model that only copies predicts it as well as at the training length.
@@ -172,7 +202,11 @@ def _measured(model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Ra
         "accuracy_repeat": _share(repeat.hit),
         "loss_nonrepeat": float(long.loss.cpu().double().mean()),
         "accuracy_train_posthoc": _share(pieces.hit),
-        "segments": long.hit.unflatten(1, (-1, short)).cpu().double().mean((0, 2)).tolist(),
+        "segments": long.hit.unflatten(1, (-1, short))
+        .cpu()
+        .double()
+        .mean((0, 2))
+        .tolist(),
         "sequences": len(windows),
         "cos_outside": angles.share,
         "cos_outside_by_head": (angles.outside / angles.pairs).tolist(),
@@ -203,8 +237,12 @@ def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
         )
     )
     longer.model.load_state_dict(run.model.state_dict())
-    for module, before in zip(attentions(longer.model), attentions(run.model), strict=True):
-        module.spec = stretched(before.spec, method, config.data.context, method.trained_at)
+    for module, before in zip(
+        attentions(longer.model), attentions(run.model), strict=True
+    ):
+        module.spec = stretched(
+            before.spec, method, config.data.context, method.trained_at
+        )
     for step in range(steps):
         train_step(longer, step)
     return longer.model
@@ -215,7 +253,9 @@ def _share(hit: Tensor) -> float:
 
 
 @contextlib.contextmanager
-def changed(model: nn.Module, method: Method, train_length: int, test_length: int) -> Iterator[None]:
+def changed(
+    model: nn.Module, method: Method, train_length: int, test_length: int
+) -> Iterator[None]:
     """Applies a post-hoc method to every attention layer of the model and restores the model afterwards.
 
     Raises:
@@ -240,7 +280,9 @@ def predict(model: nn.Module, tokens: Tensor, targets: Tensor) -> Predicted:
     for chunk, chunk_targets in zip(tokens.split(count), targets.split(count)):
         logits = model(chunk).float()
         hits.append(logits.argmax(-1) == chunk_targets)
-        losses.append(F.cross_entropy(logits.transpose(1, 2), chunk_targets, reduction="none"))
+        losses.append(
+            F.cross_entropy(logits.transpose(1, 2), chunk_targets, reduction="none")
+        )
     return Predicted(torch.cat(hits), torch.cat(losses))
 
 
@@ -253,7 +295,14 @@ def long_rows(out: Path, about: Json) -> list[Json]:
     for entry in about["runs"]:
         directory = RunDirectory(out / "runs" / entry["run_id"])
         done = directory.status is RunStatus.DONE
-        lines = {(line["posthoc"], line["test_length"]): line for line in directory.long_contexts()} if done else {}
+        lines = (
+            {
+                (line["posthoc"], line["test_length"]): line
+                for line in directory.long_contexts()
+            }
+            if done
+            else {}
+        )
         named = {
             "block": entry["role"],
             "form": entry["remedy"],

@@ -35,7 +35,13 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
         super().__init__(params, {**defaults, "muon": False})
 
     @torch.no_grad()
@@ -63,7 +69,9 @@ class Muon(torch.optim.Optimizer):
             momentum.lerp_(weight.grad, 1 - group["momentum"])
             update = newton_schulz(weight.grad.lerp(momentum, group["momentum"]))
             weight.mul_(1 - group["lr"] * group["weight_decay"])
-            weight.add_(update, alpha=-group["lr"] * RMS_MATCH * max(weight.shape) ** 0.5)
+            weight.add_(
+                update, alpha=-group["lr"] * RMS_MATCH * max(weight.shape) ** 0.5
+            )
 
     def _adamw(self, weights: list[Tensor], group: Group) -> None:
         grads: list[Tensor] = [p.grad for p in weights if p.grad is not None]
@@ -93,7 +101,9 @@ class Muon(torch.optim.Optimizer):
     def _steps(self, weight: Tensor) -> Tensor:
         state = self.state[weight]
         if "step" not in state:
-            state["step"] = torch.zeros((), device=weight.device if fusable(weight) else "cpu")
+            state["step"] = torch.zeros(
+                (), device=weight.device if fusable(weight) else "cpu"
+            )
         return state["step"]
 
 

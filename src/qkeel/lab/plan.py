@@ -15,10 +15,40 @@ from qkeel.options import Json, Term, parse
 
 # The types of the values of each axis; the values of all other axes are strings.
 _NUMBERS = ("lrs", "weight_decay")
-_WHOLE = ("seeds", "tuning_seeds", "test_lengths", "d_model", "n_layers", "n_heads", "head_dim", "context", "batch")
-_KINDS = {**dict.fromkeys(_NUMBERS, (int, float)), **dict.fromkeys((*_WHOLE, "steps"), (int,))}
-AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes", "tuning_seeds", *SETTINGS)
-FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
+_WHOLE = (
+    "seeds",
+    "tuning_seeds",
+    "test_lengths",
+    "d_model",
+    "n_layers",
+    "n_heads",
+    "head_dim",
+    "context",
+    "batch",
+)
+_KINDS = {
+    **dict.fromkeys(_NUMBERS, (int, float)),
+    **dict.fromkeys((*_WHOLE, "steps"), (int,)),
+}
+AXES = (
+    "remedies",
+    "lrs",
+    "seeds",
+    "blocks",
+    "optimizers",
+    "mixes",
+    "tuning_seeds",
+    *SETTINGS,
+)
+FULL_GRID = (
+    3e-4,
+    1e-3,
+    3e-3,
+    1e-2,
+    3e-2,
+    1e-1,
+    3e-1,
+)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
 
 
 @final
@@ -96,7 +126,9 @@ class LongContexts:
     def __post_init__(self) -> None:
         _settle_lists(self, ("posthoc", "test_lengths"))
         if not (self.posthoc and self.test_lengths):
-            raise InvalidTypeError(f"expected a list of methods and a list of lengths, got {self}")
+            raise InvalidTypeError(
+                f"expected a list of methods and a list of lengths, got {self}"
+            )
         object.__setattr__(
             self,
             "posthoc",
@@ -104,14 +136,26 @@ class LongContexts:
         )
         object.__setattr__(self, "test_lengths", tuple(sorted(set(self.test_lengths))))
         if type(self.sequences) is not int or type(self.continue_steps) is not int:
-            raise InvalidTypeError(f"expected whole numbers for sequences and continue_steps, got {self}")
+            raise InvalidTypeError(
+                f"expected whole numbers for sequences and continue_steps, got {self}"
+            )
         check(self.sequences >= 1, "at least 1 held-out sequence", self.sequences)
-        check(self.continue_steps >= 1, "at least 1 step of continued training", self.continue_steps)
+        check(
+            self.continue_steps >= 1,
+            "at least 1 step of continued training",
+            self.continue_steps,
+        )
 
     def of(self, form: str) -> Self:
         """Returns the tests of one form, whose only method is "none" if no method applies to it."""
-        methods = [method for text in self.posthoc if (method := Method.parse(text)).form in ("", form)]
-        return dataclasses.replace(self, posthoc=[method.label for method in methods] or ["none"])
+        methods = [
+            method
+            for text in self.posthoc
+            if (method := Method.parse(text)).form in ("", form)
+        ]
+        return dataclasses.replace(
+            self, posthoc=[method.label for method in methods] or ["none"]
+        )
 
     @property
     def pairs(self) -> list[tuple[str, int]]:
@@ -125,7 +169,9 @@ class LongContexts:
                 raise InvalidValueError(
                     f"expected test lengths that are multiples of the training length {train_length}, got {length}"
                 )
-        for at in filter(None, (Method.parse(text).trained_at for text in self.posthoc)):
+        for at in filter(
+            None, (Method.parse(text).trained_at for text in self.posthoc)
+        ):
             if at <= train_length or at % train_length:
                 raise InvalidValueError(
                     f"expected continued training at a larger multiple of the training length {train_length}, got {at}"
@@ -147,7 +193,11 @@ class Primary:
 
     def holds(self, run: PlannedRun) -> bool:
         """True if a run is part of the comparison."""
-        return run.role == "grid" and run.name in (self.remedy, self.baseline) and run.config.optim.lr == self.lr
+        return (
+            run.role == "grid"
+            and run.name in (self.remedy, self.baseline)
+            and run.config.optim.lr == self.lr
+        )
 
 
 @final
@@ -174,7 +224,9 @@ class PlannedRun:
     def title(self) -> str:
         """Role, name, rate and seed, which identify the run within its study."""
         role = "" if self.role == "grid" else f"{self.role}, "
-        return f"{role}{self.name}, lr {self.config.optim.lr:g}, seed {self.config.seed}"
+        return (
+            f"{role}{self.name}, lr {self.config.optim.lr:g}, seed {self.config.seed}"
+        )
 
     def entry(self) -> Json:
         """The run's entry in study.json."""
@@ -185,7 +237,11 @@ class PlannedRun:
             "lr": config.optim.lr,
             "seed": config.seed,
         }
-        return {**about, "role": self.role, **({"part": self.part} if self.part else {})}
+        return {
+            **about,
+            "role": self.role,
+            **({"part": self.part} if self.part else {}),
+        }
 
 
 @final
@@ -196,13 +252,22 @@ class Plan:
     name: str  #: name of the study
     grid: Grid  #: the axes
     runs: Sequence[PlannedRun]  #: the runs, in the order of the table
-    contexts: LongContexts | None = None  #: tests at longer lengths, or None for no tests
-    tuned: Sequence[Json] = ()  #: the chosen rate of each remedy of each role; see `tuned_plan`
-    primary: Primary | None = None  #: the primary comparison of the study, if it has one
+    contexts: LongContexts | None = (
+        None  #: tests at longer lengths, or None for no tests
+    )
+    tuned: Sequence[
+        Json
+    ] = ()  #: the chosen rate of each remedy of each role; see `tuned_plan`
+    primary: Primary | None = (
+        None  #: the primary comparison of the study, if it has one
+    )
 
     def bases(self) -> dict[str, Json]:
         """Returns, per role, the configuration that its runs share, without remedy, rate and seed."""
-        return {run.role: shared(run.config, but_attention=bool(run.form)) for run in self.runs}
+        return {
+            run.role: shared(run.config, but_attention=bool(run.form))
+            for run in self.runs
+        }
 
 
 Request = tuple[RunConfig, Grid, LongContexts | None]
@@ -227,19 +292,36 @@ AXIS_OPTIONS = (
     StudyOption("remedies", list[str], "Spec strings of the remedies."),
     StudyOption("lrs", list[float], "Peak learning rates."),
     StudyOption("seeds", list[int], "Seeds for weights and batches [default: 0 1 2]."),
-    StudyOption("full_grid", bool, "Use seven learning rates over three decades, from 0.0003 to 0.3."),
-    StudyOption("tune", Literal["lr"], "Compare each remedy at its best learning rate, chosen on separate seeds."),
-    StudyOption("tuning_seeds", list[int], "Seeds for choosing the learning rates [default: 1000 1001 1002]."),
+    StudyOption(
+        "full_grid",
+        bool,
+        "Use seven learning rates over three decades, from 0.0003 to 0.3.",
+    ),
+    StudyOption(
+        "tune",
+        Literal["lr"],
+        "Compare each remedy at its best learning rate, chosen on separate seeds.",
+    ),
+    StudyOption(
+        "tuning_seeds",
+        list[int],
+        "Seeds for choosing the learning rates [default: 1000 1001 1002].",
+    ),
 )
 OPTIMIZERS = StudyOption(
-    "optimizers", list[Literal["adamw", "sgd", "muon"]], "Optimizers to compare [default for mla: adamw muon]."
+    "optimizers",
+    list[Literal["adamw", "sgd", "muon"]],
+    "Optimizers to compare [default for mla: adamw muon].",
 )
 TUNING_SEEDS = (1000, 1001, 1002)
 
 
 def on_axes(base: RunConfig, default: Grid, given: StudyOptions) -> Request:
     """Returns the request for a study whose options are axes, where the given options override the default grid."""
-    axes = {name: given.get(name) or values for name, values in dataclasses.asdict(default).items()}
+    axes = {
+        name: given.get(name) or values
+        for name, values in dataclasses.asdict(default).items()
+    }
     if given.get("full_grid"):
         axes["lrs"] = FULL_GRID
     if given.get("tune") and not given.get("tuning_seeds"):
@@ -279,16 +361,30 @@ class Study:
     @property
     def axes(self) -> tuple[str, ...]:
         """The settings for which its command takes several values, which are those that it does not decide itself."""
-        return tuple(axis for axis, section in SETTINGS.items() if self.options and (section, axis) not in self.decides)
+        return tuple(
+            axis
+            for axis, section in SETTINGS.items()
+            if self.options and (section, axis) not in self.decides
+        )
 
-    def plan(self, base: RunConfig | None, grid: Grid | None, contexts: LongContexts | None = None) -> Plan:
+    def plan(
+        self,
+        base: RunConfig | None,
+        grid: Grid | None,
+        contexts: LongContexts | None = None,
+    ) -> Plan:
         """Returns the study's plan; arguments that are None default to the study's own."""
         grid = grid or self.grid
         contexts = self.contexts and (contexts or self.contexts)
         runs = []
-        for part, variant in variants(base or self.base or RunConfig(), grid.settings()):
+        for part, variant in variants(
+            base or self.base or RunConfig(), grid.settings()
+        ):
             for run in self.runs(variant, grid):
-                names = (*((run.role,) if run.role != "grid" else ()), *((part,) if part else ()))
+                names = (
+                    *((run.role,) if run.role != "grid" else ()),
+                    *((part,) if part else ()),
+                )
                 runs.append(
                     dataclasses.replace(
                         run,
@@ -296,12 +392,21 @@ class Study:
                         part=part,
                     )
                 )
-        return Plan(name=self.name, grid=grid, runs=runs, contexts=contexts, primary=self._primary(runs))
+        return Plan(
+            name=self.name,
+            grid=grid,
+            runs=runs,
+            contexts=contexts,
+            primary=self._primary(runs),
+        )
 
     def _primary(self, runs: Sequence[PlannedRun]) -> Primary | None:
         """Returns the primary comparison if the runs include both of its sides."""
         named = self.primary
-        if named is None or {run.name for run in runs if named.holds(run)} != {named.remedy, named.baseline}:
+        if named is None or {run.name for run in runs if named.holds(run)} != {
+            named.remedy,
+            named.baseline,
+        }:
             return None
         return named
 
@@ -315,7 +420,9 @@ def _settle_lists(of: object, names: Sequence[str]) -> None:
         kinds = _KINDS.get(name, (str,))
         for value in values:
             if not isinstance(value, kinds) or isinstance(value, bool):
-                raise InvalidTypeError(f"expected {' or '.join(k.__name__ for k in kinds)} in {name}, got {value!r}")
+                raise InvalidTypeError(
+                    f"expected {' or '.join(k.__name__ for k in kinds)} in {name}, got {value!r}"
+                )
         object.__setattr__(of, name, tuple(dict.fromkeys(values)))
 
 
@@ -325,7 +432,10 @@ def shared(config: RunConfig, *, but_attention: bool = False) -> Json:
     if but_attention:
         values["model"] = {k: v for k, v in values["model"].items() if k != "attention"}
     optim = {k: v for k, v in values["optim"].items() if k != "lr"}
-    return {**{k: v for k, v in values.items() if k not in ("remedy", "seed")}, "optim": optim}
+    return {
+        **{k: v for k, v in values.items() if k not in ("remedy", "seed")},
+        "optim": optim,
+    }
 
 
 def parts(base: RunConfig, grid: Grid) -> list[PlannedRun]:
@@ -336,7 +446,9 @@ def parts(base: RunConfig, grid: Grid) -> list[PlannedRun]:
     if not grid.blocks and not grid.optimizers:
         return product(base, grid)
     runs = []
-    combinations = itertools.product(grid.optimizers or (base.optim.name,), grid.blocks or (base.model.block,))
+    combinations = itertools.product(
+        grid.optimizers or (base.optim.name,), grid.blocks or (base.model.block,)
+    )
     for optimizer, block in combinations:
         config = with_values(base, model={"block": block}, optim={"name": optimizer})
         runs += product(config, grid, f"{block}, {optimizer}")
@@ -378,11 +490,15 @@ class Method:
         'baseline/abf:base=500000@256'
         """
         if not isinstance(text, str):
-            raise InvalidTypeError(f"expected a post-hoc method like 'rerope:window=16', got {type(text).__name__}")
+            raise InvalidTypeError(
+                f"expected a post-hoc method like 'rerope:window=16', got {type(text).__name__}"
+            )
         form, _, method = text.rpartition("/")
         name, at, length = method.partition("@")
         if at and not (length.isdigit() and int(length) > 0):
-            raise InvalidValueError(f"expected a length in tokens after the @, as in pi@256, got {text!r}")
+            raise InvalidValueError(
+                f"expected a length in tokens after the @, as in pi@256, got {text!r}"
+            )
         return cls(terms=parse(name), form=form, trained_at=int(length) if at else 0)
 
     @property

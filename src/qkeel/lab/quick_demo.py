@@ -36,8 +36,12 @@ def quick_demo(say: Callable[[str], None], steps: int = STEPS) -> None:
         say: called with each line of text, while the models train.
         steps: the number of optimizer steps of each model.
     """
-    base = with_values(RunConfig(), optim={"lr": RATE, "schedule": "constant"}, steps=steps)
-    say(f"Two tiny models learn the text of Python's library, {steps} steps each, at a learning rate of {RATE:g}.")
+    base = with_values(
+        RunConfig(), optim={"lr": RATE, "schedule": "constant"}, steps=steps
+    )
+    say(
+        f"Two tiny models learn the text of Python's library, {steps} steps each, at a learning rate of {RATE:g}."
+    )
     say("They begin with the same weights and read the same text.")
     with threads(base.threads):
         for remedy in ("none", REMEDY):
@@ -45,15 +49,27 @@ def quick_demo(say: Callable[[str], None], steps: int = STEPS) -> None:
             say("without a remedy:" if remedy == "none" else f"with {remedy}:")
             _train(with_values(base, remedy=remedy), say)
     say("")
-    say("Next: `qkeel watch -- python train.py` watches your own model, `qkeel demo` compares six remedies.")
+    say(
+        "Next: `qkeel watch -- python train.py` watches your own model, `qkeel demo` compares six remedies."
+    )
 
 
 def _train(config: RunConfig, say: Callable[[str], None]) -> None:
     """Trains one model, and says every alarm and every PRINTED_EVERY-th step."""
     state = RunState(resolve(config))
-    rates = PlannedRates.of([learning_rate(config.optim, step, config.steps) for step in range(config.steps)])
-    with watch(state.model, state.optimizer, planned=rates) as monitor, warnings.catch_warnings():
-        warnings.simplefilter("ignore", AlarmWarning)  # they are said below, without their advice
+    rates = PlannedRates.of(
+        [
+            learning_rate(config.optim, step, config.steps)
+            for step in range(config.steps)
+        ]
+    )
+    with (
+        watch(state.model, state.optimizer, planned=rates) as monitor,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter(
+            "ignore", AlarmWarning
+        )  # they are said below, without their advice
         n_alarms = 0
         for step in range(config.steps):
             loss, _ = train_step(state, step)
@@ -63,7 +79,10 @@ def _train(config: RunConfig, say: Callable[[str], None]) -> None:
             n_alarms = len(monitor.alarms)
             if (step + 1) % PRINTED_EVERY == 0:
                 heads = monitor.history.heads
-                largest, entropy = heads["max_logit"][-1].max(), heads["entropy"][-1].mean()
+                largest, entropy = (
+                    heads["max_logit"][-1].max(),
+                    heads["entropy"][-1].mean(),
+                )
                 say(
                     f"  step {step + 1:>3}: loss {float(loss):.2f}, largest logit {largest:,.4g}, entropy {entropy:.2f}"
                 )

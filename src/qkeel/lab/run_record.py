@@ -42,7 +42,14 @@ from qkeel.lab.tasks import Examples, Task
 from qkeel.monitor.logit_changes import change_between, frozen
 from qkeel.options import Json
 from qkeel.patching.modes import is_compiled
-from qkeel.records import STEP_FIELDS, HeadRecorder, RunDirectory, append_line, write_json, write_text
+from qkeel.records import (
+    STEP_FIELDS,
+    HeadRecorder,
+    RunDirectory,
+    append_line,
+    write_json,
+    write_text,
+)
 from qkeel.sites import Tap
 from qkeel.sites.observed_pass import MeasureCall
 
@@ -65,7 +72,11 @@ def measuring(model: nn.Module) -> Iterator[None]:
     """Switches to evaluation mode without gradients or compiled graphs, and restores the training mode afterwards."""
     was_training = model.training
     compiled = is_compiled(model)
-    eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+    eager = (
+        torch.compiler.set_stance("force_eager")
+        if compiled
+        else contextlib.nullcontext()
+    )
     # A compiled model would be compiled once more for evaluation mode, which takes longer than the measurement.
     model.eval()
     try:
@@ -80,7 +91,9 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
-def heldout_numbers(model: nn.Module, examples: Examples, count: int, task: Task) -> dict[str, float]:
+def heldout_numbers(
+    model: nn.Module, examples: Examples, count: int, task: Task
+) -> dict[str, float]:
     """Evaluates held-out examples, `count` at a time, and returns values with names from records.TASK_FIELDS.
 
     The result has val_loss, and the loss by kind of target and the accuracy if the task has them.
@@ -90,14 +103,27 @@ def heldout_numbers(model: nn.Module, examples: Examples, count: int, task: Task
         for chunk in examples.split(count):
             logits = model(chunk.inputs)
             kind = widest(logits.device)
-            losses.append(token_loss(logits, chunk.targets).to(kind) * len(chunk.inputs))
-            hits.append((logits.argmax(-1) == chunk.targets).to(kind).mean() * len(chunk.inputs))
+            losses.append(
+                token_loss(logits, chunk.targets).to(kind) * len(chunk.inputs)
+            )
+            hits.append(
+                (logits.argmax(-1) == chunk.targets).to(kind).mean() * len(chunk.inputs)
+            )
             if chunk.kinds is not None:
                 losses_of_targets = F.cross_entropy(
-                    logits.flatten(0, -2).float(), chunk.targets.flatten(), reduction="none"
+                    logits.flatten(0, -2).float(),
+                    chunk.targets.flatten(),
+                    reduction="none",
                 )
-                kinds.append(torch.stack([chunk.kinds.flatten().to(kind), losses_of_targets.to(kind)]))
-    loss, accuracy = (float(torch.stack(values).sum() / len(examples.inputs)) for values in (losses, hits))
+                kinds.append(
+                    torch.stack(
+                        [chunk.kinds.flatten().to(kind), losses_of_targets.to(kind)]
+                    )
+                )
+    loss, accuracy = (
+        float(torch.stack(values).sum() / len(examples.inputs))
+        for values in (losses, hits)
+    )
     by_kind = _by_kind(torch.cat(kinds, 1).cpu(), task) if kinds else {"val_loss": loss}
     return {**by_kind, **({"val_accuracy": accuracy} if task.classifies else {})}
 
@@ -108,9 +134,15 @@ def _by_kind(kinds_and_losses: Tensor, task: Task) -> dict[str, float]:
     val_loss is the mean over the kinds used in training.
     """
     kinds = kinds_and_losses[0].long()
-    sums, counts = torch.bincount(kinds, weights=kinds_and_losses[1]).tolist(), torch.bincount(kinds).tolist()
+    sums, counts = (
+        torch.bincount(kinds, weights=kinds_and_losses[1]).tolist(),
+        torch.bincount(kinds).tolist(),
+    )
     present = {name: (loss, n) for name, loss, n in zip(task.kinds, sums, counts) if n}
-    total, count = (sum(present[name][i] for name in task.trained if name in present) for i in (0, 1))
+    total, count = (
+        sum(present[name][i] for name in task.trained if name in present)
+        for i in (0, 1)
+    )
     means = {f"val_loss/{name}": loss / n for name, (loss, n) in present.items()}
     return {"val_loss": total / count if count else math.nan, **means}
 
@@ -137,11 +169,16 @@ def mean_change(by_layer: Sequence[Tensor]) -> dict[str, float]:
     if not by_layer:
         return {}
     changes = torch.cat(list(by_layer))
-    return {"logit_change": float(changes.to(widest(changes.device)).square().mean().sqrt())}
+    return {
+        "logit_change": float(changes.to(widest(changes.device)).square().mean().sqrt())
+    }
 
 
 def probe(
-    model: nn.Module, inputs: Tensor, classes: TokenClasses | None = None, before: Sequence[Seen] = ()
+    model: nn.Module,
+    inputs: Tensor,
+    classes: TokenClasses | None = None,
+    before: Sequence[Seen] = (),
 ) -> ProbeStatistics:
     """Returns the attention statistics of one forward pass over the probe.
 
@@ -156,10 +193,14 @@ def probe(
 
     def measure(call: Seen) -> LogitStats | None:
         calls.extend([call] if before else ())
-        return statistics(call if classes is None else dataclasses.replace(call, classes=classes))
+        return statistics(
+            call if classes is None else dataclasses.replace(call, classes=classes)
+        )
 
     last_block = model.get_submodule("blocks")[-1]  # type: ignore[index]
-    hook = last_block.register_forward_hook(lambda _, __, x: norms.append(x.float().norm(dim=-1)))
+    hook = last_block.register_forward_hook(
+        lambda _, __, x: norms.append(x.float().norm(dim=-1))
+    )
     try:
         with measuring(model), _tapped(model, measure) as tap:
             model(inputs)
@@ -167,8 +208,14 @@ def probe(
     finally:
         hook.remove()
     summary = summed_up(stats)
-    split = {} if classes is None else by_class([s.classes for s in stats if s.classes], classes, norms[-1])
-    return ProbeStatistics({**summary.record, **split, **logit_change(before, calls)}, summary.heads)
+    split = (
+        {}
+        if classes is None
+        else by_class([s.classes for s in stats if s.classes], classes, norms[-1])
+    )
+    return ProbeStatistics(
+        {**summary.record, **split, **logit_change(before, calls)}, summary.heads
+    )
 
 
 def summed_up(stats: Sequence[LogitStats]) -> ProbeStatistics:
@@ -178,13 +225,22 @@ def summed_up(stats: Sequence[LogitStats]) -> ProbeStatistics:
     for name in PROBE_FIELDS:
         values = [_named(s, name) for s in stats]
         # The value of a key head is repeated for each query head of its group.
-        fields.append(torch.stack([value.repeat_interleave(n_heads // len(value)) for value in values]))
+        fields.append(
+            torch.stack(
+                [value.repeat_interleave(n_heads // len(value)) for value in values]
+            )
+        )
     heads = torch.stack(fields).float().cpu().numpy()
-    top = {name: torch.stack([_named(s, name).amax() for s in stats]).amax() for name in _LARGEST}
+    top = {
+        name: torch.stack([_named(s, name).amax() for s in stats]).amax()
+        for name in _LARGEST
+    }
     low = torch.stack([s.min_logit.amin() for s in stats]).amin()
     entropy = torch.stack([s.entropy.mean() for s in stats]).mean()
     record = {name: float(value) for name, value in top.items()}
-    return ProbeStatistics({**record, "min_logit": float(low), "entropy": float(entropy)}, heads)
+    return ProbeStatistics(
+        {**record, "min_logit": float(low), "entropy": float(entropy)}, heads
+    )
 
 
 def _tapped(model: nn.Module, measure: MeasureCall) -> Tap:
@@ -194,7 +250,9 @@ def _tapped(model: nn.Module, measure: MeasureCall) -> Tap:
     return tap
 
 
-def by_class(stats: Sequence[ClassStats], classes: TokenClasses, norms: Tensor) -> dict[str, float]:
+def by_class(
+    stats: Sequence[ClassStats], classes: TokenClasses, norms: Tensor
+) -> dict[str, float]:
     """Returns values of records.TASK_FIELDS by class and by pair of classes: means or maxima over layers and heads.
 
     `norms` are the norms [b t] of the hidden states after the last block. Classes absent from the probe get no values.
@@ -204,14 +262,21 @@ def by_class(stats: Sequence[ClassStats], classes: TokenClasses, norms: Tensor) 
         mine = classes.query == i
         if bool(mine.any()):
             for field in ("query_norm", "key_norm"):
-                values[f"{field}/{name}"] = float(torch.stack([_named(s, field)[:, i].mean() for s in stats]).mean())
+                values[f"{field}/{name}"] = float(
+                    torch.stack([_named(s, field)[:, i].mean() for s in stats]).mean()
+                )
             values[f"last_block_norm/{name}"] = float(norms[mine].mean())
     pairs = itertools.product(enumerate(classes.names), repeat=2)
     for (i, query), (j, key) in pairs:
         if all(bool(s.n_pairs[:, i, j].any()) for s in stats):
             at = f"{query}>{key}"
-            values[f"max_logit/{at}"] = float(torch.stack([s.max_logit[:, i, j].amax() for s in stats]).amax())
-            for field, statistic in (("attention_mass", "mass"), ("uniform_mass", "uniform_mass")):
+            values[f"max_logit/{at}"] = float(
+                torch.stack([s.max_logit[:, i, j].amax() for s in stats]).amax()
+            )
+            for field, statistic in (
+                ("attention_mass", "mass"),
+                ("uniform_mass", "uniform_mass"),
+            ):
                 means = [_named(s, statistic)[:, i, j].mean() for s in stats]
                 values[f"{field}/{at}"] = float(torch.stack(means).mean())
     return values
@@ -236,7 +301,9 @@ def summarize(config: RunConfig, records: Sequence[Json], cpu_seconds: float) ->
     They are followed by the last values of additional task fields.
     """
     first, last = records[0], records[-1]
-    losses = [record["train_loss"] for record in records if record["train_loss"] is not None]
+    losses = [
+        record["train_loss"] for record in records if record["train_loss"] is not None
+    ]
     return {
         "remedy": config.remedy,
         "lr": config.optim.lr,
@@ -247,7 +314,9 @@ def summarize(config: RunConfig, records: Sequence[Json], cpu_seconds: float) ->
         "end_max_logit": last["max_logit"],
         "end_entropy": last["entropy"],
         "alarm_step": metrics.alarm_step(records),
-        "collapsed": metrics.collapsed(last["entropy"], last["val_loss"], first["val_loss"]),
+        "collapsed": metrics.collapsed(
+            last["entropy"], last["val_loss"], first["val_loss"]
+        ),
         "cpu_seconds": round(cpu_seconds, 3),
         "run_id": config.run_id,
         "capped_max_logit": largest(record["capped_max_logit"] for record in records),
@@ -282,7 +351,9 @@ class Watcher:
 
 def mark_failed(directory: RunDirectory) -> None:
     """Writes the traceback of the current error into the directory."""
-    with contextlib.suppress(RunDirectoryError):  # e.g. a full disk; the original error is reported anyway
+    with contextlib.suppress(
+        RunDirectoryError
+    ):  # e.g. a full disk; the original error is reported anyway
         write_text(directory.path / "FAILED", traceback.format_exc())
 
 
@@ -290,13 +361,23 @@ def mark_failed(directory: RunDirectory) -> None:
 class RunRecord:
     """A run in memory and the directory into which it is recorded; `step` is the number of completed steps."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, watcher: Watcher, claim: Claim) -> None:
-        self.config, self.directory, self.watcher, self._claim = config, directory, watcher, claim
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, watcher: Watcher, claim: Claim
+    ) -> None:
+        self.config, self.directory, self.watcher, self._claim = (
+            config,
+            directory,
+            watcher,
+            claim,
+        )
         self._clock = time.process_time()
         self.state = RunState(config)
         self.step = 0
         self.stopped = False  # True after a loss or gradient that is not finite
-        self._trained, self._seconds = 0, 0.0  # steps and wall time since the last record
+        self._trained, self._seconds = (
+            0,
+            0.0,
+        )  # steps and wall time since the last record
         self._noted = 0  # number of autopilot events already written
         self._skipped = 0  # number of skipped steps already reported
 
@@ -305,7 +386,9 @@ class RunRecord:
 
         If the checkpoint or a file on which it relies is damaged, the run starts again.
         """
-        about = environment(self.config, self.state.task.corpus, self.state.model, command)
+        about = environment(
+            self.config, self.state.task.corpus, self.state.model, command
+        )
         try:
             checkpoint = self._checkpoint(about)
         except DamagedFileError as damage:
@@ -317,12 +400,19 @@ class RunRecord:
         else:
             restore(self.directory, self.state, checkpoint)
         names, n_heads = self.state.attentions, self.config.model.n_heads
-        layers = names if len(names) != self.config.model.n_layers else ()  # named for an encoder with a decoder
-        self.heads = HeadRecorder(self.directory.path, PROBE_FIELDS, len(names), n_heads, layers=layers)
+        layers = (
+            names if len(names) != self.config.model.n_layers else ()
+        )  # named for an encoder with a decoder
+        self.heads = HeadRecorder(
+            self.directory.path, PROBE_FIELDS, len(names), n_heads, layers=layers
+        )
         if checkpoint is not None:
             self.step = checkpoint.progress.step
             self._clock -= checkpoint.progress.cpu_seconds
-            self._noted, self._skipped = len(self.state.events), self.state.skipped_steps
+            self._noted, self._skipped = (
+                len(self.state.events),
+                self.state.skipped_steps,
+            )
             self._event("resumed")
 
     @property
@@ -342,7 +432,9 @@ class RunRecord:
     def wants_held(self, *numbers: float) -> bool:
         """True if the record of this step includes held-out losses; `numbers` are its loss and gradient norm."""
         every = self.config.eval_every
-        due = self.step in (0, self.config.steps) or bool(every and self.step % every == 0)
+        due = self.step in (0, self.config.steps) or bool(
+            every and self.step % every == 0
+        )
         return due or self._ends(numbers)
 
     def count(self, seconds: float) -> None:
@@ -350,11 +442,20 @@ class RunRecord:
         self.step += 1
         if self.state.skipped_steps > self._skipped:
             self._skipped = self.state.skipped_steps
-            scale = self.state.scaler.get_scale() / self.state.scaler.get_backoff_factor()
-            self._event(f"skipped: the loss or a gradient overflowed fp16 at loss scale {scale:g}")
+            scale = (
+                self.state.scaler.get_scale() / self.state.scaler.get_backoff_factor()
+            )
+            self._event(
+                f"skipped: the loss or a gradient overflowed fp16 at loss scale {scale:g}"
+            )
         self._trained, self._seconds = self._trained + 1, self._seconds + seconds
 
-    def write(self, numbers: tuple[float, float] | None, probe: ProbeStatistics, held: Mapping[str, float]) -> None:
+    def write(
+        self,
+        numbers: tuple[float, float] | None,
+        probe: ProbeStatistics,
+        held: Mapping[str, float],
+    ) -> None:
         """Records the completed step; training stops if the loss or the gradient is not finite.
 
         Args:
@@ -425,14 +526,22 @@ class RunRecord:
             return self.state.overflows
         return not all(map(math.isfinite, numbers))
 
-    def _write(self, numbers: tuple[float, float] | None, probe: ProbeStatistics, held: Mapping[str, float]) -> None:
+    def _write(
+        self,
+        numbers: tuple[float, float] | None,
+        probe: ProbeStatistics,
+        held: Mapping[str, float],
+    ) -> None:
         self._claim.check()
         config, state, step, held = self.config, self.state, self.step, dict(held)
         loss, norm = numbers or (None, None)
         trained = self._trained * config.data.batch * config.data.context
         scaling = {}
         if state.scaler.is_enabled():
-            scaling = {"loss_scale": state.scaler.get_scale(), "skipped_steps": state.skipped_steps}
+            scaling = {
+                "loss_scale": state.scaler.get_scale(),
+                "skipped_steps": state.skipped_steps,
+            }
         record = {
             "step": step,
             "tokens": step * config.data.batch * config.data.context,
@@ -445,7 +554,9 @@ class RunRecord:
             **held,
             **scaling,
             "cpu_seconds": round(self._cpu_seconds(), 3),
-            "tokens_per_second": trained / self._seconds if trained and self._seconds > 0 else None,
+            "tokens_per_second": trained / self._seconds
+            if trained and self._seconds > 0
+            else None,
         }
         self._trained, self._seconds = 0, 0.0
         self.heads.append(step, probe.heads)
@@ -461,7 +572,9 @@ class RunRecord:
         self._noted = len(events)
 
     def _event(self, text: str) -> None:
-        append_line(self.directory.path / "events.jsonl", {"step": self.step, "event": text})
+        append_line(
+            self.directory.path / "events.jsonl", {"step": self.step, "event": text}
+        )
 
     def _cpu_seconds(self) -> float:
         return time.process_time() - self._clock

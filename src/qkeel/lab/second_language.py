@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 
-CLAUSE = re.compile(rb"[A-Za-z \t]+")  # ends at punctuation, a digit or the end of a line
+CLAUSE = re.compile(
+    rb"[A-Za-z \t]+"
+)  # ends at punctuation, a digit or the end of a line
 WORD = re.compile(rb"[A-Za-z]+")
 _SETS = (b"aeiou", b"bcdfghjklmnpqrstvwxyz")
 
@@ -16,12 +18,19 @@ _SETS = (b"aeiou", b"bcdfghjklmnpqrstvwxyz")
 def _table(steps: int) -> bytes:
     """Returns a byte table that shifts each vowel within the vowels, and each consonant within the consonants, by
     `steps`."""
-    lower = {a: letters[(i + steps) % len(letters)] for letters in _SETS for i, a in enumerate(letters)}
+    lower = {
+        a: letters[(i + steps) % len(letters)]
+        for letters in _SETS
+        for i, a in enumerate(letters)
+    }
     upper = {a - 32: b - 32 for a, b in lower.items()}
     return bytes({**lower, **upper}.get(byte, byte) for byte in range(256))
 
 
-_ODD, _EVEN = _table(1), _table(3)  # for words with an odd and an even number of letters
+_ODD, _EVEN = (
+    _table(1),
+    _table(3),
+)  # for words with an odd and an even number of letters
 
 
 def translated(text: bytes) -> bytes:
@@ -38,7 +47,10 @@ def translated(text: bytes) -> bytes:
 
 
 def _clause(clause: bytes) -> bytes:
-    words = [word.translate(_ODD if len(word) % 2 else _EVEN) for word in WORD.findall(clause)]
+    words = [
+        word.translate(_ODD if len(word) % 2 else _EVEN)
+        for word in WORD.findall(clause)
+    ]
     gaps = WORD.split(clause)
     pieces = [gaps[0]]
     for word, gap in zip(reversed(words), gaps[1:], strict=True):

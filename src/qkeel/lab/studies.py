@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 from qkeel.errors import check_known
-from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig, with_values
+from qkeel.lab.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    with_values,
+)
 from qkeel.lab.demo import DEMO
 from qkeel.lab.plan import (
     AXIS_OPTIONS,
@@ -52,7 +58,14 @@ LR = Study(
 # Latent-attention study: which remedies limit logits that are products of three matrices, and under which optimizer.
 
 MLA_GRID = Grid(
-    remedies=("none", "frozen_qk", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1", "qk_lr:factor=0.1"),
+    remedies=(
+        "none",
+        "frozen_qk",
+        "qk_norm",
+        "qk_clip:threshold=30",
+        "lalr:tau=0.1",
+        "qk_lr:factor=0.1",
+    ),
     lrs=(0.01, 0.1, 0.3),
     seeds=(0, 1, 2),
     blocks=("mla", "mha"),
@@ -85,7 +98,9 @@ MLA = Study(
 # Henry et al. 2020, arXiv 2010.04245: unit queries and keys, and one learned scale for all heads of a layer.
 ORIGIN = "qk_norm:kind=l2,gain=scalar"
 TRANSLATION_GRID = Grid(
-    remedies=("none", "frozen_qk", ORIGIN, "qk_norm", "lalr:tau=0.1"), lrs=(0.003, 0.01, 0.03, 0.1), seeds=(0, 1, 2)
+    remedies=("none", "frozen_qk", ORIGIN, "qk_norm", "lalr:tau=0.1"),
+    lrs=(0.003, 0.01, 0.03, 0.1),
+    seeds=(0, 1, 2),
 )
 TRANSLATION_BASE = RunConfig(
     model=ModelConfig(d_model=64, n_layers=2),
@@ -113,10 +128,21 @@ TRANSLATION = Study(
 
 # Length study: which forms of attention, trained on short texts, work on long texts, as trained or changed post hoc.
 
-FORMS = ("baseline", "baseline_logn", "qna", "qna_logn", "kna", "kna_logn", "cosa", "cosa_logn")
+FORMS = (
+    "baseline",
+    "baseline_logn",
+    "qna",
+    "qna_logn",
+    "kna",
+    "kna_logn",
+    "cosa",
+    "cosa_logn",
+)
 BLOCKS = ("gau", "mha1", "mha4")
 EXTRAPOLATION_GRID = Grid(remedies=FORMS, lrs=(0.01,), seeds=(0, 1), blocks=("gau",))
-CONTEXTS = LongContexts(posthoc=("none", "baseline/rerope", "baseline/ntk", "kna/rerope", "kna/ntk"))
+CONTEXTS = LongContexts(
+    posthoc=("none", "baseline/rerope", "baseline/ntk", "kna/rerope", "kna/ntk")
+)
 # Small enough for half a minute per run on one core, large enough to reproduce the published ordering.
 EXTRAPOLATION_BASE = RunConfig(
     model=ModelConfig(n_layers=3),
@@ -146,7 +172,13 @@ def _sizes(model: ModelConfig, block: str) -> dict[str, object]:
     check_known("block of the extrapolation study", block, BLOCKS)
     if block == "gau":
         layers = 2 * model.n_layers
-        return {"block": "gau", "n_heads": 1, "n_kv_heads": None, "head_dim": model.d_model, "n_layers": layers}
+        return {
+            "block": "gau",
+            "n_heads": 1,
+            "n_kv_heads": None,
+            "head_dim": model.d_model,
+            "n_layers": layers,
+        }
     return {
         "block": "mha",
         "n_heads": int(block[-1]),
@@ -162,7 +194,9 @@ def _trained(form: str, base: RunConfig) -> dict[str, str]:
     terms = parse(form)
     attention, _, position = form.partition("+") if len(terms) > 1 else (form, "", "")
     term = next(iter(terms))
-    takes = inspect.signature(lookup("attention form", PRESETS, term.name).build).parameters
+    takes = inspect.signature(
+        lookup("attention form", PRESETS, term.name).build
+    ).parameters
     if "train_length" in takes:
         options = {"train_length": base.data.context, **term.options}
         attention = str(dataclasses.replace(term, options=options))
@@ -175,7 +209,11 @@ def by_position(forms: Sequence[str], positions: Sequence[str]) -> list[str]:
     >>> by_position(["kna"], ["rope", "alibi"])
     ['kna', 'kna+alibi']
     """
-    return [form if position == "rope" else f"{form}+{position}" for form in forms for position in positions]
+    return [
+        form if position == "rope" else f"{form}+{position}"
+        for form in forms
+        for position in positions
+    ]
 
 
 def continued(length: int) -> list[str]:
@@ -221,15 +259,21 @@ OPTIONS = (
         int,
         "Continue training at this length in tokens: kna unchanged, and baseline unchanged, with pi and with abf.",
     ),
-    StudyOption("continue_steps", int, "Number of steps of continued training [default: 100]."),
+    StudyOption(
+        "continue_steps", int, "Number of steps of continued training [default: 100]."
+    ),
     StudyOption(
         "test_lengths",
         list[int],
         "Context lengths in tokens to test at, multiples of the training length [default: 8 times the training "
         "length].",
     ),
-    StudyOption("test_sequences", int, "Number of held-out texts per length [default: 64]."),
-    StudyOption("train_length", int, "Context length in training, in tokens [default: 64]."),
+    StudyOption(
+        "test_sequences", int, "Number of held-out texts per length [default: 64]."
+    ),
+    StudyOption(
+        "train_length", int, "Context length in training, in tokens [default: 64]."
+    ),
 )
 
 
@@ -238,13 +282,20 @@ def request(base: RunConfig, default: Grid, given: StudyOptions) -> Request:
     length = given.get("train_length", base.data.context)
     base = with_values(base, data={"context": length})
     grid = Grid(
-        remedies=by_position(given.get("forms") or default.remedies, given.get("positions") or ["rope"]),
+        remedies=by_position(
+            given.get("forms") or default.remedies, given.get("positions") or ["rope"]
+        ),
         lrs=(base.optim.lr,),
         seeds=given.get("seeds") or default.seeds,
         blocks=given.get("blocks") or default.blocks,
-        **{axis: given.get(axis) or values for axis, values in default.settings().items()},
+        **{
+            axis: given.get(axis) or values
+            for axis, values in default.settings().items()
+        },
     )
-    continued_methods = continued(given["continue_at"]) if "continue_at" in given else []
+    continued_methods = (
+        continued(given["continue_at"]) if "continue_at" in given else []
+    )
     contexts = LongContexts(
         posthoc=[*given.get("posthoc", CONTEXTS.posthoc), *continued_methods],
         continue_steps=given.get("continue_steps", CONTEXTS.continue_steps),
@@ -267,7 +318,10 @@ EXTRAPOLATION = Study(
     options=OPTIONS,
     request=request,
     decides=(
-        *(("model", name) for name in ("block", "attention", "n_heads", "n_kv_heads", "head_dim")),
+        *(
+            ("model", name)
+            for name in ("block", "attention", "n_heads", "n_kv_heads", "head_dim")
+        ),
         ("data", "context"),
     ),
 )
@@ -298,7 +352,12 @@ MIXES: dict[str, dict[str, object]] = {
     "images": {"image_share": 1.0},
     "patches": {"image_share": 0.5, "image_input": "patches"},
 }
-_OPTIONS = {"share": "image_share", "variance": "image_variance", "first": "image_first", "norm": "norm_order"}
+_OPTIONS = {
+    "share": "image_share",
+    "variance": "image_variance",
+    "first": "image_first",
+    "norm": "norm_order",
+}
 
 
 def multimodal_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
@@ -306,7 +365,11 @@ def multimodal_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 
     Source: the question is from Chameleon, arXiv 2405.09818, section 2.3; the mixes are our own.
     """
-    return [run for mix in grid.mixes or MULTIMODAL_GRID.mixes for run in product(mixed(base, mix), grid, mix)]
+    return [
+        run
+        for mix in grid.mixes or MULTIMODAL_GRID.mixes
+        for run in product(mixed(base, mix), grid, mix)
+    ]
 
 
 MULTIMODAL = Study(
@@ -344,10 +407,15 @@ def mixed(base: RunConfig, mix: str) -> RunConfig:
         check_known(f"option of mix {term.name}", option, _OPTIONS)
         fields[_OPTIONS[option]] = value
     order = fields.pop("norm_order", base.model.norm_order)
-    return with_values(base, model={"norm_order": order}, data={"task": "multimodal"}, images=fields)
+    return with_values(
+        base, model={"norm_order": order}, data={"task": "multimodal"}, images=fields
+    )
 
 
-STUDIES: dict[str, Study] = {study.name: study for study in (LR, MLA, DEMO, EXTRAPOLATION, TRANSLATION, MULTIMODAL)}
+STUDIES: dict[str, Study] = {
+    study.name: study
+    for study in (LR, MLA, DEMO, EXTRAPOLATION, TRANSLATION, MULTIMODAL)
+}
 
 
 def find_study(name: str) -> Study:

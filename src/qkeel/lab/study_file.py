@@ -28,7 +28,10 @@ def study_of(plan: Plan, command: str) -> Json:
         "contexts": plan.contexts and dataclasses.asdict(plan.contexts),
         "tuned": list(plan.tuned) or None,
         "primary": named and dataclasses.asdict(named),
-        "runs": [run.entry() | ({"primary": named.holds(run)} if named else {}) for run in plan.runs],
+        "runs": [
+            run.entry() | ({"primary": named.holds(run)} if named else {})
+            for run in plan.runs
+        ],
         "base": plan.bases(),
     }
     # A round trip through JSON turns tuples into lists, so that the result compares equal to a file's contents.
@@ -48,15 +51,26 @@ def joined_study(out: Path, old: Json, new: Json) -> Json:
     _check_same_study(out, old, new)
     recorded = {entry["run_id"] for entry in old["runs"]}
     added = [entry for entry in new["runs"] if entry["run_id"] not in recorded]
-    commands = [*old["command"].splitlines(), *(new["command"].splitlines() if added else [])]
-    axes = {name: list(dict.fromkeys([*(old.get(name) or ()), *(new.get(name) or ())])) for name in _AXES}
-    axes = {name: sorted(values) if name in ("lrs", "seeds") else values for name, values in axes.items()}
+    commands = [
+        *old["command"].splitlines(),
+        *(new["command"].splitlines() if added else []),
+    ]
+    axes = {
+        name: list(dict.fromkeys([*(old.get(name) or ()), *(new.get(name) or ())]))
+        for name in _AXES
+    }
+    axes = {
+        name: sorted(values) if name in ("lrs", "seeds") else values
+        for name, values in axes.items()
+    }
     bases = {**old["base"], **new["base"]}
     about = {
         "study": new["study"],
         "command": "\n".join(dict.fromkeys(filter(None, commands))),
         **axes,
-        "contexts": _joined_contexts(old.get("contexts"), new["contexts"]) if "contexts" in new else None,
+        "contexts": _joined_contexts(old.get("contexts"), new["contexts"])
+        if "contexts" in new
+        else None,
         "tuned": _joined_choices(old, new, out) if "tuned" in new else None,
         "primary": new.get("primary"),
         "runs": in_order(
@@ -73,7 +87,10 @@ def _joined_choices(old: Json, new: Json, out: Path) -> list[Json]:
     """Returns the chosen rates of both parts; the rates of `new` take precedence."""
     before = old.get("tuned", [])
     check_choices(before, new["tuned"], out)
-    choices = {(choice["role"], choice["remedy"]): choice for choice in [*before, *new["tuned"]]}
+    choices = {
+        (choice["role"], choice["remedy"]): choice
+        for choice in [*before, *new["tuned"]]
+    }
     return list(choices.values())
 
 
@@ -84,7 +101,9 @@ def read_study(out: Path) -> Json:
         RunDirectoryError: the file is damaged, or names directories outside the study.
     """
     file = out / "study.json"
-    about = read_object(file, "study", "base", "remedies", "lrs", "seeds", "command", "runs")
+    about = read_object(
+        file, "study", "base", "remedies", "lrs", "seeds", "command", "runs"
+    )
     for entry in about["runs"]:
         refuse_path(entry["run_id"], str(file))
         if entry.get("role") not in about["base"]:
@@ -116,7 +135,11 @@ def _joined_contexts(old: Json | None, new: Json) -> Json:
 
 
 def _check_same_study(out: Path, old: Json, new: Json) -> None:
-    changed = [] if old["study"] == new["study"] else [f"study: {old['study']}, not {new['study']}"]
+    changed = (
+        []
+        if old["study"] == new["study"]
+        else [f"study: {old['study']}, not {new['study']}"]
+    )
     if ("tuned" in old) != ("tuned" in new):
         changed.append("tune: whether each remedy is compared at its own rate")
     if old.get("primary") != new.get("primary"):
@@ -131,7 +154,9 @@ def _check_same_study(out: Path, old: Json, new: Json) -> None:
         )
 
 
-def in_order(entries: Sequence[Json], remedies: Sequence[str], roles: Sequence[str]) -> list[Json]:
+def in_order(
+    entries: Sequence[Json], remedies: Sequence[str], roles: Sequence[str]
+) -> list[Json]:
     """Sorts the runs of a study by role, remedy, rate and seed, the order of its table."""
     order = {remedy: i for i, remedy in enumerate(remedies)}
 

@@ -38,11 +38,19 @@ class Examples:
 
     def to(self, device: torch.device) -> Examples:
         """Returns the examples on a device."""
-        return Examples(*(None if x is None else x.to(device, non_blocking=True) for x in self._all()))  # type: ignore[arg-type]
+        return Examples(
+            *(
+                None if x is None else x.to(device, non_blocking=True)
+                for x in self._all()
+            )
+        )  # type: ignore[arg-type]
 
     def split(self, count: int) -> list[Examples]:
         """Returns pieces of `count` examples."""
-        parts = [[None] * len(self.inputs) if x is None else x.split(count) for x in self._all()]
+        parts = [
+            [None] * len(self.inputs) if x is None else x.split(count)
+            for x in self._all()
+        ]
         return [Examples(*piece) for piece in zip(*parts)]  # type: ignore[arg-type]
 
     def _all(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -107,8 +115,12 @@ class VisionTask(Task):
             )
         train = pictures.pixels[~pictures.held]
         deviation = float(train.std()) or 1.0
-        tokens = patches((pictures.pixels - train.mean()) / deviation, config.images.patch)
-        self._patches = torch.from_numpy(tokens.reshape(len(tokens), -1, tokens.shape[-1]).astype(np.float32))
+        tokens = patches(
+            (pictures.pixels - train.mean()) / deviation, config.images.patch
+        )
+        self._patches = torch.from_numpy(
+            tokens.reshape(len(tokens), -1, tokens.shape[-1]).astype(np.float32)
+        )
         self._labels = torch.from_numpy(pictures.labels)
         # Images are held out by content, so that copies of an image are on one side.
         self._sides = [np.flatnonzero(side) for side in (~pictures.held, pictures.held)]
@@ -124,12 +136,18 @@ class VisionTask(Task):
         )
 
     def batch(self, seed: int, step: int) -> Examples:
-        return self._examples(np.random.default_rng((seed, step)).choice(self._sides[0], self.config.data.batch))
+        return self._examples(
+            np.random.default_rng((seed, step)).choice(
+                self._sides[0], self.config.data.batch
+            )
+        )
 
     def heldout(self, count: int) -> Examples:
         """Returns evenly spaced held-out examples, so that every class occurs."""
         held = self._sides[1]
-        return self._examples(held[np.linspace(0, len(held) - 1, min(count, len(held))).astype(np.int64)])
+        return self._examples(
+            held[np.linspace(0, len(held) - 1, min(count, len(held))).astype(np.int64)]
+        )
 
     def build(self, generator: torch.Generator) -> nn.Module:
         count, width = self._patches.shape[1:]
@@ -145,7 +163,9 @@ class VisionTask(Task):
 # Images and text in one sequence.
 
 TEXT, NEAR_IMAGE, CAPTION, IMAGE = range(4)
-BEGIN = 256  # the token before an image; the codes of patches follow it in the vocabulary
+BEGIN = (
+    256  # the token before an image; the codes of patches follow it in the vocabulary
+)
 MAX_CODES = 65536
 
 
@@ -166,18 +186,34 @@ class FusedTask(Task):
         self.config, self.images = config, config.images
         self.text = load(config.data)
         if self.text.loss_unit != "byte":
-            raise DataError(f"captions are bytes, so the text must also be bytes; {config.data.source} contains tokens")
+            raise DataError(
+                f"captions are bytes, so the text must also be bytes; {config.data.source} contains tokens"
+            )
         self.pictures = load_pictures(self.images.images, self.images.image_size)
         self.codes = _codes(self.pictures, self.images)
-        self._captions = [(caption + "\n").encode() for caption in self.pictures.captions]
-        self.train, self.held = (np.flatnonzero(side) for side in (~self.pictures.held, self.pictures.held))
+        self._captions = [
+            (caption + "\n").encode() for caption in self.pictures.captions
+        ]
+        self.train, self.held = (
+            np.flatnonzero(side) for side in (~self.pictures.held, self.pictures.held)
+        )
         self._check_room()
         share = self.images.image_share
-        self.trained = self.kinds[:1] if share == 0 else self.kinds[1:] if share == 1 else self.kinds
-        digest = hashlib.sha256((self.text.sha256 + self.pictures.sha256).encode()).hexdigest()
+        self.trained = (
+            self.kinds[:1]
+            if share == 0
+            else self.kinds[1:]
+            if share == 1
+            else self.kinds
+        )
+        digest = hashlib.sha256(
+            (self.text.sha256 + self.pictures.sha256).encode()
+        ).hexdigest()
         name = f"{self.text.name} and {self.pictures.name}"
         size = BEGIN + 1 + self.images.levels**self.images.patch**2
-        self.corpus = dataclasses.replace(self.text, name=name, vocab_size=size, loss_unit="token", sha256=digest)
+        self.corpus = dataclasses.replace(
+            self.text, name=name, vocab_size=size, loss_unit="token", sha256=digest
+        )
 
     def _check_room(self) -> None:
         config, room = self.images, self.config.data.context
@@ -200,7 +236,10 @@ class FusedTask(Task):
         count = int(config.image_share * data.batch + rng.random())
         rows = []
         for i, window in enumerate(windows):
-            several, first = rng.integers(1, config.canvas + 1), rng.random() < config.image_first
+            several, first = (
+                rng.integers(1, config.canvas + 1),
+                rng.random() < config.image_first,
+            )
             which = rng.choice(self.train, several)
             rows.append(
                 self._row(
@@ -222,25 +261,37 @@ class FusedTask(Task):
             used += several
         return _examples(rows)
 
-    def _row(self, text: np.ndarray, which: Sequence[int] | np.ndarray, first: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _row(
+        self, text: np.ndarray, which: Sequence[int] | np.ndarray, first: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens and kinds of one sequence, which is as long as its text."""
         if not len(which):
             return text, np.full(len(text), TEXT)
         canvas = np.concatenate([self.codes[i] for i in which], axis=1).ravel()
         picture = np.concatenate([[BEGIN], BEGIN + 1 + canvas])
-        caption = np.frombuffer(b" ".join(self._captions[i].strip() for i in which) + b"\n", np.uint8)
-        pair = ((picture, IMAGE), (caption, CAPTION)) if first else ((caption, CAPTION), (picture, IMAGE))
+        caption = np.frombuffer(
+            b" ".join(self._captions[i].strip() for i in which) + b"\n", np.uint8
+        )
+        pair = (
+            ((picture, IMAGE), (caption, CAPTION))
+            if first
+            else ((caption, CAPTION), (picture, IMAGE))
+        )
         parts = (*pair, (text, NEAR_IMAGE))
-        tokens = np.concatenate([tokens_of_kind for tokens_of_kind, _ in parts])[: len(text)]
-        return tokens, np.concatenate([np.full(len(tokens_of_kind), kind) for tokens_of_kind, kind in parts])[
+        tokens = np.concatenate([tokens_of_kind for tokens_of_kind, _ in parts])[
             : len(text)
         ]
+        return tokens, np.concatenate(
+            [np.full(len(tokens_of_kind), kind) for tokens_of_kind, kind in parts]
+        )[: len(text)]
 
     def input_classes(self, inputs: Tensor) -> Tensor:
         return (inputs >= BEGIN).long()
 
     def build(self, generator: torch.Generator) -> nn.Module:
-        model = build_decoder(self.config.model, self.corpus.vocab_size, self.config.data.context)
+        model = build_decoder(
+            self.config.model, self.corpus.vocab_size, self.config.data.context
+        )
         deviation = math.sqrt(self.images.image_variance)
         if self.images.image_input == "patches":
             model.embedding = FusedEmbedding(model.embedding, self._pixels())
@@ -255,9 +306,15 @@ class FusedTask(Task):
         """Returns the pixels of each code [codes p], standardised over the patches of the training images."""
         levels, width = self.images.levels, self.images.patch**2
         codes = np.arange(levels**width)
-        pixels = ((codes[:, None] // levels ** np.arange(width)) % levels + 0.5) / levels
+        pixels = (
+            (codes[:, None] // levels ** np.arange(width)) % levels + 0.5
+        ) / levels
         trained_pixels = pixels[self.codes[self.train].ravel()]
-        return torch.from_numpy(((pixels - trained_pixels.mean()) / (trained_pixels.std() or 1.0)).astype(np.float32))
+        return torch.from_numpy(
+            ((pixels - trained_pixels.mean()) / (trained_pixels.std() or 1.0)).astype(
+                np.float32
+            )
+        )
 
 
 def _codes(pictures: Pictures, config: ImagesConfig) -> np.ndarray:
@@ -274,7 +331,9 @@ def _codes(pictures: Pictures, config: ImagesConfig) -> np.ndarray:
 
 
 def _examples(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Examples:
-    tokens, kinds = (torch.from_numpy(np.stack(column).astype(np.int64)) for column in zip(*rows))
+    tokens, kinds = (
+        torch.from_numpy(np.stack(column).astype(np.int64)) for column in zip(*rows)
+    )
     return Examples(
         tokens[:, :-1],
         tokens[:, 1:],
@@ -300,7 +359,9 @@ class TranslationTask(Task):
         self.config = config
         text = load(config.data)
         if text.loss_unit != "byte":
-            raise DataError(f"translation needs text as bytes; {config.data.source} contains tokens")
+            raise DataError(
+                f"translation needs text as bytes; {config.data.source} contains tokens"
+            )
         self._pairs = _translation_examples(
             spread(
                 text.train,
@@ -309,8 +370,13 @@ class TranslationTask(Task):
             )
         )
         self._heldout = heldout(text, config.data.context - 1, config.eval_sequences)
-        digest = hashlib.sha256(text.sha256.encode() + self._pairs.targets.numpy().astype(np.uint8).tobytes())
-        self.corpus = dataclasses.replace(text, vocab_size=BEGIN_TRANSLATION + 1, sha256=digest.hexdigest())
+        digest = hashlib.sha256(
+            text.sha256.encode()
+            + self._pairs.targets.numpy().astype(np.uint8).tobytes()
+        )
+        self.corpus = dataclasses.replace(
+            text, vocab_size=BEGIN_TRANSLATION + 1, sha256=digest.hexdigest()
+        )
 
     def batch(self, seed: int, step: int) -> Examples:
         count = len(self._pairs.inputs)
@@ -339,12 +405,18 @@ class TranslationTask(Task):
         translation = torch.zeros_like(examples.targets)
         for i in range(length):
             translation[:, i] = model(tokens)[:, i, :BEGIN_TRANSLATION].argmax(-1)
-            tokens[:, length + 1 :] = translation[:, :-1]  # what is still to come is 0, and not yet visible
+            tokens[:, length + 1 :] = translation[
+                :, :-1
+            ]  # what is still to come is 0, and not yet visible
         translations, references = _texts(translation), _texts(examples.targets)
-        return {"val_bleu": float(sacrebleu.corpus_bleu(translations, [references]).score)}
+        return {
+            "val_bleu": float(sacrebleu.corpus_bleu(translations, [references]).score)
+        }
 
     def build(self, generator: torch.Generator) -> nn.Module:
-        model = build_translator(self.config.model, self.corpus.vocab_size, self.config.data.context)
+        model = build_translator(
+            self.config.model, self.corpus.vocab_size, self.config.data.context
+        )
         model.init_weights(generator)
         return model
 
@@ -356,7 +428,10 @@ def _texts(tokens: Tensor) -> list[str]:
 
 def _translation_examples(sources: np.ndarray) -> Examples:
     """Pairs sources [n t] with their translations, as inputs [n 2t] and targets [n t]."""
-    second = [np.frombuffer(translated(row.astype(np.uint8).tobytes()), np.uint8) for row in sources]
+    second = [
+        np.frombuffer(translated(row.astype(np.uint8).tobytes()), np.uint8)
+        for row in sources
+    ]
     targets = np.stack(second).astype(np.int64)
     begin = np.full((len(sources), 1), BEGIN_TRANSLATION)
     return Examples(
@@ -389,7 +464,9 @@ class TextTask(Task):
         return _next_tokens(heldout(self.corpus, self.config.data.context, count))
 
     def build(self, generator: torch.Generator) -> nn.Module:
-        model = build_decoder(self.config.model, self.corpus.vocab_size, self.config.data.context)
+        model = build_decoder(
+            self.config.model, self.corpus.vocab_size, self.config.data.context
+        )
         model.init_weights(generator)
         return model
 
@@ -410,7 +487,12 @@ def counted_bigrams(config: RunConfig) -> float | None:
     size = config.steps * config.data.batch * config.data.context
     if config.data.task != "text" or size > _MOST_COUNTED:
         return None
-    text_only = RunConfig(data=config.data, seed=config.seed, steps=config.steps, eval_sequences=config.eval_sequences)
+    text_only = RunConfig(
+        data=config.data,
+        seed=config.seed,
+        steps=config.steps,
+        eval_sequences=config.eval_sequences,
+    )
     return _counted_bigrams(text_only)
 
 

@@ -25,8 +25,31 @@ from qkeel.records.disk import read_file
 
 # Sources of documents: CPython's standard library, files and folders.
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex", ".html", ".csv", ".json", ".c", ".h", ".cpp", ".js", ".ts")
-_NOT_STDLIB = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
+TEXT_SUFFIXES = (
+    ".txt",
+    ".md",
+    ".rst",
+    ".py",
+    ".tex",
+    ".html",
+    ".csv",
+    ".json",
+    ".c",
+    ".h",
+    ".cpp",
+    ".js",
+    ".ts",
+)
+_NOT_STDLIB = {
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,32 +78,49 @@ def _stdlib() -> TextSource:
     paths: list[str] = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in _NOT_STDLIB)
-        paths.extend(os.path.join(folder, name) for name in sorted(names) if name.endswith(".py"))
-    return TextSource("stdlib", (*(read_bytes(Path(path)) for path in paths), *_topics().texts))
+        paths.extend(
+            os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")
+        )
+    return TextSource(
+        "stdlib", (*(read_bytes(Path(path)) for path in paths), *_topics().texts)
+    )
 
 
 def _topics() -> TextSource:
     try:
         from pydoc_data import topics
     except ImportError as error:  # some distributions package Python without pydoc_data
-        raise DataError("this Python has no pydoc_data, so the corpus 'topics' is not available") from error
-    return TextSource("topics", tuple(topics.topics[name].encode() for name in sorted(topics.topics)))
+        raise DataError(
+            "this Python has no pydoc_data, so the corpus 'topics' is not available"
+        ) from error
+    return TextSource(
+        "topics", tuple(topics.topics[name].encode() for name in sorted(topics.topics))
+    )
 
 
-BUILT_IN: dict[str, Callable[[], TextSource]] = {"stdlib": functools.cache(_stdlib), "topics": functools.cache(_topics)}
+BUILT_IN: dict[str, Callable[[], TextSource]] = {
+    "stdlib": functools.cache(_stdlib),
+    "topics": functools.cache(_topics),
+}
 
 
 def _matches(pattern: Path) -> list[Path]:
     """Returns the files that match a glob pattern, sorted."""
-    return sorted(Path(p) for p in glob.glob(str(pattern), recursive=True) if Path(p).is_file())
+    return sorted(
+        Path(p) for p in glob.glob(str(pattern), recursive=True) if Path(p).is_file()
+    )
 
 
 def _files(source: str) -> Iterator[bytes]:
     path = Path(source).expanduser()
     if path.is_dir():
-        paths = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
+        paths = sorted(
+            p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file()
+        )
         if not paths:
-            raise DataError(f"{source} contains no text files; expected names that end in {', '.join(TEXT_SUFFIXES)}")
+            raise DataError(
+                f"{source} contains no text files; expected names that end in {', '.join(TEXT_SUFFIXES)}"
+            )
     elif path.exists():
         paths = [path]
     else:
@@ -177,7 +217,12 @@ def long_texts(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
         DataError: no held-out document is longer than the context.
     """
     begins = np.concatenate([[0], corpus.ends[:-1]])
-    starts = np.concatenate([np.arange(a, b - context, context) for a, b in zip(begins, corpus.ends, strict=True)])
+    starts = np.concatenate(
+        [
+            np.arange(a, b - context, context)
+            for a, b in zip(begins, corpus.ends, strict=True)
+        ]
+    )
     if not len(starts):
         raise DataError(
             f"no held-out document of {corpus.name} has more than {context} {corpus.loss_unit}s; the longest has "
@@ -207,14 +252,20 @@ def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     budget = HELD_OUT * sum(map(len, unique.values()))
     held: set[bytes] = set()
     size = 0
-    for digest in sorted(unique):  # by hash, so that the split does not depend on names or order
+    for digest in sorted(
+        unique
+    ):  # by hash, so that the split does not depend on names or order
         if size < 0.9 * budget and size + len(unique[digest]) <= budget:
             held.add(digest)
             size += len(unique[digest])
     if size < budget / 2:
-        cuts = [(text, len(text) - round(HELD_OUT * len(text))) for text in unique.values()]
+        cuts = [
+            (text, len(text) - round(HELD_OUT * len(text))) for text in unique.values()
+        ]
         return [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
-    return [t for d, t in unique.items() if d not in held], [t for d, t in unique.items() if d in held]
+    return [t for d, t in unique.items() if d not in held], [
+        t for d, t in unique.items() if d in held
+    ]
 
 
 def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
@@ -225,20 +276,30 @@ def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
             return ()
         exists = path.exists()
     except OSError as error:  # e.g. a name that is too long
-        raise DataError(f"cannot use {source!r}: {error.strerror}. Give an existing file or folder.") from error
+        raise DataError(
+            f"cannot use {source!r}: {error.strerror}. Give an existing file or folder."
+        ) from error
     if not exists:
         files = _matches(Path(source).expanduser())
     else:
-        files = sorted(path.rglob("*")) if path.is_dir() else [*path.parent.glob("*.bin"), path]
+        files = (
+            sorted(path.rglob("*"))
+            if path.is_dir()
+            else [*path.parent.glob("*.bin"), path]
+        )
     stats = ((str(file), file.stat()) for file in files)
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 @functools.lru_cache(maxsize=4)
-def _load(source: str, vocab_size: int | None, stamp: tuple[tuple[str, int, int], ...]) -> Corpus:
+def _load(
+    source: str, vocab_size: int | None, stamp: tuple[tuple[str, int, int], ...]
+) -> Corpus:
     location, _, kind = source.partition("#")
     path = Path(location).expanduser()
-    if source not in BUILT_IN and (path.suffix == ".bin" or (path / "train.bin").is_file()):
+    if source not in BUILT_IN and (
+        path.suffix == ".bin" or (path / "train.bin").is_file()
+    ):
         return _tokens(path, kind or "uint16", vocab_size)
     documents = read_documents(source)
     train, held = split(documents.texts)
@@ -274,7 +335,9 @@ def _tokens(path: Path, kind: str, vocab_size: int | None) -> Corpus:
 
 def _read_bin(path: Path, kind: str) -> np.ndarray:
     dtype = np.dtype(lookup("kind of tokens", _TOKEN_KINDS, kind))
-    with reported(f"cannot read {path}", f". Expected a file of {kind} tokens.", DataError):
+    with reported(
+        f"cannot read {path}", f". Expected a file of {kind} tokens.", DataError
+    ):
         size = path.stat().st_size
         if size == 0 or size % dtype.itemsize:
             raise DataError(
@@ -337,12 +400,20 @@ def bigram_loss(read: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float
     >>> round(bigram_loss(np.array([[0, 1, 0, 1, 0, 1]]), np.array([[0, 1, 0]]), 2), 3)
     0.162
     """
-    first, second = read[:, :-1].ravel().astype(np.int64), read[:, 1:].ravel().astype(np.int64)
+    first, second = (
+        read[:, :-1].ravel().astype(np.int64),
+        read[:, 1:].ravel().astype(np.int64),
+    )
     pairs, counts = np.unique(first * vocab_size + second, return_counts=True)
     of_first = np.bincount(first, minlength=vocab_size)
     kinds = np.bincount(pairs // vocab_size, minlength=vocab_size)
-    single = (np.bincount(second, minlength=vocab_size) + 1) / (len(second) + vocab_size)
-    a, b = heldout[:, :-1].ravel().astype(np.int64), heldout[:, 1:].ravel().astype(np.int64)
+    single = (np.bincount(second, minlength=vocab_size) + 1) / (
+        len(second) + vocab_size
+    )
+    a, b = (
+        heldout[:, :-1].ravel().astype(np.int64),
+        heldout[:, 1:].ravel().astype(np.int64),
+    )
     heldout_pairs = a * vocab_size + b
     index = np.minimum(np.searchsorted(pairs, heldout_pairs), len(pairs) - 1)
     together = np.where(pairs[index] == heldout_pairs, counts[index], 0)

@@ -33,11 +33,18 @@ from qkeel.lab.run_record import (
 from qkeel.lab.tasks import load_task
 from qkeel.records import RunDirectory, RunStatus
 
-_SEEDS = 1_000_003  # a prime, so that (seed, step) gives each step its own random numbers
+_SEEDS = (
+    1_000_003  # a prime, so that (seed, step) gives each step its own random numbers
+)
 
 
 def run(
-    config: RunConfig, directory: str | Path, *, command: str = "", watcher: Watcher | None = None, wait: float = 0.0
+    config: RunConfig,
+    directory: str | Path,
+    *,
+    command: str = "",
+    watcher: Watcher | None = None,
+    wait: float = 0.0,
 ) -> RunDirectory:
     """Trains, evaluates and records one configuration; a finished run is not repeated.
 
@@ -90,7 +97,10 @@ def train(record: RunRecord) -> None:
     if record.step == 0:
         record.write(None, measure_probe(state), evaluate(state))
     while not record.over:
-        is_logged, is_saved = record.is_logged(record.step + 1), record.is_saved(record.step + 1)
+        is_logged, is_saved = (
+            record.is_logged(record.step + 1),
+            record.is_saved(record.step + 1),
+        )
         # Calls before the step are kept only where its effect on the logits is recorded: they hold q and k.
         before = remember(state) if is_logged else ()
         start = time.perf_counter()
@@ -100,7 +110,11 @@ def train(record: RunRecord) -> None:
         record.count(time.perf_counter() - start)
         if is_logged and numbers is not None:
             statistics = measure_probe(state, before)
-            held = evaluate(state, decode=record.over) if record.wants_held(*numbers) else {}
+            held = (
+                evaluate(state, decode=record.over)
+                if record.wants_held(*numbers)
+                else {}
+            )
             record.write(numbers, statistics, held)
         must_stop = not record.over and record.watcher.should_stop()
         # A run that stopped at a loss that is not finite keeps its last sound checkpoint.
@@ -131,14 +145,18 @@ def train_step(state: RunState, step: int) -> tuple[Tensor, Tensor]:
         with autocast(config):
             logits = state.model(examples.inputs)
         loss = token_loss(logits, examples.targets)
-        total = loss + z_loss(logits, config.optim.z_loss) if config.optim.z_loss else loss
+        total = (
+            loss + z_loss(logits, config.optim.z_loss) if config.optim.z_loss else loss
+        )
         scaler.scale(total / config.accumulate).backward()
         losses.append(loss.detach() / config.accumulate)
     # Clipping and the recorded norm are those of the true gradient, not of the scaled one.
     scaler.unscale_(optimizer)
     parameters = [p for p in state.model.parameters() if p.grad is not None]
     # The norm is recorded even without clipping, so it is computed once, apart from clipping.
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
+    norm = get_total_norm(
+        [p.grad for p in parameters if p.grad is not None], foreach=True
+    )
     if config.optim.grad_clip:
         clip_grads_with_norm_(parameters, config.optim.grad_clip, norm, foreach=True)
     scaler.step(optimizer)
@@ -165,7 +183,9 @@ def measure_probe(state: RunState, before: Sequence[Seen] = ()) -> ProbeStatisti
     inputs, task, classes = state.probed.inputs, state.task, None
     if task.classes:
         class_of_token = task.input_classes(inputs)
-        classes = TokenClasses(names=tuple(task.classes), query=class_of_token, key=class_of_token)
+        classes = TokenClasses(
+            names=tuple(task.classes), query=class_of_token, key=class_of_token
+        )
     with autocast(state.config):
         return probe(state.model, inputs, classes, before)
 
@@ -187,4 +207,7 @@ def evaluate(state: RunState, *, decode: bool = False) -> dict[str, float]:
         if decode:
             with measuring(state.model):
                 numbers |= state.task.decoded(state.model, state.heldout)
-    return {name: value if math.isfinite(value) else math.nan for name, value in numbers.items()}
+    return {
+        name: value if math.isfinite(value) else math.nan
+        for name, value in numbers.items()
+    }

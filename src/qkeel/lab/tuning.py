@@ -17,7 +17,11 @@ def tuning_plan(plan: Plan) -> Plan:
     """Returns the plan of the tuning runs, which are the runs of a plan with the grid's tuning seeds."""
     grid = plan.grid
     first = [run for run in plan.runs if run.config.seed == grid.seeds[0]]
-    configs = [(run, dataclasses.replace(run.config, seed=seed)) for run in first for seed in grid.tuning_seeds]
+    configs = [
+        (run, dataclasses.replace(run.config, seed=seed))
+        for run in first
+        for seed in grid.tuning_seeds
+    ]
     runs = [dataclasses.replace(run, config=config) for run, config in configs]
     axes = dataclasses.replace(grid, seeds=grid.tuning_seeds, tuning_seeds=())
     return dataclasses.replace(plan, grid=axes, runs=runs, contexts=None)
@@ -41,7 +45,9 @@ def tuned_plan(plan: Plan, table: Sequence[Mapping[str, object]]) -> Plan:
     for row in table:
         if row["status"] == "done":
             loss = row["val_loss"]
-            losses[row["run_id"]] = loss if isinstance(loss, float) and math.isfinite(loss) else math.inf
+            losses[row["run_id"]] = (
+                loss if isinstance(loss, float) and math.isfinite(loss) else math.inf
+            )
     rates: dict[tuple[str, str], dict[float, list[float]]] = {}
     for run in tuning_plan(plan).runs:
         if run.config.run_id not in losses:
@@ -51,13 +57,18 @@ def tuned_plan(plan: Plan, table: Sequence[Mapping[str, object]]) -> Plan:
             )
         by_rate = rates.setdefault((run.role, run.name), {})
         by_rate.setdefault(run.config.optim.lr, []).append(losses[run.config.run_id])
-    tuned = [_chosen(role, name, by_rate, plan.grid.tuning_seeds) for (role, name), by_rate in rates.items()]
+    tuned = [
+        _chosen(role, name, by_rate, plan.grid.tuning_seeds)
+        for (role, name), by_rate in rates.items()
+    ]
     best = {(choice["role"], choice["remedy"]): choice["lr"] for choice in tuned}
     runs = [run for run in plan.runs if run.config.optim.lr == best[run.role, run.name]]
     return dataclasses.replace(plan, runs=runs, tuned=tuned)
 
 
-def _chosen(role: str, name: str, by_rate: Mapping[float, Sequence[float]], seeds: Sequence[int]) -> Json:
+def _chosen(
+    role: str, name: str, by_rate: Mapping[float, Sequence[float]], seeds: Sequence[int]
+) -> Json:
     means = {lr: sum(losses) / len(losses) for lr, losses in sorted(by_rate.items())}
     rates = list(means)
     # Rates are in rising order, so of two equally good ones the lower is chosen.
@@ -81,7 +92,11 @@ def in_words(choice: Json) -> str:
     'none: rate 0.1, chosen on seeds 7; the highest rate of the grid, so a better rate may lie outside'
     """
     role = "" if choice["role"] == "grid" else f"{choice['role']}, "
-    edge = f"; the {choice['border']} rate of the grid, so a better rate may lie outside" if choice["border"] else ""
+    edge = (
+        f"; the {choice['border']} rate of the grid, so a better rate may lie outside"
+        if choice["border"]
+        else ""
+    )
     seeds = " ".join(map(str, choice["seeds"]))
     return f"{role}{choice['remedy']}: rate {choice['lr']:g}, chosen on seeds {seeds}{edge}"
 

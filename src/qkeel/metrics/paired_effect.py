@@ -81,7 +81,9 @@ class PairedEffect:
 
 
 def paired_effect(
-    differences: Sequence[float] | np.ndarray, margin: float | None = None, level: float = 0.95
+    differences: Sequence[float] | np.ndarray,
+    margin: float | None = None,
+    level: float = 0.95,
 ) -> PairedEffect:
     """Judges paired differences, one per seed, by the interval mean ± t · s / √n of Student's t with n - 1 degrees of
     freedom.
@@ -110,20 +112,28 @@ def paired_effect(
         half = quantile(level, n - 1) * spread / math.sqrt(n)
     else:
         half = 0.0 if not mean or 2.0 ** (1 - n) <= 1 - level else math.inf
-    return PairedEffect(mean=mean, low=mean - half, high=mean + half, n=n, level=level, margin=margin)
+    return PairedEffect(
+        mean=mean, low=mean - half, high=mean + half, n=n, level=level, margin=margin
+    )
 
 
-def _checked(differences: Sequence[float] | np.ndarray, margin: float | None, level: float) -> np.ndarray:
+def _checked(
+    differences: Sequence[float] | np.ndarray, margin: float | None, level: float
+) -> np.ndarray:
     try:
         values = np.asarray(differences, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise InvalidTypeError(f"expected a list of differences, one number per seed, got {differences!r}") from error
+        raise InvalidTypeError(
+            f"expected a list of differences, one number per seed, got {differences!r}"
+        ) from error
     if values.ndim != 1 or len(values) < 2:
         raise InvalidValueError(
             f"expected 2 or more differences, one per seed (a single seed is not a sample), got shape {values.shape}"
         )
     if not np.isfinite(values).all():
-        raise InvalidValueError(f"expected finite differences, got {differences!r}; leave out runs without a loss")
+        raise InvalidValueError(
+            f"expected finite differences, got {differences!r}; leave out runs without a loss"
+        )
     if margin is not None and not 0 < margin < math.inf:
         raise InvalidValueError(f"expected a margin above 0 or None, got {margin}")
     check(0 < level < 1, "a level between 0 and 1", level)

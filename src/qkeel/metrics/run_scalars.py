@@ -23,7 +23,11 @@ _RELATIVE = math.sqrt(3 / (96 * math.log(2)))
 
 
 def fused_logit_error(
-    query_norm: float, key_norm: float, head_dim: int, dtype: str, scale: float | None = None
+    query_norm: float,
+    key_norm: float,
+    head_dim: int,
+    dtype: str,
+    scale: float | None = None,
 ) -> float:
     """Returns the standard deviation, in nats, of the error of a logit with rounded q and k: scale · √2 · r · ‖q‖ ‖k‖ /
     √d.
@@ -42,7 +46,14 @@ def fused_logit_error(
     0.1833
     """
     r = _RELATIVE * 2.0 ** -_fraction_bits(dtype)
-    return (head_dim**-0.5 if scale is None else scale) * math.sqrt(2) * r * query_norm * key_norm / math.sqrt(head_dim)
+    return (
+        (head_dim**-0.5 if scale is None else scale)
+        * math.sqrt(2)
+        * r
+        * query_norm
+        * key_norm
+        / math.sqrt(head_dim)
+    )
 
 
 def stored_logit_error(logit: float, dtype: str) -> float:
@@ -67,7 +78,9 @@ def _fraction_bits(dtype: str) -> int:
 
 # Scalars of recorded runs: LR sensitivity, collapse, spikes, alarms.
 
-Row = Mapping[str, Any]  # a record or a table row: numbers, text, booleans and null by name
+Row = Mapping[
+    str, Any
+]  # a record or a table row: numbers, text, booleans and null by name
 ALARM_THRESHOLD = 100.0  # nats; Kimi K2's clip threshold (arXiv 2507.20534), and a reliable early sign in tiny models
 # nats; with transplanted logits of 1e3 the loss degrades (Wortsman et al. 2023, arXiv 2309.14322)
 HARMFUL_LOGIT = 1000.0
@@ -90,7 +103,9 @@ def lr_sensitivity(losses: Sequence[float], init_loss: float = math.inf) -> floa
     """
     if not losses:
         raise InvalidValueError("LR sensitivity needs at least one loss, got none")
-    clipped = [init_loss if math.isnan(loss) else min(loss, init_loss) for loss in losses]
+    clipped = [
+        init_loss if math.isnan(loss) else min(loss, init_loss) for loss in losses
+    ]
     best = min(clipped)
     if not math.isfinite(best):
         return math.nan
@@ -108,7 +123,9 @@ def collapsed(entropy: float, val_loss: float, init_loss: float) -> bool:
     return not val_loss < init_loss or not entropy >= COLLAPSE_ENTROPY
 
 
-def alarm_step(records: Sequence[Row], threshold: float = ALARM_THRESHOLD) -> int | None:
+def alarm_step(
+    records: Sequence[Row], threshold: float = ALARM_THRESHOLD
+) -> int | None:
     """Returns the first logged step with max_logit above `threshold` (NaN counts as above), or None.
 
     >>> alarm_step([{"step": 0, "max_logit": 8.0}, {"step": 10, "max_logit": 180.0}])
@@ -132,7 +149,9 @@ def slope(x: np.ndarray, y: np.ndarray) -> float:
     return float(x @ y) / spread if spread > 0 else math.nan
 
 
-def spike_score(losses: Sequence[float], window: int = 16, deviations: float = 6.0) -> float:
+def spike_score(
+    losses: Sequence[float], window: int = 16, deviations: float = 6.0
+) -> float:
     """Returns the share of losses more than `deviations` standard deviations above the mean of the preceding window.
 
     Losses are those of consecutive logged steps; the first `window` losses are never spikes, except that NaN always is.
@@ -151,7 +170,9 @@ def spike_score(losses: Sequence[float], window: int = 16, deviations: float = 6
         if math.isnan(loss):
             spikes += 1
         elif i >= window and len(before) >= 2:
-            spikes += loss > statistics.fmean(before) + deviations * max(statistics.stdev(before), 1e-12)
+            spikes += loss > statistics.fmean(before) + deviations * max(
+                statistics.stdev(before), 1e-12
+            )
     return spikes / len(losses)
 
 
@@ -174,7 +195,9 @@ def without_constant(logits: np.ndarray, spreads: np.ndarray) -> np.ndarray:
 
 # Verdicts on the health of attention, each a sentence with its number and threshold.
 
-LAYER_ENTROPY = COLLAPSE_ENTROPY / 2  # nats, for one layer; half the threshold for a whole model
+LAYER_ENTROPY = (
+    COLLAPSE_ENTROPY / 2
+)  # nats, for one layer; half the threshold for a whole model
 
 
 class Status(StrEnum):
@@ -224,7 +247,10 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+        "  ".join(
+            [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
+        ).rstrip()
+        for row in rows
     )
 
 
@@ -258,31 +284,54 @@ def judged(
     """
     place = f" ({where})" if where else ""
     if broken:
-        return Status.NOT_HEALTHY, f"not healthy: attention logits are NaN or infinite in {_few(broken)}"
+        return (
+            Status.NOT_HEALTHY,
+            f"not healthy: attention logits are NaN or infinite in {_few(broken)}",
+        )
     if alarms and threshold == HARMFUL_LOGIT:
         first = alarms[0]
         head = "" if first.get("head") is None else f" head {first['head']}"
         at = f", {first['layer']}{head}" if first.get("layer") else ""
         cause = first.get("cause") or "attention logits have grown too large"
         text = f"{cause} since step {first['step']:,}: {first.get('meaning')}{at}"
-        return Status.NOT_HEALTHY, f"not healthy: {text}; the largest logit is {_number(largest)}{place}"
+        return (
+            Status.NOT_HEALTHY,
+            f"not healthy: {text}; the largest logit is {_number(largest)}{place}",
+        )
     if largest > threshold:
-        suffers = ", where training suffers" if threshold == HARMFUL_LOGIT else ", the threshold that was given"
+        suffers = (
+            ", where training suffers"
+            if threshold == HARMFUL_LOGIT
+            else ", the threshold that was given"
+        )
         return (
             Status.NOT_HEALTHY,
             f"not healthy: largest logit {_number(largest)}{place} is over {threshold:,g}{suffers}",
         )
     if entropy < LAYER_ENTROPY:
         text = f"attention has collapsed in {lowest or 'a layer'}: mean entropy {entropy:.3g} nats"
-        return Status.NOT_HEALTHY, f"not healthy: {text} is under {LAYER_ENTROPY:g}, so each query attends to one key"
+        return (
+            Status.NOT_HEALTHY,
+            f"not healthy: {text} is under {LAYER_ENTROPY:g}, so each query attends to one key",
+        )
     if math.isnan(largest):
         return Status.NOT_KNOWN, "not known: no attention logit was measured"
     if largest > ALARM_THRESHOLD:
         text = f"largest logit {_number(largest)}{place} is over {ALARM_THRESHOLD:,g}"
-        return Status.HEALTHY, f"healthy, but large: {text} and under {threshold:,g}, where training suffers"
+        return (
+            Status.HEALTHY,
+            f"healthy, but large: {text} and under {threshold:,g}, where training suffers",
+        )
     large = min(ALARM_THRESHOLD, threshold)
-    begins = ", where logits begin to count as large" if large == ALARM_THRESHOLD else ", the threshold that was given"
-    return Status.HEALTHY, f"healthy: largest logit {_number(largest)}{place}, under {large:,g}{begins}"
+    begins = (
+        ", where logits begin to count as large"
+        if large == ALARM_THRESHOLD
+        else ", the threshold that was given"
+    )
+    return (
+        Status.HEALTHY,
+        f"healthy: largest logit {_number(largest)}{place}, under {large:,g}{begins}",
+    )
 
 
 def _few(names: Sequence[str]) -> str:

@@ -13,7 +13,14 @@ from qkeel.monitor.alarms import (
 )
 from qkeel.monitor.cadence import Adaptive, Cadence, Every, LogSpaced
 from qkeel.monitor.history import Forecast, History, PlannedRates, forecast
-from qkeel.monitor.record import Sample, pad_layers, repeat_groups, sample_html, sample_line, sample_table
+from qkeel.monitor.record import (
+    Sample,
+    pad_layers,
+    repeat_groups,
+    sample_html,
+    sample_line,
+    sample_table,
+)
 from qkeel.monitor.recording import Recording
 from qkeel.monitor.rules import (
     DEFAULT,

@@ -16,7 +16,17 @@ from qkeel.heads.site import APPLIED, AttentionSite, Sites
 from qkeel.metrics import fused_logit_error, stored_logit_error
 from qkeel.monitor.history import History, RecordPlace
 from qkeel.monitor.recording import Recording
-from qkeel.monitor.rules import DEFAULT, HOLD, Alarm, Rule, Severity, first, largest, peak, trend
+from qkeel.monitor.rules import (
+    DEFAULT,
+    HOLD,
+    Alarm,
+    Rule,
+    Severity,
+    first,
+    largest,
+    peak,
+    trend,
+)
 from qkeel.monitor.thresholds import GAIN_FACTOR, IDLE_TOLERANCE, ROUNDING
 from qkeel.nn.attention import SpecModule
 from qkeel.sites.find import is_normed
@@ -71,15 +81,30 @@ class Resolution(Rule):
 
     def _eager(self, history: History) -> tuple[RecordPlace, float, np.ndarray] | None:
         top = largest(history, "max_abs_logit") or largest(history, "max_logit")
-        return None if top is None else (top.at, stored_logit_error(top.value, self.dtype), top.series)
+        return (
+            None
+            if top is None
+            else (top.at, stored_logit_error(top.value, self.dtype), top.series)
+        )
 
     def _fused(self, history: History) -> tuple[RecordPlace, float, np.ndarray] | None:
         query, key = history.series("query_norm"), history.series("key_norm")
-        if query is None or key is None or not len(query) or np.isnan(query[-1] * key[-1]).all():
+        if (
+            query is None
+            or key is None
+            or not len(query)
+            or np.isnan(query[-1] * key[-1]).all()
+        ):
             return None
         at = peak("query_norm", query[-1] * key[-1])
         product = query[:, at.layer, at.head] * key[:, at.layer, at.head]
-        return at, fused_logit_error(float(product[-1]), 1.0, self.head_dim, self.dtype, self.scale), product
+        return (
+            at,
+            fused_logit_error(
+                float(product[-1]), 1.0, self.head_dim, self.dtype, self.scale
+            ),
+            product,
+        )
 
 
 @final
@@ -105,7 +130,13 @@ class GainGrowth(Rule):
         at = peak("gain_bound", ratio)
         now, times = float(series[-1, at.layer, at.head]), float(np.nanmax(ratio))
         text = f"the gains of the q/k norm allow logits of {now:,.3g}, {times:.2g} times as high as at the start"
-        return self.alarm(history, text, now, at=at, trend=trend(history, series[:, at.layer, at.head]))
+        return self.alarm(
+            history,
+            text,
+            now,
+            at=at,
+            trend=trend(history, series[:, at.layer, at.head]),
+        )
 
 
 @final
@@ -122,7 +153,10 @@ class IdleNorm(Rule):
 
     kind: Literal["rms", "layer", "l2"]  #: the norm that is configured
     head_dim: int  #: d, the size of one head's query
-    sides: tuple[Literal["query", "key"], ...] = ("query", "key")  #: which of q and k it normalizes
+    sides: tuple[Literal["query", "key"], ...] = (
+        "query",
+        "key",
+    )  #: which of q and k it normalizes
     fresh: bool = True
     tolerance: float = IDLE_TOLERANCE  #: relative deviation that is tolerated
     severity: Severity = Severity.ALARM
@@ -131,22 +165,40 @@ class IdleNorm(Rule):
     cause: str = "the configured q/k norm has no effect"
 
     def check(self, history: History) -> Alarm | None:
-        found = (self._length(history, f"{side}_norm") for side in self.sides if self.fresh)
-        return next((alarm for alarm in found if alarm is not None), None) or self._bound(history)
+        found = (
+            self._length(history, f"{side}_norm") for side in self.sides if self.fresh
+        )
+        return next(
+            (alarm for alarm in found if alarm is not None), None
+        ) or self._bound(history)
 
     def _length(self, history: History, name: str) -> Alarm | None:
         series, top = history.series(name), history.top(name)
-        if series is None or top is None or np.isfinite(top).sum() != 1 or not np.isfinite(top[-1]):
+        if (
+            series is None
+            or top is None
+            or np.isfinite(top).sum() != 1
+            or not np.isfinite(top[-1])
+        ):
             return None
         expected = 1.0 if self.kind == "l2" else math.sqrt(self.head_dim)
         at = peak(name, np.abs(series[-1] / expected - 1))
         now = float(series[-1, at.layer, at.head])
         text = f"{self.kind} norm is configured, but {name[:-5]} norms are {now:.3g}, not {expected:.3g}"
-        return self.alarm(history, text, now, at=at) if abs(now / expected - 1) > self.tolerance else None
+        return (
+            self.alarm(history, text, now, at=at)
+            if abs(now / expected - 1) > self.tolerance
+            else None
+        )
 
     def _bound(self, history: History) -> Alarm | None:
         bound, logit = history.series("gain_bound"), history.series("max_logit")
-        if bound is None or logit is None or bound.shape != logit.shape or not len(bound):
+        if (
+            bound is None
+            or logit is None
+            or bound.shape != logit.shape
+            or not len(bound)
+        ):
             return None
         ratio = logit[-1] / np.where(bound[-1] > 0, bound[-1], np.nan)
         if np.isnan(ratio).all() or not np.nanmax(ratio) > 1 + self.tolerance:
@@ -179,13 +231,21 @@ class VanishingGradient(Rule):
         series = history.series("grad_over_eps")
         if series is None or len(series) < 2:
             return None
-        larger = series[-2:].max(0)  # of the two records; NaN where either was not measured
+        larger = series[-2:].max(
+            0
+        )  # of the two records; NaN where either was not measured
         if not np.fmin.reduce(larger, axis=None) < 1:  # NaN where no head was measured
             return None
         at = peak("grad_over_eps", -larger)
         now = float(series[-1, at.layer, at.head])
         text = f"the gradient RMS of the query or key weight is {now:.2g} times the optimizer's eps"
-        return self.alarm(history, text, now, at=at, trend=trend(history, series[:, at.layer, at.head]))
+        return self.alarm(
+            history,
+            text,
+            now,
+            at=at,
+            trend=trend(history, series[:, at.layer, at.head]),
+        )
 
 
 @final
@@ -213,14 +273,29 @@ def rules_for(setting: Setting) -> tuple[Rule, ...]:
     >>> [rule.name for rule in rules_for(Setting(dtype="bf16", kernel="eager", head_dim=64))][-3:]
     ['gain growth', 'vanishing gradient', 'resolution bf16 eager']
     """
-    rules: list[Rule] = [*DEFAULT, GainGrowth(), VanishingGradient()]  # they raise no alarm if nothing is recorded
+    rules: list[Rule] = [
+        *DEFAULT,
+        GainGrowth(),
+        VanishingGradient(),
+    ]  # they raise no alarm if nothing is recorded
     dtype, kernel, head_dim = setting.dtype, setting.kernel, setting.head_dim
     if head_dim is None:
         return tuple(rules)
     if kernel is not None and (dtype == "bf16" or dtype == "fp16"):
-        rules.append(Resolution(dtype=dtype, kernel=kernel, head_dim=head_dim, scale=setting.scale))
+        rules.append(
+            Resolution(
+                dtype=dtype, kernel=kernel, head_dim=head_dim, scale=setting.scale
+            )
+        )
     if setting.norm is not None:
-        rules.append(IdleNorm(kind=setting.norm, head_dim=head_dim, sides=setting.sides, fresh=setting.fresh))
+        rules.append(
+            IdleNorm(
+                kind=setting.norm,
+                head_dim=head_dim,
+                sides=setting.sides,
+                fresh=setting.fresh,
+            )
+        )
     return tuple(rules)
 
 
@@ -230,7 +305,9 @@ LOOK_AT_SPEC = "print(qkeel.find_sites(model)[0].spec.explain())  # qkeel's own 
 LOWER_RATE = 'for group in optimizer.param_groups: group["lr"] *= 0.1'
 
 
-def fitted(rules: Sequence[Rule], model: nn.Module, sites: Sequence[AttentionSite]) -> tuple[Rule, ...]:
+def fitted(
+    rules: Sequence[Rule], model: nn.Module, sites: Sequence[AttentionSite]
+) -> tuple[Rule, ...]:
     """Returns the rules with lines of code that can be pasted for this model, in place of the general lines.
 
     >>> from qkeel.monitor.rules import Growth
@@ -240,7 +317,10 @@ def fitted(rules: Sequence[Rule], model: nn.Module, sites: Sequence[AttentionSit
     lines = {HOLD: hold(model, sites), DECAY_GAINS: decay_gains(sites)}
     if sites and all(isinstance(site.module, SpecModule) for site in sites):
         lines[LOOK] = LOOK_AT_SPEC
-    return tuple(dataclasses.replace(rule, remedy=_replaced(rule.remedy, lines)) for rule in rules)
+    return tuple(
+        dataclasses.replace(rule, remedy=_replaced(rule.remedy, lines))
+        for rule in rules
+    )
 
 
 def _replaced(text: str, lines: dict[str, str]) -> str:
@@ -260,20 +340,34 @@ def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     per-head rates alone. Otherwise it caps the logits, if every site accepts a cap. If that is not possible either, or
     if remedies for the steps of these weights are already active, it lowers the learning rate.
     """
-    if any({"lalr", "qk_clip"} & set(vars(site.module).get(APPLIED, {})) for site in sites):
+    if any(
+        {"lalr", "qk_clip"} & set(vars(site.module).get(APPLIED, {})) for site in sites
+    ):
         return LOWER_RATE
     partial = ", partial=True" if isinstance(sites, Sites) and sites.missed else ""
-    spec = _steps(model, sites) or ("softcap:cap=50" if all(map(_takes_a_cap, sites)) else "")
+    spec = _steps(model, sites) or (
+        "softcap:cap=50" if all(map(_takes_a_cap, sites)) else ""
+    )
     return f'qkeel.apply(model, "{spec}", optimizer{partial})' if spec else LOWER_RATE
 
 
 def _steps(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
-    if not all(site.verified and not is_normed(site) and not site.reparametrised for site in sites):
+    if not all(
+        site.verified and not is_normed(site) and not site.reparametrised
+        for site in sites
+    ):
         return ""
     weights = dict(model.named_parameters(remove_duplicate=False))
-    if any("lora_magnitude_vector" in name for name in weights):  # DoRA computes its weights from others
+    if any(
+        "lora_magnitude_vector" in name for name in weights
+    ):  # DoRA computes its weights from others
         return ""
-    own = [weights[s.parameter] for site in sites for s in (*site.query, *site.key) if s.parameter in weights]
+    own = [
+        weights[s.parameter]
+        for site in sites
+        for s in (*site.query, *site.key)
+        if s.parameter in weights
+    ]
     half = any(weight.dtype in (torch.bfloat16, torch.float16) for weight in own)
     frozen = any(not weight.requires_grad for weight in own)
     if half or frozen or any(len(site.terms) > 1 for site in sites):
@@ -289,9 +383,19 @@ def _takes_a_cap(site: AttentionSite) -> bool:
 def decay_gains(sites: Sequence[AttentionSite]) -> str:
     """Returns the line that decays the gains of the norms on queries and keys, which are found by their names in this
     model."""
-    gains = (gain.parameter for site in sites for gain in (*site.query_gains, *site.key_gains))
-    ends = tuple(dict.fromkeys(".".join(name.split(".")[-2:]) for name in gains if name))
-    return DECAY_GAINS.replace('"q_norm" in n or "k_norm" in n', f"n.endswith({ends!r})") if ends else DECAY_GAINS
+    gains = (
+        gain.parameter
+        for site in sites
+        for gain in (*site.query_gains, *site.key_gains)
+    )
+    ends = tuple(
+        dict.fromkeys(".".join(name.split(".")[-2:]) for name in gains if name)
+    )
+    return (
+        DECAY_GAINS.replace('"q_norm" in n or "k_norm" in n', f"n.endswith({ends!r})")
+        if ends
+        else DECAY_GAINS
+    )
 
 
 # The alarms that the records of a run have raised.
@@ -309,7 +413,11 @@ class AlarmLog:
     def update(self, history: History) -> list[Alarm]:
         """Returns the alarms that the last record raises for the first time, the most severe first."""
         said = {alarm.rule for alarm in self.alarms}
-        fresh = [rule for rule, name in zip(self.rules, self._names) if name not in said] if len(history) else []
+        fresh = (
+            [rule for rule, name in zip(self.rules, self._names) if name not in said]
+            if len(history)
+            else []
+        )
         new = [alarm for rule in fresh if (alarm := rule.check(history)) is not None]
         new.sort(key=lambda alarm: -list(Severity).index(alarm.severity))
         self.alarms += new
@@ -325,7 +433,9 @@ def replay(history: History, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
     """
     log, recording = AlarmLog(rules), Recording(history.layers, planned=history.planned)
     for n in range(len(history)):
-        values = {name: v[n] for name, v in history.values.items()} | {"step": history.steps[n]}
+        values = {name: v[n] for name, v in history.values.items()} | {
+            "step": history.steps[n]
+        }
         if history.rates is not None:
             values["lr"] = history.rates[n]
         recording.append(values, {name: v[n] for name, v in history.heads.items()})

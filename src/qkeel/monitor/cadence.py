@@ -42,7 +42,9 @@ class Every(Cadence):
 
     def __post_init__(self) -> None:
         if isinstance(self.n, bool) or not isinstance(self.n, int):
-            raise InvalidTypeError(f"expected a whole number of steps between two measurements, got {self.n!r}")
+            raise InvalidTypeError(
+                f"expected a whole number of steps between two measurements, got {self.n!r}"
+            )
         check(self.n >= 1, "at least 1 step between two measurements", self.n)
 
     def due(self, step: int, last: int | None, tops: Sequence[float] = ()) -> bool:
@@ -63,13 +65,18 @@ class LogSpaced(Cadence):
 
     def __post_init__(self) -> None:
         if not isinstance(self.per_decade, int) or self.per_decade < 1:
-            raise InvalidValueError(f"expected at least 1 measurement per decade, got {self.per_decade!r}")
+            raise InvalidValueError(
+                f"expected at least 1 measurement per decade, got {self.per_decade!r}"
+            )
 
     def due(self, step: int, last: int | None, tops: Sequence[float] = ()) -> bool:
         if step < 2:
             return True
         place = round(math.log10(step) * self.per_decade)
-        return any(step == round(10 ** (p / self.per_decade)) for p in (place - 1, place, place + 1))
+        return any(
+            step == round(10 ** (p / self.per_decade))
+            for p in (place - 1, place, place + 1)
+        )
 
 
 @final
@@ -94,7 +101,11 @@ class Adaptive(Cadence):
     start: int = 0
 
     def __post_init__(self) -> None:
-        check(1 <= self.least <= self.most, "1 <= least <= most", f"least={self.least}, most={self.most}")
+        check(
+            1 <= self.least <= self.most,
+            "1 <= least <= most",
+            f"least={self.least}, most={self.most}",
+        )
         check(self.change > 0, "a change above 0 (0.1 is ten per cent)", self.change)
         check(self.start >= 0, "a start of at least 0 steps", self.start)
 
@@ -107,13 +118,17 @@ class Adaptive(Cadence):
             return False
         interval = self.least
         for later, earlier in zip(reversed(tops), reversed(tops[:-1])):
-            if not abs(math.log(max(later, LEAST) / max(earlier, LEAST))) <= math.log1p(self.change):
+            if not abs(math.log(max(later, LEAST) / max(earlier, LEAST))) <= math.log1p(
+                self.change
+            ):
                 break
             interval *= 2
         return step - last >= interval
 
 
-WHILE_LOGITS_MOVE = Adaptive(least=2, most=10, change=0.25, start=20)  # the default of the command line
+WHILE_LOGITS_MOVE = Adaptive(
+    least=2, most=10, change=0.25, start=20
+)  # the default of the command line
 
 
 def cadence(every: int | Cadence) -> Cadence:
@@ -129,17 +144,29 @@ class MeasuredSteps:
     mode, are counted individually, separately for each model. The role of a pass is known later; see `counted`.
     """
 
-    def __init__(self, cadence: Cadence, models: Iterable[str] = ("",), *, by_optimizer: bool) -> None:
+    def __init__(
+        self, cadence: Cadence, models: Iterable[str] = ("",), *, by_optimizer: bool
+    ) -> None:
         self.done = 0  # optimizer steps
-        self.closer: int | None = None  # every so many steps, in addition to the steps that the cadence selects
-        self.besides: set[int] = set()  # training steps that are measured regardless of the cadence
-        self._passes: dict[tuple[Phase, str], int] = {(p, name): 0 for p in get_args(Phase) for name in models}
+        self.closer: int | None = (
+            None  # every so many steps, in addition to the steps that the cadence selects
+        )
+        self.besides: set[int] = (
+            set()
+        )  # training steps that are measured regardless of the cadence
+        self._passes: dict[tuple[Phase, str], int] = {
+            (p, name): 0 for p in get_args(Phase) for name in models
+        }
         self._begun = dict(self._passes)  # by the role that their mode suggests
         self._cadence, self._by_optimizer = cadence, by_optimizer
         self._last: dict[tuple[Phase, str], int] = {}
-        self._tops: list[float] = []  # the largest logits at the latest measured training steps
+        self._tops: list[
+            float
+        ] = []  # the largest logits at the latest measured training steps
         self._recorded: int | None = None  # the latest of these steps
-        self.continued: Callable[[], int] | None = None  # returns the steps before this run
+        self.continued: Callable[[], int] | None = (
+            None  # returns the steps before this run
+        )
 
     def due(self, model: str, candidate: bool, training: bool) -> tuple[bool, bool]:
         """Returns whether the pass that is about to start is measured, and whether this counts if it turns out to be
@@ -150,7 +177,10 @@ class MeasuredSteps:
         if candidate and self.continued is not None:
             self.done, self.continued = max(self.done, self.continued()), None
         likely: Phase = "train" if candidate and training else "eval"
-        begun, self._begun[likely, model] = self._begun[likely, model], self._begun[likely, model] + 1
+        begun, self._begun[likely, model] = (
+            self._begun[likely, model],
+            self._begun[likely, model] + 1,
+        )
         counts = candidate and self._by_optimizer and self._measures(self.done, "train")
         if likely == "train" and self._by_optimizer:
             return counts, counts
@@ -184,9 +214,14 @@ class MeasuredSteps:
     def _measures(self, step: int, phase: Phase, model: str = "") -> bool:
         if phase == "train" and step == self.last and self._by_optimizer:
             return False  # it has been recorded already
-        if phase == "train" and (step in self.besides or (self.closer is not None and step % self.closer == 0)):
+        if phase == "train" and (
+            step in self.besides
+            or (self.closer is not None and step % self.closer == 0)
+        ):
             return True
-        return self._cadence.due(step, self._last.get((phase, model)), self._tops if phase == "train" else ())
+        return self._cadence.due(
+            step, self._last.get((phase, model)), self._tops if phase == "train" else ()
+        )
 
     @property
     def last(self) -> int | None:

@@ -13,7 +13,13 @@ from qkeel.errors import unknown
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import KernelRows, LogitStats, row_moments, sink_gate
 from qkeel.heads.site import AttentionSite, Kind, NormGain
-from qkeel.kernels.statistics import CallRows, call_rows, extreme_stats, plain_max_stats, plain_rows
+from qkeel.kernels.statistics import (
+    CallRows,
+    call_rows,
+    extreme_stats,
+    plain_max_stats,
+    plain_rows,
+)
 from qkeel.monitor.alarms import Setting
 from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
 from qkeel.monitor.pass_values import PassValues
@@ -51,7 +57,9 @@ def wanted(stats: bool | str) -> tuple[Wanted, frozenset[Extra]]:
 class CallStatistics:
     """Statistics of calls over the tokens that count; what the calls have in common is recorded in `setting`."""
 
-    def __init__(self, tokens: PassTokens, setting: SettingSeen, wanted: Wanted = True) -> None:
+    def __init__(
+        self, tokens: PassTokens, setting: SettingSeen, wanted: Wanted = True
+    ) -> None:
         self.tokens, self.setting, self._wanted = tokens, setting, wanted
 
     def call(self, call: Seen) -> LogitStats | CallRows:
@@ -66,19 +74,27 @@ class CallStatistics:
                 rows = call_rows(counted)
         return statistics(counted) if rows is None else rows
 
-    def plain(self, q: Tensor, k: Tensor, scale: float, causal: bool) -> LogitStats | CallRows | None:
+    def plain(
+        self, q: Tensor, k: Tensor, scale: float, causal: bool
+    ) -> LogitStats | CallRows | None:
         """Like `call`, but for a call of torch's own attention function without a mask; None if that is not
         supported."""
         if not self.tokens.all_count:
             return None
         self.setting.see_plain(q, scale)
-        return (plain_max_stats if self._wanted == "max" else plain_rows)(q, k, scale, causal)
+        return (plain_max_stats if self._wanted == "max" else plain_rows)(
+            q, k, scale, causal
+        )
 
     def of_rows(self, call: AttentionCall, rows: KernelRows) -> LogitStats:
         """The largest logits, from the attention pass itself, whose kernel returns them for each row."""
         self.setting.see(call)
         mask = self.tokens.on(call).query_mask
-        tops = rows.largest if mask is None else rows.largest.masked_fill(~mask[:, None], -torch.inf)
+        tops = (
+            rows.largest
+            if mask is None
+            else rows.largest.masked_fill(~mask[:, None], -torch.inf)
+        )
         return extreme_stats(tops)
 
 
@@ -101,7 +117,11 @@ class SettingSeen:
     def see(self, call: Seen) -> None:
         """Records the setting of one attention call."""
         written = isinstance(call, ScoresCall)  # its scores are in memory
-        dtype = call.logits.dtype if isinstance(call, ScoresCall) and call.q is None else None
+        dtype = (
+            call.logits.dtype
+            if isinstance(call, ScoresCall) and call.q is None
+            else None
+        )
         if call.q is not None:
             dtype = call.q.dtype
             self._dims.add(call.q.shape[-1])
@@ -119,7 +139,9 @@ class SettingSeen:
         """The facts that apply to all sites, and the q/k norm of the sites that have one, which is needed for the bound
         from its gains."""
         head_dim = next(iter(self._dims)) if len(self._dims) == 1 else None
-        dtype, kernel = next(iter(self._formats)) if len(self._formats) == 1 else (None, None)
+        dtype, kernel = (
+            next(iter(self._formats)) if len(self._formats) == 1 else (None, None)
+        )
         scale = next(iter(self._scales)) if len(self._scales) == 1 else None
         known = kernel == "eager" or scale is not None
         kinds: set[Kind] = {gain.kind for site in sites for gain in _both(site)}
@@ -134,7 +156,11 @@ class SettingSeen:
 
 def _both(site: AttentionSite) -> tuple[NormGain, ...]:
     """The norms of q and k, if both have one."""
-    return (*site.query_gains, *site.key_gains) if site.query_gains and site.key_gains else ()
+    return (
+        (*site.query_gains, *site.key_gains)
+        if site.query_gains and site.key_gains
+        else ()
+    )
 
 
 @final
@@ -167,7 +193,12 @@ class RowSums(PassValues[tuple[str, str], Tensor]):
         normalizer = call.spec.normalizer
         if not isinstance(normalizer, Sink) or not normalizer.learned:
             return None
-        return call.params["sink"].detach().flatten().to(widest(call.q.device))[None, :, None]
+        return (
+            call.params["sink"]
+            .detach()
+            .flatten()
+            .to(widest(call.q.device))[None, :, None]
+        )
 
     def _count(self, of: tuple[str, str], x: Tensor, over: Tensor) -> None:
         self.count(of, row_moments(x, over))
@@ -184,8 +215,12 @@ class RowSums(PassValues[tuple[str, str], Tensor]):
                 continue
             n, total, squares = value
             for name, x in (("mean", total), ("square", squares)):
-                found[site, f"{of}_{name}"] = PartialValue(value=x / n.clamp_min(1), weight=n, own=True)
+                found[site, f"{of}_{name}"] = PartialValue(
+                    value=x / n.clamp_min(1), weight=n, own=True
+                )
         for site, sink in self._sinks.items():
-            found[site, "sink_logit"] = PartialValue(value=sink, weight=torch.ones_like(sink), own=True)
+            found[site, "sink_logit"] = PartialValue(
+                value=sink, weight=torch.ones_like(sink), own=True
+            )
         self._sinks = {}
         return found

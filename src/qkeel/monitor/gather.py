@@ -12,7 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkeel.distributed.reduce import WHOLE_MODEL, Axis, Entry, Form, NumberKey, StepTable, step_table
+from qkeel.distributed.reduce import (
+    WHOLE_MODEL,
+    Axis,
+    Entry,
+    Form,
+    NumberKey,
+    StepTable,
+    step_table,
+)
 from qkeel.functional.class_statistics import MERGES as CLASS_MERGES
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.norms import widest
@@ -74,17 +82,26 @@ class Measurement:
 
 
 @functools.lru_cache(maxsize=1024)
-def _site_entries(site: str, n_heads: int, n_kv_heads: int, classes: tuple[str, ...] | None) -> tuple[Entry, ...]:
+def _site_entries(
+    site: str, n_heads: int, n_kv_heads: int, classes: tuple[str, ...] | None
+) -> tuple[Entry, ...]:
     """Returns the entries of a site's statistics, in the order of `_site_tensors`."""
 
-    def entry(name: str, rule: str, weight: str, blank: float, n_classes: Sequence[int] = ()) -> Entry:
+    def entry(
+        name: str, rule: str, weight: str, blank: float, n_classes: Sequence[int] = ()
+    ) -> Entry:
         axis: Axis = "key" if of_key_heads(name) else "query"
         heads = n_kv_heads if axis == "key" else n_heads
         suffix = "".join(f"\t{label}" for label in classes or ()) if n_classes else ""
         weight = weight + suffix if weight else ""
-        return Entry(site, name + suffix, (heads, *n_classes), rule, weight, axis, blank=blank)  # type: ignore[arg-type]
+        return Entry(
+            site, name + suffix, (heads, *n_classes), rule, weight, axis, blank=blank
+        )  # type: ignore[arg-type]
 
-    entries = [entry(name, merging.how, merging.count, merging.neutral) for name, merging in MERGES.items()]
+    entries = [
+        entry(name, merging.how, merging.count, merging.neutral)
+        for name, merging in MERGES.items()
+    ]
     if classes is not None:
         for name, merging in CLASS_MERGES.items():
             n_classes = [len(classes)] * CLASS_DIMENSIONS[name]
@@ -94,7 +111,10 @@ def _site_entries(site: str, n_heads: int, n_kv_heads: int, classes: tuple[str, 
 
 
 # The number of dimensions behind the heads: the class of the query, the class of the key, or both.
-CLASS_DIMENSIONS = {name: 2 if name in ("max_logit", "mass", "uniform_mass", "n_pairs") else 1 for name in CLASS_MERGES}
+CLASS_DIMENSIONS = {
+    name: 2 if name in ("max_logit", "mass", "uniform_mass", "n_pairs") else 1
+    for name in CLASS_MERGES
+}
 
 
 def flatten(measured: Measurement) -> tuple[Form, list[Tensor]]:
@@ -118,7 +138,11 @@ def flatten(measured: Measurement) -> tuple[Form, list[Tensor]]:
         if isinstance(number, PartialValue):
             shape = tuple(number.value.shape)
             stats = measured.stats.get(site)
-            by_head = number.own and stats is not None and shape[:1] == tuple(stats.max_logit.shape)
+            by_head = (
+                number.own
+                and stats is not None
+                and shape[:1] == tuple(stats.max_logit.shape)
+            )
             axis: Axis = "query" if by_head else ""
             weight, by_weights = f"{name}:weight", number.of == "weights"
             entry = Entry(site, name, shape, number.how, weight, axis, by_weights)
@@ -149,7 +173,11 @@ def vector_of(tensors: Sequence[Tensor]) -> Tensor:
             piece = piece.reshape(-1)
         if piece.device != device:
             fills = piece.device.type == "cpu" and piece.numel() == 1
-            piece = piece.new_full((1,), float(piece), device=device) if fills else piece.to(device)
+            piece = (
+                piece.new_full((1,), float(piece), device=device)
+                if fills
+                else piece.to(device)
+            )
         flat.setdefault(tensor.dtype, []).append(piece)
     return torch.cat([torch.cat(pieces).to(widest(device)) for pieces in flat.values()])
 
@@ -162,7 +190,12 @@ class StepRecord:
     MONITOR_EXTREMES.
     """
 
-    def __init__(self, table: StepTable, vector: np.ndarray, monitor: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        table: StepTable,
+        vector: np.ndarray,
+        monitor: Mapping[str, float] | None = None,
+    ) -> None:
         self.table, self.vector, self.monitor = table, vector, monitor or {}
 
     @property
@@ -180,12 +213,18 @@ class StepRecord:
             name, *classes = entry.name.split("\t")
             if classes:
                 names[entry.site] = tuple(classes)
-                by_class.setdefault(entry.site, {})[name] = self.table.read(self.vector, entry)
+                by_class.setdefault(entry.site, {})[name] = self.table.read(
+                    self.vector, entry
+                )
             elif entry.site in fields and name in MERGES:
                 fields[entry.site][name] = self.table.read(self.vector, entry)
         stats = {}
         for site, tensors in fields.items():
-            classes = ClassStats(names=names[site], **by_class[site]) if site in names else None
+            classes = (
+                ClassStats(names=names[site], **by_class[site])
+                if site in names
+                else None
+            )
             stats[site] = LogitStats(**tensors, classes=classes)  # type: ignore[arg-type]
         return stats
 
@@ -213,13 +252,17 @@ class Transfer:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         if vectors[0].device.type == "cuda":
-            self._host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in vectors]
+            self._host = [
+                torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in vectors
+            ]
             for target, x in zip(self._host, vectors):
                 target.copy_(x, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
             if exchange is not None:
-                self._thread = threading.Thread(target=self._run_exchange, name="qkeel exchange")
+                self._thread = threading.Thread(
+                    target=self._run_exchange, name="qkeel exchange"
+                )
                 self._thread.start()
         else:
             self._host = [x.cpu().double() for x in vectors]
@@ -230,7 +273,10 @@ class Transfer:
         """Starts the transfer of this process's measurement to its host."""
         form, tensors = flatten(measured)
         table = step_table(form)
-        return cls([vector_of(tensors)], lambda vectors: StepRecord(table, table.blank(vectors[0])))
+        return cls(
+            [vector_of(tensors)],
+            lambda vectors: StepRecord(table, table.blank(vectors[0])),
+        )
 
     def _run_exchange(self) -> None:
         try:
@@ -276,10 +322,17 @@ def merged_records(steps: Sequence[StepRecord]) -> dict[str, LogitStats]:
     by_table: dict[StepTable, list[np.ndarray]] = {}
     for step in steps:
         by_table.setdefault(step.table, []).append(step.vector)
-    return merged([StepRecord(table, table.merge(vectors)).stats for table, vectors in by_table.items()])
+    return merged(
+        [
+            StepRecord(table, table.merge(vectors)).stats
+            for table, vectors in by_table.items()
+        ]
+    )
 
 
 def on_host(stats: Stats) -> dict[str, LogitStats]:
     """Returns the statistics on the CPU, in float64."""
-    record = Transfer.alone(Measurement(stats=stats, numbers={})).result() if stats else None
+    record = (
+        Transfer.alone(Measurement(stats=stats, numbers={})).result() if stats else None
+    )
     return {} if record is None else record.stats

@@ -75,12 +75,18 @@ class Forecast:
     @property
     def vague(self) -> bool:
         """Returns whether the interval spans more than a factor of VAGUE."""
-        return min(self.high, math.inf if self.end is None else float(self.end)) > VAGUE * self.low
+        return (
+            min(self.high, math.inf if self.end is None else float(self.end))
+            > VAGUE * self.low
+        )
 
     @property
     def interval(self) -> str:
         """Returns text such as `90 % interval 1,950 to 2,340`, in which `never` means not within this run."""
-        low, high = (f"{_round(x):,}" if math.isfinite(x) else "never" for x in (self.low, self.high))
+        low, high = (
+            f"{_round(x):,}" if math.isfinite(x) else "never"
+            for x in (self.low, self.high)
+        )
         return f"90 % interval {low} to {high}"
 
 
@@ -102,7 +108,9 @@ def clock(steps: np.ndarray, rates: np.ndarray | None) -> np.ndarray:
         return steps
     rates = np.asarray(rates, dtype=np.float64)
     if rates.shape != steps.shape:
-        raise ShapeError(f"expected one learning rate per step, got {rates.shape} for {steps.shape}")
+        raise ShapeError(
+            f"expected one learning rate per step, got {rates.shape} for {steps.shape}"
+        )
     return np.cumsum(rates * np.diff(steps, prepend=0.0))
 
 
@@ -134,13 +142,22 @@ def forecast(
     Source: experiments of this project (logits of small runs drift as a power of steps); the clock and the interval
     were developed in this project and are evaluated in experiments/notes/alarms.md.
     """
-    followed = planned if planned is not None and planned.followed(steps, rates) else None
+    followed = (
+        planned if planned is not None and planned.followed(steps, rates) else None
+    )
     ticks = clock(steps, rates) if followed is None else followed.ticks(steps)
     values = np.asarray(values, dtype=np.float64)
     fine = np.flatnonzero((ticks > 0) & (values > 0) & np.isfinite(values))
-    if len(fine) < LEAST_POINTS or fine[-1] != len(steps) - 1 or values[-1] >= threshold:
+    if (
+        len(fine) < LEAST_POINTS
+        or fine[-1] != len(steps) - 1
+        or values[-1] >= threshold
+    ):
         return None
-    late = fine[(ticks[fine] >= ticks[-1] / WINDOW) | (np.arange(len(fine)) >= len(fine) - LEAST_POINTS)]
+    late = fine[
+        (ticks[fine] >= ticks[-1] / WINDOW)
+        | (np.arange(len(fine)) >= len(fine) - LEAST_POINTS)
+    ]
     if ticks[-1] < LEAST_SPAN * ticks[late[0]]:
         return None
     exponent = slope(np.log(ticks[late]), np.log(values[late]))
@@ -152,9 +169,12 @@ def forecast(
     when = _steady(steps, ticks, rates) if followed is None else followed.when
     if when is None:
         return None
-    below, above = (share * distance + least for share, least in zip(_SLACK_PER_DISTANCE, _SLACK))
+    below, above = (
+        share * distance + least for share, least in zip(_SLACK_PER_DISTANCE, _SLACK)
+    )
     step, low, high = (
-        when(float(ticks[-1]) * math.exp(max(0.0, far))) for far in (distance, distance - below, distance + above)
+        when(float(ticks[-1]) * math.exp(max(0.0, far)))
+        for far in (distance, distance - below, distance + above)
     )
     return Forecast(
         threshold=threshold,
@@ -167,7 +187,9 @@ def forecast(
     )
 
 
-def _steady(steps: np.ndarray, ticks: np.ndarray, rates: np.ndarray | None) -> Callable[[float], float] | None:
+def _steady(
+    steps: np.ndarray, ticks: np.ndarray, rates: np.ndarray | None
+) -> Callable[[float], float] | None:
     """A function from the clock to the step if the learning rate stays as it was last; None if that rate is zero."""
     now, tick = float(steps[-1]), float(ticks[-1])
     rate = tick / now if rates is None else float(rates[-1])
@@ -186,7 +208,11 @@ class PlannedRates:
     clock: np.ndarray
 
     @classmethod
-    def of(cls, rates: Sequence[float] | np.ndarray | Callable[[int], float], steps: int | None = None) -> Self:
+    def of(
+        cls,
+        rates: Sequence[float] | np.ndarray | Callable[[int], float],
+        steps: int | None = None,
+    ) -> Self:
         """Builds the plan from the learning rate at each step of the run, in the units of the recorded "lr".
 
         rates: the rates [steps], starting with that of step 1, or a function of the step, from 1 to `steps`.
@@ -203,10 +229,18 @@ class PlannedRates:
                 )
             rates = [rates(step) for step in range(1, steps + 1)]
         known = np.asarray(rates, dtype=np.float64)
-        if known.ndim != 1 or not len(known) or (steps is not None and len(known) != steps):
-            raise ShapeError(f"expected one learning rate for each of {steps or 'the'} steps, got shape {known.shape}")
+        if (
+            known.ndim != 1
+            or not len(known)
+            or (steps is not None and len(known) != steps)
+        ):
+            raise ShapeError(
+                f"expected one learning rate for each of {steps or 'the'} steps, got shape {known.shape}"
+            )
         if not (np.isfinite(known).all() and (known >= 0).all()):
-            raise InvalidValueError("expected planned learning rates to be finite and not negative")
+            raise InvalidValueError(
+                "expected planned learning rates to be finite and not negative"
+            )
         return cls(clock=np.concatenate([[0.0], np.cumsum(known)]))
 
     @property
@@ -245,7 +279,12 @@ class PlannedRates:
 
 # Name of a figure of `History.plot` -> the field that it shows by default.
 Rows = Literal["heads", "layers", "steps"]
-FIGURES = {"drift": "max_logit", "entropy": "entropy", "heads": "max_logit", "forecast": "max_logit"}
+FIGURES = {
+    "drift": "max_logit",
+    "entropy": "entropy",
+    "heads": "max_logit",
+    "forecast": "max_logit",
+}
 
 
 @final
@@ -301,14 +340,22 @@ class History:
             place = {int(step): i for i, step in enumerate(heads.steps)}
             metrics = [record for record in metrics if int(record["step"]) in place]
             rows = [place[int(record["step"])] for record in metrics]
-            per_head = {name: np.asarray(v, dtype=np.float64)[rows] for name, v in heads.values.items()}
+            per_head = {
+                name: np.asarray(v, dtype=np.float64)[rows]
+                for name, v in heads.values.items()
+            }
         else:
             per_head = {}
         names = dict.fromkeys(name for record in metrics for name in record)
-        values = {name: np.array([number(record.get(name)) for record in metrics]) for name in names}
+        values = {
+            name: np.array([number(record.get(name)) for record in metrics])
+            for name in names
+        }
         steps = values.get("step", np.zeros(0))
         if (np.diff(steps) <= 0).any():
-            raise ShapeError("expected records in increasing order of steps, each step once")
+            raise ShapeError(
+                "expected records in increasing order of steps, each step once"
+            )
         rates = values.get("lr")
         if rates is not None and not np.isfinite(rates).all():
             rates = None
@@ -328,7 +375,13 @@ class History:
         heads = run.heads() if (run.path / "heads.json").exists() else None
         described = (run.path / "config.json").exists()
         types = layer_types(run.config(), run.events()) if described else {}
-        return cls.of(run.metrics(), heads, () if heads is None else heads.layers, planned=planned, types=types)
+        return cls.of(
+            run.metrics(),
+            heads,
+            () if heads is None else heads.layers,
+            planned=planned,
+            types=types,
+        )
 
     def frame(self, rows: Rows = "heads") -> Frame:
         """The records as a table: one row per step, layer and head; one per step and layer, aggregated over heads; or
@@ -345,22 +398,40 @@ class History:
     def _layers(self) -> tuple[tuple[str, ...], dict[str, np.ndarray]]:
         """The names of the layers, including blocks without attention, and their numbers by name, [n layers] each."""
         own = [name.partition("/") for name in self.values]
-        fields = dict.fromkeys(field for field, _, layer in own if layer and of_layers(field))
-        more = tuple(dict.fromkeys(x for field, _, x in own if of_layers(field) and x and x not in self.layers))
+        fields = dict.fromkeys(
+            field for field, _, layer in own if layer and of_layers(field)
+        )
+        more = tuple(
+            dict.fromkeys(
+                x
+                for field, _, x in own
+                if of_layers(field) and x and x not in self.layers
+            )
+        )
         whole = dataclasses.replace(self, layers=(*self.layers, *more))
         heads = [name for name in HEAD_FIELDS if name in self.heads]
         found = {}
-        for name in (*heads, *(n for n, field in LAYER_FIELDS.items() if field.of in self.heads), *fields):
+        for name in (
+            *heads,
+            *(n for n, field in LAYER_FIELDS.items() if field.of in self.heads),
+            *fields,
+        ):
             values = whole.by_layer(name)
             assert values is not None
-            found[name] = np.pad(values, ((0, 0), (0, len(whole.layers) - values.shape[1])), constant_values=np.nan)
+            found[name] = np.pad(
+                values,
+                ((0, 0), (0, len(whole.layers) - values.shape[1])),
+                constant_values=np.nan,
+            )
         return whole.layers, found
 
     def to_pandas(self, rows: Rows = "heads") -> Foreign:
         """The same table as a pandas.DataFrame."""
         return self.frame(rows).to_pandas()
 
-    def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
+    def plot(
+        self, what: str = "drift", *, field: str | None = None, ax: Foreign = None
+    ) -> Foreign:
         """Draws the records with matplotlib and returns the Axes.
 
         what: "drift" shows the largest logit of each layer over the steps, "entropy" the mean entropy of each layer,
@@ -371,25 +442,41 @@ class History:
             matplotlib is not installed.
         """
         name = field or lookup("figure", FIGURES, what)
-        measured = {n: values for n, values in self.heads.items() if not np.isnan(values).all()}
+        measured = {
+            n: values for n, values in self.heads.items() if not np.isnan(values).all()
+        }
         lines = self.by_layer(name) if of_layers(name) else None
-        values = lookup("recorded field", measured, measured_field(name)) if lines is None else lines
+        values = (
+            lookup("recorded field", measured, measured_field(name))
+            if lines is None
+            else lines
+        )
         label = f"{name.replace('_', ' ')} [{field_unit(name)}]"
         layers = self.layers or tuple(f"layer {i}" for i in range(values.shape[1]))
         ax = tables.axes(ax)
         if what == "heads" and measured_field(name) == name and lines is None:
-            tables.draw_heads(ax, values[-1], layers, f"{label}, step {int(self.steps[-1]):,}")
+            tables.draw_heads(
+                ax, values[-1], layers, f"{label}, step {int(self.steps[-1]):,}"
+            )
         elif what == "forecast":
             self._plot_forecast(ax, name, label)
         else:
-            tables.draw_lines(ax, self.steps, fold_heads(name, values) if lines is None else lines, layers, label)
+            tables.draw_lines(
+                ax,
+                self.steps,
+                fold_heads(name, values) if lines is None else lines,
+                layers,
+                label,
+            )
         return ax
 
     def _plot_forecast(self, ax: Foreign, name: str, label: str) -> None:
         top = self.top(name)
         assert top is not None
         tables.draw_lines(ax, self.steps, top[:, None], ["largest of all heads"], label)
-        found = forecast(self.steps, top, DIVERGES, rates=self.rates, planned=self.planned)
+        found = forecast(
+            self.steps, top, DIVERGES, rates=self.rates, planned=self.planned
+        )
         now, value = float(self.steps[-1]), float(top[-1])
         farthest = WINDOW * now
         if value >= DIVERGES:
@@ -397,17 +484,27 @@ class History:
         elif len(self) < LEAST_POINTS:
             title = f"{len(self)} records are too few for a forecast, which needs {LEAST_POINTS}"
         elif found is None or farthest < found.step < np.inf:
-            title = f"will not pass 10,000 by step {farthest:,.0f} if the trend continues"
+            title = (
+                f"will not pass 10,000 by step {farthest:,.0f} if the trend continues"
+            )
         else:
             title = str(found)
-            tables.draw_forecast(ax, found.threshold, (now, value), (found.low, found.step, found.high), farthest)
+            tables.draw_forecast(
+                ax,
+                found.threshold,
+                (now, value),
+                (found.low, found.step, found.high),
+                farthest,
+            )
         ax.set_title(title, fontsize="medium")
 
     def __repr__(self) -> str:
-        span = f", steps {self.steps[0]:,.0f} to {self.steps[-1]:,.0f}" if len(self) else ""
-        return (
-            f"<History of {len(self):,} records{span}: {len(self.layers)} layers, {len(self.heads)} numbers per head>"
+        span = (
+            f", steps {self.steps[0]:,.0f} to {self.steps[-1]:,.0f}"
+            if len(self)
+            else ""
         )
+        return f"<History of {len(self):,} records{span}: {len(self.layers)} layers, {len(self.heads)} numbers per head>"
 
     def _repr_html_(self) -> str:
         return self.frame("steps")._repr_html_()
@@ -425,7 +522,11 @@ class History:
 
     def of_type(self, layer_type: str) -> History:
         """Returns a copy in which the numbers of layers of other types are NaN."""
-        others = [i for i, layer in enumerate(self.layers) if self.types.get(layer) != layer_type]
+        others = [
+            i
+            for i, layer in enumerate(self.layers)
+            if self.types.get(layer) != layer_type
+        ]
         heads = {name: np.array(values) for name, values in self.heads.items()}
         for values in heads.values():
             values[:, others] = np.nan
@@ -445,7 +546,11 @@ class History:
             known = [self.values.get(f"{name}/{layer}") for layer in self.layers]
             empty = np.full(len(self), np.nan)
             some = any(x is not None for x in known)
-            return np.stack([empty if x is None else x for x in known], axis=1) if some else None
+            return (
+                np.stack([empty if x is None else x for x in known], axis=1)
+                if some
+                else None
+            )
         heads = self.heads.get(measured_field(name))
         return None if heads is None else fold_heads(name, heads)
 
@@ -453,7 +558,11 @@ class History:
         """Returns [n], the largest value over all heads in each record; NaN if no head was measured."""
         if name in self.tops:
             return self.tops[name]
-        layers = self.by_layer(name) if name not in self.heads and name not in self.values else None
+        layers = (
+            self.by_layer(name)
+            if name not in self.heads and name not in self.values
+            else None
+        )
         series = self.series(name) if layers is None else layers[..., None]
         return None if series is None else envelope(series)
 
@@ -461,7 +570,9 @@ class History:
         """The layer's name and the head; None, None if the name was not recorded per head."""
         if place.name not in self.heads:
             return None, None
-        return (self.layers[place.layer] if self.layers else f"layer {place.layer}"), place.head
+        return (
+            self.layers[place.layer] if self.layers else f"layer {place.layer}"
+        ), place.head
 
 
 def envelope(series: np.ndarray) -> np.ndarray:

@@ -28,7 +28,13 @@ from qkeel.records import HEAD_FIELDS, LINEAR, TYPES_EVENT, fold_heads, layer_ty
 
 # How measurements are recorded: as samples, split by token class if there are classes, for the rules and the sinks.
 
-_WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entropy")  # names in STEP_FIELDS
+_WHOLE = (
+    "max_logit",
+    "min_logit",
+    "max_abs_logit",
+    "capped_max_logit",
+    "entropy",
+)  # names in STEP_FIELDS
 
 
 @final
@@ -58,15 +64,21 @@ class Recorder:
         self.sample: Sample | None = None
         self._trained: list[Sample] = []  # the last two training samples
         self.recording = Recording(planned=planned)
-        self._evaluated = Recording()  # used if the model is never seen in training mode
+        self._evaluated = (
+            Recording()
+        )  # used if the model is never seen in training mode
         self._last_evaluated = -1
         self._about: Callable[[], Mapping[str, object]] | None = about
         self.sites: tuple[str, ...] = ()
         self._types, self._local = types, dict[str, str]()
-        self._described: Mapping[str, str] = {}  # types of all layers according to the description of the run
+        self._described: Mapping[
+            str, str
+        ] = {}  # types of all layers according to the description of the run
         self._width = 0  # number of heads of the layer with the most heads, once the sites are known
         self._arrays: dict[StepTable, RecordArrays] = {}
-        self._late: set[str] = set()  # sites for which a warning that they came too late was raised
+        self._late: set[str] = (
+            set()
+        )  # sites for which a warning that they came too late was raised
         self.dropped = 0  # sinks that failed
         self.complete = False  # whether training ended as planned
         self._carried: State = {}  # loaded from a checkpoint, until the first numbers arrive
@@ -75,7 +87,9 @@ class Recorder:
         """Adds the numbers of one step."""
         if not self.sites:
             self.sites = tuple(record.sites)
-            self._width = max(record.table.entries[site, "max_logit"].shape[0] for site in self.sites)
+            self._width = max(
+                record.table.entries[site, "max_logit"].shape[0] for site in self.sites
+            )
             self.recording = Recording(self.sites, planned=self.recording.planned)
             self._evaluated = Recording(self.sites)
         self._tell_late(step, record)
@@ -83,23 +97,34 @@ class Recorder:
             about, self._about = dict(self._about()), None
             classes = self._arrays_of(record).classes
             if classes:
-                about |= {"classes": list(classes), "fields": [*HEAD_FIELDS, *class_fields(classes)]}
+                about |= {
+                    "classes": list(classes),
+                    "fields": [*HEAD_FIELDS, *class_fields(classes)],
+                }
             self.log = AlarmLog(self._rules())
             self._take_up()
             if self._not_written and self._leads():
-                caution("the records of this process's model are not written: only process 0 of a run writes files")
+                caution(
+                    "the records of this process's model are not written: only process 0 of a run writes files"
+                )
             self._each(lambda sink: sink.open(about))
             self._local, self._described = dict(self._types()), layer_types(about)
         self._tell_types(step)
         sample = self.sample = self._sample(step, phase, record)
         self._each(lambda sink: sink.write(sample))
-        if phase == "eval" and not len(self.recording) and sample.step > self._last_evaluated:
+        if (
+            phase == "eval"
+            and not len(self.recording)
+            and sample.step > self._last_evaluated
+        ):
             self._last_evaluated = sample.step
             self._evaluated.append(sample.numbers, sample.heads)
         if phase == "train":
             self._trained = [*self._trained[-1:], sample]
             self.recording.append(sample.numbers, sample.heads)
-            for alarm in self.log.update(dataclasses.replace(self.recording.history, types=sample.types)):
+            for alarm in self.log.update(
+                dataclasses.replace(self.recording.history, types=sample.types)
+            ):
                 self._tell_alarm(alarm)
 
     def add_alarm(self, alarm: Alarm) -> None:
@@ -109,18 +134,31 @@ class Recorder:
 
     def _tell_alarm(self, alarm: Alarm) -> None:
         if self._leads():
-            known = any(other.remedy == alarm.remedy for other in self.log.alarms if other.step < alarm.step)
+            known = any(
+                other.remedy == alarm.remedy
+                for other in self.log.alarms
+                if other.step < alarm.step
+            )
             caution(alarm.line if known else str(alarm), AlarmWarning)
         self._each(lambda sink: sink.alarm(alarm))
 
     def _tell_types(self, step: int) -> None:
         """Reports to the sinks which layers have a type that differs from their description."""
         types = self._types()
-        changed = {site: of for site, of in types.items() if self._local.get(site, of) != of}
+        changed = {
+            site: of for site, of in types.items() if self._local.get(site, of) != of
+        }
         self._local |= types
         if changed:
             words = ", ".join(f"{site} is {of}" for site, of in changed.items())
-            self.event({"step": step, "event": TYPES_EVENT, "types": changed, "text": f"a longer batch shows: {words}"})
+            self.event(
+                {
+                    "step": step,
+                    "event": TYPES_EVENT,
+                    "types": changed,
+                    "text": f"a longer batch shows: {words}",
+                }
+            )
 
     @property
     def types(self) -> dict[str, str]:
@@ -133,7 +171,11 @@ class Recorder:
         """Warns once for each site that is not recorded because it was missing in the first measured step."""
         if record.table in self._arrays:
             return
-        late = [site for site in record.sites if site not in self.sites and site not in self._late]
+        late = [
+            site
+            for site in record.sites
+            if site not in self.sites and site not in self._late
+        ]
         self._late.update(late)
         if late and self._leads():
             caution(
@@ -146,17 +188,33 @@ class Recorder:
     def history(self) -> History:
         """The history of training or, if the model was only seen in evaluation mode, the history of its evaluation
         passes."""
-        one = self.recording if len(self.recording) or not len(self._evaluated) else self._evaluated
+        one = (
+            self.recording
+            if len(self.recording) or not len(self._evaluated)
+            else self._evaluated
+        )
         history = dataclasses.replace(one.history, types=self.types)
-        return history if one is self.recording else dataclasses.replace(history, phase="eval")
+        return (
+            history
+            if one is self.recording
+            else dataclasses.replace(history, phase="eval")
+        )
 
     def state(self) -> State:
         """The records and the alarms so far, as tensors by name."""
         if self._carried:
             return self._carried
-        alarms = json.dumps([dataclasses.asdict(alarm) for alarm in self.log.alarms]).encode()
-        records = {f"records/{name}": torch.from_numpy(x.copy()) for name, x in self.recording.state().items()}
-        return {**records, "alarms": torch.frombuffer(bytearray(alarms), dtype=torch.uint8)}
+        alarms = json.dumps(
+            [dataclasses.asdict(alarm) for alarm in self.log.alarms]
+        ).encode()
+        records = {
+            f"records/{name}": torch.from_numpy(x.copy())
+            for name, x in self.recording.state().items()
+        }
+        return {
+            **records,
+            "alarms": torch.frombuffer(bytearray(alarms), dtype=torch.uint8),
+        }
 
     def load(self, state: State) -> None:
         """Continues from these records and alarms; call it before the first numbers are added."""
@@ -165,14 +223,22 @@ class Recorder:
     def _take_up(self) -> None:
         state, self._carried = self._carried, {}
         if state:
-            records = {name.removeprefix("records/"): np.asarray(x) for name, x in state.items() if name != "alarms"}
+            records = {
+                name.removeprefix("records/"): np.asarray(x)
+                for name, x in state.items()
+                if name != "alarms"
+            }
             self.recording.load(records)
             rows = json.loads(bytes(state["alarms"].cpu().numpy()))
-            self.log.alarms = [Alarm(**row | {"severity": Severity(row["severity"])}) for row in rows]
+            self.log.alarms = [
+                Alarm(**row | {"severity": Severity(row["severity"])}) for row in rows
+            ]
 
     def before(self, step: int) -> Sample | None:
         """The most recent training sample before this step; only the last two samples are kept."""
-        return next((sample for sample in reversed(self._trained) if sample.step < step), None)
+        return next(
+            (sample for sample in reversed(self._trained) if sample.step < step), None
+        )
 
     def event(self, event: Mapping[str, object]) -> None:
         """Passes another event to the sinks, after the first sample."""
@@ -215,7 +281,9 @@ class Recorder:
     def _arrays_of(self, record: StepRecord) -> RecordArrays:
         arrays = self._arrays.get(record.table)
         if arrays is None:
-            arrays = self._arrays[record.table] = RecordArrays(record.table, self.sites, self._width)
+            arrays = self._arrays[record.table] = RecordArrays(
+                record.table, self.sites, self._width
+            )
         return arrays
 
 
@@ -237,18 +305,34 @@ class PendingResults:
         self._warned = False
 
     def add(
-        self, step: int, phase: Phase, transfer: Transfer, *, unread: Stats | None, monitor: Mapping[str, float]
+        self,
+        step: int,
+        phase: Phase,
+        transfer: Transfer,
+        *,
+        unread: Stats | None,
+        monitor: Mapping[str, float],
     ) -> None:
         """Adds a step. unread: the part of its statistics that has not been read yet, or None for everything that
         arrives; monitor: the statistics on this process's monitor."""
-        self._coming.append(_Coming(step=step, phase=phase, transfer=transfer, unread=unread, monitor=monitor))
+        self._coming.append(
+            _Coming(
+                step=step,
+                phase=phase,
+                transfer=transfer,
+                unread=unread,
+                monitor=monitor,
+            )
+        )
 
     def settle(self, *, wait: bool, before: int = 0) -> None:
         """Records what has arrived; waits for the steps before `before` or, with `wait`, for everything.
 
         Raises: InvalidValueError if another process has stopped measuring.
         """
-        while self._coming and (wait or self._coming[0].step < before or self._coming[0].transfer.arrived):
+        while self._coming and (
+            wait or self._coming[0].step < before or self._coming[0].transfer.arrived
+        ):
             coming = self._coming.pop(0)
             record = coming.transfer.result()
             if record is None:
@@ -264,7 +348,9 @@ class PendingResults:
             self._journal.add(coming.step, coming.phase, record)
 
     def _merge_unread(self, phase: Phase) -> None:
-        self._unread_stats[phase] = [merged([*self._unread_stats[phase], merged_records(self._unread[phase])])]
+        self._unread_stats[phase] = [
+            merged([*self._unread_stats[phase], merged_records(self._unread[phase])])
+        ]
         self._unread[phase] = []
 
     def _warn_of_split_heads(self, record: StepRecord) -> None:
@@ -277,7 +363,12 @@ class PendingResults:
             largest = record.table.entries.get((site, "qk_spectral_norm"))
             if norm is not None and largest is not None:
                 norms = record.table.read(record.vector, norm)
-                if bool((record.table.read(record.vector, largest).isnan() & norms.isfinite()).any()):
+                if bool(
+                    (
+                        record.table.read(record.vector, largest).isnan()
+                        & norms.isfinite()
+                    ).any()
+                ):
                     split.append(site)
         if split:
             self._warned = True

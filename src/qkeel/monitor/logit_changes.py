@@ -35,17 +35,28 @@ class LogitChanges:
     def before(self) -> None:
         """Called before the step."""
         if self._of != self._versions():
-            self._calls = {name: frozen(call) for name, call in self._tap.calls(*self._probe).items()}
+            self._calls = {
+                name: frozen(call)
+                for name, call in self._tap.calls(*self._probe).items()
+            }
 
     def after(self) -> dict[tuple[str, str], Tensor]:
         """Called after the step; returns how much the logits have changed, per site and head."""
         old, new = self._calls, self._tap.calls(*self._probe)
-        self._calls, self._of = {name: frozen(call) for name, call in new.items()}, self._versions()
+        self._calls, self._of = (
+            {name: frozen(call) for name, call in new.items()},
+            self._versions(),
+        )
         found = {}
-        for site in (name for name in old if name in new):  # in the same order in every process
+        for site in (
+            name for name in old if name in new
+        ):  # in the same order in every process
             change = change_between(old[site], new[site])
             if change is not None:
-                found[site, "logit_change_rms"], found[site, "logit_change_mean_abs"] = change.rms, change.mean_abs
+                (
+                    found[site, "logit_change_rms"],
+                    found[site, "logit_change_mean_abs"],
+                ) = change.rms, change.mean_abs
         return found
 
     def _versions(self) -> tuple[int, ...]:
@@ -57,7 +68,9 @@ def frozen(call: Seen) -> Seen:
     """The call with copies of its parameters, because a step changes gains and learned scales in place."""
     if not isinstance(call, AttentionCall):
         return call
-    return dataclasses.replace(call, params={name: p.detach().clone() for name, p in call.params.items()})
+    return dataclasses.replace(
+        call, params={name: p.detach().clone() for name, p in call.params.items()}
+    )
 
 
 def change_between(before: Seen, after: Seen) -> LogitChange | None:
@@ -65,6 +78,8 @@ def change_between(before: Seen, after: Seen) -> LogitChange | None:
     if isinstance(before, ScoresCall) and isinstance(after, ScoresCall):
         return scores_change(before, after)
     if isinstance(before, AttentionCall) and isinstance(after, AttentionCall):
-        with torch.autocast(after.q.device.type, enabled=False):  # products of differences need full precision
+        with torch.autocast(
+            after.q.device.type, enabled=False
+        ):  # products of differences need full precision
             return logit_change(before, after)
     return None

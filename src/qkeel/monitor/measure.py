@@ -20,7 +20,14 @@ from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Sites
 from qkeel.monitor.call_statistics import Extra, RowSums
-from qkeel.monitor.gather import WHOLE_MODEL, NumberKey, PartialValue, SiteNumbers, Stats, merged
+from qkeel.monitor.gather import (
+    WHOLE_MODEL,
+    NumberKey,
+    PartialValue,
+    SiteNumbers,
+    Stats,
+    merged,
+)
 from qkeel.monitor.logit_changes import LogitChanges
 from qkeel.monitor.pass_values import Means, PassValues
 from qkeel.monitor.residual_stream import ResidualStream
@@ -64,20 +71,35 @@ class StepNumbers(Visitor):
         self._updates, self._residual = "updates" in extras, "residual" in extras
         self._stream: ResidualStream | None = None  # created when the sites are known
         self._optimizer, self._guard = optimizer, guard
-        self.pass_over: Callable[[Phase], None] | None = None  # called when the role of a measured pass is known
-        self.counted: Callable[[Phase], None] = lambda phase: None  # called when the role of any pass is known
+        self.pass_over: Callable[[Phase], None] | None = (
+            None  # called when the role of a measured pass is known
+        )
+        self.counted: Callable[[Phase], None] = lambda phase: (
+            None
+        )  # called when the role of any pass is known
         self._means, self._tree = Means(), tree
-        several: list[PassValues[Any, Any] | None] = [self._means, self._indexes, self._rows, self._chosen]
+        several: list[PassValues[Any, Any] | None] = [
+            self._means,
+            self._indexes,
+            self._rows,
+            self._chosen,
+        ]
         self._collected = [values for values in several if values is not None]
         self._hidden: HiddenNorms | None = None  # from the first measured pass on
-        self._readers: tuple[WeightNorms, GainBounds] | None = None  # created when the sites are known
+        self._readers: tuple[WeightNorms, GainBounds] | None = (
+            None  # created when the sites are known
+        )
         self._read: SiteNumbers = {}
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         for values in self._collected:
             values.begin()
         # Such a loss is a sum over the pass's tokens, divided by those of all passes of the step.
-        self._means.summed = {("", "train_loss")} if kwargs.get("num_items_in_batch") is not None else set()
+        self._means.summed = (
+            {("", "train_loss")}
+            if kwargs.get("num_items_in_batch") is not None
+            else set()
+        )
         self._tokens.begin(args, kwargs)
         if self._hidden is None:
             self._hidden = self._norms(())
@@ -87,11 +109,15 @@ class StepNumbers(Visitor):
             self._hidden = self._norms([site.name for site in self._sites.weighed])
         if self._residual and self._stream is None:
             names = [site.name for site in self._sites.all]
-            self._stream = ResidualStream(self._sites.model, names, self._means.add, self._guard, self._tree)
+            self._stream = ResidualStream(
+                self._sites.model, names, self._means.add, self._guard, self._tree
+            )
         return True
 
     def _norms(self, sites: list[str] | tuple[()]) -> HiddenNorms:
-        return HiddenNorms(self._sites.model, sites, self._means.add, self._guard, self._tree)
+        return HiddenNorms(
+            self._sites.model, sites, self._means.add, self._guard, self._tree
+        )
 
     def looking(self, candidate: bool) -> Handle | None:
         if self._hidden is None or not candidate:
@@ -124,7 +150,11 @@ class StepNumbers(Visitor):
         self._tokens.end()
         self._sites.pass_over()
         self._sites.report(seen)
-        losses = [x for x in tensors(output) if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)]
+        losses = [
+            x
+            for x in tensors(output)
+            if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)
+        ]
         if len(losses) == 1:
             self._means.add(("", "train_loss"), losses[0].detach(), 1)
         return [values.end() for values in self._collected]
@@ -164,11 +194,18 @@ class StepNumbers(Visitor):
         if self._spectra is not None:
             self._spectra.before()
         if gradient_scale is not None:
-            self._read = {key: _unscaled(x, gradient_scale) if "grad" in key[1] else x for key, x in self._read.items()}
+            self._read = {
+                key: _unscaled(x, gradient_scale) if "grad" in key[1] else x
+                for key, x in self._read.items()
+            }
 
     def _compared(self, sites: list[AttentionSite]) -> StepSpectra:
         """The object that compares the weights of these sites; warns if those of other sites cannot be compared."""
-        others = [site.name or "the model itself" for site in self._sites.all if site not in sites]
+        others = [
+            site.name or "the model itself"
+            for site in self._sites.all
+            if site not in sites
+        ]
         if others:
             caution(
                 f"the change that a step causes is not measured for {', '.join(others)}: the q and k weights are "
@@ -181,10 +218,15 @@ class StepNumbers(Visitor):
         """Reads the norms of the weights, and those of the gradients unless the gradients belong to another pass."""
         if self._readers is None and self._sites.weighed:
             model, sites = self._sites.model, self._sites.weighed
-            self._readers = WeightNorms(model, sites, self._optimizer), GainBounds(model, sites)
+            self._readers = (
+                WeightNorms(model, sites, self._optimizer),
+                GainBounds(model, sites),
+            )
         if self._readers is not None:
             read = {**self._readers[0].read(), **self._readers[1].read()}
-            self._read = {key: x for key, x in read.items() if gradients or "grad" not in key[1]}
+            self._read = {
+                key: x for key, x in read.items() if gradients or "grad" not in key[1]
+            }
 
     def after_step(self) -> None:
         """Reads how much the step has changed the weights and the logits of the probe batch."""
@@ -192,7 +234,10 @@ class StepNumbers(Visitor):
             self._read = {**self._read, **self._spectra.after()}
         if self._changes is not None:
             changes = self._changes.after().items()
-            partial = {key: PartialValue(value=x, weight=torch.ones_like(x), own=True) for key, x in changes}
+            partial = {
+                key: PartialValue(value=x, weight=torch.ones_like(x), own=True)
+                for key, x in changes
+            }
             self._read = {**self._read, **partial}
 
     def take(self) -> SiteNumbers:
@@ -204,7 +249,11 @@ class StepNumbers(Visitor):
 
 
 def _unscaled(x: Tensor | PartialValue, scale: Tensor) -> Tensor | PartialValue:
-    return dataclasses.replace(x, value=x.value / scale) if isinstance(x, PartialValue) else x / scale
+    return (
+        dataclasses.replace(x, value=x.value / scale)
+        if isinstance(x, PartialValue)
+        else x / scale
+    )
 
 
 # The models that a monitor watches together; usually there is only one.
@@ -246,7 +295,9 @@ class WatchedModels:
         if round_over is not None:
             numbers.pass_over = functools.partial(self._pass_over, name, round_over)
 
-    def _pass_over(self, name: str, round_over: Callable[[Phase], None], phase: Phase) -> None:
+    def _pass_over(
+        self, name: str, round_over: Callable[[Phase], None], phase: Phase
+    ) -> None:
         self._passed[phase].add(name)
         if len(self._passed[phase]) == len(self._taps) and self.has(phase):
             self._passed[phase].clear()
@@ -265,16 +316,22 @@ class WatchedModels:
     def include(self, sites: Sequence[AttentionSite]) -> None:
         """Adds sites that were described by hand, each to the model that contains it."""
         for site in sites:
-            holders = (tap for tap in self.taps if any(m is site.module for m in tap.model.modules()))
+            holders = (
+                tap
+                for tap in self.taps
+                if any(m is site.module for m in tap.model.modules())
+            )
             next(holders, self.taps[0]).sites.append(site)
 
     def has(self, phase: Phase) -> bool:
         """Returns whether there are statistics to read."""
-        return any([tap.has(phase) for tap in self._taps.values()])  # noqa: C419
+        return any([tap.has(phase) for tap in self._taps.values()])
 
     def read(self, phase: Phase) -> Stats:
         """The statistics of all sites since the last read."""
-        return merged([_renamed(self._taps[name].take(phase), name) for name in self._order()])
+        return merged(
+            [_renamed(self._taps[name].take(phase), name) for name in self._order()]
+        )
 
     def settle(self, *, decide: bool) -> None:
         """Sorts the passes whose role is known, or, to `decide`, all passes; see `Tap.settle`."""
@@ -283,20 +340,28 @@ class WatchedModels:
 
     def peek(self, phase: Phase | None) -> Stats:
         """The statistics of passes whose role is open, taken for trained if the model was in training mode."""
-        return merged([_renamed(self._taps[name].peek(phase), name) for name in self._order()])
+        return merged(
+            [_renamed(self._taps[name].peek(phase), name) for name in self._order()]
+        )
 
     @property
     def types(self) -> Mapping[str, LayerType]:
         """The types of the observed layers of all models."""
         if len(self._numbers) == 1 and "" in self._numbers:
             return self._numbers[""].types
-        return {within(name, site): of for name, one in self._numbers.items() for site, of in one.types.items()}
+        return {
+            within(name, site): of
+            for name, one in self._numbers.items()
+            for site, of in one.types.items()
+        }
 
     def coverage(self, phase: Phase, stats: Stats) -> dict[str, float]:
         """How much of the models these statistics cover, keyed by the names in records.MONITOR_FIELDS; calls are
         counted from the start."""
         known = [
-            site.name if not name else within(name, site.name) for name, tap in self._taps.items() for site in tap.sites
+            site.name if not name else within(name, site.name)
+            for name, tap in self._taps.items()
+            for site in tap.sites
         ]
         return {
             "sites": len(known),
@@ -334,7 +399,9 @@ class WatchedModels:
     def take(self, rate: Tensor | None) -> SiteNumbers:
         """Returns all numbers of the step and forgets them. rate: the learning rate of the step, or None if there is no
         optimizer."""
-        numbers: dict[NumberKey, Tensor | PartialValue] = {} if rate is None else {("", "lr"): rate}
+        numbers: dict[NumberKey, Tensor | PartialValue] = (
+            {} if rate is None else {("", "lr"): rate}
+        )
         for name in self._order():
             for (site, number), x in self._numbers[name].take().items():
                 if name:

@@ -29,7 +29,14 @@ from qkeel.monitor.logit_changes import LogitChanges
 from qkeel.monitor.measure import StepNumbers, WatchedModels
 from qkeel.monitor.nan_origin import NOT_FOUND, NanOrigin
 from qkeel.monitor.processes import Handshake, ProcessGroup
-from qkeel.monitor.record import Sample, about, coverage, sample_html, sample_line, sample_table
+from qkeel.monitor.record import (
+    Sample,
+    about,
+    coverage,
+    sample_html,
+    sample_line,
+    sample_table,
+)
 from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sinks import Sink
 from qkeel.monitor.token_classes import Classes, PassTokens, QueryMaskSource
@@ -76,11 +83,22 @@ class StepEnd:
         dropped after an error. latest: returns the latest sample of trained passes that has arrived."""
         self._latest = latest
         self._noted: Sample | None = None  # of which the cadence knows
-        self._steps, self._models, self._group, self._arrivals = steps, models, group, arrivals
+        self._steps, self._models, self._group, self._arrivals = (
+            steps,
+            models,
+            group,
+            arrivals,
+        )
         self._guard, self._dropped = guard, dropped
-        self._calls: dict[Phase, float] = {"train": 0, "eval": 0}  # counted up to the previous measured step
+        self._calls: dict[Phase, float] = {
+            "train": 0,
+            "eval": 0,
+        }  # counted up to the previous measured step
         self._seconds = 0.0
-        self._taken: dict[Phase, list[Stats]] = {"train": [], "eval": []}  # read before the end of their step
+        self._taken: dict[Phase, list[Stats]] = {
+            "train": [],
+            "eval": [],
+        }  # read before the end of their step
         self.rate: float | Tensor | None = None  # of the last step done
         self._warned = False
 
@@ -111,8 +129,12 @@ class StepEnd:
     def after(self, optimizer: Optimizer) -> None:
         """Must be called after each optimizer step. What was measured for a skipped step counts towards the next
         step."""
-        self._models.settle(decide=True)  # the passes in a closure that the step has called again
-        infinite = vars(optimizer).get("found_inf")  # GradScaler calls a fused optimizer even then
+        self._models.settle(
+            decide=True
+        )  # the passes in a closure that the step has called again
+        infinite = vars(optimizer).get(
+            "found_inf"
+        )  # GradScaler calls a fused optimizer even then
         if isinstance(infinite, Tensor) and bool(infinite.any()):
             return
         try:
@@ -161,22 +183,33 @@ class StepEnd:
             self._models.after_step()
         self._close("train", self._steps.done, rate, alone=False)
 
-    def _close(self, phase: Phase, step: int, rate: float | Tensor | None, *, alone: bool) -> None:
+    def _close(
+        self, phase: Phase, step: int, rate: float | Tensor | None, *, alone: bool
+    ) -> None:
         """Sends the numbers of a phase on; with `alone`, only this process records them."""
         fresh, taken = self._models.read(phase), self._taken[phase]
         self._taken[phase] = []
         if taken:
             fresh = on_host(fresh)
         stats = merged([*taken, fresh])
-        numbers = self._models.take(None if rate is None else _rate_tensor(rate)) if phase == "train" else {}
+        numbers = (
+            self._models.take(None if rate is None else _rate_tensor(rate))
+            if phase == "train"
+            else {}
+        )
         if not alone:
-            self._arrivals.settle(wait=self._group.several)  # a process that has stopped joins no exchange
+            self._arrivals.settle(
+                wait=self._group.several
+            )  # a process that has stopped joins no exchange
         seconds = self._guard.seconds
         own = self._itself(phase, stats, seconds)
         measured = Measurement(stats=stats, numbers=numbers) if stats else None
         transfer = self._group.send(measured, own, alone=alone)
         if transfer is not None:
-            self._calls[phase], self._seconds = self._calls[phase] + own["calls"], seconds
+            self._calls[phase], self._seconds = (
+                self._calls[phase] + own["calls"],
+                seconds,
+            )
             unread = self._group.placed(fresh) if taken else None
             self._arrivals.add(step, phase, transfer, unread=unread, monitor=own)
             if phase == "train":
@@ -192,7 +225,11 @@ def _rate(optimizer: Optimizer) -> float | Tensor:
 
 def _rate_tensor(rate: float | Tensor) -> Tensor:
     """The same rate as a tensor, which most steps do not need."""
-    return rate if isinstance(rate, Tensor) else torch.scalar_tensor(rate, dtype=torch.float64)
+    return (
+        rate
+        if isinstance(rate, Tensor)
+        else torch.scalar_tensor(rate, dtype=torch.float64)
+    )
 
 
 @final
@@ -213,9 +250,16 @@ class TrainingEnd:
         *,
         guard: FaultGuard,
     ) -> None:
-        self._steps, self._models, self._group, self._step_end = steps, models, group, step_end
+        self._steps, self._models, self._group, self._step_end = (
+            steps,
+            models,
+            group,
+            step_end,
+        )
         self._optimizer, self._guard = optimizer, guard
-        self._asked: int | None = None  # the number of steps done when the end was requested
+        self._asked: int | None = (
+            None  # the number of steps done when the end was requested
+        )
         self._norm = torch.tensor(torch.nan)
         self.hooks: StepHooks | None = None
         if optimizer is not None and dist.world() == 1:
@@ -249,7 +293,9 @@ class TrainingEnd:
         try:
             seen = self._models.look_again()
         except Exception as error:
-            raise RefusedError(f"the model failed in an extra pass: {type(error).__name__}: {error}") from error
+            raise RefusedError(
+                f"the model failed in an extra pass: {type(error).__name__}: {error}"
+            ) from error
         if not seen:
             raise RefusedError("no training pass with attention was seen")
         self._guard(self._step_end.training_over)
@@ -257,11 +303,19 @@ class TrainingEnd:
     def measure_or_tell(self, tell: Callable[[str], None]) -> None:
         """Measures the weights of the last step; if that is impossible, calls `tell` once with the reason."""
         self._models.settle(decide=True)
-        if self._optimizer is not None and not self._steps.done and self._models.has("train"):
+        if (
+            self._optimizer is not None
+            and not self._steps.done
+            and self._models.has("train")
+        ):
             self.skip()
             if dist.rank() == 0:
                 tell(NO_STEP)
-        if self._asked == self._steps.done or self._optimizer is None or not self._missing:
+        if (
+            self._asked == self._steps.done
+            or self._optimizer is None
+            or not self._missing
+        ):
             return
         last = self._steps.last
         try:
@@ -277,7 +331,9 @@ class TrainingEnd:
             self.skip()
             if last is not None and dist.rank() == 0:
                 name = type(self._models.whole).__name__
-                tell(f"{name} is measured up to step {last:,} of {self._steps.done:,}: {error}")
+                tell(
+                    f"{name} is measured up to step {last:,} of {self._steps.done:,}: {error}"
+                )
 
     @property
     def _missing(self) -> bool:
@@ -288,7 +344,9 @@ class TrainingEnd:
 def _norm(optimizer: Optimizer) -> Tensor:
     """The norm of a weight from the middle of the largest parameter group that has an unsharded weight; 0 if no group
     has one."""
-    for group in sorted(optimizer.param_groups, key=lambda group: -len(group["params"])):
+    for group in sorted(
+        optimizer.param_groups, key=lambda group: -len(group["params"])
+    ):
         own = group["params"]
         for p in (*own[len(own) // 2 :], *own):
             if type(p) is nn.Parameter:
@@ -356,12 +414,21 @@ class Monitor(Handle):
         self._guard = FaultGuard(_OFF, self._switch_off)
         introduced = Handshake(whole, lambda: self.sites, layout)
         self._models = WatchedModels(whole, introduced.stages)
-        self._group = ProcessGroup(introduced, lambda: JOINED if any(map(joined, model.values())) else "")
+        self._group = ProcessGroup(
+            introduced, lambda: JOINED if any(map(joined, model.values())) else ""
+        )
         self._journal = Recorder(
             sinks,
-            lambda: fitted(rules_for(setting.of(self.sites)) if rules is None else rules, self.model, self.sites),
+            lambda: fitted(
+                rules_for(setting.of(self.sites)) if rules is None else rules,
+                self.model,
+                self.sites,
+            ),
             planned,
-            lambda: {**about(self.model, self.sites, self.missed, optimizer, every), **self._group.about()},
+            lambda: {
+                **about(self.model, self.sites, self.missed, optimizer, every),
+                **self._group.about(),
+            },
             lambda: self._models.types,
             lambda: self._group.leads,
         )
@@ -375,10 +442,22 @@ class Monitor(Handle):
             dropped=lambda: self._journal.dropped,
             latest=lambda: self._journal.before(sys.maxsize),
         )
-        self._end = TrainingEnd(self._steps, self._models, self._group, self._step_end, optimizer, guard=self._guard)
+        self._end = TrainingEnd(
+            self._steps,
+            self._models,
+            self._group,
+            self._step_end,
+            optimizer,
+            guard=self._guard,
+        )
         for name, one in model.items():
-            calls = CallStatistics(PassTokens(query_mask.get(name), classes.get(name)), setting, main)
-            due, rows = functools.partial(self._steps.due, name), None if main is True else calls.of_rows
+            calls = CallStatistics(
+                PassTokens(query_mask.get(name), classes.get(name)), setting, main
+            )
+            due, rows = (
+                functools.partial(self._steps.due, name),
+                None if main is True else calls.of_rows,
+            )
             tap = Tap(
                 one,
                 due=due,
@@ -392,18 +471,37 @@ class Monitor(Handle):
             known = WatchedSites(name, tap.model, tap.sites, self._group, sites[name])
             changes = None if probe is None else LogitChanges(tap, probe)
             numbers = StepNumbers(
-                known, calls.tokens, changes, optimizer, guard=self._guard, tree=tap.tree, extras=extras
+                known,
+                calls.tokens,
+                changes,
+                optimizer,
+                guard=self._guard,
+                tree=tap.tree,
+                extras=extras,
             )
             counted = functools.partial(self._steps.counted, name)
-            self._models.add(name, tap, numbers, counted, self._step_end.pass_over if optimizer is None else None)
+            self._models.add(
+                name,
+                tap,
+                numbers,
+                counted,
+                self._step_end.pass_over if optimizer is None else None,
+            )
         self._hooks: StepHooks | None = None
         if optimizer is None:
             self._group.records_alone = True
         else:
-            before, after = (functools.partial(self._guard, f) for f in (self._before_step, self._after_step))
+            before, after = (
+                functools.partial(self._guard, f)
+                for f in (self._before_step, self._after_step)
+            )
             self._hooks = StepHooks(before, after, optimizer)
         self._origin: NanOrigin | None = None
-        super().__init__(functools.partial(self._guard, self._finish), state=self._state, load=self._load_state)
+        super().__init__(
+            functools.partial(self._guard, self._finish),
+            state=self._state,
+            load=self._load_state,
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -435,7 +533,9 @@ class Monitor(Handle):
     def steps(self, done: int) -> None:
         self._models.settle(decide=False)
         if done != self.steps and self._steps.step_due and self._models.has("train"):
-            self._steps.besides.add(done)  # measured for a step that was skipped; it counts for this one
+            self._steps.besides.add(
+                done
+            )  # measured for a step that was skipped; it counts for this one
         self._steps.done, self._steps.continued = done, None
 
     def measure_next(self) -> None:
@@ -444,7 +544,9 @@ class Monitor(Handle):
         Use it for the last step of training, or for any other important step; if several processes train, all must call
         it.
         """
-        self._steps.besides.add(self._steps.rounds("train") if self._hooks is None else self.steps)
+        self._steps.besides.add(
+            self._steps.rounds("train") if self._hooks is None else self.steps
+        )
 
     def measure_end(self) -> None:
         """Measures the final weights if the last step was not known in advance, as `close()` and `with` do.
@@ -523,7 +625,11 @@ class Monitor(Handle):
         of finished steps cover all of them.
         """
         self._settle()
-        wanted = phase or ("train" if self._arrivals.has("train") or self._models.has("train") else "eval")
+        wanted = phase or (
+            "train"
+            if self._arrivals.has("train") or self._models.has("train")
+            else "eval"
+        )
         stats = merged([self._arrivals.take(wanted), self._step_end.take(wanted)])
         return stats or self._step_end.group_places(self._models.peek(phase))
 
@@ -572,9 +678,15 @@ class Monitor(Handle):
         They are those of trained passes, if there were any; passes that were not trained get one line.
         """
         sample, note = self._shown
-        return "nothing measured yet" if sample is None else sample_table(sample, self.alarms, note, root=self._root)
+        return (
+            "nothing measured yet"
+            if sample is None
+            else sample_table(sample, self.alarms, note, root=self._root)
+        )
 
-    def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
+    def plot(
+        self, what: str = "drift", *, field: str | None = None, ax: Foreign = None
+    ) -> Foreign:
         """Draws the history of the run with matplotlib and returns the Axes; see `History.plot`."""
         return self.history.plot(what, field=field, ax=ax)
 
@@ -598,7 +710,9 @@ class Monitor(Handle):
         latest, trained = self.sample, self._journal.before(sys.maxsize)
         others = latest is not None and latest.phase == "eval" and trained is not None
         line = (
-            f"passes that were not trained: {sample_line(latest, self._root)}" if others and latest is not None else ""
+            f"passes that were not trained: {sample_line(latest, self._root)}"
+            if others and latest is not None
+            else ""
         )
         return trained or latest, "; ".join(filter(None, [line, self._coverage]))
 
@@ -610,7 +724,11 @@ class Monitor(Handle):
     def _coverage(self) -> str:
         said = coverage(len(self.sites), [str(missed) for missed in self.missed])
         error = self._guard.error
-        off = "" if error is None else f"the monitor switched itself off after a fault: {type(error).__name__}: {error}"
+        off = (
+            ""
+            if error is None
+            else f"the monitor switched itself off after a fault: {type(error).__name__}: {error}"
+        )
         return "; ".join(filter(None, [said, off]))
 
     def __enter__(self) -> Self:
@@ -639,7 +757,9 @@ class Monitor(Handle):
             finally:
                 super().remove()
         if self._hooks is not None:
-            self._guard(self._hooks.remove)  # again, in case the first removal happened in the middle of a step
+            self._guard(
+                self._hooks.remove
+            )  # again, in case the first removal happened in the middle of a step
         if self._end.hooks is not None:
             self._guard(self._end.hooks.remove)
         if self._origin is not None:
@@ -650,16 +770,28 @@ class Monitor(Handle):
         and the alarms."""
         self.sample_before(self.steps)  # this waits for the last record
         last, rate = self._steps.last, self._step_end.rate
-        state = {"steps": torch.tensor(self.steps), "last": torch.tensor(-1 if last is None else last)}
-        own = {**state, "rate": torch.tensor(-1.0, dtype=torch.float64) if rate is None else _rate_tensor(rate).cpu()}
-        return own | {f"journal/{name}": value for name, value in self._journal.state().items()}
+        state = {
+            "steps": torch.tensor(self.steps),
+            "last": torch.tensor(-1 if last is None else last),
+        }
+        own = {
+            **state,
+            "rate": torch.tensor(-1.0, dtype=torch.float64)
+            if rate is None
+            else _rate_tensor(rate).cpu(),
+        }
+        return own | {
+            f"journal/{name}": value for name, value in self._journal.state().items()
+        }
 
     def _load_state(self, state: State) -> None:
         self.steps = int(state["steps"])
         if int(state["last"]) >= 0:
             self._steps.measured(int(state["last"]))
         self._journal.load(under("journal/", state))
-        self._step_end.rate = None if float(state["rate"]) < 0 else state["rate"].clone()
+        self._step_end.rate = (
+            None if float(state["rate"]) < 0 else state["rate"].clone()
+        )
 
     def _finish(self) -> None:
         # Each call has its own guard, so that a failure does not prevent the calls after it.
@@ -701,4 +833,7 @@ class Monitor(Handle):
 def watched(model: nn.Module) -> bool:
     """Returns whether a Monitor watches this model; a shallow copy shares the hooks of a model but is not watched."""
     taps = [tap for tap in owners(model) if isinstance(tap, Tap)]
-    return any(isinstance(tap.visitor, StepNumbers) and tap.model is unwrapped(model) for tap in taps)
+    return any(
+        isinstance(tap.visitor, StepNumbers) and tap.model is unwrapped(model)
+        for tap in taps
+    )

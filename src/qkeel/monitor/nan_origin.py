@@ -32,7 +32,9 @@ NOT_FOUND = (
     "gradients are not finite, and nothing in the step's passes is when they are made again: look at what changes "
     "gradients after backward, such as clipping, a hook or the reduction over processes"
 )
-PASSES = 32  # of one step that are kept; of more, such as 100 micro-batches, the last ones
+PASSES = (
+    32  # of one step that are kept; of more, such as 100 micro-batches, the last ones
+)
 _OFF = "looking for the origin of a NaN failed and is off: {}. Training goes on"
 
 # Modules whose buffers every training pass changes, beneath what versions show.
@@ -43,14 +45,25 @@ _RUNNING = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNo
 class KeptPass:
     """What is needed to make a pass again, and the gradients that reached its outputs."""
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         self.args, self.kwargs = mapped((tuple(args), dict(kwargs)), _detached)
         self.output_grads: dict[int, Tensor] = {}
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._device = device if torch.amp.is_autocast_available(device.type) else torch.device("cpu")
-        self._autocast = torch.is_autocast_enabled(self._device.type), torch.get_autocast_dtype(self._device.type)
+        self._device = (
+            device
+            if torch.amp.is_autocast_available(device.type)
+            else torch.device("cpu")
+        )
+        self._autocast = (
+            torch.is_autocast_enabled(self._device.type),
+            torch.get_autocast_dtype(self._device.type),
+        )
         self._streams = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        self._device_stream = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._device_stream = (
+            torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        )
         self._buffers = [
             (buffer, buffer.detach().clone())
             for module in model.modules()
@@ -64,7 +77,14 @@ class KeptPass:
         enabled, dtype = self._autocast
         cast = torch.autocast(self._device.type, dtype=dtype, enabled=enabled)
         eager = torch.compiler.set_stance("force_eager")
-        with extra_pass(self), undisturbed(model), eager, torch.inference_mode(False), torch.enable_grad(), cast:
+        with (
+            extra_pass(self),
+            undisturbed(model),
+            eager,
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            cast,
+        ):
             torch.set_rng_state(self._streams[0])
             random.setstate(self._streams[1])
             np.random.set_state(self._streams[2])
@@ -98,16 +118,26 @@ class NanOrigin(Handle):
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], report: Callable[[str], None]
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        report: Callable[[str], None],
     ) -> None:
         self.guard = FaultGuard(_OFF)
         self._report = report
         self._passes: collections.deque[KeptPass] = collections.deque(maxlen=PASSES)
         self._running: KeptPass | None = None
-        self._has_stepped = False  # whether an optimizer has stepped on the passes that are kept
-        self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
+        self._has_stepped = (
+            False  # whether an optimizer has stepped on the passes that are kept
+        )
+        self._forwards = ForwardPasses(
+            model, self._before, self._after, guard=self.guard, owner=self
+        )
         self._model = self._forwards.inner
-        hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+        hooks = [
+            optimizer.register_step_pre_hook(self._before_step)
+            for optimizer in optimizers
+        ]
         super().__init__(functools.partial(self._detach, hooks))
         self.guard.off += [self.remove]
 
@@ -117,11 +147,15 @@ class NanOrigin(Handle):
         for hook in hooks:
             hook.remove()
 
-    def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
+    def _before(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool
+    ) -> None:
         if self._has_stepped:  # only now, as several optimizers step on the same passes
             self._has_stepped = False
             self._passes.clear()
-        self._running = KeptPass(self._model, args, kwargs) if torch.is_grad_enabled() else None
+        self._running = (
+            KeptPass(self._model, args, kwargs) if torch.is_grad_enabled() else None
+        )
 
     def _after(self, output: object, failed: bool) -> None:
         kept, self._running = self._running, None
@@ -137,23 +171,38 @@ class NanOrigin(Handle):
         if not kept.output_grads:
             self._passes.append(kept)
         grad = grad.detach()
-        kept.output_grads[i] = kept.output_grads[i] + grad if i in kept.output_grads else grad
+        kept.output_grads[i] = (
+            kept.output_grads[i] + grad if i in kept.output_grads else grad
+        )
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: object, kwargs: object
+    ) -> None:
         if self.active:
             self.guard(self._check, optimizer)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        infinite = vars(optimizer).get("found_inf")  # GradScaler calls a fused optimizer even for a step that it skips
+        infinite = vars(optimizer).get(
+            "found_inf"
+        )  # GradScaler calls a fused optimizer even for a step that it skips
         self._has_stepped = True
         if isinstance(infinite, Tensor) and bool(infinite.any()):
             return
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         if _all_finite(grads):
             return
         sentence = find_origin(self._model, self._passes)
         if not sentence:
-            dropped = f" (the last {PASSES} of them were kept)" if len(self._passes) == PASSES else ""
+            dropped = (
+                f" (the last {PASSES} of them were kept)"
+                if len(self._passes) == PASSES
+                else ""
+            )
             sentence = NOT_FOUND + dropped
         self.remove()
         self._report(sentence)
@@ -193,7 +242,9 @@ def _origin_in_pass(model: nn.Module, kept: KeptPass) -> str:
                 return "NaN began in the loss, which the model computes from finite outputs"
             child = looks.last_child(name)
             after = (
-                f"between the output of {child}, which is finite, and its own" if child else "its output is the first"
+                f"between the output of {child}, which is finite, and its own"
+                if child
+                else "its output is the first"
             )
             detail = _attention_detail(model, kept, name) or f"{after}, at {place}"
             return f"NaN began in {name or type(model).__name__}: {detail}"
@@ -204,10 +255,18 @@ def _origin_in_pass(model: nn.Module, kept: KeptPass) -> str:
                     f"NaN began in the loss: the model's output is finite, and the gradient at it is not, at "
                     f"{_first_place(grad)}"
                 )
-        heads = [(outputs[i], grad) for i, grad in kept.output_grads.items() if i < len(outputs)]
+        heads = [
+            (outputs[i], grad)
+            for i, grad in kept.output_grads.items()
+            if i < len(outputs)
+        ]
         parameters = [p for p in model.parameters() if p.requires_grad]
         torch.autograd.grad(
-            [x for x, _ in heads], parameters, [grad for _, grad in heads], allow_unused=True, retain_graph=False
+            [x for x, _ in heads],
+            parameters,
+            [grad for _, grad in heads],
+            allow_unused=True,
+            retain_graph=False,
         )
         name = looks.backward_origin()
         if name is None:
@@ -233,10 +292,14 @@ class _Looks:
         self._undo = undo
         for name, module in self._modules.items():
             if not isinstance(module, torch.jit.ScriptModule):
-                hook = module.register_forward_hook(functools.partial(self._look, name), with_kwargs=True)
+                hook = module.register_forward_hook(
+                    functools.partial(self._look, name), with_kwargs=True
+                )
                 undo.callback(hook.remove)
 
-    def _look(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+    def _look(
+        self, name: str, module: nn.Module, args: object, kwargs: object, output: object
+    ) -> None:
         if self._bad_forward is not None:
             return
         inputs, outputs = list(tensors((args, kwargs))), list(tensors_within(output))
@@ -249,11 +312,15 @@ class _Looks:
         for side, values in (("input", inputs), ("output", outputs)):
             for x in values:
                 if x.requires_grad and not x.is_leaf:
-                    x.register_hook(functools.partial(self._look_at_grad, (name, number, side)))
+                    x.register_hook(
+                        functools.partial(self._look_at_grad, (name, number, side))
+                    )
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:
                 # The hook of a weight that several modules share sees one gradient of each.
-                hook = parameter.register_hook(functools.partial(self._look_at_grad, (name, number, "input")))
+                hook = parameter.register_hook(
+                    functools.partial(self._look_at_grad, (name, number, "input"))
+                )
                 self._undo.callback(hook.remove)
 
     def _look_at_grad(self, key: tuple[str, int, str], grad: Tensor) -> None:
@@ -265,7 +332,11 @@ class _Looks:
 
     def last_child(self, name: str) -> str:
         """The module inside another that ended last with a finite output, or ""."""
-        inside = [child for child, _ in self._ended if child.startswith(f"{name}." if name else "")]
+        inside = [
+            child
+            for child, _ in self._ended
+            if child.startswith(f"{name}." if name else "")
+        ]
         return inside[-1] if inside else ""
 
     def backward_origin(self) -> str | None:
@@ -294,7 +365,11 @@ def _attention_detail(model: nn.Module, kept: KeptPass, name: str) -> str:
     except QkeelError:
         return ""
     for layer, site in calls.items():
-        if layer != name and not layer.startswith(f"{name}." if name else "") and not layer.startswith(f"{name}#"):
+        if (
+            layer != name
+            and not layer.startswith(f"{name}." if name else "")
+            and not layer.startswith(f"{name}#")
+        ):
             continue
         overflow = _overflow(site)
         if overflow:
@@ -303,7 +378,9 @@ def _attention_detail(model: nn.Module, kept: KeptPass, name: str) -> str:
             sums = weights.sum(-1)
             empty = ((sums == 0) | sums.isnan()).any(1)
             if bool(empty.any()):
-                sample, row = divmod(int(empty.flatten().int().argmax()), empty.shape[1])
+                sample, row = divmod(
+                    int(empty.flatten().int().argmax()), empty.shape[1]
+                )
                 where = "" if layer == name else f" in {layer}"
                 query = rows.start + row
                 return f"sample {sample}, query {query} sees no key{where}, and a softmax over nothing is NaN"
@@ -318,7 +395,9 @@ def _overflow(site: Sequence[Seen]) -> str:
             continue
         logits = call.logits if isinstance(call, ScoresCall) else None
         if logits is not None and bool((logits.isnan() | (logits == torch.inf)).any()):
-            largest = float(q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max())
+            largest = float(
+                q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
+            )
             kind = str(logits.dtype).removeprefix("torch.")
             return f"its logits overflow {kind}, with |q| |k| up to {largest:,.3g}"
     return ""

@@ -34,11 +34,19 @@ class PassValues(abc.ABC, Generic[K, V]):
     def keep(self, values: Mapping[K, V]) -> None:
         """Adds the values of a pass that was trained to those of the step."""
         for key, value in values.items():
-            self._of_step[key] = self.joined(key, self._of_step[key], value) if key in self._of_step else value
+            self._of_step[key] = (
+                self.joined(key, self._of_step[key], value)
+                if key in self._of_step
+                else value
+            )
 
     def count(self, key: K, value: V) -> None:
         """Adds a value to those of the running pass."""
-        self._of_pass[key] = self.joined(key, self._of_pass[key], value) if key in self._of_pass else value
+        self._of_pass[key] = (
+            self.joined(key, self._of_pass[key], value)
+            if key in self._of_pass
+            else value
+        )
 
     @abc.abstractmethod
     def joined(self, key: K, old: V, new: V) -> V:
@@ -81,16 +89,22 @@ class Means(PassValues[NumberKey, tuple[Tensor, int]]):
         self._reductions[of] = how
         self.count(of, (mean, n))
 
-    def joined(self, key: NumberKey, old: tuple[Tensor, int], new: tuple[Tensor, int]) -> tuple[Tensor, int]:
+    def joined(
+        self, key: NumberKey, old: tuple[Tensor, int], new: tuple[Tensor, int]
+    ) -> tuple[Tensor, int]:
         (mean, n), (added, more) = old, new
         if key in self.summed:
             return mean + added, n
-        return joined(self._reductions[key], mean, added, more / max(n + more, 1)), n + more
+        return joined(
+            self._reductions[key], mean, added, more / max(n + more, 1)
+        ), n + more
 
     def read(self) -> SiteNumbers:
         """The means since the last read, once."""
         return {
-            of: PartialValue(value=x, weight=torch.full_like(x, n), how=self._reductions[of])
+            of: PartialValue(
+                value=x, weight=torch.full_like(x, n), how=self._reductions[of]
+            )
             for of, (x, n) in self.taken().items()
             if n
         }

@@ -12,14 +12,35 @@ import numpy as np
 from torch import Tensor, nn
 
 from qkeel import distributed as dist
-from qkeel.distributed.agree import PATIENCE, OwnGroup, absent, announce, time_limit, withdraw
-from qkeel.distributed.layout import Layout, fingerprint, groups_of_models, head_axes, peer_ranks
+from qkeel.distributed.agree import (
+    PATIENCE,
+    OwnGroup,
+    absent,
+    announce,
+    time_limit,
+    withdraw,
+)
+from qkeel.distributed.layout import (
+    Layout,
+    fingerprint,
+    groups_of_models,
+    head_axes,
+    peer_ranks,
+)
 from qkeel.distributed.reduce import HeadSpan, Member, SharedTable
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import MERGES, LogitStats, of_key_heads
 from qkeel.heads.site import AttentionSite, HeadSlice
-from qkeel.monitor.gather import Measurement, Stats, StepRecord, Transfer, flatten, on_host, vector_of
+from qkeel.monitor.gather import (
+    Measurement,
+    Stats,
+    StepRecord,
+    Transfer,
+    flatten,
+    on_host,
+    vector_of,
+)
 from qkeel.monitor.record import site_facts
 from qkeel.patching.modes import process_store, running_stage
 from qkeel.records import MONITOR_EXTREMES, MONITOR_FIELDS
@@ -36,7 +57,12 @@ class Handshake:
             is only one).
     """
 
-    def __init__(self, model: nn.Module, sites: Callable[[], Sequence[AttentionSite]], layout: Layout | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Callable[[], Sequence[AttentionSite]],
+        layout: Layout | None,
+    ) -> None:
         """sites: returns the sites once they are known."""
         self.stages: dict[str, int | None] = {}
         self._model, self._sites, self._layout = model, sites, layout
@@ -52,38 +78,57 @@ class Handshake:
         modules = {name: _with_weights(self._model, name) for name in stats}
         if self._layout is not None:
             layout, stages = self._layout, {}
-            splits = dict.fromkeys(stats, (layout.head_parts > 1, layout.head_parts > 1))
+            splits = dict.fromkeys(
+                stats, (layout.head_parts > 1, layout.head_parts > 1)
+            )
         else:
             layout = Layout.of_model(self._model, modules.values(), self.stages.get(""))
             stages = self._known_stages()
-            splits = {name: self._split(module, sites.get(name)) for name, module in modules.items()}
+            splits = {
+                name: self._split(module, sites.get(name))
+                for name, module in modules.items()
+            }
         parameters = {}
         for name in stages or ("",):
-            parameters[name] = sum(p.numel() for p in self._model.get_submodule(name).parameters())
+            parameters[name] = sum(
+                p.numel() for p in self._model.get_submodule(name).parameters()
+            )
         return Member(
             layout=layout,
-            keys_seen=sum(int(of_site.n_keys.sum()) for of_site in on_host(stats).values()),
+            keys_seen=sum(
+                int(of_site.n_keys.sum()) for of_site in on_host(stats).values()
+            ),
             form=() if measured is None else flatten(measured)[0],
             splits=splits,
-            sites={str(facts["name"]): facts for facts in site_facts(list(sites.values()))},
+            sites={
+                str(facts["name"]): facts for facts in site_facts(list(sites.values()))
+            },
             parameters=parameters,
             stages=stages,
         )
 
     def evidence(self, *, has_numbers: bool) -> tuple[tuple[int, ...], str]:
         """Returns what shows which processes run this model: their ranks, and a checksum of the weights."""
-        if self._layout is not None or any(stage is not None for stage in self.stages.values()):
+        if self._layout is not None or any(
+            stage is not None for stage in self.stages.values()
+        ):
             return tuple(range(dist.world())), ""
         peers = peer_ranks(self._model)
         if len(peers) > 1 or not has_numbers:
             return peers, ""
         names = [name for name, _ in self._model.named_parameters()]
-        some = names[:: max(1, len(names) // 8)]  # replicas are equal in all of them, other models hardly in any
+        some = names[
+            :: max(1, len(names) // 8)
+        ]  # replicas are equal in all of them, other models hardly in any
         return peers, fingerprint(self._model, some)
 
     def _known_stages(self) -> dict[str, int]:
         """The pipeline stages of several models; {} if they are not stages, or if there is only one model."""
-        models = [name for name, _ in self._model.named_children()] if "" not in self.stages else []
+        models = (
+            [name for name, _ in self._model.named_children()]
+            if "" not in self.stages
+            else []
+        )
         stages = {}
         for name in models:
             stage = self.stages.get(name)
@@ -96,7 +141,9 @@ class Handshake:
             )
         return stages
 
-    def _split(self, module: nn.Module, site: AttentionSite | None) -> tuple[bool, bool]:
+    def _split(
+        self, module: nn.Module, site: AttentionSite | None
+    ) -> tuple[bool, bool]:
         """Returns whether the query heads of a site, and its key heads, are split across processes."""
         if not head_axes(self._model, module.parameters()):
             return False, False
@@ -106,7 +153,11 @@ class Handshake:
         return queries, self._any_split(term.key for term in site.terms)
 
     def _any_split(self, chains: Iterable[Sequence[HeadSlice]]) -> bool:
-        weights = [self._model.get_parameter(chain[-1].parameter) for chain in chains if chain[-1].n > 1]
+        weights = [
+            self._model.get_parameter(chain[-1].parameter)
+            for chain in chains
+            if chain[-1].n > 1
+        ]
         return bool(head_axes(self._model, weights))
 
 
@@ -146,8 +197,12 @@ class ProcessGroup:
         self._introduced, self._apart = introduced, apart
         self.records_alone = False  # each process records only what it sees, as it does without an optimizer
         self.stopped = False  # this process has stopped measuring
-        self.unseen: QkeelError | None = None  # why this process has no attention; other processes may have some
-        self.leads = dist.rank() == 0  # whether this process warns and writes for all that run its model
+        self.unseen: QkeelError | None = (
+            None  # why this process has no attention; other processes may have some
+        )
+        self.leads = (
+            dist.rank() == 0
+        )  # whether this process warns and writes for all that run its model
         self._alone = False
         self._name = ""
         self._watching = False  # it is known that all processes watch
@@ -182,7 +237,11 @@ class ProcessGroup:
         Raises: InvalidValueError if another process has stopped measuring.
         """
         self._introduced.stages[model] = running_stage()
-        if gathers and self.all_watch() and absent(f"{self._name} begins", time_limit(), "the monitor"):
+        if (
+            gathers
+            and self.all_watch()
+            and absent(f"{self._name} begins", time_limit(), "the monitor")
+        ):
             raise InvalidValueError(_GONE)
 
     def about(self) -> dict[str, object]:
@@ -209,7 +268,9 @@ class ProcessGroup:
                 self.stay_alone("not every process of this run watches the model")
         return self.several
 
-    def send(self, measured: Measurement | None, monitor: Mapping[str, float], *, alone: bool) -> Transfer | None:
+    def send(
+        self, measured: Measurement | None, monitor: Mapping[str, float], *, alone: bool
+    ) -> Transfer | None:
         """Starts the exchange of a step.
 
         Args:
@@ -254,7 +315,9 @@ class ProcessGroup:
             if merged is None:
                 return None
             of_all = {}
-            for name, value in zip(MONITOR_EXTREMES, vectors[0][: len(extremes)].tolist()):
+            for name, value in zip(
+                MONITOR_EXTREMES, vectors[0][: len(extremes)].tolist()
+            ):
                 if np.isfinite(value):
                     of_all[name] = 0.0 - value if name.endswith("_min") else value
             return StepRecord(members.table, merged, of_all)
@@ -279,7 +342,9 @@ class ProcessGroup:
         if self._group is not None:
             self._group.close()
         elif self._name and not self._alone:
-            with suppress(RuntimeError):  # the store may have ended with the process that hosts it
+            with suppress(
+                RuntimeError
+            ):  # the store may have ended with the process that hosts it
                 for point in ("begins", "meets"):
                     withdraw(f"{self._name} {point}")
 
@@ -301,11 +366,15 @@ class ProcessGroup:
         if len(ranks) == 1:
             self._alone = True
         else:
-            self.members = SharedTable([infos[other] for other in ranks], ranks.index(dist.rank()))
+            self.members = SharedTable(
+                [infos[other] for other in ranks], ranks.index(dist.rank())
+            )
         if len(ranks) < len(infos):
             caution(_APART.format(f"{len(ranks)} of {len(infos)} processes"))
             self._group.close()
-            self._group = OwnGroup(f"{self._name} of a model", ranks) if len(ranks) > 1 else None
+            self._group = (
+                OwnGroup(f"{self._name} of a model", ranks) if len(ranks) > 1 else None
+            )
 
     def _introduce(self, group: OwnGroup, measured: Measurement | None) -> list[Member]:
         """Returns what all processes say of themselves. A description that several share is sent by the first only."""
@@ -320,7 +389,9 @@ class ProcessGroup:
         for key, layout, keys_seen in infos:
             description = descriptions[checksums.index(key)]
             assert description is not None
-            members.append(dataclasses.replace(description, layout=layout, keys_seen=keys_seen))
+            members.append(
+                dataclasses.replace(description, layout=layout, keys_seen=keys_seen)
+            )
         return members
 
     def _of_this_model(self, group: OwnGroup, infos: Sequence[Member]) -> list[int]:
@@ -331,11 +402,15 @@ class ProcessGroup:
         with_numbers = [rank for rank, info in enumerate(infos) if info.form]
         peers = []
         for rank, (ranks, _) in enumerate(everyones):
-            if ranks == (rank,) and not infos[rank].form:  # nothing shows where it belongs
+            if (
+                ranks == (rank,) and not infos[rank].form
+            ):  # nothing shows where it belongs
                 ranks = (rank, with_numbers[0])
             peers.append(ranks)
         groups = groups_of_models(peers, [checksum for _, checksum in everyones])
-        return [rank for rank, first in enumerate(groups) if first == groups[dist.rank()]]
+        return [
+            rank for rank, first in enumerate(groups) if first == groups[dist.rank()]
+        ]
 
 
 def placed(stats: LogitStats, queries: HeadSpan, keys: HeadSpan) -> LogitStats:
@@ -352,11 +427,15 @@ def placed(stats: LogitStats, queries: HeadSpan, keys: HeadSpan) -> LogitStats:
 
     fields = {}
     for name, values in stats.tensors().items():
-        fields[name] = widened(name, values, MERGES[name].neutral if name in MERGES else 0.0)
+        fields[name] = widened(
+            name, values, MERGES[name].neutral if name in MERGES else 0.0
+        )
     classes = stats.classes
     if classes is not None:
         by_class = {}
         for name, values in classes.tensors().items():
-            by_class[name] = widened(name, values, -np.inf if name == "max_logit" else 0.0)
+            by_class[name] = widened(
+                name, values, -np.inf if name == "max_logit" else 0.0
+            )
         classes = ClassStats(names=classes.names, **by_class)
     return LogitStats(**fields, classes=classes)  # type: ignore[arg-type]

@@ -40,7 +40,10 @@ from qkeel.version import VERSION
 
 # One record of a watched model, as the sinks receive it.
 
-HISTOGRAMS = ("max_logit", "entropy")  # fields whose distribution over the heads is sent to trackers
+HISTOGRAMS = (
+    "max_logit",
+    "entropy",
+)  # fields whose distribution over the heads is sent to trackers
 
 
 @final
@@ -51,21 +54,31 @@ class Sample:
     """
 
     step: int  #: optimizer steps done (forward passes if there is no optimizer)
-    values: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: values for the whole model
+    values: Mapping[str, float] = dataclasses.field(
+        default_factory=dict
+    )  #: values for the whole model
     layers: tuple[str, ...] = ()  #: names of the sites, constant over a run
-    heads: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  #: [layers heads] each
+    heads: Mapping[str, np.ndarray] = dataclasses.field(
+        default_factory=dict
+    )  #: [layers heads] each
     #: the role of the passes that were measured: "train" for trained ones, "eval" for all others
     phase: Literal["train", "eval"] = "train"
-    monitor: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: on the monitor itself, see MONITOR_FIELDS
+    monitor: Mapping[str, float] = dataclasses.field(
+        default_factory=dict
+    )  #: on the monitor itself, see MONITOR_FIELDS
     #: type of each layer (see capture.visible_sets), including layers without logits, which are in no other field
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.phase not in ("train", "eval"):
-            raise InvalidValueError(f"expected phase 'train' or 'eval', got {self.phase!r}")
+            raise InvalidValueError(
+                f"expected phase 'train' or 'eval', got {self.phase!r}"
+            )
         for name, values in self.heads.items():
             if values.ndim != 2 or len(values) != len(self.layers):
-                raise ShapeError(f"expected {name} as [{len(self.layers)} layers, heads], got shape {values.shape}")
+                raise ShapeError(
+                    f"expected {name} as [{len(self.layers)} layers, heads], got shape {values.shape}"
+                )
 
     def __repr__(self) -> str:
         """A short description: the step and how much was measured."""
@@ -76,20 +89,29 @@ class Sample:
         """Returns [layers]: a head field, aggregated over heads as records.HEAD_FIELDS specifies, or a field of
         records.LAYER_FIELDS or BLOCK_FIELDS; NaN where nothing was measured."""
         if of_layers(name):
-            return np.array([self.values.get(f"{name}/{layer}", math.nan) for layer in self.layers], dtype=np.float64)
+            return np.array(
+                [self.values.get(f"{name}/{layer}", math.nan) for layer in self.layers],
+                dtype=np.float64,
+            )
         return fold_heads(name, self.heads[measured_field(name)])
 
     def of_type(self, layer_type: str, name: str) -> float:
         """Returns a head or layer field aggregated over the layers of one type; NaN if nothing was measured."""
         rows = [self.types.get(layer) == layer_type for layer in self.layers]
         heads = self.heads[measured_field(name)][rows]
-        return float(fold_heads(name, heads.reshape(1, -1))[0]) if heads.size else math.nan
+        return (
+            float(fold_heads(name, heads.reshape(1, -1))[0]) if heads.size else math.nan
+        )
 
     def overall(self, name: str) -> float:
         """Returns a head, layer or block field aggregated over the whole model, or else the value with that name, or
         else NaN."""
         if name in BLOCK_FIELDS:
-            every = [value for of, value in self.values.items() if of.partition("/")[0] == name]
+            every = [
+                value
+                for of, value in self.values.items()
+                if of.partition("/")[0] == name
+            ]
             return float(fold_heads(name, np.array([every], dtype=np.float64))[0])
         if (heads := self.heads.get(measured_field(name))) is not None:
             return float(fold_heads(name, heads.reshape(1, -1))[0])
@@ -104,9 +126,15 @@ class Sample:
         """
         prefix = "eval/" if self.phase == "eval" else ""
         known = {
-            name: values[np.isfinite(values)] for name in HISTOGRAMS if (values := self.heads.get(name)) is not None
+            name: values[np.isfinite(values)]
+            for name in HISTOGRAMS
+            if (values := self.heads.get(name)) is not None
         }
-        return {f"{prefix}attn/heads/{name}": values for name, values in known.items() if len(values)}
+        return {
+            f"{prefix}attn/heads/{name}": values
+            for name, values in known.items()
+            if len(values)
+        }
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -115,7 +143,10 @@ class Sample:
         >>> Sample(step=0, values={"step": 0.0}, monitor={"calls": 2.0}).numbers
         {'step': 0.0, 'monitor_calls': 2.0}
         """
-        return {**self.values, **{f"monitor_{name}": value for name, value in self.monitor.items()}}
+        return {
+            **self.values,
+            **{f"monitor_{name}": value for name, value in self.monitor.items()},
+        }
 
     def summaries(self, per_layer: Sequence[str] | None = None) -> dict[str, float]:
         """Returns values keyed as in trackers, such as attn/max_logit and attn/layer_07/max_logit; no value is per head
@@ -129,25 +160,48 @@ class Sample:
         if per_layer is None:
             per_layer = layer_fields()
         digits = max(2, len(str(len(self.layers) - 1)))
-        names = [*self.heads, *(name for name, field in LAYER_FIELDS.items() if field.of in self.heads)]
+        names = [
+            *self.heads,
+            *(name for name, field in LAYER_FIELDS.items() if field.of in self.heads),
+        ]
         names += [n for n in self.values if n in HEAD_FIELDS and n not in self.heads]
         found = {f"attn/{name}": self.overall(name) for name in names}
-        types = list(dict.fromkeys(self.types[layer] for layer in self.layers if layer in self.types))
+        types = list(
+            dict.fromkeys(
+                self.types[layer] for layer in self.layers if layer in self.types
+            )
+        )
         for name in per_layer:
             if measured_field(name) in self.heads:
-                found |= {f"attn/{of}/{name}": self.of_type(of, name) for of in types if len(types) > 1}
+                found |= {
+                    f"attn/{of}/{name}": self.of_type(of, name)
+                    for of in types
+                    if len(types) > 1
+                }
                 for i, value in enumerate(self.by_layer(name)):
                     found[f"attn/layer_{i:0{digits}d}/{name}"] = float(value)
         for name, value in self.values.items():
             field, _, layer = name.partition("/")
             if field in VALUE_FIELDS or (field in BLOCK_FIELDS and field in per_layer):
-                place = f"layer_{self.layers.index(layer):0{digits}d}" if layer in self.layers else layer
+                place = (
+                    f"layer_{self.layers.index(layer):0{digits}d}"
+                    if layer in self.layers
+                    else layer
+                )
                 found["/".join(filter(None, ("hidden", place, field)))] = float(value)
         blocks = dict.fromkeys(name.partition("/")[0] for name in self.values)
-        found |= {f"hidden/{name}": self.overall(name) for name in blocks if name in BLOCK_FIELDS}
-        found |= {f"monitor/{name}": float(value) for name, value in self.monitor.items()}
+        found |= {
+            f"hidden/{name}": self.overall(name)
+            for name in blocks
+            if name in BLOCK_FIELDS
+        }
+        found |= {
+            f"monitor/{name}": float(value) for name, value in self.monitor.items()
+        }
         prefix = "eval/" if self.phase == "eval" else ""
-        return {prefix + key: value for key, value in found.items() if not math.isnan(value)}
+        return {
+            prefix + key: value for key, value in found.items() if not math.isnan(value)
+        }
 
 
 def repeat_groups(values: np.ndarray, n_heads: int) -> np.ndarray:
@@ -160,7 +214,9 @@ def repeat_groups(values: np.ndarray, n_heads: int) -> np.ndarray:
     [1.0, 1.0, 2.0, 2.0]
     """
     if len(values) == 0 or n_heads % len(values):
-        raise ShapeError(f"expected a number of key heads that divides {n_heads} heads, got {len(values)}")
+        raise ShapeError(
+            f"expected a number of key heads that divides {n_heads} heads, got {len(values)}"
+        )
     return np.repeat(values, n_heads // len(values))
 
 
@@ -199,13 +255,17 @@ def sample_line(sample: Sample, root: str = "") -> str:
     >>> sample_line(Sample(step=5, values={"max_logit": 3.0}))
     'step 5, max logit 3'
     """
-    parts = [f"step {sample.step:,}" + (" (untrained)" if sample.phase == "eval" else "")]
+    parts = [
+        f"step {sample.step:,}" + (" (untrained)" if sample.phase == "eval" else "")
+    ]
     loss = sample.values.get("train_loss", math.nan)
     if not math.isnan(loss):
         parts.append(f"loss {loss:.4f}")
     lead = leading_head(sample)
     if lead is not None:
-        parts.append(f"max logit {_number(lead[2])} ({f'{site_label(lead[0], root)} head {lead[1]}'.strip()})")
+        parts.append(
+            f"max logit {_number(lead[2])} ({f'{site_label(lead[0], root)} head {lead[1]}'.strip()})"
+        )
     for name, word in [*_columns().items()][1 if lead is not None else 0 : 4]:
         value = sample.overall(name)
         if not math.isnan(value):
@@ -220,7 +280,11 @@ def coverage(watched: int, missed: Sequence[str]) -> str:
     '4 of 5 attention layers watched; not understood: odd: its scores …'
     """
     others = "; ".join(missed)
-    return f"{watched} of {watched + len(missed)} attention layers watched; not understood: {others}" if missed else ""
+    return (
+        f"{watched} of {watched + len(missed)} attention layers watched; not understood: {others}"
+        if missed
+        else ""
+    )
 
 
 def monitor_line(sample: Sample) -> str:
@@ -233,13 +297,24 @@ def monitor_line(sample: Sample) -> str:
     """
     said = []
     for name in [name for name in MONITOR_FIELDS if name in sample.monitor]:
-        own, *ends = (sample.monitor.get(f"{name}{end}", sample.monitor[name]) for end in ("", "_min", "_max"))
-        over = "" if ends[0] == ends[1] else f" ({' to '.join(map(_number, ends))} over processes)"
-        said.append(f"{_number(float(own))} {name.removesuffix('s') if own == 1 else name}{over}")
+        own, *ends = (
+            sample.monitor.get(f"{name}{end}", sample.monitor[name])
+            for end in ("", "_min", "_max")
+        )
+        over = (
+            ""
+            if ends[0] == ends[1]
+            else f" ({' to '.join(map(_number, ends))} over processes)"
+        )
+        said.append(
+            f"{_number(float(own))} {name.removesuffix('s') if own == 1 else name}{over}"
+        )
     return f"monitor: {', '.join(said)}" if said else ""
 
 
-def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = "") -> str:
+def sample_table(
+    sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = ""
+) -> str:
     """Returns a table with one line per layer (the largest logit and its head, entropy, norms), followed by the most
     severe alarms.
 
@@ -265,7 +340,9 @@ def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *
     )
 
 
-def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = "") -> str:
+def sample_html(
+    sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = ""
+) -> str:
     """Returns the table of `sample_table` as HTML without scripts, with all text escaped, for a notebook's
     `_repr_html_`.
 
@@ -294,8 +371,16 @@ def _columns() -> dict[str, str]:
 
 def _rows(sample: Sample, root: str) -> tuple[list[str], list[list[str]]]:
     columns = _columns()
-    known = [name for name in columns if of_layers(name) or measured_field(name) in sample.heads]
-    folded = {name: values for name in known if not np.isnan(values := sample.by_layer(name)).all()}
+    known = [
+        name
+        for name in columns
+        if of_layers(name) or measured_field(name) in sample.heads
+    ]
+    folded = {
+        name: values
+        for name in known
+        if not np.isnan(values := sample.by_layer(name)).all()
+    }
     shown = list(folded)
     typed = any(of != "full" for of in sample.types.values())
     head = ["layer", "type"] if typed else ["layer"]
@@ -303,14 +388,22 @@ def _rows(sample: Sample, root: str) -> tuple[list[str], list[list[str]]]:
         head += [columns[name], "head"] if name == "max_logit" else [columns[name]]
     rows = []
     for i, layer in enumerate(sample.layers if shown else ()):
-        row = [site_label(layer, root), sample.types.get(layer, "-")] if typed else [site_label(layer, root)]
+        row = (
+            [site_label(layer, root), sample.types.get(layer, "-")]
+            if typed
+            else [site_label(layer, root)]
+        )
         for name in shown:
             row.append(_number(float(folded[name][i])))
             if name == "max_logit":
                 logits = sample.heads[name][i]
-                row.append("-" if np.isnan(logits).all() else str(int(np.nanargmax(logits))))
+                row.append(
+                    "-" if np.isnan(logits).all() else str(int(np.nanargmax(logits)))
+                )
         rows.append(row)
-    for layer in [name for name, of in sample.types.items() if of == LINEAR] if rows else ():
+    for layer in (
+        [name for name, of in sample.types.items() if of == LINEAR] if rows else ()
+    ):
         rows.append([site_label(layer, root), LINEAR, *["-"] * (len(head) - 2)])
     return head, rows
 
@@ -357,7 +450,11 @@ def about(
         "dtype": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
         "sites": site_facts(sites),
         "missed": [dataclasses.asdict(one) for one in missed],
-        **({LINEAR: list(sites.linear)} if isinstance(sites, Sites) and sites.linear else {}),
+        **(
+            {LINEAR: list(sites.linear)}
+            if isinstance(sites, Sites) and sites.linear
+            else {}
+        ),
         "optimizer": None if optimizer is None else type(optimizer).__name__,
         "cadence": repr(cadence),
         "processes": dist.world(),

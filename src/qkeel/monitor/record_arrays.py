@@ -13,7 +13,9 @@ from qkeel.monitor.record import repeat_groups
 from qkeel.records import HEAD_FIELDS, NON_FINITE
 
 
-def _smaller_over_eps(query: np.ndarray, key: np.ndarray, eps: np.ndarray) -> np.ndarray:
+def _smaller_over_eps(
+    query: np.ndarray, key: np.ndarray, eps: np.ndarray
+) -> np.ndarray:
     return np.minimum(query, key) / eps
 
 
@@ -29,8 +31,14 @@ COMPUTED: Mapping[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]] = {
     "gate_std": (("gate_mean", "gate_square"), _spread),
     "gain_bound": (("query_bound", "key_bound"), np.multiply),
 }
-_SERVING = {part for parts, _ in COMPUTED.values() for part in parts if part not in HEAD_FIELDS}
-_OF_MAXIMA = ("max_logit", "capped_max_logit", NON_FINITE)  # known even where only the maxima were measured
+_SERVING = {
+    part for parts, _ in COMPUTED.values() for part in parts if part not in HEAD_FIELDS
+}
+_OF_MAXIMA = (
+    "max_logit",
+    "capped_max_logit",
+    NON_FINITE,
+)  # known even where only the maxima were measured
 
 
 # The statistics by token class that are recorded, and the counts that say whether they were measured.
@@ -78,9 +86,14 @@ class RecordArrays:
     def __init__(self, table: StepTable, sites: Sequence[str], width: int) -> None:
         """Takes the layers of the record, and the number of heads of the layer with the most heads."""
         layers = {site: layer for layer, site in enumerate(sites)}
-        self._shape, self._nan = (len(sites), width), table.size  # the index of a NaN behind the vector
+        self._shape, self._nan = (
+            (len(sites), width),
+            table.size,
+        )  # the index of a NaN behind the vector
         self._index: dict[str, np.ndarray] = {}
-        self._counts: dict[str, np.ndarray] = {}  # for values by token class, the indices of the counts behind them
+        self._counts: dict[
+            str, np.ndarray
+        ] = {}  # for values by token class, the indices of the counts behind them
         self.classes: tuple[str, ...] = ()
         self._scalars: dict[str, int] = {}
         for entry in table.form:
@@ -92,14 +105,24 @@ class RecordArrays:
             if name in HEAD_FIELDS or name in _SERVING or name in statistics.TENSORS:
                 if layer is None or not entry.shape:
                     continue
-                indices, statistic = table.indices(entry), table.entries.get((entry.site, "max_logit"))
-                if statistic is not None and (name in statistics.TENSORS or (name in _SERVING and len(indices) == 1)):
+                indices, statistic = (
+                    table.indices(entry),
+                    table.entries.get((entry.site, "max_logit")),
+                )
+                if statistic is not None and (
+                    name in statistics.TENSORS
+                    or (name in _SERVING and len(indices) == 1)
+                ):
                     indices = repeat_groups(indices, statistic.shape[0])
                 self._put(self._index, name, layer, indices)
             elif not entry.shape and not name.endswith(":weight"):
-                self._scalars[f"{name}/{entry.site}" if entry.site else name] = table.firsts[entry.site, name]
+                self._scalars[f"{name}/{entry.site}" if entry.site else name] = (
+                    table.firsts[entry.site, name]
+                )
 
-    def _put(self, index: dict[str, np.ndarray], name: str, layer: int, indices: np.ndarray) -> None:
+    def _put(
+        self, index: dict[str, np.ndarray], name: str, layer: int, indices: np.ndarray
+    ) -> None:
         n = min(len(indices), self._shape[1])
         index.setdefault(name, np.full(self._shape, self._nan))[layer, :n] = indices[:n]
 
@@ -113,8 +136,13 @@ class RecordArrays:
         n_heads = table.entries[entry.site, "max_logit"].shape[0]
         indices = table.indices(entry)
         counts = table.indices(table.entries[entry.site, "\t".join([count, *classes])])
-        repeats = n_heads // len(indices)  # of the values of a key head, for each query head of its group
-        indices, counts = np.repeat(indices, repeats, axis=0), np.repeat(counts, repeats, axis=0)
+        repeats = n_heads // len(
+            indices
+        )  # of the values of a key head, for each query head of its group
+        indices, counts = (
+            np.repeat(indices, repeats, axis=0),
+            np.repeat(counts, repeats, axis=0),
+        )
         for a, query in enumerate(classes):
             if indices.ndim == 2:
                 self._put(self._index, f"class_{name}/{query}", layer, indices[:, a])
@@ -122,10 +150,14 @@ class RecordArrays:
                 continue
             for b, key in enumerate(classes):
                 column = counts[:, a] if counts.ndim == 2 else counts[:, a, b]
-                self._put(self._index, f"class_{name}/{query}->{key}", layer, indices[:, a, b])
+                self._put(
+                    self._index, f"class_{name}/{query}->{key}", layer, indices[:, a, b]
+                )
                 self._put(self._counts, f"class_{name}/{query}->{key}", layer, column)
 
-    def read(self, vector: np.ndarray) -> tuple[dict[str, np.ndarray], set[str], dict[str, float]]:
+    def read(
+        self, vector: np.ndarray
+    ) -> tuple[dict[str, np.ndarray], set[str], dict[str, float]]:
         """Returns the arrays by name, in the order of HEAD_FIELDS; the names of the statistics that were measured for
         at least one head; and the numbers without heads."""
         extended = np.append(vector, np.nan)
@@ -134,16 +166,26 @@ class RecordArrays:
         for name, (parts, compute) in COMPUTED.items():
             if all(part in arrays for part in parts):
                 computed = compute(*[arrays[part] for part in parts])
-                arrays[name] = np.where(np.isnan(computed), arrays[name], computed) if name in arrays else computed
+                arrays[name] = (
+                    np.where(np.isnan(computed), arrays[name], computed)
+                    if name in arrays
+                    else computed
+                )
         heads = {name: arrays[name] for name in HEAD_FIELDS if name in arrays}
         for name, counts in self._counts.items():
             arrays[name] = np.where(extended[counts] > 0, arrays[name], np.nan)
         if self.classes:
             for side in ("query", "key"):
-                norms = np.stack([arrays[f"class_{side}_norm/{label}"] for label in self.classes])
+                norms = np.stack(
+                    [arrays[f"class_{side}_norm/{label}"] for label in self.classes]
+                )
                 arrays[f"{side}_competition"] = _largest_over_smallest(norms)
             heads |= {name: arrays[name] for name in class_fields(self.classes)}
-        return heads, measured, {name: float(vector[position]) for name, position in self._scalars.items()}
+        return (
+            heads,
+            measured,
+            {name: float(vector[position]) for name, position in self._scalars.items()},
+        )
 
     def _mask_statistics(self, arrays: dict[str, np.ndarray]) -> set[str]:
         """Adds what is computed from the statistics, and puts NaN in place of what was not measured.
@@ -152,15 +194,21 @@ class RecordArrays:
         """
         top, low, entropy = arrays["max_logit"], arrays["min_logit"], arrays["entropy"]
         arrays["max_abs_logit"] = np.maximum(np.maximum(top, -low), 0.0)
-        low_is_finite = np.isfinite(low) | (arrays["n_pairs"] == 0)  # without pairs, the minimum was not measured
-        arrays[NON_FINITE] = 1.0 - (np.isfinite(top) & low_is_finite & np.isfinite(entropy))
+        low_is_finite = np.isfinite(low) | (
+            arrays["n_pairs"] == 0
+        )  # without pairs, the minimum was not measured
+        arrays[NON_FINITE] = 1.0 - (
+            np.isfinite(top) & low_is_finite & np.isfinite(entropy)
+        )
         there, capped = ~np.isnan(arrays["n_queries"]), arrays["capped_max_logit"]
         names = set()
         for name in statistics.RECORDED:
             if name in arrays and name in HEAD_FIELDS:
                 measured = arrays[HEAD_FIELDS[name].count] > 0
                 if name in _OF_MAXIMA:
-                    measured |= there & ((capped if name == "capped_max_logit" else top) != -np.inf)
+                    measured |= there & (
+                        (capped if name == "capped_max_logit" else top) != -np.inf
+                    )
                 arrays[name] = np.where(measured, arrays[name], np.nan)
                 if measured.any():
                     names.add(name)

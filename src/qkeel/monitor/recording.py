@@ -29,17 +29,29 @@ class Recording:
     if known. most: the number of records to keep, at least 4.
     """
 
-    def __init__(self, layers: Sequence[str] = (), *, planned: PlannedRates | None = None, most: int = MOST) -> None:
+    def __init__(
+        self,
+        layers: Sequence[str] = (),
+        *,
+        planned: PlannedRates | None = None,
+        most: int = MOST,
+    ) -> None:
         self.layers = tuple(layers)
         self.planned = planned
         self._most = max(4, most)
         self._every = 1
         self._seen = self._kept = 0
         self._has_rates = True
-        self._columns: dict[tuple[Kind, str], np.ndarray] = {}  # [room …] each, NaN behind the last record
+        self._columns: dict[
+            tuple[Kind, str], np.ndarray
+        ] = {}  # [room …] each, NaN behind the last record
         self._room = 4
 
-    def append(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray] | None = None) -> None:
+    def append(
+        self,
+        values: Mapping[str, object],
+        heads: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         """Adds the record of a step, which must come after the last recorded step.
 
         values: at least "step"; numbers with names in records.STEP_FIELDS; anything that is not a number counts as not
@@ -70,7 +82,12 @@ class Recording:
     @property
     def history(self) -> History:
         """The records so far, as views that are valid until the next append."""
-        columns: dict[Kind, dict[str, np.ndarray]] = {"own": {}, "values": {}, "heads": {}, "tops": {}}
+        columns: dict[Kind, dict[str, np.ndarray]] = {
+            "own": {},
+            "values": {},
+            "heads": {},
+            "tops": {},
+        }
         for (kind, name), column in self._columns.items():
             columns[kind][name] = column[: self._kept]
         return History(
@@ -85,12 +102,22 @@ class Recording:
 
     def state(self) -> dict[str, np.ndarray]:
         """The records and their number, from which `load` continues."""
-        columns = {f"{kind}:{name}": column[: self._kept] for (kind, name), column in self._columns.items()}
-        return {**columns, "counts": np.array([self._every, self._seen, self._kept, int(self._has_rates)])}
+        columns = {
+            f"{kind}:{name}": column[: self._kept]
+            for (kind, name), column in self._columns.items()
+        }
+        return {
+            **columns,
+            "counts": np.array(
+                [self._every, self._seen, self._kept, int(self._has_rates)]
+            ),
+        }
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Replaces the records with those of another Recording."""
-        self._every, self._seen, self._kept, has_rates = (int(count) for count in state["counts"])
+        self._every, self._seen, self._kept, has_rates = (
+            int(count) for count in state["counts"]
+        )
         self._has_rates = bool(has_rates)
         self._columns, self._room = {}, max(4, self._kept)
         for key, records in state.items():
@@ -102,24 +129,34 @@ class Recording:
         """The number of appended records, whether they were kept or not."""
         return self._seen
 
-    def _check(self, values: Mapping[str, object], heads: Mapping[str, np.ndarray]) -> None:
+    def _check(
+        self, values: Mapping[str, object], heads: Mapping[str, np.ndarray]
+    ) -> None:
         last = self._column("own", "step")[self._kept - 1] if self._kept else -np.inf
         if not number(values.get("step")) > last:
-            raise ShapeError(f"expected a record of a step after {last:g}, got step {values.get('step')}")
+            raise ShapeError(
+                f"expected a record of a step after {last:g}, got step {values.get('step')}"
+            )
         for name, of_heads in heads.items():
             shape = np.shape(of_heads)
             if len(shape) != 2 or (self.layers and shape[0] != len(self.layers)):
-                raise ShapeError(f"expected {name!r} as [{len(self.layers) or 'layers'} heads], got shape {shape}")
+                raise ShapeError(
+                    f"expected {name!r} as [{len(self.layers) or 'layers'} heads], got shape {shape}"
+                )
             column = self._columns.get(("heads", name))
             if column is not None and column.shape[1:] != shape:
-                raise ShapeError(f"expected {name!r} of shape {column.shape[1:]} as before, got {shape}")
+                raise ShapeError(
+                    f"expected {name!r} of shape {column.shape[1:]} as before, got {shape}"
+                )
 
     def _column(self, kind: Kind, name: str, shape: tuple[int, ...] = ()) -> np.ndarray:
         """Returns a column, which is added when its name first appears."""
         column = self._columns.get((kind, name))
         if column is None:
             dtype = np.float32 if kind == "heads" else np.float64
-            column = self._columns[kind, name] = np.full((self._room, *shape), np.nan, dtype)
+            column = self._columns[kind, name] = np.full(
+                (self._room, *shape), np.nan, dtype
+            )
         return column
 
     def _next_row(self) -> int:
@@ -133,7 +170,9 @@ class Recording:
         if n == self._room:
             self._room = min(2 * n, self._most + 1)
             for key, column in self._columns.items():
-                self._columns[key] = np.full((self._room, *column.shape[1:]), np.nan, column.dtype)
+                self._columns[key] = np.full(
+                    (self._room, *column.shape[1:]), np.nan, column.dtype
+                )
                 self._columns[key][:n] = column
         for column in self._columns.values():
             column[n] = np.nan
@@ -148,10 +187,17 @@ class Recording:
 
     def _keep(self, rows: np.ndarray) -> None:
         """Keeps these rows only; each gets the mean rate since the row before it."""
-        steps, rates = self._column("own", "step")[: self._kept], self._column("own", "rate")
-        first = int(np.flatnonzero(np.diff(rows, prepend=-1) > 1)[0])  # the rows before it stay what they are
+        steps, rates = (
+            self._column("own", "step")[: self._kept],
+            self._column("own", "rate"),
+        )
+        first = int(
+            np.flatnonzero(np.diff(rows, prepend=-1) > 1)[0]
+        )  # the rows before it stay what they are
         begin = max(first - 1, 0)
-        ticks = np.cumsum(rates[begin : self._kept] * np.diff(steps[begin:], prepend=steps[begin]))
+        ticks = np.cumsum(
+            rates[begin : self._kept] * np.diff(steps[begin:], prepend=steps[begin])
+        )
         kept = rows[begin:]
         rates[kept[1:]] = np.diff(ticks[kept - begin]) / np.diff(steps[kept])
         self._kept = len(rows)

@@ -16,7 +16,15 @@ from qkeel.functional.norms import stream_statistics
 from qkeel.handle import Handle
 from qkeel.monitor.gather import NumberKey, Reduction
 from qkeel.monitor.token_classes import blocks_of
-from qkeel.patching.modes import Guarded, Hook, ModuleTree, in_this_thread, put_hooks, remove_hooks, unguarded
+from qkeel.patching.modes import (
+    Guarded,
+    Hook,
+    ModuleTree,
+    in_this_thread,
+    put_hooks,
+    remove_hooks,
+    unguarded,
+)
 from qkeel.records import BLOCK_FIELDS
 
 
@@ -44,7 +52,9 @@ class ResidualStream:
         self._add, self._guard = add, guard
         self._tree = ModuleTree(model) if tree is None else tree
         block_of_site = blocks_of(model, sites)
-        self._layers: dict[str, tuple[str, ...]] = {}  # the layers under which the statistics of a block are recorded
+        self._layers: dict[
+            str, tuple[str, ...]
+        ] = {}  # the layers under which the statistics of a block are recorded
         for site, block in block_of_site.items():
             self._layers[block] = (*self._layers.get(block, ()), site)
         self._lists = {block.rpartition(".")[0] for block in self._layers}
@@ -60,18 +70,28 @@ class ResidualStream:
         for name, module in self._tree.named():
             if isinstance(module, torch.jit.ScriptModule):  # accepts no hooks
                 continue
-            in_list = bool(name) and name.rpartition(".")[0] in self._lists and any(True for _ in module.children())
+            in_list = (
+                bool(name)
+                and name.rpartition(".")[0] in self._lists
+                and any(True for _ in module.children())
+            )
             if in_list or name in self._layers:
                 layers = self._layers.get(name, (name,))
                 before = functools.partial(self._guard, self._enter, layers)
                 after = functools.partial(self._guard, self._leave, layers)
-                hooks += put_hooks(module, in_this_thread(before), in_this_thread(after))
+                hooks += put_hooks(
+                    module, in_this_thread(before), in_this_thread(after)
+                )
         return Handle(functools.partial(remove_hooks, hooks))
 
-    def _enter(self, layers: tuple[str, ...], module: nn.Module, args: object, kwargs: object) -> None:
+    def _enter(
+        self, layers: tuple[str, ...], module: nn.Module, args: object, kwargs: object
+    ) -> None:
         self._measure(layers, "input", (args, kwargs))
 
-    def _leave(self, layers: tuple[str, ...], module: nn.Module, args: object, output: object) -> None:
+    def _leave(
+        self, layers: tuple[str, ...], module: nn.Module, args: object, output: object
+    ) -> None:
         self._measure(layers, "output", output)
 
     @torch.no_grad()

@@ -73,7 +73,8 @@ class Alarm:
         place = (
             ""
             if self.layer is None
-            else f", {self.layer or 'the model itself'}" + ("" if self.head is None else f", head {self.head}")
+            else f", {self.layer or 'the model itself'}"
+            + ("" if self.head is None else f", head {self.head}")
         )
         trend = f"; {self.trend}" if self.trend else ""
         return f"{self.severity} at step {self.step:,}{place}: {self.meaning}{trend}"
@@ -83,7 +84,9 @@ class Alarm:
         return f"{self.line}. To act: {self.remedy}"
 
 
-Threshold = float | Mapping[str, float]  # for all layers, or for the layers of each of these types and no others
+Threshold = (
+    float | Mapping[str, float]
+)  # for all layers, or for the layers of each of these types and no others
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,9 @@ class Rule(abc.ABC):
     severity: Severity = Severity.ALARM  #: severity of its alarms
     source: str = ""  #: paper, page or derivation, in words
     remedy: str = HOLD  #: the line of code that an alarm recommends
-    cause: str = GROWTH  #: what goes wrong; alarms with the same cause are reported together
+    cause: str = (
+        GROWTH  #: what goes wrong; alarms with the same cause are reported together
+    )
 
     @property
     def name(self) -> str:
@@ -105,18 +110,30 @@ class Rule(abc.ABC):
     def check(self, history: History) -> Alarm | None:
         """Returns an alarm if the last record warrants one."""
 
-    def of_types(self, history: History, thresholds: Mapping[str, float]) -> Alarm | None:
+    def of_types(
+        self, history: History, thresholds: Mapping[str, float]
+    ) -> Alarm | None:
         """Returns the alarm for the first type of layer on which this rule fires with the threshold for that type."""
         for layer_type, threshold in thresholds.items():
             one = dataclasses.replace(self, threshold=threshold)  # type: ignore[call-arg]
-            alarm = one.check(history.of_type(layer_type)) if layer_type in history.types.values() else None
+            alarm = (
+                one.check(history.of_type(layer_type))
+                if layer_type in history.types.values()
+                else None
+            )
             if alarm is not None:
                 meaning = f"{alarm.meaning} ({layer_type} layers)"
                 return dataclasses.replace(alarm, rule=self.name, meaning=meaning)
         return None
 
     def alarm(
-        self, history: History, meaning: str, value: float, *, at: RecordPlace | None = None, trend: str = ""
+        self,
+        history: History,
+        meaning: str,
+        value: float,
+        *,
+        at: RecordPlace | None = None,
+        trend: str = "",
     ) -> Alarm:
         """Returns the alarm for the last record."""
         layer, head = (None, None) if at is None else history.where(at)
@@ -151,11 +168,15 @@ def check_threshold(threshold: Threshold) -> None:
         return
     of_logits = [layer_type for layer_type in LAYER_TYPES if layer_type != LINEAR]
     if not threshold:
-        raise InvalidValueError(f"expected the threshold of at least one layer type ({', '.join(of_logits)}), got none")
+        raise InvalidValueError(
+            f"expected the threshold of at least one layer type ({', '.join(of_logits)}), got none"
+        )
     for layer_type, one in threshold.items():
         check_known("type of layers with logits", layer_type, of_logits)
         if isinstance(one, Mapping):
-            raise InvalidTypeError(f"expected a number as the threshold of {layer_type} layers, got {one!r}")
+            raise InvalidTypeError(
+                f"expected a number as the threshold of {layer_type} layers, got {one!r}"
+            )
         check_threshold(one)
 
 
@@ -166,7 +187,9 @@ def shown(threshold: Threshold) -> str:
     ('1000', 'full=100,window=50')
     """
     if isinstance(threshold, Mapping):
-        return ",".join(f"{layer_type}={one:g}" for layer_type, one in threshold.items())
+        return ",".join(
+            f"{layer_type}={one:g}" for layer_type, one in threshold.items()
+        )
     return f"{threshold:g}"
 
 
@@ -182,7 +205,9 @@ class Extreme:
     envelope: np.ndarray
 
 
-@functools.lru_cache(maxsize=4)  # a History never changes, and most rules need the same entry
+@functools.lru_cache(
+    maxsize=4
+)  # a History never changes, and most rules need the same entry
 def largest(history: History, name: str) -> Extreme | None:
     """The head with the largest value in the last record, where NaN counts as not measured; None if nothing was
     measured."""
@@ -192,7 +217,12 @@ def largest(history: History, name: str) -> Extreme | None:
     at = peak(name, series[-1])
     envelope = history.top(name)
     found = series[:, at.layer, at.head]
-    return Extreme(at=at, value=float(found[-1]), series=found, envelope=found if envelope is None else envelope)
+    return Extreme(
+        at=at,
+        value=float(found[-1]),
+        series=found,
+        envelope=found if envelope is None else envelope,
+    )
 
 
 def largest_logit(history: History) -> Extreme | None:
@@ -205,10 +235,17 @@ def largest_logit(history: History) -> Extreme | None:
     if np.isnan(last).all():
         return None
     at = peak("max_logit", last)
-    series = without_constant(logits[:, at.layer, at.head], spreads[:, at.layer, at.head])
+    series = without_constant(
+        logits[:, at.layer, at.head], spreads[:, at.layer, at.head]
+    )
     # The envelope over all heads is smoother, but it is another head's if a constant had made that one the largest.
     is_same = at == top.at and series[-1] == top.value
-    return Extreme(at=at, value=float(series[-1]), series=series, envelope=top.envelope if is_same else series)
+    return Extreme(
+        at=at,
+        value=float(series[-1]),
+        series=series,
+        envelope=top.envelope if is_same else series,
+    )
 
 
 def at_most(history: History, name: str, limit: float) -> bool:
@@ -234,7 +271,9 @@ def _largest_at(values: np.ndarray) -> int:
 
 def ahead(history: History, values: np.ndarray, threshold: float) -> Forecast | None:
     """Forecasts when `values` [n], a series of this history, will pass `threshold`; see `forecast`."""
-    return forecast(history.steps, values, threshold, rates=history.rates, planned=history.planned)
+    return forecast(
+        history.steps, values, threshold, rates=history.rates, planned=history.planned
+    )
 
 
 def first(values: np.ndarray) -> int:
@@ -290,7 +329,9 @@ class Ceiling(Rule):
         if top is None or not top.value > self.threshold:
             return None
         meaning = f"max logit {top.value:,.4g} is over {self.threshold:,g}"
-        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.series))
+        return self.alarm(
+            history, meaning, top.value, at=top.at, trend=trend(history, top.series)
+        )
 
 
 @final
@@ -316,11 +357,25 @@ class Growth(Rule):
             return None
         top, then = now
         meaning = f"max logit {top.value:,.4g} will be {self.factor:g} times as large by step {then.step:,.0f}"
-        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.envelope, _MODEL))
+        return self.alarm(
+            history,
+            meaning,
+            top.value,
+            at=top.at,
+            trend=trend(history, top.envelope, _MODEL),
+        )
 
     def _ahead(self, history: History) -> tuple[Extreme, Forecast] | None:
-        top = None if at_most(history, "max_logit", self.floor) else largest_logit(history)
-        return _soon(history, top, self.factor * top.value, self.floor, self.horizon) if top is not None else None
+        top = (
+            None
+            if at_most(history, "max_logit", self.floor)
+            else largest_logit(history)
+        )
+        return (
+            _soon(history, top, self.factor * top.value, self.floor, self.horizon)
+            if top is not None
+            else None
+        )
 
 
 @final
@@ -349,13 +404,27 @@ class Approach(Rule):
     def check(self, history: History) -> Alarm | None:
         if isinstance(self.threshold, Mapping):
             return self.of_types(history, self.threshold)
-        top = None if at_most(history, "max_logit", self.floor) else largest_logit(history)
-        found = None if top is None else _soon(history, top, self.threshold, self.floor, self.horizon)
+        top = (
+            None
+            if at_most(history, "max_logit", self.floor)
+            else largest_logit(history)
+        )
+        found = (
+            None
+            if top is None
+            else _soon(history, top, self.threshold, self.floor, self.horizon)
+        )
         if found is None:
             return None
         top, then = found
         meaning = f"max logit {top.value:,.4g} {then}"
-        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.envelope, _MODEL))
+        return self.alarm(
+            history,
+            meaning,
+            top.value,
+            at=top.at,
+            trend=trend(history, top.envelope, _MODEL),
+        )
 
 
 def _soon(
@@ -364,7 +433,11 @@ def _soon(
     if not top.value > floor:
         return None
     found = ahead(history, top.envelope, threshold)
-    return None if found is None or found.step > horizon * float(history.steps[-1]) else (top, found)
+    return (
+        None
+        if found is None or found.step > horizon * float(history.steps[-1])
+        else (top, found)
+    )
 
 
 @final
@@ -391,19 +464,29 @@ class Outlook(Rule):
         if isinstance(self.threshold, Mapping):
             return self.of_types(history, self.threshold)
         planned, top = history.planned, largest_logit(history)
-        if planned is None or top is None or not planned.followed(history.steps, history.rates):
+        if (
+            planned is None
+            or top is None
+            or not planned.followed(history.steps, history.rates)
+        ):
             return None
         start = first(top.envelope)
         was, now = float(top.envelope[start]), top.value
         then, tick = planned.ticks(history.steps[[start, -1]])
-        if not now > max(self.floor, self.factor * was) or tick <= then or not np.isfinite(now):
+        if (
+            not now > max(self.floor, self.factor * was)
+            or tick <= then
+            or not np.isfinite(now)
+        ):
             return None
         end = now + (now - was) * float((planned.clock[-1] - tick) / (tick - then))
         if not end > self.threshold:
             return None
         text = f"max logit {now:,.4g}: if it keeps growing with the planned learning rates, "
         text += f"it will end over {self.threshold:,g}"
-        return self.alarm(history, text, now, at=top.at, trend=trend(history, top.envelope, _MODEL))
+        return self.alarm(
+            history, text, now, at=top.at, trend=trend(history, top.envelope, _MODEL)
+        )
 
 
 @final
@@ -418,9 +501,7 @@ class EntropyCollapse(Rule):
     """
 
     threshold: Threshold = thresholds.ENTROPY  #: of all layers, or by their types
-    source: str = (
-        "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: experiments/notes/alarms.md, tuning seeds"
-    )
+    source: str = "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: experiments/notes/alarms.md, tuning seeds"
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold)
@@ -429,7 +510,11 @@ class EntropyCollapse(Rule):
         if isinstance(self.threshold, Mapping):
             return self.of_types(history, self.threshold)
         series = history.series("entropy")
-        if series is None or not len(series) or not np.fmin.reduce(series[-1], axis=None) <= self.threshold:
+        if (
+            series is None
+            or not len(series)
+            or not np.fmin.reduce(series[-1], axis=None) <= self.threshold
+        ):
             return None  # a mean is never below its smallest term, so for most records this check suffices
         means = _layer_means(history)
         if means is None or np.isnan(means[1]).all():
@@ -440,8 +525,14 @@ class EntropyCollapse(Rule):
             return None
         text = f"the layer's mean attention entropy, {low:.3g} nats, is under {self.threshold:g}: "
         text += "one key takes all the attention"
-        was = f"it was {means[0, layer]:.3g} in the first record" if len(history) > 1 else ""
-        return self.alarm(history, text, low, at=RecordPlace("entropy", layer, None), trend=was)
+        was = (
+            f"it was {means[0, layer]:.3g} in the first record"
+            if len(history) > 1
+            else ""
+        )
+        return self.alarm(
+            history, text, low, at=RecordPlace("entropy", layer, None), trend=was
+        )
 
 
 def _layer_means(history: History) -> np.ndarray | None:
@@ -457,7 +548,9 @@ def _layer_means(history: History) -> np.ndarray | None:
     return np.where(counts, np.nansum(both, -1) / np.maximum(counts, 1), np.nan)
 
 
-def _one_key(history: History, records: Sequence[int], entropy: np.ndarray) -> np.ndarray:
+def _one_key(
+    history: History, records: Sequence[int], entropy: np.ndarray
+) -> np.ndarray:
     """Returns whether each query of a head sees only one key, in these records.
 
     If all statistics are measured, the normalized entropy is then missing, because it covers only queries with two or
@@ -500,7 +593,9 @@ class NonFinite(Rule):
             count = int((broken[-1] > 0).sum())
             heads = "this head" if count == 1 else f"{count} heads (this is the first)"
             text = f"the logits of {heads} are NaN or infinite"
-            alarm = self.alarm(history, text, np.nan, at=RecordPlace(NON_FINITE, layer, head))
+            alarm = self.alarm(
+                history, text, np.nan, at=RecordPlace(NON_FINITE, layer, head)
+            )
             if _over(history, thresholds.CLIPS):
                 remedy = f"{HOLD}  # from the last checkpoint before this step"
                 return dataclasses.replace(alarm, cause=GROWTH, remedy=remedy)
@@ -510,8 +605,16 @@ class NonFinite(Rule):
 
 def _over(history: History, threshold: float) -> bool:
     """Returns whether a finite logit of any record is over the threshold."""
-    series = [history.series("max_logit"), history.top("max_logit"), history.values.get("max_logit")]
-    return any((np.where(np.isfinite(x), x, -np.inf) > threshold).any() for x in series if x is not None)
+    series = [
+        history.series("max_logit"),
+        history.top("max_logit"),
+        history.values.get("max_logit"),
+    ]
+    return any(
+        (np.where(np.isfinite(x), x, -np.inf) > threshold).any()
+        for x in series
+        if x is not None
+    )
 
 
 @final
@@ -525,27 +628,38 @@ class AllSinks(Rule):
     (experiments/notes/results/step-spectra.md).
     """
 
-    uniform: float = 0.9  #: normalized entropy from which a head counts as having no preference
+    uniform: float = (
+        0.9  #: normalized entropy from which a head counts as having no preference
+    )
     severity: Severity = Severity.NOTICE
     source: str = "Sun et al. 2026, arXiv 2603.05498: heads that give over 30 % to the first token act as gates"
     cause: str = "all heads of a layer attend to the first key"
 
     def check(self, history: History) -> Alarm | None:
-        ratios, weights = history.by_layer("sink_head_ratio"), history.series("sink_share")
+        ratios, weights = (
+            history.by_layer("sink_head_ratio"),
+            history.series("sink_share"),
+        )
         if ratios is None or weights is None or not len(weights):
             return None
         begun = first(np.fmax.reduce(ratios, axis=1, initial=np.nan))
         several = np.isfinite(weights[-1]).sum(-1) > 1
         relative = history.by_layer("normalized_entropy")
-        flat = np.zeros_like(several) if relative is None else relative[-1] > self.uniform
-        layers = np.flatnonzero((ratios[-1] == 1) & (ratios[begun] < 1) & several & ~flat)
+        flat = (
+            np.zeros_like(several) if relative is None else relative[-1] > self.uniform
+        )
+        layers = np.flatnonzero(
+            (ratios[-1] == 1) & (ratios[begun] < 1) & several & ~flat
+        )
         if not len(layers):
             return None
         layer = int(layers[0])
         least = float(np.nanmin(weights[-1, layer]))
         text = f"every head of the layer is a sink head: each gives its first key at least {least:.0%} of its weight"
         was = f"{ratios[begun, layer]:.0%} of them were at first"
-        return self.alarm(history, text, least, at=RecordPlace("sink_share", layer, None), trend=was)
+        return self.alarm(
+            history, text, least, at=RecordPlace("sink_share", layer, None), trend=was
+        )
 
 
 @final
@@ -566,16 +680,25 @@ class GateShut(Rule):
 
     def check(self, history: History) -> Alarm | None:
         ratios, gates = history.by_layer("gate_min_ratio"), history.series("gate_mean")
-        if ratios is None or gates is None or not len(gates) or np.isnan(ratios[-1]).all():
+        if (
+            ratios is None
+            or gates is None
+            or not len(gates)
+            or np.isnan(ratios[-1]).all()
+        ):
             return None
         layer = int(np.nanargmin(ratios[-1]))
         if not ratios[-1, layer] < self.factor:
             return None
         head = int(np.nanargmin(gates[-1, layer]))
         value = float(gates[-1, layer, head])
-        text = f"the sink's gate is shut: it leaves {value:.2g} of the weight to the keys"
+        text = (
+            f"the sink's gate is shut: it leaves {value:.2g} of the weight to the keys"
+        )
         was = trend(history, gates[:, layer, head])
-        return self.alarm(history, text, value, at=RecordPlace("gate_mean", layer, head), trend=was)
+        return self.alarm(
+            history, text, value, at=RecordPlace("gate_mean", layer, head), trend=was
+        )
 
 
 @final
@@ -621,19 +744,35 @@ class Over(Rule):
         place = at if heads is not None else RecordPlace(self.field, at.layer, None)
         text = f"{self.field} is {value:,.4g}, over {self.threshold:g}"
         found = self.alarm(history, text, value, at=place, trend=trend(history, course))
-        of_layer = history.layers[at.layer] if layers is not None and history.layers else found.layer
+        of_layer = (
+            history.layers[at.layer]
+            if layers is not None and history.layers
+            else found.layer
+        )
         return dataclasses.replace(found, layer=of_layer)
 
 
 # These rules check every watched run; their thresholds are in thresholds.py.
 DEFAULT: tuple[Rule, ...] = (
-    Ceiling(threshold=thresholds.CLIPS, severity=Severity.NOTICE, source=thresholds.SOURCES[thresholds.CLIPS]),
+    Ceiling(
+        threshold=thresholds.CLIPS,
+        severity=Severity.NOTICE,
+        source=thresholds.SOURCES[thresholds.CLIPS],
+    ),
     Ceiling(threshold=thresholds.HARMS, source=thresholds.SOURCES[thresholds.HARMS]),
-    Ceiling(threshold=thresholds.DIVERGES, severity=Severity.CRITICAL, source=thresholds.SOURCES[thresholds.DIVERGES]),
+    Ceiling(
+        threshold=thresholds.DIVERGES,
+        severity=Severity.CRITICAL,
+        source=thresholds.SOURCES[thresholds.DIVERGES],
+    ),
     Growth(),
     Outlook(),
     Approach(threshold=thresholds.HARMS, source=thresholds.SOURCES[thresholds.HARMS]),
-    Approach(threshold=thresholds.DIVERGES, severity=Severity.CRITICAL, source=thresholds.SOURCES[thresholds.DIVERGES]),
+    Approach(
+        threshold=thresholds.DIVERGES,
+        severity=Severity.CRITICAL,
+        source=thresholds.SOURCES[thresholds.DIVERGES],
+    ),
     EntropyCollapse(),
     NonFinite(),
 )

@@ -16,7 +16,13 @@ from typing import final
 import numpy as np
 
 from qkeel.deprecation import accepts_earlier_calls
-from qkeel.errors import InvalidTypeError, InvalidValueError, RunDirectoryError, caution, unknown
+from qkeel.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    RunDirectoryError,
+    caution,
+    unknown,
+)
 from qkeel.frames import Foreign, Frame, heads_frame, steps_frame
 from qkeel.frames.tables import Markup, tag
 from qkeel.monitor.history import History, number
@@ -105,7 +111,9 @@ class RunDirectorySink(Sink):
     def __init__(self, path: str | Path = DEFAULT_PATH, watcher: str = "") -> None:
         """path: the directory. watcher: the command line of a `qkeel watch` process that records here."""
         if not isinstance(path, (str, Path)):
-            raise InvalidTypeError(f"expected a path for the records, got {type(path).__name__}")
+            raise InvalidTypeError(
+                f"expected a path for the records, got {type(path).__name__}"
+            )
         self.asked, self.watcher = Path(path), watcher
         self._home = Path.cwd()  # a script may change its folder later
         self.path: Path | None = None
@@ -117,22 +125,37 @@ class RunDirectorySink(Sink):
 
     def open(self, about: Mapping[str, object]) -> None:
         """Creates the directory; config.json is written last, so that a directory that contains it is complete."""
-        self.path = path = fresh_directory(self._home / self.asked, first="events.jsonl")
+        self.path = path = fresh_directory(
+            self._home / self.asked, first="events.jsonl"
+        )
         fields = about.get("fields")
-        self._fields = tuple(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS)
+        self._fields = tuple(
+            fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS
+        )
         self._summary = {"steps": 0, "samples": 0, "max_logit": math.nan, "alarms": 0}
         about = {**about, "watcher": self.watcher} if self.watcher else about
-        write_json(path / "env.json", {name: about[name] for name in ENVIRONMENT if name in about})
-        watched = {name: value for name, value in about.items() if name not in ENVIRONMENT}
+        write_json(
+            path / "env.json",
+            {name: about[name] for name in ENVIRONMENT if name in about},
+        )
+        watched = {
+            name: value for name, value in about.items() if name not in ENVIRONMENT
+        }
         write_json(path / "config.json", {"kind": KIND, **watched})
 
     def write(self, sample: Sample) -> None:
         """Writes one line of metrics and one record of heads. A record that cannot be written, as on a disk that is
         full for a moment, is lost, which one warning says; the next ones are tried again."""
         path = self._place()
-        line = {**{name: float(value) for name, value in sample.numbers.items()}, "step": sample.step}
+        line = {
+            **{name: float(value) for name, value in sample.numbers.items()},
+            "step": sample.step,
+        }
         try:
-            append_line(path / ("metrics.jsonl" if sample.phase == "train" else "eval.jsonl"), line)
+            append_line(
+                path / ("metrics.jsonl" if sample.phase == "train" else "eval.jsonl"),
+                line,
+            )
             self._write_heads(path, sample)
         except RunDirectoryError as error:
             if not path.is_dir():
@@ -146,15 +169,24 @@ class RunDirectorySink(Sink):
             return
         if sample.phase == "train":
             peak = np.fmax(self._summary["max_logit"], sample.overall("max_logit"))
-            self._summary |= {"steps": sample.step, "max_logit": float(peak), "samples": self._summary["samples"] + 1}
+            self._summary |= {
+                "steps": sample.step,
+                "max_logit": float(peak),
+                "samples": self._summary["samples"] + 1,
+            }
 
     def _write_heads(self, path: Path, sample: Sample) -> None:
         if not sample.heads:
             return
         if sample.phase not in self._heads:
             name = "heads" if sample.phase == "train" else "eval_heads"
-            size = len(sample.layers), max(values.shape[1] for values in sample.heads.values())
-            self._heads[sample.phase] = HeadRecorder(path, self._fields, *size, layers=sample.layers, name=name)
+            size = (
+                len(sample.layers),
+                max(values.shape[1] for values in sample.heads.values()),
+            )
+            self._heads[sample.phase] = HeadRecorder(
+                path, self._fields, *size, layers=sample.layers, name=name
+            )
         recorder = self._heads[sample.phase]
         record = np.full(recorder.shape, np.nan, dtype=np.float32)
         for block, name in zip(record, self._fields):
@@ -169,7 +201,10 @@ class RunDirectorySink(Sink):
 
     def alarm(self, alarm: Alarm) -> None:
         """Writes one event."""
-        append_line(self._place() / "events.jsonl", {"event": "alarm", **dataclasses.asdict(alarm)})
+        append_line(
+            self._place() / "events.jsonl",
+            {"event": "alarm", **dataclasses.asdict(alarm)},
+        )
         self._summary["alarms"] += 1
 
     def event(self, event: Mapping[str, object]) -> None:
@@ -181,17 +216,25 @@ class RunDirectorySink(Sink):
         if self.path is None:
             return
         if complete:
-            RunDirectory(self.path).finish({"kind": KIND, **self._summary, "status": "done"})
+            RunDirectory(self.path).finish(
+                {"kind": KIND, **self._summary, "status": "done"}
+            )
         else:
             RunDirectory(self.path).sync()
 
     def _place(self) -> Path:
         if self.path is None:
-            raise RunDirectoryError(f"nothing can be written to {self.asked} before it is opened; call open(about)")
+            raise RunDirectoryError(
+                f"nothing can be written to {self.asked} before it is opened; call open(about)"
+            )
         return self.path
 
 
-_LEVELS = {Severity.NOTICE: logging.INFO, Severity.ALARM: logging.WARNING, Severity.CRITICAL: logging.ERROR}
+_LEVELS = {
+    Severity.NOTICE: logging.INFO,
+    Severity.ALARM: logging.WARNING,
+    Severity.CRITICAL: logging.ERROR,
+}
 
 
 @final
@@ -206,8 +249,14 @@ class LoggingSink(Sink):
         sites = about.get("sites")
         found = len(sites) if isinstance(sites, (list, tuple)) else 0
         missed = about.get("missed")
-        total = f" of {found + len(missed)}" if isinstance(missed, (list, tuple)) and missed else ""
-        self.logger.info("watching %d%s attention layers of %s", found, total, about.get("model"))
+        total = (
+            f" of {found + len(missed)}"
+            if isinstance(missed, (list, tuple)) and missed
+            else ""
+        )
+        self.logger.info(
+            "watching %d%s attention layers of %s", found, total, about.get("model")
+        )
 
     def write(self, sample: Sample) -> None:
         """Logs one line."""
@@ -253,7 +302,9 @@ def sink(text: str) -> Sink:
     """
     terms = parse(text)
     if len(terms) != 1:
-        raise InvalidValueError(f"expected one sink, got {len(terms)} in {text!r}; give them one by one")
+        raise InvalidValueError(
+            f"expected one sink, got {len(terms)} in {text!r}; give them one by one"
+        )
     return _build(terms[0])
 
 
@@ -267,7 +318,11 @@ def sinks(text: str) -> tuple[Sink, ...]:
     'runs/a'
     """
     place = text.partition(":")[0]
-    if os.path.splitdrive(text)[0] or place.startswith(".") or any(c in place for c in "/\\"):
+    if (
+        os.path.splitdrive(text)[0]
+        or place.startswith(".")
+        or any(c in place for c in "/\\")
+    ):
         return (RunDirectorySink(text),)
     return tuple(map(_build, parse(text)))
 
@@ -275,11 +330,15 @@ def sinks(text: str) -> tuple[Sink, ...]:
 def _build(term: Term) -> Sink:
     if term.name not in SINKS:
         error = unknown("sink", term.name, SINKS)
-        error.args = (f"{error}. To use a run directory of that name, write ./{term.name}",)
+        error.args = (
+            f"{error}. To use a run directory of that name, write ./{term.name}",
+        )
         raise error
     module, _, name = SINKS[term.name].partition(":")
     cls: type[Sink] = vars(importlib.import_module(module))[name]
-    return build(term.name, cls, {key: str(value) for key, value in term.options.items()})
+    return build(
+        term.name, cls, {key: str(value) for key, value in term.options.items()}
+    )
 
 
 # A recorded run that is read back: its configuration, its tables and its figures.
@@ -295,7 +354,10 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.directory = RunDirectory(path)
-        if self.status is RunStatus.MISSING or not {"kind", "optim"} & self.config.keys():
+        if (
+            self.status is RunStatus.MISSING
+            or not {"kind", "optim"} & self.config.keys()
+        ):
             raise RunDirectoryError(
                 f"expected the directory of a run, but {path} has no config.json of a run. Give a directory that "
                 "qkeel.watch, qkeel watch or qkeel run created; the runs of a study are the folders in it."
@@ -339,21 +401,30 @@ class Run:
     @functools.cached_property
     def eval_heads(self) -> Frame:
         """Like `heads`, but for passes in evaluation mode."""
-        return self._heads(self.directory.eval_heads() if self._has("eval_heads.json") else None)
+        return self._heads(
+            self.directory.eval_heads() if self._has("eval_heads.json") else None
+        )
 
     @functools.cached_property
     def events(self) -> list[JSONObject]:
         """Alarms and other events, one dict each."""
         return self.directory.events()
 
-    def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
+    def plot(
+        self, what: str = "drift", *, field: str | None = None, ax: Foreign = None
+    ) -> Foreign:
         """Draws the run with matplotlib and returns the Axes; see `History.plot`."""
         return self.history.plot(what, field=field, ax=ax)
 
     def _heads(self, heads: Heads | None) -> Frame:
         if heads is None:
             return heads_frame(np.zeros(0), (), {})
-        return heads_frame(heads.steps, heads.layers, heads.values, layer_types(self.config, self.events))
+        return heads_frame(
+            heads.steps,
+            heads.layers,
+            heads.values,
+            layer_types(self.config, self.events),
+        )
 
     def _has(self, name: str) -> bool:
         return (self.path / name).exists()
@@ -364,7 +435,9 @@ class Run:
         return f"<Run {self.path}: {self.config.get('model', '') or 'run'}, {span}, {self.status}>"
 
     def _repr_html_(self) -> str:
-        return tag("div", {}, tag("p", {}, repr(self)), Markup(self.steps._repr_html_()))
+        return tag(
+            "div", {}, tag("p", {}, repr(self)), Markup(self.steps._repr_html_())
+        )
 
 
 @accepts_earlier_calls()
@@ -387,5 +460,8 @@ def load(path: str | Path) -> Run:
 
 def _steps(records: Sequence[JSONObject]) -> Frame:
     names = dict.fromkeys(name for record in records for name in record)
-    values = {name: np.array([number(record.get(name)) for record in records]) for name in names}
+    values = {
+        name: np.array([number(record.get(name)) for record in records])
+        for name in names
+    }
     return steps_frame(values.get("step", np.zeros(0)), values)

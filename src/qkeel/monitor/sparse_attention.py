@@ -38,8 +38,12 @@ class IndexSums(PassValues[str, LogitStats]):
         numbers: dict[NumberKey, Tensor | PartialValue] = {}
         for layer, x in self.taken().items():
             n = x.n_queries.to(x.entropy.dtype)
-            numbers[layer, "index_max_logit"] = PartialValue(value=x.max_logit, weight=n, how="max")
-            numbers[layer, "index_mean_logit"] = PartialValue(value=x.mean_logit, weight=x.n_pairs.to(n.dtype))
+            numbers[layer, "index_max_logit"] = PartialValue(
+                value=x.max_logit, weight=n, how="max"
+            )
+            numbers[layer, "index_mean_logit"] = PartialValue(
+                value=x.mean_logit, weight=x.n_pairs.to(n.dtype)
+            )
             numbers[layer, "index_entropy"] = PartialValue(value=x.entropy, weight=n)
         return numbers
 
@@ -54,7 +58,9 @@ class ChosenKeys(PassValues[tuple[str, str], tuple[Tensor, Tensor]]):
     def __init__(self, tokens: PassTokens) -> None:
         super().__init__()
         self._tokens = tokens
-        self._index: dict[str, ScoresCall] = {}  # the latest scores of each layer's indexer
+        self._index: dict[
+            str, ScoresCall
+        ] = {}  # the latest scores of each layer's indexer
 
     def begin(self) -> None:
         """Begins a pass."""
@@ -77,10 +83,15 @@ class ChosenKeys(PassValues[tuple[str, str], tuple[Tensor, Tensor]]):
         if measured is None:
             return
         z, chosen, counted = measured
-        later = torch.arange(t, device=z.device) > torch.arange(t, device=z.device)[rows, None]
+        later = (
+            torch.arange(t, device=z.device)
+            > torch.arange(t, device=z.device)[rows, None]
+        )
         causal = ~(chosen & later).any()
         allowed = ~(later & causal).expand(chosen.shape)
-        if call.query_mask is not None:  # a token that does not count cannot be chosen as a key either
+        if (
+            call.query_mask is not None
+        ):  # a token that does not count cannot be chosen as a key either
             allowed = allowed & call.query_mask[:, None, None]
         allowed = allowed | chosen
         n_chosen = chosen.sum(-1)
@@ -91,7 +102,11 @@ class ChosenKeys(PassValues[tuple[str, str], tuple[Tensor, Tensor]]):
         if index is not None and index.logits.shape[2:] == (t, t):
             scores = index.logits[:, :, rows].to(z.dtype)
             seen = allowed.any(1, keepdim=True) & (scores > HIDES)
-            self._count((site, "index_kl"), index_divergence(scores, z, seen), over.any(1, keepdim=True))
+            self._count(
+                (site, "index_kl"),
+                index_divergence(scores, z, seen),
+                over.any(1, keepdim=True),
+            )
 
     def _count(self, of: tuple[str, str], x: Tensor, over: Tensor) -> None:
         total = x.to(widest(x.device)).masked_fill(~over, 0.0).sum((0, 2))
@@ -99,7 +114,10 @@ class ChosenKeys(PassValues[tuple[str, str], tuple[Tensor, Tensor]]):
         self.count(of, (total, n))
 
     def joined(
-        self, key: tuple[str, str], old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]
+        self,
+        key: tuple[str, str],
+        old: tuple[Tensor, Tensor],
+        new: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
         return old[0] + new[0], old[1] + new[1]
 
@@ -109,5 +127,7 @@ class ChosenKeys(PassValues[tuple[str, str], tuple[Tensor, Tensor]]):
         for (site, name), (total, n) in self.taken().items():
             weight = n.to(total.dtype)
             own = not name.startswith("index_")
-            numbers[site, name] = PartialValue(value=total / weight.clamp_min(1), weight=weight, own=own)
+            numbers[site, name] = PartialValue(
+                value=total / weight.clamp_min(1), weight=weight, own=own
+            )
         return numbers

@@ -23,4 +23,6 @@ ENTROPY = LAYER_ENTROPY
 # Thresholds of rules that depend on the setting of a run.
 ROUNDING = 0.25  # nats by which rounding changes the logits of the top keys
 GAIN_FACTOR = 4.0  # times the gain's first value
-IDLE_TOLERANCE = 0.05  # relative deviation allowed between a head's size and what the norm produces
+IDLE_TOLERANCE = (
+    0.05  # relative deviation allowed between a head's size and what the norm produces
+)

@@ -68,7 +68,9 @@ class QueryMaskSource:
         """
         return cls(given, positional(model, "query_mask", given))
 
-    def of(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor | None:
+    def of(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Tensor | None:
         """Returns the mask of a pass with these arguments, or None if the pass has no mask.
 
         Raises: InvalidValueError if the mask is not a tensor [b t], or has negative floating-point values.
@@ -90,7 +92,11 @@ def positional(model: nn.Module, what: str, given: object) -> tuple[str, ...]:
     """
     parameters = inspect.signature(unwrapped(model).forward).parameters
     kinds = {p.kind for p in parameters.values()}
-    if isinstance(given, str) and given not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+    if (
+        isinstance(given, str)
+        and given not in parameters
+        and inspect.Parameter.VAR_KEYWORD not in kinds
+    ):
         raise InvalidValueError(
             f"expected {what} to name an argument of the model's forward ({', '.join(parameters)}), got {given!r}"
         )
@@ -119,7 +125,9 @@ def from_pass(
 def _checked(mask: object) -> Tensor:
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise InvalidValueError(f"expected a query mask of shape [batch queries], got {got}")
+        raise InvalidValueError(
+            f"expected a query mask of shape [batch queries], got {got}"
+        )
     return mask
 
 
@@ -164,11 +172,17 @@ class HiddenNorms:
         self.model, self._take_norm, self._guard = model, add, guard
         self.blocks = blocks_of(model, sites)
         self._sites = {
-            block: tuple(s for s, of in self.blocks.items() if of == block) for block in self.blocks.values()
+            block: tuple(s for s, of in self.blocks.items() if of == block)
+            for block in self.blocks.values()
         }
         self._tree = ModuleTree(model) if tree is None else tree
-        self._looked: tuple[object, list[tuple[nn.Module, tuple[str, ...]]]] = (None, [])
-        self._found: list[tuple[tuple[str, ...], Tensor]] = []  # sites, or () for the final state, and norms by token
+        self._looked: tuple[object, list[tuple[nn.Module, tuple[str, ...]]]] = (
+            None,
+            [],
+        )
+        self._found: list[
+            tuple[tuple[str, ...], Tensor]
+        ] = []  # sites, or () for the final state, and norms by token
         self._last: Tensor | None = None
         self._final = False
 
@@ -203,7 +217,9 @@ class HiddenNorms:
             self._looked = named, found
         return self._looked[1]
 
-    def _take(self, sites: tuple[str, ...], module: nn.Module, args: object, output: object) -> None:
+    def _take(
+        self, sites: tuple[str, ...], module: nn.Module, args: object, output: object
+    ) -> None:
         state = output if isinstance(output, Tensor) else next(tensors(output), None)
         state = state if state is None else dist.local(state)
         if state is None or state.ndim != 3 or not state.is_floating_point():
@@ -211,7 +227,11 @@ class HiddenNorms:
         if sites:
             self._last, self._final = state.detach(), False
             self._found.append((sites, _norms(self._last)))
-        elif self._last is not None and not self._final and state.shape == self._last.shape:
+        elif (
+            self._last is not None
+            and not self._final
+            and state.shape == self._last.shape
+        ):
             self._final = True
             self._found.append(((), _norms(state.detach())))
 
@@ -220,16 +240,22 @@ class HiddenNorms:
         """Ends the pass."""
         states, self._found, last, self._last = self._found, [], self._last, None
         if last is not None and not self._final:
-            states.append(((), next(norms for sites, norms in reversed(states) if sites)))
+            states.append(
+                ((), next(norms for sites, norms in reversed(states) if sites))
+            )
         for sites, norms in states:
-            for of in [(site, "block_output_norm") for site in sites] or [("", "final_hidden_norm")]:
+            for of in [(site, "block_output_norm") for site in sites] or [
+                ("", "final_hidden_norm")
+            ]:
                 self._take_norm(of, norms.mean(), norms.numel())
 
 
 def _norms(state: Tensor) -> Tensor:
     """The norm of each token's state, in float32 or wider."""
     kind = wide(state.dtype)
-    return torch.linalg.vector_norm(state, dim=-1, dtype=None if state.dtype == kind else kind)
+    return torch.linalg.vector_norm(
+        state, dim=-1, dtype=None if state.dtype == kind else kind
+    )
 
 
 def blocks_of(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:
@@ -242,9 +268,14 @@ def blocks_of(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:
     found = {}
     for site in sites:
         parts = site.partition("#")[0].split(".")
-        for i in (*range(len(parts) - 1, 0, -1), len(parts)):  # last of all, the site itself
+        for i in (
+            *range(len(parts) - 1, 0, -1),
+            len(parts),
+        ):  # last of all, the site itself
             holder = model.get_submodule(".".join(parts[: i - 1]))
-            numbered = isinstance(holder, nn.ModuleDict) and all(map(str.isdigit, holder))
+            numbered = isinstance(holder, nn.ModuleDict) and all(
+                map(str.isdigit, holder)
+            )
             if numbered or isinstance(holder, (nn.ModuleList, nn.Sequential)):
                 found[site] = ".".join(parts[:i])
                 break
@@ -293,11 +324,21 @@ class Classes:
             raise InvalidTypeError(f"{_WHAT}; got {type(self.source).__name__}")
         names = tuple(self.names)
         object.__setattr__(self, "names", names)
-        if (names or isinstance(self.source, Mapping)) and (len(names) < 2 or len(set(names)) < len(names)):
-            raise InvalidValueError(f"expected the names of at least two classes, without repetition, got {names}")
+        if (names or isinstance(self.source, Mapping)) and (
+            len(names) < 2 or len(set(names)) < len(names)
+        ):
+            raise InvalidValueError(
+                f"expected the names of at least two classes, without repetition, got {names}"
+            )
         for name in names:
-            if not isinstance(name, str) or not name.strip() or any(c in name for c in "/\t\n>"):
-                raise InvalidValueError(f"expected a class name of letters, without / or >, got {name!r}")
+            if (
+                not isinstance(name, str)
+                or not name.strip()
+                or any(c in name for c in "/\t\n>")
+            ):
+                raise InvalidValueError(
+                    f"expected a class name of letters, without / or >, got {name!r}"
+                )
         if isinstance(self.source, Mapping):
             _lookup(self.source)
 
@@ -312,7 +353,10 @@ class Classes:
         return cls(own.source, own.names, positional(model, "classes", own.source))
 
     def of(
-        self, args: tuple[object, ...], kwargs: Mapping[str, object], counted: Tensor | None = None
+        self,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        counted: Tensor | None = None,
     ) -> Tensor | None:
         """Returns the classes [b t] of a pass with these arguments, or None if the pass has no classes.
 
@@ -323,7 +367,11 @@ class Classes:
         """
         if isinstance(self.source, Mapping):
             named = {**dict(zip(self.forward, args)), **kwargs}
-            return _classes_of(_lookup(self.source), _ids([*named.values(), *args], named.get("input_ids")), counted)
+            return _classes_of(
+                _lookup(self.source),
+                _ids([*named.values(), *args], named.get("input_ids")),
+                counted,
+            )
         found = from_pass(self.source, self.forward, args, kwargs)
         if found is None:
             return None
@@ -335,8 +383,14 @@ class Classes:
 
 def _shaped(classes: object) -> Tensor:
     if not isinstance(classes, Tensor) or classes.ndim not in (1, 2):
-        got = tuple(classes.shape) if isinstance(classes, Tensor) else type(classes).__name__
-        raise InvalidValueError(f"expected the classes of tokens as a tensor of shape [batch tokens], got {got}")
+        got = (
+            tuple(classes.shape)
+            if isinstance(classes, Tensor)
+            else type(classes).__name__
+        )
+        raise InvalidValueError(
+            f"expected the classes of tokens as a tensor of shape [batch tokens], got {got}"
+        )
     return classes if classes.ndim == 2 else classes[None]
 
 
@@ -365,15 +419,29 @@ def _lookup(source: Mapping[str, Ids]) -> Tensor:
 def _numbers(ids: object) -> Tensor:
     """Converts token ids to a vector, which is empty if the argument is not a set of token ids."""
     if isinstance(ids, Tensor):
-        return ids.flatten().cpu() if not (ids.is_floating_point() or ids.dtype == torch.bool) else torch.zeros(0)
-    listed = [ids] if isinstance(ids, int) else list(ids) if isinstance(ids, Sequence) else []
+        return (
+            ids.flatten().cpu()
+            if not (ids.is_floating_point() or ids.dtype == torch.bool)
+            else torch.zeros(0)
+        )
+    listed = (
+        [ids]
+        if isinstance(ids, int)
+        else list(ids)
+        if isinstance(ids, Sequence)
+        else []
+    )
     whole = all(isinstance(x, int) and not isinstance(x, bool) for x in listed)
     return torch.tensor(listed if whole else [], dtype=torch.int64)
 
 
 def _ids(values: Sequence[object], named: object) -> Tensor:
     for value in (named, *values):
-        if isinstance(value, Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32):
+        if (
+            isinstance(value, Tensor)
+            and value.ndim == 2
+            and value.dtype in (torch.int64, torch.int32)
+        ):
             return value
     raise InvalidValueError(
         "expected an integer tensor [b t] of token ids among the forward's arguments, got none; pass classes as the "
@@ -402,7 +470,9 @@ def _classes_of(table: Tensor, ids: Tensor, counted: Tensor | None) -> Tensor:
 class PassTokens:
     """The rows that count in the current pass, and their classes."""
 
-    def __init__(self, query_mask: QueryMaskSource | None, classes: Classes | None) -> None:
+    def __init__(
+        self, query_mask: QueryMaskSource | None, classes: Classes | None
+    ) -> None:
         self._query_mask, self._classes = query_mask, classes
         self._names: tuple[str, ...] = () if classes is None else classes.names
         self._mask: Tensor | None = None
@@ -413,7 +483,9 @@ class PassTokens:
 
     def begin(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Begins a pass with these arguments."""
-        self._mask = None if self._query_mask is None else self._query_mask.of(args, kwargs)
+        self._mask = (
+            None if self._query_mask is None else self._query_mask.of(args, kwargs)
+        )
         if self._classes is None:
             return
         self._now = self._classes.of(args, kwargs, self._mask)
@@ -440,7 +512,9 @@ class PassTokens:
         s = call.logits.shape[3] if isinstance(call, ScoresCall) else call.k.shape[2]
         now = self._now
         if isinstance(call, AttentionCall) and of_key(call) is not None:
-            now = now.reshape(1, -1)[:, : s if s == t else 0]  # only if there are as many queries as keys
+            now = now.reshape(1, -1)[
+                :, : s if s == t else 0
+            ]  # only if there are as many queries as keys
         if now.shape == (1, 1) and int(now) < 0:
             now = now.expand(1, s)
         if now.shape[0] not in (1, b) or now.shape[1] != s or t > s:
@@ -452,13 +526,18 @@ class PassTokens:
             return call
         self._fitted = True
         now = now.to(call.query_device)
-        return dataclasses.replace(call, classes=TokenClasses(names=self._names, query=now[:, s - t :], key=now))
+        return dataclasses.replace(
+            call,
+            classes=TokenClasses(names=self._names, query=now[:, s - t :], key=now),
+        )
 
     def _masked(self, call: Seen, mask: Tensor) -> Seen:
         found = with_query_mask(call, mask)
         if found is not call:
             self._mask_fitted = True
-        elif isinstance(call, ScoresCall) or of_key(call) is None:  # packed sequences have no rows of padding
+        elif (
+            isinstance(call, ScoresCall) or of_key(call) is None
+        ):  # packed sequences have no rows of padding
             b, t = call.query_shape
             self._mask_misfit = (
                 f"query_mask applies to no attention, so every query row counts: expected a mask of shape [batch "

@@ -13,7 +13,13 @@ from qkeel import distributed as dist
 from qkeel.capture.example import arguments
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.distributed.layout import Layout
-from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, RefusedError, caution
+from qkeel.errors import (
+    AlreadyAppliedError,
+    InvalidTypeError,
+    InvalidValueError,
+    RefusedError,
+    caution,
+)
 from qkeel.monitor.cadence import Cadence, cadence
 from qkeel.monitor.call_statistics import wanted
 from qkeel.monitor.history import PlannedRates
@@ -21,7 +27,12 @@ from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.rules import Rule
 from qkeel.monitor.sinks import RunDirectorySink, Sink
 from qkeel.monitor.sinks import sinks as named_sinks
-from qkeel.monitor.token_classes import Classes, ClassSource, MaskSource, QueryMaskSource
+from qkeel.monitor.token_classes import (
+    Classes,
+    ClassSource,
+    MaskSource,
+    QueryMaskSource,
+)
 from qkeel.patching.optimizers import listed
 from qkeel.sites.find import named_models, sites_of_each
 
@@ -128,7 +139,11 @@ def watch(
         AlreadyAppliedError: the model is already watched.
     """
     models = named_models(model, "watch")
-    if any(dist.is_flat(wrapper) for one in models.values() for wrapper in dist.wrappers(one)):
+    if any(
+        dist.is_flat(wrapper)
+        for one in models.values()
+        for wrapper in dist.wrappers(one)
+    ):
         raise RefusedError(
             "expected fully_shard, DistributedDataParallel or a plain model; FullyShardedDataParallel (FSDP1) keeps "
             "flattened pieces of weights, in which heads cannot be found. Move to torch.distributed.fsdp.fully_shard"
@@ -144,7 +159,9 @@ def watch(
             f"expected stats=True with classes, because what {stats=} measures is not split by class"
         )
     if planned is not None and not isinstance(planned, PlannedRates):
-        raise InvalidTypeError(f"expected planned=PlannedRates.of(rates), got {type(planned).__name__}")
+        raise InvalidTypeError(
+            f"expected planned=PlannedRates.of(rates), got {type(planned).__name__}"
+        )
     if probe_batch is not None and "" not in models:
         raise RefusedError(
             "a probe batch shows the logits of one model only; leave out probe_batch, or watch only that model"
@@ -154,8 +171,14 @@ def watch(
             f"expected an optimizer with {stats=}, because updates are measured before and after its steps"
         )
     if any(map(watched, models.values())):
-        raise AlreadyAppliedError("this model is already watched; remove() the first monitor, or use that one")
-    if nan and (optimizer is None or "" not in models or any(map(dist.is_split, models[""].parameters()))):
+        raise AlreadyAppliedError(
+            "this model is already watched; remove() the first monitor, or use that one"
+        )
+    if nan and (
+        optimizer is None
+        or "" not in models
+        or any(map(dist.is_split, models[""].parameters()))
+    ):
         raise RefusedError(
             "expected an optimizer and one model whose weights are not sharded with nan=True, because the step's pass "
             "is made again on this process; leave out nan=True, or train one process until the NaN appears"
@@ -167,12 +190,22 @@ def watch(
         stats=stats,
         sinks=[
             one
-            for given in _several(sinks, (Sink, str, Path), "sinks, their names or paths of run directories")
+            for given in _several(
+                sinks,
+                (Sink, str, Path),
+                "sinks, their names or paths of run directories",
+            )
             for one in _sinks(given)
         ],
-        rules=None if rules is None else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
-        query_mask={} if query_mask is None else {n: QueryMaskSource.on(one, query_mask) for n, one in models.items()},
-        classes={} if classes is None else {n: Classes.on(one, classes) for n, one in models.items()},
+        rules=None
+        if rules is None
+        else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
+        query_mask={}
+        if query_mask is None
+        else {n: QueryMaskSource.on(one, query_mask) for n, one in models.items()},
+        classes={}
+        if classes is None
+        else {n: Classes.on(one, classes) for n, one in models.items()},
         probe=None if probe_batch is None else arguments(probe_batch, "probe batch"),
         planned=planned,
         sites=sites_of_each(sites, models),
@@ -188,10 +221,14 @@ def _several(given: object, kinds: tuple[type[K], ...], what: str) -> tuple[K, .
     if isinstance(given, kinds):
         return (given,)
     if not isinstance(given, Sequence):
-        raise InvalidTypeError(f"expected {what}, got {type(given).__name__}; pass () for none")
+        raise InvalidTypeError(
+            f"expected {what}, got {type(given).__name__}; pass () for none"
+        )
     for one in given:
         if not isinstance(one, kinds):
-            raise InvalidTypeError(f"expected {what}, got {type(one).__name__} among them")
+            raise InvalidTypeError(
+                f"expected {what}, got {type(one).__name__} among them"
+            )
     return tuple(given)
 
 
@@ -200,7 +237,9 @@ def _sinks(given: Sink | str | Path) -> tuple[Sink, ...]:
     if isinstance(given, Sink):
         found: tuple[Sink, ...] = (given,)
     else:
-        found = named_sinks(given) if isinstance(given, str) else (RunDirectorySink(given),)
+        found = (
+            named_sinks(given) if isinstance(given, str) else (RunDirectorySink(given),)
+        )
     for one in found:
         one.require()
     return found
@@ -215,14 +254,22 @@ def _inner_optimizers(optimizer: object) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def _first(optimizer: object, models: Sequence[nn.Module]) -> torch.optim.Optimizer | None:
+def _first(
+    optimizer: object, models: Sequence[nn.Module]
+) -> torch.optim.Optimizer | None:
     """Returns the first optimizer, which counts the steps."""
     weights = {id(p) for model in models for p in model.parameters()}
     for entry in listed(optimizer):
-        in_backward = getattr(vars(entry).get("optimizer", entry), "optimizer_dict", None)
-        if any(id(p) in weights for p in in_backward or ()):  # transformers' dummy, which counts the steps of others
+        in_backward = getattr(
+            vars(entry).get("optimizer", entry), "optimizer_dict", None
+        )
+        if any(
+            id(p) in weights for p in in_backward or ()
+        ):  # transformers' dummy, which counts the steps of others
             caution(_IN_BACKWARD)
-        elif not any(id(p) in weights for group in entry.param_groups for p in group["params"]):
+        elif not any(
+            id(p) in weights for group in entry.param_groups for p in group["params"]
+        ):
             raise InvalidValueError(
                 "the optimizer does not contain any of the model's parameters; pass the optimizer that trains this "
                 "model, created from model.parameters()"

@@ -10,7 +10,14 @@ from torch import nn
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import Seen
-from qkeel.capture.visible_sets import KeyOrigin, LayerType, VisibleSets, layer_type, told_apart, visible_sets
+from qkeel.capture.visible_sets import (
+    KeyOrigin,
+    LayerType,
+    VisibleSets,
+    layer_type,
+    told_apart,
+    visible_sets,
+)
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.heads.site import AttentionSite, Sites, share
 from qkeel.monitor.processes import ProcessGroup
@@ -26,22 +33,41 @@ class WatchedSites:
     found but not recognized.
     """
 
-    def __init__(self, name: str, model: nn.Module, described: Sites, group: ProcessGroup, given: Sites | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        described: Sites,
+        group: ProcessGroup,
+        given: Sites | None,
+    ) -> None:
         """name: the name of the model, "" if there is only one. described: the sites described by hand, which are
         extended in place. given: the sites that were found earlier, or None."""
         self._name, self.model, self.all = name, model, described
         self.weighed: list[AttentionSite] = []
-        self._silent = False  # a warning was raised that a measured pass showed no attention
+        self._silent = (
+            False  # a warning was raised that a measured pass showed no attention
+        )
         self._group = group
         self._given = given is not None
         if given is not None:
             self.all += given
-            self.all.missed, self.all.indexers, self.all.linear = given.missed, given.indexers, given.linear
+            self.all.missed, self.all.indexers, self.all.linear = (
+                given.missed,
+                given.indexers,
+                given.linear,
+            )
             self.weighed = self.all
-        self.types: Mapping[str, LayerType] = {}  # of the observed sites; replaced by a new object when one changes
-        self._sets: dict[str, VisibleSets] = {}  # by site, for the call with the most queries so far
+        self.types: Mapping[
+            str, LayerType
+        ] = {}  # of the observed sites; replaced by a new object when one changes
+        self._sets: dict[
+            str, VisibleSets
+        ] = {}  # by site, for the call with the most queries so far
         self._fresh = False  # whether there are sets that `types` does not include yet
-        self._error: QkeelError | None = None  # reported after the pass if the pass succeeds
+        self._error: QkeelError | None = (
+            None  # reported after the pass if the pass succeeds
+        )
         self._seen = False
         self.errors = 0  # searches that failed
 
@@ -65,11 +91,21 @@ class WatchedSites:
             found, _ = found_sites(self.model, args, kwargs)
         except QkeelError as error:
             self._error = error
-        self.all.missed, self.all.indexers, self.all.linear = found.missed, found.indexers, found.linear
+        self.all.missed, self.all.indexers, self.all.linear = (
+            found.missed,
+            found.indexers,
+            found.linear,
+        )
         if found.missed:
             others = "; ".join(map(str, found.missed))
-            caution(f"{found.share} of {type(self.model).__name__} are watched. Not understood: {others}")
-        if dist.splits_heads(self.model) and found and not any(site.terms for site in found):
+            caution(
+                f"{found.share} of {type(self.model).__name__} are watched. Not understood: {others}"
+            )
+        if (
+            dist.splits_heads(self.model)
+            and found
+            and not any(site.terms for site in found)
+        ):
             caution(
                 "the weights behind the heads are unknown in a model whose heads are split across processes, so they "
                 "are not watched; the logits are. Give the sites that find_sites(model, batch) found before the "
@@ -85,12 +121,19 @@ class WatchedSites:
         because a window that is longer than the sequence does not hide any keys."""
         known = self._sets.get(name)
         if known is None or call.query_shape[1] > known.queries:
-            origins: dict[str, KeyOrigin] = {site.name: site.origin for site in self.all}
-            self._sets[name], self._fresh = visible_sets(call, origins.get(name, "tokens")), True
+            origins: dict[str, KeyOrigin] = {
+                site.name: site.origin for site in self.all
+            }
+            self._sets[name], self._fresh = (
+                visible_sets(call, origins.get(name, "tokens")),
+                True,
+            )
 
     def is_sparse(self, name: str) -> bool:
         """True if the queries of a site are known to see only some of the keys, with hidden keys between them."""
-        return any([site.name == name and site.visible == "sparse" for site in self.all])  # noqa: C419
+        return any(
+            [site.name == name and site.visible == "sparse" for site in self.all]
+        )
 
     def pass_over(self) -> None:
         """Updates the type of sites whose visible sets have changed."""
@@ -100,7 +143,9 @@ class WatchedSites:
         for i, site in enumerate(self.all):
             if seen.get(site.name, site.visible) != site.visible:
                 self.all[i] = dataclasses.replace(site, visible=seen[site.name])
-        unknown: dict[str, LayerType] = {name: layer_type(visible, "tokens") for name, visible in seen.items()}
+        unknown: dict[str, LayerType] = {
+            name: layer_type(visible, "tokens") for name, visible in seen.items()
+        }
         known: dict[str, LayerType] = {site.name: site.layer_type for site in self.all}
         self.types = unknown | known
 
@@ -132,7 +177,12 @@ class WatchedSites:
             if self._group.records_jointly:
                 self._group.unseen, error = error, None  # other processes may have some
             else:
-                error, self._silent = None if self._silent else RefusedError(f"{self._name}: {error}"), True
+                error, self._silent = (
+                    None if self._silent else RefusedError(f"{self._name}: {error}"),
+                    True,
+                )
         if error is not None:
             self.errors += 1
-            caution(f"the weights behind the heads are unknown, so they are not watched: {error}")
+            caution(
+                f"the weights behind the heads are unknown, so they are not watched: {error}"
+            )

@@ -2,9 +2,19 @@
 them."""
 
 from qkeel.nn.attention import GAU, Attention, Cache, GAUBlock, KVCache, LatentCache
-from qkeel.nn.decoder import MLP, Block, Decoder, DecoderConfig, EncoderDecoder, FusedEmbedding, ViT
+from qkeel.nn.decoder import (
+    MLP,
+    Block,
+    Decoder,
+    DecoderConfig,
+    EncoderDecoder,
+    FusedEmbedding,
+    ViT,
+)
 from qkeel.nn.mla import MLA, LatentSizes
-from qkeel.nn.scaled_dot_product import scaled_dot_product_attention as functional_attention
+from qkeel.nn.scaled_dot_product import (
+    scaled_dot_product_attention as functional_attention,
+)
 
 __all__ = [
     "GAU",

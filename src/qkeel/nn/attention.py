@@ -15,7 +15,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, ShapeError, caution, check, check_known
+from qkeel.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    RefusedError,
+    ShapeError,
+    caution,
+    check,
+    check_known,
+)
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.kernels.attention.compiled import Native
 from qkeel.kernels.choose import KERNELS, choose
@@ -58,7 +66,11 @@ class Cache:
     """
 
     def __init__(self, max_length: int | None = None) -> None:
-        check(max_length is None or max_length >= 1, "max_length of at least 1 or None", max_length)
+        check(
+            max_length is None or max_length >= 1,
+            "max_length of at least 1 or None",
+            max_length,
+        )
         self.max_length = max_length
         self.length = 0
         self._held: list[Tensor] = []
@@ -69,20 +81,28 @@ class Cache:
         """The number of bytes that each token of one sequence takes; 0 before the first token."""
         return sum(x[0, :, :1].numel() * x.element_size() for x in self._held)
 
-    def next_positions(self, keys: HeadTensor, pos: QueryPositions | None = None) -> PosQ:
+    def next_positions(
+        self, keys: HeadTensor, pos: QueryPositions | None = None
+    ) -> PosQ:
         """Returns the positions [b|1 t] of the next tokens, whose keys are [b h t d]: `pos`, after validation, or
         the positions that follow those of the cached tokens."""
         b, t = keys.shape[0], keys.shape[2]
         if pos is None:
             if self.pos is None:
-                return torch.arange(self.length, self.length + t, device=keys.device)[None]
+                return torch.arange(self.length, self.length + t, device=keys.device)[
+                    None
+                ]
             return torch.arange(1, t + 1, device=keys.device) + self.pos[:, -1:]
         rows = pos[None] if pos.ndim == 1 else pos
         if rows.ndim != 2 or rows.shape[0] not in (1, b) or rows.shape[1] != t:
-            raise ShapeError(f"expected pos of shape [{b} {t}] or [{t}], got {tuple(pos.shape)}")
+            raise ShapeError(
+                f"expected pos of shape [{b} {t}] or [{t}], got {tuple(pos.shape)}"
+            )
         return rows
 
-    def check_positions(self, pos: QueryPositions | None, mask: AttentionMask | None) -> None:
+    def check_positions(
+        self, pos: QueryPositions | None, mask: AttentionMask | None
+    ) -> None:
         """Raises InvalidValueError if positions are given without the mask that they need."""
         if mask is None and (pos is not None or self.pos is not None):
             raise InvalidValueError(
@@ -106,7 +126,10 @@ class Cache:
                 f"this cache holds {len(self._held)} tensors, but the module needs {len(new)}, because its norm has "
                 "changed since the cache was created; start a new cache"
             )
-        self._held = [self._grown(old, x, length) for old, x in zip(self._held or [None] * len(new), new)]
+        self._held = [
+            self._grown(old, x, length)
+            for old, x in zip(self._held or [None] * len(new), new)
+        ]
         for held, x in zip(self._held, new):
             held[:, :, self.length : length] = x.detach()
         if pos is not None or self.pos is not None:
@@ -115,19 +138,28 @@ class Cache:
         return [held[:, :, :length] for held in self._held]
 
     def _place(self, new: Tensor, keys: Tensor) -> None:
-        old = torch.arange(self.length, device=keys.device)[None] if self.pos is None else self.pos
+        old = (
+            torch.arange(self.length, device=keys.device)[None]
+            if self.pos is None
+            else self.pos
+        )
         b = max(old.shape[0], new.shape[0])
         self.pos = torch.cat([old.expand(b, -1), new.expand(b, -1)], dim=1)
 
     def _grown(self, old: Tensor | None, keys: Tensor, needed: int) -> Tensor:
-        if old is not None and (old.shape[:2], old.shape[3:]) != (keys.shape[:2], keys.shape[3:]):
+        if old is not None and (old.shape[:2], old.shape[3:]) != (
+            keys.shape[:2],
+            keys.shape[3:],
+        ):
             raise ShapeError(
                 f"this cache holds a tensor of shape {tuple(old.shape)} and cannot append one of {tuple(keys.shape)}; "
                 f"use one {type(self).__name__} per layer and batch"
             )
         if old is not None and old.shape[2] >= needed:
             return old
-        room = self.max_length or max(needed, 2 * (old.shape[2] if old is not None else 0))
+        room = self.max_length or max(
+            needed, 2 * (old.shape[2] if old is not None else 0)
+        )
         grown = torch.empty(
             *keys.shape[:2],
             room,
@@ -147,7 +179,9 @@ class KVCache(Cache):
     For `max_length` see `Cache`.
     """
 
-    def append(self, k: Keys, v: Values, *, pos: PosK | None = None) -> tuple[Keys, Values]:
+    def append(
+        self, k: Keys, v: Values, *, pos: PosK | None = None
+    ) -> tuple[Keys, Values]:
         """Appends k [b g t d] and v [b g t e] at positions pos [b|1 t]; returns all keys and values so far."""
         k, v = self._append([k, v], pos)
         return k, v
@@ -163,7 +197,12 @@ class LatentCache(Cache):
     """
 
     def append(
-        self, latent: Latent, rotated: Latent, inverse: Inverse | None = None, *, pos: PosK | None = None
+        self,
+        latent: Latent,
+        rotated: Latent,
+        inverse: Inverse | None = None,
+        *,
+        pos: PosK | None = None,
     ) -> tuple[Latent, Inverse | None]:
         """Appends latent [b 1 t l], rotated [b 1 t r], inverse [b h|1 t]; returns those of all tokens so far, [b 1 s
         l+r] and [b h|1 s]."""
@@ -213,7 +252,13 @@ class SpecModule(nn.Module):
     n_kv_heads: int
     head_dim: int
 
-    def __init__(self, spec: AttentionSpec, geometry: tuple[int, int, int], dropout: float, impl: str) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        geometry: tuple[int, int, int],
+        dropout: float,
+        impl: str,
+    ) -> None:
         super().__init__()
         check_dropout(dropout)
         if impl != "auto":
@@ -234,7 +279,14 @@ class SpecModule(nn.Module):
         return dict(self.named_parameters(recurse=False, remove_duplicate=False))
 
     def attend(
-        self, q: Queries, k: Keys, v: Values, *, spec: AttentionSpec, params: Params, seen: Visibility
+        self,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        *,
+        spec: AttentionSpec,
+        params: Params,
+        seen: Visibility,
     ) -> Hidden:
         """Builds the call, passes it to the observers and computes it: [b h t d] -> [b t h·e]."""
         call = seen.call(
@@ -247,7 +299,9 @@ class SpecModule(nn.Module):
         )
         kernel = choose(call, self.impl)
         read = None
-        if isinstance(kernel, Native) and any(isinstance(observer, RowObserver) for observer in self.observers):
+        if isinstance(kernel, Native) and any(
+            isinstance(observer, RowObserver) for observer in self.observers
+        ):
             read = kernel.with_rows(call)
         for observer in self.observers:
             if read is not None and isinstance(observer, RowObserver):
@@ -262,16 +316,26 @@ class SpecModule(nn.Module):
         return KVCache(max_length)
 
     def attend_self(
-        self, cache: KVCache | None, qkv: QKV, *, causal: bool, mask: AttentionMask | None, pos: QueryPositions | None
+        self,
+        cache: KVCache | None,
+        qkv: QKV,
+        *,
+        causal: bool,
+        mask: AttentionMask | None,
+        pos: QueryPositions | None,
     ) -> Hidden:
         """Attends to the keys and values [b g t d] of the same tokens and, with a cache, of all tokens before them;
         returns [b t h·e]."""
         q, k, v = qkv
         if cache is None:
             visibility = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
-            return self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=visibility)
+            return self.attend(
+                q, k, v, spec=self.spec, params=self.spec_params(), seen=visibility
+            )
         if not isinstance(cache, KVCache):
-            raise InvalidTypeError(f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() creates one")
+            raise InvalidTypeError(
+                f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() creates one"
+            )
         cache.check_positions(pos, mask)
         at = cache.next_positions(k, pos)
         spec, params = self.spec, self.spec_params()
@@ -285,7 +349,9 @@ class SpecModule(nn.Module):
             pos=None if pos is None else at,
         )
         positions = None if cache.pos is None else at
-        visibility = Visibility(causal=causal, mask=mask, pos_q=positions, pos_k=cache.pos)
+        visibility = Visibility(
+            causal=causal, mask=mask, pos_q=positions, pos_k=cache.pos
+        )
         return self.attend(q, k, v, spec=spec, params=params, seen=visibility)
 
     def extra_repr(self) -> str:
@@ -294,17 +360,23 @@ class SpecModule(nn.Module):
         return f"{heads}, {self.spec.norm.formula()}; {self.spec.position.formula()}"
 
 
-def check_input(x: Tensor, d_model: int, layer: nn.Module | None = None, name: str = "x") -> None:
+def check_input(
+    x: Tensor, d_model: int, layer: nn.Module | None = None, name: str = "x"
+) -> None:
     """Raises an error unless x is a floating-point tensor [b t m] with the dtype and device of the `layer` that reads
     it."""
     if not isinstance(x, Tensor):
-        raise InvalidTypeError(f"expected {name} to be a tensor, got {type(x).__name__}")
+        raise InvalidTypeError(
+            f"expected {name} to be a tensor, got {type(x).__name__}"
+        )
     if not x.is_floating_point() or x.dtype.itemsize < 2:
         raise InvalidTypeError(
             f"expected {name} of floating-point numbers of 16 bits or more, got {x.dtype}; embed or convert it first"
         )
     if x.ndim != 3 or x.shape[-1] != d_model:
-        raise ShapeError(f"expected {name} of shape [batch tokens {d_model}], got {tuple(x.shape)}")
+        raise ShapeError(
+            f"expected {name} of shape [batch tokens {d_model}], got {tuple(x.shape)}"
+        )
     weight = layer.weight if type(layer) is nn.Linear else None
     if weight is None or (x.device == weight.device and x.dtype == weight.dtype):
         return
@@ -424,7 +496,13 @@ class Attention(SpecModule):
             self.observers.append(note)
             try:
                 out = self.forward(
-                    x, cache=cache, context=context, causal=causal, mask=mask, pos=pos, pos_context=pos_context
+                    x,
+                    cache=cache,
+                    context=context,
+                    causal=causal,
+                    mask=mask,
+                    pos=pos,
+                    pos_context=pos_context,
                 )
             finally:
                 self.observers.remove(note)
@@ -432,11 +510,15 @@ class Attention(SpecModule):
         check_input(x, self.d_model, self.q_proj)
         if context is not None:
             if cache is not None:
-                raise InvalidValueError("cache and context are mutually exclusive: project the context once instead")
+                raise InvalidValueError(
+                    "cache and context are mutually exclusive: project the context once instead"
+                )
             check_input(context, self.d_model, self.k_proj, "context")
             if len(context) != len(x):
                 expected = f"[{x.shape[0]} keys {self.d_model}]"
-                raise ShapeError(f"expected context of shape {expected}, got {tuple(context.shape)}")
+                raise ShapeError(
+                    f"expected context of shape {expected}, got {tuple(context.shape)}"
+                )
         source = x if context is None else context
         q = self._heads(self.q_proj(x), self.n_heads)
         k = self._heads(self.k_proj(source), self.n_kv_heads)
@@ -483,7 +565,9 @@ def as_spec(spec: AttentionSpec | str | None) -> AttentionSpec:
     return attention_spec(spec or "baseline")
 
 
-def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
+def check_heads(
+    d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: int | None
+) -> tuple[int, int]:
     """Returns n_kv_heads and head_dim with defaults filled in; raises InvalidValueError if the sizes do not divide
     evenly."""
     groups = n_heads if n_kv_heads is None else n_kv_heads
@@ -500,7 +584,9 @@ def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: in
             f"for n_heads={n_heads} choose one of {[g for g in range(1, n_heads + 1) if n_heads % g == 0]}"
         )
     if head_dim is None and d_model % n_heads:
-        raise InvalidValueError(f"d_model {d_model} does not split evenly into {n_heads} heads; give head_dim")
+        raise InvalidValueError(
+            f"d_model {d_model} does not split evenly into {n_heads} heads; give head_dim"
+        )
     return groups, head_dim or d_model // n_heads
 
 
@@ -562,7 +648,10 @@ class GAU(SpecModule):
     ) -> Hidden:
         """Maps x [b t m] at positions pos [b t] to [b t m]. `cache` holds keys and values of the tokens before x."""
         check_input(x, self.d_model, self.uv_proj)
-        if any(name.startswith("v_norm") and p.numel() > 1 for name, p in self.spec_params().items()):
+        if any(
+            name.startswith("v_norm") and p.numel() > 1
+            for name, p in self.spec_params().items()
+        ):
             raise RefusedError(
                 f"the values of this GAU have {self.hidden} numbers, and the gain on v has {self.head_dim}; "
                 "use gain none or scalar on v, or do not norm v"
@@ -570,7 +659,9 @@ class GAU(SpecModule):
         u, v = F.silu(self.uv_proj(x)).chunk(2, dim=-1)
         q, k = self.qk_proj(x)
         heads = (q[:, None], k[:, None], v[:, None])
-        return self.o_proj(u * self.attend_self(cache, heads, causal=causal, mask=mask, pos=pos))
+        return self.o_proj(
+            u * self.attend_self(cache, heads, causal=causal, mask=mask, pos=pos)
+        )
 
 
 @final
@@ -580,7 +671,10 @@ class OffsetScale(nn.Module):
     def __init__(self, d_model: int, size: int, bias: bool) -> None:
         super().__init__()
         self.z_proj = nn.Linear(d_model, size, bias=False)
-        self.q_gain, self.k_gain = nn.Parameter(torch.ones(size)), nn.Parameter(torch.ones(size))
+        self.q_gain, self.k_gain = (
+            nn.Parameter(torch.ones(size)),
+            nn.Parameter(torch.ones(size)),
+        )
         self.q_bias = nn.Parameter(torch.zeros(size)) if bias else None
         self.k_bias = nn.Parameter(torch.zeros(size)) if bias else None
 
@@ -604,15 +698,21 @@ class GAUBlock(nn.Module):
     `functional.logits.deepnorm`.
     """
 
-    def __init__(self, gau: GAU, *, norm_order: str = "pre", alpha: float = 1.0) -> None:
+    def __init__(
+        self, gau: GAU, *, norm_order: str = "pre", alpha: float = 1.0
+    ) -> None:
         super().__init__()
         check_known("norm order of a GAU", norm_order, ("pre", "post"))
         check(alpha > 0, "alpha above 0", alpha)
         if alpha != 1 and norm_order == "pre":
-            raise InvalidValueError(f"alpha is for norm_order='post', got {alpha} with 'pre'")
+            raise InvalidValueError(
+                f"alpha is for norm_order='post', got {alpha} with 'pre'"
+            )
         self.norm_order, self.alpha = norm_order, alpha
         self.attention = gau
-        self.norm = nn.RMSNorm(gau.d_model, eps=1e-6, elementwise_affine=norm_order == "pre")
+        self.norm = nn.RMSNorm(
+            gau.d_model, eps=1e-6, elementwise_affine=norm_order == "pre"
+        )
 
     def forward(
         self,

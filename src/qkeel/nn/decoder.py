@@ -15,9 +15,22 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, check, check_known
+from qkeel.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    ShapeError,
+    check,
+    check_known,
+)
 from qkeel.functional.logits import deepnorm
-from qkeel.nn.attention import GAU, Attention, Cache, GAUBlock, check_dropout, check_heads
+from qkeel.nn.attention import (
+    GAU,
+    Attention,
+    Cache,
+    GAUBlock,
+    check_dropout,
+    check_heads,
+)
 from qkeel.nn.mla import MLA, LatentSizes
 from qkeel.spec import AttentionSpec, preset
 from qkeel.spec.slot import AttentionMask, Hidden, QueryPositions
@@ -49,7 +62,9 @@ class MLP(nn.Module):
     Source: Shazeer 2020, arXiv 2002.05202 (SwiGLU).
     """
 
-    def __init__(self, d_model: int, hidden: int, kind: Literal["gelu", "swiglu"] = "gelu") -> None:
+    def __init__(
+        self, d_model: int, hidden: int, kind: Literal["gelu", "swiglu"] = "gelu"
+    ) -> None:
         super().__init__()
         check_known("MLP", kind, ("gelu", "swiglu"))
         self.up = nn.Linear(d_model, hidden, bias=False)
@@ -92,7 +107,10 @@ class Block(nn.Module):
         self.norm_order = norm_order
         self.attention = attention
         self.mlp = mlp
-        before, after = norm_order in ("pre", "peri"), norm_order in ("post", "swin", "peri")
+        before, after = (
+            norm_order in ("pre", "peri"),
+            norm_order in ("post", "swin", "peri"),
+        )
         self.attention_norm = _rms(d_model, before)
         self.mlp_norm = _rms(d_model, before)
         self.attention_post_norm = _rms(d_model, after)
@@ -114,12 +132,18 @@ class Block(nn.Module):
     ) -> Hidden:
         """Maps x [b t m] to [b t m]. A `context` [b s m] is required for cross-attention and not allowed without it."""
         if (context is None) != (self.cross_attention is None):
-            raise InvalidValueError("expected a context if, and only if, the block has cross-attention")
-        branch = self.attention(self.attention_norm(x), cache=cache, causal=causal, mask=mask, pos=pos)
+            raise InvalidValueError(
+                "expected a context if, and only if, the block has cross-attention"
+            )
+        branch = self.attention(
+            self.attention_norm(x), cache=cache, causal=causal, mask=mask, pos=pos
+        )
         if self.norm_order == "post":
             x = self.attention_post_norm(x + branch)
             if self.cross_attention is not None:
-                x = self.cross_attention_post_norm(x + self.cross_attention(x, context=context))
+                x = self.cross_attention_post_norm(
+                    x + self.cross_attention(x, context=context)
+                )
             return self.mlp_post_norm(x + self.mlp(x))
         x = x + self.attention_post_norm(branch)
         if self.cross_attention is not None:
@@ -137,7 +161,9 @@ def _rms(d_model: int, has_norm: bool) -> nn.Module:
 
 def _check_integers(tokens: Tensor) -> None:
     if tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise InvalidTypeError(f"expected tokens of an integer dtype, got {tokens.dtype}")
+        raise InvalidTypeError(
+            f"expected tokens of an integer dtype, got {tokens.dtype}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,14 +181,20 @@ class DecoderConfig:
     n_heads: int = 4  #: query heads per block; 1 for gau
     n_kv_heads: int | None = None  #: key heads, a divisor of n_heads; None for n_heads
     head_dim: int | None = None  #: width of one head; None for d_model / n_heads
-    spec: AttentionSpec | tuple[AttentionSpec, ...] = dataclasses.field(default_factory=lambda: preset("baseline"))
+    spec: AttentionSpec | tuple[AttentionSpec, ...] = dataclasses.field(
+        default_factory=lambda: preset("baseline")
+    )
     attention: Literal["mha", "mla", "gau"] = "mha"  #: Attention, MLA or GAU
-    latent: LatentSizes = dataclasses.field(default_factory=LatentSizes)  #: sizes of MLA
+    latent: LatentSizes = dataclasses.field(
+        default_factory=LatentSizes
+    )  #: sizes of MLA
     latent_norm: bool = False  #: whether the latents of MLA have an RMS norm
     mlp: Literal["gelu", "swiglu"] = "gelu"  #: activation; a GAU has no MLP
     mlp_ratio: float = 4.0  #: width of the MLP relative to d_model
     norm_order: NormOrder = "pre"  #: position of a block's norms
-    deepnorm: bool = False  #: whether to use DeepNorm's α and β; requires gau with post-norm
+    deepnorm: bool = (
+        False  #: whether to use DeepNorm's α and β; requires gau with post-norm
+    )
     tied: bool = False  #: whether the head shares the embedding's weight
     dropout: float = 0.0  #: dropout on the attention weights, in training
     base_width: int | None = None
@@ -176,7 +208,11 @@ class DecoderConfig:
             check_known(kind, name, choices)
         base = 1 if self.base_width is None else self.base_width
         sizes = (self.vocab_size, self.d_model, self.n_layers, self.n_heads, base)
-        for name, size in zip(("vocab_size", "d_model", "n_layers", "n_heads", "base_width"), sizes, strict=True):
+        for name, size in zip(
+            ("vocab_size", "d_model", "n_layers", "n_heads", "base_width"),
+            sizes,
+            strict=True,
+        ):
             check(size >= 1, f"{name} of at least 1", size)
         check(
             int(self.mlp_ratio * self.d_model) >= 1,
@@ -191,9 +227,15 @@ class DecoderConfig:
         check_dropout(self.dropout)
         check_heads(self.d_model, self.n_heads, self.n_kv_heads, self.head_dim)
         if self.attention == "gau" and self.n_heads != 1:
-            raise InvalidValueError(f"a GAU has one head; expected n_heads=1, got {self.n_heads}")
-        if self.deepnorm and not (self.attention == "gau" and self.norm_order == "post"):
-            raise InvalidValueError("deepnorm needs attention='gau' with norm_order='post'")
+            raise InvalidValueError(
+                f"a GAU has one head; expected n_heads=1, got {self.n_heads}"
+            )
+        if self.deepnorm and not (
+            self.attention == "gau" and self.norm_order == "post"
+        ):
+            raise InvalidValueError(
+                "deepnorm needs attention='gau' with norm_order='post'"
+            )
 
     @property
     def output_scale(self) -> float:
@@ -203,7 +245,9 @@ class DecoderConfig:
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
         """The spec of each layer's attention."""
-        return self.spec if isinstance(self.spec, tuple) else (self.spec,) * self.n_layers
+        return (
+            self.spec if isinstance(self.spec, tuple) else (self.spec,) * self.n_layers
+        )
 
     @property
     def sublayers(self) -> int:
@@ -235,15 +279,21 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "b t vocab"]:
         """Maps tokens [b t] (int64) to logits over the vocabulary [b t vocab]."""
         if tokens.ndim != 2:
-            raise ShapeError(f"expected tokens of shape [batch tokens], got {tuple(tokens.shape)}")
+            raise ShapeError(
+                f"expected tokens of shape [batch tokens], got {tuple(tokens.shape)}"
+            )
         _check_integers(tokens)
         if caches is not None and len(caches) != len(self.blocks):
-            raise InvalidValueError(f"expected one cache per layer, {len(self.blocks)}, got {len(caches)}")
+            raise InvalidValueError(
+                f"expected one cache per layer, {len(self.blocks)}, got {len(caches)}"
+            )
         x = self.embedding(tokens)
         for i, block in enumerate(self.blocks):
             x = block(x, cache=caches[i] if caches else None, mask=mask, pos=pos)
         x = self.norm(x)
-        return self.head(x if self.config.output_scale == 1 else x * self.config.output_scale)
+        return self.head(
+            x if self.config.output_scale == 1 else x * self.config.output_scale
+        )
 
     def new_caches(self, max_length: int | None = None) -> list[Cache]:
         """Returns an empty cache for each layer, of the kind that the layer's attention uses."""
@@ -260,7 +310,10 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def init_tokens(
-    model: nn.Module, config: DecoderConfig, table: Float[Tensor, "vocab m"], generator: torch.Generator | None = None
+    model: nn.Module,
+    config: DecoderConfig,
+    table: Float[Tensor, "vocab m"],
+    generator: torch.Generator | None = None,
 ) -> None:
     """Initialises a model that maps tokens to tokens, see `Decoder.init_weights`; `table` is its embedding's weight."""
     init_linears(model, config, table, generator)
@@ -271,7 +324,10 @@ def init_tokens(
 
 @torch.no_grad()
 def init_linears(
-    model: nn.Module, config: DecoderConfig, table: Float[Tensor, "vocab m"], generator: torch.Generator | None = None
+    model: nn.Module,
+    config: DecoderConfig,
+    table: Float[Tensor, "vocab m"],
+    generator: torch.Generator | None = None,
 ) -> None:
     """Initialises linear layers; see `Decoder.init_weights`.
 
@@ -281,28 +337,49 @@ def init_linears(
     residual = deepnorm(n)[1] if config.deepnorm else 1 / math.sqrt(n)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            fan_in = config.base_width if config.base_width and name == "head" else module.in_features
-            std = fan_in**-0.5 * (residual if name.endswith((".o_proj", ".down")) else 1.0)
+            fan_in = (
+                config.base_width
+                if config.base_width and name == "head"
+                else module.in_features
+            )
+            std = fan_in**-0.5 * (
+                residual if name.endswith((".o_proj", ".down")) else 1.0
+            )
             if module.weight is not table:
                 module.weight.normal_(0.0, std, generator=generator)
             if module.bias is not None:
                 module.bias.zero_()
 
 
-def build_block(config: DecoderConfig, spec: AttentionSpec, cross: Attention | None = None) -> Block | GAUBlock:
+def build_block(
+    config: DecoderConfig, spec: AttentionSpec, cross: Attention | None = None
+) -> Block | GAUBlock:
     """Builds one layer of a model, with the given cross-attention, if any."""
     width, heads, dropout = config.d_model, config.n_heads, config.dropout
     if config.attention == "gau":
-        bias = config.norm_order == "pre"  # as in the paper; post-norm follows GAU-α, which has none
-        gau = GAU(width, size=config.head_dim or 128, spec=spec, bias=bias, dropout=dropout)
+        bias = (
+            config.norm_order == "pre"
+        )  # as in the paper; post-norm follows GAU-α, which has none
+        gau = GAU(
+            width, size=config.head_dim or 128, spec=spec, bias=bias, dropout=dropout
+        )
         alpha = deepnorm(config.sublayers)[0] if config.deepnorm else 1.0
         return GAUBlock(gau, norm_order=config.norm_order, alpha=alpha)
     attention: Attention | MLA
     if config.attention == "mla":
         normed = config.latent_norm
-        attention = MLA(width, heads, sizes=config.latent, spec=spec, latent_norm=normed, dropout=dropout)
+        attention = MLA(
+            width,
+            heads,
+            sizes=config.latent,
+            spec=spec,
+            latent_norm=normed,
+            dropout=dropout,
+        )
     else:
-        attention = Attention(width, heads, config.n_kv_heads, config.head_dim, spec=spec, dropout=dropout)
+        attention = Attention(
+            width, heads, config.n_kv_heads, config.head_dim, spec=spec, dropout=dropout
+        )
     mlp = MLP(width, int(config.mlp_ratio * width), config.mlp)
     return Block(attention, mlp, width, config.norm_order, cross)
 
@@ -320,8 +397,12 @@ class FusedEmbedding(nn.Embedding):
         pixels: standardised pixels [codes p] of each patch code; patch codes are the last tokens of the vocabulary.
     """
 
-    def __init__(self, embedding: nn.Embedding, pixels: Float[Tensor, "codes p"]) -> None:
-        super().__init__(embedding.num_embeddings, embedding.embedding_dim, _weight=embedding.weight)
+    def __init__(
+        self, embedding: nn.Embedding, pixels: Float[Tensor, "codes p"]
+    ) -> None:
+        super().__init__(
+            embedding.num_embeddings, embedding.embedding_dim, _weight=embedding.weight
+        )
         self.weight = embedding.weight
         self.patch = nn.Linear(pixels.shape[1], embedding.embedding_dim, bias=False)
         self.first = embedding.num_embeddings - len(pixels)
@@ -360,7 +441,9 @@ class ViT(nn.Module):
         self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
 
-    def forward(self, patches: Float[Tensor, "b patches p"]) -> Float[Tensor, "b classes"]:
+    def forward(
+        self, patches: Float[Tensor, "b patches p"]
+    ) -> Float[Tensor, "b classes"]:
         """Maps patches [b t p] to logits over the classes [b classes]."""
         expected = (self.position.num_embeddings, self.patch.in_features)
         if patches.ndim != 3 or tuple(patches.shape[1:]) != expected:
@@ -407,14 +490,19 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self, config: DecoderConfig, *, source: int) -> None:
         super().__init__()
-        check(config.attention == "mha", "attention='mha' for an encoder–decoder", repr(config.attention))
+        check(
+            config.attention == "mha",
+            "attention='mha' for an encoder–decoder",
+            repr(config.attention),
+        )
         check(source >= 1, "a source of at least 1 token", source)
         self.config, self.source = config, source
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.encoder = nn.ModuleList(build_block(config, spec) for spec in config.specs)
         self.encoder_norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.blocks = nn.ModuleList(
-            build_block(config, spec, cross=_cross(config, i)) for i, spec in enumerate(config.specs)
+            build_block(config, spec, cross=_cross(config, i))
+            for i, spec in enumerate(config.specs)
         )
         self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -426,16 +514,22 @@ class EncoderDecoder(nn.Module):
         next target token at each position.
         """
         if tokens.ndim != 2 or tokens.shape[1] <= self.source:
-            raise ShapeError(f"expected tokens of shape [batch more than {self.source}], got {tuple(tokens.shape)}")
+            raise ShapeError(
+                f"expected tokens of shape [batch more than {self.source}], got {tuple(tokens.shape)}"
+            )
         _check_integers(tokens)
-        memory, x = self.embedding(tokens).split([self.source, tokens.shape[1] - self.source], dim=1)
+        memory, x = self.embedding(tokens).split(
+            [self.source, tokens.shape[1] - self.source], dim=1
+        )
         for block in self.encoder:
             memory = block(memory, causal=False)
         memory = self.encoder_norm(memory)
         for block in self.blocks:
             x = block(x, context=memory)
         x = self.norm(x)
-        return self.head(x if self.config.output_scale == 1 else x * self.config.output_scale)
+        return self.head(
+            x if self.config.output_scale == 1 else x * self.config.output_scale
+        )
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:

@@ -23,7 +23,16 @@ from qkeel.nn.attention import LatentCache, SpecModule, check_input
 from qkeel.spec import AttentionSpec, Rope
 from qkeel.spec.call import AttentionCall, Visibility
 from qkeel.spec.norm import Norm
-from qkeel.spec.slot import AttentionMask, HeadTensor, Hidden, Params, PosQ, Queries, QueryPositions, Tokens
+from qkeel.spec.slot import (
+    AttentionMask,
+    HeadTensor,
+    Hidden,
+    Params,
+    PosQ,
+    Queries,
+    QueryPositions,
+    Tokens,
+)
 
 # Attention over a latent cache. It forms no key or value of a head; the up-projections are applied to the query and to
 # the output instead.
@@ -62,9 +71,14 @@ def refuse_latents(spec: AttentionSpec) -> Refusal | None:
     if norm.sides in ("", "q"):
         return None
     if norm.kind == "other":
-        return Refusal(f"the norm {norm.formula()} is unknown, so its factor on a key can't be cached", _WAY_OUT)
+        return Refusal(
+            f"the norm {norm.formula()} is unknown, so its factor on a key can't be cached",
+            _WAY_OUT,
+        )
     if "v" in norm.sides:
-        return Refusal("a norm on the values needs the value of every head and token", _WAY_OUT)
+        return Refusal(
+            "a norm on the values needs the value of every head and token", _WAY_OUT
+        )
     if norm.kind == "layer":
         return Refusal(
             "LayerNorm subtracts the mean from each head's key, a second number per head and token besides the inverse "
@@ -72,7 +86,10 @@ def refuse_latents(spec: AttentionSpec) -> Refusal | None:
             _WAY_OUT,
         )
     if norm.bias:
-        return Refusal("a bias after the norm would be rotated with the key and has no place in its latent", _WAY_OUT)
+        return Refusal(
+            "a bias after the norm would be rotated with the key and has no place in its latent",
+            _WAY_OUT,
+        )
     if norm.gain in ("head", "head_dim"):
         return Refusal(
             "a separate gain for each head does not fit the rotated key, which is cached once for all heads",
@@ -94,7 +111,9 @@ def key_gain(spec: AttentionSpec, params: Params) -> GainTensor | None:
     return None if norm is None else norm.weight("k", params)
 
 
-def encode(spec: AttentionSpec, q: Queries, rotated: SharedKey, at: PosQ, params: Params) -> tuple[Queries, SharedKey]:
+def encode(
+    spec: AttentionSpec, q: Queries, rotated: SharedKey, at: PosQ, params: Params
+) -> tuple[Queries, SharedKey]:
     """Returns encoded q [b h t d], and the shared key part [b 1 t r] with its gain and rotation applied."""
     gain = key_gain(spec, params)
     if gain is not None and gain.ndim:
@@ -129,7 +148,9 @@ def absorb(
     return torch.cat([unrotated @ up, rotated], dim=-1)
 
 
-def attend_latents(call: AttentionCall, inverse: PerKey | None, head_dim: int) -> Float[Tensor, "b h t l"]:
+def attend_latents(
+    call: AttentionCall, inverse: PerKey | None, head_dim: int
+) -> Float[Tensor, "b h t l"]:
     """Returns Σ_s p_s c_s [b h t l] for absorbed queries [b h t l+r] and cached keys [b 1 s l+r], where c is the first
     part of each key.
 
@@ -148,7 +169,9 @@ def attend_latents(call: AttentionCall, inverse: PerKey | None, head_dim: int) -
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).to(call.q.dtype)
 
 
-def _block(call: AttentionCall, q: Tensor, k: Tensor, inverse: Tensor | None, rows: slice) -> Tensor:
+def _block(
+    call: AttentionCall, q: Tensor, k: Tensor, inverse: Tensor | None, rows: slice
+) -> Tensor:
     keys, spec = call.span(rows), call.spec
     k = k[:, :, keys]
     z = spec.position.scores(
@@ -168,7 +191,10 @@ def _block(call: AttentionCall, q: Tensor, k: Tensor, inverse: Tensor | None, ro
         call.visible(rows, keys),
         call.params,
     )
-    return average(F.dropout(weights, call.dropout) if call.dropout else weights, k[..., : call.v.shape[-1]])
+    return average(
+        F.dropout(weights, call.dropout) if call.dropout else weights,
+        k[..., : call.v.shape[-1]],
+    )
 
 
 # The module: q and k come from small latents, part of each is rotated, and a cache holds the latents.
@@ -180,7 +206,9 @@ NewTokens = tuple[Tensor, Tensor, Tensor]  # queries, latents and shared keys
 class LatentSizes:
     """Sizes of multi-head latent attention, each at least 1."""
 
-    q_latent: int | None = 32  #: width of the queries' latent; None: q is projected from the input (DeepSeek-V2-Lite)
+    q_latent: int | None = (
+        32  #: width of the queries' latent; None: q is projected from the input (DeepSeek-V2-Lite)
+    )
     kv_latent: int = 24  #: width of the latent of keys and values
     rope_dim: int = 8  #: r, rotated dimensions of a head
     nope_dim: int = 8  #: unrotated dimensions of a head
@@ -235,7 +263,11 @@ class MLA(SpecModule):
         )
         self.d_model, self.sizes = d_model, sizes
         width = d_model if sizes.q_latent is None else sizes.q_latent
-        self.q_down = nn.Identity() if sizes.q_latent is None else nn.Linear(d_model, width, bias=False)
+        self.q_down = (
+            nn.Identity()
+            if sizes.q_latent is None
+            else nn.Linear(d_model, width, bias=False)
+        )
         self.q_up = nn.Linear(width, n_heads * sizes.nope_dim, bias=False)
         self.q_rope = nn.Linear(width, n_heads * sizes.rope_dim, bias=False)
         self.kv_down = nn.Linear(d_model, sizes.kv_latent, bias=False)
@@ -258,8 +290,14 @@ class MLA(SpecModule):
     ) -> Hidden:
         """Maps x [b t m] at positions pos [b t] to [b t m]. `cache` holds the latents of the tokens before x."""
         check_input(x, self.d_model, self.kv_down)
-        q_latent, latent = self.q_latent_norm(self.q_down(x)), self.kv_latent_norm(self.kv_down(x))
-        q = torch.cat([self._heads(self.q_rope(q_latent)), self._heads(self.q_up(q_latent))], dim=-1)
+        q_latent, latent = (
+            self.q_latent_norm(self.q_down(x)),
+            self.kv_latent_norm(self.kv_down(x)),
+        )
+        q = torch.cat(
+            [self._heads(self.q_rope(q_latent)), self._heads(self.q_up(q_latent))],
+            dim=-1,
+        )
         shared = self.k_rope(x)[:, None]
         if cache is not None:
             return self.o_proj(
@@ -327,9 +365,17 @@ class MLA(SpecModule):
         visibility = Visibility(causal=causal, mask=mask, pos_q=at, pos_k=cache.pos)
         if first and q.shape[2] > 1:
             # Among the first tokens, a product with d numbers per key costs less than one with latents.
-            return self.attend(q, *self._materialised(held, inverse), spec=core, params=left, seen=visibility)
+            return self.attend(
+                q,
+                *self._materialised(held, inverse),
+                spec=core,
+                params=left,
+                seen=visibility,
+            )
         if self.observers:
-            observed = visibility.call(core, q, *self._materialised(held, inverse), left)
+            observed = visibility.call(
+                core, q, *self._materialised(held, inverse), left
+            )
             for observer in self.observers:
                 observer(observed)
         gain = key_gain(self.spec, self.spec_params())
@@ -347,11 +393,18 @@ class MLA(SpecModule):
         return out.transpose(1, 2).flatten(2)
 
     def _remember(
-        self, cache: LatentCache, q: Tensor, latent: Tensor, shared: Tensor, pos: QueryPositions | None
+        self,
+        cache: LatentCache,
+        q: Tensor,
+        latent: Tensor,
+        shared: Tensor,
+        pos: QueryPositions | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Caches new tokens; returns encoded q, all cached tokens, inverse sizes, and the positions of q if given."""
         norm, at = key_norm(self.spec), cache.next_positions(q, pos)
-        inverse = None if norm is None else inverse_size(norm, self._keys(latent, shared))
+        inverse = (
+            None if norm is None else inverse_size(norm, self._keys(latent, shared))
+        )
         encoded, rotated = encode(self.spec, q, shared, at, self.spec_params())
         positions = None if pos is None else at
         held, inverse = cache.append(
@@ -362,11 +415,18 @@ class MLA(SpecModule):
         )
         return encoded.to(q.dtype), held, inverse, None if cache.pos is None else at
 
-    def _materialised(self, held: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _materialised(
+        self, held: Tensor, inverse: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Returns encoded keys [b h s d] and values [b h s e] of cached tokens, as they are computed without a
         cache."""
-        latent, rotated = held[:, 0].split([self.sizes.kv_latent, self.sizes.rope_dim], dim=-1)
-        k, gain = self._keys(latent, rotated[:, None]), key_gain(self.spec, self.spec_params())
+        latent, rotated = held[:, 0].split(
+            [self.sizes.kv_latent, self.sizes.rope_dim], dim=-1
+        )
+        k, gain = (
+            self._keys(latent, rotated[:, None]),
+            key_gain(self.spec, self.spec_params()),
+        )
         if gain is not None:
             unrotated_gain = gain[self.sizes.rope_dim :] if gain.ndim else gain
             k[..., self.sizes.rope_dim :] *= unrotated_gain.to(
@@ -381,7 +441,9 @@ class MLA(SpecModule):
         assert isinstance(layer, nn.Linear)
         return layer.weight.unflatten(0, (self.n_heads, -1))
 
-    def _check(self, cache: object, mask: AttentionMask | None, pos: QueryPositions | None) -> None:
+    def _check(
+        self, cache: object, mask: AttentionMask | None, pos: QueryPositions | None
+    ) -> None:
         if not isinstance(cache, LatentCache):
             raise InvalidTypeError(
                 f"expected a qkeel.nn.LatentCache, got {type(cache).__name__}; new_cache() creates one"
@@ -405,7 +467,9 @@ def _rotating(spec: AttentionSpec, sizes: LatentSizes) -> AttentionSpec:
     rope = Rope() if spec.position.kind == "none" else spec.position.rope
     if rope is None:
         taken = spec.position.formula()
-        raise RefusedError(f"MLA rotates a part of each head by RoPE, which {taken} cannot do; use Rope")
+        raise RefusedError(
+            f"MLA rotates a part of each head by RoPE, which {taken} cannot do; use Rope"
+        )
     head_dim = sizes.rope_dim + sizes.nope_dim
     position = dataclasses.replace(rope, rotary=sizes.rope_dim / head_dim)
     position.check(head_dim)

@@ -69,8 +69,12 @@ def scaled_dot_product_attention(
     }  # fmt: skip
     # Function modes should see this function. Tensor subclasses, above all nested tensors, only know torch's.
     if has_torch_function_variadic(*arguments) and all(map(is_plain, arguments)):
-        return handle_torch_function(scaled_dot_product_attention, arguments, *arguments, **options)
-    kernel, call = _compiled_call({"query": query, "key": key, "value": value, **options})
+        return handle_torch_function(
+            scaled_dot_product_attention, arguments, *arguments, **options
+        )
+    kernel, call = _compiled_call(
+        {"query": query, "key": key, "value": value, **options}
+    )
     if kernel is not None and call is not None:
         return _laid_out(kernel(call), query)
     return F.scaled_dot_product_attention(*arguments, **options)
@@ -86,15 +90,29 @@ def attention_with_rows(arguments: Kwargs) -> tuple[Outputs, KernelRows | None]:
     return scaled_dot_product_attention(**arguments), None
 
 
-def _compiled_call(arguments: Kwargs) -> tuple[Callable[[AttentionCall], Tensor] | None, AttentionCall | None]:
+def _compiled_call(
+    arguments: Kwargs,
+) -> tuple[Callable[[AttentionCall], Tensor] | None, AttentionCall | None]:
     """Returns the compiled kernel and its call, or None and None if torch's function must compute it."""
-    q, k, v, mask, causal = (arguments[name] for name in ("query", "key", "value", "attn_mask", "is_causal"))
-    if torch.compiler.is_compiling() or not (is_plain(q) and q.is_cpu and _fit(q, k, v, mask, arguments["enable_gqa"])):
+    q, k, v, mask, causal = (
+        arguments[name] for name in ("query", "key", "value", "attn_mask", "is_causal")
+    )
+    if torch.compiler.is_compiling() or not (
+        is_plain(q) and q.is_cpu and _fit(q, k, v, mask, arguments["enable_gqa"])
+    ):
         return None, None
-    if arguments["dropout_p"] or (causal and mask is not None) or torch.is_autocast_enabled("cpu"):
+    if (
+        arguments["dropout_p"]
+        or (causal and mask is not None)
+        or torch.is_autocast_enabled("cpu")
+    ):
         return None, None
     t, s, scale = q.shape[2], k.shape[2], arguments["scale"]
-    if (causal and s < t) or not (q.numel() and v.numel()) or not (scale is None or math.isfinite(scale)):
+    if (
+        (causal and s < t)
+        or not (q.numel() and v.numel())
+        or not (scale is None or math.isfinite(scale))
+    ):
         return None, None
     if causal and s > t:  # torch aligns the first query with the first key
         k, v = k[:, :, :t], v[:, :, :t]
@@ -108,7 +126,9 @@ def _compiled_call(arguments: Kwargs) -> tuple[Callable[[AttentionCall], Tensor]
 def _laid_out(out: Tensor, query: Tensor) -> Tensor:
     """Arranges the dimensions of out [b h t e] in memory in the same order as the query's."""
     if out.shape[-1] != query.shape[-1]:
-        return out.contiguous()  # torch computes such attention as plain matrix products
+        return (
+            out.contiguous()
+        )  # torch computes such attention as plain matrix products
     order = sorted(range(4), key=lambda i: (-query.stride(i), i))
     back = sorted(range(4), key=order.__getitem__)
     return out.permute(order).contiguous().permute(back)
@@ -116,17 +136,29 @@ def _laid_out(out: Tensor, query: Tensor) -> Tensor:
 
 def _fit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> bool:
     """True if the shapes and dtypes are those of attention over a batch of heads, and torch accepts them too."""
-    if not (q.ndim == k.ndim == v.ndim == 4 and q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
+    if not (
+        q.ndim == k.ndim == v.ndim == 4
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype in _DTYPES
+    ):
         return False
-    if not (q.device == k.device == v.device and q.shape[0] == k.shape[0] and k.shape[:3] == v.shape[:3]):
+    if not (
+        q.device == k.device == v.device
+        and q.shape[0] == k.shape[0]
+        and k.shape[:3] == v.shape[:3]
+    ):
         return False
     heads, groups = q.shape[1], k.shape[1]
-    if q.shape[3] != k.shape[3] or not (heads == groups or (gqa and groups and heads % groups == 0)):
+    if q.shape[3] != k.shape[3] or not (
+        heads == groups or (gqa and groups and heads % groups == 0)
+    ):
         return False
     if mask is None:
         return True
     full_shape = (q.shape[0], heads, q.shape[2], k.shape[2])[4 - mask.ndim :]
-    fits = mask.ndim <= 4 and all(n in (1, size) for n, size in zip(mask.shape, full_shape))
+    fits = mask.ndim <= 4 and all(
+        n in (1, size) for n, size in zip(mask.shape, full_shape)
+    )
     return fits and mask.device == q.device and mask.dtype in (torch.bool, q.dtype)
 
 

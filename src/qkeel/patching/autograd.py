@@ -25,7 +25,9 @@ def saved_operand(node: Node, place: int) -> Tensor | None:
     """Returns the first (0) or second (1) operand of a product or quotient, or None if the graph does not keep it."""
     kept: Any = node
     try:
-        value = (kept._saved_self, kept._saved_other)[place] if place else kept._saved_self
+        value = (
+            (kept._saved_self, kept._saved_other)[place] if place else kept._saved_self
+        )
     except (AttributeError, RuntimeError):  # not saved, or freed
         return None
     return value if isinstance(value, Tensor) else None
@@ -35,7 +37,9 @@ def saved_factor(node: Node) -> Tensor | None:
     """Returns the first factor of a matrix product, or None for other nodes and if the graph does not keep it."""
     kept: Any = node
     try:
-        value = kept._saved_mat1 if node.name().startswith("Addmm") else kept._saved_self
+        value = (
+            kept._saved_mat1 if node.name().startswith("Addmm") else kept._saved_self
+        )
     except (AttributeError, RuntimeError):  # not saved, or freed
         return None
     return value if isinstance(value, Tensor) else None
@@ -103,7 +107,10 @@ def is_wrapper(x: Tensor) -> bool:
 # Checkpointing in a pass whose graph is read: each part runs once and is freed after it has been read.
 
 # Modules that hold torch's non-reentrant checkpoint. The second imports it into its own namespace.
-_HOMES = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
+_HOMES = (
+    "torch.utils.checkpoint",
+    "torch.distributed._composable.checkpoint_activation",
+)
 # Since torch 2.14 torch calls the second of these itself, and keeps the first for other packages.
 _NAMES = tuple("_checkpoint_without_reentrant_generator" + end for end in ("", "_impl"))
 
@@ -124,7 +131,9 @@ class CheckpointedParts:
         missed: whether a tensor was requested that had already been freed.
     """
 
-    def __init__(self, read: Callable[[], None] = lambda: None, *, keep: bool = False) -> None:
+    def __init__(
+        self, read: Callable[[], None] = lambda: None, *, keep: bool = False
+    ) -> None:
         self.any = self.missed = False
         self._read, self._keep = read, keep
 
@@ -164,7 +173,9 @@ class CheckpointedParts:
         def unpack(place: int) -> Tensor:
             if saved is None:
                 self.missed = True
-                raise RuntimeError("the tensors saved by a checkpointed part of the model were already released")
+                raise RuntimeError(
+                    "the tensors saved by a checkpointed part of the model were already released"
+                )
             return saved[place]
 
         try:
@@ -176,7 +187,9 @@ class CheckpointedParts:
 
 
 # Per thread: the object that handles the checkpointed parts of the pass running there.
-_NOTICING: contextvars.ContextVar[CheckpointedParts | None] = contextvars.ContextVar("qkeel_parts", default=None)
+_NOTICING: contextvars.ContextVar[CheckpointedParts | None] = contextvars.ContextVar(
+    "qkeel_parts", default=None
+)
 
 
 def _apply(kind: type[torch.autograd.Function], *args: Any) -> Any:
@@ -237,7 +250,9 @@ class _Patch:
                     setattr(home, name, self._put[-1][2])
 
     def _end(self) -> None:
-        del torch.utils.checkpoint.CheckpointFunction.apply  # uncovers the inherited method
+        del (
+            torch.utils.checkpoint.CheckpointFunction.apply
+        )  # uncovers the inherited method
         for home, name, mine in self._put:
             if vars(home).get(name) is mine:
                 setattr(home, name, mine.original)

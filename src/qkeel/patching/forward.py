@@ -51,12 +51,21 @@ _LOCK = threading.Lock()
 CallArguments = tuple[list[Any], dict[str, Any]]  # by position and by name
 # Arguments; a stack to close when the call ends; a function that receives the result; and a function that converts the
 # result for the caller, if needed.
-Begun = tuple[CallArguments, ExitStack, Callable[[object], None], Callable[[object], object] | None]
+Begun = tuple[
+    CallArguments,
+    ExitStack,
+    Callable[[object], None],
+    Callable[[object], object] | None,
+]
 # Receives the function and the arguments of a call; returns False for a call that is not observed.
-Begin = Callable[[types.FunctionType, list[Any], dict[str, Any]], Begun | Literal[False]]
+Begin = Callable[
+    [types.FunctionType, list[Any], dict[str, Any]], Begun | Literal[False]
+]
 
 # Per thread: the guard that calls `begin` and the callbacks, or None if calls are not observed.
-GUARD: contextvars.ContextVar[Guarded | None] = contextvars.ContextVar("qkeel_guard_of_calls", default=None)
+GUARD: contextvars.ContextVar[Guarded | None] = contextvars.ContextVar(
+    "qkeel_guard_of_calls", default=None
+)
 
 
 @final
@@ -68,17 +77,29 @@ class ExchangedCode:
     """
 
     def __init__(
-        self, function: types.FunctionType, begin: Begin, unobserved: Callable[[], AbstractContextManager[None]]
+        self,
+        function: types.FunctionType,
+        begin: Begin,
+        unobserved: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.function, self.code = function, function.__code__
         self.original = types.FunctionType(
-            self.code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+            self.code,
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
         )
         self.original.__kwdefaults__ = function.__kwdefaults__
         self._holders = 0
         name = _NAME + function.__name__
-        uncompiled = torch.compiler.disable(unguarded) if compiler_loaded() else unguarded
-        forward, enter = _forwarding(self.code, name), self._entrance(begin, unobserved, uncompiled)
+        uncompiled = (
+            torch.compiler.disable(unguarded) if compiler_loaded() else unguarded
+        )
+        forward, enter = (
+            _forwarding(self.code, name),
+            self._entrance(begin, unobserved, uncompiled),
+        )
         if compiler_loaded():
             # If a compiled wrapper calls it, the compiler should trace the original function, not this entrance.
             run_uncompiled(forward, enter.__code__)
@@ -87,13 +108,18 @@ class ExchangedCode:
         function.__code__ = forward
 
     def _entrance(
-        self, begin: Begin, unobserved: Callable[[], AbstractContextManager[None]], uncompiled: Guarded
+        self,
+        begin: Begin,
+        unobserved: Callable[[], AbstractContextManager[None]],
+        uncompiled: Guarded,
     ) -> types.FunctionType:
         function, original = self.function, self.original
 
         def enter(args: list[Any], kwargs: dict[str, Any]) -> Any:
             guard = None if torch.compiler.is_compiling() else GUARD.get()
-            begun = guard is not None and uncompiled(guard, begin, function, args, kwargs)
+            begun = guard is not None and uncompiled(
+                guard, begin, function, args, kwargs
+            )
             if begun is False:
                 return original(*args, **kwargs)
             if begun is None:  # a fault
@@ -115,7 +141,10 @@ class ExchangedCode:
             self._holders -= 1
             if self._holders == 0:
                 self.function.__code__ = self.code
-                del self.function.__globals__[_NAME + self.function.__name__], vars(self.function)[_NAME]
+                del (
+                    self.function.__globals__[_NAME + self.function.__name__],
+                    vars(self.function)[_NAME],
+                )
 
     def hold(self) -> ExchangedCode:
         """Adds one user."""
@@ -124,7 +153,9 @@ class ExchangedCode:
 
 
 def exchange(
-    function: types.FunctionType, begin: Begin, unobserved: Callable[[], AbstractContextManager[None]]
+    function: types.FunctionType,
+    begin: Begin,
+    unobserved: Callable[[], AbstractContextManager[None]],
 ) -> ExchangedCode:
     """Replaces a function's code, or adds a user to an existing replacement. `release()` undoes this.
 
@@ -137,7 +168,9 @@ def exchange(
         SyntaxError, TypeError, ValueError: the function's signature is not supported.
     """
     with _LOCK:
-        held: ExchangedCode = vars(function).get(_NAME) or ExchangedCode(function, begin, unobserved)
+        held: ExchangedCode = vars(function).get(_NAME) or ExchangedCode(
+            function, begin, unobserved
+        )
         return held.hold()
 
 
@@ -145,14 +178,26 @@ def exchange(
 def _forwarding(code: types.CodeType, name: str) -> types.CodeType:
     """Compiles code with the same parameters as `code` that passes them to `name` as a list and a dict."""
     n = code.co_argcount + code.co_kwonlyargcount
-    first, named = code.co_varnames[: code.co_argcount], code.co_varnames[code.co_argcount : n]
+    first, named = (
+        code.co_varnames[: code.co_argcount],
+        code.co_varnames[code.co_argcount : n],
+    )
     rest = list(code.co_varnames[n:])
     more = rest.pop(0) if code.co_flags & inspect.CO_VARARGS else ""
     others = rest.pop(0) if code.co_flags & inspect.CO_VARKEYWORDS else ""
-    parameters = [*first, *([f"*{more}"] if more or named else []), *named, *([f"**{others}"] if others else [])]
+    parameters = [
+        *first,
+        *([f"*{more}"] if more or named else []),
+        *named,
+        *([f"**{others}"] if others else []),
+    ]
     args = "".join(f"{x}, " for x in first) + (f"*{more}" if more else "")
-    kwargs = ", ".join([*(f"{x!r}: {x}" for x in named), *([f"**{others}"] if others else [])])
-    made: types.FunctionType = eval(f"lambda {', '.join(parameters)}: {name}([{args}], {{{kwargs}}})")
+    kwargs = ", ".join(
+        [*(f"{x!r}: {x}" for x in named), *([f"**{others}"] if others else [])]
+    )
+    made: types.FunctionType = eval(
+        f"lambda {', '.join(parameters)}: {name}([{args}], {{{kwargs}}})"
+    )
     return made.__code__.replace(co_freevars=code.co_freevars, co_name=code.co_name)
 
 
@@ -174,7 +219,11 @@ class InstanceForward(abc.ABC):
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The replaced forward, so that inspect.signature shows its parameters."""
-        return types.MethodType(type(self.module).forward, self.module) if self.before is None else self.before
+        return (
+            types.MethodType(type(self.module).forward, self.module)
+            if self.before is None
+            else self.before
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(args, kwargs)
@@ -258,10 +307,17 @@ class ForwardPasses(Handle):
         self.tree = ModuleTree(model)
         self._pid = os.getpid()
         self._depth = 0
-        self._lock, self._warned = threading.Lock(), False  # the lock guards _depth and _pass
+        self._lock, self._warned = (
+            threading.Lock(),
+            False,
+        )  # the lock guards _depth and _pass
         self._pass: _Running | None = None
-        self.around = ExitStack()  # closed at the end of the current pass, even if it fails
-        self.repeated: Callable[[], None] | None = None  # called when a checkpoint repeats a call, with gradients
+        self.around = (
+            ExitStack()
+        )  # closed at the end of the current pass, even if it fails
+        self.repeated: Callable[[], None] | None = (
+            None  # called when a checkpoint repeats a call, with gradients
+        )
         # Keeps the compiler from inlining the hooks and from compiling what they call.
         run_uncompiled(_DormantHook.__call__.__code__)
         enter, leave = (_DormantHook(f, owner) for f in (self._enter, self._leave))
@@ -282,8 +338,15 @@ class ForwardPasses(Handle):
         """True if a pass of the model, or an extra pass, is running."""
         return self._depth > 0 or bool(_EXTRA.get())
 
-    def _enter(self, module: nn.Module, args: Args, kwargs: Kwargs, compiled: bool) -> None:
-        if module is self.model and self.repeated is not None and recomputing() and torch.is_grad_enabled():
+    def _enter(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, compiled: bool
+    ) -> None:
+        if (
+            module is self.model
+            and self.repeated is not None
+            and recomputing()
+            and torch.is_grad_enabled()
+        ):
             self._guard(self.repeated)
         if module is not self.model or not self._here():
             return
@@ -302,7 +365,9 @@ class ForwardPasses(Handle):
             compiled = self.tree.any_compiled() or compiled
             self.tree.settled = True
             try:
-                with outside_checkpoints():  # the pass may run inside one, and `before` may make extra passes
+                with (
+                    outside_checkpoints()
+                ):  # the pass may run inside one, and `before` may make extra passes
                     self._guard(self._before, args, kwargs, compiled)
             finally:
                 self.tree.settled = False
@@ -316,8 +381,15 @@ class ForwardPasses(Handle):
             self._warned = True
             self._guard(caution, _OVERLAP.format(type(self.inner).__name__))
 
-    def _leave(self, module: nn.Module, args: object, output: object, compiled: bool) -> None:
-        if module is not self.model or not self._here() or not self._depth or self._in_another_thread():
+    def _leave(
+        self, module: nn.Module, args: object, output: object, compiled: bool
+    ) -> None:
+        if (
+            module is not self.model
+            or not self._here()
+            or not self._depth
+            or self._in_another_thread()
+        ):
             return
         if self._depth == 1:
             self._end(output, failed=self._pass is not None and self._pass.failing)
@@ -341,7 +413,12 @@ class ForwardPasses(Handle):
             self._end(None, failed=True)
 
     def _here(self) -> bool:
-        return not recomputing() and not _EXTRA.get() and os.getpid() == self._pid and not inferring_shapes()
+        return (
+            not recomputing()
+            and not _EXTRA.get()
+            and os.getpid() == self._pid
+            and not inferring_shapes()
+        )
 
     def _unhook(self) -> None:
         # A running pass still needs the hook at its end, which then removes all hooks.
@@ -370,7 +447,9 @@ def extra_of_another(owner: object) -> bool:
 
 
 # Per thread: the owners of the extra passes that are running.
-_EXTRA: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("qkeel_extra_passes", default=())
+_EXTRA: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar(
+    "qkeel_extra_passes", default=()
+)
 
 
 class _Running:
@@ -378,7 +457,9 @@ class _Running:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.error = sys.exception()  # an exception that was already being handled before the call
+        self.error = (
+            sys.exception()
+        )  # an exception that was already being handled before the call
         # The frame of the innermost running call of a module. This loop needs no Python call per frame.
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != calls.__file__:
@@ -410,7 +491,9 @@ class _DormantHook:
         self.act, self.owner = act, owner
         self.uncompiled: Any = torch.compiler.disable(act)
 
-    def __call__(self, module: nn.Module, args: object, last: object = _REMOVED) -> None:
+    def __call__(
+        self, module: nn.Module, args: object, last: object = _REMOVED
+    ) -> None:
         # A hook that an earlier hook of the same call has removed is still called, but no longer with the keywords.
         if torch.compiler.is_compiling() or last is _REMOVED:
             return
@@ -451,6 +534,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Returns the user's module inside the wrappers of torch.compile, DistributedDataParallel and DataParallel."""
     while True:
         model = uncompiled(model)
-        if not isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        if not isinstance(
+            model, (nn.parallel.DistributedDataParallel, nn.DataParallel)
+        ):
             return model
         model = model.module

@@ -68,7 +68,9 @@ class FaultGuard:
         self.words, self.off = words, list(off)
         self.error: Exception | None = None
         self._inside: set[int] = set()  # threads in which a guarded function runs
-        self._spent: dict[int, float] = {}  # by thread, so that no two threads write to the same entry
+        self._spent: dict[
+            int, float
+        ] = {}  # by thread, so that no two threads write to the same entry
 
     @property
     def seconds(self) -> float:
@@ -80,7 +82,9 @@ class FaultGuard:
         begun = None if thread in self._inside else time.perf_counter()
         self._inside.add(thread)
         try:
-            if _len_torch_dispatch_stack():  # what it computes, a selective checkpoint must not store
+            if (
+                _len_torch_dispatch_stack()
+            ):  # what it computes, a selective checkpoint must not store
                 with outside_checkpoints():
                     return act(*args)
             return act(*args)
@@ -91,11 +95,17 @@ class FaultGuard:
         finally:
             if begun is not None:
                 self._inside.discard(thread)
-                self._spent[thread] = self._spent.get(thread, 0.0) + time.perf_counter() - begun
+                self._spent[thread] = (
+                    self._spent.get(thread, 0.0) + time.perf_counter() - begun
+                )
 
     def _report(self, error: Exception) -> None:
         try:
-            text = str(error) if isinstance(error, QkeelError) else f"{type(error).__name__}: {error}"
+            text = (
+                str(error)
+                if isinstance(error, QkeelError)
+                else f"{type(error).__name__}: {error}"
+            )
             caution(self.words.format(text))
         except Exception:  # the stack or the memory is still exhausted; the next fault will be reported
             return
@@ -150,7 +160,11 @@ def in_this_thread(act: Callable[..., T]) -> Callable[..., T | None]:
 
     In other threads, and in copies of the module that holds it, the function does nothing."""
     own = threading.get_ident()
-    return _Uncopied(lambda *args, **kwargs: act(*args, **kwargs) if threading.get_ident() == own else None)
+    return _Uncopied(
+        lambda *args, **kwargs: (
+            act(*args, **kwargs) if threading.get_ident() == own else None
+        )
+    )
 
 
 def without_gradients(function: Callable[..., T]) -> Callable[..., T]:
@@ -186,7 +200,11 @@ TABLES = ("_parameters", "_modules", "_buffers")
 _STATE = "__getstate__"
 _HOOKS = (
     *("_forward_pre_hooks", "_forward_hooks"),
-    *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *(
+        "_forward_pre_hooks_with_kwargs",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+    ),
 )
 
 
@@ -214,14 +232,23 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
         if id(module) not in seen:
             seen.add(id(module))
             found[name] = module
-            inner = [(key, child) for key, child in module._modules.items() if child is not None]
-            left += [(f"{name}.{key}" if name else key, child) for key, child in reversed(inner)]
+            inner = [
+                (key, child)
+                for key, child in module._modules.items()
+                if child is not None
+            ]
+            left += [
+                (f"{name}.{key}" if name else key, child)
+                for key, child in reversed(inner)
+            ]
     return found
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Returns the parameters of these modules without those of their submodules, each once."""
-    held = [p for module in modules for p in module._parameters.values() if p is not None]
+    held = [
+        p for module in modules for p in module._parameters.values() if p is not None
+    ]
     return [*{id(p): p for p in held}.values()]
 
 
@@ -253,7 +280,9 @@ def hooks_after(module: nn.Module) -> dict[int, Callable[..., Any]]:
 Hook = tuple[dict[Any, Any], object]  # a table of hooks, and the key of a hook in it
 
 
-def put_hooks(module: nn.Module, before: Callable[..., None] | None, after: Callable[..., None]) -> list[Hook]:
+def put_hooks(
+    module: nn.Module, before: Callable[..., None] | None, after: Callable[..., None]
+) -> list[Hook]:
     """Installs hooks before and after the module's forward, and returns them for `remove_hooks`.
 
     This is meant for many modules in every step, where torch's own registration takes ten times as long.
@@ -285,7 +314,11 @@ def remove_hooks(hooks: Iterable[Hook]) -> None:
 def drop_hooks_after(module: nn.Module, kept: set[int]) -> None:
     """Removes the module's forward hooks, except those whose numbers are in `kept`."""
     for number in [number for number in module._forward_hooks if number not in kept]:
-        for table in (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
+        for table in (
+            module._forward_hooks,
+            module._forward_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+        ):
             table.pop(number, None)
 
 
@@ -311,8 +344,13 @@ class ModuleTree:
             self._named = [*self._model.named_modules()]
             tables = [module._modules for _, module in self._named]
             self._of_kind.clear()
-            if all(isinstance(table, dict) for table in tables):  # scripted modules have other tables
-                self._tables, self._held = tables, [*map(tuple, map(dict.items, tables))]
+            if all(
+                isinstance(table, dict) for table in tables
+            ):  # scripted modules have other tables
+                self._tables, self._held = (
+                    tables,
+                    [*map(tuple, map(dict.items, tables))],
+                )
             else:
                 self._tables, self._held = [], []
         return self._named
@@ -324,7 +362,11 @@ class ModuleTree:
 
     def _kind(self, kinds: tuple[type[nn.Module], ...]) -> list[tuple[str, nn.Module]]:
         if kinds not in self._of_kind:
-            self._of_kind[kinds] = [(name, module) for name, module in self._named if isinstance(module, kinds)]
+            self._of_kind[kinds] = [
+                (name, module)
+                for name, module in self._named
+                if isinstance(module, kinds)
+            ]
         return self._of_kind[kinds]
 
     def first_parameter(self) -> nn.Parameter | None:
@@ -337,7 +379,7 @@ class ModuleTree:
 
     def any_compiled(self) -> bool:
         """True if calling any of the modules runs compiled code."""
-        if any([module._compiled_call_impl is not None for _, module in self.named()]):  # noqa: C419
+        if any([module._compiled_call_impl is not None for _, module in self.named()]):
             return True
         return compiler_loaded() and bool(self._kind((torch._dynamo.OptimizedModule,)))
 
@@ -354,10 +396,17 @@ class _StoredState:
         if type(found) is not dict:  # the class defines its own state
             return found
         left = {name: value for name, value in found.items() if value is not self}
-        gone = {n for table in _HOOKS[:2] for n, hook in left.get(table, {}).items() if isinstance(hook, self.own)}
+        gone = {
+            n
+            for table in _HOOKS[:2]
+            for n, hook in left.get(table, {}).items()
+            if isinstance(hook, self.own)
+        }
         for name in _HOOKS:
             if name in left:
-                left[name] = type(left[name])((n, x) for n, x in left[name].items() if n not in gone)
+                left[name] = type(left[name])(
+                    (n, x) for n, x in left[name].items() if n not in gone
+                )
         return left
 
 
@@ -374,7 +423,9 @@ def store_whole(module: nn.Module) -> None:
     """Undoes `store_without` once none of the omitted hooks is left."""
     found = vars(module).get(_STATE)
     if isinstance(found, _StoredState) and not any(
-        isinstance(hook, found.own) for table in _HOOKS[:2] for hook in vars(module)[table].values()
+        isinstance(hook, found.own)
+        for table in _HOOKS[:2]
+        for hook in vars(module)[table].values()
     ):
         del vars(module)[_STATE]
 
@@ -395,7 +446,9 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     module.__class__ = cls
 
 
-def pickle_by(module: nn.Module, reduced: Callable[[Any, object], tuple[object, ...]]) -> None:
+def pickle_by(
+    module: nn.Module, reduced: Callable[[Any, object], tuple[object, ...]]
+) -> None:
     """Makes a parametrized module use `reduced(module, protocol)` when it is copied or pickled.
 
     torch gives each such module a class of its own and forbids pickling it."""
@@ -406,7 +459,9 @@ def pickle_by(module: nn.Module, reduced: Callable[[Any, object], tuple[object, 
 
 # They return (output, row logsumexps, ...); F.scaled_dot_product_attention returns only the output.
 flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-flash_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash_on_cpu_backward = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+)
 
 # Operators over a list of tensors. All of them but `lerp_all` work in place.
 multiply_all = torch._foreach_mul_
@@ -455,7 +510,9 @@ def in_function_transform() -> bool:
 def in_vmap() -> bool:
     """True inside torch.func.vmap, whose tensors lack the mapped dimension."""
     levels = get_interpreter_stack()
-    return levels is not None and any(level.key() == TransformType.Vmap for level in levels)
+    return levels is not None and any(
+        level.key() == TransformType.Vmap for level in levels
+    )
 
 
 @constant_when_compiled
@@ -464,7 +521,9 @@ def with_tangents() -> bool:
 
     This is the case inside torch.autograd.forward_ad.dual_level, torch.func.jvp, jacfwd, hessian and linearize."""
     levels = get_interpreter_stack()
-    inside = levels is not None and any(level.key() == TransformType.Jvp for level in levels)
+    inside = levels is not None and any(
+        level.key() == TransformType.Jvp for level in levels
+    )
     return inside or forward_ad._current_level >= 0
 
 
@@ -538,7 +597,11 @@ def joined(model: nn.Module) -> bool:
 def running_stage() -> int | None:
     """Returns the index of the pipeline stage whose pass is running, or None if no such pass is running."""
     for frame in _stage_frames():
-        stage = vars(frame.f_locals["self"]).get("stage_index") if "self" in frame.f_locals else None
+        stage = (
+            vars(frame.f_locals["self"]).get("stage_index")
+            if "self" in frame.f_locals
+            else None
+        )
         if isinstance(stage, int):
             return stage
     return None
@@ -558,12 +621,19 @@ def _stage_frames() -> Iterator[FrameType]:
     """Yields the running frames of torch's pipeline stage module, innermost first."""
     module = sys.modules.get(_STAGES)
     if module is not None:
-        yield from (frame for frame in running_frames() if frame.f_code.co_filename == module.__file__)
+        yield from (
+            frame
+            for frame in running_frames()
+            if frame.f_code.co_filename == module.__file__
+        )
 
 
 def collective_of(operator: object, args: Sequence[object]) -> tuple[int, ...] | None:
     """Returns the ranks that an operator waits for, or None if it is not a collective."""
-    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace not in _COLLECTIVES:
+    if (
+        not isinstance(operator, torch._ops.OpOverload)
+        or operator.namespace not in _COLLECTIVES
+    ):
         return None
     group = None
     if args and isinstance(args[-1], str):
@@ -590,11 +660,17 @@ def gathered(model: nn.Module) -> Iterator[None]:
             state = module._get_fsdp_state()
             state._lazy_init()  # the first pass would do it and set the outermost module to stay whole afterwards
             groups = _parameter_groups(module)
-            kept = [(state, "_auto_reshard_after_forward"), *((group, "post_forward_mesh_info") for group in groups)]
+            kept = [
+                (state, "_auto_reshard_after_forward"),
+                *((group, "post_forward_mesh_info") for group in groups),
+            ]
             after = ("reshard_after_backward", "reduce_grads", "all_reduce_grads")
             kept += [(group, name) for group in groups for name in after]
             # A failing pass would leave these marked as running.
-            kept += [(state._state_ctx, "iter_forward_root"), *((x, "_training_state") for x in (state, *groups))]
+            kept += [
+                (state._state_ctx, "iter_forward_root"),
+                *((x, "_training_state") for x in (state, *groups)),
+            ]
             undo.callback(module.reshard)
             for owner, name in kept:
                 undo.callback(setattr, owner, name, vars(owner)[name])
@@ -619,15 +695,26 @@ def shard_alike(model: nn.Module, part: nn.Module, near: Tensor) -> None:
     """
     modules = _sharded_modules(model)
     groups = [group for module in modules for group in _parameter_groups(module)]
-    home = next((g for g in groups if any(near is x.sharded_param for x in g.fsdp_params)), None)
+    home = next(
+        (g for g in groups if any(near is x.sharded_param for x in g.fsdp_params)), None
+    )
     sizes = [p.ndim for p in part.parameters()]
-    if home is None or getattr(home.mesh_info, "is_spmd_mesh", False) or not sizes or 0 in sizes:
+    if (
+        home is None
+        or getattr(home.mesh_info, "is_spmd_mesh", False)
+        or not sizes
+        or 0 in sizes
+    ):
         return
-    new = sys.modules["torch.distributed.fsdp"].fully_shard(  # imported by the code that sharded the model
+    new = sys.modules[
+        "torch.distributed.fsdp"
+    ].fully_shard(  # imported by the code that sharded the model
         part,
         mesh=home.mesh_info.mesh,
         # The part lies inside the group, and only the inputs and outputs of the whole group are cast.
-        mp_policy=dataclasses.replace(home.mp_policy, cast_forward_inputs=False, output_dtype=None),
+        mp_policy=dataclasses.replace(
+            home.mp_policy, cast_forward_inputs=False, output_dtype=None
+        ),
         offload_policy=home.offload_policy,
         reshard_after_forward=home.post_forward_mesh_info is not None,
     )
@@ -638,7 +725,12 @@ def shard_alike(model: nn.Module, part: nn.Module, near: Tensor) -> None:
 
 # The settings of a group that users can change: the factor that divides its gradients, and whether and how they are
 # reduced.
-_OF_A_GROUP = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_grads", "all_reduce_grads")
+_OF_A_GROUP = (
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "reduce_grads",
+    "all_reduce_grads",
+)
 _OF_A_GROUP += ("reshard_after_backward",)
 
 
@@ -668,11 +760,32 @@ Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
 # Attributes and methods that compute nothing. They make up two thirds of all calls, and the mode passes them through.
-_GETTERS = ("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_quantized")
+_GETTERS = (
+    "device",
+    "dtype",
+    "grad_fn",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_meta",
+    "is_nested",
+    "is_quantized",
+)
 _GETTERS += ("is_sparse", "layout", "ndim", "requires_grad", "shape")
-_METHODS = ("__len__", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "numel", "size")
+_METHODS = (
+    "__len__",
+    "dim",
+    "element_size",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "numel",
+    "size",
+)
 _METHODS += ("storage_offset", "stride")
-ASKED = {getattr(Tensor, name).__get__ for name in _GETTERS} | {getattr(Tensor, name) for name in _METHODS}
+ASKED = {getattr(Tensor, name).__get__ for name in _GETTERS} | {
+    getattr(Tensor, name) for name in _METHODS
+}
 
 
 _CHECKPOINTS = "torch.utils.checkpoint"
@@ -699,7 +812,9 @@ def outside_checkpoints() -> Iterator[None]:
                     _pop_dispatch_mode()
                     undo.callback(_push_dispatch_mode, mode)
                 # What is left of the inner modes is entered here and left before the whole stack is restored.
-                for mode in [mode for mode in inner if type(mode).__module__ != _CHECKPOINTS]:
+                for mode in [
+                    mode for mode in inner if type(mode).__module__ != _CHECKPOINTS
+                ]:
                     _push_dispatch_mode(mode)
                     undo.callback(_pop_dispatch_mode)
                 yield
@@ -718,7 +833,11 @@ class CollectiveMode(TorchDispatchMode):
         self._before = before
 
     def __torch_dispatch__(
-        self, func: Function, types: tuple[type, ...], args: Args = (), kwargs: dict[str, object] | None = None
+        self,
+        func: Function,
+        types: tuple[type, ...],
+        args: Args = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # a DTensor's operators on its local parts are dispatched to this mode again
@@ -789,7 +908,11 @@ def push_mode(mode: TorchFunctionMode) -> None:
 
 def take_off(mode: TorchFunctionMode) -> None:
     """Removes a mode from the stack, even from below modes that other code has not left."""
-    top = _pop_torch_function_stack() if _get_current_function_mode() is not None else None
+    top = (
+        _pop_torch_function_stack()
+        if _get_current_function_mode() is not None
+        else None
+    )
     if top is mode or top is None:
         return
     take_off(mode)

@@ -12,7 +12,10 @@ from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from qkeel.errors import InvalidTypeError
@@ -22,7 +25,9 @@ from qkeel.patching.modes import running_frames
 # Hooks on optimizer steps, and on the creation of optimizers, for which torch has no hook.
 
 Act = Callable[[Optimizer], None]
-Group = dict[str, Any]  # a parameter group: its weights and options, as torch stores them
+Group = dict[
+    str, Any
+]  # a parameter group: its weights and options, as torch stores them
 
 
 def listed(optimizer: object) -> list[Optimizer]:
@@ -32,16 +37,24 @@ def listed(optimizer: object) -> list[Optimizer]:
     """
     if optimizer is None:
         return []
-    several: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    several: list[Any] = (
+        list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    )
     if not several:
         raise InvalidTypeError("expected at least one optimizer, got an empty list")
     for entry in several:
         if isinstance(entry, type) and issubclass(entry, Optimizer):
             name = entry.__name__
-            raise InvalidTypeError(f"expected an optimizer, got the class {name}; make one: {name}(model.parameters())")
+            raise InvalidTypeError(
+                f"expected an optimizer, got the class {name}; make one: {name}(model.parameters())"
+            )
         if not isinstance(entry, Optimizer):
-            raise InvalidTypeError(f"expected a torch.optim.Optimizer or a list of them, got {type(entry).__name__}")
-        if not runs_step_hooks(entry) and not isinstance(vars(entry).get("optimizer"), Optimizer):
+            raise InvalidTypeError(
+                f"expected a torch.optim.Optimizer or a list of them, got {type(entry).__name__}"
+            )
+        if not runs_step_hooks(entry) and not isinstance(
+            vars(entry).get("optimizer"), Optimizer
+        ):
             raise InvalidTypeError(
                 f"expected an optimizer whose steps run torch's hooks, got {type(entry).__name__}, which does not call "
                 "Optimizer.__init__; pass the optimizers inside it, as a list"
@@ -59,16 +72,26 @@ class StepHooks(Handle):
     deletes them.
     """
 
-    def __init__(self, before: Act | None, after: Act, optimizer: Optimizer | None = None) -> None:
+    def __init__(
+        self, before: Act | None, after: Act, optimizer: Optimizer | None = None
+    ) -> None:
         # Optimizer steps may be compiled; these hooks must not be compiled with them.
         idle = self._idle_once_removed
         post: Any = torch.compiler.disable(idle(after))
         self._hooks: list[RemovableHandle] = []
         if before is not None:
             pre: Any = torch.compiler.disable(before_change(idle(before)))
-            hook = register_optimizer_step_pre_hook if optimizer is None else optimizer.register_step_pre_hook
+            hook = (
+                register_optimizer_step_pre_hook
+                if optimizer is None
+                else optimizer.register_step_pre_hook
+            )
             self._hooks.append(hook(pre))
-        hook = register_optimizer_step_post_hook if optimizer is None else optimizer.register_step_post_hook
+        hook = (
+            register_optimizer_step_post_hook
+            if optimizer is None
+            else optimizer.register_step_post_hook
+        )
         self._hooks.append(hook(post))
         super().__init__(lambda: None)
 
@@ -89,7 +112,9 @@ class StepHooks(Handle):
 
     def _idle_once_removed(self, act: Act) -> Callable[..., None]:
         return lambda optimizer, *_: (
-            act(optimizer) if self.active and not (_FILLS[0] in sys.modules and filling_state()) else None
+            act(optimizer)
+            if self.active and not (_FILLS[0] in sys.modules and filling_state())
+            else None
         )
 
 
@@ -119,19 +144,27 @@ def before_change(act: Act) -> Callable[..., Any]:
     the old weights and the gradients exist. Several such hooks keep their order.
     """
 
-    def before(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def before(
+        optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         given = args[1:2]  # args[0] is the optimizer
         closure = given[0] if given else kwargs.get("closure")
         if not callable(closure):
             act(optimizer)
             return None
         closure = _followed(closure, lambda: act(optimizer))
-        return ((args[0], closure, *args[2:]), kwargs) if given else (args, {**kwargs, "closure": closure})
+        return (
+            ((args[0], closure, *args[2:]), kwargs)
+            if given
+            else (args, {**kwargs, "closure": closure})
+        )
 
     return before
 
 
-def _followed(closure: Callable[[], object], act: Callable[[], None]) -> Callable[[], object]:
+def _followed(
+    closure: Callable[[], object], act: Callable[[], None]
+) -> Callable[[], object]:
     """Returns a closure that calls `act` after its first run."""
     called = False
 
@@ -151,7 +184,9 @@ def steps_taken(optimizer: Optimizer) -> int:
 
     torch records 1 if it has only initialised the state for a checkpoint, so 1 counts as no step.
     """
-    counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
+    counts = [
+        int(state["step"]) for state in optimizer.state.values() if "step" in state
+    ]
     return n if (n := max(counts, default=0)) > 1 else 0
 
 
@@ -180,14 +215,21 @@ def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
 def when_made(act: Act) -> Handle:
     """Calls `act(optimizer)` at the end of every `Optimizer.__init__`. Several handles may be removed in any order."""
     init: Any = Optimizer.__init__
-    if vars(init).get("qkeel_made") is not init:  # functools.wraps copies the attribute to other replacements
+    if (
+        vars(init).get("qkeel_made") is not init
+    ):  # functools.wraps copies the attribute to other replacements
         init = _following(init)
-    own, acts = [act], init.qkeel_acts  # in a list of its own, since equal functions may be registered twice
+    own, acts = (
+        [act],
+        init.qkeel_acts,
+    )  # in a list of its own, since equal functions may be registered twice
     acts.append(own)
 
     def undo() -> None:
         acts[:] = [other for other in acts if other is not own]
-        if not acts and Optimizer.__init__ is init:  # otherwise a later replacement calls this one, which is now idle
+        if (
+            not acts and Optimizer.__init__ is init
+        ):  # otherwise a later replacement calls this one, which is now idle
             Optimizer.__init__ = init.qkeel_before
 
     return Handle(undo)
@@ -232,11 +274,17 @@ def filling_state() -> bool:
     if fills is None:
         return False
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not fills.__code__:  # a plain loop, since every step runs it
+    while (
+        frame is not None and frame.f_code is not fills.__code__
+    ):  # a plain loop, since every step runs it
         frame = frame.f_back
     return frame is not None
 
 
 def in_real_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps an optimizer hook so that it skips steps that only initialise the state."""
-    return functools.wraps(hook)(lambda *args: None if _FILLS[0] in sys.modules and filling_state() else hook(*args))
+    return functools.wraps(hook)(
+        lambda *args: (
+            None if _FILLS[0] in sys.modules and filling_state() else hook(*args)
+        )
+    )

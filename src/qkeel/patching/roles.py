@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from qkeel.patching.modes import modules_of, running_frames, transformed_now
 
-Phase = Literal["train", "eval"]  # of passes that are trained, and of passes that are not
+Phase = Literal[
+    "train", "eval"
+]  # of passes that are trained, and of passes that are not
 
 MOST_OBJECTS = 2000  # looked through for tensors in what a pass returned
 
@@ -60,9 +62,16 @@ class PassRole:
         nodes = _graph_nodes(output, without=_graph_nodes(inputs))
         if not nodes:  # a model may also keep its loss for itself: self.loss = ...
             kept = [
-                vars(module) for module in modules_of(model).values() if not isinstance(module, torch.jit.ScriptModule)
+                vars(module)
+                for module in modules_of(model).values()
+                if not isinstance(module, torch.jit.ScriptModule)
             ]
-            tensors = [x for attributes in kept for x in attributes.values() if isinstance(x, Tensor)]
+            tensors = [
+                x
+                for attributes in kept
+                for x in attributes.values()
+                if isinstance(x, Tensor)
+            ]
             nodes = _graph_nodes(tensors, without=_graph_nodes(inputs))
         role.wait_for(nodes)
         return role
@@ -105,7 +114,9 @@ class PassRole:
     @property
     def trained(self) -> bool | None:
         """True if the pass was trained, False if it never will be, and None if that is open."""
-        if self._open and self._hook is not None and self._hook() is None:  # nothing refers to the graph any more
+        if (
+            self._open and self._hook is not None and self._hook() is None
+        ):  # nothing refers to the graph any more
             self._open = False
         return None if self._open else self._trained
 
@@ -120,7 +131,9 @@ class _GradientHook:
         self._role.arrive()
 
 
-def _graph_nodes(value: object, without: Iterable[torch.autograd.graph.Node] = ()) -> list[torch.autograd.graph.Node]:
+def _graph_nodes(
+    value: object, without: Iterable[torch.autograd.graph.Node] = ()
+) -> list[torch.autograd.graph.Node]:
     """Returns the nodes that computed the tensors in a value, each once, except those in `without`."""
     before = set(map(id, without))
     nodes: dict[int, torch.autograd.graph.Node] = {}
@@ -155,7 +168,9 @@ def tensors_within(value: object) -> Iterator[Tensor]:
         elif isinstance(value, (tuple, list, set, frozenset)):
             waiting.extend(value)
         elif dataclasses.is_dataclass(value):
-            waiting.extend(getattr(value, field.name, None) for field in dataclasses.fields(value))
+            waiting.extend(
+                getattr(value, field.name, None) for field in dataclasses.fields(value)
+            )
         elif hasattr(value, "__dict__") and not callable(value):
             waiting.extend(vars(value).values())
 

@@ -41,7 +41,13 @@ from qkeel.records.names_and_units import (
     measured_field,
     of_layers,
 )
-from qkeel.records.run_directory import TYPES_EVENT, RunDirectory, RunStatus, fresh_directory, layer_types
+from qkeel.records.run_directory import (
+    TYPES_EVENT,
+    RunDirectory,
+    RunStatus,
+    fresh_directory,
+    layer_types,
+)
 
 __all__ = [
     "BLOCK_FIELDS",

@@ -32,7 +32,9 @@ def read_file(path: Path, error: type[QkeelError] = RunDirectoryError) -> bytes:
         return path.read_bytes()
 
 
-def refuse_path(name: str, where: str, error: type[QkeelError] = RunDirectoryError) -> str:
+def refuse_path(
+    name: str, where: str, error: type[QkeelError] = RunDirectoryError
+) -> str:
     """Returns `name`, which was read from a file, if it is the name of a directory entry without a path.
 
     >>> refuse_path("9f2c", "study.json")
@@ -44,7 +46,11 @@ def refuse_path(name: str, where: str, error: type[QkeelError] = RunDirectoryErr
     Raises:
         QkeelError: the name is a path, "." or "..", or is not a valid file name. The class is `error`.
     """
-    if re.search(r"[/\\\x00-\x1f]", name) or name.strip(". ") == "" or len(name.encode("utf-8")) > 255:
+    if (
+        re.search(r"[/\\\x00-\x1f]", name)
+        or name.strip(". ") == ""
+        or len(name.encode("utf-8")) > 255
+    ):
         raise error(
             f"{where} names {name[:80]!r}; expected the name of an entry of its own folder, without a path. It was not "
             "written by qkeel, or it was changed later; restore it."
@@ -68,7 +74,9 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
             with open(temporary, "xb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())  # a renamed file must not be empty after a crash of the system
+                os.fsync(
+                    file.fileno()
+                )  # a renamed file must not be empty after a crash of the system
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -110,7 +118,11 @@ def create(path: Path) -> bool:
 
 def cut(path: Path, size: int) -> None:
     """Truncates a file to its first `size` bytes."""
-    with _reported("truncate", path, "Make the file writable, then run the same command again to continue."):
+    with _reported(
+        "truncate",
+        path,
+        "Make the file writable, then run the same command again to continue.",
+    ):
         os.truncate(path, size)
 
 
@@ -123,7 +135,11 @@ def sync(paths: Iterable[Path]) -> None:
     for path in paths:
         if path.exists():
             with (
-                _reported("write", path, "Run the same command again to continue from the last checkpoint."),
+                _reported(
+                    "write",
+                    path,
+                    "Run the same command again to continue from the last checkpoint.",
+                ),
                 open(path, "ab") as file,
             ):
                 os.fsync(file.fileno())
@@ -136,7 +152,11 @@ def remove(paths: Iterable[Path]) -> None:
         RunDirectoryError: a file cannot be removed.
     """
     for path in paths:
-        with _reported("remove", path, "Make its directory writable, then run the same command again to continue."):
+        with _reported(
+            "remove",
+            path,
+            "Make its directory writable, then run the same command again to continue.",
+        ):
             path.unlink(missing_ok=True)
 
 
@@ -197,22 +217,34 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
         RunInUseError: another process still holds the lock after `wait` seconds; the message names the process.
     """
     make_directory(path.parent)
-    cannot_write = f"cannot write to {path.parent}", ". Choose a writable directory with free space."
+    cannot_write = (
+        f"cannot write to {path.parent}",
+        ". Choose a writable directory with free space.",
+    )
     with reported(*cannot_write):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        with reported(f"cannot lock {path}", ". Choose a directory on a disk whose files can be locked."):
+        with reported(
+            f"cannot lock {path}",
+            ". Choose a directory on a disk whose files can be locked.",
+        ):
             held = hold_lock(file, wait)
         if not held:
             holder = os.read(file, 20).decode("ascii", "replace").strip()
             who = f" (process {holder})" if holder else ""
-            raise RunInUseError(f"{message}{who}. Wait for that process to end, stop it, or choose another directory.")
-        with reported(*cannot_write):  # the process id, for the message of another process that waits for the lock
+            raise RunInUseError(
+                f"{message}{who}. Wait for that process to end, stop it, or choose another directory."
+            )
+        with reported(
+            *cannot_write
+        ):  # the process id, for the message of another process that waits for the lock
             os.ftruncate(file, 0)
             os.write(file, str(os.getpid()).encode())
         yield
     finally:
-        with contextlib.suppress(OSError):  # only a process id was written there, so a failed close loses nothing
+        with contextlib.suppress(
+            OSError
+        ):  # only a process id was written there, so a failed close loses nothing
             os.close(file)
 
 
@@ -228,4 +260,7 @@ def _reported(act: str, path: Path, advice: str) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:
-            raise OSError(error.errno, f"the directory {path.parent} does not exist or was removed") from error
+            raise OSError(
+                error.errno,
+                f"the directory {path.parent} does not exist or was removed",
+            ) from error

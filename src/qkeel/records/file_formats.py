@@ -16,10 +16,21 @@ from typing import Any
 
 import numpy as np
 
-from qkeel.errors import DamagedFileError, DataError, InvalidValueError, ShapeError, reported
+from qkeel.errors import (
+    DamagedFileError,
+    DataError,
+    InvalidValueError,
+    ShapeError,
+    reported,
+)
 from qkeel.records import disk
 from qkeel.records.disk import read_file
-from qkeel.records.names_and_units import BLOCK_FIELDS, LAYER_FIELDS, SINK_HEAD, head_field
+from qkeel.records.names_and_units import (
+    BLOCK_FIELDS,
+    LAYER_FIELDS,
+    SINK_HEAD,
+    head_field,
+)
 
 # JSON documents and JSON lines. Readers drop an incomplete last line and report any other damage. Before 0.2.0, the
 # last field of every object was a checksum, which is ignored.
@@ -43,7 +54,9 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
 
     >>> write_json(Path("b.json"), {"loss": math.nan})
     """
-    disk.replace_file(path, json.dumps(_writable(value), indent=2, allow_nan=False).encode() + b"\n")
+    disk.replace_file(
+        path, json.dumps(_writable(value), indent=2, allow_nan=False).encode() + b"\n"
+    )
 
 
 def append_line(path: Path, value: Mapping[str, object]) -> None:
@@ -68,7 +81,9 @@ def read_json(path: Path) -> Any:
     try:
         return parse_json(text)
     except ValueError as failure:
-        raise DamagedFileError(f"{path} is not complete JSON ({failure}). {_RESTORE}") from failure
+        raise DamagedFileError(
+            f"{path} is not complete JSON ({failure}). {_RESTORE}"
+        ) from failure
 
 
 def read_object(path: Path, *required: str) -> JSONObject:
@@ -83,7 +98,9 @@ def read_object(path: Path, *required: str) -> JSONObject:
     """
     value = read_json(path)
     if not isinstance(value, dict):
-        raise DamagedFileError(f"{path} contains {type(value).__name__} where an object was expected. {_RESTORE}")
+        raise DamagedFileError(
+            f"{path} contains {type(value).__name__} where an object was expected. {_RESTORE}"
+        )
     missing = [name for name in required if value.get(name) is None]
     if missing:
         raise DamagedFileError(f"{path} has no {', '.join(missing)}. {_RESTORE}")
@@ -108,7 +125,9 @@ def read_lines(path: Path) -> Iterator[JSONObject]:
         if damage is not None:  # a damaged line is not the last one
             raise damage
         if isinstance(value, ValueError):
-            damage = DamagedFileError(f"{path}, line {number} is not complete JSON, so the file was damaged ({value})")
+            damage = DamagedFileError(
+                f"{path}, line {number} is not complete JSON, so the file was damaged ({value})"
+            )
         else:
             yield value
 
@@ -165,7 +184,9 @@ def _writable(value: object) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, str) and not value.isascii():
-        return value.encode("utf-8", "replace").decode("utf-8")  # file names may contain lone surrogates
+        return value.encode("utf-8", "replace").decode(
+            "utf-8"
+        )  # file names may contain lone surrogates
     if isinstance(value, Mapping):
         return {k: _writable(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -199,8 +220,13 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(read_file(path, DataError).decode("utf-8"))
-    except (ValueError, RecursionError) as failure:  # includes TOMLDecodeError and UnicodeDecodeError
-        raise InvalidValueError(f"{path} is not valid TOML: {failure}; correct or restore the file") from failure
+    except (
+        ValueError,
+        RecursionError,
+    ) as failure:  # includes TOMLDecodeError and UnicodeDecodeError
+        raise InvalidValueError(
+            f"{path} is not valid TOML: {failure}; correct or restore the file"
+        ) from failure
 
 
 # heads.f32 and eval_heads.f32 are append-only float32 files with one fixed-size record per logged step.
@@ -233,9 +259,13 @@ class _Description:
         about = read_object(path, "fields", "n_layers", "n_heads")
         fields, layers = tuple(about["fields"]), tuple(about.get("layers") or ())
         n_layers, n_heads = about["n_layers"], about["n_heads"]
-        sizes_are_right = all(type(n) is int and n > 0 for n in (n_layers, n_heads)) and len(layers) in (0, n_layers)
+        sizes_are_right = all(
+            type(n) is int and n > 0 for n in (n_layers, n_heads)
+        ) and len(layers) in (0, n_layers)
         if not sizes_are_right or len(set(fields)) < len(fields):
-            raise DamagedFileError(f"{path} does not describe records of layers and heads. {_RESTORE}")
+            raise DamagedFileError(
+                f"{path} does not describe records of layers and heads. {_RESTORE}"
+            )
         return cls(fields, n_layers, n_heads, layers)
 
 
@@ -262,15 +292,22 @@ class HeadRecorder:
         if not description.exists():
             sizes = {"fields": list(fields), "n_layers": n_layers, "n_heads": n_heads}
             names = {"layers": list(layers)} if layers else {}
-            write_json(description, {**sizes, "dtype": "<f4", "leading": "step", **names})
+            write_json(
+                description, {**sizes, "dtype": "<f4", "leading": "step", **names}
+            )
         elif _Description.read(description) != about:
             raise DamagedFileError(f"{description} describes other records. {_RESTORE}")
 
     def append(self, step: int, values: np.ndarray) -> None:
         """Appends one record, with values [n_fields n_layers n_heads]."""
         if values.shape != self.shape:
-            raise ShapeError(f"expected values of shape {self.shape}, got {values.shape}")
-        disk.append(self.path, np.concatenate([[step], values.reshape(-1)]).astype("<f4").tobytes())
+            raise ShapeError(
+                f"expected values of shape {self.shape}, got {values.shape}"
+            )
+        disk.append(
+            self.path,
+            np.concatenate([[step], values.reshape(-1)]).astype("<f4").tobytes(),
+        )
 
 
 def read_heads(directory: Path, name: str = "heads") -> Heads:
@@ -287,7 +324,10 @@ def read_heads(directory: Path, name: str = "heads") -> Heads:
     Raises:
         DamagedFileError: heads.json describes another file.
     """
-    about, path = _Description.read(directory / f"{name}.json"), directory / f"{name}.f32"
+    about, path = (
+        _Description.read(directory / f"{name}.json"),
+        directory / f"{name}.f32",
+    )
     content = read_file(path) if path.exists() else b""
     width = 1 + math.prod(about.shape)
     n = len(content) // (4 * width)
@@ -307,7 +347,9 @@ def _mean(values: np.ndarray, over: np.ndarray | None = None) -> np.ndarray:
     """Returns the mean of [... heads] over the measured heads or, if given, over the heads in the mask `over`."""
     counted = ~np.isnan(values) if over is None else over
     counts = counted.sum(-1)
-    return np.where(counts, np.where(counted, values, 0).sum(-1) / np.maximum(counts, 1), np.nan)
+    return np.where(
+        counts, np.where(counted, values, 0).sum(-1) / np.maximum(counts, 1), np.nan
+    )
 
 
 def _median(values: np.ndarray) -> np.ndarray:
@@ -324,12 +366,22 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "mean": _mean,
     "std": lambda values: np.sqrt(_mean(np.square(values - _mean(values)[..., None]))),
     # Σ [x > 0.3] / n over the n measured heads.
-    "share_of_sinks": lambda values: _mean(np.where(np.isnan(values), np.nan, values > SINK_HEAD)),
+    "share_of_sinks": lambda values: _mean(
+        np.where(np.isnan(values), np.nan, values > SINK_HEAD)
+    ),
     # The mean over heads with x > 0.3 minus the mean over all other heads; NaN if either group is empty.
-    "gap_of_sinks": lambda values: _mean(values, values > SINK_HEAD) - _mean(values, values <= SINK_HEAD),
-    "max_ratio": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan) / _median(values),
-    "min_ratio": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan) / _median(values),
-    "max_over_mean": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan) / _mean(values),
+    "gap_of_sinks": lambda values: (
+        _mean(values, values > SINK_HEAD) - _mean(values, values <= SINK_HEAD)
+    ),
+    "max_ratio": lambda values: (
+        np.fmax.reduce(values, axis=-1, initial=np.nan) / _median(values)
+    ),
+    "min_ratio": lambda values: (
+        np.fmin.reduce(values, axis=-1, initial=np.nan) / _median(values)
+    ),
+    "max_over_mean": lambda values: (
+        np.fmax.reduce(values, axis=-1, initial=np.nan) / _mean(values)
+    ),
 }
 
 

@@ -41,7 +41,16 @@ class LayerField(Field):
     """
 
     of: str
-    fold: Literal["share_of_sinks", "max", "min", "gap_of_sinks", "max_ratio", "min_ratio", "max_over_mean", "std"]
+    fold: Literal[
+        "share_of_sinks",
+        "max",
+        "min",
+        "gap_of_sinks",
+        "max_ratio",
+        "min_ratio",
+        "max_over_mean",
+        "std",
+    ]
     column: str = ""
     per_layer: bool = False
 
@@ -63,26 +72,45 @@ class BlockField(Field):
 
 # The fields of a line of metrics.jsonl, written every `log_every` steps. The "probe" is a fixed held-out batch.
 STEP_FIELDS: dict[str, Field] = {
-    "step": Field("optimizer steps", "steps completed when the line was written; 0 is before training"),
+    "step": Field(
+        "optimizer steps",
+        "steps completed when the line was written; 0 is before training",
+    ),
     "tokens": Field("tokens", "number of training tokens processed"),
     "lr": Field("1", "base learning rate of the last completed step"),
-    "train_loss": Field("nats/token", "loss of the last training batch; null at step 0"),
-    "val_loss": Field("nats/token", "loss on held-out text; null if it was not evaluated"),
+    "train_loss": Field(
+        "nats/token", "loss of the last training batch; null at step 0"
+    ),
+    "val_loss": Field(
+        "nats/token", "loss on held-out text; null if it was not evaluated"
+    ),
     "grad_norm": Field("1", "global gradient norm before clipping; null at step 0"),
     "max_logit": Field(
         "nats",
         "largest signed attention logit over layers, heads and the probe batch, after the scale and before the cap",
     ),
-    "min_logit": Field("nats", "smallest signed attention logit, after the scale and before the cap"),
-    "max_abs_logit": Field("nats", "largest magnitude of an attention logit, after the scale and before the cap"),
-    "capped_max_logit": Field("nats", "largest attention logit after the cap; equals max_logit if there is no cap"),
-    "entropy": Field("nats", "attention entropy, averaged over query rows, heads and layers"),
+    "min_logit": Field(
+        "nats", "smallest signed attention logit, after the scale and before the cap"
+    ),
+    "max_abs_logit": Field(
+        "nats",
+        "largest magnitude of an attention logit, after the scale and before the cap",
+    ),
+    "capped_max_logit": Field(
+        "nats",
+        "largest attention logit after the cap; equals max_logit if there is no cap",
+    ),
+    "entropy": Field(
+        "nats", "attention entropy, averaged over query rows, heads and layers"
+    ),
     "logit_change": Field(
-        "nats", "root mean square change of the logits in the last step, over layers, heads and the probe batch"
+        "nats",
+        "root mean square change of the logits in the last step, over layers, heads and the probe batch",
     ),
     "cpu_seconds": Field("s", "process CPU time spent on the run so far"),
     "tokens_per_second": Field(
-        "1/s", "training tokens per second since the last record, excluding the time for measuring and saving"
+        "1/s",
+        "training tokens per second since the last record, excluding the time for measuring and saving",
     ),
 }
 
@@ -100,10 +128,16 @@ HEAD_FIELDS: dict[str, HeadField] = {
         per_layer=True,
     ),
     "min_logit": HeadField(
-        "nats", "smallest signed attention logit, after the scale and before the cap", "min", count="n_pairs"
+        "nats",
+        "smallest signed attention logit, after the scale and before the cap",
+        "min",
+        count="n_pairs",
     ),
     "mean_logit": HeadField(
-        "nats", "mean attention logit over visible pairs, after the scale and before the cap", "mean", count="n_pairs"
+        "nats",
+        "mean attention logit over visible pairs, after the scale and before the cap",
+        "mean",
+        count="n_pairs",
     ),
     "logit_gap": HeadField(
         "nats",
@@ -119,17 +153,31 @@ HEAD_FIELDS: dict[str, HeadField] = {
         count="n_free",
     ),
     "capped_max_logit": HeadField(
-        "nats", "largest attention logit after the cap; equals max_logit if there is no cap", "max"
+        "nats",
+        "largest attention logit after the cap; equals max_logit if there is no cap",
+        "max",
     ),
     "max_abs_logit": HeadField(
-        "nats", "largest magnitude of an attention logit, after the scale and before the cap", "max", count="n_pairs"
+        "nats",
+        "largest magnitude of an attention logit, after the scale and before the cap",
+        "max",
+        count="n_pairs",
     ),
     "entropy": HeadField(
-        "nats", "mean attention entropy over query rows with a visible key", "mean", column="entropy", per_layer=True
+        "nats",
+        "mean attention entropy over query rows with a visible key",
+        "mean",
+        column="entropy",
+        per_layer=True,
     ),
-    "entropy_min": HeadField("nats", "smallest attention entropy of a query row", "min"),
+    "entropy_min": HeadField(
+        "nats", "smallest attention entropy of a query row", "min"
+    ),
     "normalized_entropy": HeadField(
-        "1", "mean of entropy / ln(visible keys) over rows with two or more keys", "mean", count="n_free"
+        "1",
+        "mean of entropy / ln(visible keys) over rows with two or more keys",
+        "mean",
+        count="n_free",
     ),
     "query_norm": HeadField(
         "1",
@@ -140,7 +188,10 @@ HEAD_FIELDS: dict[str, HeadField] = {
         per_layer=True,
     ),
     "query_norm_max": HeadField(
-        "1", "largest L2 norm of a query as it enters the dot product", "max", count="n_products"
+        "1",
+        "largest L2 norm of a query as it enters the dot product",
+        "max",
+        count="n_products",
     ),
     "key_norm": HeadField(
         "1",
@@ -150,9 +201,17 @@ HEAD_FIELDS: dict[str, HeadField] = {
         column="|k|",
         per_layer=True,
     ),
-    "key_norm_max": HeadField("1", "largest L2 norm of a key as it enters the dot product", "max", count="n_keys"),
+    "key_norm_max": HeadField(
+        "1",
+        "largest L2 norm of a key as it enters the dot product",
+        "max",
+        count="n_keys",
+    ),
     "share_above": HeadField(
-        "share", "share of visible logits (signed, before the cap) above the threshold", "max", count="n_pairs"
+        "share",
+        "share of visible logits (signed, before the cap) above the threshold",
+        "max",
+        count="n_pairs",
     ),
     "sink_share": HeadField(
         "share",
@@ -161,12 +220,21 @@ HEAD_FIELDS: dict[str, HeadField] = {
         count="n_free",
     ),
     "qk_frobenius": HeadField(
-        "1", "Frobenius norm of Q Kᵀ over visible pairs, without the scale", "max", count="n_products"
+        "1",
+        "Frobenius norm of Q Kᵀ over visible pairs, without the scale",
+        "max",
+        count="n_products",
     ),
     "cos_max": HeadField(
-        "1", "largest cosine between a query and a visible key", "max", count="n_products", column="cos max"
+        "1",
+        "largest cosine between a query and a visible key",
+        "max",
+        count="n_products",
+        column="cos max",
     ),
-    "cos_mean": HeadField("1", "mean cosine between queries and visible keys", "mean", count="n_products"),
+    "cos_mean": HeadField(
+        "1", "mean cosine between queries and visible keys", "mean", count="n_products"
+    ),
     "logit_change_rms": HeadField(
         "nats",
         "root mean square change of the logits caused by one step, on the same input",
@@ -175,25 +243,53 @@ HEAD_FIELDS: dict[str, HeadField] = {
         per_layer=True,
     ),
     "logit_change_mean_abs": HeadField(
-        "nats", "mean absolute change of the logits caused by one step, on the same input", "max"
+        "nats",
+        "mean absolute change of the logits caused by one step, on the same input",
+        "max",
     ),
-    "query_weight_norm": HeadField("1", f"Frobenius norm of the head's query weight{_STORED}", "max"),
-    "key_weight_norm": HeadField("1", f"Frobenius norm of the head's key weight{_STORED}", "max"),
+    "query_weight_norm": HeadField(
+        "1", f"Frobenius norm of the head's query weight{_STORED}", "max"
+    ),
+    "key_weight_norm": HeadField(
+        "1", f"Frobenius norm of the head's key weight{_STORED}", "max"
+    ),
     "qk_spectral_norm": HeadField(
-        "1", f"largest singular value of the product of the query and key weights{_STORED}", "max"
+        "1",
+        f"largest singular value of the product of the query and key weights{_STORED}",
+        "max",
     ),
-    "gain_bound": HeadField("nats", "largest logit that the gains of the q/k norm allow", "max", per_layer=True),
-    "query_grad_rms": HeadField("1", "root mean square gradient of the head's query weight", "max"),
-    "key_grad_rms": HeadField("1", "root mean square gradient of the head's key weight", "max"),
-    NON_FINITE: HeadField("0 or 1", "whether a logit or the entropy was NaN or infinite", "max"),
+    "gain_bound": HeadField(
+        "nats",
+        "largest logit that the gains of the q/k norm allow",
+        "max",
+        per_layer=True,
+    ),
+    "query_grad_rms": HeadField(
+        "1", "root mean square gradient of the head's query weight", "max"
+    ),
+    "key_grad_rms": HeadField(
+        "1", "root mean square gradient of the head's key weight", "max"
+    ),
+    NON_FINITE: HeadField(
+        "0 or 1", "whether a logit or the entropy was NaN or infinite", "max"
+    ),
     "grad_over_eps": HeadField(
-        "1", "smaller of the RMS gradients of the query and key weights, divided by the optimizer's eps", "min"
+        "1",
+        "smaller of the RMS gradients of the query and key weights, divided by the optimizer's eps",
+        "min",
     ),
     "lse_mean": HeadField(
-        "nats", "mean logsumexp of a query row's logits over its keys, after the cap", "mean", column="lse"
+        "nats",
+        "mean logsumexp of a query row's logits over its keys, after the cap",
+        "mean",
+        column="lse",
     ),
-    "lse_std": HeadField("nats", "standard deviation of the logsumexp over query rows", "mean"),
-    "lse_min": HeadField("nats", "smallest logsumexp of a query row that sees a key", "min"),
+    "lse_std": HeadField(
+        "nats", "standard deviation of the logsumexp over query rows", "mean"
+    ),
+    "lse_min": HeadField(
+        "nats", "smallest logsumexp of a query row that sees a key", "min"
+    ),
     "sink_logit": HeadField("nats", "logit of the head's learned sink", "max"),
     "gate_mean": HeadField(
         "share",
@@ -201,13 +297,26 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "mean",
         column="gate",
     ),
-    "gate_std": HeadField("share", "standard deviation of the gate over query rows", "mean"),
-    "index_max_logit": HeadField(
-        "1", "largest score with which an indexer chooses keys for the layer", "max", column="index max"
+    "gate_std": HeadField(
+        "share", "standard deviation of the gate over query rows", "mean"
     ),
-    "index_mean_logit": HeadField("1", "mean score of an indexer over the keys that it may choose", "mean"),
-    "index_entropy": HeadField("nats", "mean entropy of a softmax over an indexer's scores", "mean"),
-    "index_kl": HeadField("nats", "mean divergence of a softmax over an indexer's scores from dense attention", "max"),
+    "index_max_logit": HeadField(
+        "1",
+        "largest score with which an indexer chooses keys for the layer",
+        "max",
+        column="index max",
+    ),
+    "index_mean_logit": HeadField(
+        "1", "mean score of an indexer over the keys that it may choose", "mean"
+    ),
+    "index_entropy": HeadField(
+        "nats", "mean entropy of a softmax over an indexer's scores", "mean"
+    ),
+    "index_kl": HeadField(
+        "nats",
+        "mean divergence of a softmax over an indexer's scores from dense attention",
+        "max",
+    ),
     "dense_recall": HeadField(
         "share",
         "weight that dense attention would give to the chosen keys, averaged over rows",
@@ -215,7 +324,9 @@ HEAD_FIELDS: dict[str, HeadField] = {
         column="recall",
     ),
     "dense_kl": HeadField(
-        "nats", "mean divergence of sparse from dense attention, which is -ln of the recall averaged over rows", "max"
+        "nats",
+        "mean divergence of sparse from dense attention, which is -ln of the recall averaged over rows",
+        "max",
     ),
     "delta2_spectral_norm": HeadField(
         "1",
@@ -234,7 +345,9 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "min",
     ),
     "delta3_spectral_norm": HeadField(
-        "1", f"largest singular value of the product of the query and key weights' updates{_STORED}", "max"
+        "1",
+        f"largest singular value of the product of the query and key weights' updates{_STORED}",
+        "max",
     ),
     "delta3_stable_rank": HeadField(
         "1",
@@ -277,7 +390,9 @@ LAYER_FIELDS: dict[str, LayerField] = {
         column="sink heads",
         per_layer=True,
     ),
-    "sink_head_max": LayerField("share", "largest sink_share of a head", of="sink_share", fold="max"),
+    "sink_head_max": LayerField(
+        "share", "largest sink_share of a head", of="sink_share", fold="max"
+    ),
     "sink_head_gap": LayerField(
         "share",
         "mean sink_share of the heads above 0.3 minus the mean of all other heads; NaN if either group is empty",
@@ -285,12 +400,22 @@ LAYER_FIELDS: dict[str, LayerField] = {
         fold="gap_of_sinks",
     ),
     "entropy_head_std": LayerField(
-        "nats", "standard deviation of the heads' entropies in a layer", of="entropy", fold="std"
+        "nats",
+        "standard deviation of the heads' entropies in a layer",
+        of="entropy",
+        fold="std",
     ),
-    "entropy_head_min": LayerField("nats", "smallest entropy of a head in a layer", of="entropy", fold="min"),
-    "entropy_head_max": LayerField("nats", "largest entropy of a head in a layer", of="entropy", fold="max"),
+    "entropy_head_min": LayerField(
+        "nats", "smallest entropy of a head in a layer", of="entropy", fold="min"
+    ),
+    "entropy_head_max": LayerField(
+        "nats", "largest entropy of a head in a layer", of="entropy", fold="max"
+    ),
     "gate_max_ratio": LayerField(
-        "1", "largest gate_mean of a head, divided by the median over heads", of="gate_mean", fold="max_ratio"
+        "1",
+        "largest gate_mean of a head, divided by the median over heads",
+        of="gate_mean",
+        fold="max_ratio",
     ),
     "gate_min_ratio": LayerField(
         "1",
@@ -305,7 +430,10 @@ LAYER_FIELDS: dict[str, LayerField] = {
         fold="max_over_mean",
     ),
     "lse_std_ratio": LayerField(
-        "1", "largest lse_std of a head, divided by the mean over heads", of="lse_std", fold="max_over_mean"
+        "1",
+        "largest lse_std of a head, divided by the mean over heads",
+        of="lse_std",
+        fold="max_over_mean",
     ),
 }
 
@@ -325,26 +453,48 @@ CLASS_FIELDS: dict[str, HeadField] = {
         column="|k| by class",
     ),
     "class_max_logit": HeadField(
-        "nats", "largest signed logit between queries of one class and keys of another", "max"
+        "nats",
+        "largest signed logit between queries of one class and keys of another",
+        "max",
     ),
-    "class_mass": HeadField("share", "mean weight that queries of one class give to all keys of another", "mean"),
-    "class_uniform_mass": HeadField("share", "class_mass if a query gave each visible key the same weight", "mean"),
-    "class_query_norm": HeadField("1", "mean L2 norm of the queries of a class", "mean"),
-    "class_key_norm": HeadField("1", "mean L2 norm of the keys of a class, for the head's group", "mean"),
+    "class_mass": HeadField(
+        "share",
+        "mean weight that queries of one class give to all keys of another",
+        "mean",
+    ),
+    "class_uniform_mass": HeadField(
+        "share", "class_mass if a query gave each visible key the same weight", "mean"
+    ),
+    "class_query_norm": HeadField(
+        "1", "mean L2 norm of the queries of a class", "mean"
+    ),
+    "class_key_norm": HeadField(
+        "1", "mean L2 norm of the keys of a class, for the head's group", "mean"
+    ),
 }
 
 # More values of a watched model; "block_output_norm/LAYER" is the value of one layer.
 VALUE_FIELDS: dict[str, Field] = {
-    "final_hidden_norm": Field("1", "mean L2 norm of the hidden states that enter the output layer"),
-    "block_output_norm": Field("1", "mean L2 norm of the hidden states that leave a block"),
+    "final_hidden_norm": Field(
+        "1", "mean L2 norm of the hidden states that enter the output layer"
+    ),
+    "block_output_norm": Field(
+        "1", "mean L2 norm of the hidden states that leave a block"
+    ),
 }
 
 # The residual stream, on request: "NAME/LAYER", where LAYER is the attention layer of the block, or the block itself if
 # it has no attention. Channels are the last dimension; a channel's peak is its largest magnitude over the tokens of a
 # pass.
 BLOCK_FIELDS: dict[str, BlockField] = {
-    "block_input_rms": BlockField("1", "root mean square of the hidden states that enter a block", over="root_mean"),
-    "block_input_max": BlockField("1", "largest magnitude in the hidden states that enter a block", over="max"),
+    "block_input_rms": BlockField(
+        "1",
+        "root mean square of the hidden states that enter a block",
+        over="root_mean",
+    ),
+    "block_input_max": BlockField(
+        "1", "largest magnitude in the hidden states that enter a block", over="max"
+    ),
     "block_input_channel_ratio": BlockField(
         "1",
         "largest channel peak divided by the median peak, in the hidden states that enter a block",
@@ -357,7 +507,9 @@ BLOCK_FIELDS: dict[str, BlockField] = {
         column="stream",
         per_layer=True,
     ),
-    "block_output_max": BlockField("1", "largest magnitude in the hidden states that leave a block", over="max"),
+    "block_output_max": BlockField(
+        "1", "largest magnitude in the hidden states that leave a block", over="max"
+    ),
     "block_output_channel_ratio": BlockField(
         "1",
         "largest channel peak divided by the median peak, in the hidden states that leave a block",
@@ -372,12 +524,19 @@ BLOCK_FIELDS: dict[str, BlockField] = {
 MONITOR_FIELDS: dict[str, Field] = {
     "sites": Field("attention layers", "sites found in the model or described by hand"),
     "calls": Field("calls", "attention calls that were measured in the step"),
-    "missed": Field("attention layers", "attention layers that the search for sites found but did not recognise"),
+    "missed": Field(
+        "attention layers",
+        "attention layers that the search for sites found but did not recognise",
+    ),
     "silent": Field("attention layers", "sites without a call in the step"),
     "errors": Field(
-        "errors", "errors caught so far: sinks that failed and were removed, and searches for sites that failed"
+        "errors",
+        "errors caught so far: sinks that failed and were removed, and searches for sites that failed",
     ),
-    "milliseconds": Field("ms", "host time that this process spent in the monitor since the last measured step"),
+    "milliseconds": Field(
+        "ms",
+        "host time that this process spent in the monitor since the last measured step",
+    ),
 }
 
 # The smallest and the largest of these values over all processes that measure jointly, so that a single process that
@@ -391,26 +550,45 @@ MONITOR_EXTREMES: dict[str, Field] = {
 # Values that only some tasks have; "NAME/text" is for tokens or targets of one class, "NAME/image>text" for queries of
 # one class and keys of the other. They follow STEP_FIELDS in metrics.jsonl and TABLE_COLUMNS in table.csv.
 TASK_FIELDS: dict[str, Field] = {
-    "val_loss": Field("nats/token", "loss on held-out targets of one kind; null if it was not evaluated"),
-    "val_accuracy": Field("share", "share of held-out images whose class has the largest logit"),
-    "val_bleu": Field("BLEU", "sacrebleu's BLEU of greedy decoding on held-out texts, after training"),
-    "query_norm": Field(
-        "1", "mean L2 norm of the class's queries as they enter the dot product, over heads and layers"
+    "val_loss": Field(
+        "nats/token",
+        "loss on held-out targets of one kind; null if it was not evaluated",
     ),
-    "key_norm": Field("1", "mean L2 norm of the class's keys as they enter the dot product, over heads and layers"),
+    "val_accuracy": Field(
+        "share", "share of held-out images whose class has the largest logit"
+    ),
+    "val_bleu": Field(
+        "BLEU", "sacrebleu's BLEU of greedy decoding on held-out texts, after training"
+    ),
+    "query_norm": Field(
+        "1",
+        "mean L2 norm of the class's queries as they enter the dot product, over heads and layers",
+    ),
+    "key_norm": Field(
+        "1",
+        "mean L2 norm of the class's keys as they enter the dot product, over heads and layers",
+    ),
     "max_logit": Field(
         "nats",
         "largest signed attention logit between a query class and a key class, after the scale and before the cap",
     ),
     "attention_mass": Field(
-        "share", "weight that queries of one class give to keys of the other, averaged over heads and layers"
+        "share",
+        "weight that queries of one class give to keys of the other, averaged over heads and layers",
     ),
-    "uniform_mass": Field("share", "attention_mass if each query gave all visible keys the same weight"),
-    "last_block_norm": Field("1", "mean L2 norm of the class's hidden states that leave the last block"),
+    "uniform_mass": Field(
+        "share", "attention_mass if each query gave all visible keys the same weight"
+    ),
+    "last_block_norm": Field(
+        "1", "mean L2 norm of the class's hidden states that leave the last block"
+    ),
     "mix": Field("name", "the mix of data in a multimodal study"),
     "part": Field("name", "the part of a study, named by the values of its axes"),
     "loss_scale": Field("1", "loss scale of fp16 training after the step"),
-    "skipped_steps": Field("optimizer steps", "number of steps skipped so far because a gradient overflowed fp16"),
+    "skipped_steps": Field(
+        "optimizer steps",
+        "number of steps skipped so far because a gradient overflowed fp16",
+    ),
 }
 
 # The type of a layer, according to its observed calls. Values are comparable within a type, whose keys are of one kind.
@@ -435,7 +613,10 @@ TABLE_COLUMNS: dict[str, Field] = {
     "max_logit": Field("nats", "largest max_logit over training"),
     "end_max_logit": Field("nats", "max_logit after the last step"),
     "end_entropy": Field("nats", "entropy after the last step"),
-    "alarm_step": Field("optimizer steps", "first logged step with max_logit > 100; empty if there is none"),
+    "alarm_step": Field(
+        "optimizer steps",
+        "first logged step with max_logit > 100; empty if there is none",
+    ),
     "collapsed": Field("bool", "see metrics.collapsed"),
     "cpu_seconds": Field("s", "process CPU time of the run"),
     "run_id": Field("name", "hash of the canonical configuration"),
@@ -450,7 +631,10 @@ TABLE_COLUMNS: dict[str, Field] = {
 
 # One row per run × post-hoc method × test length in the table.csv of an extrapolation study.
 EXTRAPOLATION_COLUMNS: dict[str, Field] = {
-    "block": Field("name", "gau | mha1 | mha4: gated attention units, or attention with that many heads and an MLP"),
+    "block": Field(
+        "name",
+        "gau | mha1 | mha4: gated attention units, or attention with that many heads and an MLP",
+    ),
     "form": Field("name", "the form of attention, which is a preset"),
     "posthoc": Field("name", "the change made after training; see qkeel.spec.METHODS"),
     "seed": Field("1", "seed for weights and data order"),
@@ -461,20 +645,25 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
         "share of next tokens predicted by the model as trained, on the test text cut into pieces of the training "
         "length",
     ),
-    "accuracy_nonrepeat": Field("share", "share of next tokens predicted on held-out text of the test length"),
+    "accuracy_nonrepeat": Field(
+        "share", "share of next tokens predicted on held-out text of the test length"
+    ),
     "accuracy_repeat": Field(
-        "share", "share of next tokens predicted on text of the training length repeated up to the test length"
+        "share",
+        "share of next tokens predicted on text of the training length repeated up to the test length",
     ),
     "kept_nonrepeat": Field("1", "accuracy_nonrepeat / accuracy_train"),
     "loss_train": Field(
-        "nats/token", "loss of the model as trained, on the test text cut into pieces of the training length"
+        "nats/token",
+        "loss of the model as trained, on the test text cut into pieces of the training length",
     ),
     "loss_nonrepeat": Field("nats/token", "loss on held-out text of the test length"),
     "max_logit": Field("nats", "largest max_logit over training"),
     "run_id": Field("name", "hash of the canonical configuration"),
     "accuracy_train_posthoc": Field("share", "accuracy_train with the post-hoc method"),
     "cos_outside": Field(
-        "share", "share of visible pairs whose cos(q, k) lies outside the range observed for their head in training"
+        "share",
+        "share of visible pairs whose cos(q, k) lies outside the range observed for their head in training",
     ),
 }
 
@@ -494,7 +683,12 @@ def field_unit(name: str) -> str:
     >>> field_unit("entropy")
     'nats'
     """
-    field = LAYER_FIELDS.get(name) or BLOCK_FIELDS.get(name) or VALUE_FIELDS.get(name) or head_field(name)
+    field = (
+        LAYER_FIELDS.get(name)
+        or BLOCK_FIELDS.get(name)
+        or VALUE_FIELDS.get(name)
+        or head_field(name)
+    )
     return lookup("head field", HEAD_FIELDS, name).unit if field is None else field.unit
 
 
@@ -504,7 +698,11 @@ def layer_fields() -> tuple[str, ...]:
     >>> "max_logit" in layer_fields()
     True
     """
-    return tuple(name for name, field in {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS}.items() if field.per_layer)
+    return tuple(
+        name
+        for name, field in {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS}.items()
+        if field.per_layer
+    )
 
 
 def measured_field(name: str) -> str:
@@ -531,7 +729,10 @@ def explain_field(name: str) -> str:
     >>> explain_field("end_entropy")
     'entropy after the last step [nats]'
     """
-    monitor = {f"monitor_{own}": field for own, field in {**MONITOR_FIELDS, **MONITOR_EXTREMES}.items()}
+    monitor = {
+        f"monitor_{own}": field
+        for own, field in {**MONITOR_FIELDS, **MONITOR_EXTREMES}.items()
+    }
     table: dict[str, Field] = {
         **monitor,
         **EXTRAPOLATION_COLUMNS,

@@ -14,13 +14,24 @@ from pathlib import Path
 from qkeel.errors import DamagedFileError, RunDirectoryError
 from qkeel.records import disk
 from qkeel.records.disk import locked
-from qkeel.records.file_formats import Heads, JSONObject, read_heads, read_lines, read_object, write_json
+from qkeel.records.file_formats import (
+    Heads,
+    JSONObject,
+    read_heads,
+    read_lines,
+    read_object,
+    write_json,
+)
 from qkeel.records.names_and_units import LINEAR
 
-TYPES_EVENT = "layer types"  # the name of events that correct the types in the run's description
+TYPES_EVENT = (
+    "layer types"  # the name of events that correct the types in the run's description
+)
 
 
-def layer_types(about: Mapping[str, object], events: Iterable[Mapping[str, object]] = ()) -> dict[str, str]:
+def layer_types(
+    about: Mapping[str, object], events: Iterable[Mapping[str, object]] = ()
+) -> dict[str, str]:
     """Returns the type of each layer (LAYER_TYPES), from the description of a run and the events about later changes.
 
     Runs of earlier versions do not record types. Layers without logits come last.
@@ -29,12 +40,24 @@ def layer_types(about: Mapping[str, object], events: Iterable[Mapping[str, objec
     {'h.0': 'window'}
     """
     sites = about.get("sites")
-    known = [site for site in sites if isinstance(site, dict)] if isinstance(sites, (list, tuple)) else []
-    types = {str(site["name"]): str(site["type"]) for site in known if "type" in site and "name" in site}
+    known = (
+        [site for site in sites if isinstance(site, dict)]
+        if isinstance(sites, (list, tuple))
+        else []
+    )
+    types = {
+        str(site["name"]): str(site["type"])
+        for site in known
+        if "type" in site and "name" in site
+    }
     linear = about.get(LINEAR)
-    types |= dict.fromkeys(map(str, linear if isinstance(linear, (list, tuple)) else ()), LINEAR)
+    types |= dict.fromkeys(
+        map(str, linear if isinstance(linear, (list, tuple)) else ()), LINEAR
+    )
     for event in events:
-        if event.get("event") == TYPES_EVENT and isinstance(changed := event.get("types"), dict):
+        if event.get("event") == TYPES_EVENT and isinstance(
+            changed := event.get("types"), dict
+        ):
             types |= {str(layer): str(of) for layer, of in changed.items()}
     return types
 
@@ -56,7 +79,14 @@ def made_on() -> dict[str, str]:
 def _commit(folder: Path) -> str:
     """Reads the checked-out commit from git's files; returns "" if there is no commit or the files cannot be read."""
     try:
-        place = next((parent / ".git" for parent in (folder, *folder.parents) if (parent / ".git").exists()), None)
+        place = next(
+            (
+                parent / ".git"
+                for parent in (folder, *folder.parents)
+                if (parent / ".git").exists()
+            ),
+            None,
+        )
         if place is None:
             return ""
         if place.is_file():  # a linked work tree
@@ -70,7 +100,9 @@ def _commit(folder: Path) -> str:
         if (common / name).exists():
             return _text(common / name).strip()[:12]
         packed = _text(common / "packed-refs").splitlines()
-        return next((line.split()[0][:12] for line in packed if line.endswith(f" {name}")), "")
+        return next(
+            (line.split()[0][:12] for line in packed if line.endswith(f" {name}")), ""
+        )
     except (OSError, ValueError):
         return ""
 
@@ -110,7 +142,11 @@ class RunDirectory:
             return RunStatus.DONE
         if (self.path / "FAILED").exists():
             return RunStatus.FAILED
-        return RunStatus.STARTED if (self.path / "config.json").exists() else RunStatus.MISSING
+        return (
+            RunStatus.STARTED
+            if (self.path / "config.json").exists()
+            else RunStatus.MISSING
+        )
 
     @property
     def checkpoint(self) -> Path:
@@ -156,12 +192,18 @@ class RunDirectory:
     def failure(self) -> str:
         """Returns the error that ended the run; "" if it did not fail."""
         path = self.path / "FAILED"
-        return disk.read_file(path).decode("utf-8", errors="replace") if path.exists() else ""
+        return (
+            disk.read_file(path).decode("utf-8", errors="replace")
+            if path.exists()
+            else ""
+        )
 
     def sizes(self) -> dict[str, int]:
         """Returns the size in bytes of each append-only file."""
         paths = {name: self.path / name for name in RECORDS}
-        return {name: path.stat().st_size for name, path in paths.items() if path.exists()}
+        return {
+            name: path.stat().st_size for name, path in paths.items() if path.exists()
+        }
 
     def damage(self) -> str:
         """Returns a sentence about the first damaged file of a finished run; "" if no file is damaged."""
@@ -169,7 +211,9 @@ class RunDirectory:
             self.summary()
             self.metrics()
             self.events()
-            if (self.path / "heads.json").exists() or (self.path / "heads.f32").exists():
+            if (self.path / "heads.json").exists() or (
+                self.path / "heads.f32"
+            ).exists():
                 self.heads()
             if (self.path / "env.json").exists():
                 self.env()
@@ -219,7 +263,9 @@ class RunDirectory:
                     "Choose another directory; nothing was changed."
                 )
             return
-        if self.path.exists() and any(not p.name.startswith(("lock", "claim.")) for p in self.path.iterdir()):
+        if self.path.exists() and any(
+            not p.name.startswith(("lock", "claim.")) for p in self.path.iterdir()
+        ):
             raise RunDirectoryError(
                 f"{self.path} is not empty and has no config.json, so it is not a run directory. "
                 "Choose another directory; nothing was changed."
@@ -245,8 +291,21 @@ class RunDirectory:
     def start_again(self) -> None:
         """Removes everything except extrapolation.jsonl and the configuration."""
         # DONE and the checkpoint come first, because a crash here must not leave a run that looks complete.
-        names = ("DONE", *RECORDS, "heads.json", "eval_heads.json", "summary.json", "env.json")
-        disk.remove([self.path / names[0], self.checkpoint, *(self.path / name for name in names[1:])])
+        names = (
+            "DONE",
+            *RECORDS,
+            "heads.json",
+            "eval_heads.json",
+            "summary.json",
+            "env.json",
+        )
+        disk.remove(
+            [
+                self.path / names[0],
+                self.checkpoint,
+                *(self.path / name for name in names[1:]),
+            ]
+        )
 
     def cut_to(self, sizes: FileSizes) -> None:
         """Truncates the append-only files to `sizes`, so that a resumed run repeats the lost steps bit for bit.
@@ -262,7 +321,9 @@ class RunDirectory:
     @contextmanager
     def lock(self, wait: float = 0.0) -> Iterator[None]:
         """Locks the directory; the operating system releases the lock no matter how the process ends."""
-        with locked(self.path / "lock", f"{self.path} is in use by another process", wait):
+        with locked(
+            self.path / "lock", f"{self.path} is in use by another process", wait
+        ):
             for directory in (self.path, self.checkpoint.parent):
                 disk.remove_leftovers(directory)
             yield
@@ -286,7 +347,9 @@ def fresh_directory(path: Path, first: str = "") -> Path:
         place = path if number == 1 else path.with_name(f"{path.name}-{number}")
         if place.exists() and not place.is_dir():
             continue
-        is_empty = disk.make_directory(place) or (number == 1 and place.is_dir() and not any(place.iterdir()))
+        is_empty = disk.make_directory(place) or (
+            number == 1 and place.is_dir() and not any(place.iterdir())
+        )
         if is_empty and (not first or disk.create(place / first)):
             return place
     raise AssertionError("unreachable")
@@ -300,7 +363,11 @@ def flat(values: Mapping[str, object], under: str = "") -> dict[str, object]:
     """
     found: dict[str, object] = {}
     for name, value in values.items():
-        found |= flat(value, f"{under}{name}.") if isinstance(value, Mapping) else {under + name: value}
+        found |= (
+            flat(value, f"{under}{name}.")
+            if isinstance(value, Mapping)
+            else {under + name: value}
+        )
     return found
 
 

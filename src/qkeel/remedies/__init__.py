@@ -3,10 +3,30 @@
 import sys
 from types import ModuleType
 
-from qkeel.remedies.apply import ALIASES, REMEDIES, Note, apply, canonical, note, parse, remedies
+from qkeel.remedies.apply import (
+    ALIASES,
+    REMEDIES,
+    Note,
+    apply,
+    canonical,
+    note,
+    parse,
+    remedies,
+)
 from qkeel.remedies.base import Remedy, Target
 
-__all__ = ["ALIASES", "REMEDIES", "Note", "Remedy", "Target", "apply", "canonical", "note", "parse", "remedies"]
+__all__ = [
+    "ALIASES",
+    "REMEDIES",
+    "Note",
+    "Remedy",
+    "Target",
+    "apply",
+    "canonical",
+    "note",
+    "parse",
+    "remedies",
+]
 
 
 class _Room(ModuleType):

@@ -14,7 +14,11 @@ from qkeel.remedies.optimizer_trials import ParamGroup, optimizer_like
 
 
 def join(
-    optimizer: Optimizer | None, added: Mapping[str, nn.Parameter], near: Tensor, *, matrices: bool = False
+    optimizer: Optimizer | None,
+    added: Mapping[str, nn.Parameter],
+    near: Tensor,
+    *,
+    matrices: bool = False,
 ) -> Handle:
     """Adds parameters (by qualified name) to an optimizer group. The handle removes them and their state.
 
@@ -29,8 +33,14 @@ def join(
             f"torch's Muon takes matrices only, and {', '.join(added)} are gains; pass the optimizer that holds the "
             "model's norms instead"
         )
-    flat = [g for g in optimizer.param_groups if g["params"] and all(p.ndim < 2 for p in g["params"])]
-    homes = (flat if not matrices else []) or [g for g in optimizer.param_groups if any(p is near for p in g["params"])]
+    flat = [
+        g
+        for g in optimizer.param_groups
+        if g["params"] and all(p.ndim < 2 for p in g["params"])
+    ]
+    homes = (flat if not matrices else []) or [
+        g for g in optimizer.param_groups if any(p is near for p in g["params"])
+    ]
     group = homes[0] if homes else optimizer.param_groups[0]
     group["params"].extend(added.values())
     if "param_names" in group:
@@ -50,9 +60,13 @@ def join(
     return Handle(undo)
 
 
-def _start_state(optimizer: Optimizer, parameter: nn.Parameter, group: ParamGroup) -> None:
+def _start_state(
+    optimizer: Optimizer, parameter: nn.Parameter, group: ParamGroup
+) -> None:
     """Sets up the state of a parameter for optimizers that do so in their constructor, such as Adagrad."""
-    if not optimizer.state or not any(optimizer.state.get(p) for p in group["params"] if p is not parameter):
+    if not optimizer.state or not any(
+        optimizer.state.get(p) for p in group["params"] if p is not parameter
+    ):
         return
     try:
         state = optimizer_like(optimizer, parameter, group).state

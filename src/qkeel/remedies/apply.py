@@ -17,7 +17,15 @@ from qkeel.patching.optimizers import listed
 from qkeel.remedies.apply_now import Asked, active_remedies, apply_now, forget
 from qkeel.remedies.base import Remedy
 from qkeel.remedies.next_pass import AtNextPass
-from qkeel.remedies.table import ALIASES, REMEDIES, Note, canonical, note, parse, remedies
+from qkeel.remedies.table import (
+    ALIASES,
+    REMEDIES,
+    Note,
+    canonical,
+    note,
+    parse,
+    remedies,
+)
 from qkeel.sites.tap import Tap
 
 __all__ = [
@@ -39,7 +47,11 @@ __all__ = [
 def _model_first(*args: Any, **kwargs: Any) -> Call | None:
     """Returns the arguments of `apply` with the model first, or None if the remedy was not the first of them."""
     first = args[0] if args else None
-    several = isinstance(first, (list, tuple)) and bool(first) and all(isinstance(x, (str, Remedy)) for x in first)
+    several = (
+        isinstance(first, (list, tuple))
+        and bool(first)
+        and all(isinstance(x, (str, Remedy)) for x in first)
+    )
     if not several and not isinstance(first, (str, Remedy)):
         return None
     if "model" in kwargs:
@@ -103,9 +115,17 @@ def apply(
         '30·tanh(z/30)'
     """
     more = Asked(options=options, train_length=train_length, partial=partial)
-    if batch is not None or sites is not None or not isinstance(model, nn.Module) or _knows_itself(model):
+    if (
+        batch is not None
+        or sites is not None
+        or not isinstance(model, nn.Module)
+        or _knows_itself(model)
+    ):
         return apply_now(model, remedy, optimizer, more, batch=batch, sites=sites)
-    remedies, tap = parse(remedy, **options), next((owner for owner in owners(model) if isinstance(owner, Tap)), None)
+    remedies, tap = (
+        parse(remedy, **options),
+        next((owner for owner in owners(model) if isinstance(owner, Tap)), None),
+    )
     if tap is not None and tap.sites and all(parsed.on_steps for parsed in remedies):
         return apply_now(model, remedy, optimizer, more, sites=tap.sites)
     if tap is not None and tap.latest is not None:

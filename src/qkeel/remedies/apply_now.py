@@ -42,7 +42,9 @@ GIVE_BATCH = "For apply: qkeel.apply(model, {!r}, optimizer, batch=batch), with 
 class Asked:
     """The arguments of `apply` other than the remedies, the model and the optimizer."""
 
-    options: Mapping[str, float | int | bool | str] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, float | int | bool | str] = dataclasses.field(
+        default_factory=dict
+    )
     train_length: int | None = None
     partial: bool = False
 
@@ -62,11 +64,20 @@ def apply_now(
     def asked() -> tuple[tuple[Remedy, ...], list[tuple[Target, Sites | None]]]:
         remedies = parse(remedy, **more.options)
         optimizers = listed(optimizer)
-        models = {"": model} if isinstance(model, nn.Module) else named_models(model, "apply remedies to")
-        shown, known = of_each(batch, [*models], "batches"), sites_of_each(sites, models)
+        models = (
+            {"": model}
+            if isinstance(model, nn.Module)
+            else named_models(model, "apply remedies to")
+        )
+        shown, known = (
+            of_each(batch, [*models], "batches"),
+            sites_of_each(sites, models),
+        )
         bare: list[tuple[Target, Sites | None]] = []
         for name, single in models.items():
-            shown_arguments = ((), {}) if shown[name] is None else arguments(shown[name])
+            shown_arguments = (
+                ((), {}) if shown[name] is None else arguments(shown[name])
+            )
             target = Target(
                 model=unwrapped(single),
                 optimizer=optimizers[0] if optimizers else None,
@@ -81,32 +92,57 @@ def apply_now(
 
     def said(request: tuple[tuple[Remedy, ...], Sequence[object]]) -> str:
         arguments = {"optimizer": optimizer, "batch": batch, "sites": sites}
-        parts = [name if x is not None else f"no {name}" for name, x in arguments.items()]
+        parts = [
+            name if x is not None else f"no {name}" for name, x in arguments.items()
+        ]
         several = [] if isinstance(model, nn.Module) else [f"{len(request[1])} models"]
-        return ", ".join([f"{list(request[0])}", *several, *parts, f"train_length={train_length}, partial={partial}"])
+        return ", ".join(
+            [
+                f"{list(request[0])}",
+                *several,
+                *parts,
+                f"train_length={train_length}, partial={partial}",
+            ]
+        )
 
     found, bare = dist.agree(WHAT, asked, said)
     optimizers = listed(optimizer)
 
     def applied() -> Handle:
-        handles = (compose_all(_apply_all(found, target, known, optimizers, partial=partial)) for target, known in bare)
+        handles = (
+            compose_all(_apply_all(found, target, known, optimizers, partial=partial))
+            for target, known in bare
+        )
         return next(handles) if isinstance(model, nn.Module) else compose_all(handles)
 
     handle = dist.agree(WHAT, applied, lambda _: "applied", Handle.remove)
     for target, _ in bare:
-        handle = refused_under_zero(handle, target.model, found, optimizers[0] if optimizers else None)
+        handle = refused_under_zero(
+            handle, target.model, found, optimizers[0] if optimizers else None
+        )
     handle.about = "+".join(parsed.name for parsed in found)
     return handle
 
 
 def _apply_all(
-    remedies: Sequence[Remedy], bare: Target, known: Sites | None, optimizers: Sequence[Optimizer], *, partial: bool
+    remedies: Sequence[Remedy],
+    bare: Target,
+    known: Sites | None,
+    optimizers: Sequence[Optimizer],
+    *,
+    partial: bool,
 ) -> Iterator[Handle]:
     """Applies one remedy after another.
 
     Sites are found once, and again for the next remedies after a remedy that changes them. A remedy that has not itself
     run the model is followed by one pass, which checks that the model still runs."""
-    sites, trace = (known, None) if known is not None else _sites(remedies[0], bare) if remedies else (Sites(), None)
+    sites, trace = (
+        (known, None)
+        if known is not None
+        else _sites(remedies[0], bare)
+        if remedies
+        else (Sites(), None)
+    )
     check_peers(bare.model, sites)
     for remedy in remedies:
         target_of_all = dataclasses.replace(
@@ -116,7 +152,16 @@ def _apply_all(
             all_sites=sites,
             values={} if trace is None else trace.value_slices(),
         )
-        agreed(functools.partial(_check, remedy, target_of_all, sites, partial=partial, given=known is not None))
+        agreed(
+            functools.partial(
+                _check,
+                remedy,
+                target_of_all,
+                sites,
+                partial=partial,
+                given=known is not None,
+            )
+        )
         for target in _by_optimizer(remedy, target_of_all, optimizers):
             before = dict(bare.model.named_parameters())
             inner = remedy.apply(target)
@@ -136,7 +181,9 @@ def _apply_all(
             yield _marked(remedy, target, inner)
 
 
-def _by_optimizer(remedy: Remedy, target: Target, optimizers: Sequence[Optimizer]) -> list[Target]:
+def _by_optimizer(
+    remedy: Remedy, target: Target, optimizers: Sequence[Optimizer]
+) -> list[Target]:
     """Returns the target with the optimizer that the remedy needs.
 
     Of several optimizers, one that holds gains or biases takes new parameters, because Muon accepts matrices only. A
@@ -145,25 +192,43 @@ def _by_optimizer(remedy: Remedy, target: Target, optimizers: Sequence[Optimizer
         return [target]
     if not remedy.on_steps:
         for optimizer in optimizers:
-            if any(p.ndim < 2 for group in optimizer.param_groups for p in group["params"]):
+            if any(
+                p.ndim < 2 for group in optimizer.param_groups for p in group["params"]
+            ):
                 return [dataclasses.replace(target, optimizer=optimizer)]
         return [target]
     sites_of: dict[int, list[AttentionSite]] = {}
     for site in target.sites:
-        weights = [target.parameter(s.parameter) for term in site.terms for s in (*term.query, *term.key)]
-        holds = (any(stepped(innermost(optimizer), p) is not None for p in weights) for optimizer in optimizers)
-        sites_of.setdefault(next((i for i, held in enumerate(holds) if held), 0), []).append(site)
-    parts = [dataclasses.replace(target, optimizer=optimizers[i], sites=sites) for i, sites in sorted(sites_of.items())]
+        weights = [
+            target.parameter(s.parameter)
+            for term in site.terms
+            for s in (*term.query, *term.key)
+        ]
+        holds = (
+            any(stepped(innermost(optimizer), p) is not None for p in weights)
+            for optimizer in optimizers
+        )
+        sites_of.setdefault(
+            next((i for i, held in enumerate(holds) if held), 0), []
+        ).append(site)
+    parts = [
+        dataclasses.replace(target, optimizer=optimizers[i], sites=sites)
+        for i, sites in sorted(sites_of.items())
+    ]
     return parts or [target]
 
 
-def _check(remedy: Remedy, target: Target, sites: Sites, *, partial: bool, given: bool) -> None:
+def _check(
+    remedy: Remedy, target: Target, sites: Sites, *, partial: bool, given: bool
+) -> None:
     """Raises RefusedError if a remedy cannot be applied to the sites, which were found on a batch or `given`."""
     if not partial:
         _check_whole(remedy, sites)
     _check_supported(remedy, target)
     if given and remedy.on_attention and not remedy.on_steps:
-        raise RefusedError(f"{remedy.name} changes what a pass computes, so give a batch in place of the sites")
+        raise RefusedError(
+            f"{remedy.name} changes what a pass computes, so give a batch in place of the sites"
+        )
 
 
 def _check_whole(remedy: Remedy, sites: Sites) -> None:
@@ -184,7 +249,9 @@ def _check_supported(remedy: Remedy, target: Target) -> None:
         ):
             gc.collect()  # an optimizer that the script deleted may still exist, and its remedies with it
         if remedy.name in active_at(site):
-            raise AlreadyAppliedError(f"{remedy.name} is already applied to {where(site)}; remove() its handle first")
+            raise AlreadyAppliedError(
+                f"{remedy.name} is already applied to {where(site)}; remove() its handle first"
+            )
         refusal = remedy.supports(site)
         if refusal is not None:
             raise RefusedError(f"{remedy.name} at {where(site)}: {refusal}")
@@ -198,10 +265,14 @@ def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
     """Records the active remedy on each site's module. The returned handle removes the record and the change.
 
     A remedy for steps ends with its optimizer, so its record does too."""
-    modules = {id(site.module): site.module for site in target.sites}.values()  # a module may have several sites
+    modules = {
+        id(site.module): site.module for site in target.sites
+    }.values()  # a module may have several sites
     for module in modules:
         marks = module.__dict__.get(APPLIED)
-        module.__dict__[APPLIED] = record = marks if isinstance(marks, _Marks) else _Marks(marks or {})
+        module.__dict__[APPLIED] = record = (
+            marks if isinstance(marks, _Marks) else _Marks(marks or {})
+        )
         record[remedy.name] = remedy
     compiled = not (remedy.on_steps or isinstance(remedy, NoRemedy))
     if compiled:
@@ -211,7 +282,10 @@ def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
     if remedy.on_steps and target.optimizer is not None:
         warning = notice_idle_steps(target, remedy)
         ends = weakref.finalize(
-            innermost(target.optimizer), _unmark, [weakref.ref(module) for module in modules], remedy
+            innermost(target.optimizer),
+            _unmark,
+            [weakref.ref(module) for module in modules],
+            remedy,
         )
         ends.atexit = False
 
@@ -222,7 +296,9 @@ def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
             inner.remove()
             return
         marks = [(module, module.__dict__.get(APPLIED, {})) for module in modules]
-        if any(record.get(remedy.name) is not remedy for _, record in marks):  # already folded into the weights
+        if any(
+            record.get(remedy.name) is not remedy for _, record in marks
+        ):  # already folded into the weights
             return
         inner.remove()
         if compiled:
@@ -244,7 +320,9 @@ def _drop(module: nn.Module, remedy: Remedy) -> None:
 
 def _unmark(modules: Sequence[weakref.ref[nn.Module]], remedy: Remedy) -> None:
     """Drops the records of a remedy whose optimizer no longer exists."""
-    for module in [site_module for ref in modules if (site_module := ref()) is not None]:
+    for module in [
+        site_module for ref in modules if (site_module := ref()) is not None
+    ]:
         _drop(module, remedy)
 
 
@@ -263,16 +341,22 @@ class _Marks(dict[str, Remedy]):
     """The active remedies of a module. Copies keep only the remedies that changed the module itself."""
 
     def __deepcopy__(self, memo: object) -> _Marks:
-        return _Marks({name: remedy for name, remedy in self.items() if not remedy.on_steps})
+        return _Marks(
+            {name: remedy for name, remedy in self.items() if not remedy.on_steps}
+        )
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, Remedy]] | tuple[()]]:
         kept = {name: remedy for name, remedy in self.items() if not remedy.on_steps}
-        return (_Marks, (kept,)) if kept else (dict, ())  # a model with step remedies only loads without qkeel
+        return (
+            (_Marks, (kept,)) if kept else (dict, ())
+        )  # a model with step remedies only loads without qkeel
 
 
 def active_remedies(model: nn.Module) -> set[str]:
     """Returns the names of the remedies that are active on this model."""
-    return {name for module in model.modules() for name in module.__dict__.get(APPLIED, {})}
+    return {
+        name for module in model.modules() for name in module.__dict__.get(APPLIED, {})
+    }
 
 
 def forget(model: nn.Module, folded: Callable[[Remedy], bool]) -> None:
@@ -291,4 +375,6 @@ def _check_others(remedy: Remedy, sites: Iterable[AttentionSite]) -> None:
         for earlier in active_at(site).values():
             refusal = earlier.holds(site)
             if refusal is not None:
-                raise RefusedError(f"{remedy.name} at {where(site)}, where {earlier.name} is active: {refusal}")
+                raise RefusedError(
+                    f"{remedy.name} at {where(site)}, where {earlier.name} is active: {refusal}"
+                )

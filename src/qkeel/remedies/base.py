@@ -25,7 +25,9 @@ from qkeel.sites.trace import ModelTrace, seen
 
 # The interface of a remedy, and of what it is applied to.
 
-HeadsBySite = tuple[tuple[str, tuple[int, ...]], ...]  # heads by site name; () for all heads of a site
+HeadsBySite = tuple[
+    tuple[str, tuple[int, ...]], ...
+]  # heads by site name; () for all heads of a site
 Args = tuple[Any, ...]  # arguments of a call of code from other libraries
 Kwargs = dict[str, Any]
 
@@ -37,12 +39,23 @@ class Target:
     model: nn.Module  #: the whole model
     optimizer: Optimizer | None  #: the model's optimizer, if given
     sites: list[AttentionSite]  #: the model's attention, as far as it is known
-    batch: Arguments = ((), {})  #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
-    train_length: int | None = None  #: tokens per training sequence, for formulas that need it
-    trace: ModelTrace | None = None  #: the pass that revealed the sites; None if all are qkeel's own, or were given
-    all_sites: Sequence[AttentionSite] = ()  #: all attention of the model; `sites` may be a part of it
+    batch: Arguments = (
+        (),
+        {},
+    )  #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
+    train_length: int | None = (
+        None  #: tokens per training sequence, for formulas that need it
+    )
+    trace: ModelTrace | None = (
+        None  #: the pass that revealed the sites; None if all are qkeel's own, or were given
+    )
+    all_sites: Sequence[
+        AttentionSite
+    ] = ()  #: all attention of the model; `sites` may be a part of it
     #: the last weights on the path to each site's values, or why they are unknown; empty if no pass has shown them
-    values: Mapping[str, tuple[HeadSlice, ...] | str] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, tuple[HeadSlice, ...] | str] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def example(self) -> Arguments:
@@ -80,7 +93,11 @@ class Target:
     def overlap(self, s: HeadSlice, other: HeadSlice) -> bool:
         """True if two slices have a row of one parameter in common, or an entry of one bias."""
         for a, b in ((s, other), (s.bias_of(), other.bias_of())):
-            if a is None or b is None or self.parameter(a.parameter) is not self.parameter(b.parameter):
+            if (
+                a is None
+                or b is None
+                or self.parameter(a.parameter) is not self.parameter(b.parameter)
+            ):
                 continue
             if a.axis == b.axis and bool(torch.isin(a.index, b.index).any()):
                 return True
@@ -89,14 +106,20 @@ class Target:
     def need_optimizer(self, remedy: str) -> Optimizer:
         """Returns the optimizer, or raises RefusedError if there is none."""
         if self.optimizer is None:
-            raise RefusedError(f"{remedy} acts on optimizer steps: call qkeel.apply(model, {remedy!r}, optimizer)")
+            raise RefusedError(
+                f"{remedy} acts on optimizer steps: call qkeel.apply(model, {remedy!r}, optimizer)"
+            )
         check_one_optimizer(self.optimizer, remedy)
         return self.optimizer
 
     def returned(self) -> object:
         """Returns the model's output for the batch, from a pass that leaves the model unchanged."""
         args, kwargs = self.batch
-        with extra_pass(self.model), torch.no_grad(), undisturbed(self.model):  # which no monitor counts
+        with (
+            extra_pass(self.model),
+            torch.no_grad(),
+            undisturbed(self.model),
+        ):  # which no monitor counts
             return self.model(*copied(args), **copied(kwargs))
 
     def logit_slices(self) -> Iterator[HeadSlice]:
@@ -143,7 +166,9 @@ class Remedy(abc.ABC):
                 check_heads(self.name, value)
             checked(value, annotations(type(self))[option], name)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                check_bound(value, Bound(0.0, included=option in self.may_be_zero), name)
+                check_bound(
+                    value, Bound(0.0, included=option in self.may_be_zero), name
+                )
 
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         """Returns the sites to which the remedy applies, which are all of them unless an option names some."""
@@ -203,8 +228,12 @@ def unconfirmed(site: AttentionSite) -> Refusal:
 
 def check_heads(remedy: str, value: object) -> None:
     """Raises InvalidTypeError unless the value of an option names heads by site or is None."""
-    for pair in value if isinstance(value, tuple) else () if value is None else (value,):
-        site, heads = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
+    for pair in (
+        value if isinstance(value, tuple) else () if value is None else (value,)
+    ):
+        site, heads = (
+            pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
+        )
         if (
             not isinstance(site, str)
             or not isinstance(heads, tuple)

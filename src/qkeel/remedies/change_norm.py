@@ -28,7 +28,15 @@ from qkeel.nn.decoder import Block, NormOrder
 from qkeel.patching.autograd import mark_as_norm
 from qkeel.patching.forward import InstanceForward, put_in_place
 from qkeel.patching.modes import parameters_of, submodules_of
-from qkeel.remedies.base import Args, Kwargs, Target, evaluating, module_name, unconfirmed, where
+from qkeel.remedies.base import (
+    Args,
+    Kwargs,
+    Target,
+    evaluating,
+    module_name,
+    unconfirmed,
+    where,
+)
 from qkeel.remedies.change_spec import (
     ChangeSpec,
     add_submodules,
@@ -69,10 +77,17 @@ class Branch:
         """Changes the branch to x + norm(F(...)). The norm becomes the block's child `post`."""
         if isinstance(self.block, Block):
             return swap(self.block, self.post, norm)
-        hook = self.block.get_submodule(self.function).register_forward_hook(functools.partial(_normed, norm))
+        hook = self.block.get_submodule(self.function).register_forward_hook(
+            functools.partial(_normed, norm)
+        )
         self.block.register_module(self.post, norm)
         return compose(
-            [Handle(functools.partial(submodules_of(self.block).__delitem__, self.post)), Handle(hook.remove)]
+            [
+                Handle(
+                    functools.partial(submodules_of(self.block).__delitem__, self.post)
+                ),
+                Handle(hook.remove),
+            ]
         )
 
 
@@ -92,16 +107,25 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
     Raises:
         RefusedError: a site's block has a different form. The message names the site and the expected form.
     """
-    named_blocks = [(name, m) for name, m in target.model.named_modules() if isinstance(m, Block)]
+    named_blocks = [
+        (name, m) for name, m in target.model.named_modules() if isinstance(m, Block)
+    ]
     blocks = {
-        id(branch): (name, m) for name, m in named_blocks for branch in (m.attention, m.cross_attention) if branch
+        id(branch): (name, m)
+        for name, m in named_blocks
+        for branch in (m.attention, m.cross_attention)
+        if branch
     }
     foreign = [site for site in target.sites if id(site.module) not in blocks]
     observed = _observed(target, foreign) if foreign and any(target.batch) else {}
     branches: dict[tuple[str, str], Branch] = {}
     for site in target.sites:
         around = blocks.get(id(site.module))
-        site_branches = _own(*around, site, remedy) if around is not None else _fitting(site, observed)
+        site_branches = (
+            _own(*around, site, remedy)
+            if around is not None
+            else _fitting(site, observed)
+        )
         if site_branches is None:
             raise RefusedError(
                 f"{remedy} at {where(site)}: expected a block that computes x + A(N₁(x)), then x + M(N₂(x)), "
@@ -113,7 +137,9 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
     return list(branches.values())
 
 
-def _own(name: str, block: Block, site: AttentionSite, remedy: str) -> tuple[Branch, ...]:
+def _own(
+    name: str, block: Block, site: AttentionSite, remedy: str
+) -> tuple[Branch, ...]:
     if block.norm_order != "pre":
         raise RefusedError(
             f"{remedy} at {site.name}: it re-orders pre-norm blocks, but {name or 'this block'} is "
@@ -123,7 +149,9 @@ def _own(name: str, block: Block, site: AttentionSite, remedy: str) -> tuple[Bra
 
     def branch(function: str) -> Branch:
         norm, post = f"{function}_norm", f"{function}_post_norm"
-        return Branch(block=block, name=name, function=function, norm=norm, post=post, width=width)
+        return Branch(
+            block=block, name=name, function=function, norm=norm, post=post, width=width
+        )
 
     cross = () if block.cross_attention is None else (branch("cross_attention"),)
     return branch("attention"), *cross, branch("mlp")
@@ -134,9 +162,13 @@ class _Calls:
     """The inputs and outputs of a block (under the empty name) and of its children, with the first tensor of each."""
 
     block: nn.Module
-    seen: dict[str, list[tuple[Tensor, Tensor]]] = dataclasses.field(default_factory=dict)
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = dataclasses.field(
+        default_factory=dict
+    )
 
-    def note(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+    def note(
+        self, name: str, module: nn.Module, args: object, kwargs: object, output: object
+    ) -> None:
         """Records a call. This is used as a forward hook on the block and its children."""
         x, y = _first((args, kwargs)), _first(output)
         if x is not None and y is not None:
@@ -146,12 +178,16 @@ class _Calls:
 def _observed(target: Target, sites: list[AttentionSite]) -> dict[str, _Calls]:
     """Runs the example and returns the calls of every module around a site, keyed by name."""
     names = {name for site in sites for name in _ancestors(module_name(site))}
-    calls_by_name = {name: _Calls(target.model.get_submodule(name)) for name in sorted(names)}
+    calls_by_name = {
+        name: _Calls(target.model.get_submodule(name)) for name in sorted(names)
+    }
     with ExitStack() as hooks, evaluating(target.model):
         for calls in calls_by_name.values():
             for name, module in (*calls.block.named_children(), ("", calls.block)):
                 note = functools.partial(calls.note, name)
-                hooks.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+                hooks.callback(
+                    module.register_forward_hook(note, with_kwargs=True).remove
+                )
         target.returned()
     return calls_by_name
 
@@ -162,7 +198,9 @@ def _ancestors(name: str) -> Iterator[str]:
         yield name
 
 
-def _fitting(site: AttentionSite, observed: dict[str, _Calls]) -> tuple[Branch, Branch] | None:
+def _fitting(
+    site: AttentionSite, observed: dict[str, _Calls]
+) -> tuple[Branch, Branch] | None:
     """Returns the branches of the innermost block around a site that computes the formula, or None."""
     name = module_name(site)
     for parent in (p for p in _ancestors(name) if p in observed):
@@ -174,21 +212,47 @@ def _fitting(site: AttentionSite, observed: dict[str, _Calls]) -> tuple[Branch, 
 
 
 def _matched(name: str, calls: _Calls, attention: str) -> tuple[Branch, Branch] | None:
-    once = {child: pairs[0] for child, pairs in calls.seen.items() if child and len(pairs) == 1}
+    once = {
+        child: pairs[0]
+        for child, pairs in calls.seen.items()
+        if child and len(pairs) == 1
+    }
     if "" not in calls.seen or attention not in once:
         return None
     (whole_in, whole_out), (a_in, a_out) = calls.seen[""][-1], once[attention]
-    first = [c for c, (x, y) in once.items() if y is a_in and c != attention and _same(x, whole_in)]
+    first = [
+        c
+        for c, (x, y) in once.items()
+        if y is a_in and c != attention and _same(x, whole_in)
+    ]
     if len(first) != 1 or a_out.shape != whole_in.shape:
         return None
     middle = whole_in + a_out
     for norm, (x, y) in once.items():
         for mlp, (m_in, m_out) in once.items():
-            distinct = len({norm, mlp, first[0], attention}) == 4 and m_out.shape == middle.shape
-            if distinct and m_in is y and _same(x, middle) and _same(middle + m_out, whole_out):
-                pairs = ((attention, first[0], "attention_post_norm"), (mlp, norm, "mlp_post_norm"))
+            distinct = (
+                len({norm, mlp, first[0], attention}) == 4
+                and m_out.shape == middle.shape
+            )
+            if (
+                distinct
+                and m_in is y
+                and _same(x, middle)
+                and _same(middle + m_out, whole_out)
+            ):
+                pairs = (
+                    (attention, first[0], "attention_post_norm"),
+                    (mlp, norm, "mlp_post_norm"),
+                )
                 attention_branch, mlp_branch = (
-                    Branch(block=calls.block, name=name, function=f, norm=n, post=p, width=whole_in.shape[-1])
+                    Branch(
+                        block=calls.block,
+                        name=name,
+                        function=f,
+                        norm=n,
+                        post=p,
+                        width=whole_in.shape[-1],
+                    )
                     for f, n, p in pairs
                 )
                 return attention_branch, mlp_branch
@@ -196,21 +260,29 @@ def _matched(name: str, calls: _Calls, attention: str) -> tuple[Branch, Branch] 
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.shape == b.shape and bool(torch.allclose(a, b, rtol=1e-5, atol=1e-6)))
+    return a is b or (
+        a.shape == b.shape and bool(torch.allclose(a, b, rtol=1e-5, atol=1e-6))
+    )
 
 
 def _first(value: object) -> Tensor | None:
     return next((x for x in tensors(value) if x.is_floating_point()), None)
 
 
-def _normed(norm: nn.Module, module: nn.Module, inputs: object, output: ModuleOutput) -> ModuleOutput:
+def _normed(
+    norm: nn.Module, module: nn.Module, inputs: object, output: ModuleOutput
+) -> ModuleOutput:
     """A forward hook that norms a branch's first output. The norm is a child of the block, so copies include it."""
     return of_first(output, norm)
 
 
 def of_first(output: ModuleOutput, change: Callable[[Tensor], Tensor]) -> ModuleOutput:
     """Returns a module's output with its first tensor changed."""
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+    return (
+        (change(output[0]), *output[1:])
+        if isinstance(output, tuple)
+        else change(output)
+    )
 
 
 def ordered(block: nn.Module, order: NormOrder) -> Handle:
@@ -246,17 +318,27 @@ class HeadNorm(nn.Module):
         self.part: NormedPart = part
         self.heads = geometry.n_heads if part == "q" else geometry.n_kv_heads
         gain = norm.init_params(geometry).get(f"{part}_norm")
-        scale = None if learned is None else learned.init_params(geometry)["logit_scale"].squeeze(-1)
+        scale = (
+            None
+            if learned is None
+            else learned.init_params(geometry)["logit_scale"].squeeze(-1)
+        )
         self.weight = None if gain is None else nn.Parameter(gain.to(like))
         self.logit_scale = None if scale is None else nn.Parameter(scale.to(like))
-        self.replaces = False  # True if it has replaced an nn.Identity, which the model still calls
+        self.replaces = (
+            False  # True if it has replaced an nn.Identity, which the model still calls
+        )
 
     def forward(self, x: Tensor, *, from_projection: bool = False) -> Tensor:
         """Returns x [... h d] normed, in its dtype, or x itself if the model calls the Identity that this replaces."""
         if self.replaces and not from_projection:
             return x
-        params: Params = {} if self.weight is None else {f"{self.part}_norm": self.weight}
-        y = self.norm.apply(self.part, x.reshape(-1, *x.shape[-2:])[:, :, None], params).reshape(x.shape)
+        params: Params = (
+            {} if self.weight is None else {f"{self.part}_norm": self.weight}
+        )
+        y = self.norm.apply(
+            self.part, x.reshape(-1, *x.shape[-2:])[:, :, None], params
+        ).reshape(x.shape)
         if self.norm.kind == "other":
             mark_as_norm(y)
         if self.logit_scale is not None:
@@ -306,30 +388,45 @@ def heads_of(
         return unconfirmed(site)
     slices: list[HeadSlice] = []
     for s in ways:
-        if not any(s.parameter == known_slice.parameter and s.same(known_slice) for known_slice in slices):
+        if not any(
+            s.parameter == known_slice.parameter and s.same(known_slice)
+            for known_slice in slices
+        ):
             slices.append(s)
     if not slices:
-        return refuse_heads(f"it is not known which weights produce the {side} ({site.why})")
-    if any(model.get_parameter(s.parameter).ndim > 2 for s in slices):  # channels of a convolution
+        return refuse_heads(
+            f"it is not known which weights produce the {side} ({site.why})"
+        )
+    if any(
+        model.get_parameter(s.parameter).ndim > 2 for s in slices
+    ):  # channels of a convolution
         shaped = ", ".join(s.parameter for s in slices)
-        return refuse_heads(f"the {side} are not the last dimension of a module's output: {shaped} produces them")
+        return refuse_heads(
+            f"the {side} are not the last dimension of a module's output: {shaped} produces them"
+        )
     apart: dict[str, list[HeadSlice]] = {}
     for s in slices:
         apart.setdefault(_branch(s.parameter, site), []).append(s)
     sources, heads = [], site.n_heads if part == "q" else site.n_kv_heads
     for branch_slices in apart.values():
         name, index = _common_module(branch_slices)
-        module, names = model.get_submodule(name), ", ".join(sorted({s.parameter for s in slices}))
+        module, names = (
+            model.get_submodule(name),
+            ", ".join(sorted({s.parameter for s in slices})),
+        )
         is_complete = index is not None and index.shape[0] == heads
         if site.module in module.modules() or (len(apart) > 1 and not is_complete):
-            return refuse_heads(f"the {side} are not the output of a single module: they are computed by {names}")
+            return refuse_heads(
+                f"the {side} are not the output of a single module: they are computed by {names}"
+            )
         if index is None or not is_complete:
             return refuse_heads(
                 f"no module outputs complete heads of the {side} ({heads} heads of {site.head_dim}): they are "
                 f"computed by {names}"
             )
         if len(apart) > 1 and not all(
-            bool(s.heads(dist.whole(model.get_parameter(s.parameter))).any()) for s in branch_slices
+            bool(s.heads(dist.whole(model.get_parameter(s.parameter))).any())
+            for s in branch_slices
         ):
             # A term of a sum that is zero, such as a new low-rank adapter, would be normed to full size.
             return refuse_heads(
@@ -337,10 +434,14 @@ def heads_of(
                 f"{names}"
             )
         size, biased = (
-            model.get_parameter(branch_slices[0].parameter).shape[branch_slices[0].axis],
+            model.get_parameter(branch_slices[0].parameter).shape[
+                branch_slices[0].axis
+            ],
             any(s.bias is not None for s in branch_slices),
         )
-        sources.append(HeadSource(module=module, name=name, index=index, size=size, biased=biased))
+        sources.append(
+            HeadSource(module=module, name=name, index=index, size=size, biased=biased)
+        )
     return sources
 
 
@@ -350,7 +451,10 @@ def _branch(parameter: str, site: AttentionSite) -> str:
     If there is none, returns the module that owns the parameter, which is then the site's module or a module around
     it."""
     owner, home = _owner(parameter).split("."), site.name.partition("#")[0].split(".")
-    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner, home)))
+    shared = sum(
+        1
+        for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner, home))
+    )
     return ".".join(owner[: shared + 1])
 
 
@@ -360,7 +464,9 @@ def _common_module(slices: list[HeadSlice]) -> tuple[str, Tensor | None]:
     If there is one weight, its features are concatenated. If there are several, their features must be equal, since an
     adapter adds its output to that of its base."""
     paths = [_owner(s.parameter).split(".") for s in slices]
-    name = ".".join(p[0] for p in itertools.takewhile(lambda p: len(set(p)) == 1, zip(*paths)))
+    name = ".".join(
+        p[0] for p in itertools.takewhile(lambda p: len(set(p)) == 1, zip(*paths))
+    )
     if len({s.index.shape[0] for s in slices}) > 1:
         return name, None
     if len({s.parameter for s in slices}) > 1:
@@ -383,7 +489,12 @@ class NormedProjection(InstanceForward):
     then that module, whose forward is replaced so that the output of F.linear with this weight is normed.
     """
 
-    def __init__(self, heads: list[HeadSource], norms: list[HeadNorm], inside: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        heads: list[HeadSource],
+        norms: list[HeadNorm],
+        inside: nn.Module | None = None,
+    ) -> None:
         super().__init__(heads[0].module if inside is None else inside)
         self.projection = None if inside is None else heads[0].module
         self.biased = heads[0].biased
@@ -410,23 +521,37 @@ class NormedProjection(InstanceForward):
         if self.cuts is None:
             for norm in self.norms:
                 index = norm.get_buffer("features")
-                out = out.index_copy(-1, index.flatten(), norm(out[..., index], from_projection=True).flatten(-2))
+                out = out.index_copy(
+                    -1,
+                    index.flatten(),
+                    norm(out[..., index], from_projection=True).flatten(-2),
+                )
             return out
         if self.cuts.groups == 1:
             parts = out.split(self.cuts.sizes, dim=-1)
-            return self._joined([self._block(p, i) for p, i in zip(parts, self.cuts.owners)])
+            return self._joined(
+                [self._block(p, i) for p, i in zip(parts, self.cuts.owners)]
+            )
         parts = out.unflatten(-1, (self.cuts.groups, -1)).split(self.cuts.sizes, dim=-1)
-        return self._joined([self._head(p, i) for p, i in zip(parts, self.cuts.owners)]).flatten(-2)
+        return self._joined(
+            [self._head(p, i) for p, i in zip(parts, self.cuts.owners)]
+        ).flatten(-2)
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
         """Returns the parts in one tensor, which the model may change in place (see `HeadNorm.by_itself`)."""
         if len(parts) > 1:
             return torch.cat(parts, dim=-1)
-        return parts[0].clone() if any(norm.by_itself for norm in self.norms) else parts[0]
+        return (
+            parts[0].clone() if any(norm.by_itself for norm in self.norms) else parts[0]
+        )
 
     def _block(self, x: Tensor, i: int) -> Tensor:
         """Norms adjacent heads [... h d], which are flattened into one dimension."""
-        return x if i < 0 else self._head(x.unflatten(-1, (self.norms[i].heads, -1)), i).flatten(-2)
+        return (
+            x
+            if i < 0
+            else self._head(x.unflatten(-1, (self.norms[i].heads, -1)), i).flatten(-2)
+        )
 
     def _head(self, x: Tensor, i: int) -> Tensor:
         return x if i < 0 else self.norms[i](x, from_projection=True)
@@ -440,13 +565,27 @@ class _LinearCalls(TorchFunctionMode):
         self.normed, self.weight = normed, weight
 
     def __torch_function__(
-        self, func: Callable[..., object], types_: object, args: Args = (), kwargs: Kwargs | None = None
+        self,
+        func: Callable[..., object],
+        types_: object,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> object:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        mine = func is F.linear and (args[1] if len(args) > 1 else kwargs["weight"]) is self.weight
-        if mine and self.normed.seen is not None and self.normed.biased and _bias(args, kwargs) is None:
-            self.normed.seen.append(0)  # a bias added later would follow the norm; 0 makes _check_ran refuse
+        mine = (
+            func is F.linear
+            and (args[1] if len(args) > 1 else kwargs["weight"]) is self.weight
+        )
+        if (
+            mine
+            and self.normed.seen is not None
+            and self.normed.biased
+            and _bias(args, kwargs) is None
+        ):
+            self.normed.seen.append(
+                0
+            )  # a bias added later would follow the norm; 0 makes _check_ran refuse
         return self.normed.normed(out) if mine and isinstance(out, Tensor) else out
 
 
@@ -472,12 +611,16 @@ def _cuts(index: list[Tensor], size: int) -> _Cuts | None:
     for i, features in enumerate(index):
         (n, r), first = features.shape, int(features[0, 0])
         step = int(features[1, 0]) - first if n > 1 else r
-        if not torch.equal(features.cpu(), first + step * torch.arange(n)[:, None] + torch.arange(r)):
+        if not torch.equal(
+            features.cpu(), first + step * torch.arange(n)[:, None] + torch.arange(r)
+        ):
             return None
         runs.append((first, n, r, step, i))
     blocks = all(step == r for _, _, r, step, _ in runs)
     n, step = runs[0][1], runs[0][3]
-    if not blocks and not all((m, s, m * s) == (n, step, size) for _, m, _, s, _ in runs):
+    if not blocks and not all(
+        (m, s, m * s) == (n, step, size) for _, m, _, s, _ in runs
+    ):
         return None
     sizes, owners, at = [], [], 0
     for first, m, r, _, i in sorted(runs):
@@ -490,7 +633,11 @@ def _cuts(index: list[Tensor], size: int) -> _Cuts | None:
     sizes.append((size if blocks else step) - at)
     owners.append(-1)
     kept = [(s, o) for s, o in zip(sizes, owners) if s]
-    return _Cuts(groups=1 if blocks else n, sizes=[s for s, _ in kept], owners=[o for _, o in kept])
+    return _Cuts(
+        groups=1 if blocks else n,
+        sizes=[s for s, _ in kept],
+        owners=[o for _, o in kept],
+    )
 
 
 # Remedies that norm queries and keys: after the projections if these produce complete heads, or else in the attention
@@ -539,58 +686,98 @@ class ChangeNorm(ChangeSpec):
     def works_in_call(self) -> bool:
         """True if the norm may follow the rotation and the repetition of key heads."""
         norm = self.norm()
-        return norm.commutes_with_rotation and norm.over == "head" and norm.gain in ("none", "scalar")
+        return (
+            norm.commutes_with_rotation
+            and norm.over == "head"
+            and norm.gain in ("none", "scalar")
+        )
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         norm = self.norm()
         refusal = refuse_norm(site, norm)
         if refusal is None and site.unscaled:
-            refusal = Refusal(site.unscaled, "use softcap, which bounds the input of the softmax")
-        return refusal or (refuse_scale(self.name, base_spec(site).scale) if norm.kind == "l2" else None)
+            refusal = Refusal(
+                site.unscaled, "use softcap, which bounds the input of the softmax"
+            )
+        return refusal or (
+            refuse_scale(self.name, base_spec(site).scale)
+            if norm.kind == "l2"
+            else None
+        )
 
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
         norm = self.norm()
-        scale = spec.scale.with_base(self.unit_scale(train_length)) if norm.kind == "l2" else spec.scale
+        scale = (
+            spec.scale.with_base(self.unit_scale(train_length))
+            if norm.kind == "l2"
+            else spec.scale
+        )
         return spec.replace(norm=norm, scale=scale)
 
-    def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
+    def change_others(
+        self, target: Target, sites: list[AttentionSite]
+    ) -> Iterator[Handle]:
         values = target.values
         operands = functools.cache(lambda: target.seen().operands())
 
         def planned() -> dict[str, SourcesBySide | Refusal]:
-            plans = {site.name: self._plan(target, site, values.get(site.name, ""), operands) for site in sites}
+            plans = {
+                site.name: self._plan(target, site, values.get(site.name, ""), operands)
+                for site in sites
+            }
             for site in sites:
                 if isinstance(plans[site.name], Refusal):
                     unseen = refuse_unseen(site)
-                    inside = self.works_in_call or isinstance(site.module, nn.MultiheadAttention)
+                    inside = self.works_in_call or isinstance(
+                        site.module, nn.MultiheadAttention
+                    )
                     if unseen is not None or not inside:
-                        raise RefusedError(f"{self.name} at {where(site)}: {unseen or plans[site.name]}")
+                        raise RefusedError(
+                            f"{self.name} at {where(site)}: {unseen or plans[site.name]}"
+                        )
             return plans
 
         plans = agreed(planned)
-        projected = {name: plan for name, plan in plans.items() if not isinstance(plan, Refusal)}
-        yield from _norm_projections(self, target, [s for s in sites if s.name in projected], projected)
+        projected = {
+            name: plan for name, plan in plans.items() if not isinstance(plan, Refusal)
+        }
+        yield from _norm_projections(
+            self, target, [s for s in sites if s.name in projected], projected
+        )
         called = [s for s in sites if s.name not in projected]
         yield from exchange_calls((self, target.train_length), target, called)
 
     def _plan(
-        self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str, operands: Operands
+        self,
+        target: Target,
+        site: AttentionSite,
+        values: tuple[HeadSlice, ...] | str,
+        operands: Operands,
     ) -> SourcesBySide | Refusal:
         """Returns the modules that produce the heads to norm, or the reason why there are none."""
         shared = self._refuse_shared(target, site)
         if shared is not None:
             return shared
         plan = self._modules(target, site, values, frozenset())
-        if not isinstance(plan, Refusal) and all(len(sources) == 1 for sources in plan.values()):
+        if not isinstance(plan, Refusal) and all(
+            len(sources) == 1 for sources in plan.values()
+        ):
             return plan
         pairs = operands().get(site.name, [])
-        tables = frozenset(name for pair in pairs for operand in pair for name in operand.tables)
+        tables = frozenset(
+            name for pair in pairs for operand in pair for name in operand.tables
+        )
         plan = self._modules(target, site, values, tables)
         if isinstance(plan, Refusal):
             return plan
-        widths = {operand.width for pair in pairs for operand in pair if not operand.tables}
+        widths = {
+            operand.width for pair in pairs for operand in pair if not operand.tables
+        }
         for part, sources in plan.items():
-            if len(sources) > 1 and {heads.index.shape[1] for heads in sources} != widths:
+            if (
+                len(sources) > 1
+                and {heads.index.shape[1] for heads in sources} != widths
+            ):
                 names, side_name = (
                     ", ".join(sorted(heads.name for heads in sources)),
                     "queries" if part == "q" else "keys",
@@ -605,28 +792,45 @@ class ChangeNorm(ChangeSpec):
         slices_of_sides: dict[str, Sequence[HeadSlice]] = {
             "queries": [term.query[-1] for term in site.terms],
             "keys": [term.key[-1] for term in site.terms],
-            "values": [s for other in target.all_sites or [site] for s in target.value_weights(other)],
+            "values": [
+                s
+                for other in target.all_sites or [site]
+                for s in target.value_weights(other)
+            ],
         }
         for side in self.sides:
             normed = {"q": "queries", "k": "keys", "v": "values"}[side]
             for other_side, slices in slices_of_sides.items():
                 for s in slices_of_sides[normed] if other_side != normed else ():
                     if any(target.overlap(s, other_slice) for other_slice in slices):
-                        return refuse_heads(f"{s.parameter} makes the {normed} and the {other_side} at once")
+                        return refuse_heads(
+                            f"{s.parameter} makes the {normed} and the {other_side} at once"
+                        )
         return None
 
     def _modules(
-        self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str, tables: frozenset[str]
+        self,
+        target: Target,
+        site: AttentionSite,
+        values: tuple[HeadSlice, ...] | str,
+        tables: frozenset[str],
     ) -> SourcesBySide | Refusal:
         """Returns the modules that produce each side, ignoring `tables` of positions."""
         plan: SourcesBySide = {}
         for side in self.sides:
-            ways = [(term.query if side == "q" else term.key)[-1] for term in site.terms]
+            ways = [
+                (term.query if side == "q" else term.key)[-1] for term in site.terms
+            ]
             if side == "v":
                 if isinstance(values, str):
-                    return Refusal(f"it is not known which weights produce the values ({values})", "use qk_norm")
+                    return Refusal(
+                        f"it is not known which weights produce the values ({values})",
+                        "use qk_norm",
+                    )
                 ways = list(values)
-            sources = heads_of(target.model, site, side, [s for s in ways if s.parameter not in tables])
+            sources = heads_of(
+                target.model, site, side, [s for s in ways if s.parameter not in tables]
+            )
             if isinstance(sources, Refusal):
                 return sources
             plan[side] = sources
@@ -634,36 +838,61 @@ class ChangeNorm(ChangeSpec):
 
 
 def _norm_projections(
-    remedy: ChangeNorm, target: Target, sites: list[AttentionSite], plans: dict[str, SourcesBySide]
+    remedy: ChangeNorm,
+    target: Target,
+    sites: list[AttentionSite],
+    plans: dict[str, SourcesBySide],
 ) -> Iterator[Handle]:
     """Inserts norms after the projections of the sites, then checks in one pass that all of them ran."""
     placed: list[NormedProjection] = []
     done: dict[int, str] = {}
-    several = {name for name, plan in plans.items() if any(len(sources) > 1 for sources in plan.values())}
+    several = {
+        name
+        for name, plan in plans.items()
+        if any(len(sources) > 1 for sources in plan.values())
+    }
     _join_calls(remedy, sites, plans)
     called = target.seen().called if sites else frozenset()
     for site in sites:
         plan, name = plans[site.name], module_name(site)
         for side, sources in plan.items():
-            theirs = [done[id(heads.module)] for heads in sources if done.get(id(heads.module), name) != name]
+            theirs = [
+                done[id(heads.module)]
+                for heads in sources
+                if done.get(id(heads.module), name) != name
+            ]
             # If an earlier site owns only some modules of a sum, its norms already cover those modules.
             if theirs and len(theirs) == len(sources):
-                raise RefusedError(f"{remedy.name} at {name}: its projections also produce heads of {theirs[0]}")
+                raise RefusedError(
+                    f"{remedy.name} at {name}: its projections also produce heads of {theirs[0]}"
+                )
             plan[side] = [heads for heads in sources if id(heads.module) not in done]
         if not any(plan.values()):  # a second attention call of the same module
             continue
         norms = _norms(remedy, target, site, plan)
         done.update((id(norm.heads.module), name) for norm in norms)
         for norm in norms:  # timm uses an Identity for a disabled norm
-            norm.module.replaces = type(submodules_of(site.module).get(norm.name)) is nn.Identity
+            norm.module.replaces = (
+                type(submodules_of(site.module).get(norm.name)) is nn.Identity
+            )
         held = {norm.name: norm.module for norm in norms}
-        yield add_submodules(target, site, held, target.parameter(site.query[0].parameter), over_identities=True)
-        for module in {id(norm.heads.module): norm.heads.module for norm in norms}.values():
+        yield add_submodules(
+            target,
+            site,
+            held,
+            target.parameter(site.query[0].parameter),
+            over_identities=True,
+        )
+        for module in {
+            id(norm.heads.module): norm.heads.module for norm in norms
+        }.values():
             norms_of_module = [norm for norm in norms if norm.heads.module is module]
             new = NormedProjection(
                 [norm.heads for norm in norms_of_module],
                 [norm.module for norm in norms_of_module],
-                inside=None if id(module) in called or "weight" not in parameters_of(module) else site.module,
+                inside=None
+                if id(module) in called or "weight" not in parameters_of(module)
+                else site.module,
             )
             yield put_in_place(new)
             placed.append(new)
@@ -672,7 +901,9 @@ def _norm_projections(
         _check_lengths(remedy, sites, after, several)
 
 
-def _join_calls(remedy: ChangeNorm, sites: list[AttentionSite], plans: dict[str, SourcesBySide]) -> None:
+def _join_calls(
+    remedy: ChangeNorm, sites: list[AttentionSite], plans: dict[str, SourcesBySide]
+) -> None:
     """Assigns all heads that a module's projections produce to the first of its attention calls that uses them.
 
     Calls may use different heads of one projection, as in differential attention or with local heads."""
@@ -680,13 +911,21 @@ def _join_calls(remedy: ChangeNorm, sites: list[AttentionSite], plans: dict[str,
     for site in sites:
         for side, sources in plans[site.name].items():
             for heads in list(sources):
-                where_first = first.setdefault((module_name(site), side, id(heads.module)), sources)
+                where_first = first.setdefault(
+                    (module_name(site), side, id(heads.module)), sources
+                )
                 if where_first is sources:
                     continue
                 sources.remove(heads)
-                at = next(i for i, source in enumerate(where_first) if source.module is heads.module)
+                at = next(
+                    i
+                    for i, source in enumerate(where_first)
+                    if source.module is heads.module
+                )
                 known_rows = {tuple(row) for row in where_first[at].index.tolist()}
-                new = [row for row in heads.index.tolist() if tuple(row) not in known_rows]
+                new = [
+                    row for row in heads.index.tolist() if tuple(row) not in known_rows
+                ]
                 taken = {feature for row in known_rows for feature in row}
                 if any(feature in taken for row in new for feature in row) or (
                     new and heads.index.shape[1] != where_first[at].index.shape[1]
@@ -699,7 +938,9 @@ def _join_calls(remedy: ChangeNorm, sites: list[AttentionSite], plans: dict[str,
                 where_first[at] = dataclasses.replace(where_first[at], index=index)
 
 
-def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: SourcesBySide) -> list[_ModuleNorm]:
+def _norms(
+    remedy: ChangeNorm, target: Target, site: AttentionSite, plan: SourcesBySide
+) -> list[_ModuleNorm]:
     """Builds a site's norm modules. A change of scale is built into the norms of q, or of k if q is not normed."""
     base = base_spec(site)
     spec = remedy.changed(AttentionSpec(scale=base.scale), target.train_length)
@@ -710,19 +951,34 @@ def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: Source
         if side == first and spec.scale != base.scale:
             old = number(base.scale, site.head_dim)
             learned = spec.scale if spec.scale.kind == "learned" else None
-            factor = (1.0 if learned is not None else number(spec.scale, site.head_dim)) / old
+            factor = (
+                1.0 if learned is not None else number(spec.scale, site.head_dim)
+            ) / old
         for i, heads in enumerate(sources):
             width = heads.index.shape[1]
             n_heads = heads.index.shape[0]  # heads of all calls of the module
-            geometry = ParameterSizes(n_heads=n_heads, n_kv_heads=n_heads, head_dim=width)
+            geometry = ParameterSizes(
+                n_heads=n_heads, n_kv_heads=n_heads, head_dim=width
+            )
             parameter = next(heads.module.parameters())
-            module = HeadNorm(spec.norm, side, geometry, parameter, factor=factor, learned=learned)
-            norms.append(_ModuleNorm(name=f"{side}_norm{f'_{i + 1}' if i else ''}", heads=heads, module=module))
+            module = HeadNorm(
+                spec.norm, side, geometry, parameter, factor=factor, learned=learned
+            )
+            norms.append(
+                _ModuleNorm(
+                    name=f"{side}_norm{f'_{i + 1}' if i else ''}",
+                    heads=heads,
+                    module=module,
+                )
+            )
     return norms
 
 
 def _check_ran(
-    remedy: ChangeNorm, target: Target, sites: list[AttentionSite], placed: list[NormedProjection]
+    remedy: ChangeNorm,
+    target: Target,
+    sites: list[AttentionSite],
+    placed: list[NormedProjection],
 ) -> ModelTrace:
     """Returns the trace of one pass, in which every norm must run before the scores are computed.
 
@@ -738,8 +994,15 @@ def _check_ran(
         for new in placed:
             new.seen = None
     after = {site.name: site for site in trace.sites}
-    names = [site.name for site in sites if site.name not in after or not is_normed(after[site.name])]
-    if names or any(widths is None or set(widths) != {new.size} for new, widths in zip(placed, sizes)):
+    names = [
+        site.name
+        for site in sites
+        if site.name not in after or not is_normed(after[site.name])
+    ]
+    if names or any(
+        widths is None or set(widths) != {new.size}
+        for new, widths in zip(placed, sizes)
+    ):
         raise RefusedError(
             f"{remedy.name}: a norm on the output of the projections of {names or [site.name for site in sites]} does "
             "not affect the attention scores, because something other than the module that holds the weights uses them"
@@ -747,7 +1010,9 @@ def _check_ran(
     return trace
 
 
-def _check_lengths(remedy: ChangeNorm, sites: list[AttentionSite], after: ModelTrace, names: set[str]) -> None:
+def _check_lengths(
+    remedy: ChangeNorm, sites: list[AttentionSite], after: ModelTrace, names: set[str]
+) -> None:
     """Checks that the vectors that are multiplied in the scores all have the same length.
 
     Raises:
@@ -781,7 +1046,9 @@ def _check_lengths(remedy: ChangeNorm, sites: list[AttentionSite], after: ModelT
 class NormOptions(ChangeNorm):
     """Options of a norm with a gain. kind=l2 produces unit vectors, which need a scale other than 1/√d."""
 
-    kind: Literal["rms", "layer", "l2"] = "rms"  #: the kind of norm: RMS norm, layer norm or L2 norm
+    kind: Literal["rms", "layer", "l2"] = (
+        "rms"  #: the kind of norm: RMS norm, layer norm or L2 norm
+    )
     over: Over = "head"  #: what is normed together: the d dimensions of a head, or all heads of a token ("layer")
     gain: GainKind = "dim"  #: the gain and its shape; see `qkeel.spec.RMSNorm`
 
@@ -790,4 +1057,6 @@ class NormOptions(ChangeNorm):
         self.norm()  # validates the options
 
     def norm(self) -> GainNorm:
-        return KINDS[self.kind](on=cast("On", "".join(self.sides)), over=self.over, gain=self.gain)
+        return KINDS[self.kind](
+            on=cast("On", "".join(self.sides)), over=self.over, gain=self.gain
+        )

@@ -58,8 +58,13 @@ def refuse_heads(reason: str) -> Refusal:
 def refuse_norm(site: AttentionSite, norm: Norm) -> Refusal | None:
     """Refuses q and k that are already normed, and norms that would follow a rotation but do not commute with it."""
     if is_normed(site):
-        return Refusal("q and k are already normed", "remove that norm first, or keep it")
-    if not norm.commutes_with_rotation and site.spec.position.order == "rotate_then_norm":
+        return Refusal(
+            "q and k are already normed", "remove that norm first, or keep it"
+        )
+    if (
+        not norm.commutes_with_rotation
+        and site.spec.position.order == "rotate_then_norm"
+    ):
         return Refusal(
             "its norm would come after the rotation, and a mean or a gain per dimension there makes scores depend on "
             "more than the distance",
@@ -83,9 +88,14 @@ def refuse_taken(site: AttentionSite, slot: SlotName) -> Refusal | None:
     """Refuses a slot that is in use: a cap, a position-dependent factor, or weights other than those of a softmax."""
     spec = site.spec
     if slot == "cap" and spec.cap.kind != "none":
-        return Refusal(f"logits are already capped ({spec.cap.formula()})", "remove that cap first")
+        return Refusal(
+            f"logits are already capped ({spec.cap.formula()})", "remove that cap first"
+        )
     if slot == "scale" and spec.scale.follows_position:
-        return Refusal(f"logits are already scaled by position ({spec.scale.formula()})", "remove that first")
+        return Refusal(
+            f"logits are already scaled by position ({spec.scale.formula()})",
+            "remove that first",
+        )
     if slot == "normalizer" and spec.normalizer.kind != "softmax":
         return Refusal(
             f"its attention weights are already {spec.normalizer.formula()} instead of a softmax",
@@ -98,7 +108,11 @@ def refuse_taken(site: AttentionSite, slot: SlotName) -> Refusal | None:
 
 
 def change_parameters(
-    target: Target, site: AttentionSite, old: AttentionSpec, new: AttentionSpec, geometry: ParameterSizes
+    target: Target,
+    site: AttentionSite,
+    old: AttentionSpec,
+    new: AttentionSpec,
+    geometry: ParameterSizes,
 ) -> Handle:
     """Adds parameters that only the new spec needs to the site's module and the optimizer.
 
@@ -108,19 +122,29 @@ def change_parameters(
     had, needed = old.init_params(*sizes), new.init_params(*sizes)
     values = {n: value for n, value in needed.items() if n not in had}
     module = site.module
-    near = target.parameter(site.query[0].parameter) if site.terms else next(target.model.parameters())
+    near = (
+        target.parameter(site.query[0].parameter)
+        if site.terms
+        else next(target.model.parameters())
+    )
     _check_free(site, values)
     added = {n: nn.Parameter(value.to(near)) for n, value in values.items()}
     dropped = {n: parameters_of(module)[n] for n in had if n not in needed}
     before = dict(parameters_of(module))
-    joined = join(target.optimizer, {inside(module_name(site), n): p for n, p in added.items()}, near)
+    joined = join(
+        target.optimizer,
+        {inside(module_name(site), n): p for n, p in added.items()},
+        near,
+    )
     _swap(module, dropped, added)
 
     def undo() -> None:
         _swap(module, added, dropped)
         current = dict(parameters_of(module))
         parameters_of(module).clear()
-        parameters_of(module).update({n: current[n] for n in (*before, *current) if n in current})
+        parameters_of(module).update(
+            {n: current[n] for n in (*before, *current) if n in current}
+        )
         joined.remove()
 
     return Handle(undo)
@@ -149,11 +173,19 @@ def add_submodules(
     """
     module, name = site.module, module_name(site)
     held = submodules_of(module)
-    identities = {child: held[child] for child in added if over_identities and type(held.get(child)) is nn.Identity}
+    identities = {
+        child: held[child]
+        for child in added
+        if over_identities and type(held.get(child)) is nn.Identity
+    }
     _check_free(site, [child for child in added if child not in identities])
     for new in added.values():
         shard_alike(target.model, new, near)
-    parameters = {inside(name, f"{child}.{n}"): p for child, new in added.items() for n, p in new.named_parameters()}
+    parameters = {
+        inside(name, f"{child}.{n}"): p
+        for child, new in added.items()
+        for n, p in new.named_parameters()
+    }
     joined = join(target.optimizer, parameters, near, matrices=matrices)
     for child, new in added.items():
         held[child] = new.train(module.training)
@@ -174,10 +206,16 @@ def add_submodules(
 def _check_free(site: AttentionSite, names: Iterable[str]) -> None:
     for name in names:
         if name in names_in_use(site.module):
-            raise RefusedError(f"{module_name(site) or 'the model itself'} already has an attribute {name}")
+            raise RefusedError(
+                f"{module_name(site) or 'the model itself'} already has an attribute {name}"
+            )
 
 
-def _swap(module: nn.Module, out: Mapping[str, nn.Parameter | None], into: Mapping[str, nn.Parameter | None]) -> None:
+def _swap(
+    module: nn.Module,
+    out: Mapping[str, nn.Parameter | None],
+    into: Mapping[str, nn.Parameter | None],
+) -> None:
     for name, parameter in out.items():
         del parameters_of(module)[name]
         if parameter is not None:
@@ -188,7 +226,9 @@ def _swap(module: nn.Module, out: Mapping[str, nn.Parameter | None], into: Mappi
 # Remedies that change a site's spec. qkeel's own modules have a spec; in other modules the attention call is replaced.
 
 _CHANGES = "_qkeel_changes"  # on one of qkeel's own modules: its original spec, and the active changes
-_NESTED = "_qkeel_use_nested_tensor"  # on a torch encoder: its original use_nested_tensor
+_NESTED = (
+    "_qkeel_use_nested_tensor"  # on a torch encoder: its original use_nested_tensor
+)
 
 
 class ChangeSpec(Remedy):
@@ -211,18 +251,27 @@ class ChangeSpec(Remedy):
         return refuse_unseen(site)
 
     def apply(self, target: Target) -> Handle:
-        own_sites = [site for site in target.sites if isinstance(site.module, SpecModule)]
-        foreign_sites = [site for site in target.sites if not isinstance(site.module, SpecModule)]
+        own_sites = [
+            site for site in target.sites if isinstance(site.module, SpecModule)
+        ]
+        foreign_sites = [
+            site for site in target.sites if not isinstance(site.module, SpecModule)
+        ]
         return compose_all(self._handles(target, own_sites, foreign_sites))
 
     def _handles(
-        self, target: Target, own_sites: list[AttentionSite], foreign_sites: list[AttentionSite]
+        self,
+        target: Target,
+        own_sites: list[AttentionSite],
+        foreign_sites: list[AttentionSite],
     ) -> Iterator[Handle]:
         for site in own_sites:
             yield self.change_own(site, target)
         yield from self.change_others(target, foreign_sites)
 
-    def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
+    def change_others(
+        self, target: Target, sites: list[AttentionSite]
+    ) -> Iterator[Handle]:
         """Changes sites of modules from other libraries."""
         yield from exchange_calls((self, target.train_length), target, sites)
 
@@ -233,7 +282,9 @@ class ChangeSpec(Remedy):
         base, changes = module.__dict__.get(_CHANGES, (module.spec, []))
         mine: PlacedChange = (self, target.train_length)
         new = changed(module.spec, [mine])
-        geometry = ParameterSizes(n_heads=site.n_heads, n_kv_heads=site.n_kv_heads, head_dim=site.head_dim)
+        geometry = ParameterSizes(
+            n_heads=site.n_heads, n_kv_heads=site.n_kv_heads, head_dim=site.head_dim
+        )
         undo_parameters = change_parameters(target, site, module.spec, new, geometry)
         module.__dict__[_CHANGES] = (base, [*changes, mine])
         module.spec = new
@@ -256,7 +307,9 @@ def settle(module: nn.Module) -> None:
     module.__dict__.pop(_CHANGES, None)
 
 
-def known_length(length: int | None, train_length: int | None, use: str, otherwise: str = "") -> int:
+def known_length(
+    length: int | None, train_length: int | None, use: str, otherwise: str = ""
+) -> int:
     """Returns the L of a formula: the remedy's option, or else the training length. `use` describes what needs L."""
     tokens = length or train_length
     if tokens is None:
@@ -270,18 +323,26 @@ def base_spec(site: AttentionSite) -> AttentionSpec:
     """Returns the spec of a site, with a fixed scale that equals 1/√d replaced by InverseSqrt."""
     if site.spec.scale.kind != "fixed":
         return site.spec
-    usual = math.isclose(number(site.spec.scale, site.head_dim), max(1, site.head_dim) ** -0.5, rel_tol=1e-6)
+    usual = math.isclose(
+        number(site.spec.scale, site.head_dim),
+        max(1, site.head_dim) ** -0.5,
+        rel_tol=1e-6,
+    )
     return site.spec.replace(scale=InverseSqrt()) if usual else site.spec
 
 
 def number(scale: Scale, head_dim: int) -> float:
     """Returns a constant scale as a number, and refuses learned and position-dependent scales."""
     if scale.kind == "learned" or scale.follows_position:
-        raise RefusedError(f"expected a scale that is one number, got {scale.formula()}; give the model a fixed scale")
+        raise RefusedError(
+            f"expected a scale that is one number, got {scale.formula()}; give the model a fixed scale"
+        )
     return float(scale.factor(torch.zeros(1, 1), head_dim, {}))
 
 
-def exchange_calls(change: PlacedChange, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
+def exchange_calls(
+    change: PlacedChange, target: Target, sites: list[AttentionSite]
+) -> Iterator[Handle]:
     """Replaces the attention calls of modules, and checks in one pass on the example that all of them were replaced."""
     _check_masks(target, sites)
     changed_modules: dict[ChangedCalls, list[AttentionSite]] = {}
@@ -300,12 +361,20 @@ def exchange_calls(change: PlacedChange, target: Target, sites: list[AttentionSi
 def _check_masks(target: Target, sites: list[AttentionSite]) -> None:
     """Raises RefusedError unless hidden pairs can be told from low logits by their scores alone, which is all that
     reaches the softmax of hand-written attention."""
-    unchanged = [site for site in sites if not any(isinstance(f, ChangedCalls) for f in forwards_of(site.module))]
+    unchanged = [
+        site
+        for site in sites
+        if not any(isinstance(f, ChangedCalls) for f in forwards_of(site.module))
+    ]
     if not unchanged:
         return
     trace = target.seen()
     for site in unchanged:
-        call = trace.calls[site.name][0].captured.call if site.name in trace.calls else None
+        call = (
+            trace.calls[site.name][0].captured.call
+            if site.name in trace.calls
+            else None
+        )
         if isinstance(call, ScoresCall) and call.sink is not None:
             raise RefusedError(
                 f"{where(site)}: a sink, or another column that is no key, is joined to the scores before the softmax, "
@@ -328,15 +397,22 @@ def _check_masks(target: Target, sites: list[AttentionSite]) -> None:
 def _calls_of(sites: list[AttentionSite]) -> ChangedCalls:
     """Returns the existing replacement of a module's forward, or a new one without changes."""
     module, first = sites[0].module, sites[0]
-    existing = next((s for s in forwards_of(module) if isinstance(s, ChangedCalls)), None)
+    existing = next(
+        (s for s in forwards_of(module) if isinstance(s, ChangedCalls)), None
+    )
     if existing is not None:
         return existing
     calls = ChangedCalls(
-        module, ParameterSizes(n_heads=first.n_heads, n_kv_heads=first.n_kv_heads, head_dim=first.head_dim)
+        module,
+        ParameterSizes(
+            n_heads=first.n_heads, n_kv_heads=first.n_kv_heads, head_dim=first.head_dim
+        ),
     )
     calls.layouts = _layouts(sites)
     for site in sites:
-        calls.bases[number(site.spec.scale, site.head_dim)] = AttentionSpec(scale=base_spec(site).scale)
+        calls.bases[number(site.spec.scale, site.head_dim)] = AttentionSpec(
+            scale=base_spec(site).scale
+        )
     return calls
 
 
@@ -345,9 +421,12 @@ def _layouts(sites: list[AttentionSite]) -> list[HeadLayout]:
     layouts: list[HeadLayout] = []
     for site in sites:
         # A fused function has scores [b h t s]; internally it may compute a softmax with torch's functions.
-        layout = site.layout or HeadLayout(groups=("b", "h", "t", "s"), sizes=(site.n_heads,))
+        layout = site.layout or HeadLayout(
+            groups=("b", "h", "t", "s"), sizes=(site.n_heads,)
+        )
         if not any(
-            (layout.groups, layout.sizes) == (known_layout.groups, known_layout.sizes) for known_layout in layouts
+            (layout.groups, layout.sizes) == (known_layout.groups, known_layout.sizes)
+            for known_layout in layouts
         ):
             layouts.append(layout)
     if len({len(layout.groups) for layout in layouts}) < len(layouts):
@@ -358,13 +437,23 @@ def _layouts(sites: list[AttentionSite]) -> list[HeadLayout]:
     return layouts
 
 
-def _add_change(calls: ChangedCalls, mine: PlacedChange, target: Target, site: AttentionSite) -> Handle:
+def _add_change(
+    calls: ChangedCalls, mine: PlacedChange, target: Target, site: AttentionSite
+) -> Handle:
     """Adds a change to a module's calls, with the parameters it needs."""
     base = next(iter(calls.bases.values()))
-    old, new = (changed(base, changes) for changes in (calls.changes, [*calls.changes, mine]))
+    old, new = (
+        changed(base, changes) for changes in (calls.changes, [*calls.changes, mine])
+    )
     g = calls.geometry
-    if site.layout is not None and site.layout.guess and new.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim):
-        raise RefusedError(f"{where(site)}: {site.layout.guess}, and each head would need a separate parameter")
+    if (
+        site.layout is not None
+        and site.layout.guess
+        and new.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim)
+    ):
+        raise RefusedError(
+            f"{where(site)}: {site.layout.guess}, and each head would need a separate parameter"
+        )
     parameters = change_parameters(target, site, old, new, calls.geometry)
     calls.change([*calls.changes, mine])
 
@@ -375,14 +464,21 @@ def _add_change(calls: ChangedCalls, mine: PlacedChange, target: Target, site: A
     return Handle(undo)
 
 
-def _check_alone(sites_of_module: list[AttentionSite], sites: list[AttentionSite]) -> None:
+def _check_alone(
+    sites_of_module: list[AttentionSite], sites: list[AttentionSite]
+) -> None:
     module, first = sites_of_module[0].module, sites_of_module[0]
     for site in sites:
-        if site.module is not module and any(m is site.module for m in module.modules()):
+        if site.module is not module and any(
+            m is site.module for m in module.modules()
+        ):
             raise RefusedError(
                 f"the attention of {site.name} is part of the attention of {first.name}; change only one of them"
             )
-    if any((s.n_heads, s.head_dim) != (first.n_heads, first.head_dim) for s in sites_of_module):
+    if any(
+        (s.n_heads, s.head_dim) != (first.n_heads, first.head_dim)
+        for s in sites_of_module
+    ):
         raise RefusedError(
             f"{first.name} computes attention several times, with different heads; no parameter fits all of them"
         )
@@ -400,13 +496,17 @@ def _check_pass(target: Target, changed_modules: Modules) -> None:
         for calls, sites in changed_modules.items():
             _check_calls(calls, sites, calls.seen or [])
     except InvalidValueError as error:
-        raise (error.__cause__ if isinstance(error.__cause__, RefusedError) else error) from None
+        raise (
+            error.__cause__ if isinstance(error.__cause__, RefusedError) else error
+        ) from None
     finally:
         for calls in changed_modules:
             calls.seen = None
 
 
-def _check_calls(calls: ChangedCalls, sites: list[AttentionSite], passes: list[list[float | None]]) -> None:
+def _check_calls(
+    calls: ChangedCalls, sites: list[AttentionSite], passes: list[list[float | None]]
+) -> None:
     name = module_name(sites[0]) or "the model itself"
     counts = {len(calls) for calls in passes}
     if counts == {0} or not counts:
@@ -435,7 +535,9 @@ def _check_calls(calls: ChangedCalls, sites: list[AttentionSite], passes: list[l
         calls.low = min(calls.low, max(masked) / 2)
 
 
-def refuse_added_scores(remedy: str, target: Target, sites: list[AttentionSite]) -> None:
+def refuse_added_scores(
+    remedy: str, target: Target, sites: list[AttentionSite]
+) -> None:
     """Raises RefusedError if a factor on q·k would also scale a term that is added to it.
 
     Written-out attention passes only the sum to the softmax, and this sum may include a bias or a cap."""
@@ -446,9 +548,13 @@ def refuse_added_scores(remedy: str, target: Target, sites: list[AttentionSite])
         if isinstance(call, ScoresCall) and not is_product(call):
             written.add(name)
     for site in sites:
-        changed_before = any(isinstance(s, ChangedCalls) for s in forwards_of(site.module))
+        changed_before = any(
+            isinstance(s, ChangedCalls) for s in forwards_of(site.module)
+        )
         # The model's own cap is applied before the new scale; a cap that qkeel added is applied after it.
-        if not changed_before and (site.name in written or site.spec.cap.kind != "none"):
+        if not changed_before and (
+            site.name in written or site.spec.cap.kind != "none"
+        ):
             raise RefusedError(
                 f"{remedy} at {where(site)}: a bias or a cap is in the scores before the softmax, where it can't be "
                 "separated from q·k; use the model's fused attention (attn_implementation='sdpa')"
@@ -457,14 +563,24 @@ def refuse_added_scores(remedy: str, target: Target, sites: list[AttentionSite])
 
 def _no_nested_tensors(model: nn.Module, module: nn.Module) -> Handle:
     """Stops torch's encoder from packing padded batches into nested tensors, which the replacement does not support."""
-    encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and module in m.modules()]
+    encoders = [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.TransformerEncoder) and module in m.modules()
+    ]
     for encoder in encoders:
         encoder.__dict__.setdefault(_NESTED, encoder.use_nested_tensor)
         encoder.use_nested_tensor = False
 
     def undo() -> None:
         for encoder in encoders:
-            if not any(isinstance(s, ChangedCalls) for m in encoder.modules() for s in forwards_of(m)):
-                encoder.use_nested_tensor = encoder.__dict__.pop(_NESTED, encoder.use_nested_tensor)
+            if not any(
+                isinstance(s, ChangedCalls)
+                for m in encoder.modules()
+                for s in forwards_of(m)
+            ):
+                encoder.use_nested_tensor = encoder.__dict__.pop(
+                    _NESTED, encoder.use_nested_tensor
+                )
 
     return Handle(undo)

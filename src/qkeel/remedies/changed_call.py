@@ -13,7 +13,11 @@ from typing import Protocol, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+from torch.overrides import (
+    TorchFunctionMode,
+    handle_torch_function,
+    has_torch_function_unary,
+)
 
 from qkeel.capture.calls import HIDES, HeadLayout
 from qkeel.capture.named_calls import SDPA
@@ -84,7 +88,9 @@ class ChangedCalls(InstanceForward):
         if not changes:
             take_out(self)
             hooks = hooks_before(self.module)
-            for key in [key for key, hook in hooks.items() if hook is _not_the_fast_path]:
+            for key in [
+                key for key, hook in hooks.items() if hook is _not_the_fast_path
+            ]:
                 del hooks[key]
                 compile_again()  # code compiled with the hook does not detect its removal
 
@@ -112,7 +118,9 @@ class ChangedCalls(InstanceForward):
 
     def spec(self, scale: float) -> AttentionSpec:
         """Returns the spec for a call with this scale."""
-        nearest = next((s for s in self.specs if abs(s - scale) <= 1e-6 * abs(s)), None)  # 1/√d is rounded in two ways
+        nearest = next(
+            (s for s in self.specs if abs(s - scale) <= 1e-6 * abs(s)), None
+        )  # 1/√d is rounded in two ways
         if nearest is None:
             raise RefusedError(
                 f"attention was called with the scale {scale:g}, but with {sorted(self.specs)} on the example; apply "
@@ -126,13 +134,23 @@ class ChangedCalls(InstanceForward):
         """Computes one call of F.scaled_dot_product_attention."""
         self.note()
         arguments = sdpa_arguments(args, kwargs)
-        q, k, v, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
-        dropout, causal, scale = (arguments[name] for name in ("dropout_p", "is_causal", "scale"))
+        q, k, v, mask = (
+            arguments[name] for name in ("query", "key", "value", "attn_mask")
+        )
+        dropout, causal, scale = (
+            arguments[name] for name in ("dropout_p", "is_causal", "scale")
+        )
         if q.is_nested:
-            raise RefusedError("expected attention with q [b h t d], got nested tensors, whose heads are not known")
+            raise RefusedError(
+                "expected attention with q [b h t d], got nested tensors, whose heads are not known"
+            )
         spec = self.spec(1 / math.sqrt(q.shape[-1]) if scale is None else float(scale))
         if q.ndim != 4:
-            lead, t, s = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), q.shape[-2], k.shape[-2]
+            lead, t, s = (
+                torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]),
+                q.shape[-2],
+                k.shape[-2],
+            )
             layout = self._layout(torch.Size((*lead, t, s)), -1)
             q, k, v = (layout.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k, v))
             mask = None if mask is None else layout.apply(mask.expand(*lead, t, s))
@@ -140,23 +158,51 @@ class ChangedCalls(InstanceForward):
             return layout.undo(out, (*lead, t, out.shape[-1]))
         apart = unpacked(arguments, self.geometry.n_heads)
         if apart is not None:
-            packed = run(self._call(spec, (apart["query"], k, v), apart["attn_mask"], causal=False, dropout=dropout))
+            packed = run(
+                self._call(
+                    spec,
+                    (apart["query"], k, v),
+                    apart["attn_mask"],
+                    causal=False,
+                    dropout=dropout,
+                )
+            )
             return packed.unflatten(1, q.shape[1:3]).squeeze(3)
         return run(self._call(spec, (q, k, v), mask, causal=causal, dropout=dropout))
 
     def _call(
-        self, spec: AttentionSpec, qkv: QKV, mask: Tensor | None, *, causal: bool, dropout: float
+        self,
+        spec: AttentionSpec,
+        qkv: QKV,
+        mask: Tensor | None,
+        *,
+        causal: bool,
+        dropout: float,
     ) -> AttentionCall:
         q, k, v = qkv
         t, s = q.shape[2], k.shape[2]
         mask = hiding(mask)
         pos_q, pos_k = None, None
-        if causal and t != s:  # torch aligns the causal flag to the first key, qkeel to the last
-            pos_q, pos_k = torch.arange(t, device=q.device), torch.arange(s, device=q.device)
+        if (
+            causal and t != s
+        ):  # torch aligns the causal flag to the first key, qkeel to the last
+            pos_q, pos_k = (
+                torch.arange(t, device=q.device),
+                torch.arange(s, device=q.device),
+            )
         elif not causal and spec.scale.follows_position:
             pos_q = _last_seen(mask, t, s, q.device, check=self.seen is not None)
         return make_call(
-            spec, q, k, v, params=self.params(), causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k, dropout=dropout
+            spec,
+            q,
+            k,
+            v,
+            params=self.params(),
+            causal=causal,
+            mask=mask,
+            pos_q=pos_q,
+            pos_k=pos_k,
+            dropout=dropout,
         )
 
     # --- softmax(scale · q kᵀ + mask), written out
@@ -170,7 +216,9 @@ class ChangedCalls(InstanceForward):
             )
         x: Tensor = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        dtype = kwargs.get("dtype", next((a for a in args[2:] if isinstance(a, torch.dtype)), None))
+        dtype = kwargs.get(
+            "dtype", next((a for a in args[2:] if isinstance(a, torch.dtype)), None)
+        )
         layout = self._layout(x.shape, -1 if dim is None else dim)
         z = layout.apply(x).to(wide(dtype or x.dtype))
         low = max(self.low, torch.finfo(x.dtype).min / 2)
@@ -188,7 +236,9 @@ class ChangedCalls(InstanceForward):
         z = torch.where(visible, z, 0.0)
         if spec.scale != self.bases[scale].scale:
             z = z * self._ratio(spec, scale, visible)
-        weights = softmax(spec.cap.apply(z), -1, visible, spec.normalizer, self.params())
+        weights = softmax(
+            spec.cap.apply(z), -1, visible, spec.normalizer, self.params()
+        )
         return layout.undo(weights.to(dtype or x.dtype), x.shape)
 
     def _layout(self, shape: torch.Size, keys: int) -> HeadLayout:
@@ -202,7 +252,9 @@ class ChangedCalls(InstanceForward):
             f"over dimension {keys} of {tuple(shape)}; its heads are not known"
         )
 
-    def _ratio(self, spec: AttentionSpec, scale: float, visible: Tensor) -> float | Tensor:
+    def _ratio(
+        self, spec: AttentionSpec, scale: float, visible: Tensor
+    ) -> float | Tensor:
         """Returns the new factor on q·k divided by the factor that the logits already contain."""
         pos_q = _same_for_all_heads(visible, self.seen is not None).sum(-1) - 1
         return spec.scale.factor(pos_q, self.geometry.head_dim, self.params()) / scale
@@ -213,26 +265,63 @@ class ChangedCalls(InstanceForward):
         """Computes one call of F.multi_head_attention_forward, which is the attention of nn.MultiheadAttention."""
         self.note()
         if len(args) != 13:
-            raise RefusedError("multi_head_attention_forward was called in a way that nn.MultiheadAttention never uses")
-        query, key, value, _, heads, weight, bias, bias_k, bias_v, zero, dropout, out_weight, out_bias = args
-        if bias_k is not None or bias_v is not None or zero or kwargs.get("static_k") is not None:
-            raise RefusedError("nn.MultiheadAttention with add_bias_kv, add_zero_attn or static keys can't be changed")
+            raise RefusedError(
+                "multi_head_attention_forward was called in a way that nn.MultiheadAttention never uses"
+            )
+        (
+            query,
+            key,
+            value,
+            _,
+            heads,
+            weight,
+            bias,
+            bias_k,
+            bias_v,
+            zero,
+            dropout,
+            out_weight,
+            out_bias,
+        ) = args
+        if (
+            bias_k is not None
+            or bias_v is not None
+            or zero
+            or kwargs.get("static_k") is not None
+        ):
+            raise RefusedError(
+                "nn.MultiheadAttention with add_bias_kv, add_zero_attn or static keys can't be changed"
+            )
         batched = query.ndim == 3
         inputs = [x if batched else x[:, None] for x in (query, key, value)]
         q, k, v = (_heads(x, heads) for x in _projected(inputs, weight, bias, kwargs))
         (b, h, t, d), s = q.shape, k.shape[2]
-        masks = {"attn_mask": kwargs.get("attn_mask"), "key_padding_mask": kwargs.get("key_padding_mask")}
+        masks = {
+            "attn_mask": kwargs.get("attn_mask"),
+            "key_padding_mask": kwargs.get("key_padding_mask"),
+        }
         if masks["key_padding_mask"] is not None and not batched:
             masks["key_padding_mask"] = masks["key_padding_mask"][None]
         mask = mha_mask(masks, (b, h, t, s))
         p = dropout if kwargs.get("training", True) else 0.0
-        call = self._call(self.spec(1 / math.sqrt(d)), (q, k, v), mask, causal=False, dropout=p)
-        out, weights = run_with_weights(call) if kwargs.get("need_weights", True) else (run(call), None)
-        out = F.linear(out.permute(2, 0, 1, 3).reshape(t, b, h * d), out_weight, out_bias)
+        call = self._call(
+            self.spec(1 / math.sqrt(d)), (q, k, v), mask, causal=False, dropout=p
+        )
+        out, weights = (
+            run_with_weights(call)
+            if kwargs.get("need_weights", True)
+            else (run(call), None)
+        )
+        out = F.linear(
+            out.permute(2, 0, 1, 3).reshape(t, b, h * d), out_weight, out_bias
+        )
         if weights is not None and kwargs.get("average_attn_weights", True):
             weights = weights.mean(dim=1)
         if not batched:
-            out, weights = out.squeeze(1), None if weights is None else weights.squeeze(0)
+            out, weights = (
+                out.squeeze(1),
+                None if weights is None else weights.squeeze(0),
+            )
         return out, weights
 
 
@@ -244,7 +333,11 @@ class _Exchange(TorchFunctionMode):
         self.calls = calls
 
     def __torch_function__(
-        self, func: Callable[..., object], types_: object, args: Args = (), kwargs: Kwargs | None = None
+        self,
+        func: Callable[..., object],
+        types_: object,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> object:
         kwargs = kwargs or {}
         if func in _FUSED:
@@ -253,9 +346,16 @@ class _Exchange(TorchFunctionMode):
             return self.calls.written(args, kwargs)
         if func is F.multi_head_attention_forward:
             return self.calls.multi_head(args, kwargs)
-        if func in _SUBTRACTIONS and self.calls.seen is not None and _subtracts_largest(args):
+        if (
+            func in _SUBTRACTIONS
+            and self.calls.seen is not None
+            and _subtracts_largest(args)
+        ):
             self.calls.is_shifted = True
-        if isinstance(func, types.FunctionType) and getattr(Tensor, func.__name__, None) is func:
+        if (
+            isinstance(func, types.FunctionType)
+            and getattr(Tensor, func.__name__, None) is func
+        ):
             # Called as a method, since Dynamo does not follow super() inside a method called as a function.
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
         return func(*args, **kwargs)
@@ -273,7 +373,9 @@ class SpecChange(Protocol):
         ...
 
 
-PlacedChange = tuple[SpecChange, int | None]  # a remedy, and the training length in tokens if the remedy needs it
+PlacedChange = tuple[
+    SpecChange, int | None
+]  # a remedy, and the training length in tokens if the remedy needs it
 
 
 def changed(base: AttentionSpec, changes: Iterable[PlacedChange]) -> AttentionSpec:
@@ -283,7 +385,9 @@ def changed(base: AttentionSpec, changes: Iterable[PlacedChange]) -> AttentionSp
     return base
 
 
-def softmax(x: Tensor, dim: int, visible: Tensor, normalizer: Normalizer, params: Params) -> Tensor:
+def softmax(
+    x: Tensor, dim: int, visible: Tensor, normalizer: Normalizer, params: Params
+) -> Tensor:
     """Returns the weights of logits. A Monitor sees this function as a softmax, because of its name."""
     if has_torch_function_unary(x):
         return handle_torch_function(softmax, (x,), x, dim, visible, normalizer, params)
@@ -292,11 +396,15 @@ def softmax(x: Tensor, dim: int, visible: Tensor, normalizer: Normalizer, params
 
 def _subtracts_largest(args: Args) -> bool:
     """True if the arguments of a subtraction are scores and the largest of each row."""
-    if len(args) < 2 or not all(isinstance(x, Tensor) and x.ndim == args[0].ndim > 0 for x in args[:2]):
+    if len(args) < 2 or not all(
+        isinstance(x, Tensor) and x.ndim == args[0].ndim > 0 for x in args[:2]
+    ):
         return False
     scores, largest = args[:2]
     rows = [i for i in range(scores.ndim) if largest.shape[i] == 1 < scores.shape[i]]
-    return len(rows) == 1 and torch.equal(scores.detach().amax(rows[0], keepdim=True), largest.detach())
+    return len(rows) == 1 and torch.equal(
+        scores.detach().amax(rows[0], keepdim=True), largest.detach()
+    )
 
 
 def _is_shifted(z: Tensor, visible: Tensor) -> bool:
@@ -314,7 +422,9 @@ def _same_for_all_heads(visible: Tensor, check: bool) -> Tensor:
     return visible[:, 0]
 
 
-def _last_seen(mask: Tensor | None, t: int, s: int, device: torch.device, *, check: bool) -> Tensor:
+def _last_seen(
+    mask: Tensor | None, t: int, s: int, device: torch.device, *, check: bool
+) -> Tensor:
     """Returns the number of visible keys of each query minus one, [b|1 t]. With a causal mask this is its position."""
     if mask is None:
         return torch.full((t,), s - 1, device=device)
@@ -322,7 +432,9 @@ def _last_seen(mask: Tensor | None, t: int, s: int, device: torch.device, *, che
     return _same_for_all_heads(visible, check).expand(-1, t, s).sum(-1) - 1
 
 
-def _projected(x: list[Tensor], weight: Tensor, bias: Tensor | None, kwargs: Kwargs) -> list[Tensor]:
+def _projected(
+    x: list[Tensor], weight: Tensor, bias: Tensor | None, kwargs: Kwargs
+) -> list[Tensor]:
     """Returns the outputs of the q, k and v projections of nn.MultiheadAttention."""
     if kwargs.get("use_separate_proj_weight", False):
         weights = [kwargs[f"{side}_proj_weight"] for side in "qkv"]

@@ -35,7 +35,10 @@ class HeadView:
 
     def view(self, like: Tensor | None = None) -> Tensor:
         """Returns the rows as a view of the weight, or of another tensor with the weight's shape."""
-        weight, s = dist.local(self.weight if like is None else like).detach(), self.shares[0][1]
+        weight, s = (
+            dist.local(self.weight if like is None else like).detach(),
+            self.shares[0][1],
+        )
         return s.rows_of(weight)[:, None] if self.whole else s.heads(weight)
 
     def places(self, counts: Sequence[int]) -> Tensor:
@@ -49,7 +52,9 @@ class HeadView:
         if not self.whole:
             return torch.stack([heads for _, heads in heads_of_shares], 1)
         rows = self.weight.shape[self.shares[0][1].axis]
-        places = torch.stack([s.lines(heads, rows, nobody=last) for s, heads in heads_of_shares], 1)
+        places = torch.stack(
+            [s.lines(heads, rows, nobody=last) for s, heads in heads_of_shares], 1
+        )
         # A row with an owner repeats its owner's index in place of missing owners, so that the last value is not used.
         places = torch.where(places == last, places.amin(1, keepdim=True), places)
         return places if self.span is None else places[slice(*self.span)]
@@ -58,7 +63,9 @@ class HeadView:
 def stacked(tables: Sequence[Tensor]) -> Tensor:
     """Stacks tables of indices. Shorter rows are padded with their first index."""
     most = max(t.shape[1] for t in tables)
-    return torch.cat([torch.cat([t, t[:, :1].expand(-1, most - t.shape[1])], 1) for t in tables])
+    return torch.cat(
+        [torch.cat([t, t[:, :1].expand(-1, most - t.shape[1])], 1) for t in tables]
+    )
 
 
 def head_views(weight: Tensor, shares: Sequence[WeightShare]) -> list[HeadView]:
@@ -67,7 +74,14 @@ def head_views(weight: Tensor, shares: Sequence[WeightShare]) -> list[HeadView]:
         shares = [(i, dataclasses.replace(s, axis=0)) for i, s in shares]
     block = dist.local_block(shares[0][1].parameter, weight)
     if block is not None:
-        return [HeadView(weight=weight, shares=tuple(shares), whole=True, span=block.spans[shares[0][1].axis])]
+        return [
+            HeadView(
+                weight=weight,
+                shares=tuple(shares),
+                whole=True,
+                span=block.spans[shares[0][1].axis],
+            )
+        ]
     groups: list[list[WeightShare]] = []
     for i, s in shares:
         groups_alike = [group for group in groups if group[0][1].same(s)]
@@ -76,9 +90,13 @@ def head_views(weight: Tensor, shares: Sequence[WeightShare]) -> list[HeadView]:
         else:
             groups.append([(i, s)])
     rows = torch.cat([group[0][1].index.flatten() for group in groups])
-    if rows.unique().numel() < rows.numel() or any(group[0][1].grid is None for group in groups):
+    if rows.unique().numel() < rows.numel() or any(
+        group[0][1].grid is None for group in groups
+    ):
         return [HeadView(weight=weight, shares=tuple(shares), whole=True)]
-    return [HeadView(weight=weight, shares=tuple(group), whole=False) for group in groups]
+    return [
+        HeadView(weight=weight, shares=tuple(group), whole=False) for group in groups
+    ]
 
 
 def views_by_tensor(
@@ -89,11 +107,18 @@ def views_by_tensor(
     for i, tensor in enumerate(tensors):
         if tensor is not None:
             entries.setdefault(id(tensor), (tensor, []))[1].append(i)
-    shares = {key: [(i, slices[i]) for i in indices] for key, (_, indices) in entries.items()}
-    return [(tensor, indices, head_views(tensor, shares[key])) for key, (tensor, indices) in entries.items()]
+    shares = {
+        key: [(i, slices[i]) for i in indices] for key, (_, indices) in entries.items()
+    }
+    return [
+        (tensor, indices, head_views(tensor, shares[key]))
+        for key, (tensor, indices) in entries.items()
+    ]
 
 
-def factor_per_row(shares: Sequence[tuple[HeadSlice, Tensor]], weight: Tensor) -> Tensor:
+def factor_per_row(
+    shares: Sequence[tuple[HeadSlice, Tensor]], weight: Tensor
+) -> Tensor:
     """Returns the per-head factors of all slices of a weight or bias in one tensor that broadcasts against the weight.
 
     Rows that no head owns get a factor of 1. Rows that several slices own, as in a weight that layers share, get the
@@ -103,7 +128,9 @@ def factor_per_row(shares: Sequence[tuple[HeadSlice, Tensor]], weight: Tensor) -
     if len(shares) == 1:
         lines = shares[0][0].lines(shares[0][1], rows)
     else:
-        lines = torch.stack([s.lines(factor, rows, nobody=torch.inf) for s, factor in shares]).amin(0)
+        lines = torch.stack(
+            [s.lines(factor, rows, nobody=torch.inf) for s, factor in shares]
+        ).amin(0)
         lines = torch.where(lines.isinf(), 1.0, lines)
     return across(lines, axis, weight)
 
@@ -128,7 +155,9 @@ class HeadRows:
         tables: for each view, the indices [n most] of its factors in a row of values.
     """
 
-    def __init__(self, views: Sequence[tuple[HeadView, Tensor]], tables: Sequence[Tensor]) -> None:
+    def __init__(
+        self, views: Sequence[tuple[HeadView, Tensor]], tables: Sequence[Tensor]
+    ) -> None:
         self._views, self._tables = list(views), stacked(tables)
         self._counts = [len(table) for table in tables]
         self._copies: list[Tensor] = []
@@ -141,7 +170,9 @@ class HeadRows:
         """Returns the factors [n 1 1] of each view, on its device, in at least float32."""
         self._tables = self._tables.to(row.device)
         factors = row[self._tables].amin(1).split(self._counts)
-        return [f.to(x.device, wide(x.dtype)).view(-1, 1, 1) for f, x in zip(factors, rows)]
+        return [
+            f.to(x.device, wide(x.dtype)).view(-1, 1, 1) for f, x in zip(factors, rows)
+        ]
 
     def copies(self) -> list[Tensor]:
         """Returns copies of the rows.
@@ -149,7 +180,8 @@ class HeadRows:
         On a CPU their memory is kept for the next call, since the allocator would map large blocks each time."""
         rows = self.rows()
         fits = len(self._copies) == len(rows) and all(
-            (old.shape, old.dtype, old.device) == (x.shape, x.dtype, x.device) for old, x in zip(self._copies, rows)
+            (old.shape, old.dtype, old.device) == (x.shape, x.dtype, x.device)
+            for old, x in zip(self._copies, rows)
         )
         copies = self._copies if fits else [torch.empty_like(x) for x in rows]
         self._copies = copies if keeps_memory(rows) else []

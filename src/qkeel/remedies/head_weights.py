@@ -38,7 +38,11 @@ def slice_name(s: HeadSlice) -> str:
     """
     (heads, rows), first = s.index.shape, int(s.index.min())
     places = s.index.flatten().tolist()
-    layout = "" if places == [*range(first, first + heads * rows)] else f"-{zlib.crc32(repr(places).encode()):08x}"
+    layout = (
+        ""
+        if places == [*range(first, first + heads * rows)]
+        else f"-{zlib.crc32(repr(places).encode()):08x}"
+    )
     return f"{s.parameter}:{first}/{heads}x{rows}{layout}"
 
 
@@ -78,13 +82,22 @@ class SplitNorms:
     ‖W^h‖² is the sum of the squares of the entries on all processes.
     """
 
-    def __init__(self, slices: Sequence[HeadSlice], tensors: Sequence[Tensor], measure: WeightNorm | None) -> None:
-        blocks = list(dist.local_blocks([(s.parameter, t) for s, t in zip(slices, tensors)]))
+    def __init__(
+        self,
+        slices: Sequence[HeadSlice],
+        tensors: Sequence[Tensor],
+        measure: WeightNorm | None,
+    ) -> None:
+        blocks = list(
+            dist.local_blocks([(s.parameter, t) for s, t in zip(slices, tensors)])
+        )
         self._slices, self._tensors = slices, tensors
         self._sums = dist.PartialSums(blocks)
         # The head of each row that this process holds; rows of no head get the index after the last head.
         self._heads = {
-            i: s.lines(torch.arange(s.n), t.shape[s.axis], nobody=s.n)[slice(*block.spans[s.axis])]
+            i: s.lines(torch.arange(s.n), t.shape[s.axis], nobody=s.n)[
+                slice(*block.spans[s.axis])
+            ]
             for i, (s, t, block) in enumerate(zip(slices, tensors, blocks))
             if block is not None
         }
@@ -93,8 +106,12 @@ class SplitNorms:
                 f"{slices[next(iter(self._heads))].parameter} is split across processes, and a spectral norm cannot be "
                 "computed from the parts; use norm=frobenius"
             )
-        self._split = torch.cat([torch.full((s.n,), i in self._heads) for i, s in enumerate(slices)])
-        self._counted = torch.cat([torch.full((s.n,), float(c)) for s, c in zip(slices, self._sums.counted)])
+        self._split = torch.cat(
+            [torch.full((s.n,), i in self._heads) for i, s in enumerate(slices)]
+        )
+        self._counted = torch.cat(
+            [torch.full((s.n,), float(c)) for s, c in zip(slices, self._sums.counted)]
+        )
 
     def __contains__(self, i: int) -> bool:
         return i in self._heads
@@ -104,7 +121,9 @@ class SplitNorms:
         rows = self._slices[i].rows_of(dist.local(self._tensors[i]).detach())
         squares_of_rows = rows.to(wide(rows.dtype)).square().sum(1)
         heads = self._heads[i] = self._heads[i].to(squares_of_rows.device)
-        return squares_of_rows.new_zeros(self._slices[i].n + 1).index_add_(0, heads, squares_of_rows)[:-1]
+        return squares_of_rows.new_zeros(self._slices[i].n + 1).index_add_(
+            0, heads, squares_of_rows
+        )[:-1]
 
     def norms(self, row: Tensor) -> Tensor:
         """Replaces the sums of squares of split weights in a row of norms with the norms over all processes."""
@@ -146,7 +165,9 @@ def stepped(optimizer: Optimizer, weight: Tensor) -> Tensor | None:
     For training in low precision, apex and Megatron give the optimizer float32 copies, which are copied back after each
     step. Such a copy is recognised by its shape, its device, and by values that round to the weight's bits.
     """
-    tensors: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors: list[Tensor] = [
+        p for group in optimizer.param_groups for p in group["params"]
+    ]
     if any(p is weight for p in tensors):
         return weight
     copies = [p for p in tensors if _rounds_to(p, weight)]
@@ -156,7 +177,11 @@ def stepped(optimizer: Optimizer, weight: Tensor) -> Tensor | None:
 def copies_in_state(optimizer: Optimizer, weight: Tensor) -> tuple[str, ...]:
     """Returns the names of the float32 copies of a low-precision weight in the optimizer's state."""
     state: dict[str, object] = optimizer.state.get(weight, {})
-    return tuple(name for name, x in state.items() if isinstance(x, Tensor) and _rounds_to(x, weight))
+    return tuple(
+        name
+        for name, x in state.items()
+        if isinstance(x, Tensor) and _rounds_to(x, weight)
+    )
 
 
 def _rounds_to(copy: Tensor, weight: Tensor) -> bool:
@@ -190,7 +215,9 @@ def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:
                 "splits the model"
             )
         if has_plain_rows(p) and not bool(torch.isfinite(dist.local(p)).all()):
-            raise NonFiniteError(f"{name} holds NaN or infinity before {remedy} is applied; load finite weights")
+            raise NonFiniteError(
+                f"{name} holds NaN or infinity before {remedy} is applied; load finite weights"
+            )
     for site in target.sites if per_head else ():
         if site.unverified:
             raise RefusedError(f"{remedy} at {where(site)}: {unconfirmed(site)}")
@@ -217,9 +244,18 @@ class HeadWeights:
         entry: dict[int, int] = {}
         for s in target.logit_slices():
             parameter = target.parameter(s.parameter)
-            if any(p is parameter and known_slice.axis != s.axis for p, known_slice in zip(parameters, slices)):
-                raise RefusedError(f"{s.parameter} has heads in its rows and in its columns; no factor fits both")
-            equal_entries = (i for i, p in enumerate(parameters) if p is parameter and slices[i].same(s))
+            if any(
+                p is parameter and known_slice.axis != s.axis
+                for p, known_slice in zip(parameters, slices)
+            ):
+                raise RefusedError(
+                    f"{s.parameter} has heads in its rows and in its columns; no factor fits both"
+                )
+            equal_entries = (
+                i
+                for i, p in enumerate(parameters)
+                if p is parameter and slices[i].same(s)
+            )
             i = next(equal_entries, len(slices))
             if i == len(slices):
                 slices.append(s)
@@ -234,8 +270,15 @@ class HeadWeights:
 
     def followed_by(self, target: Target, others: Sequence[HeadSlice]) -> HeadWeights:
         """Returns these entries followed by entries for other slices, such as biases."""
-        slices, parameters = [*self.slices, *others], [target.parameter(s.parameter) for s in others]
-        return HeadWeights(slices=slices, parameters=[*self.parameters, *parameters], _entry=self._entry)
+        slices, parameters = (
+            [*self.slices, *others],
+            [target.parameter(s.parameter) for s in others],
+        )
+        return HeadWeights(
+            slices=slices,
+            parameters=[*self.parameters, *parameters],
+            _entry=self._entry,
+        )
 
     @property
     def counts(self) -> list[int]:
@@ -256,14 +299,18 @@ class HeadWeights:
             check_plain_rows(s.parameter, p, remedy)
         tensors = [stepped(optimizer, p) for p in self.parameters]
         for s, p, tensor in zip(self.slices, self.parameters, tensors):
-            if tensor is None and (p.requires_grad or not any(t is not None for t in tensors)):
+            if tensor is None and (
+                p.requires_grad or not any(t is not None for t in tensors)
+            ):
                 raise RefusedError(
                     f"{remedy} acts on steps of {s.parameter}, which this {type(optimizer).__name__} does not hold; "
                     f"pass the optimizer that does{self._unknown_copies(optimizer)}"
                 )
         return tensors
 
-    def in_full_precision(self, optimizer: Optimizer, remedy: str, does: str) -> list[Tensor | None]:
+    def in_full_precision(
+        self, optimizer: Optimizer, remedy: str, does: str
+    ) -> list[Tensor | None]:
         """Returns `of_optimizer`, but refuses weights whose precision would round away what the remedy `does`."""
         tensors = self.of_optimizer(optimizer, remedy)
         for s, p in zip(self.slices, tensors):
@@ -278,7 +325,9 @@ class HeadWeights:
         """Returns a hint if the optimizer updates tensors that may be float32 copies in some other form."""
         shapes = {p.shape for p in self.parameters}
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(p.dtype in LOW_PRECISION for p in self.parameters) or all(p.shape in shapes for p in held):
+        if not any(p.dtype in LOW_PRECISION for p in self.parameters) or all(
+            p.shape in shapes for p in held
+        ):
             return ""
         return (
             ". Float32 copies are recognised by their shape and values, but flattened, sharded or stale copies are "
@@ -307,8 +356,12 @@ class StepRemedy(Remedy):
     It needs to know which rows of which weights belong to the heads of a site."""
 
     on_steps: ClassVar[bool] = True
-    weight_in_use: ClassVar[WeightInUse] = "is scaled with"  # what the remedy needs, so that it does not act in vain
-    takes_sigma_reparam: ClassVar[bool] = False  # whether it is meant for the stored weight of sigma_reparam
+    weight_in_use: ClassVar[WeightInUse] = (
+        "is scaled with"  # what the remedy needs, so that it does not act in vain
+    )
+    takes_sigma_reparam: ClassVar[bool] = (
+        False  # whether it is meant for the stored weight of sigma_reparam
+    )
     # Why the remedy is refused if q or k is normed or if a weight is computed from another; "" if it is not refused.
     if_normed: ClassVar[tuple[str, str]] = ("", "")  # the reason and what to do instead
     if_computed: ClassVar[str] = ""
@@ -319,14 +372,20 @@ class StepRemedy(Remedy):
         if self.if_normed[0] and is_normed(site):
             return Refusal(*self.if_normed)
         if self.if_normed[0] and site.unscaled:
-            return Refusal(site.unscaled, "use qk_lr, or softcap, which need no such product")
-        return refuse_computed_weight(site, self.if_computed) if self.if_computed else None
+            return Refusal(
+                site.unscaled, "use qk_lr, or softcap, which need no such product"
+            )
+        return (
+            refuse_computed_weight(site, self.if_computed) if self.if_computed else None
+        )
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         return self.holds(site) or refuse_unknown_weights(site)
 
 
-def sites_of(heads: HeadsBySite | None, sites: Sequence[AttentionSite], remedy: str) -> list[AttentionSite]:
+def sites_of(
+    heads: HeadsBySite | None, sites: Sequence[AttentionSite], remedy: str
+) -> list[AttentionSite]:
     """Returns the sites that `heads` names, or all sites if it is None.
 
     Raises:
@@ -368,9 +427,14 @@ def refuse_computed_weight(site: AttentionSite, consequence: str) -> Refusal | N
         and any(f".{name}." in s.parameter for s in (*site.query, *site.key))
         for name, module in site.module.named_modules()
     )
-    parametrized = any("parametrizations." in s.parameter for s in (*site.query, *site.key))
-    if not (dora or parametrized):  # what older hooks compute is tried: see `check_weights_in_use`
+    parametrized = any(
+        "parametrizations." in s.parameter for s in (*site.query, *site.key)
+    )
+    if not (
+        dora or parametrized
+    ):  # what older hooks compute is tried: see `check_weights_in_use`
         return None
     return Refusal(
-        f"the weight on the logit path is computed from another weight, so {consequence}", "use one of the two"
+        f"the weight on the logit path is computed from another weight, so {consequence}",
+        "use one of the two",
     )

@@ -28,7 +28,9 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     optimizer = innermost(target.need_optimizer(remedy.name))
     idle = _IdleSteps(target, remedy, type(optimizer).__name__)
     steps = optimizer.register_step_post_hook(in_real_steps(idle.after_step))
-    passes = ForwardPasses(target.model, lambda *_: None, idle.after_pass, guard=unguarded)
+    passes = ForwardPasses(
+        target.model, lambda *_: None, idle.after_pass, guard=unguarded
+    )
     return compose([passes, Handle(steps.remove)])
 
 
@@ -47,7 +49,11 @@ class _IdleSteps:
         names = dict.fromkeys(s.parameter for s in target.logit_slices())
         self._weights = [target.parameter(name) for name in names]
         self._places = [
-            (target.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names
+            (
+                target.model.get_submodule(name.rpartition(".")[0]),
+                name.rpartition(".")[2],
+            )
+            for name in names
         ]
         self._versions: list[int] = []
         self._steps = self._passes = 0
@@ -75,7 +81,9 @@ class _IdleSteps:
                 "load_state_dict(assign=True). Load before qkeel.apply, or remove() the handle and apply "
                 f"{self._remedy.name} again with an optimizer of the new weights"
             )
-        elif not self._has_warned and (self._steps >= _STEPS or self._passes >= _PASSES):
+        elif not self._has_warned and (
+            self._steps >= _STEPS or self._passes >= _PASSES
+        ):
             self._warn(
                 f"its optimizer ({self._optimizer}) took no step while something else changed the query and key "
                 "weights between the last training passes. If another optimizer trains the model now, remove() the "
@@ -96,7 +104,11 @@ class _IdleSteps:
         self._has_warned = True
         for reference in self._modules:
             module = reference()
-            active = None if module is None else module.__dict__.get(APPLIED, {}).get(self._remedy.name)
+            active = (
+                None
+                if module is None
+                else module.__dict__.get(APPLIED, {}).get(self._remedy.name)
+            )
             if active is not None and active is not self._remedy:
                 return
         caution(f"{self._remedy.name} has no effect: {reason}")

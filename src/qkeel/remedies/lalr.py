@@ -55,7 +55,9 @@ class LALR(StepRemedy):
     """
 
     tau: float = 0.1  #: τ, the factor on the rate, above 0
-    norm: Literal["frobenius", "spectral"] = "frobenius"  #: the norm of the weights in f
+    norm: Literal["frobenius", "spectral"] = (
+        "frobenius"  #: the norm of the weights in f
+    )
     decay: Literal["scaled", "plain"] = "scaled"
     heads: HeadsBySite | None = None
 
@@ -81,13 +83,23 @@ class LALR(StepRemedy):
         return StepRemedy.holds(self, site)
 
     def apply(self, target: Target) -> Handle:
-        optimizer, weights = innermost(target.need_optimizer(self.name)), HeadWeights.of(target)
+        optimizer, weights = (
+            innermost(target.need_optimizer(self.name)),
+            HeadWeights.of(target),
+        )
         keeps_decay = self.decay == "plain"
         tensors = scalable(optimizer, weights, self.name, keeps_decay=keeps_decay)
-        measure = Measure(weights, tensors, spectral_norm if self.norm == "spectral" else frobenius_norm)
+        measure = Measure(
+            weights,
+            tensors,
+            spectral_norm if self.norm == "spectral" else frobenius_norm,
+        )
         # The kind of norm is part of the names, so that the norms of one kind are never taken for those of the other.
         kind = "" if self.norm == "frobenius" else f":{self.norm}"
-        row, names = measure.at_start(), [f"{slice_name(s)}{kind}" for s in weights.slices]
+        row, names = (
+            measure.at_start(),
+            [f"{slice_name(s)}{kind}" for s in weights.slices],
+        )
         rates = HeadRates(_uses(target.sites, weights), weights.counts, row)
         start = row.split(weights.counts)
 
@@ -95,10 +107,18 @@ class LALR(StepRemedy):
             return {name: norm.clone() for name, norm in zip(names, start)}
 
         def load(values: dict[str, Tensor]) -> None:
-            new_names = dict(zip(_names_of_0_1(weights), names))  # which do not say the kind of norm
-            values = {new_names.get(name, name): value for name, value in values.items()}
+            new_names = dict(
+                zip(_names_of_0_1(weights), names)
+            )  # which do not say the kind of norm
+            values = {
+                new_names.get(name, name): value for name, value in values.items()
+            }
             check_taken(values, names, f"lalr:norm={self.norm}")
-            wrong = [n for n, norms in zip(names, start) if n not in values or values[n].shape != norms.shape]
+            wrong = [
+                n
+                for n, norms in zip(names, start)
+                if n not in values or values[n].shape != norms.shape
+            ]
             if wrong:
                 raise InvalidValueError(
                     f"expected the initial norms of {len(names)} weights, got {len(values)}; these are "
@@ -109,15 +129,23 @@ class LALR(StepRemedy):
             rates.start_from(row)
             saved.note_loaded()
 
-        acting = None if self.heads is None else _acting(dict(self.heads), target.sites, weights).to(row.device)
+        acting = (
+            None
+            if self.heads is None
+            else _acting(dict(self.heads), target.sites, weights).to(row.device)
+        )
 
         def factors(norms: Tensor) -> Tensor:
             rates_of_heads = rates(norms, self.tau)
             return (
-                rates_of_heads if acting is None else torch.where(acting.to(rates_of_heads.device), rates_of_heads, 1.0)
+                rates_of_heads
+                if acting is None
+                else torch.where(acting.to(rates_of_heads.device), rates_of_heads, 1.0)
             )
 
-        saved = SavedState(optimizer, self.name, dict(zip(names, start)), lambda: rates.start_from(row))
+        saved = SavedState(
+            optimizer, self.name, dict(zip(names, start)), lambda: rates.start_from(row)
+        )
         steps = scale_steps(
             optimizer,
             weights,
@@ -127,7 +155,9 @@ class LALR(StepRemedy):
             measure=measure,
             keeps_decay=keeps_decay,
         )
-        return Handle(compose([steps, Handle(saved.remove)]).remove, state=state, load=load)
+        return Handle(
+            compose([steps, Handle(saved.remove)]).remove, state=state, load=load
+        )
 
 
 @final
@@ -144,14 +174,22 @@ class HeadRates:
         start: the norms at the start, ordered by weight.
     """
 
-    def __init__(self, uses: Sequence[Sequence[Use]], counts: Sequence[int], start: Tensor) -> None:
+    def __init__(
+        self, uses: Sequence[Sequence[Use]], counts: Sequence[int], start: Tensor
+    ) -> None:
         firsts = [0, *itertools.accumulate(counts)]
         by_shape: dict[torch.Size, list[tuple[int, Tensor]]] = {}
         for i, own in enumerate(uses):
             table = _table(own, firsts, i)
             by_shape.setdefault(table.shape[1:], []).append((firsts[i], table))
-        self._tables = [torch.cat([table for _, table in group]) for group in by_shape.values()]
-        order = [torch.arange(first, first + len(t)) for group in by_shape.values() for first, t in group]
+        self._tables = [
+            torch.cat([table for _, table in group]) for group in by_shape.values()
+        ]
+        order = [
+            torch.arange(first, first + len(t))
+            for group in by_shape.values()
+            for first, t in group
+        ]
         self._back = torch.cat(order).argsort()
         self.start_from(start)
 
@@ -166,7 +204,9 @@ class HeadRates:
     def __call__(self, norms: Tensor, tau: float = 1.0) -> Tensor:
         row = F.pad(norms, (0, 1), value=1.0)
         if row.device != self._old.device:  # the weights are on another device now
-            self._counted, self._old, self._first = (x.to(row.device) for x in (self._counted, self._old, self._first))
+            self._counted, self._old, self._first = (
+                x.to(row.device) for x in (self._counted, self._old, self._first)
+            )
             self._to(row.device)
         # A norm of zero would give its partner an infinite rate.
         new = torch.where(self._counted & (row > 0), row, self._old)
@@ -174,10 +214,15 @@ class HeadRates:
 
     def _products(self, row: Tensor) -> Tensor:
         """Returns 1/f for every value in the row except the last."""
-        return torch.cat([row[table].prod(-1).amax((1, 2)) for table in self._tables])[self._back]
+        return torch.cat([row[table].prod(-1).amax((1, 2)) for table in self._tables])[
+            self._back
+        ]
 
     def _to(self, device: torch.device) -> None:
-        self._tables, self._back = [table.to(device) for table in self._tables], self._back.to(device)
+        self._tables, self._back = (
+            [table.to(device) for table in self._tables],
+            self._back.to(device),
+        )
 
 
 def _table(uses: Sequence[Use], firsts: Sequence[int], i: int) -> Tensor:
@@ -189,7 +234,9 @@ def _table(uses: Sequence[Use], firsts: Sequence[int], i: int) -> Tensor:
     tables = []
     for partners, used, users_of_heads in uses:
         users = torch.tensor(users_of_heads)
-        places = [firsts[j] + torch.tensor(heads)[users] for j, heads in zip(partners, used)]
+        places = [
+            firsts[j] + torch.tensor(heads)[users] for j, heads in zip(partners, used)
+        ]
         places += [torch.full(users.shape, firsts[-1])] * (most - len(partners))
         table = torch.stack(places, -1)
         tables.append(table.repeat(1, -(-repeats // table.shape[1]), 1)[:, :repeats])
@@ -203,14 +250,26 @@ def _uses(sites: Sequence[AttentionSite], weights: HeadWeights) -> list[list[Use
             slices = (*term.query, *term.key)
             factors = [weights.place(s) for s in slices]
             heads = [tuple(site.used(s.n).tolist()) for s in slices]
-            for a, i in enumerate(factors):  # by position, since a weight that produces q and k is its own partner
+            for a, i in enumerate(
+                factors
+            ):  # by position, since a weight that produces q and k is its own partner
                 partners = [b for b in range(len(factors)) if b != a]
                 users_of_heads = tuple(map(tuple, site.users(slices[a].n).tolist()))
-                uses[i].append((tuple(factors[b] for b in partners), tuple(heads[b] for b in partners), users_of_heads))
+                uses[i].append(
+                    (
+                        tuple(factors[b] for b in partners),
+                        tuple(heads[b] for b in partners),
+                        users_of_heads,
+                    )
+                )
     return [list(dict.fromkeys(u)) for u in uses]
 
 
-def _acting(heads: Mapping[str, tuple[int, ...]], sites: Sequence[AttentionSite], weights: HeadWeights) -> Tensor:
+def _acting(
+    heads: Mapping[str, tuple[int, ...]],
+    sites: Sequence[AttentionSite],
+    weights: HeadWeights,
+) -> Tensor:
     """Returns a mask [heads of all weights] that is True for the parts that a named head uses."""
     masks = [torch.zeros(n, dtype=torch.bool) for n in weights.counts]
     for site in sites:
@@ -224,4 +283,7 @@ def _acting(heads: Mapping[str, tuple[int, ...]], sites: Sequence[AttentionSite]
 def _names_of_0_1(weights: HeadWeights) -> list[str]:
     """Returns the names that states of version 0.1 have: with a number if a parameter has several entries."""
     names = weights.names
-    return [f"{name}#{names[:i].count(name)}" if names.count(name) > 1 else name for i, name in enumerate(names)]
+    return [
+        f"{name}#{names[:i].count(name)}" if names.count(name) > 1 else name
+        for i, name in enumerate(names)
+    ]

@@ -42,7 +42,11 @@ def factors_by_site(target: Target, *, by_group: bool) -> list[list[LogitFactor]
             in_use.extend(target.value_weights(user))
             if user is not site and not _is_same_layer(site, user, target):
                 in_use.extend(_last_weights(user))
-        fixed = [s for s in _last_weights(site) if any(target.overlap(s, used) for used in in_use)]
+        fixed = [
+            s
+            for s in _last_weights(site)
+            if any(target.overlap(s, used) for used in in_use)
+        ]
         exact = logit_factors(site, by_group=by_group, fixed=fixed)
         if exact is None:
             raise RefusedError(
@@ -56,10 +60,14 @@ def factors_by_site(target: Target, *, by_group: bool) -> list[list[LogitFactor]
 
 def _is_same_layer(site: AttentionSite, other: AttentionSite, target: Target) -> bool:
     """True if the remedy acts on both sites and every head has the same weights in both."""
-    if len(site.terms) != len(other.terms) or not any(other is chosen for chosen in target.sites):
+    if len(site.terms) != len(other.terms) or not any(
+        other is chosen for chosen in target.sites
+    ):
         return False
     for a, b in zip(_last_weights(site), _last_weights(other)):
-        if target.parameter(a.parameter) is not target.parameter(b.parameter) or not a.same(b):
+        if target.parameter(a.parameter) is not target.parameter(
+            b.parameter
+        ) or not a.same(b):
             return False
     return True
 
@@ -82,7 +90,10 @@ def logit_factors(
     scaled by the √γ of the group's largest logit.
     """
     weights: list[HeadSlice] = []
-    terms = [(_place(weights, term.query[-1]), _place(weights, term.key[-1])) for term in site.terms]
+    terms = [
+        (_place(weights, term.query[-1]), _place(weights, term.key[-1]))
+        for term in site.terms
+    ]
     kept = {_place(weights, s) for s in fixed}
     unscaled = set(kept)
     for i, s in enumerate(weights):
@@ -122,7 +133,9 @@ def _place(weights: list[HeadSlice], s: HeadSlice) -> int:
     return len(weights) - 1
 
 
-def _powers(terms: Sequence[tuple[int, int]], unscaled: set[int]) -> dict[int, float] | None:
+def _powers(
+    terms: Sequence[tuple[int, int]], unscaled: set[int]
+) -> dict[int, float] | None:
     """Returns the powers that follow if some weights are unscaled, or None if the powers are contradictory."""
     powers = dict.fromkeys(unscaled, 0.0)
     both_ways = [*terms, *((b, a) for a, b in terms)]

@@ -45,14 +45,23 @@ class AtNextPass(Handle):
         self._refused = refused
         self._inner: Handle | None = None
         self._carried: State | None = None
-        self._passes = ForwardPasses(model, self._begin, lambda *_: None, guard=unguarded)
+        self._passes = ForwardPasses(
+            model, self._begin, lambda *_: None, guard=unguarded
+        )
         self._optimizers = [listed(optimizer)]
-        self._steps = [StepHooks(self._refuse_step, lambda _: None, innermost(x)) for x in self._optimizers[0]]
+        self._steps = [
+            StepHooks(self._refuse_step, lambda _: None, innermost(x))
+            for x in self._optimizers[0]
+        ]
         super().__init__(self._take_off, state=self._own_state, load=self._take_state)
 
     def __repr__(self) -> str:
         waits = self.active and self._inner is None
-        return f"<Handle of {self.about}: applied when the next pass begins>" if waits else super().__repr__()
+        return (
+            f"<Handle of {self.about}: applied when the next pass begins>"
+            if waits
+            else super().__repr__()
+        )
 
     def or_with(self, optimizer: Optimizer) -> None:
         """Adds another optimizer of the model. The remedies use the first optimizer with which they can be applied.
@@ -62,7 +71,9 @@ class AtNextPass(Handle):
         if self._inner is None and self.active:
             self._optimizers.append([optimizer])
 
-    def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, object], compiled: bool) -> None:
+    def _begin(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, object], compiled: bool
+    ) -> None:
         if not self.active or self._inner is not None:
             return
         self._wait_no_more()
@@ -91,7 +102,9 @@ class AtNextPass(Handle):
         errors: list[RefusedError] = []
         for optimizers in self._optimizers:
             try:
-                return apply_now(self._model, self._remedy, optimizers, self._more, batch=batch)
+                return apply_now(
+                    self._model, self._remedy, optimizers, self._more, batch=batch
+                )
             except RefusedError as error:
                 errors.append(error)
         raise errors[0]
@@ -115,7 +128,11 @@ class AtNextPass(Handle):
             self._inner.remove()
 
     def _own_state(self) -> State:
-        return self._inner.state() if self._inner is not None else dict(self._carried or {})
+        return (
+            self._inner.state()
+            if self._inner is not None
+            else dict(self._carried or {})
+        )
 
     def _take_state(self, state: State) -> None:
         if self._inner is not None:

@@ -19,7 +19,13 @@ from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.options import settle
 from qkeel.remedies.base import Target
-from qkeel.remedies.change_spec import ChangeSpec, SlotName, known_length, refuse_added_scores, refuse_taken
+from qkeel.remedies.change_spec import (
+    ChangeSpec,
+    SlotName,
+    known_length,
+    refuse_added_scores,
+    refuse_taken,
+)
 from qkeel.spec import AttentionSpec, LogN, Sigmoid, Sink, Softcap, Softpick
 from qkeel.spec.logits import Cap, FloorLogTemperature, Normalizer, Scale
 
@@ -32,7 +38,9 @@ class OneSlot(ChangeSpec):
     __slots__ = ()
 
     @abc.abstractmethod
-    def value(self, old: AttentionSpec, train_length: int | None) -> Cap | Normalizer | Scale:
+    def value(
+        self, old: AttentionSpec, train_length: int | None
+    ) -> Cap | Normalizer | Scale:
         """Returns the new object for the slot of the old spec."""
 
     def supports(self, site: AttentionSite) -> Refusal | None:
@@ -41,7 +49,9 @@ class OneSlot(ChangeSpec):
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
         return spec.replace(**{self.slot: self.value(spec, train_length)})
 
-    def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
+    def change_others(
+        self, target: Target, sites: list[AttentionSite]
+    ) -> Iterator[Handle]:
         if self.slot == "scale":  # the factor must scale q·k but no added bias
             refuse_added_scores(self.name, target, sites)
         yield from ChangeSpec.change_others(self, target, sites)
@@ -55,7 +65,9 @@ class SoftcapRemedy(OneSlot):
     cap: float = 50.0
 
     name, slot = "softcap", "cap"
-    line = "squashes logits with cap·tanh(z/cap); the logits before the cap may still grow"
+    line = (
+        "squashes logits with cap·tanh(z/cap); the logits before the cap may still grow"
+    )
     source = "Gemma 2, arXiv 2408.00118"
 
     def value(self, old: AttentionSpec, train_length: int | None) -> Softcap:
@@ -83,11 +95,17 @@ class LogNRemedy(OneSlot):
     def __post_init__(self) -> None:
         OneSlot.__post_init__(self)
         # LogN validates the options.
-        LogN(train_length=2 if self.length is None else self.length, clip=self.clip, learned=self.learned)
+        LogN(
+            train_length=2 if self.length is None else self.length,
+            clip=self.clip,
+            learned=self.learned,
+        )
 
     def value(self, old: AttentionSpec, train_length: int | None) -> Scale:
         length = known_length(self.length, train_length, "log_n divides by ln L")
-        return LogN(inner=old.scale, train_length=length, clip=self.clip, learned=self.learned)
+        return LogN(
+            inner=old.scale, train_length=length, clip=self.clip, learned=self.learned
+        )
 
 
 @final
@@ -99,15 +117,23 @@ class AttentionTemperature(OneSlot):
     floor: int = 8192  #: number of keys, an integer
 
     name, slot, may_be_zero = "attention_temperature", "scale", ("alpha",)
-    line = "scales logits by 1 + α ln(1 + ⌊n/floor⌋), a temperature for long contexts only"
+    line = (
+        "scales logits by 1 + α ln(1 + ⌊n/floor⌋), a temperature for long contexts only"
+    )
     source = "Llama 4 as shipped in transformers 5.23 (attn_scale, floor_scale)"
 
     def __post_init__(self) -> None:
         OneSlot.__post_init__(self)
-        check(int(self.floor) == self.floor, f"a whole number for floor of {self.name}", self.floor)
+        check(
+            int(self.floor) == self.floor,
+            f"a whole number for floor of {self.name}",
+            self.floor,
+        )
 
     def value(self, old: AttentionSpec, train_length: int | None) -> Scale:
-        return FloorLogTemperature(inner=old.scale, alpha=self.alpha, floor=int(self.floor))
+        return FloorLogTemperature(
+            inner=old.scale, alpha=self.alpha, floor=int(self.floor)
+        )
 
 
 @final
@@ -126,7 +152,9 @@ class SigmoidRemedy(OneSlot):
     source = "Ramapuram et al. 2024, arXiv 2409.04431, equation 3"
 
     def value(self, old: AttentionSpec, train_length: int | None) -> Sigmoid:
-        length = known_length(self.length, train_length, "sigmoid starts its bias at -ln L")
+        length = known_length(
+            self.length, train_length, "sigmoid starts its bias at -ln L"
+        )
         return Sigmoid(bias=sigmoid_bias(length), learned=self.learned)
 
 
@@ -153,7 +181,9 @@ class SinkRemedy(OneSlot):
 
     name, slot = "sink", "normalizer"
     line = "adds a sink to the softmax, so that a query may attend to no key"
-    source = "gpt-oss as shipped in transformers 5.23; Miller 2023, Attention is off by one"
+    source = (
+        "gpt-oss as shipped in transformers 5.23; Miller 2023, Attention is off by one"
+    )
 
     def __post_init__(self) -> None:
         settle(self, self.name)

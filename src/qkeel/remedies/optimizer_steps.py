@@ -17,11 +17,20 @@ from qkeel.handle import Handle, compose
 from qkeel.patching.modes import multiply_all
 from qkeel.patching.optimizers import before_change, go_first, in_real_steps
 from qkeel.remedies.head_rows import HeadRows, HeadView, WeightNorm, views_by_tensor
-from qkeel.remedies.head_weights import LOW_PRECISION, HeadWeights, SplitNorms, found_inf
+from qkeel.remedies.head_weights import (
+    LOW_PRECISION,
+    HeadWeights,
+    SplitNorms,
+    found_inf,
+)
 from qkeel.remedies.optimizer_trials import ParamGroup, check_steps
 
-Tensors = Sequence[Tensor | None]  # the tensor that an optimizer updates for each weight, or None if it does not
-Factors = Callable[[Tensor], Tensor]  # computes the factor of every head [h] from the measures of all heads [h]
+Tensors = Sequence[
+    Tensor | None
+]  # the tensor that an optimizer updates for each weight, or None if it does not
+Factors = Callable[
+    [Tensor], Tensor
+]  # computes the factor of every head [h] from the measures of all heads [h]
 
 
 def scale_steps(
@@ -68,9 +77,20 @@ def scale_steps(
         >>> torch.allclose(model.q_proj.weight, before - 0.1)
         True
     """
-    views = [view for _, _, views_of_tensor in views_by_tensor(tensors, weights.slices) for view in views_of_tensor]
-    rows = HeadRows([(view, view.weight) for view in views], [view.places(weights.counts) for view in views])
-    decay = DecayFactors(optimizer, tensors, weights.counts, _decay_rate) if keeps_decay else None
+    views = [
+        view
+        for _, _, views_of_tensor in views_by_tensor(tensors, weights.slices)
+        for view in views_of_tensor
+    ]
+    rows = HeadRows(
+        [(view, view.weight) for view in views],
+        [view.places(weights.counts) for view in views],
+    )
+    decay = (
+        DecayFactors(optimizer, tensors, weights.counts, _decay_rate)
+        if keeps_decay
+        else None
+    )
     measures = measure or Measure(weights, tensors, None)
     copies: list[Tensor] = []
     row: list[Tensor] = []  # the factors of the current step, if one runs
@@ -112,7 +132,13 @@ def _check_precision(remedy: str, views: Sequence[HeadView]) -> None:
             )
 
 
-def scalable(optimizer: Optimizer, weights: HeadWeights, remedy: str, *, keeps_decay: bool = False) -> Tensors:
+def scalable(
+    optimizer: Optimizer,
+    weights: HeadWeights,
+    remedy: str,
+    *,
+    keeps_decay: bool = False,
+) -> Tensors:
     """Returns the tensors that an optimizer updates for some weights, if their steps can be scaled.
 
     Raises:
@@ -130,27 +156,41 @@ class Measure:
 
     If the optimizer updates a float32 copy, that is measured, since the weight is only its rounded value."""
 
-    def __init__(self, weights: HeadWeights, tensors: Tensors, norm: WeightNorm | None) -> None:
+    def __init__(
+        self, weights: HeadWeights, tensors: Tensors, norm: WeightNorm | None
+    ) -> None:
         self._slices, self._norm = weights.slices, norm
-        self._weights = [p if t is None else t for p, t in zip(weights.parameters, tensors)]
+        self._weights = [
+            p if t is None else t for p, t in zip(weights.parameters, tensors)
+        ]
         self._split = SplitNorms(weights.slices, self._weights, norm)
 
     def __call__(self) -> Tensor:
         """Returns the current numbers [h]."""
         device = self._weights[0].device
         if self._norm is None:
-            dtype = functools.reduce(torch.promote_types, (x.dtype for x in self._weights), torch.float32)
-            return torch.ones(sum(s.n for s in self._slices), dtype=dtype, device=device)
+            dtype = functools.reduce(
+                torch.promote_types, (x.dtype for x in self._weights), torch.float32
+            )
+            return torch.ones(
+                sum(s.n for s in self._slices), dtype=dtype, device=device
+            )
         numbers: list[Tensor] = []
         for i, (s, weight) in enumerate(zip(self._slices, self._weights)):
-            heads = self._split.squares(i) if i in self._split else self._norm(s.heads(weight.detach()))
+            heads = (
+                self._split.squares(i)
+                if i in self._split
+                else self._norm(s.heads(weight.detach()))
+            )
             numbers.append(heads.to(device))
         return self._split.norms(torch.cat(numbers))
 
     @torch.no_grad()
     def at_start(self) -> Tensor:
         """Returns the numbers when a remedy is applied."""
-        if dist.world() > 1:  # no process may fail from here on, because they wait for each other
+        if (
+            dist.world() > 1
+        ):  # no process may fail from here on, because they wait for each other
             dist.gather_messages("qkeel.apply", "measures")
         return self()
 
@@ -175,9 +215,18 @@ class DecayFactors:
     """
 
     def __init__(
-        self, optimizer: Optimizer, tensors: Sequence[Tensor | None], counts: Sequence[int], rate: Rate
+        self,
+        optimizer: Optimizer,
+        tensors: Sequence[Tensor | None],
+        counts: Sequence[int],
+        rate: Rate,
     ) -> None:
-        self._optimizer, self._tensors, self._counts, self._rate = optimizer, tensors, counts, rate
+        self._optimizer, self._tensors, self._counts, self._rate = (
+            optimizer,
+            tensors,
+            counts,
+            rate,
+        )
         self._values = torch.ones(1)
         self._groups: tuple[int, ...] = ()
         self._index = torch.empty(0, dtype=torch.int64)
@@ -185,23 +234,34 @@ class DecayFactors:
     def read(self, dtype: torch.dtype, device: torch.device) -> None:
         """Reads the current rates. Numbers are never copied to the device, and tensors are never read by the host."""
         groups = self._optimizer.param_groups
-        if (self._values.shape[0], self._values.dtype, self._values.device) != (len(groups) + 1, dtype, device):
+        if (self._values.shape[0], self._values.dtype, self._values.device) != (
+            len(groups) + 1,
+            dtype,
+            device,
+        ):
             self._values = torch.ones(len(groups) + 1, dtype=dtype, device=device)
         for value, group in zip(self._values.unbind(), groups):
             rate = self._rate(group)
             value.fill_(1 - (rate.reshape(()) if isinstance(rate, Tensor) else rate))
 
-    def row(self, is_stepped: Callable[[Tensor], bool], found_inf: Tensor | None) -> Tensor:
+    def row(
+        self, is_stepped: Callable[[Tensor], bool], found_inf: Tensor | None
+    ) -> Tensor:
         """Returns the factors [all heads + 1] with a 1 at the end.
 
         The factors are 1 for tensors that are not updated, and for all tensors in a step that a GradScaler skips."""
         groups = self._optimizer.param_groups
         group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-        numbers = tuple(len(groups) if t is None or not is_stepped(t) else group_of[id(t)] for t in self._tensors)
+        numbers = tuple(
+            len(groups) if t is None or not is_stepped(t) else group_of[id(t)]
+            for t in self._tensors
+        )
         if numbers != self._groups or self._index.device != self._values.device:
             self._groups = numbers
             index = [i for i, n in zip(numbers, self._counts) for _ in range(n)]
-            self._index = torch.tensor([*index, len(groups)], device=self._values.device)
+            self._index = torch.tensor(
+                [*index, len(groups)], device=self._values.device
+            )
         if found_inf is None:
             return self._values[self._index]
         # A fused optimizer runs its hooks even if a GradScaler skips the step.

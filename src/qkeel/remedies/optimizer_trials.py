@@ -18,7 +18,9 @@ ParamGroup = dict[str, Any]
 
 # Entries of a parameter group that belong to its parameters, its scheduler or a remedy, not to the update rule.
 _NOT_OPTIONS = ("params", "param_names", "initial_lr", GROUP_KEY)
-_SLOW_COPY_STEPS = 12  # steps after which a slow copy of the weights has overwritten them
+_SLOW_COPY_STEPS = (
+    12  # steps after which a slow copy of the weights has overwritten them
+)
 _LATE_STEP = 1_000_000  # the step of the trial, since schedules inside an optimizer act late (Adafactor's 1/√t)
 
 
@@ -26,7 +28,13 @@ def optimizers_inside(optimizer: object) -> list[Optimizer]:
     """Returns the optimizers that an object holds in its attributes, alone or in lists, tuples and dicts."""
     inner: list[Optimizer] = []
     for value in vars(optimizer).values():
-        held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        held = (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, (list, tuple))
+            else [value]
+        )
         inner.extend(entry for entry in held if isinstance(entry, Optimizer))
     return inner
 
@@ -75,14 +83,20 @@ def check_steps(
             if is_scaled:
                 _check_linear(optimizer, remedy, group, device)
             _check_keeps_changes(optimizer, remedy, group, device)
-            if needs_decoupled_decay and group.get("weight_decay") and not _is_decoupled(optimizer, group, device):
+            if (
+                needs_decoupled_decay
+                and group.get("weight_decay")
+                and not _is_decoupled(optimizer, group, device)
+            ):
                 raise RefusedError(
                     f"{remedy} can leave decoupled weight decay at its full size, but "
                     f"{type(optimizer).__name__} adds its weight decay to the gradient; use decay=scaled or AdamW"
                 )
 
 
-def _groups_of(optimizer: Optimizer, tensors: Iterable[Tensor | None]) -> Iterator[tuple[ParamGroup, torch.device]]:
+def _groups_of(
+    optimizer: Optimizer, tensors: Iterable[Tensor | None]
+) -> Iterator[tuple[ParamGroup, torch.device]]:
     """Yields the groups that contain any of the tensors, and the device of these tensors."""
     chosen = {id(tensor) for tensor in tensors if tensor is not None}
     for group in optimizer.param_groups:
@@ -94,14 +108,22 @@ def _groups_of(optimizer: Optimizer, tensors: Iterable[Tensor | None]) -> Iterat
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """A context that restores random number generators, in which gradients are enabled."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        torch.enable_grad(),
+    ):
         yield
 
 
-def _check_linear(optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.device) -> None:
+def _check_linear(
+    optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.device
+) -> None:
     kind = type(optimizer).__name__
     failure: Exception | None = None
-    for dtype in (torch.float64, torch.float32):  # some optimizers and some devices support only float32
+    for dtype in (
+        torch.float64,
+        torch.float32,
+    ):  # some optimizers and some devices support only float32
         try:
             is_linear = _is_linear(optimizer, group, device, dtype)
         except Exception as error:
@@ -119,7 +141,9 @@ def _check_linear(optimizer: Optimizer, remedy: str, group: ParamGroup, device: 
     ) from failure
 
 
-def _check_keeps_changes(optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.device) -> None:
+def _check_keeps_changes(
+    optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.device
+) -> None:
     kind = type(optimizer).__name__
     try:
         keeps = _keeps_changes(optimizer, group, device)
@@ -137,7 +161,9 @@ def _check_keeps_changes(optimizer: Optimizer, remedy: str, group: ParamGroup, d
         )
 
 
-def _is_linear(optimizer: Optimizer, group: ParamGroup, device: torch.device, dtype: torch.dtype) -> bool:
+def _is_linear(
+    optimizer: Optimizer, group: ParamGroup, device: torch.device, dtype: torch.dtype
+) -> bool:
     """Steps a small matrix at two rates from the same state, late in training, and compares the two steps."""
     steps: list[Tensor] = []
     for factor in (1.0, 0.5):
@@ -156,20 +182,28 @@ def _is_linear(optimizer: Optimizer, group: ParamGroup, device: torch.device, dt
     full, half = steps
     longest = float(full.abs().max())
     tolerance = 1e-4 if dtype == torch.float64 else 5e-2
-    return longest > 0 and torch.allclose(full * 0.5, half, rtol=tolerance, atol=tolerance * longest * 1e-3)
+    return longest > 0 and torch.allclose(
+        full * 0.5, half, rtol=tolerance, atol=tolerance * longest * 1e-3
+    )
 
 
-def _is_decoupled(optimizer: Optimizer, group: ParamGroup, device: torch.device) -> bool:
+def _is_decoupled(
+    optimizer: Optimizer, group: ParamGroup, device: torch.device
+) -> bool:
     """True if steps with a zero gradient are w ← (1 - ηλ)·w. Two steps are checked, because of possible momentum."""
     weight, gradient = _matrix(device, torch.float32)
-    trial = TrialOptimizer(optimizer, weight, {**_plain(group), "lr": 0.01, "weight_decay": 0.5})
+    trial = TrialOptimizer(
+        optimizer, weight, {**_plain(group), "lr": 0.01, "weight_decay": 0.5}
+    )
     start = weight.detach().clone()
     for _ in range(2):
         trial.step(torch.zeros_like(gradient))
     return torch.allclose(weight.detach(), start * (1 - 0.01 * 0.5) ** 2, rtol=1e-5)
 
 
-def _keeps_changes(optimizer: Optimizer, group: ParamGroup, device: torch.device) -> bool:
+def _keeps_changes(
+    optimizer: Optimizer, group: ParamGroup, device: torch.device
+) -> bool:
     """Halves a small matrix between two steps at a rate of almost 0, and returns whether it stays halved."""
     weight, gradient = _matrix(device, torch.float32)
     options = {**_plain(group), "lr": 1e-7}
@@ -195,11 +229,15 @@ def _matrix(device: torch.device, dtype: torch.dtype) -> tuple[nn.Parameter, Ten
 class TrialOptimizer:
     """A new optimizer of the same class with one parameter, whose steps run without any hooks."""
 
-    def __init__(self, optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup) -> None:
+    def __init__(
+        self, optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup
+    ) -> None:
         self.optimizer, self._weight = optimizer_like(optimizer, weight, group), weight
         step = type(self.optimizer).step
         # The class's step without the hooks that are registered for all optimizers.
-        self._step: Callable[[Optimizer], object] = vars(step)["__wrapped__"] if vars(step).get("hooked") else step
+        self._step: Callable[[Optimizer], object] = (
+            vars(step)["__wrapped__"] if vars(step).get("hooked") else step
+        )
 
     def step(self, gradient: Tensor) -> None:
         """Takes one step with this gradient."""
@@ -207,7 +245,9 @@ class TrialOptimizer:
         self._step(self.optimizer)
 
 
-def optimizer_like(optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup) -> Optimizer:
+def optimizer_like(
+    optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup
+) -> Optimizer:
     """Returns a new optimizer for one parameter, of the same class and with the options of the group.
 
     It is created by the constructor of the class, since some classes, such as Adagrad, set up their state there. It
@@ -217,9 +257,13 @@ def optimizer_like(optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup
     options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
     failure: Exception | None = None
     for cls in type(optimizer).__mro__:
-        if issubclass(cls, Optimizer) and inspect.unwrap(cls.step) is inspect.unwrap(type(optimizer).step):
+        if issubclass(cls, Optimizer) and inspect.unwrap(cls.step) is inspect.unwrap(
+            type(optimizer).step
+        ):
             accepted = inspect.signature(cls).parameters
-            keywords = {name: value for name, value in options.items() if name in accepted}
+            keywords = {
+                name: value for name, value in options.items() if name in accepted
+            }
             try:
                 return cls([{"params": [weight], **options}], **keywords)  # type: ignore[call-arg]
             except Exception as error:
@@ -230,8 +274,20 @@ def optimizer_like(optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup
 
 def _plain(group: ParamGroup) -> ParamGroup:
     """Returns a group's options without the choice of implementation, at the highest known rate of the group."""
-    flags = {flag: False for flag in ("fused", "foreach", "capturable", "differentiable") if flag in group}
-    rates = [float(group[name]) for name in ("lr", "initial_lr", "max_lr") if group.get(name) is not None]
+    flags = {
+        flag: False
+        for flag in ("fused", "foreach", "capturable", "differentiable")
+        if flag in group
+    }
+    rates = [
+        float(group[name])
+        for name in ("lr", "initial_lr", "max_lr")
+        if group.get(name) is not None
+    ]
     # A warm-up may begin at rate 0. At a rate of 1, half a step clearly differs from a full step.
     rate = max(rates, default=0.0) or 1.0
-    return {**group, **flags, "lr": torch.tensor(rate) if isinstance(group.get("lr"), Tensor) else rate}
+    return {
+        **group,
+        **flags,
+        "lr": torch.tensor(rate) if isinstance(group.get("lr"), Tensor) else rate,
+    }

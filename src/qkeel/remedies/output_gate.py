@@ -51,7 +51,9 @@ class OutputGate(Remedy):
                 "use an attention module that calls its output projection as a module",
             )
         if site.description is not None:
-            return Refusal("its attention was described by hand", "build it with qkeel.nn")
+            return Refusal(
+                "its attention was described by hand", "build it with qkeel.nn"
+            )
         return None
 
     def apply(self, target: Target) -> Handle:
@@ -62,28 +64,52 @@ class OutputGate(Remedy):
         done: set[int] = set()
         for site in target.sites:
             if id(site.module) in done:
-                raise RefusedError(f"output_gate at {site.name}: its module computes attention more than once")
+                raise RefusedError(
+                    f"output_gate at {site.name}: its module computes attention more than once"
+                )
             done.add(id(site.module))
             yield self._gate(target, site, rng)
 
-    def _gate(self, target: Target, site: AttentionSite, rng: torch.Generator) -> Handle:
+    def _gate(
+        self, target: Target, site: AttentionSite, rng: torch.Generator
+    ) -> Handle:
         module = site.module
-        out = _own(module) if isinstance(module, SpecModule) else output_of(target, site, per_head=self.per == "head")
-        near = target.parameter(site.query[0].parameter) if site.terms else next(out.module.parameters())
+        out = (
+            _own(module)
+            if isinstance(module, SpecModule)
+            else output_of(target, site, per_head=self.per == "head")
+        )
+        near = (
+            target.parameter(site.query[0].parameter)
+            if site.terms
+            else next(out.module.parameters())
+        )
         rows = site.n_heads if self.per == "head" else out.features
         weight = torch.zeros(rows, out.width)
         if self.init == "random":
             weight.uniform_(-(out.width**-0.5), out.width**-0.5, generator=rng)
-        gate = Gate(nn.Parameter(weight.to(near)), factor=2.0 if self.init == "keep" else 1.0)
+        gate = Gate(
+            nn.Parameter(weight.to(near)), factor=2.0 if self.init == "keep" else 1.0
+        )
         added = add_submodules(target, site, {"output_gate": gate}, near, matrices=True)
         source = GateInput(module)
-        return compose([added, put_in_place(source), put_in_place(GatedProjection(out.module, source, gate))])
+        return compose(
+            [
+                added,
+                put_in_place(source),
+                put_in_place(GatedProjection(out.module, source, gate)),
+            ]
+        )
 
 
 def _own(module: SpecModule) -> Output:
     projection = module.get_submodule("o_proj")
     assert isinstance(projection, nn.Linear)
-    return Output(module=projection, features=projection.in_features, width=projection.out_features)
+    return Output(
+        module=projection,
+        features=projection.in_features,
+        width=projection.out_features,
+    )
 
 
 @final
@@ -130,10 +156,14 @@ class GatedProjection(InstanceForward):
         """Projects the gated input."""
         x = self.source.x
         if x is None:
-            raise RefusedError("output_gate: the output projection was called outside of its attention module")
+            raise RefusedError(
+                "output_gate: the output projection was called outside of its attention module"
+            )
         out, gates = args[0], self.gate(x)
         heads = out.unflatten(-1, (gates.shape[-1], -1))
-        return self.replaced(((heads * gates.to(out.dtype)[..., None]).flatten(-2), *args[1:]), kwargs)
+        return self.replaced(
+            ((heads * gates.to(out.dtype)[..., None]).flatten(-2), *args[1:]), kwargs
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -148,7 +178,11 @@ class Output:
 
 def first_tensor(args: Args, kwargs: Mapping[str, object]) -> Tensor | None:
     """Returns the first floating-point tensor among a call's arguments, which is assumed to be the hidden states."""
-    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
+    tensors = (
+        x
+        for x in (*args, *kwargs.values())
+        if isinstance(x, Tensor) and x.is_floating_point()
+    )
     return next(tensors, None)
 
 
@@ -163,7 +197,9 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
     """
     site_name = where(site)
     if not site.terms:
-        raise RefusedError(f"output_gate at {site_name}: it is not known which weights produce its heads ({site.why})")
+        raise RefusedError(
+            f"output_gate at {site_name}: it is not known which weights produce its heads ({site.why})"
+        )
     query, head = site.terms[0].query[-1], site.n_heads - 1
     trace = target.trace or traced(target.model, *target.batch, expected=True)
     weight = target.parameter(query.parameter)
@@ -172,12 +208,20 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
     if trace.called.get(id(site.module)) == 1:
         x = next((x for x in own.inputs if x.is_floating_point()), None)
     module = a = b = None
-    changed_inputs = trace.inputs_after(site, {query.parameter: _turned(weight, query, head)})
+    changed_inputs = trace.inputs_after(
+        site, {query.parameter: _turned(weight, query, head)}
+    )
     for after_attention, (before, after) in changed_inputs.items():
         if _has_matrix(after_attention) and not torch.equal(before, after):
             module, a, b = after_attention, before, after
             break
-    if module is None or a is None or b is None or x is None or a.shape[:-1] != x.shape[:-1]:
+    if (
+        module is None
+        or a is None
+        or b is None
+        or x is None
+        or a.shape[:-1] != x.shape[:-1]
+    ):
         raise RefusedError(
             f"output_gate at {site_name}: no module inside it multiplies the output of attention by a weight, token by "
             "token; the gate belongs before such an output projection"

@@ -68,12 +68,16 @@ def _observed(target: Target) -> list[str]:
 
     def note(name: str, module: nn.Module, inputs: object, output: object) -> None:
         if isinstance(output, Tensor):
-            first_outputs.setdefault(id(output), (name, output))  # inner modules end first
+            first_outputs.setdefault(
+                id(output), (name, output)
+            )  # inner modules end first
 
     with ExitStack() as hooks:
         for name, module in target.model.named_modules():
             if name and not isinstance(module, torch.jit.ScriptModule):
-                hooks.callback(module.register_forward_hook(functools.partial(note, name)).remove)
+                hooks.callback(
+                    module.register_forward_hook(functools.partial(note, name)).remove
+                )
         returned = target.returned()
     parts = tuple(returned.values()) if isinstance(returned, Mapping) else returned
     outputs = {id(x) for x in tensors(parts) if x.is_floating_point() and x.ndim > 1}
@@ -180,7 +184,11 @@ class _LossHook:
         right = g.argmin(-1, keepdim=True)
         wrong_share = p.scatter(-1, right, 0.0).sum(-1, keepdim=True)
         pushed = g.scatter(-1, right, 0.0).sum(-1, keepdim=True)
-        counts = torch.where(wrong_share > 0, pushed / wrong_share.clamp_min(torch.finfo(p.dtype).tiny), 0.0)
+        counts = torch.where(
+            wrong_share > 0,
+            pushed / wrong_share.clamp_min(torch.finfo(p.dtype).tiny),
+            0.0,
+        )
         if not self.checked and bool(torch.isfinite(g).all()) and bool((g != 0).any()):
             self._check(p, g, right, counts)
             self.checked = True
@@ -189,7 +197,9 @@ class _LossHook:
     def _check(self, p: Tensor, g: Tensor, right: Tensor, counts: Tensor) -> None:
         target = torch.zeros_like(p).scatter(-1, right, 1.0)
         off = (g - counts * (p - target)).abs().amax()
-        if not bool(off <= 0.05 * g.abs().amax()):  # low-precision gradients are inexact by a few parts in a thousand
+        if not bool(
+            off <= 0.05 * g.abs().amax()
+        ):  # low-precision gradients are inexact by a few parts in a thousand
             raise RefusedError(
                 "z_loss weighs each token as the cross-entropy of a single target does, but the gradient at the final "
                 "logits is not that of such a loss (label smoothing, distillation, a cap after it, another loss); use "
@@ -211,7 +221,9 @@ class _AddGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():  # torch's once_differentiable would let autograd.grad drop this silently
+        if (
+            torch.is_grad_enabled()
+        ):  # torch's once_differentiable would let autograd.grad drop this silently
             raise RefusedError(
                 "a loss with z_loss can be differentiated only once; remove the remedy for create_graph=True"
             )

@@ -26,7 +26,9 @@ def check_wrapper(model: nn.Module, remedies: Sequence[Remedy]) -> None:
 
     Between two passes, the parameters of such a model are empty or are parts of one vector. Stages 1 and 2 of ZeRO keep
     complete weights for the passes, so remedies that change only the passes are possible there."""
-    if (stage := dist.zero_stage(model)) and (stage == 3 or any(remedy.on_steps for remedy in remedies)):
+    if (stage := dist.zero_stage(model)) and (
+        stage == 3 or any(remedy.on_steps for remedy in remedies)
+    ):
         raise RefusedError(
             f"this model trains under DeepSpeed's ZeRO, stage {stage}, whose optimizer updates flattened pieces of the "
             "weights, in which heads cannot be found. Use torch.distributed.fsdp.fully_shard, ZeRO stage 0, or a "
@@ -57,7 +59,9 @@ def agreed(act: Callable[[], T]) -> T:
     return done
 
 
-def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handle: Handle) -> Handle:
+def check_added(
+    remedy: str, target: Target, before: Mapping[str, Tensor], handle: Handle
+) -> Handle:
     """Raises RefusedError if a remedy has added parameters whose gradients are not reduced over the processes.
 
     A wrapper reduces only the gradients of parameters that the model had when it was wrapped, whereas fully_shard can
@@ -67,10 +71,22 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handl
     old, model = {id(p) for p in before.values()}, target.model
     zero = dist.zero_stage(model) > 0
     several = zero or dist.world() > 1
-    new = {n: p for n, p in model.named_parameters() if n not in before and id(p) not in old} if several else {}
+    new = (
+        {
+            n: p
+            for n, p in model.named_parameters()
+            if n not in before and id(p) not in old
+        }
+        if several
+        else {}
+    )
     if not new:
         return handle
-    added, wrapper, reduced = [*new], "ZeRO" if zero else dist.wrapped_by(model), dist.gathered_axes(model)
+    added, wrapper, reduced = (
+        [*new],
+        "ZeRO" if zero else dist.wrapped_by(model),
+        dist.gathered_axes(model),
+    )
     if wrapper and not all(id(p) in reduced for p in new.values()):
         more = f" and {len(added) - 1} more" if len(added) > 1 else ""
         raise RefusedError(
@@ -119,7 +135,10 @@ def check_peers(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
     The stages of a pipeline have different layers and are therefore not compared."""
     if dist.world() == 1:
         return
-    description = ", ".join(f"{where(site)} of {site.n_heads} heads" for site in sites) or "no attention"
+    description = (
+        ", ".join(f"{where(site)} of {site.n_heads} heads" for site in sites)
+        or "no attention"
+    )
     peers = dist.peer_ranks(model)
     words = dist.gather_messages(WHAT, f"{' '.join(map(str, peers))}|{description}")
     for process, word in enumerate(words):
@@ -134,12 +153,19 @@ def check_peers(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
 
 
 def refused_under_zero(
-    handle: Handle, model: nn.Module, remedies: Sequence[Remedy], optimizer: Optimizer | None
+    handle: Handle,
+    model: nn.Module,
+    remedies: Sequence[Remedy],
+    optimizer: Optimizer | None,
 ) -> Handle:
     """Returns a handle of remedies that makes every step raise RefusedError if deepspeed.initialize was called later.
 
     This concerns only remedies that change optimizer steps."""
-    if optimizer is None or "deepspeed" not in sys.modules or not any(remedy.on_steps for remedy in remedies):
+    if (
+        optimizer is None
+        or "deepspeed" not in sys.modules
+        or not any(remedy.on_steps for remedy in remedies)
+    ):
         return handle
     verdict: list[RefusedError | None] = []
 
@@ -154,7 +180,9 @@ def refused_under_zero(
             raise verdict[0]
 
     hook = optimizer.register_step_pre_hook(in_real_steps(look))
-    go_first(hook)  # before the remedies read weights, of which stage 3 keeps none between passes
+    go_first(
+        hook
+    )  # before the remedies read weights, of which stage 3 keeps none between passes
 
     def undo() -> None:
         hook.remove()

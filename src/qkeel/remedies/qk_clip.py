@@ -44,7 +44,9 @@ from qkeel.remedies.saved_state import SavedState
 from qkeel.remedies.shared_maxima import SharedMaxima
 from qkeel.sites.tap import Tap
 
-Entries = dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]]  # each tensor, and the slices of it that are scaled
+Entries = dict[
+    int, tuple[Tensor, list[tuple[int, HeadSlice]]]
+]  # each tensor, and the slices of it that are scaled
 _OFF = "qk_clip failed while reading logits and has stopped clipping: {}. Training continues without it"
 
 
@@ -117,7 +119,11 @@ class QKClip(StepRemedy):
         if refusal is None and self.steps == "matched" and "lalr" in active_at(site):
             return UNDOES_MATCHED_STEPS
         by_group = self.groups == "group"
-        if refusal is not None or not site.terms or logit_factors(site, by_group=by_group) is not None:
+        if (
+            refusal is not None
+            or not site.terms
+            or logit_factors(site, by_group=by_group) is not None
+        ):
             return refusal
         return Refusal(
             "its logit is a sum of products whose weights several heads share, so no factors on the weights scale the "
@@ -129,7 +135,11 @@ class QKClip(StepRemedy):
         optimizer = innermost(target.need_optimizer(self.name))
         plan = _ClippedRows(self, target, optimizer)
         check_steps(optimizer, self.name, plan.stepped, is_scaled=False)
-        steps = _MatchedSteps(self, target, plan, optimizer) if self.steps == "matched" else None
+        steps = (
+            _MatchedSteps(self, target, plan, optimizer)
+            if self.steps == "matched"
+            else None
+        )
         clip = _Clip(self, target, plan, optimizer, steps)
 
         hooks = [
@@ -153,7 +163,9 @@ class _ClippedRows:
     def __init__(self, remedy: QKClip, target: Target, optimizer: Optimizer) -> None:
         weights = HeadWeights.of(target)
         self.stepped = weights.of_optimizer(optimizer, remedy.name)
-        self.last = 2 * sum(site.n_heads for site in target.sites)  # the index of the 1 at the end
+        self.last = 2 * sum(
+            site.n_heads for site in target.sites
+        )  # the index of the 1 at the end
         self._places: list[list[Tensor]] = []  # the indices of each entry in that row
         entries: dict[int, list[int]] = {}  # the entries of each slice
         found: Entries = {}
@@ -162,31 +174,52 @@ class _ClippedRows:
         for s, places in self.shares:
             if id(s) not in entries:
                 _check_frozen(remedy, target, s)
-                entries[id(s)] = self._enter(target, s, self.stepped[weights.place(s)], found)
+                entries[id(s)] = self._enter(
+                    target, s, self.stepped[weights.place(s)], found
+                )
             for i in entries[id(s)]:
                 self._places[i].append(places)
-        self.views = [view for tensor, shares in found.values() for view in head_views(tensor, shares)]
+        self.views = [
+            view
+            for tensor, shares in found.values()
+            for view in head_views(tensor, shares)
+        ]
         self._counts = [tables[0].shape[0] for tables in self._places]
         one = torch.tensor([[self.last]])
         self._all = stacked([*(torch.cat(tables, 1) for tables in self._places), one])
 
-    def _find_shares(self, sites: Sequence[AttentionSite]) -> Iterator[tuple[HeadSlice, Tensor]]:
+    def _find_shares(
+        self, sites: Sequence[AttentionSite]
+    ) -> Iterator[tuple[HeadSlice, Tensor]]:
         """Yields each weight that a site's γ scales, and the indices [n places] of its factors in the row."""
         first = 0
         for site, factors in zip(sites, self.factors):
             for share in factors:
-                yield share.weight, share.heads + first + (self.last // 2 if share.root else 0)
+                yield (
+                    share.weight,
+                    share.heads + first + (self.last // 2 if share.root else 0),
+                )
             first += site.n_heads
 
-    def _enter(self, target: Target, s: HeadSlice, copy: Tensor | None, entries_by_tensor: Entries) -> list[int]:
+    def _enter(
+        self,
+        target: Target,
+        s: HeadSlice,
+        copy: Tensor | None,
+        entries_by_tensor: Entries,
+    ) -> list[int]:
         """Adds a slice's weight and bias, and the copy that the optimizer updates in place of the weight.
 
         Returns the indices of the new entries."""
         numbers = []
         for rows in filter(None, (s, s.bias_of())):
             p = target.parameter(rows.parameter)
-            for tensor in [p] if copy is None or copy is p or rows is not s else [p, copy]:
-                entries_by_tensor.setdefault(id(tensor), (tensor, []))[1].append((len(self._places), rows))
+            for tensor in (
+                [p] if copy is None or copy is p or rows is not s else [p, copy]
+            ):
+                entries_by_tensor.setdefault(id(tensor), (tensor, []))[1].append(
+                    (len(self._places), rows)
+                )
             numbers.append(len(self._places))
             self._places.append([])
         return numbers
@@ -215,8 +248,15 @@ class _Clip:
         optimizer: Optimizer,
         steps: _MatchedSteps | None,
     ) -> None:
-        self.remedy, self.sites, self.plan, self.steps = remedy, target.sites, plan, steps
-        self.shared = SharedMaxima(target, self.maxima)  # it may refuse, so it precedes the tap
+        self.remedy, self.sites, self.plan, self.steps = (
+            remedy,
+            target.sites,
+            plan,
+            steps,
+        )
+        self.shared = SharedMaxima(
+            target, self.maxima
+        )  # it may refuse, so it precedes the tap
         self.tap = Tap(
             target.model,
             when_training=True,
@@ -228,12 +268,19 @@ class _Clip:
             guard=FaultGuard(_OFF),
         )
         self.tap.sites.extend(target.sites)
-        self.tap.own_alone = all(isinstance(site.module, SpecModule) for site in target.sites)  # others aren't clipped
-        self.kept: Tensor | None = None  # maxima from a step that a GradScaler skipped, -inf from other steps
+        self.tap.own_alone = all(
+            isinstance(site.module, SpecModule) for site in target.sites
+        )  # others aren't clipped
+        self.kept: Tensor | None = (
+            None  # maxima from a step that a GradScaler skipped, -inf from other steps
+        )
         self._copies: dict[int, tuple[str, ...]] = {}
         self._warned = self._warned_of_frozen = False
         self._spared = _spared(remedy.heads, target.sites)
-        own = [[target.parameter(factor.weight.parameter) for factor in factors] for factors in plan.factors]
+        own = [
+            [target.parameter(factor.weight.parameter) for factor in factors]
+            for factors in plan.factors
+        ]
         self._weights = own if remedy.frozen == "refuse" else []  # of each site
         # Statistics of the passes since the last step, once they have been read.
         self._seen: dict[str, LogitStats] | None = None
@@ -268,18 +315,24 @@ class _Clip:
             )
         # After a step the caches are cold and a torch operation takes 50 µs, so the usual case uses none.
         usual = infinite is None and not self.shared.several and self.kept is None
-        if not usual or any([self._over(stats.max_logit) for stats in statistics.values()]):  # noqa: C419
+        if not usual or any(
+            [self._over(stats.max_logit) for stats in statistics.values()]
+        ):
             self._clip(optimizer, infinite)
         self._seen = None
 
     def _over(self, top: Tensor) -> bool:
         """True if a head exceeds the threshold, or if the host would have to wait for its maximum."""
-        under = float(self.remedy.threshold).__lt__  # no loop in Python; NaN is not over
+        under = float(
+            self.remedy.threshold
+        ).__lt__  # no loop in Python; NaN is not over
         return not _readable(top) or any(map(under, top.tolist()))
 
     def _without_frozen(self, row: Tensor) -> Tensor:
         """Leaves out the maxima [heads] of sites with a weight that has been frozen since, and warns of the first."""
-        frozen = [not all(p.requires_grad for p in weights) for weights in self._weights]
+        frozen = [
+            not all(p.requires_grad for p in weights) for weights in self._weights
+        ]
         if not any(frozen):
             return row
         if not self._warned_of_frozen:
@@ -288,7 +341,9 @@ class _Clip:
                 f"qk_clip does not clip {where(self.sites[frozen.index(True)])} while a query or key weight is frozen. "
                 "With frozen=scale, it also scales frozen weights"
             )
-        heads = [torch.full((site.n_heads,), off) for site, off in zip(self.sites, frozen)]
+        heads = [
+            torch.full((site.n_heads,), off) for site, off in zip(self.sites, frozen)
+        ]
         return row.masked_fill(torch.cat(heads).to(row.device), -torch.inf)
 
     @torch.no_grad()
@@ -306,16 +361,27 @@ class _Clip:
         if infinite is not None:
             # A fused optimizer runs its hooks even if a GradScaler skips the step. This is decided on the device.
             skipped = torch.as_tensor(infinite).to(row.device) != 0
-            row, self.kept = row.masked_fill(skipped, -torch.inf), row.masked_fill(~skipped, -torch.inf)
+            row, self.kept = (
+                row.masked_fill(skipped, -torch.inf),
+                row.masked_fill(~skipped, -torch.inf),
+            )
         readable = _readable(row)
         if readable and not bool((row > self.remedy.threshold).any()):
             return
         # An infinite maximum means that training broke down; clipping by it, with γ = 0, would kill the head for good.
-        gamma = qk_clip_gamma(row.masked_fill(row.isinf(), -torch.inf), self.remedy.threshold)
+        gamma = qk_clip_gamma(
+            row.masked_fill(row.isinf(), -torch.inf), self.remedy.threshold
+        )
         values = F.pad(torch.cat([gamma, gamma.sqrt()]), (0, 1), value=1.0)
-        views = [(view, tensor) for view in self.plan.views for tensor in self._tensors(view, optimizer)]
+        views = [
+            (view, tensor)
+            for view in self.plan.views
+            for tensor in self._tensors(view, optimizer)
+        ]
         # Reading factors is cheap on a CPU. Elsewhere, waiting for them would cost more than multiplying by 1.
-        HeadRows(views, [self.plan.table(view) for view, _ in views]).scale(values, on_host=readable)
+        HeadRows(views, [self.plan.table(view) for view, _ in views]).scale(
+            values, on_host=readable
+        )
         if self.steps is not None:
             self.steps.shrink(values)
 
@@ -326,7 +392,13 @@ class _Clip:
             return [weight]
         if id(weight) not in self._copies and optimizer.state.get(weight):
             self._copies[id(weight)] = copies_in_state(optimizer, weight)
-        return [weight, *(optimizer.state[weight][name] for name in self._copies.get(id(weight), ()))]
+        return [
+            weight,
+            *(
+                optimizer.state[weight][name]
+                for name in self._copies.get(id(weight), ())
+            ),
+        ]
 
     def state(self) -> dict[str, Tensor]:
         """Returns the maxima that a skipped step carries over to the next one, and the factors on later steps.
@@ -336,14 +408,23 @@ class _Clip:
         state = {} if self.steps is None else self.steps.state()
         if self.kept is None and not self.shared.several:
             return state
-        tops = (self.shared.row({}) if self.kept is None else self.kept).split([site.n_heads for site in self.sites])
-        return {**{site.name: top.clone() for site, top in zip(self.sites, tops)}, **state}
+        tops = (self.shared.row({}) if self.kept is None else self.kept).split(
+            [site.n_heads for site in self.sites]
+        )
+        return {
+            **{site.name: top.clone() for site, top in zip(self.sites, tops)},
+            **state,
+        }
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Continues from the maxima and the factors of a checkpoint."""
         factors = [] if self.steps is None else [*self.steps.state()]
         kind = "full" if self.steps is None else "matched"
-        check_taken(values, [*factors, *(site.name for site in self.sites)], f"qk_clip with steps={kind}")
+        check_taken(
+            values,
+            [*factors, *(site.name for site in self.sites)],
+            f"qk_clip with steps={kind}",
+        )
         if self.steps is not None:
             self.steps.load(values)
         row = self.shared.row(values)
@@ -357,21 +438,32 @@ class _MatchedSteps:
     `row` holds the product for each head of each weight and then of each bias, 1 at the start.
     """
 
-    def __init__(self, remedy: QKClip, target: Target, plan: _ClippedRows, optimizer: Optimizer) -> None:
+    def __init__(
+        self, remedy: QKClip, target: Target, plan: _ClippedRows, optimizer: Optimizer
+    ) -> None:
         weights = HeadWeights.of(target)
         tables: list[list[Tensor]] = [[] for _ in weights.slices]
         biases: dict[str, tuple[HeadSlice, list[Tensor]]] = {}
         for s, places in plan.shares:
             tables[weights.place(s)].append(places)
             bias = s.bias_of()
-            if bias is not None and stepped(optimizer, target.parameter(bias.parameter)) is not None:
+            if (
+                bias is not None
+                and stepped(optimizer, target.parameter(bias.parameter)) is not None
+            ):
                 biases.setdefault(slice_name(bias), (bias, []))[1].append(places)
         tables += [table for _, table in biases.values()]
         scaled = weights.followed_by(target, [bias for bias, _ in biases.values()])
         # A weight that is never scaled, such as a shared key, has the factor 1.
-        own = [torch.cat(t, 1) if t else torch.full((n, 1), plan.last) for t, n in zip(tables, scaled.counts)]
+        own = [
+            torch.cat(t, 1) if t else torch.full((n, 1), plan.last)
+            for t, n in zip(tables, scaled.counts)
+        ]
         self._places = stacked(own)
-        self._names, self._counts = [slice_name(s) for s in scaled.slices], scaled.counts
+        self._names, self._counts = (
+            [slice_name(s) for s in scaled.slices],
+            scaled.counts,
+        )
         self._optimizer, self._scaled, self._remedy = optimizer, scaled, remedy.name
         self._tensors = scalable(optimizer, scaled, remedy.name)
         self.row = Measure(scaled, self._tensors, None).at_start()
@@ -390,7 +482,10 @@ class _MatchedSteps:
 
     def _by_name(self) -> dict[str, Tensor]:
         """Returns views of the products of each weight and bias, by its `slice_name`."""
-        return {f"steps.{name}": x for name, x in zip(self._names, self.row.split(self._counts))}
+        return {
+            f"steps.{name}": x
+            for name, x in zip(self._names, self.row.split(self._counts))
+        }
 
     def shrink(self, factors: Tensor) -> None:
         """Includes the factors of a clip, in the order of `_ClippedRows`; of several on one head, the smallest."""
@@ -411,7 +506,11 @@ class _MatchedSteps:
                     f"expected the factors of {count} heads for the steps of {name}, got {got}; load the state of the "
                     "same model and remedy"
                 )
-        self.row.copy_(torch.cat([product.to(self.row) for product in products if product is not None]))
+        self.row.copy_(
+            torch.cat(
+                [product.to(self.row) for product in products if product is not None]
+            )
+        )
         self._saved.note_loaded()
 
 
@@ -428,7 +527,12 @@ def _spared(heads: HeadsBySite | None, sites: Sequence[AttentionSite]) -> Tensor
         return None
     named = dict(heads)
     clipped = [named[site.name] or range(site.n_heads) for site in sites]
-    return torch.cat([~torch.isin(torch.arange(s.n_heads), torch.tensor([*own])) for s, own in zip(sites, clipped)])
+    return torch.cat(
+        [
+            ~torch.isin(torch.arange(s.n_heads), torch.tensor([*own]))
+            for s, own in zip(sites, clipped)
+        ]
+    )
 
 
 def _readable(tensor: Tensor) -> bool:

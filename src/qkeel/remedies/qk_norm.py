@@ -18,7 +18,13 @@ from qkeel.nn.decoder import Block
 from qkeel.nn.mla import MLA
 from qkeel.options import Count, checked
 from qkeel.remedies.base import Target, compose_all
-from qkeel.remedies.change_norm import KINDS, ChangeNorm, NormOptions, pre_norm_branches, swap
+from qkeel.remedies.change_norm import (
+    KINDS,
+    ChangeNorm,
+    NormOptions,
+    pre_norm_branches,
+    swap,
+)
 from qkeel.remedies.change_spec import ChangeSpec, known_length
 from qkeel.spec import Fixed, L2Norm, Learned, Sqrt
 from qkeel.spec.logits import Scale
@@ -42,7 +48,9 @@ class QKNorm(NormOptions):
 
     name = "qk_norm"
     line = "normalises queries and keys, so no logit can exceed what the norm's gains allow"
-    source = "Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv 2302.05442"
+    source = (
+        "Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv 2302.05442"
+    )
 
     def __post_init__(self) -> None:
         NormOptions.__post_init__(self)
@@ -68,7 +76,9 @@ class QKNorm(NormOptions):
             return Sqrt()
         use = "qk_norm with kind=l2 starts its learned scale at log₂(L² - L)"
         length = known_length(self.length, train_length, use)
-        return Learned(init=qk_norm_init(length), per="layer" if self.gain == "scalar" else "head")
+        return Learned(
+            init=qk_norm_init(length), per="layer" if self.gain == "scalar" else "head"
+        )
 
 
 @final
@@ -131,7 +141,13 @@ class Cosine(ChangeNorm):
         if self.scale is not None:
             return Fixed(self.scale)
         otherwise = ", or the scale itself, as scale=22"
-        return Fixed(cosine_scale(known_length(self.length, train_length, "cosine scales by 4 ln(L/2)", otherwise)))
+        return Fixed(
+            cosine_scale(
+                known_length(
+                    self.length, train_length, "cosine scales by 4 ln(L/2)", otherwise
+                )
+            )
+        )
 
 
 # Norms of q, k and v after the projection instead of a norm before it.
@@ -168,7 +184,11 @@ class QKVNorm(ChangeNorm):
             values = site.module.sizes.value_dim
         elif isinstance(site.module, GAU):
             values = site.module.hidden
-        if refusal is None and self.gain in ("dim", "one_plus_dim", "head_dim") and values != site.head_dim:
+        if (
+            refusal is None
+            and self.gain in ("dim", "one_plus_dim", "head_dim")
+            and values != site.head_dim
+        ):
             return Refusal(
                 f"a gain per dimension of q and k ({site.head_dim}) does not fit values of {values}",
                 "use gain none, scalar or head",
@@ -188,12 +208,25 @@ class QKVNorm(ChangeNorm):
                 yield _drop(block, "attention_norm")
                 if block.cross_attention is not None:
                     yield _drop(block, "cross_attention_norm")
-            elif isinstance(block, GAUBlock) and id(block.attention) in modules and block.norm_order == "pre":
+            elif (
+                isinstance(block, GAUBlock)
+                and id(block.attention) in modules
+                and block.norm_order == "pre"
+            ):
                 yield _drop(block, "norm")
-        foreign = [site for site in target.sites if not isinstance(site.module, SpecModule)]
+        foreign = [
+            site for site in target.sites if not isinstance(site.module, SpecModule)
+        ]
         if foreign:
-            branches = pre_norm_branches(dataclasses.replace(target, sites=foreign), f"{self.name} (drop_pre_norm)")
-            around = {(b.name, b.function): b for b in branches if b.post == "attention_post_norm"}
+            branches = pre_norm_branches(
+                dataclasses.replace(target, sites=foreign),
+                f"{self.name} (drop_pre_norm)",
+            )
+            around = {
+                (b.name, b.function): b
+                for b in branches
+                if b.post == "attention_post_norm"
+            }
             for branch in around.values():
                 yield _drop(branch.block, branch.norm)
 

@@ -46,7 +46,10 @@ class QKLearningRate(StepRemedy):
     rule = "each step: lr(W_Q) = lr(W_K) = {factor} · η, η the optimizer's rate"
 
     def apply(self, target: Target) -> Handle:
-        optimizer, weights = innermost(target.need_optimizer(self.name)), HeadWeights.of(target)
+        optimizer, weights = (
+            innermost(target.need_optimizer(self.name)),
+            HeadWeights.of(target),
+        )
         tensors = scalable(optimizer, weights, self.name)
         return scale_steps(
             optimizer,
@@ -92,7 +95,9 @@ class FrozenQK(StepRemedy):
         weights = HeadWeights.of(target)
         extras = list(_biases_and_gains(target))
         tensors = weights.of_optimizer(optimizer, self.name)
-        tensors += [stepped(optimizer, target.parameter(extra.parameter)) for extra in extras]
+        tensors += [
+            stepped(optimizer, target.parameter(extra.parameter)) for extra in extras
+        ]
         check_steps(optimizer, self.name, tensors, is_scaled=False)
         return scale_steps(
             optimizer,
@@ -116,10 +121,15 @@ def _vectors_of_norms(attention: nn.Module) -> Iterator[str]:
 
 def _biases_and_gains(target: Target) -> Iterator[HeadSlice]:
     """Returns the biases of query and key weights, and the gains and biases of norms on q and k, each of them once."""
-    gains = (gain for site in target.sites for gain in (*site.query_gains, *site.key_gains))
+    gains = (
+        gain for site in target.sites for gain in (*site.query_gains, *site.key_gains)
+    )
     biases = (bias for s in target.logit_slices() if (bias := s.bias_of()) is not None)
     slices: list[HeadSlice] = []
-    for s in (*biases, *(gain_rows for gain in gains for gain_rows in _of_gain(target, gain))):
+    for s in (
+        *biases,
+        *(gain_rows for gain in gains for gain_rows in _of_gain(target, gain)),
+    ):
         if not any(s.parameter == f.parameter and s.same(f) for f in slices):
             slices.append(s)
     return iter(slices)
@@ -130,7 +140,11 @@ def _of_gain(target: Target, gain: NormGain) -> Iterator[HeadSlice]:
     for name, index in ((gain.parameter, gain.index), (gain.bias, gain.bias_index)):
         if name is not None and index is not None:
             p = target.parameter(name)
-            yield HeadSlice(parameter=name, axis=0, index=(index // max(1, p[0].numel())).unique()[None])
+            yield HeadSlice(
+                parameter=name,
+                axis=0,
+                index=(index // max(1, p[0].numel())).unique()[None],
+            )
 
 
 @final
@@ -154,12 +168,25 @@ class QKWeightDecay(StepRemedy):
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))
         weights = HeadWeights.of(target)
-        tensors = weights.in_full_precision(optimizer, self.name, "shrinks weights by a few parts in ten thousand")
+        tensors = weights.in_full_precision(
+            optimizer, self.name, "shrinks weights by a few parts in ten thousand"
+        )
         check_steps(optimizer, self.name, tensors, is_scaled=False)
-        views = [view for _, _, views_of_tensor in views_by_tensor(tensors, weights.slices) for view in views_of_tensor]
-        rows = HeadRows([(view, view.weight) for view in views], [view.places(weights.counts) for view in views])
-        decay = DecayFactors(optimizer, tensors, weights.counts, lambda group: group["lr"] * self.decay)
-        dtype = functools.reduce(torch.promote_types, (view.weight.dtype for view in views))
+        views = [
+            view
+            for _, _, views_of_tensor in views_by_tensor(tensors, weights.slices)
+            for view in views_of_tensor
+        ]
+        rows = HeadRows(
+            [(view, view.weight) for view in views],
+            [view.places(weights.counts) for view in views],
+        )
+        decay = DecayFactors(
+            optimizer, tensors, weights.counts, lambda group: group["lr"] * self.decay
+        )
+        dtype = functools.reduce(
+            torch.promote_types, (view.weight.dtype for view in views)
+        )
 
         @torch.no_grad()
         def before(_: Optimizer) -> None:
@@ -167,7 +194,9 @@ class QKWeightDecay(StepRemedy):
             rows.scale(decay.row(lambda w: w.grad is not None, found_inf(optimizer)))
 
         hook = optimizer.register_step_pre_hook(in_real_steps(before_change(before)))
-        go_first(hook)  # before lalr and qk_lr read weights: they scale the optimizer's step
+        go_first(
+            hook
+        )  # before lalr and qk_lr read weights: they scale the optimizer's step
         return Handle(hook.remove)
 
 
@@ -206,8 +235,12 @@ class SpectralCap(StepRemedy):
         tensors = weights.in_full_precision(optimizer, self.name, "makes small changes")
         for s, p in zip(weights.slices, weights.parameters):
             check_whole(s.parameter, p, self.name)
-            rounding = 8 * torch.finfo(p.dtype).eps  # a weight that was capped before may be over the cap by that
-            if not p.requires_grad and bool((self.factors(s.heads(p.detach())) < 1 - rounding).any()):
+            rounding = (
+                8 * torch.finfo(p.dtype).eps
+            )  # a weight that was capped before may be over the cap by that
+            if not p.requires_grad and bool(
+                (self.factors(s.heads(p.detach())) < 1 - rounding).any()
+            ):
                 raise RefusedError(
                     f"spectral_cap never changes frozen weights, and {s.parameter} is frozen with a singular value "
                     f"over {self.cap:g}. Choose a larger cap, or train the weight"
@@ -215,24 +248,39 @@ class SpectralCap(StepRemedy):
         check_steps(optimizer, self.name, tensors, is_scaled=False)
         for s in weights.slices:
             for site in target.all_sites or target.sites:
-                if any(target.overlap(s, value) for value in target.value_weights(site)):
+                if any(
+                    target.overlap(s, value) for value in target.value_weights(site)
+                ):
                     raise RefusedError(
                         f"spectral_cap at {where(site)}: {s.parameter} makes values too, which the cap would change; "
                         "use qk_clip, which scales the other side of the logit"
                     )
-        owners = [(tensor, entries) for tensor, entries, _ in views_by_tensor(tensors, weights.slices)]
+        owners = [
+            (tensor, entries)
+            for tensor, entries, _ in views_by_tensor(tensors, weights.slices)
+        ]
 
         @torch.no_grad()
         def after(stepped: Optimizer, *_: object) -> None:
             infinite = found_inf(stepped)
             for p, entries in owners:
                 weight = weights.parameters[entries[0]]
-                if not weight.requires_grad and weight.grad is None and p.grad is None:  # so that no step moves it
+                if (
+                    not weight.requires_grad and weight.grad is None and p.grad is None
+                ):  # so that no step moves it
                     continue
-                shares = [(weights.slices[i], self.factors(weights.slices[i].heads(p.detach()))) for i in entries]
+                shares = [
+                    (
+                        weights.slices[i],
+                        self.factors(weights.slices[i].heads(p.detach())),
+                    )
+                    for i in entries
+                ]
                 factor = factor_per_row(shares, p)
                 if infinite is not None:
-                    factor = torch.where(torch.as_tensor(infinite).to(p.device) != 0, 1.0, factor)
+                    factor = torch.where(
+                        torch.as_tensor(infinite).to(p.device) != 0, 1.0, factor
+                    )
                 p.detach().mul_(factor.to(p.dtype))
 
         return Handle(optimizer.register_step_post_hook(in_real_steps(after)).remove)
@@ -243,5 +291,7 @@ class SpectralCap(StepRemedy):
         parts = wider.flatten(0, 1)[None] if self.per == "matrix" else wider
         finite = parts.isfinite().flatten(1).all(1)
         sigma = spectral_norm(torch.where(finite[:, None, None], parts, 0.0))
-        factor = torch.where(sigma > self.cap, self.cap / sigma.clamp_min(self.cap), 1.0)
+        factor = torch.where(
+            sigma > self.cap, self.cap / sigma.clamp_min(self.cap), 1.0
+        )
         return factor.expand(len(heads))

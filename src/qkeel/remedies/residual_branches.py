@@ -17,7 +17,14 @@ from qkeel.kernels.contract import Refusal
 from qkeel.nn.decoder import Block
 from qkeel.remedies.added_parameters import join
 from qkeel.remedies.base import Remedy, Target, compose_all, inside
-from qkeel.remedies.change_norm import Branch, ModuleOutput, of_first, ordered, pre_norm_branches, swap
+from qkeel.remedies.change_norm import (
+    Branch,
+    ModuleOutput,
+    of_first,
+    ordered,
+    pre_norm_branches,
+    swap,
+)
 
 
 @final
@@ -31,18 +38,23 @@ class SwinNorm(Remedy):
 
     name = "swin_norm"
     line = "moves the norms of a pre-norm block from before attention and MLP to after them"
-    source = (
-        "Swin V2, arXiv 2111.09883, section 3.2; Chameleon, arXiv 2405.09818, section 2.3; OLMo 2, arXiv 2501.00656"
-    )
+    source = "Swin V2, arXiv 2111.09883, section 3.2; Chameleon, arXiv 2405.09818, section 2.3; OLMo 2, arXiv 2501.00656"
     rule = "branches x + N(F(x)) in place of x + F(N(x)), with the same norms N"
 
     def holds(self, site: AttentionSite) -> Refusal | None:
         if site.spec.norm.sides == "qkv":
-            return Refusal("qkv_norm drops the norm before attention, which this remedy moves", "use one of the two")
+            return Refusal(
+                "qkv_norm drops the norm before attention, which this remedy moves",
+                "use one of the two",
+            )
         return None
 
     def apply(self, target: Target) -> Handle:
-        return compose_all(part for b in pre_norm_branches(target, self.name) for part in _norm_behind(b))
+        return compose_all(
+            part
+            for b in pre_norm_branches(target, self.name)
+            for part in _norm_behind(b)
+        )
 
 
 def _norm_behind(branch: Branch) -> Iterator[Handle]:
@@ -63,18 +75,31 @@ class PeriNorm(Remedy):
     name = "peri_norm"
     line = "adds norms after attention and MLP of a pre-norm block"
     source = "Peri-LN, arXiv 2502.02732; Gemma 2, arXiv 2408.00118"
-    rule = "branches x + N'(F(N(x))) in place of x + F(N(x)), N' an RMS norm with a gain"
+    rule = (
+        "branches x + N'(F(N(x))) in place of x + F(N(x)), N' an RMS norm with a gain"
+    )
 
     def apply(self, target: Target) -> Handle:
-        return compose_all(part for b in pre_norm_branches(target, self.name) for part in _added(b, target))
+        return compose_all(
+            part
+            for b in pre_norm_branches(target, self.name)
+            for part in _added(b, target)
+        )
 
 
 def _added(branch: Branch, target: Target) -> Iterator[Handle]:
-    near = next(branch.block.get_submodule(branch.norm).parameters(), next(branch.block.parameters()))
+    near = next(
+        branch.block.get_submodule(branch.norm).parameters(),
+        next(branch.block.parameters()),
+    )
     norm = nn.RMSNorm(branch.width, eps=1e-6, device=near.device, dtype=near.dtype)
     norm.train(branch.block.training)
     yield branch.post_norm(norm)
-    yield join(target.optimizer, {inside(branch.name, f"{branch.post}.weight"): norm.weight}, near)
+    yield join(
+        target.optimizer,
+        {inside(branch.name, f"{branch.post}.weight"): norm.weight},
+        near,
+    )
     yield ordered(branch.block, "peri")
 
 
@@ -103,7 +128,11 @@ class Dropout(Remedy):
 
     def apply(self, target: Target) -> Handle:
         return compose_all(
-            Handle(module.register_forward_hook(functools.partial(_dropped, self.rate)).remove)
+            Handle(
+                module.register_forward_hook(
+                    functools.partial(_dropped, self.rate)
+                ).remove
+            )
             for module in _branches(target, self.name)
         )
 
@@ -113,15 +142,26 @@ def _branches(target: Target, remedy: str) -> list[nn.Module]:
 
     qkeel's own blocks may have any norm order; other blocks must be pre-norm."""
     around = {id(site.module) for site in target.sites}
-    blocks = [m for m in target.model.modules() if isinstance(m, Block) and id(m.attention) in around]
+    blocks = [
+        m
+        for m in target.model.modules()
+        if isinstance(m, Block) and id(m.attention) in around
+    ]
     attentions = [
-        branch for block in blocks for branch in (block.attention, block.cross_attention) if branch is not None
+        branch
+        for block in blocks
+        for branch in (block.attention, block.cross_attention)
+        if branch is not None
     ]
     if len(attentions) == len(around):
         return [*attentions, *(block.mlp for block in blocks)]
-    return [b.block.get_submodule(b.function) for b in pre_norm_branches(target, remedy)]
+    return [
+        b.block.get_submodule(b.function) for b in pre_norm_branches(target, remedy)
+    ]
 
 
-def _dropped(rate: float, module: nn.Module, inputs: object, output: ModuleOutput) -> ModuleOutput:
+def _dropped(
+    rate: float, module: nn.Module, inputs: object, output: ModuleOutput
+) -> ModuleOutput:
     """A forward hook that applies dropout to the first output."""
     return of_first(output, lambda x: F.dropout(x, rate, module.training))

@@ -13,7 +13,9 @@ from qkeel.errors import caution
 from qkeel.patching.optimizers import in_real_steps
 
 GROUP_KEY = "qkeel"  # of the entry in the first parameter group: the state of each remedy by name
-_LIVE: weakref.WeakKeyDictionary[Optimizer, set[str]] = weakref.WeakKeyDictionary()  # the states in use, by name
+_LIVE: weakref.WeakKeyDictionary[Optimizer, set[str]] = (
+    weakref.WeakKeyDictionary()
+)  # the states in use, by name
 
 
 @final
@@ -43,7 +45,11 @@ class SavedState:
     """
 
     def __init__(
-        self, optimizer: Optimizer, remedy: str, values: Mapping[str, Tensor], after_load: Callable[[], None]
+        self,
+        optimizer: Optimizer,
+        remedy: str,
+        values: Mapping[str, Tensor],
+        after_load: Callable[[], None],
     ) -> None:
         self._optimizer, self._remedy = weakref.ref(optimizer), remedy
         self._values, self._after_load = dict(values), after_load

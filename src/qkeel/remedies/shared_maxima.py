@@ -26,13 +26,19 @@ class SharedMaxima:
     pipeline run different layers, even if these have the same names, so each stage has its own part of the row.
     """
 
-    def __init__(self, target: Target, maxima: Callable[[], Mapping[str, Tensor]] = lambda: {}) -> None:
+    def __init__(
+        self, target: Target, maxima: Callable[[], Mapping[str, Tensor]] = lambda: {}
+    ) -> None:
         """Sets up the exchange; `maxima` returns the maxima that this process has measured since the last step."""
         self._sites, self._maxima = target.sites, maxima
         self._counts = [site.n_heads for site in target.sites]
         self._nothing = torch.full((sum(self._counts),), -torch.inf)
-        self._first: dict[str, int] = {}  # this process's first head at each site of which it has a part of the heads
-        self._before = self._behind = 0  # counts of other layers' values around this process's in the row of all layers
+        self._first: dict[
+            str, int
+        ] = {}  # this process's first head at each site of which it has a part of the heads
+        self._before = self._behind = (
+            0  # counts of other layers' values around this process's in the row of all layers
+        )
         self.several = False  # whether other processes run the same layers
         self._dtype = torch.float32  # the dtype in which the maxima are reduced
         if dist.world() > 1:
@@ -44,13 +50,25 @@ class SharedMaxima:
             "peers": dist.peer_ranks(target.model),
             "sites": [(site.name, site.n_heads) for site in target.sites],
             "weights": self._fingerprint(target),
-            "double": any(target.parameter(x.parameter).dtype == torch.float64 for x in target.logit_slices()),
+            "double": any(
+                target.parameter(x.parameter).dtype == torch.float64
+                for x in target.logit_slices()
+            ),
         }
-        words = [json.loads(word) for word in dist.gather_messages(WHAT, json.dumps(message))]
-        self._dtype = torch.float64 if any(word["double"] for word in words) else torch.float32
-        fingerprints = [word["weights"] and f"{word['weights']} {word['sites']}" for word in words]
+        words = [
+            json.loads(word) for word in dist.gather_messages(WHAT, json.dumps(message))
+        ]
+        self._dtype = (
+            torch.float64 if any(word["double"] for word in words) else torch.float32
+        )
+        fingerprints = [
+            word["weights"] and f"{word['weights']} {word['sites']}" for word in words
+        ]
         groups = dist.groups_of_models([word["peers"] for word in words], fingerprints)
-        lengths = {group: sum(n for _, n in words[group]["sites"]) for group in sorted(set(groups))}
+        lengths = {
+            group: sum(n for _, n in words[group]["sites"])
+            for group in sorted(set(groups))
+        }
         mine = groups[dist.rank()]
         self._before = sum(n for group, n in lengths.items() if group < mine)
         self._behind = sum(n for group, n in lengths.items() if group > mine)
@@ -61,7 +79,9 @@ class SharedMaxima:
         """Returns a checksum of the weights, or "" if a wrapper or mesh shows which processes run the same layers."""
         if len(dist.peer_ranks(target.model)) > 1:
             return ""
-        return dist.fingerprint(target.model, [s.parameter for s in target.logit_slices()])
+        return dist.fingerprint(
+            target.model, [s.parameter for s in target.logit_slices()]
+        )
 
     def row(self, maxima: Mapping[str, Tensor]) -> Tensor:
         """Returns the maxima of all sites in one row on one device, with -inf for heads that were not observed here."""
@@ -70,16 +90,27 @@ class SharedMaxima:
         device = next(iter(maxima.values())).device
         self._nothing = self._nothing.to(device)
         nothing = self._nothing.split(self._counts)
-        return torch.cat([self._placed(site, maxima, none) for site, none in zip(self._sites, nothing)])
+        return torch.cat(
+            [
+                self._placed(site, maxima, none)
+                for site, none in zip(self._sites, nothing)
+            ]
+        )
 
-    def _placed(self, site: AttentionSite, maxima: Mapping[str, Tensor], nothing: Tensor) -> Tensor:
+    def _placed(
+        self, site: AttentionSite, maxima: Mapping[str, Tensor], nothing: Tensor
+    ) -> Tensor:
         top = maxima.get(site.name)
         if top is None:
             return nothing
         if len(top) == site.n_heads:
             return top.to(nothing.device)
         first = self._first[site.name]
-        return F.pad(top.to(nothing.device), (first, site.n_heads - first - len(top)), value=-torch.inf)
+        return F.pad(
+            top.to(nothing.device),
+            (first, site.n_heads - first - len(top)),
+            value=-torch.inf,
+        )
 
     def _place_heads(self, target: Target) -> None:
         """Finds the first of this process's heads at each site that tensor parallelism has split.

@@ -49,15 +49,23 @@ class SpectralScale(nn.Module):
         # computing them from u.
         self.register_buffer("pass_left", left, persistent=False)
         self.register_buffer("pass_right", right.clone(), persistent=False)
-        sigma = _sigma(weight.detach(), left, right)[None]  # one dimension, since fully_shard accepts no scalars
+        sigma = _sigma(weight.detach(), left, right)[
+            None
+        ]  # one dimension, since fully_shard accepts no scalars
         # γ starts at σ exactly as the forward computes it, so γ/σ is 1 and the weight is unchanged bit for bit.
         gamma = sigma if init == "keep" else torch.ones_like(sigma)
-        self.gamma = nn.Parameter(gamma, requires_grad=weight.requires_grad)  # γ would train a frozen layer
+        self.gamma = nn.Parameter(
+            gamma, requires_grad=weight.requires_grad
+        )  # γ would train a frozen layer
 
     def iterate(self, weight: Tensor) -> None:
         """Makes one step of power iteration, at the start of a training forward."""
         left, right = _power_step(weight, self.right)
-        for buffer, vector in ((self.pass_left, left), (self.pass_right, right), (self.right, right)):
+        for buffer, vector in (
+            (self.pass_left, left),
+            (self.pass_right, right),
+            (self.right, right),
+        ):
             buffer.copy_(vector)
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -111,7 +119,11 @@ class PowerIteration:
         hooks = [
             model.register_forward_pre_hook(self.before_pass),
             model.register_forward_hook(self.after_pass),
-            *(layer.register_forward_pre_hook(self.before_layer) for layer in self.layers if layer is not model),
+            *(
+                layer.register_forward_pre_hook(self.before_layer)
+                for layer in self.layers
+                if layer is not model
+            ),
         ]
         return compose(Handle(hook.remove) for hook in hooks)
 
@@ -133,7 +145,12 @@ class PowerIteration:
 
     def before_layer(self, layer: nn.Module, _: object) -> None:
         """Makes the step of a layer that runs outside a pass of the model."""
-        if layer.training and not torch.compiler.is_compiling() and not self.is_in_pass and not recomputing():
+        if (
+            layer.training
+            and not torch.compiler.is_compiling()
+            and not self.is_in_pass
+            and not recomputing()
+        ):
             _iterate(layer)
 
 
@@ -142,7 +159,9 @@ def _iterate(layer: nn.Module) -> None:
         scale = parametrizations[0]
         if isinstance(scale, SpectralScale) and scale.training:
             # Between passes, fully_shard keeps only a part of the weight on each process.
-            scale.iterate(dist.whole(parametrizations.get_parameter("original").detach()))
+            scale.iterate(
+                dist.whole(parametrizations.get_parameter("original").detach())
+            )
 
 
 def _top_right(weight: Tensor) -> Tensor:
@@ -152,7 +171,9 @@ def _top_right(weight: Tensor) -> Tensor:
         vector = w.mT @ torch.linalg.eigh(w @ w.mT).eigenvectors[:, -1]
     else:
         vector = torch.linalg.eigh(w.mT @ w).eigenvectors[:, -1]
-    return nn.functional.normalize(vector, dim=0).to(device=weight.device, dtype=wide(weight.dtype))
+    return nn.functional.normalize(vector, dim=0).to(
+        device=weight.device, dtype=wide(weight.dtype)
+    )
 
 
 @final
@@ -187,7 +208,14 @@ class SigmaReparam(Remedy):
         for name, (layer, weights) in layers.items():
             for weight in weights:
                 _check(name, layer, weight)
-        _check_logits(target, {id(p) for layer, weights in layers.values() for p in map(layer.get_parameter, weights)})
+        _check_logits(
+            target,
+            {
+                id(p)
+                for layer, weights in layers.values()
+                for p in map(layer.get_parameter, weights)
+            },
+        )
         handle = compose_all(self._changes(layers, target))
 
         def undo() -> None:
@@ -201,7 +229,9 @@ class SigmaReparam(Remedy):
 
         return Handle(undo)
 
-    def _changes(self, layers: Mapping[str, tuple[nn.Module, list[str]]], target: Target) -> Iterator[Handle]:
+    def _changes(
+        self, layers: Mapping[str, tuple[nn.Module, list[str]]], target: Target
+    ) -> Iterator[Handle]:
         gains: dict[str, nn.Parameter] = {}
         near = [layer.get_parameter(weights[0]) for layer, weights in layers.values()]
         groups = [] if target.optimizer is None else target.optimizer.param_groups
@@ -211,10 +241,14 @@ class SigmaReparam(Remedy):
             for weight, scale in scales.items():
                 # An optimizer that holds a frozen weight would train it once it is unfrozen, and so it must γ.
                 if scale.gamma.requires_grad or id(stored(layer)[weight]) in held:
-                    gains[inside(name, f"parametrizations.{weight}.0.gamma")] = scale.gamma
+                    gains[inside(name, f"parametrizations.{weight}.0.gamma")] = (
+                        scale.gamma
+                    )
             yield handle
         if layers:
-            yield PowerIteration(layer for layer, _ in layers.values()).register(target.model)
+            yield PowerIteration(layer for layer, _ in layers.values()).register(
+                target.model
+            )
             yield join(target.optimizer, gains, near[0])
 
 
@@ -239,7 +273,9 @@ def _check(name: str, layer: nn.Module, parameter: str) -> None:
             f"sigma_reparam: {description} of {name} is already reparametrised; remove that parametrisation first"
         )
     if not bool(torch.isfinite(weight).all()):
-        raise NonFiniteError(f"sigma_reparam: {description} of {name} holds NaN or infinity; load finite weights")
+        raise NonFiniteError(
+            f"sigma_reparam: {description} of {name} holds NaN or infinity; load finite weights"
+        )
     if not bool(weight.any()):
         raise RefusedError(
             f"sigma_reparam: {description} of {name} is all zeros, so it has no direction to scale; initialise "
@@ -264,18 +300,34 @@ def _multiplies(module: nn.Module) -> bool:
     """True if a module other than nn.Linear computes x W + b (transformers' Conv1D), tested on two random rows."""
     weight, bias = (parameters_of(module).get(name) for name in ("weight", "bias"))
     names = {name for name, p in parameters_of(module).items() if p is not None}
-    if weight is None or weight.ndim != 2 or not names <= {"weight", "bias"} or any(module.children()):
+    if (
+        weight is None
+        or weight.ndim != 2
+        or not names <= {"weight", "bias"}
+        or any(module.children())
+    ):
         return False
-    if isinstance(module, nn.Embedding) or weight.is_meta or not weight.is_floating_point():
+    if (
+        isinstance(module, nn.Embedding)
+        or weight.is_meta
+        or not weight.is_floating_point()
+    ):
         return False
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(2, weight.shape[0], generator=rng).to(weight)
     try:
         with torch.no_grad():
-            got, want = module(x), x @ weight if bias is None else torch.addmm(bias, x, weight)
+            got, want = (
+                module(x),
+                x @ weight if bias is None else torch.addmm(bias, x, weight),
+            )
     except Exception:  # the module takes other inputs
         return False
-    return isinstance(got, Tensor) and got.shape == want.shape and bool(torch.allclose(got, want, rtol=1e-3, atol=1e-4))
+    return (
+        isinstance(got, Tensor)
+        and got.shape == want.shape
+        and bool(torch.allclose(got, want, rtol=1e-3, atol=1e-4))
+    )
 
 
 def _reparametrise(
@@ -283,7 +335,9 @@ def _reparametrise(
 ) -> tuple[dict[str, SpectralScale], Handle]:
     names = list(parameters_of(layer))
     cls, attributes = layer.__class__, set(layer.__dict__)
-    scales = {weight: SpectralScale(layer.get_parameter(weight), init) for weight in weights}
+    scales = {
+        weight: SpectralScale(layer.get_parameter(weight), init) for weight in weights
+    }
     _register(layer, scales)
 
     def undo() -> None:
@@ -314,13 +368,22 @@ def _scaled(layer: nn.Module) -> dict[str, parametrize.ParametrizationList]:
 
 
 def _scales(layer: nn.Module) -> dict[str, SpectralScale]:
-    first_by_name = {name: parametrizations[0] for name, parametrizations in _scaled(layer).items()}
-    return {name: scale for name, scale in first_by_name.items() if isinstance(scale, SpectralScale)}
+    first_by_name = {
+        name: parametrizations[0] for name, parametrizations in _scaled(layer).items()
+    }
+    return {
+        name: scale
+        for name, scale in first_by_name.items()
+        if isinstance(scale, SpectralScale)
+    }
 
 
 def stored(layer: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the trained weights of a layer under the remedy, by name; {} for other layers."""
-    return {name: parametrizations.get_parameter("original") for name, parametrizations in _scaled(layer).items()}
+    return {
+        name: parametrizations.get_parameter("original")
+        for name, parametrizations in _scaled(layer).items()
+    }
 
 
 def _register(layer: nn.Module, scales: Mapping[str, SpectralScale]) -> None:
@@ -334,10 +397,17 @@ def _register(layer: nn.Module, scales: Mapping[str, SpectralScale]) -> None:
 def _reduced(layer: nn.Module, protocol: object) -> tuple[object, ...]:
     """Pickles a layer as its original class, its stored weights and their scales."""
     state = state_without(layer, "parametrizations")
-    return _restored, (layer.__class__.__bases__[0], state, stored(layer), _scales(layer))
+    return _restored, (
+        layer.__class__.__bases__[0],
+        state,
+        stored(layer),
+        _scales(layer),
+    )
 
 
-def _restored(cls: type[nn.Module], state: dict[str, object], weights: Any, scales: Any) -> nn.Module:
+def _restored(
+    cls: type[nn.Module], state: dict[str, object], weights: Any, scales: Any
+) -> nn.Module:
     layer = object.__new__(cls)
     layer.__dict__.update(state)
     _put_back(layer, weights)

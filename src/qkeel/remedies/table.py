@@ -22,7 +22,12 @@ from qkeel.remedies.output_gate import OutputGate
 from qkeel.remedies.output_head import FinalSoftcap, ZLoss
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.qk_norm import Cosine, KeyNorm, QKNorm, QKVNorm, QueryNorm
-from qkeel.remedies.qk_weights import FrozenQK, QKLearningRate, QKWeightDecay, SpectralCap
+from qkeel.remedies.qk_weights import (
+    FrozenQK,
+    QKLearningRate,
+    QKWeightDecay,
+    SpectralCap,
+)
 from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
 
@@ -77,7 +82,9 @@ def remedies() -> dict[str, str]:
     return {name: f"{cls.line} [{cls.source}]" for name, cls in REMEDIES.items()}
 
 
-def parse(remedy: RemedySpec, **options: float | int | bool | str) -> tuple[Remedy, ...]:
+def parse(
+    remedy: RemedySpec, **options: float | int | bool | str
+) -> tuple[Remedy, ...]:
     """Returns Remedy objects from a spec string ("lalr:tau=0.1+qk_clip"), a Remedy, or a list of both.
 
     Keyword options are allowed only if a string names a single remedy, to which they apply.
@@ -96,7 +103,9 @@ def parse(remedy: RemedySpec, **options: float | int | bool | str) -> tuple[Reme
     if isinstance(remedy, str):
         terms = parse_terms(remedy)
         if options and len(terms) > 1:
-            raise InvalidTypeError(f"{remedy!r} names {len(terms)} remedies; write the options into the string")
+            raise InvalidTypeError(
+                f"{remedy!r} names {len(terms)} remedies; write the options into the string"
+            )
         return tuple(_make(term, options) for term in terms)
     if not isinstance(remedy, Sequence):
         raise InvalidTypeError(
@@ -127,15 +136,22 @@ def note(text: str) -> Note:
         'Zuhri et al. 2025, arXiv 2504.20966, equation 5'
     """
     remedies = parse(text)
-    return Note("; ".join(r.line for r in remedies), "; ".join(dict.fromkeys(r.source for r in remedies)))
+    return Note(
+        "; ".join(r.line for r in remedies),
+        "; ".join(dict.fromkeys(r.source for r in remedies)),
+    )
 
 
 def _make(term: Term, options: dict[str, float | int | bool | str]) -> Remedy:
     name = ALIASES.get(term.name, term.name)
-    cls = lookup("remedy", {**REMEDIES, **{a: REMEDIES[n] for a, n in ALIASES.items()}}, name)
+    cls = lookup(
+        "remedy", {**REMEDIES, **{a: REMEDIES[n] for a, n in ALIASES.items()}}, name
+    )
     return build(f"remedy {name!r}", cls, {**term.options, **options})
 
 
 def _no_options(options: dict[str, float | int | bool | str], named: object) -> None:
     if options:
-        raise InvalidTypeError(f"options {sorted(options)} need a remedy named by a string, got {named!r}")
+        raise InvalidTypeError(
+            f"options {sorted(options)} need a remedy named by a string, got {named!r}"
+        )

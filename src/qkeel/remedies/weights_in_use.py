@@ -21,7 +21,11 @@ from qkeel.remedies.base import Target
 from qkeel.remedies.head_weights import WEIGHT_IN_USE, StepRemedy, WeightInUse
 from qkeel.remedies.sigma_reparam import stored
 
-_WEIGHT_HOOKS = (SpectralNorm, WeightNorm, prune.BasePruningMethod)  # each stores its weight's name in a string
+_WEIGHT_HOOKS = (
+    SpectralNorm,
+    WeightNorm,
+    prune.BasePruningMethod,
+)  # each stores its weight's name in a string
 
 
 def check_weights_in_use(target: Target, remedy: StepRemedy) -> None:
@@ -52,7 +56,9 @@ def check_weights_in_use(target: Target, remedy: StepRemedy) -> None:
 Hook = Callable[[nn.Module, tuple[()]], object]
 
 
-def _computed(model: nn.Module, parameter: str) -> tuple[nn.Module, str, Hook | None] | None:
+def _computed(
+    model: nn.Module, parameter: str
+) -> tuple[nn.Module, str, Hook | None] | None:
     """Returns the module that uses a weight computed from a parameter, the attribute that holds the weight in use, and
     the hook that computes it, if it is one of torch's; None if the parameter itself is in use."""
     owner, is_parametrized, original = parameter.partition(".parametrizations.")
@@ -69,13 +75,19 @@ def _computed(model: nn.Module, parameter: str) -> tuple[nn.Module, str, Hook | 
         # A hook of somebody else leaves its result in a plain attribute. It may do more, so it is not tried.
         held = parameters_of(layer)[local]
         for attribute, value in vars(layer).items():
-            if isinstance(value, Tensor) and held is not None and value.shape == held.shape:
+            if (
+                isinstance(value, Tensor)
+                and held is not None
+                and value.shape == held.shape
+            ):
                 return layer, attribute, None
     return None
 
 
 @torch.no_grad()
-def _relation(layer: nn.Module, attribute: str, hook: Hook | None, model: nn.Module, s: HeadSlice) -> WeightInUse:
+def _relation(
+    layer: nn.Module, attribute: str, hook: Hook | None, model: nn.Module, s: HeadSlice
+) -> WeightInUse:
     """Returns how a layer's weight in use follows the stored one, by scaling its heads by different factors."""
     owner, _, local = s.parameter.rpartition(".")
     held: MutableMapping[str, Any] = parameters_of(model.get_submodule(owner))
@@ -95,19 +107,25 @@ def _relation(layer: nn.Module, attribute: str, hook: Hook | None, model: nn.Mod
     with _evaluating(layer):
         before = in_use()
         # Another parameter takes its place, because a pending backward pass may need the values of this one.
-        held[local] = nn.Parameter(parameter.detach() * s.expand(factors.to(parameter), parameter))
+        held[local] = nn.Parameter(
+            parameter.detach() * s.expand(factors.to(parameter), parameter)
+        )
         try:
             after = in_use()
         finally:
             held[local] = parameter
     expected = before * s.expand(factors.to(before), before)
     tolerance = 1e-4 * float(before.abs().max())
-    if after.shape != expected.shape or not torch.allclose(after, expected, rtol=1e-4, atol=tolerance):
+    if after.shape != expected.shape or not torch.allclose(
+        after, expected, rtol=1e-4, atol=tolerance
+    ):
         return "is not scaled with"
     if torch.equal(before, parameter):
         return "is"
     multiple = (before * parameter).sum() / parameter.square().sum()
-    is_multiple = torch.allclose(before, multiple * parameter, rtol=1e-4, atol=tolerance)
+    is_multiple = torch.allclose(
+        before, multiple * parameter, rtol=1e-4, atol=tolerance
+    )
     return "is a multiple of" if is_multiple else "is scaled with"
 
 

@@ -25,7 +25,11 @@ class Difference:
     def interval(self) -> str:
         """Returns the interval and the number of seeds in words."""
         if self.effect is None:
-            return "one seed, no interval" if math.isfinite(self.mean) else "a value is not finite"
+            return (
+                "one seed, no interval"
+                if math.isfinite(self.mean)
+                else "a value is not finite"
+            )
         if math.isinf(self.effect.high):
             return f"the same in each of {h.count(self.n, 'seed')}"
         return f"{h.signed(self.effect.low)} to {h.signed(self.effect.high)}, {h.count(self.n, 'seed')}"
@@ -36,7 +40,9 @@ class Difference:
         return self.effect is not None and self.effect.verdict in ("better", "worse")
 
 
-def difference(above: Mapping[int, float], below: Mapping[int, float]) -> Difference | None:
+def difference(
+    above: Mapping[int, float], below: Mapping[int, float]
+) -> Difference | None:
     """Returns the mean of `above` - `below` over the seeds that both have, or None if there are no such seeds.
 
     The same seed means the same initial weights and batches, so pairing removes the variance between seeds.
@@ -74,13 +80,19 @@ class Cell:
 
     def values(self, name: str) -> dict[int, float]:
         """Returns a number of the table by seed."""
-        return {run.seed: run.row[name] for run in self.runs if run.row is not None and run.row.get(name) is not None}
+        return {
+            run.seed: run.row[name]
+            for run in self.runs
+            if run.row is not None and run.row.get(name) is not None
+        }
 
     @property
     def max_logit(self) -> float:
         """The largest attention logit of all runs, NaN if one is."""
         logits = list(self.values("max_logit").values())
-        return math.nan if any(map(math.isnan, logits)) else max(logits, default=math.nan)
+        return (
+            math.nan if any(map(math.isnan, logits)) else max(logits, default=math.nan)
+        )
 
     @property
     def collapsed(self) -> int:
@@ -94,12 +106,26 @@ def cells(study: StudyData) -> list[Cell]:
     for name, part_of_study in study.parts().items():
         for remedy in study.remedies:
             for lr in part_of_study.lrs():
-                runs = [run for run in part_of_study.finished if run.remedy == remedy and run.lr == lr]
-                same_rate = [run for run in part_of_study.finished if run.remedy == study.baseline and run.lr == lr]
-                baseline = Cell(part=name, remedy=study.baseline, lr=lr, runs=same_rate).values("val_loss")
+                runs = [
+                    run
+                    for run in part_of_study.finished
+                    if run.remedy == remedy and run.lr == lr
+                ]
+                same_rate = [
+                    run
+                    for run in part_of_study.finished
+                    if run.remedy == study.baseline and run.lr == lr
+                ]
+                baseline = Cell(
+                    part=name, remedy=study.baseline, lr=lr, runs=same_rate
+                ).values("val_loss")
                 if runs:
                     cell = Cell(part=name, remedy=remedy, lr=lr, runs=runs)
-                    gain = None if remedy == study.baseline else difference(baseline, cell.values("val_loss"))
+                    gain = (
+                        None
+                        if remedy == study.baseline
+                        else difference(baseline, cell.values("val_loss"))
+                    )
                     table.append(dataclasses.replace(cell, gain=gain))
     return table
 
@@ -122,7 +148,9 @@ def primary_cell(study: StudyData) -> tuple[Cell, Cell] | None:
         rates = sorted(below, key=lambda lr: _mean_loss(below[lr]))
     for lr in rates:
         for cell in table:
-            is_compared = cell.remedy == named["remedy"] if named else cell.remedy != baseline
+            is_compared = (
+                cell.remedy == named["remedy"] if named else cell.remedy != baseline
+            )
             if is_compared and cell.lr == lr and lr in below:
                 gain = difference(below[lr].values("val_loss"), cell.values("val_loss"))
                 if gain is not None:
@@ -166,13 +194,32 @@ def long_cells(study: StudyData) -> list[LongCell]:
         for form in study.remedies:
             for run in part_of_study.runs:
                 for line in run.long if run.remedy == form else ():
-                    if line.get("kept_nonrepeat") is not None:  # else the form refused the method
+                    if (
+                        line.get("kept_nonrepeat") is not None
+                    ):  # else the form refused the method
                         key = (form, str(line["posthoc"]), int(line["test_length"]))
                         for field, value in line.items():
                             if isinstance(value, float):
-                                measured.setdefault(key, {}).setdefault(field, {})[run.seed] = value
+                                measured.setdefault(key, {}).setdefault(field, {})[
+                                    run.seed
+                                ] = value
         for (form, method, length), values in measured.items():
-            kept = measured.get((study.baseline, method, length), {}).get("kept_nonrepeat", {})
-            gain = None if form == study.baseline else difference(values["kept_nonrepeat"], kept)
-            table.append(LongCell(part=name, form=form, method=method, length=length, values=values, gain=gain))
+            kept = measured.get((study.baseline, method, length), {}).get(
+                "kept_nonrepeat", {}
+            )
+            gain = (
+                None
+                if form == study.baseline
+                else difference(values["kept_nonrepeat"], kept)
+            )
+            table.append(
+                LongCell(
+                    part=name,
+                    form=form,
+                    method=method,
+                    length=length,
+                    values=values,
+                    gain=gain,
+                )
+            )
     return table

@@ -23,7 +23,16 @@ FORMATS = ("pdf", "svg", "png")
 WIDTH = 3.3  # inches: one column of a two-column page
 _RATIO = 0.68  # height / width
 # Colours of Okabe and Ito (2008), which red-green colour-blind readers can distinguish.
-_COLOURS = ("#5a6169", "#0072b2", "#d55e00", "#009e73", "#b65a94", "#d99a00", "#56b4e9", "#7a5230")
+_COLOURS = (
+    "#5a6169",
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#b65a94",
+    "#d99a00",
+    "#56b4e9",
+    "#7a5230",
+)
 _STYLE = {
     "font.size": 8,
     "axes.labelsize": 8,
@@ -73,7 +82,9 @@ def figures(
     for file_format in formats:
         check_known("format of figures", file_format, FORMATS)
     if not 0.5 <= width <= 50:
-        raise InvalidValueError(f"expected a width from 0.5 to 50 inches, got {width:g}")
+        raise InvalidValueError(
+            f"expected a width from 0.5 to 50 inches, got {width:g}"
+        )
     with needed("figures", "'qkeel[plot]'"):
         from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
@@ -100,13 +111,17 @@ def figures(
     return written
 
 
-Drawing = Iterator[tuple[str, Foreign]]  # the name of a figure, and a function that draws it on Axes
+Drawing = Iterator[
+    tuple[str, Foreign]
+]  # the name of a figure, and a function that draws it on Axes
 
 
 def _of_watched(run: Watched) -> Drawing:
     if not run.records:
         return
-    names = [f"layer {name}" if name.isdigit() else name for name in short_names(run.layers)]
+    names = [
+        f"layer {name}" if name.isdigit() else name for name in short_names(run.layers)
+    ]
     labels = {
         "max_logit": "largest attention logit (nats)",
         "entropy": "attention entropy (nats)",
@@ -120,13 +135,29 @@ def _of_watched(run: Watched) -> Drawing:
                 "lines": fold_heads(field, run.heads.values[field]),
                 "names": names,
             }
-            yield field, functools.partial(_layers, **about, label=label, alarm=field == "max_logit")
+            yield (
+                field,
+                functools.partial(
+                    _layers, **about, label=label, alarm=field == "max_logit"
+                ),
+            )
     if "max_logit" in run.measured():
-        yield "heads", lambda ax: _heads(ax, run.heads.values["max_logit"][-1], names, run.steps[-1])
+        yield (
+            "heads",
+            lambda ax: _heads(
+                ax, run.heads.values["max_logit"][-1], names, run.steps[-1]
+            ),
+        )
 
 
 def _layers(
-    ax: Foreign, steps: Sequence[int], lines: np.ndarray, names: Sequence[str], label: str, *, alarm: bool
+    ax: Foreign,
+    steps: Sequence[int],
+    lines: np.ndarray,
+    names: Sequence[str],
+    label: str,
+    *,
+    alarm: bool,
 ) -> None:
     """Draws lines [n layers], coloured by depth and, if there are few, with names at their ends."""
     shades = np.linspace(0.05, 0.85, max(2, len(names)))
@@ -144,7 +175,15 @@ def _layers(
         known = np.flatnonzero(np.isfinite(line))
         if len(known) and len(names) <= 6:
             at = (steps[known[-1]], line[known[-1]])
-            ax.annotate(name, at, xytext=(3, 0), textcoords="offset points", color=colour, va="center", fontsize=6.5)
+            ax.annotate(
+                name,
+                at,
+                xytext=(3, 0),
+                textcoords="offset points",
+                color=colour,
+                va="center",
+                fontsize=6.5,
+            )
     if alarm:
         ax.axhline(ALARM_THRESHOLD, color="#b3261e", linewidth=0.7, linestyle=":")
     if len(finite) and finite.min() > 0 and finite.max() > 10 * finite.min():
@@ -159,11 +198,19 @@ def _heads(ax: Foreign, values: np.ndarray, names: Sequence[str], step: int) -> 
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     crosses_zero = low < 0 < high
     most = max(-low, high, 1.0)
-    norm = colors.SymLogNorm(1.0, vmin=-most, vmax=most) if crosses_zero else colors.Normalize(low, high)
+    norm = (
+        colors.SymLogNorm(1.0, vmin=-most, vmax=most)
+        if crosses_zero
+        else colors.Normalize(low, high)
+    )
     if not crosses_zero and low > 0 and high > 10 * low:
         norm = colors.LogNorm(low, high)
     image = ax.imshow(
-        values, aspect="auto", cmap="RdBu_r" if crosses_zero else "viridis", norm=norm, interpolation="nearest"
+        values,
+        aspect="auto",
+        cmap="RdBu_r" if crosses_zero else "viridis",
+        norm=norm,
+        interpolation="nearest",
     )
     ax.figure.colorbar(image, ax=ax, label=f"largest logit at step {step:,}")
     if len(names) <= 24:
@@ -178,11 +225,26 @@ def _of_study(study: StudyData) -> Drawing:
     table = cells(first_part)
     if len(first_part.lrs()) > 1:
         loss = f"held-out loss ({study.loss_unit()})"
-        yield "val_loss_by_lr", lambda ax: _by_rate(ax, study, table, "val_loss", loss, log=False)
-        yield "max_logit_by_lr", lambda ax: _by_rate(ax, study, table, "max_logit", "largest logit (nats)", log=True)
-    for lr in sorted({run.lr for run in first_part.runs if run.metrics and run.role != DRIFT}):
-        yield f"max_logit_lr_{rate(lr).replace(chr(0x2212), '-')}", lambda ax, lr=lr: _courses(ax, first_part, lr)
-    judged = [cell for cell in table if cell.gain is not None and cell.gain.effect is not None]
+        yield (
+            "val_loss_by_lr",
+            lambda ax: _by_rate(ax, study, table, "val_loss", loss, log=False),
+        )
+        yield (
+            "max_logit_by_lr",
+            lambda ax: _by_rate(
+                ax, study, table, "max_logit", "largest logit (nats)", log=True
+            ),
+        )
+    for lr in sorted(
+        {run.lr for run in first_part.runs if run.metrics and run.role != DRIFT}
+    ):
+        yield (
+            f"max_logit_lr_{rate(lr).replace(chr(0x2212), '-')}",
+            lambda ax, lr=lr: _courses(ax, first_part, lr),
+        )
+    judged = [
+        cell for cell in table if cell.gain is not None and cell.gain.effect is not None
+    ]
     if judged:
         yield "gains", lambda ax: _gains(ax, study, judged)
 
@@ -191,16 +253,33 @@ def _colour(study: StudyData, remedy: str) -> str:
     return _COLOURS[study.remedies.index(remedy) % len(_COLOURS)]
 
 
-def _by_rate(ax: Foreign, study: StudyData, table: Sequence[Cell], field: str, label: str, *, log: bool) -> None:
+def _by_rate(
+    ax: Foreign,
+    study: StudyData,
+    table: Sequence[Cell],
+    field: str,
+    label: str,
+    *,
+    log: bool,
+) -> None:
     """Draws means over seeds with their ranges."""
     for remedy in study.remedies:
-        by_rate = {cell.lr: list(cell.values(field).values()) for cell in table if cell.remedy == remedy}
+        by_rate = {
+            cell.lr: list(cell.values(field).values())
+            for cell in table
+            if cell.remedy == remedy
+        }
         rates = [lr for lr, values in by_rate.items() if values]
         if rates:
             means = [np.mean(by_rate[lr]) for lr in rates]
-            ends = [min(by_rate[lr]) for lr in rates], [max(by_rate[lr]) for lr in rates]
+            ends = (
+                [min(by_rate[lr]) for lr in rates],
+                [max(by_rate[lr]) for lr in rates],
+            )
             colour = _colour(study, remedy)
-            ax.plot(rates, means, marker="o", markersize=2.5, color=colour, label=remedy)
+            ax.plot(
+                rates, means, marker="o", markersize=2.5, color=colour, label=remedy
+            )
             ax.fill_between(rates, *ends, color=colour, alpha=0.15, linewidth=0)
     ax.set_xscale("log")
     if log:
@@ -213,7 +292,11 @@ def _courses(ax: Foreign, study: StudyData, lr: float) -> None:
     """Draws the largest logit of each run at a rate, with one colour per remedy."""
     named: set[str] = set()
     for run in study.runs:
-        points = [(int(m["step"]), m["max_logit"]) for m in run.metrics if m.get("max_logit") is not None]
+        points = [
+            (int(m["step"]), m["max_logit"])
+            for m in run.metrics
+            if m.get("max_logit") is not None
+        ]
         if run.lr == lr and run.role != DRIFT and points:
             label = "" if run.remedy in named else run.remedy
             named.add(run.remedy)
@@ -225,7 +308,9 @@ def _courses(ax: Foreign, study: StudyData, lr: float) -> None:
             )
     ax.axhline(ALARM_THRESHOLD, color="#b3261e", linewidth=0.7, linestyle=":")
     ax.set_yscale("log")
-    ax.set(xlabel="optimizer step", ylabel="largest logit (nats)", title=f"LR {rate(lr)}")
+    ax.set(
+        xlabel="optimizer step", ylabel="largest logit (nats)", title=f"LR {rate(lr)}"
+    )
     ax.legend()
 
 
@@ -249,4 +334,6 @@ def _gains(ax: Foreign, study: StudyData, table: Sequence[Cell]) -> None:
         [f"{cell.remedy}, LR {rate(cell.lr)}" for cell in ordered],
         fontsize=6,
     )
-    ax.set_xlabel(f"held-out loss of {study.baseline}\nminus that of the remedy ({study.loss_unit()})")
+    ax.set_xlabel(
+        f"held-out loss of {study.baseline}\nminus that of the remedy ({study.loss_unit()})"
+    )

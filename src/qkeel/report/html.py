@@ -39,7 +39,9 @@ def number(value: float | None, digits: int = 3) -> str:
     if not 1e-4 <= rounded < 1e5:
         mantissa, exponent = f"{rounded:.{digits - 1}e}".split("e")
         mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        return f"{sign}{mantissa}e{MINUS if int(exponent) < 0 else ''}{abs(int(exponent))}"
+        return (
+            f"{sign}{mantissa}e{MINUS if int(exponent) < 0 else ''}{abs(int(exponent))}"
+        )
     places = max(0, digits - 1 - math.floor(math.log10(rounded)))
     text = f"{rounded:,.{places}f}"
     return sign + (text.rstrip("0").rstrip(".") if "." in text else text)
@@ -97,7 +99,13 @@ def listing(words: Sequence[str]) -> str:
     >>> listing(["a", "b", "c"])
     'a, b and c'
     """
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1] if words else ""
+    return (
+        words[0]
+        if len(words) == 1
+        else ", ".join(words[:-1]) + " and " + words[-1]
+        if words
+        else ""
+    )
 
 
 MAX_RECORDS = 300  # per run
@@ -132,7 +140,11 @@ def thin(heights: Sequence[float | None], limit: int = MAX_RECORDS) -> list[int]
     edges = np.linspace(1, len(heights) - 1, limit - 1).astype(int)
     present = [-math.inf if height is None else height for height in heights]
     sortable = [math.inf if math.isnan(height) else height for height in present]
-    middle = [max(range(a, b), key=sortable.__getitem__) for a, b in itertools.pairwise(edges) if b > a]
+    middle = [
+        max(range(a, b), key=sortable.__getitem__)
+        for a, b in itertools.pairwise(edges)
+        if b > a
+    ]
     return [0, *middle, len(heights) - 1]
 
 
@@ -152,10 +164,18 @@ def json_script(identifier: str, value: object) -> Markup:
     text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
     for character in "<\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(f'<script type="application/json" id="{html.escape(identifier)}">{text}</script>')
+    return Markup(
+        f'<script type="application/json" id="{html.escape(identifier)}">{text}</script>'
+    )
 
 
-def table(caption: str, head: Sequence[Markup], body: Sequence[Markup], *, sortable: bool = False) -> Markup:
+def table(
+    caption: str,
+    head: Sequence[Markup],
+    body: Sequence[Markup],
+    *,
+    sortable: bool = False,
+) -> Markup:
     """Returns a table that scrolls within its own frame."""
     inner = tag(
         "table",
@@ -164,7 +184,11 @@ def table(caption: str, head: Sequence[Markup], body: Sequence[Markup], *, sorta
         tag("thead", {}, tag("tr", {}, *head)),
         tag("tbody", {}, *body),
     )
-    return tag("div", {"class": "scroll", "tabindex": "0", "role": "region", "aria-label": caption}, inner)
+    return tag(
+        "div",
+        {"class": "scroll", "tabindex": "0", "role": "region", "aria-label": caption},
+        inner,
+    )
 
 
 def columns(*texts: str, kind: str = "num") -> list[Markup]:
@@ -235,9 +259,19 @@ class Page:
         head = join(
             [
                 tag("meta", {"charset": "utf-8"}),
-                tag("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
-                tag("meta", {"http-equiv": "Content-Security-Policy", "content": POLICY}),
-                "" if refresh is None else tag("meta", {"http-equiv": "refresh", "content": f"{refresh:g}"}),
+                tag(
+                    "meta",
+                    {
+                        "name": "viewport",
+                        "content": "width=device-width, initial-scale=1",
+                    },
+                ),
+                tag(
+                    "meta", {"http-equiv": "Content-Security-Policy", "content": POLICY}
+                ),
+                ""
+                if refresh is None
+                else tag("meta", {"http-equiv": "refresh", "content": f"{refresh:g}"}),
                 tag("meta", {"name": "color-scheme", "content": "light dark"}),
                 tag("title", {}, f"{self.title} · qkeel"),
                 Markup(f"<style>\n{_asset('report.css')}</style>"),
@@ -245,7 +279,10 @@ class Page:
         )
         scripts = []
         if self.data is not None:
-            scripts = [json_script("report-data", self.data), *map(_script, ("plot.min.js", "kit.js", self.drawing))]
+            scripts = [
+                json_script("report-data", self.data),
+                *map(_script, ("plot.min.js", "kit.js", self.drawing)),
+            ]
         scripts.append(_script("page.js"))
         sections = []
         for section in self.sections:
@@ -253,7 +290,9 @@ class Page:
                 title = tag("h2", {}, section.title) if section.title else ""
                 names = {"id": f"section-{section.name}", "class": "part"}
                 sections.append(tag("section", names, title, section.content))
-        needs_script = tag("p", {}, "The charts need JavaScript; the tables are complete without it.")
+        needs_script = tag(
+            "p", {}, "The charts need JavaScript; the tables are complete without it."
+        )
         footer = tag(
             "footer",
             {},
@@ -262,15 +301,27 @@ class Page:
         )
         body = join([self._header(refresh), tag("main", {}, *sections), footer])
         page = tag("body", {}, "\n", body, "\n", join(scripts), "\n")
-        return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n{page}\n</html>\n'
+        return (
+            f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n{page}\n</html>\n'
+        )
 
     def _header(self, refresh: float | None) -> Markup:
-        lead = tag("p", {"class": "lead"}, self.lead) if self.lead and not isinstance(self.lead, Markup) else self.lead
+        lead = (
+            tag("p", {"class": "lead"}, self.lead)
+            if self.lead and not isinstance(self.lead, Markup)
+            else self.lead
+        )
         cautions = [tag("li", {"class": "caution"}, text) for text in self.cautions]
         return tag(
             "header",
             {},
-            tag("p", {"class": "live"}, f"The run goes on; this page reloads every {refresh:g} s.") if refresh else "",
+            tag(
+                "p",
+                {"class": "live"},
+                f"The run goes on; this page reloads every {refresh:g} s.",
+            )
+            if refresh
+            else "",
             tag("p", {"class": "brand"}, "qkeel"),
             tag("h1", {}, self.title),
             tag("p", {"class": "meta"}, self.meta) if self.meta else "",
@@ -303,11 +354,17 @@ def details(title: str, content: Markup, *, shown: bool = False) -> Markup:
     )
 
 
-def facts(values_of_name: Mapping[str, str | Sequence[str]], *, code: bool = False) -> Markup:
+def facts(
+    values_of_name: Mapping[str, str | Sequence[str]], *, code: bool = False
+) -> Markup:
     """Returns a list of names, each with a sentence or several values; with `code`, names are formatted as code."""
     lines: list[Markup] = []
     for name, value in values_of_name.items():
-        values = [value] if isinstance(value, str) else [tag("span", {"class": "value"}, text) for text in value]
+        values = (
+            [value]
+            if isinstance(value, str)
+            else [tag("span", {"class": "value"}, text) for text in value]
+        )
         lines += [
             tag(
                 "dt",
@@ -335,7 +392,11 @@ def command_block(text: str, label: str = "Copy") -> Markup:
 def make_again(text: str) -> Markup:
     """Returns the command that reproduces the runs of a page; empty if there is none."""
     block = tag("div", {}, command_block(text))
-    return tag("div", {"class": "command"}, tag("h3", {}, "Make it again"), block) if text else Markup("")
+    return (
+        tag("div", {"class": "command"}, tag("h3", {}, "Make it again"), block)
+        if text
+        else Markup("")
+    )
 
 
 ASSETS = Path(__file__).parent / "assets"
@@ -370,8 +431,16 @@ class Chart:
     def figure(self, note: str = "") -> Markup:
         """Returns the figure, empty until the script fills it; `note` follows the caption."""
         saves = [
-            tag("button", {**_SAVE, "data-save": self.name, "data-kind": kind, "title": title}, kind.upper())
-            for kind, title in (("svg", "The figure"), ("png", "The figure"), ("csv", "The numbers of the figure"))
+            tag(
+                "button",
+                {**_SAVE, "data-save": self.name, "data-kind": kind, "title": title},
+                kind.upper(),
+            )
+            for kind, title in (
+                ("svg", "The figure"),
+                ("png", "The figure"),
+                ("csv", "The numbers of the figure"),
+            )
         ]
         title = tag("h3", {"id": f"{self.name}-title"}, self.title)
         frame = {
@@ -382,7 +451,11 @@ class Chart:
         }
         return tag(
             "figure",
-            {"class": "figure", "id": self.name, "aria-labelledby": f"{self.name}-title"},
+            {
+                "class": "figure",
+                "id": self.name,
+                "aria-labelledby": f"{self.name}-title",
+            },
             tag(
                 "div",
                 {"class": "figure-head"},

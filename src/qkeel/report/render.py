@@ -44,7 +44,9 @@ def write(
     'report.html'
     """
     if not isinstance(out, (str, Path)):
-        raise InvalidTypeError(f"expected a path for the page, got {type(out).__name__}; give one ending in .html")
+        raise InvalidTypeError(
+            f"expected a path for the page, got {type(out).__name__}; give one ending in .html"
+        )
     target = Path(out)
     text = page(paths, baseline).html(refresh=refresh)
     make_directory(target.parent)

@@ -10,7 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY, Row
 from qkeel.records import RunStatus
 from qkeel.report import html as h
-from qkeel.report.compare import Cell, Difference, LongCell, cells, long_cells, primary_cell
+from qkeel.report.compare import (
+    Cell,
+    Difference,
+    LongCell,
+    cells,
+    long_cells,
+    primary_cell,
+)
 from qkeel.report.html import Chart, Markup, Page, Section
 from qkeel.report.study_runs import DRIFT, GRID, RunData, StudyData
 
@@ -27,37 +34,61 @@ def study_page(study: StudyData) -> Page:
     """Returns the page about a study or about runs of the lab."""
     # charts.js draws one part at a time, so a study in parts shows only charts for which every part has data.
     parts = study.parts()
-    drawn = {name: part_of_study for name, part_of_study in parts.items() if charts(part_of_study)} or {"": study}
+    drawn = {
+        name: part_of_study
+        for name, part_of_study in parts.items()
+        if charts(part_of_study)
+    } or {"": study}
     present = [
-        chart for chart in charts(study) if all(chart in charts(part_of_study) for part_of_study in drawn.values())
+        chart
+        for chart in charts(study)
+        if all(chart in charts(part_of_study) for part_of_study in drawn.values())
     ]
     several = len(drawn) > 1
     data = (
-        {"parts": {name: chart_data(part_of_study) for name, part_of_study in drawn.items()}}
+        {
+            "parts": {
+                name: chart_data(part_of_study) for name, part_of_study in drawn.items()
+            }
+        }
         if several
         else chart_data(study)
     )
-    versions = sorted({str(run.env["qkeel"]) for run in study.runs if run.env.get("qkeel")})
+    versions = sorted(
+        {str(run.env["qkeel"]) for run in study.runs if run.env.get("qkeel")}
+    )
     return Page(
         title=heading(study),
         meta=_meta(study),
         lead=_long_lead(study) or _lead(study),
         cautions=_cautions(study),
         sections=[
-            Section("nothing", "Nothing to draw yet", Markup("") if present else _nothing(study)),
+            Section(
+                "nothing",
+                "Nothing to draw yet",
+                Markup("") if present else _nothing(study),
+            ),
             Section(
                 "charts",
                 "Charts",
-                h.join([h.choices("part") if several else "", *_figures(study, present)]),
+                h.join(
+                    [h.choices("part") if several else "", *_figures(study, present)]
+                ),
             ),
             Section("table", "Every form and length", _long_table(study)),
-            Section("table", "Every remedy and rate", Markup("") if long_cells(study) else _table(study)),
+            Section(
+                "table",
+                "Every remedy and rate",
+                Markup("") if long_cells(study) else _table(study),
+            ),
             Section("without", "Runs without a result", _without_result(study)),
             Section("provenance", "Provenance", _provenance(study)),
         ],
         data=data if present else None,
         drawing="charts.js",
-        made=f"Made by qkeel from runs of version {h.listing(versions)}." if versions else "Made by qkeel.",
+        made=f"Made by qkeel from runs of version {h.listing(versions)}."
+        if versions
+        else "Made by qkeel.",
     )
 
 
@@ -75,7 +106,10 @@ def _meta(study: StudyData) -> str:
     """Returns the size of the study in one line."""
     runs = [run for run in study.runs if run.role != DRIFT]
     sizes = [h.count(len(study.runs), "run")]
-    for noun, values in (("variant", {r.remedy for r in runs}), ("learning rate", {r.lr for r in runs})):
+    for noun, values in (
+        ("variant", {r.remedy for r in runs}),
+        ("learning rate", {r.lr for r in runs}),
+    ):
         sizes.append(h.count(len(values), noun))
     return " · ".join([*sizes, h.count(len({run.seed for run in runs}), "seed")])
 
@@ -98,7 +132,11 @@ def _lead(study: StudyData) -> str:
     assert cell.gain is not None
     side, interval = _less(cell.gain)
     several = len(study.parts()) > 1
-    setting = f"{cell.part}, LR {h.rate(cell.lr)}: the" if several else f"At LR {h.rate(cell.lr)}, the"
+    setting = (
+        f"{cell.part}, LR {h.rate(cell.lr)}: the"
+        if several
+        else f"At LR {h.rate(cell.lr)}, the"
+    )
     return (
         f"{setting} largest attention logit is {h.number(cell.max_logit)} with {cell.remedy} and "
         f"{h.number(baseline.max_logit)} with {baseline.remedy}; held-out loss is {h.loss(abs(cell.gain.mean))} {unit} "
@@ -111,7 +149,11 @@ def _less(gain: Difference) -> tuple[str, str]:
     side = "higher" if gain.mean < 0 else "lower"
     if gain.effect is None or math.isinf(gain.effect.high):
         return side, gain.interval()
-    ends = sorted([gain.effect.low, gain.effect.high] if side == "lower" else [-gain.effect.high, -gain.effect.low])
+    ends = sorted(
+        [gain.effect.low, gain.effect.high]
+        if side == "lower"
+        else [-gain.effect.high, -gain.effect.low]
+    )
     low, high = (h.loss(end) for end in ends)
     return side, f"95 % interval {low} to {high}, {h.count(gain.n, 'seed')}"
 
@@ -137,10 +179,14 @@ def _cautions(study: StudyData) -> list[str]:
     cautions = []
     differing = _unlike(study)
     if differing:
-        cautions.append(f"These runs differ in {differing}: their losses are not comparable.")
+        cautions.append(
+            f"These runs differ in {differing}: their losses are not comparable."
+        )
     left = sum(run.row is None for run in study.runs)
     if left:
-        cautions.append(f"{left} of {h.count(len(study.runs), 'run')} have no result and appear in no number.")
+        cautions.append(
+            f"{left} of {h.count(len(study.runs), 'run')} have no result and appear in no number."
+        )
     return cautions
 
 
@@ -223,7 +269,11 @@ def _figures(study: StudyData, present: Sequence[Chart]) -> list[Markup]:
 def chart_data(study: StudyData) -> dict[str, object]:
     """Returns everything that the charts need, as plain JSON values."""
     rows = [run.row for run in study.finished if run.row is not None]
-    counted = [run.env["counted_bigrams"] for run in study.finished if run.env.get("counted_bigrams") is not None]
+    counted = [
+        run.env["counted_bigrams"]
+        for run in study.finished
+        if run.env.get("counted_bigrams") is not None
+    ]
     starts = [row["init_loss"] for row in rows if math.isfinite(row["init_loss"])]
     # Lists instead of objects: the names of fields would be most of the page.
     losses = [
@@ -243,15 +293,24 @@ def chart_data(study: StudyData) -> dict[str, object]:
         "alarm": ALARM_THRESHOLD,
         "losses": losses,
         "start": h.rounded(statistics.fmean(starts)) if starts else None,
-        "counted": h.rounded(statistics.fmean(counted)) if counted and len(counted) == len(rows) else None,
+        "counted": h.rounded(statistics.fmean(counted))
+        if counted and len(counted) == len(rows)
+        else None,
         "runs": [_curves(study, run) for run in study.runs if run.metrics],
         **_accuracy_curves(study),
     }
 
 
 def _curves(study: StudyData, run: RunData) -> dict[str, object]:
-    records = [run.metrics[i] for i in h.thin([record.get("max_logit") for record in run.metrics])]
-    held_out = [(record["step"], record["val_loss"]) for record in run.metrics if record.get("val_loss") is not None]
+    records = [
+        run.metrics[i]
+        for i in h.thin([record.get("max_logit") for record in run.metrics])
+    ]
+    held_out = [
+        (record["step"], record["val_loss"])
+        for record in run.metrics
+        if record.get("val_loss") is not None
+    ]
     return {
         "remedy": study.remedies.index(run.remedy),
         "lr": run.lr,
@@ -259,8 +318,13 @@ def _curves(study: StudyData, run: RunData) -> dict[str, object]:
         "role": run.role,
         "status": str(run.status),
         "step": [int(record["step"]) for record in records],
-        "val_loss": [[int(step), h.rounded(value)] for step, value in held_out[:: max(1, len(held_out) // 60)]],
-        **{name: [h.rounded(record.get(name)) for record in records] for name in SERIES},
+        "val_loss": [
+            [int(step), h.rounded(value)]
+            for step, value in held_out[:: max(1, len(held_out) // 60)]
+        ],
+        **{
+            name: [h.rounded(record.get(name)) for record in records] for name in SERIES
+        },
     }
 
 
@@ -280,11 +344,18 @@ def _accuracy_curves(study: StudyData) -> dict[str, object]:
             "remedy": study.remedies.index(form),
             "method": method,
             "length": length,
-            "share": [h.rounded(statistics.fmean(values), 4) for values in zip(*several)],
+            "share": [
+                h.rounded(statistics.fmean(values), 4) for values in zip(*several)
+            ],
         }
         for (form, method, length), several in segments.items()
     ]
-    return {"long": curves, "context": next(run.config["data"]["context"] for run in study.runs if run.long)}
+    return {
+        "long": curves,
+        "context": next(
+            run.config["data"]["context"] for run in study.runs if run.long
+        ),
+    }
 
 
 # The one table.
@@ -314,8 +385,12 @@ _TASK_COLUMNS: Mapping[str, Read] = {
     "Text loss": _at_end("val_loss/text"),
     "|q|, image / text": _ratio_at_end("query_norm/image", "query_norm/text"),
     "|k|, image / text": _ratio_at_end("key_norm/image", "key_norm/text"),
-    "Text's weight on images, / even": _ratio_at_end("attention_mass/text>image", "uniform_mass/text>image"),
-    "Images' weight on text, / even": _ratio_at_end("attention_mass/image>text", "uniform_mass/image>text"),
+    "Text's weight on images, / even": _ratio_at_end(
+        "attention_mass/text>image", "uniform_mass/text>image"
+    ),
+    "Images' weight on text, / even": _ratio_at_end(
+        "attention_mass/image>text", "uniform_mass/image>text"
+    ),
 }
 
 
@@ -360,9 +435,13 @@ def _table(study: StudyData) -> Markup:
     )
 
 
-def _row(study: StudyData, cell: Cell, shown: Mapping[str, Read], *, in_parts: bool) -> Markup:
+def _row(
+    study: StudyData, cell: Cell, shown: Mapping[str, Read], *, in_parts: bool
+) -> Markup:
     losses = list(cell.values("val_loss").values())
-    spread = f"{h.loss(min(losses))} to {h.loss(max(losses))}" if len(losses) > 1 else ""
+    spread = (
+        f"{h.loss(min(losses))} to {h.loss(max(losses))}" if len(losses) > 1 else ""
+    )
     parts = [
         *([h.words(cell.part)] if in_parts else []),
         h.cell(h.rate(cell.lr), cell.lr),
@@ -404,7 +483,9 @@ def _long_table(study: StudyData) -> Markup:
     table = long_cells(study)
     if not table:
         return Markup("")
-    shown = [name for name in _LONG_COLUMNS if any(name in cell.values for cell in table)]
+    shown = [
+        name for name in _LONG_COLUMNS if any(name in cell.values for cell in table)
+    ]
     in_parts = len({cell.part for cell in table}) > 1
     head = h.columns("Form", *["Part"] * in_parts, "Post hoc", kind="text")
     head += h.columns(
@@ -432,7 +513,9 @@ def _long_table(study: StudyData) -> Markup:
     )
 
 
-def _long_row(study: StudyData, cell: LongCell, shown: Sequence[str], *, in_parts: bool) -> Markup:
+def _long_row(
+    study: StudyData, cell: LongCell, shown: Sequence[str], *, in_parts: bool
+) -> Markup:
     parts = [
         *([h.words(cell.part)] if in_parts else []),
         h.words(cell.method),
@@ -469,8 +552,14 @@ def swatch(study: StudyData, remedy: str) -> Markup:
 # Runs without a result.
 
 _WAITING = {
-    RunStatus.STARTED: ("unfinished", "They are still running or were stopped; the same command resumes them."),
-    RunStatus.MISSING: ("missing", "They are planned, but have no directory yet; the same command runs them."),
+    RunStatus.STARTED: (
+        "unfinished",
+        "They are still running or were stopped; the same command resumes them.",
+    ),
+    RunStatus.MISSING: (
+        "missing",
+        "They are planned, but have no directory yet; the same command runs them.",
+    ),
 }
 
 
@@ -492,12 +581,19 @@ def _without_result(study: StudyData) -> Markup:
                 {"class": "error"},
                 h.tag("code", {}, lines[-1] if lines else "no message was written"),
             )
-            trace = h.details("Traceback", h.tag("pre", {}, run.error.strip())) if len(lines) > 1 else ""
+            trace = (
+                h.details("Traceback", h.tag("pre", {}, run.error.strip()))
+                if len(lines) > 1
+                else ""
+            )
             list_entries.append(h.tag("li", {}, title, last, trace))
     for status, (word, hint) in _WAITING.items():
         runs = [run for run in study.runs if run.status is status]
         if runs:
-            names = [h.tag("span", {"class": "run"}, _run_name(study, run), _reached(run)) for run in runs]
+            names = [
+                h.tag("span", {"class": "run"}, _run_name(study, run), _reached(run))
+                for run in runs
+            ]
             head = h.tag(
                 "strong",
                 {},
@@ -513,12 +609,18 @@ def _without_result(study: StudyData) -> Markup:
                     below,
                 )
             )
-    return h.tag("ul", {"class": "failures"}, *list_entries) if list_entries else Markup("")
+    return (
+        h.tag("ul", {"class": "failures"}, *list_entries)
+        if list_entries
+        else Markup("")
+    )
 
 
 def _run_name(study: StudyData, run: RunData) -> Markup:
     role = "" if run.role == GRID else f" ({run.role})"
-    return h.join([swatch(study, run.remedy), f", LR {h.rate(run.lr)}, seed {run.seed}{role}"])
+    return h.join(
+        [swatch(study, run.remedy), f", LR {h.rate(run.lr)}, seed {run.seed}{role}"]
+    )
 
 
 def _reached(run: RunData) -> str:
@@ -526,8 +628,16 @@ def _reached(run: RunData) -> str:
 
 
 def _nothing(study: StudyData) -> Markup:
-    text = f"None of the {h.count(len(study.runs), 'run')} has written a record." if study.runs else "No run is listed."
-    advice = " Run the command below again: finished runs are kept, and all others resume." if study.command else ""
+    text = (
+        f"None of the {h.count(len(study.runs), 'run')} has written a record."
+        if study.runs
+        else "No run is listed."
+    )
+    advice = (
+        " Run the command below again: finished runs are kept, and all others resume."
+        if study.command
+        else ""
+    )
     return h.empty_note(f"{text}{advice} Then create this page again.")
 
 
@@ -539,7 +649,11 @@ _MAX_VALUES = 8  # of one kind in the provenance; further values are counted
 def _settings(value: object) -> str | None:
     if not isinstance(value, dict):
         return None
-    texts = {k: json.dumps(v) if isinstance(v, (dict, list)) else str(v) for k, v in value.items() if v is not None}
+    texts = {
+        k: json.dumps(v) if isinstance(v, (dict, list)) else str(v)
+        for k, v in value.items()
+        if v is not None
+    }
     return ", ".join(f"{name} {text}" for name, text in texts.items() if name != "lr")
 
 
@@ -566,7 +680,16 @@ _FACTS: Mapping[str, Callable[[RunData], object]] = {
     "Steps": lambda run: run.config.get("steps"),
 }
 # Runs whose losses are compared must agree in these facts.
-_ALIKE = ("Corpus SHA-256", "Steps", "Model", "Dtype", "Device", "torch", "Processor", "Compiled kernels")
+_ALIKE = (
+    "Corpus SHA-256",
+    "Steps",
+    "Model",
+    "Dtype",
+    "Device",
+    "torch",
+    "Processor",
+    "Compiled kernels",
+)
 
 
 def _provenance(study: StudyData) -> Markup:
@@ -581,12 +704,19 @@ def _provenance(study: StudyData) -> Markup:
             if value is not None and text not in values:
                 values.append(text)
         if len(values) > _MAX_VALUES:
-            values = [*values[:_MAX_VALUES], f"and {h.count(len(values) - _MAX_VALUES, 'more value')}"]
+            values = [
+                *values[:_MAX_VALUES],
+                f"and {h.count(len(values) - _MAX_VALUES, 'more value')}",
+            ]
         if values:
             facts[name] = values
     if study.tuned:
-        facts["Rates, chosen on other seeds"] = [_chosen(choice) for choice in study.tuned]
-    commands = dict.fromkeys(str(run.env["command"]) for run in study.runs if run.env.get("command"))
+        facts["Rates, chosen on other seeds"] = [
+            _chosen(choice) for choice in study.tuned
+        ]
+    commands = dict.fromkeys(
+        str(run.env["command"]) for run in study.runs if run.env.get("command")
+    )
     return h.join([h.facts(facts), h.make_again(study.command or "\n".join(commands))])
 
 
@@ -599,8 +729,18 @@ def _chosen(choice: Row) -> str:
 
 def _unlike(study: StudyData) -> str:
     """Returns the facts in which runs of one part differ, so that their losses are not comparable; "" if none."""
-    names = [name for name in _ALIKE if not (name == "Model" and any(run.long for run in study.runs))]
+    names = [
+        name
+        for name in _ALIKE
+        if not (name == "Model" and any(run.long for run in study.runs))
+    ]
     differing = []
     for part_of_study in study.parts().values():
-        differing += [name for name in names if len({str(_FACTS[name](run)) for run in part_of_study.finished}) > 1]
-    return h.listing([name if name == "torch" else name.lower() for name in dict.fromkeys(differing)])
+        differing += [
+            name
+            for name in names
+            if len({str(_FACTS[name](run)) for run in part_of_study.finished}) > 1
+        ]
+    return h.listing(
+        [name if name == "torch" else name.lower() for name in dict.fromkeys(differing)]
+    )

@@ -17,7 +17,10 @@ from qkeel.records.file_formats import read_object
 from qkeel.records.run_directory import flat
 
 BASELINE = "none"
-GRID, DRIFT = "grid", "drift"  # roles of runs; every other role names a part of a study, like a mix of modalities
+GRID, DRIFT = (
+    "grid",
+    "drift",
+)  # roles of runs; every other role names a part of a study, like a mix of modalities
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,18 +80,26 @@ class StudyData:
         if len(roles) < 2 and (not roles or GRID in roles):
             return {"": self}
         return {
-            role: dataclasses.replace(self, runs=[run for run in self.runs if run.role == role], primary=None)
+            role: dataclasses.replace(
+                self, runs=[run for run in self.runs if run.role == role], primary=None
+            )
             for role in roles
         }
 
     def loss_unit(self) -> str:
         """Returns the unit of the corpus, nats/byte or nats/token; nats/token if the runs have different units."""
         corpora = [run.env.get("corpus") for run in self.runs]
-        units = {corpus["loss_unit"] for corpus in corpora if isinstance(corpus, dict) and corpus.get("loss_unit")}
+        units = {
+            corpus["loss_unit"]
+            for corpus in corpora
+            if isinstance(corpus, dict) and corpus.get("loss_unit")
+        }
         return f"nats/{units.pop()}" if len(units) == 1 else "nats/token"
 
 
-def read_study(paths: str | Path | Iterable[str | Path], baseline: str = BASELINE) -> StudyData:
+def read_study(
+    paths: str | Path | Iterable[str | Path], baseline: str = BASELINE
+) -> StudyData:
     """Reads a study directory, a run directory, or several of either.
 
     Args:
@@ -100,18 +111,32 @@ def read_study(paths: str | Path | Iterable[str | Path], baseline: str = BASELIN
         UnknownNameError: the baseline is not "none" and does not occur in any run.
     """
     studies = [_open(path) for path in as_paths(paths)]
-    runs = _distinct(list({run.path.resolve(): run for study in studies for run in study.runs}.values()))
+    runs = _distinct(
+        list(
+            {
+                run.path.resolve(): run for study in studies for run in study.runs
+            }.values()
+        )
+    )
     used = {run.remedy for run in runs}
-    stated = [remedy for study in studies for remedy in study.remedies if remedy in used]
+    stated = [
+        remedy for study in studies for remedy in study.remedies if remedy in used
+    ]
     remedies = list(dict.fromkeys([*stated, *(run.remedy for run in runs)]))
     if baseline not in remedies:
         if baseline != BASELINE:
             raise unknown("baseline", baseline, remedies)
-        baseline = remedies[0] if remedies else BASELINE  # forms of attention are compared with the first
+        baseline = (
+            remedies[0] if remedies else BASELINE
+        )  # forms of attention are compared with the first
     return StudyData(
         name=" + ".join(dict.fromkeys(study.name for study in studies if study.name)),
-        command="\n".join(dict.fromkeys(study.command for study in studies if study.command)),
-        remedies=sorted(remedies, key=lambda remedy: remedy != baseline),  # the baseline first, the others in order
+        command="\n".join(
+            dict.fromkeys(study.command for study in studies if study.command)
+        ),
+        remedies=sorted(
+            remedies, key=lambda remedy: remedy != baseline
+        ),  # the baseline first, the others in order
         runs=runs,
         tuned=[choice for study in studies for choice in study.tuned],
         baseline=baseline,
@@ -129,7 +154,9 @@ def as_paths(paths: str | Path | Iterable[str | Path]) -> list[Path]:
                 "give the directory of a study or of a run"
             )
     if not several:
-        raise RunDirectoryError("expected at least one study or run directory, got an empty list")
+        raise RunDirectoryError(
+            "expected at least one study or run directory, got an empty list"
+        )
     return list(dict.fromkeys(Path(path) for path in several))
 
 
@@ -138,7 +165,11 @@ def _open(path: Path) -> StudyData:
     if file.exists():
         about = read_object(file)
         runs = [
-            _run(RunDirectory(path / "runs" / refuse_path(planned["run_id"], str(file))), planned, path.name)
+            _run(
+                RunDirectory(path / "runs" / refuse_path(planned["run_id"], str(file))),
+                planned,
+                path.name,
+            )
             for planned in about["runs"]
         ]
         return StudyData(
@@ -151,7 +182,13 @@ def _open(path: Path) -> StudyData:
         )
     directory = RunDirectory(path)
     if directory.status is RunStatus.MISSING:
-        got = "a file" if path.is_file() else "a directory with neither" if path.is_dir() else "no such directory"
+        got = (
+            "a file"
+            if path.is_file()
+            else "a directory with neither"
+            if path.is_dir()
+            else "no such directory"
+        )
         raise RunDirectoryError(
             f"cannot read {path}: expected the directory of a study or of a run, with study.json or config.json, "
             f"got {got}. Give the directory that `qkeel study` or `qkeel run` printed; if it is a folder of runs, "
@@ -223,13 +260,19 @@ def _row(summary: Row, run: RunData) -> Row:
 
 def as_number(value: object) -> float:
     """Returns a recorded number as a float; NaN for null, text and booleans."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    return (
+        float(value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        else math.nan
+    )
 
 
 # Names of runs with equal remedy, rate and seed: the settings in which their configurations and commands differ.
 
 _MAX_SETTINGS = 3  # in a name
-_NOT_SETTINGS = frozenset({"crc32", "kind", "sites", "missed", "fields", "seed", "remedy", "versions", "step"})
+_NOT_SETTINGS = frozenset(
+    {"crc32", "kind", "sites", "missed", "fields", "seed", "remedy", "versions", "step"}
+)
 
 
 def _distinct(runs: Sequence[RunData]) -> list[RunData]:
@@ -240,16 +283,36 @@ def _distinct(runs: Sequence[RunData]) -> list[RunData]:
 
     times = Counter(map(cell, runs))
     ambiguous = [run for run in runs if times[cell(run)] > 1]
-    settings = dict(zip([run.path for run in ambiguous], differences([run.config for run in ambiguous])))
-    labels = (lambda run: settings.get(run.path, ""), lambda run: run.source, lambda run: run.run_id)
-    for label in labels:  # each is applied only to runs that are still ambiguous after the previous one
+    settings = dict(
+        zip(
+            [run.path for run in ambiguous],
+            differences([run.config for run in ambiguous]),
+        )
+    )
+    labels = (
+        lambda run: settings.get(run.path, ""),
+        lambda run: run.source,
+        lambda run: run.run_id,
+    )
+    for label in (
+        labels
+    ):  # each is applied only to runs that are still ambiguous after the previous one
         times = Counter(map(cell, runs))
         labelled = []
         for run in runs:
             name = label(run) if times[cell(run)] > 1 else ""
-            labelled.append(dataclasses.replace(run, remedy=f"{run.remedy} ({name})") if name else run)
+            labelled.append(
+                dataclasses.replace(run, remedy=f"{run.remedy} ({name})")
+                if name
+                else run
+            )
         runs = labelled
-    return [run if run.row is None else dataclasses.replace(run, row={**run.row, "remedy": run.remedy}) for run in runs]
+    return [
+        run
+        if run.row is None
+        else dataclasses.replace(run, row={**run.row, "remedy": run.remedy})
+        for run in runs
+    ]
 
 
 def differences(settings: Sequence[Mapping[str, object]]) -> list[str]:
@@ -265,7 +328,11 @@ def differences(settings: Sequence[Mapping[str, object]]) -> list[str]:
     apart = [name for name in names if len({run.get(name) for run in of_runs}) > 1]
     labels = []
     for run in of_runs:
-        words = [f"{name.rpartition('.')[2]} {run[name]}".strip() for name in apart if run.get(name) is not None]
+        words = [
+            f"{name.rpartition('.')[2]} {run[name]}".strip()
+            for name in apart
+            if run.get(name) is not None
+        ]
         labels.append(", ".join(words[:_MAX_SETTINGS]))
     return labels
 

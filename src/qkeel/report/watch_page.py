@@ -34,14 +34,20 @@ from qkeel.report.watched_runs import Watched, overall
 def watch_page(runs: Sequence[Watched]) -> Page:
     """Returns the page about watched runs."""
     present = charts(runs)
-    empty = h.empty_note("Nothing is recorded yet: no forward pass in training mode was seen.")
+    empty = h.empty_note(
+        "Nothing is recorded yet: no forward pass in training mode was seen."
+    )
     models = list(dict.fromkeys(str(run.about.get("model") or "model") for run in runs))
     several = len(runs) > 1
     return Page(
-        title=f"{h.count(len(runs), 'watched run')} of {h.listing(models)}" if several else f"{models[0]}, watched",
+        title=f"{h.count(len(runs), 'watched run')} of {h.listing(models)}"
+        if several
+        else f"{models[0]}, watched",
         meta=_meta(runs),
         lead="" if several else _lead(runs[0]),
-        cautions=[f"{run.name}: {verdict(run)[1]}" for run in runs] if several else cautions(runs[0]),
+        cautions=[f"{run.name}: {verdict(run)[1]}" for run in runs]
+        if several
+        else cautions(runs[0]),
         sections=[
             Section("nothing", "Nothing to draw yet", Markup("") if present else empty),
             Section("alarms", "Alarms", _alarms(runs)),
@@ -59,7 +65,9 @@ def watch_page(runs: Sequence[Watched]) -> Page:
 
 def _meta(runs: Sequence[Watched]) -> str:
     if len(runs) > 1:
-        return " · ".join(f"{run.name}: {h.count(len(run.records), 'sample')}" for run in runs)
+        return " · ".join(
+            f"{run.name}: {h.count(len(run.records), 'sample')}" for run in runs
+        )
     run = runs[0]
     size, optimizer = run.about.get("parameters"), run.about.get("optimizer")
     parts = [
@@ -81,7 +89,9 @@ _WHY = (
     f"Above {h.number(HARMFUL_LOGIT)}, the softmax gives nearly all the weight to one key: "
     "the head hardly learns, and the final loss is higher or training diverges."
 )
-_APPLY = re.compile(r'qkeel\.apply\((?:model, )?"([^"]+)"')  # runs of 0.1.0 have the remedy before the model
+_APPLY = re.compile(
+    r'qkeel\.apply\((?:model, )?"([^"]+)"'
+)  # runs of 0.1.0 have the remedy before the model
 
 
 def verdict(run: Watched) -> tuple[str, str]:
@@ -97,7 +107,11 @@ def verdict(run: Watched) -> tuple[str, str]:
     else:
         health = judge_run(run.heads, [*run.alarms, *run.interventions])
         status, sentence, largest = health.status, health.sentence, health.largest
-    light = {Status.HEALTHY: "good", Status.NOT_HEALTHY: "bad", Status.NOT_KNOWN: "none"}[status]
+    light = {
+        Status.HEALTHY: "good",
+        Status.NOT_HEALTHY: "bad",
+        Status.NOT_KNOWN: "none",
+    }[status]
     if status is Status.HEALTHY and largest > ALARM_THRESHOLD:
         light = "large"
     return light, f"{sentence[0].upper()}{sentence[1:]}."
@@ -110,7 +124,11 @@ def _grave(run: Watched) -> list[Row]:
 def _place(alarm: Row) -> str:
     """Returns the location of an alarm, like `, h.3.attn head 5`, as far as it is known."""
     layer, head = alarm.get("layer"), alarm.get("head")
-    return "" if layer is None else f", {layer}" + ("" if head is None else f" head {head}")
+    return (
+        ""
+        if layer is None
+        else f", {layer}" + ("" if head is None else f" head {head}")
+    )
 
 
 def fix(run: Watched) -> list[str]:
@@ -144,7 +162,11 @@ def _lead(run: Watched) -> Markup:
         parts.append(h.tag("p", {"class": "why"}, _WHY))
     lines = fix(run)
     if lines:
-        todo = "start the run again with this command:" if len(lines) > 1 else "after the optimizer is created:"
+        todo = (
+            "start the run again with this command:"
+            if len(lines) > 1
+            else "after the optimizer is created:"
+        )
         fixes = [
             h.tag(
                 "p",
@@ -152,11 +174,20 @@ def _lead(run: Watched) -> Markup:
                 h.tag("strong", {}, "What to do:"),
                 f" {todo}",
             ),
-            h.tag("div", {"class": "remedy-line"}, h.command_block(lines[0], "Copy fix")),
+            h.tag(
+                "div", {"class": "remedy-line"}, h.command_block(lines[0], "Copy fix")
+            ),
         ]
         if len(lines) > 1:
             code = h.tag("code", {}, lines[1])
-            fixes.append(h.tag("p", {"class": "source"}, "Or in the script, after the optimizer is created: ", code))
+            fixes.append(
+                h.tag(
+                    "p",
+                    {"class": "source"},
+                    "Or in the script, after the optimizer is created: ",
+                    code,
+                )
+            )
         parts.append(h.tag("div", {"class": "fix"}, *fixes))
     return h.join(parts)
 
@@ -167,14 +198,21 @@ def cautions(run: Watched) -> list[str]:
     missed = [site for site in run.about.get("missed") or () if isinstance(site, dict)]
     if missed:
         watched = len(run.about.get("sites") or ())
-        reasons = "; ".join(f"{site.get('module') or 'the model itself'}: {site.get('reason')}" for site in missed)
+        reasons = "; ".join(
+            f"{site.get('module') or 'the model itself'}: {site.get('reason')}"
+            for site in missed
+        )
         text = f"{watched} of {watched + len(missed)} attention layers were watched. Not understood: {reasons}."
         texts.append(text)
     linear = [name for name, kind in run.types.items() if kind == LINEAR]
     if linear:
-        texts.append(f"Layers without logits, for which nothing is measured: {h.listing(linear)}.")
+        texts.append(
+            f"Layers without logits, for which nothing is measured: {h.listing(linear)}."
+        )
     if run.status is not RunStatus.DONE and run.records:
-        texts.append(f"The run has not finished; the page shows it up to step {run.steps[-1]:,}.")
+        texts.append(
+            f"The run has not finished; the page shows it up to step {run.steps[-1]:,}."
+        )
     notes = list(dict.fromkeys(str(note.get("event")) for note in run.notes))
     return texts + ([f"Noted while watching: {h.listing(notes)}."] if notes else [])
 
@@ -191,14 +229,23 @@ def _alarms(runs: Sequence[Watched]) -> Markup:
         causes: dict[str, list[Row]] = {}
         for alarm in run.alarms:
             causes.setdefault(str(alarm.get("cause") or CAUSE), []).append(alarm)
-        entries += [_card(run, cause, alarms, run.name if len(runs) > 1 else "") for cause, alarms in causes.items()]
+        entries += [
+            _card(run, cause, alarms, run.name if len(runs) > 1 else "")
+            for cause, alarms in causes.items()
+        ]
     return h.tag("ul", {"class": "alarms"}, *entries) if entries else Markup("")
 
 
 def _card(run: Watched, cause: str, alarms: Sequence[Row], name: str) -> Markup:
-    gravest = max((str(alarm.get("severity")) for alarm in alarms), key=lambda s: (*_GRAVITY, s).index(s))
+    gravest = max(
+        (str(alarm.get("severity")) for alarm in alarms),
+        key=lambda s: (*_GRAVITY, s).index(s),
+    )
     since = f"since step {alarms[0]['step']:,}" + (f", {name}" if name else "")
-    title = h.tag("strong", {"class": "severity"}, gravest), f" {cause[0].upper()}{cause[1:]} {since}"
+    title = (
+        h.tag("strong", {"class": "severity"}, gravest),
+        f" {cause[0].upper()}{cause[1:]} {since}",
+    )
     course = []
     for alarm in alarms:
         trend = f"; {alarm['trend']}" if alarm.get("trend") else ""
@@ -210,18 +257,36 @@ def _card(run: Watched, cause: str, alarms: Sequence[Row], name: str) -> Markup:
             )
         )
     grave = [alarm for alarm in alarms if alarm.get("severity") != "notice"] or alarms
-    advised = list(dict.fromkeys(str(alarm["remedy"]) for alarm in grave if alarm.get("remedy")))
-    fixes = [h.tag("div", {"class": "remedy-line"}, h.command_block(line)) for line in advised[:1]]
+    advised = list(
+        dict.fromkeys(str(alarm["remedy"]) for alarm in grave if alarm.get("remedy"))
+    )
+    fixes = [
+        h.tag("div", {"class": "remedy-line"}, h.command_block(line))
+        for line in advised[:1]
+    ]
     if run.acted and cause == CAUSE:
-        fixes = [h.tag("p", {"class": "source"}, "The autopilot responds to this alarm; its actions are listed below.")]
-    sources = dict.fromkeys(str(alarm["source"]) for alarm in alarms if alarm.get("source"))
+        fixes = [
+            h.tag(
+                "p",
+                {"class": "source"},
+                "The autopilot responds to this alarm; its actions are listed below.",
+            )
+        ]
+    sources = dict.fromkeys(
+        str(alarm["source"]) for alarm in alarms if alarm.get("source")
+    )
     about = h.tag(
         "ul",
         {},
         *(h.tag("li", {"class": "source"}, source) for source in sources),
     )
     thresholds = h.details("Where the thresholds come from", about) if sources else ""
-    body = (h.tag("p", {}, *title), h.tag("ol", {"class": "course"}, *course), *fixes, thresholds)
+    body = (
+        h.tag("p", {}, *title),
+        h.tag("ol", {"class": "course"}, *course),
+        *fixes,
+        thresholds,
+    )
     return h.tag("li", {"class": f"alarm-{gravest}"}, *body)
 
 
@@ -231,14 +296,32 @@ def _interventions(runs: Sequence[Watched]) -> Markup:
     for run in runs:
         by_action: dict[object, list[Row]] = {}
         for event in run.interventions:
-            key = tuple(event.get(name) for name in ("event", "step", "action", "release", "reason"))
+            key = tuple(
+                event.get(name)
+                for name in ("event", "step", "action", "release", "reason")
+            )
             by_action.setdefault(key, []).append(event)
         for events in by_action.values():
             first = events[0]
-            kind = "release" if first.get("release") else str(first.get("action") or first.get("event"))
+            kind = (
+                "release"
+                if first.get("release")
+                else str(first.get("action") or first.get("event"))
+            )
             strong = h.tag("strong", {"class": "severity"}, kind.replace("_", " "))
-            sentences = [h.tag("p", {"class": "source"}, str(event.get("text"))) for event in events[1:]]
-            folded = [h.details(f"at {h.count(len(sentences), 'more site')}", h.join(sentences))] if sentences else []
+            sentences = [
+                h.tag("p", {"class": "source"}, str(event.get("text")))
+                for event in events[1:]
+            ]
+            folded = (
+                [
+                    h.details(
+                        f"at {h.count(len(sentences), 'more site')}", h.join(sentences)
+                    )
+                ]
+                if sentences
+                else []
+            )
             text = h.tag(
                 "p",
                 {},
@@ -298,8 +381,21 @@ MORE = Chart(
     "One line per layer, coloured by depth; a layer's heads are aggregated as defined below.",
     "Line chart: the chosen metric against step, one line per layer.",
 )
-LINES = ("max_logit", "entropy", "query_norm", "key_norm")  # fields with a chart of their own
-VALUES = ("max_logit", "entropy", "train_loss", "val_loss", "grad_norm", "lr", "final_hidden_norm")
+LINES = (
+    "max_logit",
+    "entropy",
+    "query_norm",
+    "key_norm",
+)  # fields with a chart of their own
+VALUES = (
+    "max_logit",
+    "entropy",
+    "train_loss",
+    "val_loss",
+    "grad_norm",
+    "lr",
+    "final_hidden_norm",
+)
 MAX_LINES = 120_000  # values in all lines of a page, about 600 KB
 MAX_CELLS = 60_000  # values in all head maps of a page
 MIN_RECORDS = 30
@@ -328,8 +424,14 @@ def charts(runs: Sequence[Watched]) -> list[Chart]:
 def more_fields(run: Watched) -> list[str]:
     """Returns the further values by layer that were measured: those of the monitor's table, of token classes, layers
     and blocks."""
-    heads = [n for n, field in HEAD_FIELDS.items() if n not in LINES and (field.column or n in _MORE_OF_HEADS)]
-    classes = [name for name in run.measured() if name.partition("/")[0] in CLASS_FIELDS]
+    heads = [
+        n
+        for n, field in HEAD_FIELDS.items()
+        if n not in LINES and (field.column or n in _MORE_OF_HEADS)
+    ]
+    classes = [
+        name for name in run.measured() if name.partition("/")[0] in CLASS_FIELDS
+    ]
     names = []
     for name in (*heads, *LAYER_FIELDS, *BLOCK_FIELDS, *classes):
         values = run.by_layer(name)
@@ -357,11 +459,15 @@ def _figures(runs: Sequence[Watched], present: Sequence[Chart]) -> Markup:
 def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
     """Returns everything that the charts need, as plain JSON values."""
     shown = [run for run in runs if run.records]
-    width = sum(max(1, len(run.layers)) * len((*LINES, *more_fields(run))) for run in shown)
+    width = sum(
+        max(1, len(run.layers)) * len((*LINES, *more_fields(run))) for run in shown
+    )
     # Large models show fewer records, so that the size of the page stays bounded.
     most = int(min(h.MAX_RECORDS, max(MIN_RECORDS, MAX_LINES // max(1, width))))
     fields = {}
-    for name in dict.fromkeys(name for run in shown for name in (*LINES, *run.heads.values, *more_fields(run))):
+    for name in dict.fromkeys(
+        name for run in shown for name in (*LINES, *run.heads.values, *more_fields(run))
+    ):
         field = head_field(name) or {**LAYER_FIELDS, **BLOCK_FIELDS}.get(name)
         if field is not None:
             meaning = ": ".join(filter(None, (field.meaning, name.partition("/")[2])))
@@ -378,14 +484,20 @@ def _run_data(run: Watched, most: int, cells: int) -> dict[str, object]:
         "name": run.name,
         "status": str(run.status),
         "step": [run.steps[i] for i in rows],
-        "values": {name: h.series(values[rows]) for name in VALUES if np.isfinite(values := run.overall(name)).any()},
+        "values": {
+            name: h.series(values[rows])
+            for name in VALUES
+            if np.isfinite(values := run.overall(name)).any()
+        },
         "layers": short_names(run.layers),
         "lines": {
             name: [h.series(line) for line in values[rows].T]
             for name, values in lines.items()
             if values is not None and not np.isnan(values).all()
         },
-        "leader": None if leader is None else {"layer": leader.layer, "head": leader.head},
+        "leader": None
+        if leader is None
+        else {"layer": leader.layer, "head": leader.head},
         "last": _last_sample(run, cells),
         "alarms": [_alarm_mark(run, alarm) for alarm in run.alarms],
         "interventions": _intervention_marks(run),
@@ -416,13 +528,22 @@ def short_names(layers: Sequence[str]) -> list[str]:
 
 def _last_sample(run: Watched, cells: int) -> dict[str, object] | None:
     """Returns [layer][head] of each field in the last sample, fields of LINES first, as many as fit into `cells`."""
-    measured = [name for name in run.measured() if not np.isnan(run.heads.values[name][-1]).all()]
+    measured = [
+        name
+        for name in run.measured()
+        if not np.isnan(run.heads.values[name][-1]).all()
+    ]
     if not measured:
         return None
     # The map starts with the fields that have a chart; a large model has room for few others.
-    ordered = sorted(measured, key=lambda name: LINES.index(name) if name in LINES else len(LINES))
+    ordered = sorted(
+        measured, key=lambda name: LINES.index(name) if name in LINES else len(LINES)
+    )
     shown = ordered[: max(2, cells // run.heads.values[ordered[0]][-1].size)]
-    fields = {name: [h.series(line, 3) for line in run.heads.values[name][-1]] for name in shown}
+    fields = {
+        name: [h.series(line, 3) for line in run.heads.values[name][-1]]
+        for name in shown
+    }
     return {"step": run.steps[-1], "fields": fields}
 
 
@@ -445,7 +566,10 @@ def _intervention_marks(run: Watched) -> list[dict[str, object]]:
             steps.setdefault(int(event["step"]), []).append(event)
     marks = []
     for step, events in steps.items():
-        labels = [f"{h.MINUS if event.get('release') else ''}{event.get('action')}" for event in events]
+        labels = [
+            f"{h.MINUS if event.get('release') else ''}{event.get('action')}"
+            for event in events
+        ]
         text = "\n".join(str(event.get("text")) for event in events)
         marks.append(
             {
@@ -459,7 +583,9 @@ def _intervention_marks(run: Watched) -> list[dict[str, object]]:
 
 def _evaluations(run: Watched) -> dict[str, object]:
     every = max(1, len(run.eval_records) // h.MAX_RECORDS)
-    series: dict[str, object] = {"step": [int(record["step"]) for record in run.eval_records][::every]}
+    series: dict[str, object] = {
+        "step": [int(record["step"]) for record in run.eval_records][::every]
+    }
     for name in ("max_logit", "entropy", "val_loss"):
         values = overall(run.eval_records, run.eval_heads, name)
         if np.isfinite(values).any():
@@ -488,22 +614,37 @@ COLUMNS |= {
     if field.column and name not in COLUMNS
 }
 _CLASS_COLUMNS = {"query_competition": "|q| ratio", "key_competition": "|k| ratio"}
-_FOLDS = {"max": "the largest head", "min": "the smallest head", "mean": "the mean over heads"}
+_FOLDS = {
+    "max": "the largest head",
+    "min": "the smallest head",
+    "mean": "the mean over heads",
+}
 
 
 def _compared(runs: Sequence[Watched]) -> Markup:
     """Returns one row per run."""
     head = h.columns("Run", kind="text")
-    head += h.columns("Steps", "Alarms", "First alarm", "Largest logit, last", "… of the run", "Entropy, last")
+    head += h.columns(
+        "Steps",
+        "Alarms",
+        "First alarm",
+        "Largest logit, last",
+        "… of the run",
+        "Entropy, last",
+    )
     body = []
     for run in runs:
         peak = float(np.fmax.reduce(run.overall("max_logit"), initial=np.nan))
         body.append(
             h.table_row(
                 run.name,
-                h.cell(f"{run.steps[-1]:,}", run.steps[-1]) if run.records else h.cell("–", -1),
+                h.cell(f"{run.steps[-1]:,}", run.steps[-1])
+                if run.records
+                else h.cell("–", -1),
                 h.cell(str(len(run.alarms)), len(run.alarms)),
-                h.cell(f"{run.alarms[0]['step']:,}", run.alarms[0]["step"]) if run.alarms else h.NOTHING,
+                h.cell(f"{run.alarms[0]['step']:,}", run.alarms[0]["step"])
+                if run.alarms
+                else h.NOTHING,
                 _last(run, "max_logit"),
                 h.measured(peak),
                 _last(run, "entropy"),
@@ -529,7 +670,14 @@ def _layers(runs: Sequence[Watched]) -> Markup:
         if not run.records or not run.layers:
             continue
         last = {}
-        for name in (*COLUMNS, *(name for name in run.measured() if name.partition("/")[0] in CLASS_FIELDS)):
+        for name in (
+            *COLUMNS,
+            *(
+                name
+                for name in run.measured()
+                if name.partition("/")[0] in CLASS_FIELDS
+            ),
+        ):
             values = run.by_layer(name)
             if values is not None and not np.isnan(values[-1]).all():
                 last[name] = values[-1]
@@ -552,24 +700,42 @@ def _layers(runs: Sequence[Watched]) -> Markup:
             body,
             sortable=True,
         )
-        title = f"{run.name}, step {run.steps[-1]:,}" if len(runs) > 1 else f"Step {run.steps[-1]:,}"
+        title = (
+            f"{run.name}, step {run.steps[-1]:,}"
+            if len(runs) > 1
+            else f"Step {run.steps[-1]:,}"
+        )
         parts.append(h.details(f"{title}: {h.count(len(run.layers), 'layer')}", inner))
     return h.join(parts)
 
 
 def _class_column(name: str) -> str:
     field, _, classes = name.partition("/")
-    return _CLASS_COLUMNS.get(name) or f"{field.replace('_', ' ')}, {classes.replace('->', ' → ')}"
+    return (
+        _CLASS_COLUMNS.get(name)
+        or f"{field.replace('_', ' ')}, {classes.replace('->', ' → ')}"
+    )
 
 
-def _layer(run: Watched, i: int, last: Mapping[str, np.ndarray], *, typed: bool) -> Markup:
+def _layer(
+    run: Watched, i: int, last: Mapping[str, np.ndarray], *, typed: bool
+) -> Markup:
     cells = [h.words(run.types.get(run.layers[i], ""))] if typed else []
     for name, values in last.items():
         heads = run.heads.values.get(measured_field(name))
         field = head_field(name)
         which = ""
-        if heads is not None and field is not None and field.fold != "mean" and not np.isnan(heads[-1][i]).all():
-            head = np.nanargmax(heads[-1][i]) if field.fold == "max" else np.nanargmin(heads[-1][i])
+        if (
+            heads is not None
+            and field is not None
+            and field.fold != "mean"
+            and not np.isnan(heads[-1][i]).all()
+        ):
+            head = (
+                np.nanargmax(heads[-1][i])
+                if field.fold == "max"
+                else np.nanargmin(heads[-1][i])
+            )
             which = f"head {int(head)}"
         cells.append(h.measured(float(values[i]), which))
     return h.table_row(run.layers[i], *cells)
@@ -580,9 +746,15 @@ def _facts(runs: Sequence[Watched]) -> Markup:
     facts: dict[str, dict[str, None]] = {}
     for run in runs:
         versions = run.env.get("versions")
-        recorded = {k: v for k, v in run.about.items() if k not in ("kind", "sites", "missed", "fields")}
+        recorded = {
+            k: v
+            for k, v in run.about.items()
+            if k not in ("kind", "sites", "missed", "fields")
+        }
         recorded |= versions if isinstance(versions, dict) else {}
-        recorded |= {name: run.env.get(name) for name in ("system", "commit", "command")}
+        recorded |= {
+            name: run.env.get(name) for name in ("system", "commit", "command")
+        }
         for name, value in {**recorded, "directory": str(run.path)}.items():
             if value is not None and value != "":
                 facts.setdefault(name.replace("_", " "), {})[_word(value)] = None
@@ -596,19 +768,40 @@ def _word(value: object) -> str:
         return f"{value:,}"
     if isinstance(value, dict):
         return ", ".join(f"{key} {_word(inner)}" for key, inner in value.items())
-    return ", ".join(map(_word, value)) if isinstance(value, (list, tuple)) else str(value)
+    return (
+        ", ".join(map(_word, value)) if isinstance(value, (list, tuple)) else str(value)
+    )
 
 
 def _definitions(runs: Sequence[Watched]) -> Markup:
     definitions = {}
-    measured = dict.fromkeys(name.partition("/")[0] for run in runs for name in run.measured())
+    measured = dict.fromkeys(
+        name.partition("/")[0] for run in runs for name in run.measured()
+    )
     for name in measured:
         field = head_field(name)
         if field is not None:
-            definitions[name] = f"{field.meaning} [{field.unit}]; of a layer: {_FOLDS[field.fold]}"
-    recorded = dict.fromkeys(name.partition("/")[0] for run in runs for record in run.records[-1:] for name in record)
-    monitor = {f"monitor_{name}": field for name, field in {**MONITOR_FIELDS, **MONITOR_EXTREMES}.items()}
-    for name, field in {**LAYER_FIELDS, **VALUE_FIELDS, **BLOCK_FIELDS, **monitor}.items():
-        if name in recorded or (name in LAYER_FIELDS and LAYER_FIELDS[name].of in measured):
+            definitions[name] = (
+                f"{field.meaning} [{field.unit}]; of a layer: {_FOLDS[field.fold]}"
+            )
+    recorded = dict.fromkeys(
+        name.partition("/")[0]
+        for run in runs
+        for record in run.records[-1:]
+        for name in record
+    )
+    monitor = {
+        f"monitor_{name}": field
+        for name, field in {**MONITOR_FIELDS, **MONITOR_EXTREMES}.items()
+    }
+    for name, field in {
+        **LAYER_FIELDS,
+        **VALUE_FIELDS,
+        **BLOCK_FIELDS,
+        **monitor,
+    }.items():
+        if name in recorded or (
+            name in LAYER_FIELDS and LAYER_FIELDS[name].of in measured
+        ):
             definitions[name] = f"{field.meaning} [{field.unit}]"
     return h.facts(definitions, code=True)

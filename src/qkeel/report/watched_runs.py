@@ -25,7 +25,12 @@ from qkeel.records import (
 from qkeel.report.study_runs import as_number, differences
 
 KIND = "watch"
-INTERVENTIONS = ("autopilot", "decision", "refused", "effect")  # effects in runs of earlier versions
+INTERVENTIONS = (
+    "autopilot",
+    "decision",
+    "refused",
+    "effect",
+)  # effects in runs of earlier versions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +56,9 @@ class Watched:
     eval_records: Sequence[Row] = ()
     eval_heads: Heads
     alarms: Sequence[Row] = ()
-    interventions: Sequence[Row] = ()  # an autopilot's start, decisions, refusals and effects
+    interventions: Sequence[
+        Row
+    ] = ()  # an autopilot's start, decisions, refusals and effects
     notes: Sequence[Row] = ()
 
     @property
@@ -71,12 +78,19 @@ class Watched:
 
     def measured(self) -> list[str]:
         """Returns the head fields that were ever measured, in the order of the file."""
-        return [name for name, values in self.heads.values.items() if not np.isnan(values).all()]
+        return [
+            name
+            for name, values in self.heads.values.items()
+            if not np.isnan(values).all()
+        ]
 
     def by_layer(self, name: str) -> np.ndarray | None:
         """Returns [n layers], a head field folded over heads or a value of each layer or block; None if unknown."""
         if of_layers(name):
-            values = [[as_number(record.get(f"{name}/{layer}")) for layer in self.layers] for record in self.records]
+            values = [
+                [as_number(record.get(f"{name}/{layer}")) for layer in self.layers]
+                for record in self.records
+            ]
             return np.array(values).reshape(len(self.records), len(self.layers))
         heads = self.heads.values.get(measured_field(name))
         return None if heads is None or not len(heads) else fold_heads(name, heads)
@@ -88,14 +102,26 @@ class Watched:
     @property
     def acted(self) -> bool:
         """True if an autopilot applied a remedy during the run."""
-        return any(event.get("event") == "decision" and event.get("remedy") for event in self.interventions)
+        return any(
+            event.get("event") == "decision" and event.get("remedy")
+            for event in self.interventions
+        )
 
     def leader(self, sample: int = -1) -> Leader | None:
         """Returns the head with the largest logit in a sample, by default the last; None if no head was measured."""
         values = self.heads.values.get("max_logit")
-        if values is None or not -len(values) <= sample < len(values) or np.isnan(values[sample]).all():
+        if (
+            values is None
+            or not -len(values) <= sample < len(values)
+            or np.isnan(values[sample]).all()
+        ):
             return None
-        layer, head = (int(i) for i in np.unravel_index(int(np.nanargmax(values[sample])), values[sample].shape))
+        layer, head = (
+            int(i)
+            for i in np.unravel_index(
+                int(np.nanargmax(values[sample])), values[sample].shape
+            )
+        )
         return Leader(
             layer=layer,
             head=head,
@@ -128,16 +154,25 @@ def read_watched(paths: Sequence[Path]) -> list[Watched]:
     """
     runs = [_read(path) for path in paths]
     times = Counter(run.name for run in runs)
-    apart = differences([{**run.about, **run.env} for run in runs]) if len(runs) > 1 else [""]
+    apart = (
+        differences([{**run.about, **run.env} for run in runs])
+        if len(runs) > 1
+        else [""]
+    )
     names = [str(run.path) if times[run.name] > 1 else run.name for run in runs]
-    return [dataclasses.replace(r, name=f"{n} ({d})" if d else n) for r, n, d in zip(runs, names, apart, strict=True)]
+    return [
+        dataclasses.replace(r, name=f"{n} ({d})" if d else n)
+        for r, n, d in zip(runs, names, apart, strict=True)
+    ]
 
 
 def _read(path: Path) -> Watched:
     directory = RunDirectory(path)
     events = directory.events()
     records, heads = _aligned(directory.metrics(), _heads(directory, "heads"))
-    eval_records, eval_heads = _aligned(directory.eval_metrics(), _heads(directory, "eval_heads"))
+    eval_records, eval_heads = _aligned(
+        directory.eval_metrics(), _heads(directory, "eval_heads")
+    )
     return Watched(
         path=path,
         name=path.resolve().name,
@@ -149,8 +184,14 @@ def _read(path: Path) -> Watched:
         eval_records=eval_records,
         eval_heads=eval_heads,
         alarms=[event for event in events if event.get("event") == "alarm"],
-        interventions=[event for event in events if event.get("event") in INTERVENTIONS],
-        notes=[event for event in events if event.get("event") not in ("alarm", *INTERVENTIONS)],
+        interventions=[
+            event for event in events if event.get("event") in INTERVENTIONS
+        ],
+        notes=[
+            event
+            for event in events
+            if event.get("event") not in ("alarm", *INTERVENTIONS)
+        ],
     )
 
 

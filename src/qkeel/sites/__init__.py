@@ -1,7 +1,14 @@
 """The attention sites of a model, and the tap that accumulates their statistics."""
 
 from qkeel.capture.example import describe
-from qkeel.heads.site import AttentionSite, HeadSlice, QKProduct, Reading, Sites, UnrecognizedAttention
+from qkeel.heads.site import (
+    AttentionSite,
+    HeadSlice,
+    QKProduct,
+    Reading,
+    Sites,
+    UnrecognizedAttention,
+)
 from qkeel.sites.find import find_sites
 from qkeel.sites.tap import Tap
 

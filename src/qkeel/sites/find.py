@@ -51,25 +51,37 @@ def named_models(given: object, what: str) -> dict[str, nn.Module]:
         InvalidValueError: there is no model, a name cannot begin the name of a site, or a model is given twice or is a
             part of another model.
     """
-    holder = isinstance(given, (nn.ModuleList, nn.ModuleDict)) and type(given).forward is nn.Module.forward
+    holder = (
+        isinstance(given, (nn.ModuleList, nn.ModuleDict))
+        and type(given).forward is nn.Module.forward
+    )
     if isinstance(given, nn.Module) and not holder:
         return {"": given}
     if not isinstance(given, (list, tuple, Mapping, nn.ModuleList, nn.ModuleDict)):
         raise InvalidTypeError(
             f"expected a torch.nn.Module to {what}, got {type(given).__name__}; give the model itself"
         )
-    pairs = given.items() if isinstance(given, (Mapping, nn.ModuleDict)) else enumerate(given)
+    pairs = (
+        given.items()
+        if isinstance(given, (Mapping, nn.ModuleDict))
+        else enumerate(given)
+    )
     models = {str(name): model for name, model in pairs}
     if not models:
         raise InvalidValueError(f"expected at least one model to {what}, got none")
     for name, model in models.items():
         if not isinstance(model, nn.Module):
-            raise InvalidTypeError(f"expected a torch.nn.Module to {what} as {name!r}, got {type(model).__name__}")
+            raise InvalidTypeError(
+                f"expected a torch.nn.Module to {what} as {name!r}, got {type(model).__name__}"
+            )
         if not re.fullmatch(r"[\w-]+", name) or name in dir(nn.ModuleDict):
             raise InvalidValueError(
                 f"expected model names made of letters, digits, _ and -, and not the name of a method, got {name!r}"
             )
-    inside = {name: {id(m) for m in unwrapped(model).modules()} for name, model in models.items()}
+    inside = {
+        name: {id(m) for m in unwrapped(model).modules()}
+        for name, model in models.items()
+    }
     for part, model in itertools.permutations(models, 2):
         if id(unwrapped(models[part])) in inside[model]:
             raise InvalidValueError(
@@ -96,15 +108,22 @@ def of_each(given: object, names: Sequence[str], what: str) -> dict[str, object]
     )
 
 
-def sites_of_each(given: object, models: Mapping[str, nn.Module]) -> dict[str, Sites | None]:
+def sites_of_each(
+    given: object, models: Mapping[str, nn.Module]
+) -> dict[str, Sites | None]:
     """Takes the sites that were found earlier for each model, or the sites of a larger model of which each model is a
     part.
 
     Raises: InvalidTypeError if they are not sites for each model, RefusedError if they belong to other models.
     """
-    whole = isinstance(given, Sequence) and all(isinstance(site, AttentionSite) for site in given)
+    whole = isinstance(given, Sequence) and all(
+        isinstance(site, AttentionSite) for site in given
+    )
     each = dict.fromkeys(models, given) if whole else of_each(given, [*models], "sites")
-    return {n: None if x is None else bound(x, unwrapped(models[n])) for n, x in each.items()}  # type: ignore[arg-type]
+    return {
+        n: None if x is None else bound(x, unwrapped(models[n]))
+        for n, x in each.items()
+    }  # type: ignore[arg-type]
 
 
 def within(model: str, name: str) -> str:
@@ -130,12 +149,20 @@ def all_sites(of: Mapping[str, Sites]) -> Sites:
     if [*of] == [""]:
         return of[""]
     missed = (
-        dataclasses.replace(one, module=within(name, one.module)) for name, sites in of.items() for one in sites.missed
+        dataclasses.replace(one, module=within(name, one.module))
+        for name, sites in of.items()
+        for one in sites.missed
     )
     named = ((functools.partial(within, name), sites) for name, sites in of.items())
     pairs = [(inside, sites) for inside, sites in named]
-    indexers = (_renamed(site, inside) for inside, sites in pairs for site in sites.indexers)
-    return Sites((_renamed(site, inside) for inside, sites in pairs for site in sites), missed, indexers)
+    indexers = (
+        _renamed(site, inside) for inside, sites in pairs for site in sites.indexers
+    )
+    return Sites(
+        (_renamed(site, inside) for inside, sites in pairs for site in sites),
+        missed,
+        indexers,
+    )
 
 
 def _renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite:
@@ -143,15 +170,25 @@ def _renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite
 
     def named(parts: tuple[T, ...]) -> tuple[T, ...]:
         return tuple(
-            dataclasses.replace(x, parameter=x.parameter and inside(x.parameter), bias=x.bias and inside(x.bias))
+            dataclasses.replace(
+                x,
+                parameter=x.parameter and inside(x.parameter),
+                bias=x.bias and inside(x.bias),
+            )
             for x in parts
         )
 
     return dataclasses.replace(
         site,
         name=inside(site.name),
-        callers=tuple((inside(module), inside(caller), number) for module, caller, number in site.callers),
-        terms=tuple(QKProduct(query=named(term.query), key=named(term.key)) for term in site.terms),
+        callers=tuple(
+            (inside(module), inside(caller), number)
+            for module, caller, number in site.callers
+        ),
+        terms=tuple(
+            QKProduct(query=named(term.query), key=named(term.key))
+            for term in site.terms
+        ),
         query_gains=named(site.query_gains),
         key_gains=named(site.key_gains),
     )
@@ -165,7 +202,10 @@ def _name_now(model: nn.Module, name: str, *, of_module: bool) -> str:
 
     def enter() -> bool:
         nonlocal module
-        inner = next((key for key in WRAPPED_AS if submodules_of(module).get(key) is not None), None)
+        inner = next(
+            (key for key in WRAPPED_AS if submodules_of(module).get(key) is not None),
+            None,
+        )
         if inner is not None:
             found.append(inner)
             module = module.get_submodule(inner)
@@ -205,7 +245,13 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
             continue
         for part in (*site.query, *site.key):
             p, n = parameters.get(part.parameter), int(part.index.max()) + 1
-            rows = 0 if p is None else p.shape[1:].numel() if part.axis and p.ndim > 1 else p.shape[0]
+            rows = (
+                0
+                if p is None
+                else p.shape[1:].numel()
+                if part.axis and p.ndim > 1
+                else p.shape[0]
+            )
             if rows < n:
                 raise RefusedError(
                     f"the site {site.name} was found in a model with other weights: expected {part.parameter} with at "
@@ -225,7 +271,10 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
 
 def _bound_indexers(sites: Sites, model: nn.Module) -> list[AttentionSite]:
     """The indexers whose layers are in this model; their modules are found by the layers' names."""
-    modules, here = dict(model.named_modules()), (_site_now(model, site) for site in sites.indexers)
+    modules, here = (
+        dict(model.named_modules()),
+        (_site_now(model, site) for site in sites.indexers),
+    )
     return [
         dataclasses.replace(site, module=modules[home])
         for site in here
@@ -236,7 +285,9 @@ def _bound_indexers(sites: Sites, model: nn.Module) -> list[AttentionSite]:
 def _site_now(model: nn.Module, site: AttentionSite) -> AttentionSite:
     name = _name_now(model, site.name, of_module=True)
     weights = [s.parameter for s in (*site.query, *site.key)]
-    if name == site.name and all(_name_now(model, one, of_module=False) == one for one in weights):
+    if name == site.name and all(
+        _name_now(model, one, of_module=False) == one for one in weights
+    ):
         return site
     by_weight = _renamed(site, functools.partial(_name_now, model, of_module=False))
     return dataclasses.replace(by_weight, name=name)
@@ -289,11 +340,15 @@ def find_sites(model: nn.Module, batch: object = None) -> Sites:
     return found_sites(model, *(((), {}) if batch is None else arguments(batch)))[0]
 
 
-def found_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, ModelTrace | None]:
+def found_sites(
+    model: nn.Module, args: Args, kwargs: Kwargs
+) -> tuple[Sites, ModelTrace | None]:
     """The sites of a model, and the trace of the pass in which they were found. The trace is None if there is no
     example, if the model is split across processes, or if it is on the meta device."""
     if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
+        raise InvalidTypeError(
+            f"expected a torch.nn.Module to find attention in, got {type(model).__name__}"
+        )
     if args or kwargs:
         if spread(model):
             by_all = functools.partial(_searched_by_all, model, args, kwargs)
@@ -327,11 +382,19 @@ def _searched_by_all(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
 
 def _unverified(sites: Sites) -> str:
     names = ", ".join(site.name for site in sites if site.terms and not site.verified)
-    return f"the weights of {names} are not verified" if names else "all known weights are verified"
+    return (
+        f"the weights of {names} are not verified"
+        if names
+        else "all known weights are verified"
+    )
 
 
 def _own_sites(model: nn.Module) -> list[AttentionSite]:
-    return [_site(name, module) for name, module in modules_of(model).items() if isinstance(module, _OWN)]
+    return [
+        _site(name, module)
+        for name, module in modules_of(model).items()
+        if isinstance(module, _OWN)
+    ]
 
 
 def _site(name: str, module: Attention | MLA | GAU) -> AttentionSite:
@@ -354,7 +417,11 @@ def _site(name: str, module: Attention | MLA | GAU) -> AttentionSite:
 def _terms(name: str, module: Attention | MLA | GAU) -> tuple[QKProduct, ...]:
     if isinstance(module, Attention):
         return _mha_terms(name, module)
-    return _mla_terms(name, module) if isinstance(module, MLA) else _gau_terms(name, module)
+    return (
+        _mla_terms(name, module)
+        if isinstance(module, MLA)
+        else _gau_terms(name, module)
+    )
 
 
 def _slice(name: str, module: nn.Module, linear: str, n: int) -> HeadSlice:
@@ -362,7 +429,11 @@ def _slice(name: str, module: nn.Module, linear: str, n: int) -> HeadSlice:
     assert isinstance(layer, nn.Linear)
     head = f"{name}.{linear}" if name else linear
     # A parametrized layer keeps its trained weight among its parametrizations.
-    weight = "weight" if "weight" in parameters_of(layer) else "parametrizations.weight.original"
+    weight = (
+        "weight"
+        if "weight" in parameters_of(layer)
+        else "parametrizations.weight.original"
+    )
     bias = f"{head}.bias" if layer.bias is not None else None
     return rows(f"{head}.{weight}", n, layer.out_features // n, bias)
 
@@ -381,7 +452,10 @@ def _mla_terms(name: str, module: MLA) -> tuple[QKProduct, ...]:
     direct = module.latent_norm or module.sizes.q_latent is None
     down_q = () if direct else (_slice(name, module, "q_down", 1),)
     down_k = () if module.latent_norm else (_slice(name, module, "kv_down", 1),)
-    return (QKProduct(query=(*down_q, up_q), key=(*down_k, up_k)), QKProduct(query=(*down_q, rope_q), key=(rope_k,)))
+    return (
+        QKProduct(query=(*down_q, up_q), key=(*down_k, up_k)),
+        QKProduct(query=(*down_q, rope_q), key=(rope_k,)),
+    )
 
 
 def _gau_terms(name: str, module: GAU) -> tuple[QKProduct, ...]:
@@ -403,7 +477,7 @@ def is_normed(site: AttentionSite) -> bool:
 
 def on_meta(model: nn.Module) -> bool:
     """Returns whether the model has weights on the meta device."""
-    return any([p.is_meta for p in parameters_in(modules_of(model).values())])  # noqa: C419
+    return any([p.is_meta for p in parameters_in(modules_of(model).values())])
 
 
 def with_values(model: nn.Module) -> nn.Module:
@@ -419,7 +493,9 @@ def with_values(model: nn.Module) -> nn.Module:
         own, buffers = parameters_of(module), buffers_of(module)
         for name, p in own.items():
             if p is not None and p.is_meta:
-                value = drawn.setdefault(id(p), nn.Parameter(_drawn(p, source), p.requires_grad))
+                value = drawn.setdefault(
+                    id(p), nn.Parameter(_drawn(p, source), p.requires_grad)
+                )
                 assert isinstance(value, nn.Parameter)
                 own[name] = value
         for name, x in buffers.items():

@@ -62,7 +62,9 @@ class PassSearch:
     def __init__(self) -> None:
         self._passes = 0
         self._places: Places | None = None
-        self._modules: object = None  # those that existed in the last pass that was searched everywhere
+        self._modules: object = (
+            None  # those that existed in the last pass that was searched everywhere
+        )
 
     def places(self, tree: ModuleTree) -> Places | None:
         """Returns the modules in which the pass that begins is searched, or None for everywhere."""
@@ -74,7 +76,12 @@ class PassSearch:
         """Notes where a pass that was searched everywhere had attention; None if that does not say where to search."""
         if places is not None and self._modules is tree.named():
             for name, (module, functions) in (self._places or {}).items():
-                places[name] = (module, _either(functions, places[name][1]) if name in places else functions)
+                places[name] = (
+                    module,
+                    _either(functions, places[name][1])
+                    if name in places
+                    else functions,
+                )
         self._places, self._modules = places, tree.named()
 
 
@@ -82,7 +89,9 @@ class ObservedPass:
     """One observed forward pass. qkeel's own modules report their calls, and a `CaptureMode` observes those of other
     code. With `kept`, the first call of each site is stored there, and nothing is measured."""
 
-    def __init__(self, tap: Tap, kept: dict[str, Seen] | None = None, *, candidate: bool = True) -> None:
+    def __init__(
+        self, tap: Tap, kept: dict[str, Seen] | None = None, *, candidate: bool = True
+    ) -> None:
         self.tap, self.kept = tap, kept
         self.candidate = candidate  # whether it may be trained
         self.calls = 0  # attention calls that were measured
@@ -124,7 +133,11 @@ class ObservedPass:
             watcher.index, watcher.index_layouts = self._index, self._index_layout
         if call is not None and only_in is None:
             watcher.stack.begun(call[0], dict(call[1]))
-        if only_in is not None and self.tap.measure_plain is not None and logit_pass.ready():
+        if (
+            only_in is not None
+            and self.tap.measure_plain is not None
+            and logit_pass.ready()
+        ):
             watcher.plain = self._plain
         watcher.look(around)
 
@@ -135,21 +148,39 @@ class ObservedPass:
             return
         if not watcher.whole:
             if 0 in [frame.calls + frame.indexes for frame in watcher.called_in]:
-                self.tap.searched(None)  # attention that was found there is now computed elsewhere
+                self.tap.searched(
+                    None
+                )  # attention that was found there is now computed elsewhere
             return
         is_local = not (watcher.hidden or self.indexed)
         for name, place in self.places.items():
             # Attention of qkeel's modules inside must not be attributed to this module.
-            if place is not None and any([m is not place[0] and isinstance(m, SpecModule) for m in place[0].modules()]):  # noqa: C419
+            if place is not None and any(
+                [
+                    m is not place[0] and isinstance(m, SpecModule)
+                    for m in place[0].modules()
+                ]
+            ):
                 self.places[name] = None
-        places = {name: place for name, place in self.places.items() if place is not None}
-        self.tap.searched(places if is_local and len(places) == len(self.places) else None)
+        places = {
+            name: place for name, place in self.places.items() if place is not None
+        }
+        self.tap.searched(
+            places if is_local and len(places) == len(self.places) else None
+        )
 
     def _note_place(self, captured: CapturedCall) -> None:
         """Records the module in which attention was observed, and the function by which it was found."""
         layout, name = captured.layout, captured.frame.name
-        is_known = layout is None or (layout == self.tap.facts.layouts.get(captured.name) and not layout.guess)
-        if captured.headless or not name or not is_known or captured.how not in _FUNCTIONS:
+        is_known = layout is None or (
+            layout == self.tap.facts.layouts.get(captured.name) and not layout.guess
+        )
+        if (
+            captured.headless
+            or not name
+            or not is_known
+            or captured.how not in _FUNCTIONS
+        ):
             self.places[name] = None
         else:
             only = SDPA_ALONE if captured.named else _FUNCTIONS[captured.how]
@@ -164,13 +195,25 @@ class ObservedPass:
         see = in_this_thread(functools.partial(self.tap.guard, self._take, name))
         if self.tap.measure_rows is None or self.kept is not None:
             return see
-        read = functools.partial(self.tap.guard, self._read, name, self.tap.measure_rows)
+        read = functools.partial(
+            self.tap.guard, self._read, name, self.tap.measure_rows
+        )
         return RowObserver(see, in_this_thread(read))
 
-    def _read(self, name: str, measure: MeasureRows, call: AttentionCall, rows: KernelRows) -> None:
+    def _read(
+        self, name: str, measure: MeasureRows, call: AttentionCall, rows: KernelRows
+    ) -> None:
         self._take(name, call, measure=lambda _: measure(call, rows))
 
-    def _plain(self, frame: ModuleCall, ordinal: int, q: Tensor, k: Tensor, scale: float, causal: bool) -> bool:
+    def _plain(
+        self,
+        frame: ModuleCall,
+        ordinal: int,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        causal: bool,
+    ) -> bool:
         """Measures a call of torch's own function from q and k, and returns whether that was possible."""
         measure = self.tap.measure_plain
         if measure is None or not self.tap.active or extra_of_another(self.tap):
@@ -178,18 +221,26 @@ class ObservedPass:
         stats = measure(q, k, scale, causal)
         if stats is None:
             return False
-        self.sites.add(frame.name if ordinal == 0 else name_of(frame, ordinal), stats, None)
+        self.sites.add(
+            frame.name if ordinal == 0 else name_of(frame, ordinal), stats, None
+        )
         self.calls += 1
         return True
 
     def _layer(self, frame: ModuleCall) -> str | None:
         """The layer whose keys a module chooses, if the module belongs to a known indexer."""
         indexers = self.tap.facts.indexers
-        layer = layer_of(frame.name, [site.name for site in self.tap.sites]) if indexers else None
+        layer = (
+            layer_of(frame.name, [site.name for site in self.tap.sites])
+            if indexers
+            else None
+        )
         return layer if layer in indexers else None
 
     def _index_layout(self, name: str) -> HeadLayout | None:
-        return self.tap.facts.indexers.get(layer_of(name, [site.name for site in self.tap.sites]) or "")
+        return self.tap.facts.indexers.get(
+            layer_of(name, [site.name for site in self.tap.sites]) or ""
+        )
 
     def _index(self, frame: ModuleCall, call: ScoresCall) -> None:
         layer = self._layer(frame)
@@ -205,11 +256,26 @@ class ObservedPass:
             self._note_place(captured)
         self.tap.warn_of_guess(captured)
         rows, reads, measure = captured.rows, self.tap.measure_rows, None
-        if rows is not None and reads is not None and isinstance(captured.call, AttentionCall):
+        if (
+            rows is not None
+            and reads is not None
+            and isinstance(captured.call, AttentionCall)
+        ):
             measure = lambda call: reads(call, rows)  # noqa: E731
-        self._take(captured.name, captured.call, captured.frame.name if captured.headless else None, measure)
+        self._take(
+            captured.name,
+            captured.call,
+            captured.frame.name if captured.headless else None,
+            measure,
+        )
 
-    def _take(self, name: str, call: Seen, part_of: str | None = None, measure: MeasureCall | None = None) -> None:
+    def _take(
+        self,
+        name: str,
+        call: Seen,
+        part_of: str | None = None,
+        measure: MeasureCall | None = None,
+    ) -> None:
         """Measures one call. If a module computes its heads one by one, `part_of` is the name of its site."""
         if extra_of_another(self.tap):
             return
@@ -230,6 +296,8 @@ def _has_no_rows(call: Seen) -> bool:
     return not x.numel() or (not isinstance(call, ScoresCall) and not call.k.numel())
 
 
-def _either(first: frozenset[Function] | None, second: frozenset[Function] | None) -> frozenset[Function] | None:
+def _either(
+    first: frozenset[Function] | None, second: frozenset[Function] | None
+) -> frozenset[Function] | None:
     """The functions of interest if both sets are given, or None, which means all functions."""
     return None if first is None or second is None else first | second

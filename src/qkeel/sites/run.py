@@ -31,7 +31,11 @@ SEARCH = "the search for attention in a model that is split across processes"
 def spread(model: nn.Module) -> bool:
     """Returns whether all processes take part in a pass of this model, rather than taking turns as the stages of a
     pipeline do."""
-    return dist.world() > 1 and any(map(dist.is_split, model.parameters())) and running_stage() is None
+    return (
+        dist.world() > 1
+        and any(map(dist.is_split, model.parameters()))
+        and running_stage() is None
+    )
 
 
 @contextmanager
@@ -45,7 +49,9 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
                 undo.enter_context(gathered(model))
             if spread(model):  # the weights are split by heads and remain so
                 undo.enter_context(dist.agreed_collectives(SEARCH))
-        elif dist.world() == 1:  # on a single process, too, fully_shard stores other weights than those used in a pass
+        elif (
+            dist.world() == 1
+        ):  # on a single process, too, fully_shard stores other weights than those used in a pass
             undo.enter_context(gathered(model))
         yield
 
@@ -76,14 +82,25 @@ def forward(
     # An optimised script runs as a single node of the graph, through which no gradient path can be traced. (A script
     # that was already optimised remains so.)
     unoptimised = torch.jit.optimized_execution(False)
-    grads = torch.inference_mode(False), torch.enable_grad() if graph else torch.no_grad()
+    grads = (
+        torch.inference_mode(False),
+        torch.enable_grad() if graph else torch.no_grad(),
+    )
     together = spread(model) if together is None else together
     agreed = dist.agreed_collectives(SEARCH) if together else nullcontext()
     noticed = (parts or CheckpointedParts()).noticed()
     try:
         # A stance is set when it is created, so that an error before the context is entered would leave it set for the
         # process.
-        with agreed, torch.compiler.set_stance("force_eager"), unoptimised, grads[0], grads[1], noticed, watcher:
+        with (
+            agreed,
+            torch.compiler.set_stance("force_eager"),
+            unoptimised,
+            grads[0],
+            grads[1],
+            noticed,
+            watcher,
+        ):
             model(*args, **kwargs)
         if isinstance(guard, DeferredError):
             guard.settle()
@@ -100,7 +117,9 @@ def check_devices(model: nn.Module, *example: object) -> None:
         InvalidValueError: the example is on another device; the message names both devices.
     """
     modules = modules_of(model).values()
-    buffers = [x for module in modules for x in buffers_of(module).values() if x is not None]
+    buffers = [
+        x for module in modules for x in buffers_of(module).values() if x is not None
+    ]
     homes = {x.device for x in (*parameters_in(modules), *buffers)}
     for x in tensors(example):
         # A scalar on the CPU can be combined with tensors on any device.

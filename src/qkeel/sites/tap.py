@@ -30,7 +30,14 @@ from qkeel.patching.modes import (
     recomputing,
 )
 from qkeel.patching.roles import PassRole, Phase, inside_checkpoint
-from qkeel.sites.observed_pass import MeasureCall, MeasurePlain, MeasureRows, ObservedPass, PassSearch, Places
+from qkeel.sites.observed_pass import (
+    MeasureCall,
+    MeasurePlain,
+    MeasureRows,
+    ObservedPass,
+    PassSearch,
+    Places,
+)
 from qkeel.spec import AttentionCall
 
 _TRANSFORMED = (
@@ -138,29 +145,48 @@ class Tap(Handle):
         guard: FaultGuard | None = None,
     ) -> None:
         self.measure, self.measure_rows = measure, measure_rows
-        self.measure_plain = plain_rows if measure is statistics and measure_plain is None else measure_plain
+        self.measure_plain = (
+            plain_rows
+            if measure is statistics and measure_plain is None
+            else measure_plain
+        )
         self.visitor = Visitor()
-        self.sites = Sites()  # the known sites, with the information needed to observe them
+        self.sites = (
+            Sites()
+        )  # the known sites, with the information needed to observe them
         self._facts: KnownSites | None = None
         self._latest: LastPass | None = None  # the latest trained pass
         self._keeps, self._by_step = keeps, by_step
         self._held: list[_HeldPass] = []  # passes whose role is open
         self._beginning: _HeldPass | None = None  # the pass that is running
         self.own_alone = False
-        self._searches = {True: PassSearch(), False: PassSearch()}  # by the mode of the model
+        self._searches = {
+            True: PassSearch(),
+            False: PassSearch(),
+        }  # by the mode of the model
         self.empty = 0  # passes over an empty batch
-        self.calls_seen: dict[Phase, int] = {"train": 0, "eval": 0}  # attention calls that were measured
+        self.calls_seen: dict[Phase, int] = {
+            "train": 0,
+            "eval": 0,
+        }  # attention calls that were measured
         self.compiled = False  # whether any pass so far ran compiled code
         self._due = due or (lambda candidate, _: (candidate or not when_training, True))
         self.guard = FaultGuard(_OFF) if guard is None else guard
         self._guessed: set[str] = set()
         self._said_transform = False
-        self._stats: dict[Phase, SiteStatistics] = {"train": SiteStatistics(), "eval": SiteStatistics()}
+        self._stats: dict[Phase, SiteStatistics] = {
+            "train": SiteStatistics(),
+            "eval": SiteStatistics(),
+        }
         self._running: ObservedPass | None = None
-        self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
+        self._forwards = ForwardPasses(
+            model, self._before, self._after, guard=self.guard, owner=self
+        )
         self._forwards.repeated = self._repeated
         self.model = self._forwards.inner
-        self.tree = self._forwards.tree if model is self.model else ModuleTree(self.model)
+        self.tree = (
+            self._forwards.tree if model is self.model else ModuleTree(self.model)
+        )
         super().__init__(self._detach)
         self.guard.off += [self.remove, self._forwards.remove]
         self._parts: list[tuple[SpecModule, Connection]] = []
@@ -181,7 +207,11 @@ class Tap(Handle):
     def places(self) -> Places | None:
         """The modules in which the pass that begins is searched for attention outside qkeel's modules, or None to
         search everywhere."""
-        return {} if self.own_alone else self._searches[self.model.training].places(self.tree)
+        return (
+            {}
+            if self.own_alone
+            else self._searches[self.model.training].places(self.tree)
+        )
 
     def searched(self, places: Places | None) -> None:
         """Notes where a pass had attention that was searched everywhere; with None, the next pass is so too."""
@@ -236,7 +266,10 @@ class Tap(Handle):
         """Returns the statistics of passes whose role is open, taken for trained if the model was in training mode."""
         sites = SiteStatistics()
         for held in self._held:
-            if held.stats is not None and phase in (None, "train" if held.training else "eval"):
+            if held.stats is not None and phase in (
+                None,
+                "train" if held.training else "eval",
+            ):
                 sites.update(held.stats)
         return sites.joined()
 
@@ -247,7 +280,13 @@ class Tap(Handle):
             if connection in module.observers:
                 module.observers.remove(connection)
 
-    def take_part(self, name: str, call: AttentionCall, training: bool, rows: KernelRows | None = None) -> None:
+    def take_part(
+        self,
+        name: str,
+        call: AttentionCall,
+        training: bool,
+        rows: KernelRows | None = None,
+    ) -> None:
         """Receives a call that one of qkeel's own modules made outside a pass of the model, with the statistics of its
         rows if they are known."""
         if self._forwards.busy or recomputing():
@@ -264,7 +303,9 @@ class Tap(Handle):
         if stats is not None:
             sites = SiteStatistics()
             sites.add(name, stats, None)
-            held = _HeldPass(training=training, counts=counts, part=True, calls=1, stats=sites)
+            held = _HeldPass(
+                training=training, counts=counts, part=True, calls=1, stats=sites
+            )
             held.role = PassRole.of_tensors([call.q, call.k])
             self._hold(held)
 
@@ -295,7 +336,12 @@ class Tap(Handle):
         if look.error is not None:
             self.visitor.failed()
             raise look.error
-        held = _HeldPass(training=self.model.training, counts=True, calls=look.calls, stats=look.sites)
+        held = _HeldPass(
+            training=self.model.training,
+            counts=True,
+            calls=look.calls,
+            stats=look.sites,
+        )
         held.collected = self.visitor.after(output, bool(look.sites))
         self._sort(held, "train")
         return True
@@ -305,13 +351,23 @@ class Tap(Handle):
         """The facts known about the sites, which are collected again whenever `sites` has changed."""
         sites = [*self.sites]
         if self._facts is None or self._facts.sites != sites:
-            indexers = self.sites.indexers if isinstance(self.sites, Sites) else ()  # an ordinary list has no indexers
+            indexers = (
+                self.sites.indexers if isinstance(self.sites, Sites) else ()
+            )  # an ordinary list has no indexers
             self._facts = KnownSites(
                 sites=sites,
                 described=[site for site in self.sites if site.description is not None],
-                layouts={site.name: site.layout for site in self.sites if site.layout is not None},
-                key_heads={site.name: _key_heads(site) for site in self.sites if site.verified},
-                indexers={site.name.removesuffix(INDEX): site.layout for site in indexers},
+                layouts={
+                    site.name: site.layout
+                    for site in self.sites
+                    if site.layout is not None
+                },
+                key_heads={
+                    site.name: _key_heads(site) for site in self.sites if site.verified
+                },
+                indexers={
+                    site.name.removesuffix(INDEX): site.layout for site in indexers
+                },
             )
         return self._facts
 
@@ -328,7 +384,9 @@ class Tap(Handle):
         is_repeated = not torch.is_grad_enabled() and inside_checkpoint()
         candidate = torch.is_grad_enabled() or is_repeated
         measured, counts = self._due(candidate, training)
-        self._beginning = held = _HeldPass(training=training, counts=counts, candidate=candidate)
+        self._beginning = held = _HeldPass(
+            training=training, counts=counts, candidate=candidate
+        )
         held.inputs = (args, kwargs)
         self.compiled = self.compiled or compiled
         if is_repeated:
@@ -338,7 +396,9 @@ class Tap(Handle):
             return
         if self._keeps and candidate:
             first = self.tree.first_parameter()
-            held.latest = LastPass("cpu" if first is None else first.device.type, args, kwargs, training)
+            held.latest = LastPass(
+                "cpu" if first is None else first.device.type, args, kwargs, training
+            )
         if not measured or not self.visitor.before(args, kwargs):
             return
         self._running = running = ObservedPass(self, candidate=candidate)
@@ -348,10 +408,17 @@ class Tap(Handle):
             call = (args, kwargs) if self._forwards.model is self.model else None
             running.begin(call, self._forwards.around)
 
-    def _extra_pass(self, look: ObservedPass, args: Args, kwargs: Kwargs, seed: int | None = None) -> object:
+    def _extra_pass(
+        self, look: ObservedPass, args: Args, kwargs: Kwargs, seed: int | None = None
+    ) -> object:
         """Makes the pass that the model is about to make, but eagerly, and returns its output. `seed` seeds the random
         generators."""
-        with extra_pass(self), torch.no_grad(), torch.compiler.set_stance("force_eager"), undisturbed(self.model):
+        with (
+            extra_pass(self),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            undisturbed(self.model),
+        ):
             if seed is not None:
                 torch.manual_seed(seed)
             try:
@@ -379,7 +446,9 @@ class Tap(Handle):
                 raise look.error
             look.over()
             held.stats, held.calls = look.sites, look.calls
-            seen = bool(held.stats) or any([self.has("train"), self.has("eval"), *(x.stats for x in self._held)])
+            seen = bool(held.stats) or any(
+                [self.has("train"), self.has("eval"), *(x.stats for x in self._held)]
+            )
             held.collected = self.visitor.after(output, seen)
         self._hold(held)
 
@@ -390,7 +459,9 @@ class Tap(Handle):
             trained = True
         if trained is None:
             self._held.append(held)
-            if len(self._held) > MOST_HELD:  # graphs that the program keeps, or checkpoints that nothing repeats
+            if (
+                len(self._held) > MOST_HELD
+            ):  # graphs that the program keeps, or checkpoints that nothing repeats
                 self._sort(self._held.pop(0), "eval")
         else:
             self._sort(held, "train" if trained else "eval")
@@ -469,7 +540,10 @@ def is_empty(args: Args, kwargs: Kwargs) -> bool:
     >>> is_empty((torch.zeros(0, 5),), {"mask": None}), is_empty((torch.zeros(2, 5), torch.zeros(0)), {})
     (True, False)
     """
-    for x in (*args, *kwargs.values()):  # in most cases the first one decides, without another Python call
+    for x in (
+        *args,
+        *kwargs.values(),
+    ):  # in most cases the first one decides, without another Python call
         if isinstance(x, Tensor) and x.ndim and x.numel():
             return False
     sizes = [x.numel() for x in tensors((args, dict(kwargs))) if x.ndim]
@@ -482,7 +556,7 @@ def has_no_values(args: Args, kwargs: Kwargs) -> bool:
     >>> has_no_values((torch.zeros(2, 5, device="meta"),), {}), has_no_values((torch.zeros(2, 5),), {})
     (True, False)
     """
-    return any([x.is_meta or is_fake(x) for x in tensors((args, dict(kwargs)))])  # noqa: C419
+    return any([x.is_meta or is_fake(x) for x in tensors((args, dict(kwargs)))])
 
 
 def _key_heads(site: AttentionSite) -> tuple[int, int]:
@@ -495,4 +569,8 @@ def _takes_fast_path(tree: ModuleTree) -> bool:
     """True if torch may run parts of the model through the single operator that computes a complete layer in
     evaluation."""
     layers = tree.of_kind(nn.MultiheadAttention, nn.TransformerEncoderLayer)
-    return bool(layers) and torch.backends.mha.get_fastpath_enabled() and any(not m.training for _, m in layers)
+    return (
+        bool(layers)
+        and torch.backends.mha.get_fastpath_enabled()
+        and any(not m.training for _, m in layers)
+    )

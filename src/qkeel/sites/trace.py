@@ -23,13 +23,28 @@ from torch import Tensor, nn
 from qkeel import distributed as dist
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, fewest_keys, key_heads
 from qkeel.capture.eager import is_projected, reached
-from qkeel.capture.example import Caller, ModuleCall, ShortExample, Undo, copied, first_row, shorter, undisturbed
+from qkeel.capture.example import (
+    Caller,
+    ModuleCall,
+    ShortExample,
+    Undo,
+    copied,
+    first_row,
+    shorter,
+    undisturbed,
+)
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
 from qkeel.heads.norms import seen_gains
-from qkeel.heads.rows import UnknownRowsError, normed_on_the_way, side, sum_terms, weights_behind
+from qkeel.heads.rows import (
+    UnknownRowsError,
+    normed_on_the_way,
+    side,
+    sum_terms,
+    weights_behind,
+)
 from qkeel.heads.site import (
     INDEX,
     AttentionSite,
@@ -53,12 +68,20 @@ from qkeel.patching.modes import (
     unguarded,
 )
 from qkeel.sites.run import check_devices, forward, spread, whole_weights
-from qkeel.sites.verify import RecordedCall, Rerun, Verification, VisibleLogits, products_of_call
+from qkeel.sites.verify import (
+    RecordedCall,
+    Rerun,
+    Verification,
+    VisibleLogits,
+    products_of_call,
+)
 from qkeel.spec import AttentionCall
 
 _LOG = logging.getLogger(__name__)
 
-ONE_LENGTH = 1e-3  # what a norm adds under its root changes norms by less than this fraction
+ONE_LENGTH = (
+    1e-3  # what a norm adds under its root changes norms by less than this fraction
+)
 
 Gains = tuple[NormGain, ...]
 # How much is read about the sites of a pass: whether a norm precedes the logit, also the weights, or also whether a
@@ -88,7 +111,11 @@ class OperandNorms:
         up to the relative `tolerance`."""
         if self.tables:
             return True
-        lengths = self.lengths if over == "head" else self.lengths.square().sum(1, keepdim=True).sqrt()
+        lengths = (
+            self.lengths
+            if over == "head"
+            else self.lengths.square().sum(1, keepdim=True).sqrt()
+        )
         most = lengths.amax((0, 2))
         least = lengths.where(lengths > 0, most[None, :, None]).amin((0, 2))
         return bool((most - least <= max(self.rounding, tolerance or 0.0) * most).all())
@@ -144,7 +171,9 @@ class ModelTrace:
         parameters = {name: self.model.get_parameter(name) for name in weights}
         needed = {id(p) for p in parameters.values()}
         for frame in own.line():
-            if frame.given is None or not needed <= {id(p) for p in frame.module.parameters()}:
+            if frame.given is None or not needed <= {
+                id(p) for p in frame.module.parameters()
+            }:
                 continue
             inside = {id(module) for module in own.module.modules()}
             leaves = {
@@ -153,19 +182,36 @@ class ModelTrace:
                 if id(module) in inside and not submodules_of(module)
             }
             logits = [VisibleLogits(call.captured.call) for call in calls]
-            rerun = Rerun(self.model, site, frame, calls, logits, parameters, on_copy=False)
+            rerun = Rerun(
+                self.model, site, frame, calls, logits, parameters, on_copy=False
+            )
             with extra_pass(self.model), rerun.opened():
-                before, after = rerun.inputs_after({}, leaves), rerun.inputs_after(weights, leaves)
-            return {leaves[name]: (x, after[name]) for name, x in before.items() if name in after}
+                before, after = (
+                    rerun.inputs_after({}, leaves),
+                    rerun.inputs_after(weights, leaves),
+                )
+            return {
+                leaves[name]: (x, after[name])
+                for name, x in before.items()
+                if name in after
+            }
         return {}
 
     def operands(self) -> dict[str, list[tuple[OperandNorms, OperandNorms]]]:
         """The operands of every product of each site's first call that was fully observed, keyed by site."""
-        names, found = names_of(self.model), dict[str, list[tuple[OperandNorms, OperandNorms]]]()
+        names, found = (
+            names_of(self.model),
+            dict[str, list[tuple[OperandNorms, OperandNorms]]](),
+        )
         for name, (first, *_) in self.calls.items():
             captured, call = first.captured, first.captured.call
-            pairs = call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
-            read = [(_operand(q, captured.frame, names), _operand(k, captured.frame, names)) for q, k in pairs]
+            pairs = (
+                call.products if isinstance(call, ScoresCall) else ((call.q, call.k),)
+            )
+            read = [
+                (_operand(q, captured.frame, names), _operand(k, captured.frame, names))
+                for q, k in pairs
+            ]
             found[name] = [(q, k) for q, k in read if q is not None and k is not None]
         return found
 
@@ -181,7 +227,9 @@ class ModelTrace:
             }
 
 
-def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> ModelTrace:
+def traced(
+    model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool
+) -> ModelTrace:
     """Returns the trace of the shortest part of an example that suffices.
 
     A part suffices if all its sites are verified and a pass over the full example, whose tensors are discarded, makes
@@ -195,18 +243,33 @@ def traced(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> M
     with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
         for short in () if dist.world() > 1 else shorter(args, kwargs):
             try:
-                trace = _traced(model, short.args, short.kwargs, undo, expected=expected)
+                trace = _traced(
+                    model, short.args, short.kwargs, undo, expected=expected
+                )
                 undo()
                 sites = trace.sites
-                known = all(s.verified and (short.rows > 1 or _is_plain(s.layout)) for s in sites)
-                if known and (whole := _same_calls(model, args, kwargs, trace, undo)) is not None:
+                known = all(
+                    s.verified and (short.rows > 1 or _is_plain(s.layout))
+                    for s in sites
+                )
+                if (
+                    known
+                    and (whole := _same_calls(model, args, kwargs, trace, undo))
+                    is not None
+                ):
                     minima, hidden, types = whole
                     sites = Sites(_typed(sites, types), sites.missed, sites.indexers)
                     if short.cut and any(s.normed for s in sites):
-                        sites = _with_bounds(model, sites, first_row(args, kwargs), undo)
-                    return dataclasses.replace(trace, sites=sites, minima=minima, hidden_by_small=hidden)
+                        sites = _with_bounds(
+                            model, sites, first_row(args, kwargs), undo
+                        )
+                    return dataclasses.replace(
+                        trace, sites=sites, minima=minima, hidden_by_small=hidden
+                    )
             except Exception as error:
-                _LOG.debug("a shorter example of %s fails: %s", type(model).__name__, error)
+                _LOG.debug(
+                    "a shorter example of %s fails: %s", type(model).__name__, error
+                )
                 undo()
         return _traced(model, args, kwargs, undo, expected=expected)
 
@@ -215,7 +278,12 @@ def seen(model: nn.Module, args: Args, kwargs: Kwargs) -> ModelTrace:
     """Returns the trace of a pass over the full example, with its sites and with whether their q or k is normed, but
     without the weights of their heads."""
     model = uncompiled(model)
-    with whole_weights(model), extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
+    with (
+        whole_weights(model),
+        extra_pass(model),
+        torch.inference_mode(False),
+        undisturbed(model) as undo,
+    ):
         return _traced(model, args, kwargs, undo, expected=True, read="norms")
 
 
@@ -251,25 +319,34 @@ def _traced(
         raise NoAttentionError(unseen(model, watcher))
     sites = reading.typed_sites()
     groups = grouped([call.captured for call in reading.order.values()])
-    calls = {group[0].name: [reading.order[captured.name] for captured in group] for group in groups}
+    calls = {
+        group[0].name: [reading.order[captured.name] for captured in group]
+        for group in groups
+    }
     least = {name: _least(c.captured.call) for name, (c, *_) in calls.items()}
     if read == "verified":
         undo()  # a module that holds tensors of the pass could not be copied
         sites = _verified(model, sites, calls)
     return ModelTrace(
         model=model,
-        sites=Sites(sites, watcher.missed, _indexers(watcher, [site.name for site in sites])),
+        sites=Sites(
+            sites, watcher.missed, _indexers(watcher, [site.name for site in sites])
+        ),
         given=reading.given,
         calls=calls,
         values=watcher.values or {},
         called=watcher.stack.called,
         minima={name: float(x) for name, x in least.items() if x is not None},
-        hidden_by_small={name: _hidden_by_small(c.captured.call) for name, (c, *_) in calls.items()},
+        hidden_by_small={
+            name: _hidden_by_small(c.captured.call) for name, (c, *_) in calls.items()
+        },
     )
 
 
 def _verified(
-    model: nn.Module, sites: Sequence[AttentionSite], calls: Mapping[str, Sequence[RecordedCall]]
+    model: nn.Module,
+    sites: Sequence[AttentionSite],
+    calls: Mapping[str, Sequence[RecordedCall]],
 ) -> list[AttentionSite]:
     verification = Verification(model)
     with extra_pass(model):
@@ -278,7 +355,9 @@ def _verified(
     return verified
 
 
-def _typed(sites: Sequence[AttentionSite], seen: Mapping[str, VisibleSets]) -> list[AttentionSite]:
+def _typed(
+    sites: Sequence[AttentionSite], seen: Mapping[str, VisibleSets]
+) -> list[AttentionSite]:
     """The sites with the types of their visible sets, where these are known."""
     types = told_apart(seen)
     return [dataclasses.replace(s, visible=types.get(s.name, s.visible)) for s in sites]
@@ -297,12 +376,18 @@ def _same_calls(
     names: set[str] = set()
     least: dict[str, Tensor] = {}
     hidden: dict[str, bool] = {}
-    groups: dict[int, tuple[str, ModuleCall]] = {}  # the frame is kept so that its id is not reused
+    groups: dict[
+        int, tuple[str, ModuleCall]
+    ] = {}  # the frame is kept so that its id is not reused
 
     def note(captured: CapturedCall) -> None:
         name, low = captured.name, _least(captured.call)
         if low is not None:
-            least[name] = low if name not in least else torch.minimum(least[name], low.to(least[name].device))
+            least[name] = (
+                low
+                if name not in least
+                else torch.minimum(least[name], low.to(least[name].device))
+            )
         if name in names:
             return
         names.add(name)
@@ -315,20 +400,28 @@ def _same_calls(
 
     layouts = {site.name: site.layout for site in sites if site.layout is not None}
     watcher = CaptureMode(model, note, layouts=layouts)
-    watcher.key_heads = {s.name: (s.n_heads, s.n_kv_heads) for s in sites if s.key_heads is None}
+    watcher.key_heads = {
+        s.name: (s.n_heads, s.n_kv_heads) for s in sites if s.key_heads is None
+    }
     watcher.stack.by_caller = names_by_caller(sites)
     forward(model, watcher, copied(args), copied(kwargs), graph=False)
     undo()
     same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed}
     same = same and found == {site.name: site.n_heads for site in sites}
-    return ({name: float(x) for name, x in least.items()}, hidden, types) if same else None
+    return (
+        ({name: float(x) for name, x in least.items()}, hidden, types) if same else None
+    )
 
 
 def _least(call: object) -> Tensor | None:
     """The smallest finite logit of a hand-written call that is not hidden by a mask."""
     if not isinstance(call, ScoresCall):
         return None
-    seen = torch.isfinite(call.logits) if call.hidden is None else ~call.hidden & torch.isfinite(call.logits)
+    seen = (
+        torch.isfinite(call.logits)
+        if call.hidden is None
+        else ~call.hidden & torch.isfinite(call.logits)
+    )
     return call.logits.detach().masked_fill(~seen, torch.inf).amin()
 
 
@@ -341,11 +434,15 @@ def _hidden_by_small(call: object) -> bool:
     return bool((by_small_values & ~call.hidden.all(-1, keepdim=True)).any())
 
 
-def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo) -> Sites:
+def _with_bounds(
+    model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo
+) -> Sites:
     """The same sites with the norms that one full sequence shows, because values computed after a norm may grow with
     the position."""
     try:
-        trace = _traced(model, whole.args, whole.kwargs, undo, expected=True, read="weights")
+        trace = _traced(
+            model, whole.args, whole.kwargs, undo, expected=True, read="weights"
+        )
         seen = {site.name: site for site in trace.sites}
     except Exception as error:
         undo()
@@ -358,8 +455,16 @@ def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample, undo: Undo
             "pass the sites that it returns to watch(sites=...)"
         )
         seen = {}
-    gains = {s.name: (seen[s.name].query_gains, seen[s.name].key_gains) if s.name in seen else ((), ()) for s in sites}
-    found = [dataclasses.replace(s, query_gains=gains[s.name][0], key_gains=gains[s.name][1]) for s in sites]
+    gains = {
+        s.name: (seen[s.name].query_gains, seen[s.name].key_gains)
+        if s.name in seen
+        else ((), ())
+        for s in sites
+    }
+    found = [
+        dataclasses.replace(s, query_gains=gains[s.name][0], key_gains=gains[s.name][1])
+        for s in sites
+    ]
     return Sites(found, sites.missed, sites.indexers)
 
 
@@ -402,7 +507,9 @@ class _Reading:
         self._waiting: list[CapturedCall] = []
         # For each call by its first name: the sets of weights with which it was made, and the names of their sites.
         self._weights: dict[str, dict[frozenset[tuple[str, str]] | None, str]] = {}
-        self._callers: dict[str, list[Caller]] = {}  # by the name of a site whose module is called with several sets
+        self._callers: dict[
+            str, list[Caller]
+        ] = {}  # by the name of a site whose module is called with several sets
 
     def _named_by_caller(self, captured: CapturedCall) -> CapturedCall:
         """The call, under another name if its module was called with other weights before."""
@@ -417,12 +524,16 @@ class _Reading:
         if weights not in by_weights:
             # Named by the module that owns the projections, and the one that is called.
             new = f"{_common_module([parameter for _, parameter in weights])}#{frame.name}"
-            by_weights[weights] = f"{new}{len(by_weights) + 1}" if new in self.order else new
+            by_weights[weights] = (
+                f"{new}{len(by_weights) + 1}" if new in self.order else new
+            )
         site = by_weights[weights]
         if site == name:
             return captured
         self._callers.setdefault(site, []).append(frame.caller)
-        return dataclasses.replace(captured, frame=dataclasses.replace(frame, name=site), ordinal=0)
+        return dataclasses.replace(
+            captured, frame=dataclasses.replace(frame, name=site), ordinal=0
+        )
 
     def _note(self, captured: CapturedCall) -> None:
         captured = self._named_by_caller(captured)
@@ -459,7 +570,9 @@ class _Reading:
             why = "one weight is applied to several parts of its input, so heads that share it cannot be counted"
             site = dataclasses.replace(site, terms=(), why=why)
         if site.name in self._callers:
-            owner = self.watcher.stack.root.module.get_submodule(site.name.partition("#")[0])
+            owner = self.watcher.stack.root.module.get_submodule(
+                site.name.partition("#")[0]
+            )
             site = dataclasses.replace(site, module=owner)
         self.sites[site.name] = self._with_origin(site, calls)
 
@@ -467,13 +580,22 @@ class _Reading:
         """The sites in the order of their calls, with the types of their layers and the calls of shared modules."""
         found = [self.sites[name] for name in self.order if name in self.sites]
         typed = _typed(found, self.visible)
-        return [dataclasses.replace(site, callers=tuple(self._callers.get(site.name, ()))) for site in typed]
+        return [
+            dataclasses.replace(site, callers=tuple(self._callers.get(site.name, ())))
+            for site in typed
+        ]
 
     def run(self) -> None:
         """Runs the pass."""
         torch.clear_autocast_cache()  # otherwise the cast of a weight may come from an earlier pass
         watcher = self.watcher
-        forward(watcher.stack.root.module, watcher, *self.given, parts=self.parts, guard=watcher.guard)
+        forward(
+            watcher.stack.root.module,
+            watcher,
+            *self.given,
+            parts=self.parts,
+            guard=watcher.guard,
+        )
 
     def finished(self) -> bool:
         """Reads the remaining sites. Returns False if that needed a checkpointed part that was not kept."""
@@ -486,7 +608,9 @@ class _Reading:
                 raise
         return not self.parts.missed
 
-    def _with_origin(self, site: AttentionSite, calls: list[CapturedCall]) -> AttentionSite:
+    def _with_origin(
+        self, site: AttentionSite, calls: list[CapturedCall]
+    ) -> AttentionSite:
         """Returns the site with the origin of its keys, and stores the visible sets of its first call. Does neither if
         only norms are read."""
         if self._wanted == "norms":
@@ -500,7 +624,9 @@ class _Reading:
         return dataclasses.replace(site, origin=origin)
 
 
-def _read(model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted) -> _Reading:
+def _read(
+    model: nn.Module, args: Args, kwargs: Kwargs, undo: Undo, read: Wanted
+) -> _Reading:
     """Reads one forward pass. If the weights and the logits computed from them lie in two checkpointed parts, a second
     pass keeps both parts, and a warning reports this."""
     try:
@@ -542,10 +668,17 @@ def _guard(model: nn.Module) -> Guarded:
     return DeferredError() if spread(model) else unguarded
 
 
-def _parts_share_weights(site: AttentionSite, frame: ModuleCall, parameters: Mapping[str, nn.Parameter]) -> bool:
+def _parts_share_weights(
+    site: AttentionSite, frame: ModuleCall, parameters: Mapping[str, nn.Parameter]
+) -> bool:
     """True if scores without a dimension of heads have several dimensions of batches, and the query's weight is as wide
     as a part of the module's input: then one of these dimensions may hold heads that share all weights."""
-    if not site.terms or site.layout is None or site.n_heads > 1 or site.layout.groups.count("b") < 2:
+    if (
+        not site.terms
+        or site.layout is None
+        or site.n_heads > 1
+        or site.layout.groups.count("b") < 2
+    ):
         return False
     weight = parameters[site.terms[0].query[0].parameter]
     width = weight.flatten(1).shape[1 - site.terms[0].query[0].axis]
@@ -583,7 +716,9 @@ def grouped(firsts: Sequence[CapturedCall]) -> Iterator[list[CapturedCall]]:
         yield heads
 
 
-def _site(calls: list[CapturedCall], names: dict[int, str], read: Wanted) -> AttentionSite:
+def _site(
+    calls: list[CapturedCall], names: dict[int, str], read: Wanted
+) -> AttentionSite:
     first = calls[0]
     call = first.call
     q, k = (_stacked([getattr(s.call, side) for s in calls]) for side in ("q", "k"))
@@ -595,11 +730,15 @@ def _site(calls: list[CapturedCall], names: dict[int, str], read: Wanted) -> Att
     elif first.added is not None:
         lost = first.added.lost
         products += first.added.products
-    repeated = () if read == "norms" else (key_heads(b) for _, b in products if b is not None)
+    repeated = (
+        () if read == "norms" else (key_heads(b) for _, b in products if b is not None)
+    )
     used = next((found for found in repeated if found is not None), None)
     if used is not None:
         k = None if k is None else _first_of_each(k, used)
-        products = [(a, None if b is None else _first_of_each(b, used)) for a, b in products]
+        products = [
+            (a, None if b is None else _first_of_each(b, used)) for a, b in products
+        ]
     if read == "norms":
         terms, normed, why = (), normed_on_the_way(products, first.frame, names), ""
     else:
@@ -616,9 +755,16 @@ def _site(calls: list[CapturedCall], names: dict[int, str], read: Wanted) -> Att
         module=first.frame.module,
         spec=call.spec,
         n_heads=heads,
-        n_kv_heads=max((b.shape[1] for _, b in products if b is not None), default=heads),
+        n_kv_heads=max(
+            (b.shape[1] for _, b in products if b is not None), default=heads
+        ),
         # Products of the same weights, of which a mask chooses one for each pair (ReRoPE), are one term.
-        head_dim=sum(q.shape[-1] for q in _distinct([q for q, _ in products[: 1 if len(terms) == 1 else None]])),
+        head_dim=sum(
+            q.shape[-1]
+            for q in _distinct(
+                [q for q, _ in products[: 1 if len(terms) == 1 else None]]
+            )
+        ),
         terms=terms,
         why=why,
         normed=normed,
@@ -664,7 +810,11 @@ def _of_other_source(captured: CapturedCall) -> bool:
     for frame in captured.frame.line():
         stops = nodes_of(frame.inputs)
         of_query, of_key = reached(query, stops), reached(key, stops)  # type: ignore[arg-type]
-        if of_query and of_key and any(is_projected(way, stops) for way in (query, key)):  # type: ignore[arg-type]
+        if (
+            of_query
+            and of_key
+            and any(is_projected(way, stops) for way in (query, key))
+        ):  # type: ignore[arg-type]
             return of_query.isdisjoint(of_key)
     return False
 
@@ -676,7 +826,13 @@ def _of_latents(site: AttentionSite, parameters: Mapping[str, nn.Parameter]) -> 
 
     def width(part: HeadSlice) -> int:
         weight = parameters.get(part.parameter)
-        return 0 if weight is None or weight.ndim < 2 else weight.shape[1 - part.axis] if weight.ndim == 2 else 0
+        return (
+            0
+            if weight is None or weight.ndim < 2
+            else weight.shape[1 - part.axis]
+            if weight.ndim == 2
+            else 0
+        )
 
     last = [term.key[-1] for term in site.terms if term.key]
     widest_of = max((width(part) for part in (*site.query, *site.key)), default=0)
@@ -694,14 +850,20 @@ def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """The tensors without None and without repetitions of equal tensors."""
     found: list[Tensor] = []
     for x in tensors:
-        if x is not None and not any(x.shape == y.shape and torch.equal(x, y) for y in found):
+        if x is not None and not any(
+            x.shape == y.shape and torch.equal(x, y) for y in found
+        ):
             found.append(x)
     return found
 
 
 def _first_of_each(k: Tensor, used: Sequence[int]) -> Tensor:
     """The first copy of each key head [b g s d] among keys that were repeated for query heads."""
-    return k if k.shape[1] < len(used) else k[:, [used.index(j) for j in range(max(used) + 1)]]
+    return (
+        k
+        if k.shape[1] < len(used)
+        else k[:, [used.index(j) for j in range(max(used) + 1)]]
+    )
 
 
 def _terms(
@@ -713,9 +875,21 @@ def _terms(
     """The terms of a site, whether there is a norm between its weights and the logit, and why there are no terms, if
     so."""
     if first.ordinal and isinstance(first.frame.module, torch.jit.ScriptModule):
-        return (), False, "it is one of several in a scripted module, whose parts can't be distinguished"
-    if any(side is None for pair in products for side in pair) and len(products) == 1 and not lost:
-        return (), False, "the operands of the product could not be brought into the shape of the scores"
+        return (
+            (),
+            False,
+            "it is one of several in a scripted module, whose parts can't be distinguished",
+        )
+    if (
+        any(side is None for pair in products for side in pair)
+        and len(products) == 1
+        and not lost
+    ):
+        return (
+            (),
+            False,
+            "the operands of the product could not be brought into the shape of the scores",
+        )
     try:
         terms, normed = sum_terms(products, first.frame, names)
     except UnknownRowsError as error:
@@ -723,9 +897,15 @@ def _terms(
     return ((), normed, "; ".join(lost)) if lost else (terms, normed, "")
 
 
-def _gains(calls: list[CapturedCall], q: Tensor | None, k: Tensor | None, names: dict[int, str]) -> tuple[Gains, Gains]:
+def _gains(
+    calls: list[CapturedCall], q: Tensor | None, k: Tensor | None, names: dict[int, str]
+) -> tuple[Gains, Gains]:
     """The norms of q and k, if the logits are exactly the spec's scale times their product."""
-    if q is None or k is None or not all(s.added is None and is_product(s.call) for s in calls):
+    if (
+        q is None
+        or k is None
+        or not all(s.added is None and is_product(s.call) for s in calls)
+    ):
         return (), ()
     query = seen_gains(q, names)
     return query, seen_gains(k, names) if query else ()
@@ -738,11 +918,23 @@ def is_product(call: object) -> bool:
         return isinstance(call, AttentionCall) and call.spec.norm.kind == "none"
     if call.q is None or call.k is None:
         return False
-    scale = call.spec.scale.factor(torch.zeros(1, 1, device=call.q.device), call.q.shape[-1], {})
-    products = call.q @ call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1).mT * scale
-    seen = torch.isfinite(call.logits) if call.hidden is None else ~call.hidden & torch.isfinite(call.logits)
+    scale = call.spec.scale.factor(
+        torch.zeros(1, 1, device=call.q.device), call.q.shape[-1], {}
+    )
+    products = (
+        call.q
+        @ call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1).mT
+        * scale
+    )
+    seen = (
+        torch.isfinite(call.logits)
+        if call.hidden is None
+        else ~call.hidden & torch.isfinite(call.logits)
+    )
     rounding = 16 * torch.finfo(call.logits.dtype).eps * products.abs().max()
-    return bool(((call.logits - products).abs() <= rounding)[seen.expand_as(products)].all())
+    return bool(
+        ((call.logits - products).abs() <= rounding)[seen.expand_as(products)].all()
+    )
 
 
 def _stacked(parts: list[Tensor | None]) -> Tensor | None:
@@ -769,7 +961,11 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
     if watcher.handwritten.multiplied:
         followed = ", ".join(watcher.handwritten.ends)
         ends = f" (they were followed to {followed})" if followed else ""
-        way_out = f". If the logits are just scaled products of queries and keys, {_BY_HAND}" if followed else ""
+        way_out = (
+            f". If the logits are just scaled products of queries and keys, {_BY_HAND}"
+            if followed
+            else ""
+        )
         return (
             f"{looked}Activations are multiplied with each other, but none of the products reaches a softmax{ends}: "
             "linear attention, state-space models and attention through another function of the scores have no softmax "
@@ -785,17 +981,23 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
     )
 
 
-def _operand(x: Tensor | None, frame: ModuleCall, names: dict[int, str]) -> OperandNorms | None:
+def _operand(
+    x: Tensor | None, frame: ModuleCall, names: dict[int, str]
+) -> OperandNorms | None:
     if x is None:
         return None
     leaves = None if x.grad_fn is None else leaves_of(x.grad_fn, nodes_of(frame.inputs))
     tables = frozenset(names.get(id(variable_of(leaf)), "") for leaf in leaves or ())
     lengths = x.detach().to(widest(x.device)).norm(dim=-1)
     rounding = max(ONE_LENGTH, 2 * torch.finfo(x.dtype).eps)
-    return OperandNorms(width=x.shape[-1], lengths=lengths, tables=tables, rounding=rounding)
+    return OperandNorms(
+        width=x.shape[-1], lengths=lengths, tables=tables, rounding=rounding
+    )
 
 
-def _value_slices(captured: CapturedCall, v: Tensor | None, names: dict[int, str]) -> tuple[HeadSlice, ...] | str:
+def _value_slices(
+    captured: CapturedCall, v: Tensor | None, names: dict[int, str]
+) -> tuple[HeadSlice, ...] | str:
     if v is None or v.ndim != 4:
         return "no product of its weights with values [b h s d] was seen"
     try:

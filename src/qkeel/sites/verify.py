@@ -35,7 +35,9 @@ from qkeel.patching.modes import CollectiveMode, modules_of
 from qkeel.sites.run import forward, spread
 
 Weights = Mapping[str, Tensor]
-RowsOfHeads = tuple[HeadSlice, Sequence[int] | None]  # the rows of a weight, and some of their heads or None for all
+RowsOfHeads = tuple[
+    HeadSlice, Sequence[int] | None
+]  # the rows of a weight, and some of their heads or None for all
 _ROWS = 32  # enough rows of logits to see whether a head changes
 
 
@@ -71,16 +73,29 @@ class Verification:
         if not site.terms:
             return site
         if not calls:
-            return dataclasses.replace(site, unverified="the pass did not contain its attention call")
+            return dataclasses.replace(
+                site, unverified="the pass did not contain its attention call"
+            )
         logits = [VisibleLogits(call.captured.call) for call in calls]
         heads = sum(reader.recorded.shape[1] for reader in logits)
         if heads != site.n_heads:
-            return dataclasses.replace(site, unverified=f"the pass showed {heads} heads instead of {site.n_heads}")
+            return dataclasses.replace(
+                site,
+                unverified=f"the pass showed {heads} heads instead of {site.n_heads}",
+            )
         if not any(bool(reader.recorded.isfinite().any()) for reader in logits):
-            return dataclasses.replace(site, unverified="every key is hidden from its queries in this example")
-        if any(len({s.parameter for s in path}) < len(path) for t in site.terms for path in (t.query, t.key)):
+            return dataclasses.replace(
+                site, unverified="every key is hidden from its queries in this example"
+            )
+        if any(
+            len({s.parameter for s in path}) < len(path)
+            for t in site.terms
+            for path in (t.query, t.key)
+        ):
             # Changed rows would reach the logits in two ways, by which every head moves.
-            self._by_gradients[site.name] = "one weight is used twice on the way to a logit"
+            self._by_gradients[site.name] = (
+                "one weight is used twice on the way to a logit"
+            )
             return site
         try:
             weights = ChangedWeights(self.model, site)
@@ -91,7 +106,10 @@ class Verification:
         except dist.ApartError:
             raise
         except Exception as error:
-            return dataclasses.replace(site, unverified=f"its module cannot run again: {type(error).__name__}: {error}")
+            return dataclasses.replace(
+                site,
+                unverified=f"its module cannot run again: {type(error).__name__}: {error}",
+            )
         kind = _kind(site, rerun.frame, weights)
         verified, module = self._alike.get(kind, (None, None))
         if verified is not None and module is rerun.frame.module:
@@ -101,14 +119,21 @@ class Verification:
             try:
                 experiment = _Experiment(site, weights, rerun)
                 doubt = experiment.doubt(brief=verified is not None)
-                unscaled = "" if doubt or verified is not None else experiment.disproportion()
+                unscaled = (
+                    "" if doubt or verified is not None else experiment.disproportion()
+                )
             except dist.ApartError:
                 raise
             except Exception as error:
-                doubt, unscaled = f"its module cannot run again: {type(error).__name__}: {error}", ""
+                doubt, unscaled = (
+                    f"its module cannot run again: {type(error).__name__}: {error}",
+                    "",
+                )
         if verified is not None:
             unscaled = verified.unscaled
-        site = dataclasses.replace(site, unverified=doubt, unscaled="" if doubt else unscaled)
+        site = dataclasses.replace(
+            site, unverified=doubt, unscaled="" if doubt else unscaled
+        )
         if not doubt:
             self._alike.setdefault(kind, (site, rerun.frame.module))
         return site
@@ -116,9 +141,13 @@ class Verification:
     def tell(self) -> None:
         """Says once which sites were verified by gradients alone."""
         if self._by_gradients:
-            names = ", ".join(name or type(self.model).__name__ for name in self._by_gradients)
+            names = ", ".join(
+                name or type(self.model).__name__ for name in self._by_gradients
+            )
             reason = next(iter(self._by_gradients.values()))
-            caution(f"the weights of each head of {names} are known from gradients alone: {reason}")
+            caution(
+                f"the weights of each head of {names} are known from gradients alone: {reason}"
+            )
 
 
 def _kind(site: AttentionSite, frame: ModuleCall, weights: ChangedWeights) -> Hashable:
@@ -126,7 +155,13 @@ def _kind(site: AttentionSite, frame: ModuleCall, weights: ChangedWeights) -> Ha
     same names."""
     start = len(frame.name) + 1 if frame.name else 0
     rows = [
-        (s.parameter[start:], s.axis, s.bias and s.bias[start:], tuple(s.index.flatten().tolist()), s.n)
+        (
+            s.parameter[start:],
+            s.axis,
+            s.bias and s.bias[start:],
+            tuple(s.index.flatten().tolist()),
+            s.n,
+        )
         for term in site.terms
         for s in (*term.query, *term.key)
     ]
@@ -156,17 +191,22 @@ def _opened_rerun(
     frames = [
         frame
         for frame in calls[0].captured.frame.line()
-        if frame.given is not None and needed <= {id(p) for p in frame.module.parameters()}
+        if frame.given is not None
+        and needed <= {id(p) for p in frame.module.parameters()}
     ]
     failures: list[Exception] = []
     fallback = None
     for frame, on_copy in itertools.product(frames, (True, False)):
         try:
-            rerun = Rerun(model, site, frame, calls, logits, weights.parameters, on_copy=on_copy)
+            rerun = Rerun(
+                model, site, frame, calls, logits, weights.parameters, on_copy=on_copy
+            )
             with rerun.opened():
                 rerun.check()
                 base = rerun.logits(weights.filled())
-                turned = rerun.logits(weights.rotated([(s, None) for s in (*site.query, *site.key)]))
+                turned = rerun.logits(
+                    weights.rotated([(s, None) for s in (*site.query, *site.key)])
+                )
         except dist.ApartError:
             raise
         except Exception as error:
@@ -178,7 +218,9 @@ def _opened_rerun(
     if fallback is not None:  # the experiment will say that its rows change nothing
         return fallback
     unlike = [error for error in failures if isinstance(error, CannotRerunError)]
-    raise (unlike or failures or [RefusedError("no module of the model holds its weights")])[0]
+    raise (
+        unlike or failures or [RefusedError("no module of the model holds its weights")]
+    )[0]
 
 
 class _EnoughError(BaseException):
@@ -224,7 +266,9 @@ class Rerun:
             self.module = copy.deepcopy(frame.module, shared)
         names = {id(module): name for name, module in modules_of(frame.module).items()}
         within = {name_of_call(call.captured, names) for call in calls}
-        self._layouts = {name: site.layout for name in within if site.layout is not None}
+        self._layouts = {
+            name: site.layout for name in within if site.layout is not None
+        }
         heads = (site.n_heads, site.n_kv_heads)
         self._key_heads = dict.fromkeys(within, heads) if site.key_heads is None else {}
         self._undo: Callable[[], None] = lambda: None
@@ -242,18 +286,27 @@ class Rerun:
         first = self.logits({})
         random_numbers = not all(map(torch.equal, self._streams(), before))
         recorded = [reader.recorded for reader in self._readers]
-        if _alike(first, recorded) or (random_numbers and _alike(first, self.logits({}))):
+        if _alike(first, recorded) or (
+            random_numbers and _alike(first, self.logits({}))
+        ):
             return
         raise CannotRerunError("running their modules again gave other logits")
 
     def _streams(self) -> list[Tensor]:
         devices = {x.device for x in self.frame.inputs if x.is_cuda}
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+        return [
+            torch.get_rng_state(),
+            *(torch.cuda.get_rng_state(device) for device in devices),
+        ]
 
-    def logits(self, weights: Weights, inputs: Mapping[int, Tensor] | None = None) -> list[Tensor]:
+    def logits(
+        self, weights: Weights, inputs: Mapping[int, Tensor] | None = None
+    ) -> list[Tensor]:
         """The logits of the site's calls with these weights, and with other inputs, by their number, if given."""
         found = self._captured(weights, inputs)
-        return [reader(call.call) for reader, call in zip(self._readers, found, strict=True)]
+        return [
+            reader(call.call) for reader, call in zip(self._readers, found, strict=True)
+        ]
 
     def projected_inputs(self) -> list[tuple[int, Tensor]]:
         """The floating-point inputs, with their numbers, that depend on the model's input and that a projection
@@ -270,33 +323,64 @@ class Rerun:
         args, kwargs = self.given.changed(tracked)
         calls = self._called(args, kwargs, {}, probing=True)
         products = [pair for c in calls for pair in products_of_call(c.call)]
-        starts = [x.grad_fn for pair in products for x in pair if x is not None and x.grad_fn is not None]
+        starts = [
+            x.grad_fn
+            for pair in products
+            for x in pair
+            if x is not None and x.grad_fn is not None
+        ]
         behind = projected_inputs(starts, nodes_of(leaves))
         numbered = enumerate(tensors((args, kwargs)))
         # Inputs without a gradient, such as tables of positions, don't depend on the model's input, unless they are it.
-        dynamic = {i for i, x in enumerate(self.frame.inputs) if x.requires_grad or self.frame.is_outermost}
-        return [(i, x.detach()) for i, x in numbered if i in dynamic and x.grad_fn is not None and x.grad_fn in behind]
+        dynamic = {
+            i
+            for i, x in enumerate(self.frame.inputs)
+            if x.requires_grad or self.frame.is_outermost
+        }
+        return [
+            (i, x.detach())
+            for i, x in numbered
+            if i in dynamic and x.grad_fn is not None and x.grad_fn in behind
+        ]
 
-    def inputs_after(self, weights: Weights, wanted: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    def inputs_after(
+        self, weights: Weights, wanted: Mapping[str, nn.Module]
+    ) -> dict[str, Tensor]:
         """The first inputs of submodules, by name, that run after the last attention call of the site."""
         inputs: dict[str, Tensor] = {}
         reached: list[CapturedCall] = []
         with ExitStack() as undo:
             for name in wanted:
 
-                def keep(_module: nn.Module, args: tuple[object, ...], name: str = name) -> None:
-                    if len(reached) == len(self._wanted) and args and isinstance(args[0], Tensor):
+                def keep(
+                    _module: nn.Module, args: tuple[object, ...], name: str = name
+                ) -> None:
+                    if (
+                        len(reached) == len(self._wanted)
+                        and args
+                        and isinstance(args[0], Tensor)
+                    ):
                         inputs.setdefault(name, args[0].detach().clone())
 
-                undo.callback(self.module.get_submodule(name).register_forward_pre_hook(keep).remove)
+                undo.callback(
+                    self.module.get_submodule(name)
+                    .register_forward_pre_hook(keep)
+                    .remove
+                )
             args, kwargs = self.given.changed(lambda x: x.detach().clone())
             self._called(args, kwargs, weights, reached=reached, whole=True)
         return inputs
 
-    def _captured(self, weights: Weights, inputs: Mapping[int, Tensor] | None) -> list[CapturedCall]:
+    def _captured(
+        self, weights: Weights, inputs: Mapping[int, Tensor] | None
+    ) -> list[CapturedCall]:
         args, kwargs = self.given.changed(lambda x: x.detach().clone())
         if inputs is not None:
-            others = {id(x): inputs[i] for i, x in enumerate(tensors((args, kwargs))) if i in inputs}
+            others = {
+                id(x): inputs[i]
+                for i, x in enumerate(tensors((args, kwargs)))
+                if i in inputs
+            }
             replaced = GivenArguments(args, kwargs, ())
             args, kwargs = replaced.changed(lambda x: others.get(id(x), x))
         return self._called(args, kwargs, weights)
@@ -324,11 +408,29 @@ class Rerun:
         watcher = CaptureMode(self.module, note, layouts=self._layouts, probing=probing)
         watcher.key_heads = self._key_heads
         self._undo()
-        alone = nullcontext() if self._spread or dist.world() == 1 else CollectiveMode(_refuse_collective)
-        with self.given.as_given(), self._exchanged(weights), alone, suppress(_EnoughError):
-            forward(self.module, watcher, args, dict(kwargs), graph=probing, together=self._spread)
+        alone = (
+            nullcontext()
+            if self._spread or dist.world() == 1
+            else CollectiveMode(_refuse_collective)
+        )
+        with (
+            self.given.as_given(),
+            self._exchanged(weights),
+            alone,
+            suppress(_EnoughError),
+        ):
+            forward(
+                self.module,
+                watcher,
+                args,
+                dict(kwargs),
+                graph=probing,
+                together=self._spread,
+            )
         if len(calls) < len(self._wanted):
-            raise CannotRerunError("running their modules again made other attention calls")
+            raise CannotRerunError(
+                "running their modules again made other attention calls"
+            )
         return calls
 
     @contextmanager
@@ -345,18 +447,26 @@ class Rerun:
 
 
 def _refuse_collective(_ranks: tuple[int, ...], operator: str) -> None:
-    raise CannotRerunError(f"{operator} combines values from several processes, and only one of them would repeat it")
+    raise CannotRerunError(
+        f"{operator} combines values from several processes, and only one of them would repeat it"
+    )
 
 
 def name_of_call(captured: CapturedCall, names: Mapping[int, str]) -> str:
     """The name of a call where modules, by id, have other names."""
-    frame = dataclasses.replace(captured.frame, name=names.get(id(captured.frame.module), ""))
+    frame = dataclasses.replace(
+        captured.frame, name=names.get(id(captured.frame.module), "")
+    )
     return name_of(frame, captured.ordinal)
 
 
 def products_of_call(call: Seen) -> Sequence[tuple[Tensor | None, Tensor | None]]:
     """The pairs of q and k whose products add up to the logits of a call."""
-    return call.products if isinstance(call, ScoresCall) and call.products else ((call.q, call.k),)
+    return (
+        call.products
+        if isinstance(call, ScoresCall) and call.products
+        else ((call.q, call.k),)
+    )
 
 
 def _alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
@@ -386,7 +496,9 @@ class VisibleLogits:
         if t > _ROWS and (isinstance(call, ScoresCall) or call.mask is not None):
             recorded, self._rows = self.recorded, first
             self.recorded = self(call)
-            if int(recorded.nan_to_num(0.0).count_nonzero()) >= int(self.recorded.nan_to_num(0.0).count_nonzero()):
+            if int(recorded.nan_to_num(0.0).count_nonzero()) >= int(
+                self.recorded.nan_to_num(0.0).count_nonzero()
+            ):
                 self._rows, self.recorded = last, recorded
 
     @torch.no_grad()
@@ -396,11 +508,17 @@ class VisibleLogits:
             z, visible, dtype = call.logits[:, :, rows], None, call.logits.dtype
             z = z.to(wide(z.dtype))
             if call.hidden is not None:
-                visible = ~(call.hidden[:, :, rows] if call.hidden.shape[2] > 1 else call.hidden)
+                visible = ~(
+                    call.hidden[:, :, rows] if call.hidden.shape[2] > 1 else call.hidden
+                )
         else:
             q, k = call.encoded()
             keys = slice(0, k.shape[2])
-            z, visible, dtype = call.scores(q[:, :, rows], k, rows, keys), call.visible(rows, keys), call.q.dtype
+            z, visible, dtype = (
+                call.scores(q[:, :, rows], k, rows, keys),
+                call.visible(rows, keys),
+                call.q.dtype,
+            )
         seen = z.isfinite() & (z > torch.finfo(dtype).min / 2)
         return z.masked_fill(~(seen if visible is None else seen & visible), torch.nan)
 
@@ -421,24 +539,36 @@ def _largest(change: Tensor) -> float:
 class _Experiment:
     """Compares the logits of a site after changes of its weights and inputs."""
 
-    def __init__(self, site: AttentionSite, weights: ChangedWeights, rerun: Rerun) -> None:
+    def __init__(
+        self, site: AttentionSite, weights: ChangedWeights, rerun: Rerun
+    ) -> None:
         self._site, self._weights, self._rerun = site, weights, rerun
         self._base = rerun.logits(weights.filled())
-        least = min(weights.parameters.values(), key=lambda p: torch.finfo(p.dtype).bits).dtype
+        least = min(
+            weights.parameters.values(), key=lambda p: torch.finfo(p.dtype).bits
+        ).dtype
         steps = 4 if torch.finfo(least).bits < 32 else 64
         #: the largest change of a logit that rounding may cause
-        self._rounding = steps * torch.finfo(least).eps * max(float(z.abs().nan_to_num(0.0).max()) for z in self._base)
+        self._rounding = (
+            steps
+            * torch.finfo(least).eps
+            * max(float(z.abs().nan_to_num(0.0).max()) for z in self._base)
+        )
 
     def doubt(self, *, brief: bool) -> str:
         """Why the weights are not confirmed, or "". If `brief`, only half of the heads are told from the others."""
-        return self._doubt_heads(brief=brief) or ("" if brief else self._doubt_unknown_weights())
+        return self._doubt_heads(brief=brief) or (
+            "" if brief else self._doubt_unknown_weights()
+        )
 
     def _doubt_heads(self, *, brief: bool) -> str:
         """Rows that change the logits of heads other than their own, or of no head."""
         for slices in (self._site.query, self._site.key):
             patterns = [*_patterns(slices, self._site)]
             for chosen, expected in patterns[:1] if brief else patterns:
-                moved = self._heads_that_change(self._rerun.logits(self._weights.rotated(chosen)))
+                moved = self._heads_that_change(
+                    self._rerun.logits(self._weights.rotated(chosen))
+                )
                 if moved != expected:
                     return _words(chosen, moved, expected)
         return ""
@@ -474,9 +604,15 @@ class _Experiment:
             before, after = self._rerun.logits(zeros), self._rerun.logits(zeros, inputs)
             if dim is not None:
                 # A constant in place of a query gives one value per key, which is not a product.
-                before, after = ([z - z.nanmean(dim, keepdim=True) for z in zs] for zs in (before, after))
+                before, after = (
+                    [z - z.nanmean(dim, keepdim=True) for z in zs]
+                    for zs in (before, after)
+                )
             noise = 4 * self._rounding
-            if any(_largest(b - a) > max(1e-3 * s, noise) for a, b, s in zip(before, after, scale, strict=True)):
+            if any(
+                _largest(b - a) > max(1e-3 * s, noise)
+                for a, b, s in zip(before, after, scale, strict=True)
+            ):
                 return (
                     f"with {rows} set to zero, its logits still change{where} with its input: part of them comes from "
                     "other weights"
@@ -492,10 +628,19 @@ class _Experiment:
         site = self._site
         if site.normed:
             return ""
-        query, key = _unique_slices(t.query[-1] for t in site.terms), _unique_slices(t.key[-1] for t in site.terms)
-        shared = any(s.parameter == other.parameter and s.same(other) for s in query for other in key)
+        query, key = (
+            _unique_slices(t.query[-1] for t in site.terms),
+            _unique_slices(t.key[-1] for t in site.terms),
+        )
+        shared = any(
+            s.parameter == other.parameter and s.same(other)
+            for s in query
+            for other in key
+        )
         # If q and k are computed from the same rows, each side gets the square root of the factor.
-        sides = [("query and key", _unique_slices([*query, *key]), 0.5)] if shared else []
+        sides = (
+            [("query and key", _unique_slices([*query, *key]), 0.5)] if shared else []
+        )
         sides += [] if shared else [("query", query, 1.0), ("key", key, 1.0)]
         several = len(site.query) + len(site.key) > 2
         for words, slices, power in sides:
@@ -504,17 +649,29 @@ class _Experiment:
             for first in range(min(2, most)):
                 heads = list(range(first, most, min(2, most)))
                 chosen: list[RowsOfHeads] = [(s, heads) for s in slices if s.n == most]
-                four, sixteen = (self._rerun.logits(self._weights.multiplied(chosen, c**power)) for c in (4.0, 16.0))
-                bent = _by_head([(two - one) - 4 * (one - z) for z, one, two in zip(self._base, four, sixteen)])
+                four, sixteen = (
+                    self._rerun.logits(self._weights.multiplied(chosen, c**power))
+                    for c in (4.0, 16.0)
+                )
+                bent = _by_head(
+                    [
+                        (two - one) - 4 * (one - z)
+                        for z, one, two in zip(self._base, four, sixteen)
+                    ]
+                )
                 grown = _by_head([two - one for one, two in zip(four, sixteen)])
-                if doubt := self._bent(_expected(site, most, set(heads)), bent, grown, several=several):
+                if doubt := self._bent(
+                    _expected(site, most, set(heads)), bent, grown, several=several
+                ):
                     return (
                         f"multiplying the {words} rows of {_heads(heads)} by {4.0**power:g} and by {16.0**power:g} "
                         f"{doubt}: these logits are not a plain product of queries and keys"
                     )
         return ""
 
-    def _bent(self, expected: Sequence[bool], bent: Tensor, grown: Tensor, *, several: bool) -> str:
+    def _bent(
+        self, expected: Sequence[bool], bent: Tensor, grown: Tensor, *, several: bool
+    ) -> str:
         noise = 64 * self._rounding
         for head, should in enumerate(expected):
             if should and not several and grown[head] <= self._rounding:
@@ -535,7 +692,9 @@ def _by_head(changes: Sequence[Tensor]) -> Tensor:
     return torch.cat([z.abs().nan_to_num(0.0).amax((0, 2, 3)) for z in changes])
 
 
-def _patterns(slices: Sequence[HeadSlice], site: AttentionSite) -> Iterator[tuple[list[RowsOfHeads], list[bool]]]:
+def _patterns(
+    slices: Sequence[HeadSlice], site: AttentionSite
+) -> Iterator[tuple[list[RowsOfHeads], list[bool]]]:
     """Yields rows to change (rows of some heads, and each weight as a whole), and the heads whose logits must change.
 
     This is group testing: every head is in half of the changes, and no two heads are in the same half. If a row also
@@ -546,11 +705,16 @@ def _patterns(slices: Sequence[HeadSlice], site: AttentionSite) -> Iterator[tupl
         changes = 2
         while math.comb(changes, changes // 2) < n:
             changes += 1
-        codes = list(itertools.islice(itertools.combinations(range(changes), changes // 2), n))
+        codes = list(
+            itertools.islice(itertools.combinations(range(changes), changes // 2), n)
+        )
         for change in range(changes):
             heads = [h for h in range(n) if change in codes[h]]
             if heads:
-                yield [(s, heads) for s in per_head if s.n == n], _expected(site, n, set(heads))
+                yield (
+                    [(s, heads) for s in per_head if s.n == n],
+                    _expected(site, n, set(heads)),
+                )
     for s in slices:
         if s.n == 1 or len(slices) > 1:
             yield [(s, None)], [True] * site.n_heads
@@ -559,7 +723,9 @@ def _patterns(slices: Sequence[HeadSlice], site: AttentionSite) -> Iterator[tupl
 def _unique_slices(slices: Iterable[HeadSlice]) -> list[HeadSlice]:
     unique: list[HeadSlice] = []
     for s in slices:
-        if not any(s.parameter == other.parameter and s.same(other) for other in unique):
+        if not any(
+            s.parameter == other.parameter and s.same(other) for other in unique
+        ):
             unique.append(s)
     return unique
 
@@ -569,9 +735,13 @@ def _expected(site: AttentionSite, n: int, chosen: set[int]) -> list[bool]:
     return [h in chosen for h in site.used(n).tolist()]
 
 
-def _words(chosen: Sequence[RowsOfHeads], moved: Sequence[bool], expected: Sequence[bool]) -> str:
+def _words(
+    chosen: Sequence[RowsOfHeads], moved: Sequence[bool], expected: Sequence[bool]
+) -> str:
     names = ", ".join(dict.fromkeys(s.parameter for s, _ in chosen))
-    heads, should = ([h for h, yes in enumerate(flags) if yes] for flags in (moved, expected))
+    heads, should = (
+        [h for h, yes in enumerate(flags) if yes] for flags in (moved, expected)
+    )
     return (
         f"changing the rows of {names} that produce the logits of {_heads(should)} changed the logits of "
         f"{_heads(heads)}"
@@ -580,7 +750,9 @@ def _words(chosen: Sequence[RowsOfHeads], moved: Sequence[bool], expected: Seque
 
 def _heads(numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:6])) + (", …" if len(numbers) > 6 else "")
-    return f"{'heads' if len(numbers) > 1 else 'head'} {shown}" if numbers else "no head"
+    return (
+        f"{'heads' if len(numbers) > 1 else 'head'} {shown}" if numbers else "no head"
+    )
 
 
 # --- Changed weights
@@ -601,7 +773,12 @@ class ChangedWeights:
 
     def __init__(self, model: nn.Module, site: AttentionSite) -> None:
         self._slices = [*site.query, *site.key]
-        names = dict.fromkeys(name for s in self._slices for name in (s.parameter, s.bias) if name is not None)
+        names = dict.fromkeys(
+            name
+            for s in self._slices
+            for name in (s.parameter, s.bias)
+            if name is not None
+        )
         self.parameters = {name: model.get_parameter(name) for name in names}
         self._base = {name: p.detach() for name, p in self.parameters.items()}
         self._filled: set[str] = set()
@@ -624,23 +801,39 @@ class ChangedWeights:
         """
 
         def rotate(s: HeadSlice, rows: Tensor) -> Tensor:
-            if sum(s.parameter == other.parameter and s.same(other) for other in self._slices) > 1:
-                factors = 0.5 + torch.arange(rows.shape[1], dtype=rows.dtype, device=rows.device) % 2
+            if (
+                sum(
+                    s.parameter == other.parameter and s.same(other)
+                    for other in self._slices
+                )
+                > 1
+            ):
+                factors = (
+                    0.5
+                    + torch.arange(rows.shape[1], dtype=rows.dtype, device=rows.device)
+                    % 2
+                )
                 return rows * factors.view(-1, *[1] * (rows.ndim - 2))
             return rows.roll(1, dims=1) if rows.shape[1] > 1 else -rows
 
         return self._changed(chosen, rotate)
 
-    def multiplied(self, chosen: Iterable[RowsOfHeads], factor: float) -> dict[str, Tensor]:
+    def multiplied(
+        self, chosen: Iterable[RowsOfHeads], factor: float
+    ) -> dict[str, Tensor]:
         """Multiplies the rows and biases of the chosen heads by a factor."""
         return self._changed(chosen, lambda _, rows: rows * factor)
 
     def zeroed(self, slices: Iterable[HeadSlice]) -> dict[str, Tensor]:
         """Sets all these rows and their biases to zero."""
-        return self._changed([(s, None) for s in slices], lambda _, rows: torch.zeros_like(rows))
+        return self._changed(
+            [(s, None) for s in slices], lambda _, rows: torch.zeros_like(rows)
+        )
 
     def _changed(
-        self, chosen: Iterable[RowsOfHeads], change: Callable[[HeadSlice, Tensor], Tensor]
+        self,
+        chosen: Iterable[RowsOfHeads],
+        change: Callable[[HeadSlice, Tensor], Tensor],
     ) -> dict[str, Tensor]:
         """The weights after a change of rows [heads r …], and of the entries of a bias at the same indices."""
         weights = self.filled()
@@ -652,8 +845,12 @@ class ChangedWeights:
                 if part.parameter not in copied:
                     copied.add(part.parameter)
                     weights[part.parameter] = base.clone()
-                index = (part.index if heads is None else part.index[list(heads)]).to(base.device)
-                part.rows_of(weights[part.parameter])[index] = change(s, part.rows_of(base)[index])
+                index = (part.index if heads is None else part.index[list(heads)]).to(
+                    base.device
+                )
+                part.rows_of(weights[part.parameter])[index] = change(
+                    s, part.rows_of(base)[index]
+                )
         return weights
 
     def _without_numbers(self, s: HeadSlice) -> Tensor | None:
@@ -667,11 +864,21 @@ class ChangedWeights:
         """Whether the product of two weights is zero up to rounding, for each head; None if the second weight does not
         act on the rows of the first."""
         first, second = (s.rows_of(self._base[s.parameter]) for s in (inner, outer))
-        if first is second or inner.n != 1 or inner.index.shape[1] != second.shape[1] or first.device != second.device:
+        if (
+            first is second
+            or inner.n != 1
+            or inner.index.shape[1] != second.shape[1]
+            or first.device != second.device
+        ):
             return None
-        before, after = first[inner.index[0].to(first.device)], second[outer.index.to(second.device)]
+        before, after = (
+            first[inner.index[0].to(first.device)],
+            second[outer.index.to(second.device)],
+        )
         size = after.flatten(1).norm(dim=1) * before.norm()
-        return (after @ before).flatten(1).norm(dim=1) <= 8 * torch.finfo(after.dtype).eps * size
+        return (after @ before).flatten(1).norm(dim=1) <= 8 * torch.finfo(
+            after.dtype
+        ).eps * size
 
     def _fill(self, s: HeadSlice, empty: Tensor | None) -> tuple[int, ...]:
         """Replaces the rows of empty heads by small random rows, and returns the indices of these heads."""
@@ -680,7 +887,10 @@ class ChangedWeights:
         rows = s.rows_of(self._base[s.parameter])
         index = s.index.to(rows.device)[empty]
         generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(*index.shape, rows.shape[1], generator=generator) * rows.shape[1] ** -0.5
+        noise = (
+            torch.randn(*index.shape, rows.shape[1], generator=generator)
+            * rows.shape[1] ** -0.5
+        )
         self._base[s.parameter] = self._base[s.parameter].clone()
         s.rows_of(self._base[s.parameter])[index] = noise.to(rows)
         self._filled.add(s.parameter)

@@ -23,7 +23,9 @@ BLOCK = 1 << 24  # numbers of one block of rows, all heads, that are in memory a
 Weights = Float[Tensor, "b h r s"]
 
 
-def captured_calls(model: nn.Module, batch: object, sites: Sites | None = None) -> dict[str, list[Seen]]:
+def captured_calls(
+    model: nn.Module, batch: object, sites: Sites | None = None
+) -> dict[str, list[Seen]]:
     """Returns the first attention call of each site in a pass on the batch, by name; the model is left as it was.
 
     A site whose heads are computed one by one has a call for each head. `sites` are those of the model, if known.
@@ -36,11 +38,17 @@ def captured_calls(model: nn.Module, batch: object, sites: Sites | None = None) 
         tap.sites = sites
         calls = tap.calls(args, kwargs)
     if not calls:
-        raise NoAttentionError(f"no attention was seen in a forward pass of this {type(inner).__name__}")
+        raise NoAttentionError(
+            f"no attention was seen in a forward pass of this {type(inner).__name__}"
+        )
     by_site: dict[str, list[Seen]] = {}
     for name, call in calls.items():
         module = name.partition("#")[0]
-        joined = _is_one_head(call) and module in by_site and _is_one_head(by_site[module][0])
+        joined = (
+            _is_one_head(call)
+            and module in by_site
+            and _is_one_head(by_site[module][0])
+        )
         by_site.setdefault(module if joined else name, []).append(call)
     return by_site
 
@@ -61,7 +69,11 @@ def weights_shape(calls: Sequence[Seen]) -> tuple[int, int, int, int]:
 
 
 def block_weights(call: Seen, rows: slice) -> Weights:
-    return _scores_weights(call, rows) if isinstance(call, ScoresCall) else _call_weights(call, rows)
+    return (
+        _scores_weights(call, rows)
+        if isinstance(call, ScoresCall)
+        else _call_weights(call, rows)
+    )
 
 
 def blocks_of_weights(calls: Sequence[Seen]) -> Iterator[tuple[slice, Weights]]:
@@ -70,7 +82,10 @@ def blocks_of_weights(calls: Sequence[Seen]) -> Iterator[tuple[slice, Weights]]:
     largest = max(1, BLOCK // max(1, b * h * s))
     with torch.no_grad(), torch.autocast(calls[0].query_device.type, enabled=False):
         for rows in runs_of_rows(tuple(range(t)), largest):
-            parts = [block_weights(call, rows).expand(b, h // len(calls), -1, s) for call in calls]
+            parts = [
+                block_weights(call, rows).expand(b, h // len(calls), -1, s)
+                for call in calls
+            ]
             yield rows, torch.cat(parts, 1)
 
 

@@ -21,8 +21,26 @@ from qkeel.spec.logits import (
 )
 from qkeel.spec.norm import L2Norm, LayerNorm, NoNorm, RMSNorm
 from qkeel.spec.position import METHODS, ALiBi, Kerple, LeakyReRope, ReRope
-from qkeel.spec.presets import POSITIONS, PRESETS, layer_specs, positions, preset, presets
-from qkeel.spec.rope import NTK, PI, DynamicNTK, Llama3, NoPosition, NoStretch, Rope, SlidingWindow, XPos, YaRN
+from qkeel.spec.presets import (
+    POSITIONS,
+    PRESETS,
+    layer_specs,
+    positions,
+    preset,
+    presets,
+)
+from qkeel.spec.rope import (
+    NTK,
+    PI,
+    DynamicNTK,
+    Llama3,
+    NoPosition,
+    NoStretch,
+    Rope,
+    SlidingWindow,
+    XPos,
+    YaRN,
+)
 
 __all__ = [
     "ALiBi",

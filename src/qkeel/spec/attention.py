@@ -17,11 +17,31 @@ from torch import Tensor
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.options import lookup
-from qkeel.spec.logits import Cap, Factor, InverseSqrt, NoCap, Normalizer, Scale, Softmax
+from qkeel.spec.logits import (
+    Cap,
+    Factor,
+    InverseSqrt,
+    NoCap,
+    Normalizer,
+    Scale,
+    Softmax,
+)
 from qkeel.spec.norm import NoNorm, Norm
 from qkeel.spec.position import position_for, scale_for
 from qkeel.spec.rope import NoPosition, Position
-from qkeel.spec.slot import Keys, Logits, Parameter, ParameterSizes, Params, PosK, PosQ, Queries, Shape, Slot, Values
+from qkeel.spec.slot import (
+    Keys,
+    Logits,
+    Parameter,
+    ParameterSizes,
+    Params,
+    PosK,
+    PosQ,
+    Queries,
+    Shape,
+    Slot,
+    Values,
+)
 
 SLOTS: dict[str, type] = {
     "norm": Norm,
@@ -63,7 +83,12 @@ class AttentionSpec:
         return dataclasses.replace(self, **slots)  # type: ignore[arg-type]
 
     def extrapolate(
-        self, method: str, *, factor: float = 1.0, train_length: int | None = None, **options: float | int | str
+        self,
+        method: str,
+        *,
+        factor: float = 1.0,
+        train_length: int | None = None,
+        **options: float | int | str,
     ) -> Self:
         """Adapts a trained spec to longer contexts by changing the position or the scale; the weights stay the same.
 
@@ -90,15 +115,23 @@ class AttentionSpec:
         >>> AttentionSpec(position=Rope()).extrapolate("pi", factor=8).position.formula()
         'RoPE(base 10000, PI ×8)'
         """
-        position = position_for(self.position, self.norm, method, factor, train_length, options)
-        return dataclasses.replace(self, position=position, scale=scale_for(self.scale, method, train_length))
+        position = position_for(
+            self.position, self.norm, method, factor, train_length, options
+        )
+        return dataclasses.replace(
+            self, position=position, scale=scale_for(self.scale, method, train_length)
+        )
 
-    def init_params(self, n_heads: int, n_kv_heads: int | None = None, head_dim: int = 64) -> Params:
+    def init_params(
+        self, n_heads: int, n_kv_heads: int | None = None, head_dim: int = 64
+    ) -> Params:
         """Returns the spec's learnable tensors by name, with their initial values. Most specs have none."""
         needed = self.parameters(n_heads, n_kv_heads, head_dim)
         return {name: parameter.tensor() for name, parameter in needed.items()}
 
-    def parameter_shapes(self, n_heads: int, n_kv_heads: int | None = None, head_dim: int = 64) -> dict[str, Shape]:
+    def parameter_shapes(
+        self, n_heads: int, n_kv_heads: int | None = None, head_dim: int = 64
+    ) -> dict[str, Shape]:
         """Returns the shapes of the spec's learnable tensors by name, without creating tensors.
 
         >>> from qkeel.spec import RMSNorm
@@ -108,11 +141,25 @@ class AttentionSpec:
         shapes = _shapes if torch.compiler.is_compiling() else _shapes_once
         return {**shapes(self, n_heads, n_kv_heads, head_dim)}
 
-    def parameters(self, n_heads: int, n_kv_heads: int | None, head_dim: int) -> dict[str, Parameter]:
+    def parameters(
+        self, n_heads: int, n_kv_heads: int | None, head_dim: int
+    ) -> dict[str, Parameter]:
         """Returns the shapes and initial values of the spec's learnable tensors by name."""
-        geometry = ParameterSizes(n_heads=n_heads, n_kv_heads=n_kv_heads or n_heads, head_dim=head_dim)
-        slots: tuple[Slot, ...] = (self.norm, self.position, self.scale, self.cap, self.normalizer)
-        return {name: parameter for slot in slots for name, parameter in slot.parameters(geometry).items()}
+        geometry = ParameterSizes(
+            n_heads=n_heads, n_kv_heads=n_kv_heads or n_heads, head_dim=head_dim
+        )
+        slots: tuple[Slot, ...] = (
+            self.norm,
+            self.position,
+            self.scale,
+            self.cap,
+            self.normalizer,
+        )
+        return {
+            name: parameter
+            for slot in slots
+            for name, parameter in slot.parameters(geometry).items()
+        }
 
     def core(self, params: Params) -> tuple[Self, Params]:
         """Returns the spec to use with encoded q, k and v, and the parameters that it still needs.
@@ -126,10 +173,14 @@ class AttentionSpec:
             raise RefusedError(
                 f"{self.position.formula()} needs raw keys; keep raw keys in the cache and attend with the full spec"
             )
-        spec = dataclasses.replace(self, norm=NoNorm(), position=self.position.encoded())
+        spec = dataclasses.replace(
+            self, norm=NoNorm(), position=self.position.encoded()
+        )
         return spec, {name: p for name, p in params.items() if "_norm" not in name}
 
-    def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> tuple[Queries, Keys]:
+    def encode(
+        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params
+    ) -> tuple[Queries, Keys]:
         """Returns q [b h t d] and k [b g s d] after the norm and the rotation, in float32 or wider."""
         kind = wide(q.dtype)
         q, k = q.to(kind), k.to(kind)
@@ -143,7 +194,9 @@ class AttentionSpec:
         """Returns v after its norm, or v itself if the norm does not cover v."""
         return self.norm.apply("v", v, params)
 
-    def factor(self, pos_q: PosQ, head_dim: int, params: Params, dtype: torch.dtype) -> float | Factor:
+    def factor(
+        self, pos_q: PosQ, head_dim: int, params: Params, dtype: torch.dtype
+    ) -> float | Factor:
         """Returns the scale, which is a float, or a tensor that broadcasts to [b h t 1], in `dtype` or at least
         float32."""
         reach = self.position.reach
@@ -152,13 +205,17 @@ class AttentionSpec:
         value = self.scale.factor(at, head_dim, params)
         return value.to(wide(dtype)) if isinstance(value, Tensor) else value
 
-    def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
+    def scores(
+        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params
+    ) -> Logits:
         """Returns the logits [b h t s] of *encoded* q and k, or of blocks of them, scaled but before the cap."""
         scale = self.factor(pos_q, q.shape[-1], params, q.dtype)
         # Scaling q takes t·d multiplications, while scaling the scores takes t·s.
         return self.position.scores(q * scale, k, pos_q, pos_k, params)
 
-    def logits(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
+    def logits(
+        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params
+    ) -> Logits:
         """*The* definition of an attention logit: returns the logits [b h t s] of raw q and k, scaled but before the
         cap."""
         return self.scores(
@@ -181,9 +238,13 @@ class AttentionSpec:
         return text + f"\n  out = weights · {'ṽ' if 'ṽ' in text else 'v'}"
 
 
-def _shapes(spec: AttentionSpec, n_heads: int, n_kv_heads: int | None, head_dim: int) -> Mapping[str, Shape]:
+def _shapes(
+    spec: AttentionSpec, n_heads: int, n_kv_heads: int | None, head_dim: int
+) -> Mapping[str, Shape]:
     needed = spec.parameters(n_heads, n_kv_heads, head_dim)
     return {name: parameter.shape for name, parameter in needed.items()}
 
 
-_shapes_once = functools.lru_cache(maxsize=256)(_shapes)  # every call asks for the shapes
+_shapes_once = functools.lru_cache(maxsize=256)(
+    _shapes
+)  # every call asks for the shapes

@@ -54,7 +54,9 @@ class AttentionCall:
     v: Values
     params: Params  #: the spec's learned parameters, keyed by name
     causal: bool
-    mask: Mask | None  #: a boolean mask (True = visible), or one that is added to the logits
+    mask: (
+        Mask | None
+    )  #: a boolean mask (True = visible), or one that is added to the logits
     pos_q: PosQ
     pos_k: PosK
     plain: bool
@@ -85,7 +87,11 @@ class AttentionCall:
         """The window size (a query sees only keys fewer than this many tokens away), or None if the window hides
         nothing."""
         reach = self.spec.position.reach
-        if reach is not None and self.plain and reach >= max(self.q.shape[2], self.k.shape[2]):
+        if (
+            reach is not None
+            and self.plain
+            and reach >= max(self.q.shape[2], self.k.shape[2])
+        ):
             return None
         return reach
 
@@ -128,7 +134,9 @@ class AttentionCall:
             visible = (self.pos_k[:, None, keys] <= self.pos_q[:, rows, None])[:, None]
         window = self.window
         if window is not None:
-            near = (self.pos_q[:, rows, None] - self.pos_k[:, None, keys])[:, None].abs() < window
+            near = (self.pos_q[:, rows, None] - self.pos_k[:, None, keys])[
+                :, None
+            ].abs() < window
             visible = near if visible is None else visible & near
         block = self._mask_block(rows, keys)
         if block is not None:
@@ -166,24 +174,40 @@ class Visibility:
     pos_k: KeyPositions | None = None
 
     def call(
-        self, spec: AttentionSpec, q: Queries, k: Keys, v: Values, params: Params | None = None, dropout: float = 0.0
+        self,
+        spec: AttentionSpec,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        params: Params | None = None,
+        dropout: float = 0.0,
     ) -> AttentionCall:
         """Validates raw q [b h t d], k [b g s d] and v [b g s e] and returns their call under `spec`."""
         if not isinstance(spec, AttentionSpec):
-            raise InvalidTypeError(f"expected an AttentionSpec (qkeel.preset(name) creates one), got {spec!r}")
+            raise InvalidTypeError(
+                f"expected an AttentionSpec (qkeel.preset(name) creates one), got {spec!r}"
+            )
         _check_tensors(q, k, v)
         spec.position.check(q.shape[-1])
         if not 0 <= dropout < 1:
             raise InvalidValueError(f"expected dropout in [0, 1), got {dropout}")
         t, s = q.shape[2], k.shape[2]
         plain = self.pos_q is None and self.pos_k is None
-        keys = torch.arange(s, device=q.device)[None] if self.pos_k is None else _positions("pos_k", self.pos_k, q, s)
+        keys = (
+            torch.arange(s, device=q.device)[None]
+            if self.pos_k is None
+            else _positions("pos_k", self.pos_k, q, s)
+        )
         if t == s and (self.pos_q is None or self.pos_q is self.pos_k):
             queries = keys  # the same object, so that tables computed from it are built only once
         elif self.pos_q is not None:
             queries = _positions("pos_q", self.pos_q, q, t)
         else:
-            queries = torch.arange(s - t, s, device=q.device)[None] if t > s else keys[:, s - t :]
+            queries = (
+                torch.arange(s - t, s, device=q.device)[None]
+                if t > s
+                else keys[:, s - t :]
+            )
         return AttentionCall(
             spec=spec,
             q=q,
@@ -199,7 +223,9 @@ class Visibility:
         )
 
 
-CallT = TypeVar("CallT", bound=Any)  # a frozen dataclass with query_shape, query_device and query_mask
+CallT = TypeVar(
+    "CallT", bound=Any
+)  # a frozen dataclass with query_shape, query_device and query_mask
 
 
 def with_query_mask(call: CallT, mask: Bool[Tensor, "b t"]) -> CallT:
@@ -250,11 +276,15 @@ def make_call(
 
 def _check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
-        raise InvalidTypeError(f"expected {name} to be a tensor, got {type(x).__name__}")
+        raise InvalidTypeError(
+            f"expected {name} to be a tensor, got {type(x).__name__}"
+        )
 
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
-    if x.device != q.device and x.ndim:  # torch accepts a 0-dim CPU tensor on any device
+    if (
+        x.device != q.device and x.ndim
+    ):  # torch accepts a 0-dim CPU tensor on any device
         raise InvalidValueError(
             f"expected {name} on {q.device} like q, but it is on {x.device}; move it with .to(q.device)"
         )
@@ -264,18 +294,30 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x)
         if x.ndim != 4:
-            raise ShapeError(f"expected {name} of shape [batch heads tokens dim], got {tuple(x.shape)}")
+            raise ShapeError(
+                f"expected {name} of shape [batch heads tokens dim], got {tuple(x.shape)}"
+            )
         if not x.is_floating_point():
-            raise InvalidTypeError(f"expected a floating-point {name}, got {x.dtype}; convert it first")
+            raise InvalidTypeError(
+                f"expected a floating-point {name}, got {x.dtype}; convert it first"
+            )
         if x.dtype.itemsize < 2:
             raise InvalidTypeError(
                 f"expected {name} with at least 16 bits, got {x.dtype}; multiply it by its scale and convert it first"
             )
     if not (q.dtype == k.dtype == v.dtype):
-        raise InvalidTypeError(f"expected q, k and v of the same dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise InvalidTypeError(
+            f"expected q, k and v of the same dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if not (q.device == k.device == v.device):
-        raise InvalidValueError(f"expected q, k and v on the same device, got {q.device}, {k.device}, {v.device}")
-    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise InvalidValueError(
+            f"expected q, k and v on the same device, got {q.device}, {k.device}, {v.device}"
+        )
+    if (
+        q.shape[0] != k.shape[0]
+        or k.shape[:3] != v.shape[:3]
+        or q.shape[3] != k.shape[3]
+    ):
         raise ShapeError(
             "expected q [b h t d], k [b g s d], v [b g s d'] with the same b, g, s, d; got "
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}. "
@@ -291,7 +333,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _positions(name: str, pos: Tensor, q: Tensor, n: int) -> Tensor:
     _check_tensor(name, pos)
     _check_device(name, pos, q)
-    if pos.dtype not in _COUNTS and not (pos.is_floating_point() and pos.dtype.itemsize > 1):
+    if pos.dtype not in _COUNTS and not (
+        pos.is_floating_point() and pos.dtype.itemsize > 1
+    ):
         raise InvalidTypeError(
             f"expected {name} as integers (int64, int32, int16, int8, uint8) or floating-point numbers of at least 16 "
             f"bits, got {pos.dtype}; convert it first"
@@ -299,7 +343,9 @@ def _positions(name: str, pos: Tensor, q: Tensor, n: int) -> Tensor:
     b = q.shape[0]
     full = pos[None] if pos.ndim == 1 else pos
     if full.ndim != 2 or full.shape[0] not in (1, b) or full.shape[1] != n:
-        raise ShapeError(f"expected {name} of shape [{b} {n}] or [{n}], got {tuple(pos.shape)}")
+        raise ShapeError(
+            f"expected {name} of shape [{b} {n}] or [{n}], got {tuple(pos.shape)}"
+        )
     return full
 
 
@@ -309,7 +355,9 @@ def _mask(mask: AttentionMask | None, q: Tensor, s: int) -> Tensor | None:
     _check_tensor("mask", mask)
     _check_device("mask", mask, q)
     b, h, t, _ = q.shape
-    if mask.dtype != torch.bool and not (mask.is_floating_point() and mask.dtype.itemsize > 1):
+    if mask.dtype != torch.bool and not (
+        mask.is_floating_point() and mask.dtype.itemsize > 1
+    ):
         raise InvalidTypeError(
             "expected a boolean mask (True = may attend) or a floating-point mask of at least 16 bits (added to the "
             f"logits), got {mask.dtype}"
@@ -353,7 +401,9 @@ def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) ->
                 "convert it first"
             )
         if values[name].shape != shape:
-            raise ShapeError(f"expected parameter {name!r} of shape {shape}, got {tuple(values[name].shape)}")
+            raise ShapeError(
+                f"expected parameter {name!r} of shape {shape}, got {tuple(values[name].shape)}"
+            )
     return values
 
 
@@ -392,20 +442,32 @@ class BandCall(AttentionCall):
 
     def visible(self, rows: slice, keys: slice) -> Tensor:
         key = torch.arange(keys.start, keys.stop, device=self.low.device)
-        visible = ((key >= self.low[:, rows, None]) & (key < self.high[:, rows, None]))[:, None]
-        unpadded = None if self.padding is None else AttentionCall.visible(self, rows, keys)
+        visible = ((key >= self.low[:, rows, None]) & (key < self.high[:, rows, None]))[
+            :, None
+        ]
+        unpadded = (
+            None if self.padding is None else AttentionCall.visible(self, rows, keys)
+        )
         return visible if unpadded is None else visible & unpadded
 
     def span(self, rows: slice) -> slice:
         s = self.k.shape[2]
-        if self.low.device.type == "cpu" and not torch.compiler.is_compiling() and rows.stop > rows.start:
+        if (
+            self.low.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and rows.stop > rows.start
+        ):
             low, high = self.low[:, rows], self.high[:, rows]
             is_used = high > low
-            stop = int(high.where(is_used, 0).max())  # on a GPU, reading this value would wait for the device
+            stop = int(
+                high.where(is_used, 0).max()
+            )  # on a GPU, reading this value would wait for the device
             return slice(min(int(low.where(is_used, s).min()), stop), stop)
         if self.longest is None:
             return slice(0, s)
-        return slice(max(0, min(rows.start - self.longest, s)), min(s, rows.stop + self.longest))
+        return slice(
+            max(0, min(rows.start - self.longest, s)), min(s, rows.stop + self.longest)
+        )
 
     @property
     def padding(self) -> Tensor | None:
@@ -413,7 +475,9 @@ class BandCall(AttentionCall):
         return self.mask if self.masked else None
 
 
-_FIELDS = tuple(f.name for f in dataclasses.fields(AttentionCall))  # torch.compile can't trace dataclasses.fields
+_FIELDS = tuple(
+    f.name for f in dataclasses.fields(AttentionCall)
+)  # torch.compile can't trace dataclasses.fields
 
 
 def fields_of(call: AttentionCall) -> dict[str, Any]:
@@ -462,16 +526,28 @@ def band_call(
         "masked": call.mask is not None,
     }
     if cu_seqlens is None:
-        begin, length, at = call.pos_q.new_zeros(1, t), call.pos_q.new_full((1, t), s), call.pos_q
-        slopes = slopes if slopes is None else (slopes if slopes.ndim == 2 else slopes[None])[..., None]
+        begin, length, at = (
+            call.pos_q.new_zeros(1, t),
+            call.pos_q.new_full((1, t), s),
+            call.pos_q,
+        )
+        slopes = (
+            slopes
+            if slopes is None
+            else (slopes if slopes.ndim == 2 else slopes[None])[..., None]
+        )
     else:
-        ends_q, ends_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+        ends_q, ends_k = (
+            cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+        )
         _check(call, ends_q, ends_k)
         is_self_attention = ends_q is ends_k and t == s
         own_q = ends_q.long()
         own_k = own_q if is_self_attention else ends_k.long()
         token, n, inside = _tokens(own_q, t)
-        key, n_k, inside_k = (token, n, inside) if is_self_attention else _tokens(own_k, s)
+        key, n_k, inside_k = (
+            (token, n, inside) if is_self_attention else _tokens(own_k, s)
+        )
         first, stop = own_k[n], n + 1
         begin, length = (first * inside)[None], ((own_k[stop] - first) * inside)[None]
         pos_k = (key - (first if is_self_attention else own_k[n_k]))[None]
@@ -487,8 +563,14 @@ def band_call(
     low, high = _spans(call, at, begin, length, window)
     mask = call.mask
     if mask is None:  # use a placeholder that neither hides nor adds anything
-        mask = call.q.new_ones((1, 1, 1, 1), dtype=torch.bool) if slopes is None else call.q.new_zeros(1, 1, 1, 1)
-    elif slopes is not None and mask.dtype == torch.bool:  # only an additive mask can carry ALiBi's bias
+        mask = (
+            call.q.new_ones((1, 1, 1, 1), dtype=torch.bool)
+            if slopes is None
+            else call.q.new_zeros(1, 1, 1, 1)
+        )
+    elif (
+        slopes is not None and mask.dtype == torch.bool
+    ):  # only an additive mask can carry ALiBi's bias
         mask = call.q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
     return BandCall(
         **{
@@ -512,7 +594,11 @@ def _tokens(ends: Ends, total: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _spans(
-    call: AttentionCall, at: Tensor, begin: Tensor, length: Tensor, window: tuple[int, int]
+    call: AttentionCall,
+    at: Tensor,
+    begin: Tensor,
+    length: Tensor,
+    window: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
     """The bounds [1 t] of the keys that each query can see. `at` is the position of a query among its `length` keys,
     which start at key `begin`."""
@@ -537,16 +623,26 @@ def _check(call: AttentionCall, *ends: object) -> None:
             "without cu_seqlens each row of a batch is a sequence"
         )
     if not call.plain:
-        raise InvalidValueError("expected neither pos_q nor pos_k with cu_seqlens: positions restart in each sequence")
+        raise InvalidValueError(
+            "expected neither pos_q nor pos_k with cu_seqlens: positions restart in each sequence"
+        )
     for x, total in zip(ends, (call.q.shape[2], call.k.shape[2])):
         if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise InvalidTypeError(f"expected cu_seqlens as a tensor of int32 or int64, or two of them, got {got}")
+            raise InvalidTypeError(
+                f"expected cu_seqlens as a tensor of int32 or int64, or two of them, got {got}"
+            )
         if x.ndim != 1 or len(x) < 2 or x.shape != ends[0].shape:  # type: ignore[attr-defined]
-            raise ShapeError(f"expected cu_seqlens of shape [sequences + 1], for queries and for keys, got {x.shape}")
+            raise ShapeError(
+                f"expected cu_seqlens of shape [sequences + 1], for queries and for keys, got {x.shape}"
+            )
         if x.device != call.q.device:
-            raise InvalidValueError(f"expected cu_seqlens on {call.q.device} like q, but it is on {x.device}")
-        wrong = x.device.type == "cpu" and not torch.compiler.is_compiling()  # reading from a GPU would wait for it
+            raise InvalidValueError(
+                f"expected cu_seqlens on {call.q.device} like q, but it is on {x.device}"
+            )
+        wrong = (
+            x.device.type == "cpu" and not torch.compiler.is_compiling()
+        )  # reading from a GPU would wait for it
         if wrong and (int(x[0]) or int(x[-1]) > total or bool((x[1:] < x[:-1]).any())):
             raise InvalidValueError(
                 f"expected cu_seqlens to ascend from 0 to at most {total}, the number of tokens, got {x.tolist()}"

@@ -16,13 +16,35 @@ from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check, check_known
 from qkeel.functional import logits as F
-from qkeel.functional.logits import floor_log_temperature, gradient_scale, log_n, softcap
+from qkeel.functional.logits import (
+    floor_log_temperature,
+    gradient_scale,
+    log_n,
+    softcap,
+)
 from qkeel.functional.norms import wide, widest
-from qkeel.spec.slot import Logits, Parameter, ParameterSizes, Params, PosQ, Slot, Visible
+from qkeel.spec.slot import (
+    Logits,
+    Parameter,
+    ParameterSizes,
+    Params,
+    PosQ,
+    Slot,
+    Visible,
+)
 
 # Scale slot: the factor on q·k.
 
-ScaleKind = Literal["inverse_sqrt", "sqrt", "fixed", "gradient_max", "learned", "log_n", "floor_log", "other"]
+ScaleKind = Literal[
+    "inverse_sqrt",
+    "sqrt",
+    "fixed",
+    "gradient_max",
+    "learned",
+    "log_n",
+    "floor_log",
+    "other",
+]
 
 Factor = Float[Tensor, "*#bht1"]
 
@@ -45,7 +67,9 @@ class Scale(Slot):
     def constant(self, head_dim: int) -> float | None:
         """The factor if it is the same constant for all queries, or None if it is learned or depends on the
         position."""
-        learned = self.parameters(ParameterSizes(n_heads=1, n_kv_heads=1, head_dim=head_dim))
+        learned = self.parameters(
+            ParameterSizes(n_heads=1, n_kv_heads=1, head_dim=head_dim)
+        )
         if learned or self.follows_position:
             return None
         return float(self.factor(torch.zeros(1, 1), head_dim, {}))
@@ -150,7 +174,9 @@ class Learned(Scale):
     """A learned scale per layer or per head. With `log`, its logarithm is stored, which `maximum` may clamp."""
 
     init: float  #: the initial scale, above 0
-    per: Literal["layer", "head"] = "layer"  #: whether the layer has a single scale, or each head has its own
+    per: Literal["layer", "head"] = (
+        "layer"  #: whether the layer has a single scale, or each head has its own
+    )
     log: bool = False
     maximum: float | None = None
     kind = "learned"
@@ -168,14 +194,22 @@ class Learned(Scale):
 
     def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
         value = math.log(self.init) if self.log else self.init
-        return {"logit_scale": Parameter((geometry.n_heads, 1, 1) if self.per == "head" else (), value)}
+        return {
+            "logit_scale": Parameter(
+                (geometry.n_heads, 1, 1) if self.per == "head" else (), value
+            )
+        }
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Factor:
         scale = params["logit_scale"]
         if not self.log:
             return scale
-        scale = scale.to(wide(scale.dtype))  # in bfloat16, exp would change all logits by one factor of up to 1 ± 2^-9
-        return (scale if self.maximum is None else scale.clamp(max=math.log(self.maximum))).exp()
+        scale = scale.to(
+            wide(scale.dtype)
+        )  # in bfloat16, exp would change all logits by one factor of up to 1 ± 2^-9
+        return (
+            scale if self.maximum is None else scale.clamp(max=math.log(self.maximum))
+        ).exp()
 
     def formula(self) -> str:
         name = "g_h" if self.per == "head" else "g"
@@ -189,11 +223,15 @@ class Learned(Scale):
 class PositionFactor(Scale):
     """The scale `inner` times a factor that depends on the query's position."""
 
-    inner: Scale = dataclasses.field(default_factory=InverseSqrt)  #: the scale that the factor multiplies
+    inner: Scale = dataclasses.field(
+        default_factory=InverseSqrt
+    )  #: the scale that the factor multiplies
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Scale):
-            raise InvalidTypeError(f"expected a Scale as inner, got {type(self.inner).__name__}")
+            raise InvalidTypeError(
+                f"expected a Scale as inner, got {type(self.inner).__name__}"
+            )
 
     @abc.abstractmethod
     def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Float[Tensor, "#b t"]:
@@ -242,7 +280,11 @@ class LogN(PositionFactor):
     def __post_init__(self) -> None:
         PositionFactor.__post_init__(self)
         check(self.train_length >= 2, "a train_length of at least 2", self.train_length)
-        check_known("extent of a learned factor of log n", self.learned, ("none", "layer", "head"))
+        check_known(
+            "extent of a learned factor of log n",
+            self.learned,
+            ("none", "layer", "head"),
+        )
         if self.clip and self.learned != "none":
             raise InvalidValueError(
                 "clip keeps the ratio at 1 or more, where a learned factor gets no gradient; choose one of the two"
@@ -253,7 +295,10 @@ class LogN(PositionFactor):
         if self.learned == "none":
             return needed
         shape = (geometry.n_heads, 1, 1) if self.learned == "head" else ()
-        return {**needed, "log_n_scale": Parameter(shape, 1 / math.log(self.train_length))}
+        return {
+            **needed,
+            "log_n_scale": Parameter(shape, 1 / math.log(self.train_length)),
+        }
 
     @property
     def last_position(self) -> int:
@@ -308,7 +353,9 @@ class Cap(Slot):
 
     __slots__ = ()
     kind: CapKind = "other"
-    limit: float | None = None  # the c in c·tanh(z/c), or None for the identity, which includes c = infinity
+    limit: float | None = (
+        None  # the c in c·tanh(z/c), or None for the identity, which includes c = infinity
+    )
 
     @abc.abstractmethod
     def apply(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -352,7 +399,9 @@ class Softcap(Cap):
 
 # Normalizer slot: turns logits into weights.
 
-NormalizerKind = Literal["softmax", "sink", "sigmoid", "squared_relu", "softpick", "other"]
+NormalizerKind = Literal[
+    "softmax", "sink", "sigmoid", "squared_relu", "softpick", "other"
+]
 
 
 class Normalizer(Slot):
@@ -363,7 +412,9 @@ class Normalizer(Slot):
     softmax_over_keys: bool = False  # True if the weights, rescaled to sum to one, are those of an ordinary softmax
 
     @abc.abstractmethod
-    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
+    def weights(
+        self, logits: Logits, visible: Visible | None, params: Params
+    ) -> Logits:
         """Returns the weights [b h t s], which are 0 where a key is not visible."""
 
 
@@ -374,7 +425,9 @@ class Softmax(Normalizer):
     kind = "softmax"
     softmax_over_keys = True
 
-    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
+    def weights(
+        self, logits: Logits, visible: Visible | None, params: Params
+    ) -> Logits:
         return F.softmax(logits, visible)
 
     def formula(self) -> str:
@@ -395,10 +448,20 @@ class AttentionSink(Normalizer):
         check(self.init < math.inf, "a sink that is a number below infinity", self.init)
 
     def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
-        return {"sink": Parameter((geometry.n_heads, 1, 1), self.init)} if self.learned else {}
+        return (
+            {"sink": Parameter((geometry.n_heads, 1, 1), self.init)}
+            if self.learned
+            else {}
+        )
 
-    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
-        sink = params["sink"] if self.learned else torch.tensor(self.init, device=logits.device)
+    def weights(
+        self, logits: Logits, visible: Visible | None, params: Params
+    ) -> Logits:
+        sink = (
+            params["sink"]
+            if self.learned
+            else torch.tensor(self.init, device=logits.device)
+        )
         return F.sink_softmax(logits, sink, visible)
 
     def formula(self) -> str:
@@ -420,9 +483,15 @@ class Sigmoid(Normalizer):
         check(math.isfinite(self.bias), "a finite bias", self.bias)
 
     def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
-        return {"logit_bias": Parameter((geometry.n_heads, 1, 1), self.bias)} if self.learned else {}
+        return (
+            {"logit_bias": Parameter((geometry.n_heads, 1, 1), self.bias)}
+            if self.learned
+            else {}
+        )
 
-    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
+    def weights(
+        self, logits: Logits, visible: Visible | None, params: Params
+    ) -> Logits:
         bias = params["logit_bias"].to(logits.dtype) if self.learned else self.bias
         return F.sigmoid(logits, bias, visible)
 
@@ -436,7 +505,9 @@ class SquaredReLU(Normalizer):
 
     kind = "squared_relu"
 
-    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
+    def weights(
+        self, logits: Logits, visible: Visible | None, params: Params
+    ) -> Logits:
         return F.squared_relu(logits, visible)
 
     def formula(self) -> str:
@@ -453,7 +524,9 @@ class Softpick(Normalizer):
     def __post_init__(self) -> None:
         check(self.eps > 0, "eps above 0", self.eps)
 
-    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
+    def weights(
+        self, logits: Logits, visible: Visible | None, params: Params
+    ) -> Logits:
         return F.softpick(logits, visible, self.eps)
 
     def formula(self) -> str:

@@ -14,7 +14,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError, RefusedError, check, check_known
-from qkeel.functional.norms import apply_gain, inverse_l2, inverse_rms, l2_norm, layer_norm, rms_norm
+from qkeel.functional.norms import (
+    apply_gain,
+    inverse_l2,
+    inverse_rms,
+    l2_norm,
+    layer_norm,
+    rms_norm,
+)
 from qkeel.spec.slot import HeadTensor, Parameter, ParameterSizes, Params, Shape, Slot
 
 On = Literal["q", "k", "qk", "qkv"]
@@ -65,7 +72,9 @@ class Norm(Slot):
 
     def inverse(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n 1"]:
         """The factor [... 1] by which the norm multiplies x (for the kinds "rms" and "l2"), in float32 or wider."""
-        raise RefusedError(f"{type(self).__name__} does not define the factor by which it multiplies a vector")
+        raise RefusedError(
+            f"{type(self).__name__} does not define the factor by which it multiplies a vector"
+        )
 
     def with_eps(self, eps: float) -> Norm:
         """The same norm with a different eps. A norm without eps is returned unchanged."""
@@ -110,7 +119,9 @@ class GainNorm(Norm):
     gain: GainKind = "none"  #: "dim" w [d], "one_plus_dim" 1 + w (Gemma), "head_dim" [h d], "scalar" [], "head" [h]
     eps: float = 1e-6  #: a constant of at least 0
     bias: bool = False  #: whether a bias is added, which requires gain "dim" [d] or "head_dim" [h d]
-    value_gain: GainKind | None = None  #: the gain of v, if it differs (Gemma 4 normalises v without a gain)
+    value_gain: GainKind | None = (
+        None  #: the gain of v, if it differs (Gemma 4 normalises v without a gain)
+    )
     shared: bool = False  #: whether q and k share the same gain
 
     symbol = "norm"
@@ -142,9 +153,15 @@ class GainNorm(Norm):
         ):
             check_known(kind, value, known)
         check(self.eps >= 0, "eps >= 0", self.eps)
-        for gain in (self._gain(operand) for operand in _PARTS if self.bias and operand in self.on):
+        for gain in (
+            self._gain(operand)
+            for operand in _PARTS
+            if self.bias and operand in self.on
+        ):
             if gain not in ("dim", "head_dim"):
-                raise InvalidValueError(f"a bias requires gain 'dim' or 'head_dim', got gain {gain!r}")
+                raise InvalidValueError(
+                    f"a bias requires gain 'dim' or 'head_dim', got gain {gain!r}"
+                )
 
     @abc.abstractmethod
     def normalise(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
@@ -184,7 +201,11 @@ class GainNorm(Norm):
         return "q" if self.shared and part == "k" else part
 
     def _gain(self, part: NormedPart) -> GainKind:
-        return self.value_gain if part == "v" and self.value_gain is not None else self.gain
+        return (
+            self.value_gain
+            if part == "v" and self.value_gain is not None
+            else self.gain
+        )
 
     def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
         if self.shared and geometry.n_heads != geometry.n_kv_heads:
@@ -200,7 +221,9 @@ class GainNorm(Norm):
             gain = self._gain(operand)
             shape = _GAINS[gain][1](heads, geometry.head_dim)
             if gain != "none":
-                needed[f"{operand}_norm"] = Parameter(shape, 0.0 if gain == "one_plus_dim" else 1.0)
+                needed[f"{operand}_norm"] = Parameter(
+                    shape, 0.0 if gain == "one_plus_dim" else 1.0
+                )
             if self.bias:
                 needed[f"{operand}_norm_bias"] = Parameter(shape, 0.0)
         return needed
@@ -211,7 +234,9 @@ class GainNorm(Norm):
         for operand in _PARTS:
             if operand in self.on:
                 bias = " + b" if self.bias else ""
-                lines.append(f"{operand}̃ = {self.symbol}({operand}){_GAINS[self._gain(operand)][0]}{bias}")
+                lines.append(
+                    f"{operand}̃ = {self.symbol}({operand}){_GAINS[self._gain(operand)][0]}{bias}"
+                )
             elif operand != "v":
                 lines.append(f"{operand}̃ = {operand}")
         return ", ".join(lines) + over

@@ -18,8 +18,27 @@ from qkeel.functional.position_biases import alibi_slopes, kerple_log, kerple_po
 from qkeel.functional.rope import check_pairs, rope_frequencies, rope_table, rotate
 from qkeel.spec.logits import LogN, Scale
 from qkeel.spec.norm import Norm
-from qkeel.spec.rope import NTK, PI, DynamicNTK, Position, Rope, SlidingWindow, Stretch, YaRN
-from qkeel.spec.slot import HeadTensor, Keys, Logits, Parameter, ParameterSizes, Params, PosK, PosQ, Queries
+from qkeel.spec.rope import (
+    NTK,
+    PI,
+    DynamicNTK,
+    Position,
+    Rope,
+    SlidingWindow,
+    Stretch,
+    YaRN,
+)
+from qkeel.spec.slot import (
+    HeadTensor,
+    Keys,
+    Logits,
+    Parameter,
+    ParameterSizes,
+    Params,
+    PosK,
+    PosQ,
+    Queries,
+)
 
 # Positions that add a bias to the logit, which is a function of the distance |i - j|.
 
@@ -33,9 +52,13 @@ class ALiBi(Position):
     kind = "alibi"
     folds = False
 
-    def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
+    def scores(
+        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params
+    ) -> Logits:
         slopes = alibi_slopes(q.shape[1]).to(q)[:, None, None]
-        return Position.scores(self, q, k, pos_q, pos_k, params) - slopes * _apart(pos_q, pos_k).to(q.dtype)
+        return Position.scores(self, q, k, pos_q, pos_k, params) - slopes * _apart(
+            pos_q, pos_k
+        ).to(q.dtype)
 
     def formula(self) -> str:
         return "ALiBi (- 2^(-8h/H)·|i - j|)"
@@ -61,12 +84,21 @@ class Kerple(Position):
     def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
         n = geometry.n_heads
         even = tuple((h + 0.5) / n for h in range(n))
-        return {"kerple_a": Parameter((n,), even), "kerple_p": Parameter((n,), tuple(2 * x for x in reversed(even)))}
+        return {
+            "kerple_a": Parameter((n,), even),
+            "kerple_p": Parameter((n,), tuple(2 * x for x in reversed(even))),
+        }
 
-    def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
-        a, p = (params[name].to(q.dtype)[:, None, None] for name in ("kerple_a", "kerple_p"))
+    def scores(
+        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params
+    ) -> Logits:
+        a, p = (
+            params[name].to(q.dtype)[:, None, None] for name in ("kerple_a", "kerple_p")
+        )
         kernel = kerple_log if self.kind == "log" else kerple_power
-        return Position.scores(self, q, k, pos_q, pos_k, params) + kernel(_apart(pos_q, pos_k).to(q.dtype), a, p)
+        return Position.scores(self, q, k, pos_q, pos_k, params) + kernel(
+            _apart(pos_q, pos_k).to(q.dtype), a, p
+        )
 
     def formula(self) -> str:
         return f"KERPLE ({'- p_h ln(1 + a_h|i - j|)' if self.kind == 'log' else '- a_h|i - j|^p_h'})"
@@ -111,7 +143,9 @@ class ReRope(Position):
     def check(self, head_dim: int) -> None:
         check_pairs(round(head_dim * self.rotary))
 
-    def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
+    def scores(
+        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params
+    ) -> Logits:
         distance = (pos_q[:, :, None] - pos_k[:, None, :])[:, None]
         near = self.product(self.near(q, pos_q), self.near(k, pos_k))
         ahead = self.product(self.far_query(q, pos_q), self.far_key(k, pos_k))
@@ -139,12 +173,18 @@ class ReRope(Position):
 
     def far_query(self, q: Queries, pos_q: PosQ, side: int = 1) -> Queries:
         """Returns q for keys that are at least a window before it (side 1) or after it (side -1)."""
-        within = math.floor(self.window / self.leak) if self.rounded else self.window / self.leak
+        within = (
+            math.floor(self.window / self.leak)
+            if self.rounded
+            else self.window / self.leak
+        )
         return self._rotated(q, self._slowed(q, pos_q) + side * (self.window - within))
 
     def far_key(self, k: Keys, pos_k: PosK) -> Keys:
         """Returns k for queries that are at least a window away from it."""
-        return self._rotated(k, self._slowed(k, pos_k)) if math.isfinite(self.leak) else k
+        return (
+            self._rotated(k, self._slowed(k, pos_k)) if math.isfinite(self.leak) else k
+        )
 
     def _slowed(self, x: HeadTensor, pos: Tensor) -> Tensor:
         at = pos.to(x.dtype) / self.leak
@@ -168,7 +208,9 @@ class ReRope(Position):
 def rerope(position: Position) -> ReRope | None:
     """Returns the position if it is a ReRope that fused kernels support, or None for other positions and for unknown
     subclasses."""
-    return position if isinstance(position, ReRope) and position.kind == "rerope" else None
+    return (
+        position if isinstance(position, ReRope) and position.kind == "rerope" else None
+    )
 
 
 @final
@@ -243,12 +285,21 @@ _NTK: dict[str, Literal["old", "fixed", "mixed"]] = {
 
 
 def position_for(
-    position: Position, norm: Norm, method: str, factor: float, train_length: int | None, options: Options
+    position: Position,
+    norm: Norm,
+    method: str,
+    factor: float,
+    train_length: int | None,
+    options: Options,
 ) -> Position:
     """Returns the position that replaces a trained one under `method`; see `AttentionSpec.extrapolate`."""
     check_known("extrapolation method", method, METHODS)
     sound = math.isfinite(factor) and factor >= 1
-    check(sound, f"a factor of at least 1 (test length / train length) for {method}", factor)
+    check(
+        sound,
+        f"a factor of at least 1 (test length / train length) for {method}",
+        factor,
+    )
     for name in options:
         check_known(f"option of {method}", name, _OPTIONS.get(method, ()))
     if method in ("none", "log_n"):
@@ -257,7 +308,9 @@ def position_for(
         return _seeing(position, train_length, options)
     if isinstance(position, SlidingWindow):
         # A window within the training length contains only trained distances, so its rotation is kept.
-        inner = position_for(position.inner, norm, method, factor, train_length, options)
+        inner = position_for(
+            position.inner, norm, method, factor, train_length, options
+        )
         trained = position.window <= _length(method, train_length)
         return position if trained else dataclasses.replace(position, inner=inner)
     if method == "rope":
@@ -265,11 +318,17 @@ def position_for(
             return Rope(base=position.base, rotary=position.rotary)
         if isinstance(position, Rope) and not position.stretch.changes:
             return position
-        raise RefusedError(f"rope undoes the clipping of ReRope and LeakyReRope; this spec has {position.formula()}")
+        raise RefusedError(
+            f"rope undoes the clipping of ReRope and LeakyReRope; this spec has {position.formula()}"
+        )
     if not isinstance(position, Rope) or position.stretch.changes:
-        raise RefusedError(f"{method} changes the rotation of an unmodified RoPE; this spec has {position.formula()}")
+        raise RefusedError(
+            f"{method} changes the rotation of an unmodified RoPE; this spec has {position.formula()}"
+        )
     if method == "abf":
-        return dataclasses.replace(position, base=float(options.get("base", position.base * factor)))
+        return dataclasses.replace(
+            position, base=float(options.get("base", position.base * factor))
+        )
     if method in ("rerope", "leaky_rerope", "self_extend"):
         return _clipped(position, method, factor, train_length, options)
     stretch = _stretch(method, factor, train_length, options)
@@ -286,7 +345,11 @@ def position_for(
 
 
 def _seeing(position: Position, train_length: int | None, options: Options) -> Position:
-    window = int(options["window"]) if "window" in options else _length("window", train_length)
+    window = (
+        int(options["window"])
+        if "window" in options
+        else _length("window", train_length)
+    )
     if train_length is not None and window > train_length:
         raise InvalidValueError(
             f"expected a window of at most the training length, got {window} of {train_length}: keys further away were "
@@ -306,22 +369,32 @@ def scale_for(scale: Scale, method: str, train_length: int | None) -> Scale:
     return LogN(inner=scale, train_length=_length(method, train_length), clip=True)
 
 
-def _stretch(method: str, factor: float, train_length: int | None, options: Options) -> Stretch:
+def _stretch(
+    method: str, factor: float, train_length: int | None, options: Options
+) -> Stretch:
     if method == "pi":
         return PI(factor=factor)
     if method in _NTK:
-        return NTK(factor=factor, kind=_NTK[method], power=float(options.get("power", 0.625)))
+        return NTK(
+            factor=factor, kind=_NTK[method], power=float(options.get("power", 0.625))
+        )
     if method == "dynamic_ntk":
         return DynamicNTK(train_length=_length(method, train_length))
     return YaRN(factor=factor, train_length=_length(method, train_length), **options)  # type: ignore[arg-type]
 
 
-def _clipped(rope: Rope, method: str, factor: float, train_length: int | None, options: Options) -> Position:
+def _clipped(
+    rope: Rope, method: str, factor: float, train_length: int | None, options: Options
+) -> Position:
     if rope.pairing != "half":
         raise RefusedError(
             f"{method} needs RoPE that pairs the two halves of a head, but this spec has {rope.formula()}"
         )
-    window = int(options["window"]) if "window" in options else _length(method, train_length) // 2
+    window = (
+        int(options["window"])
+        if "window" in options
+        else _length(method, train_length) // 2
+    )
     if train_length is not None and window >= train_length:
         raise InvalidValueError(
             f"expected a window under the training length, got {window} of {train_length}: distances between the "
@@ -331,10 +404,14 @@ def _clipped(rope: Rope, method: str, factor: float, train_length: int | None, o
     if method == "rerope":
         return ReRope(window=window, base=rope.base, rotary=rope.rotary)
     leak, rounded = float(options.get("leak", 2 * factor)), method == "self_extend"
-    return LeakyReRope(window=window, base=rope.base, rotary=rope.rotary, factor=leak, rounded=rounded)
+    return LeakyReRope(
+        window=window, base=rope.base, rotary=rope.rotary, factor=leak, rounded=rounded
+    )
 
 
 def _length(method: str, train_length: int | None) -> int:
     if train_length is None:
-        raise InvalidValueError(f"{method} needs the training length: spec.extrapolate({method!r}, train_length=512)")
+        raise InvalidValueError(
+            f"{method} needs the training length: spec.extrapolate({method!r}, train_length=512)"
+        )
     return train_length

@@ -12,7 +12,16 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, check, unknown
 from qkeel.functional.logits import cosine_scale, gradient_scale, qk_norm_init
 from qkeel.options import Recipe, build, described, lookup, parse
 from qkeel.spec.attention import AttentionSpec
-from qkeel.spec.logits import Fixed, FloorLogTemperature, GradientMax, InverseSqrt, Learned, LogN, Softcap, Sqrt
+from qkeel.spec.logits import (
+    Fixed,
+    FloorLogTemperature,
+    GradientMax,
+    InverseSqrt,
+    Learned,
+    LogN,
+    Softcap,
+    Sqrt,
+)
 from qkeel.spec.norm import L2Norm, LayerNorm, On, RMSNorm
 from qkeel.spec.position import METHODS, ALiBi, Kerple, LeakyReRope
 from qkeel.spec.rope import NoPosition, Position, Rope, SlidingWindow, XPos
@@ -27,11 +36,25 @@ def _everywhere(spec: AttentionSpec, n_layers: int, position: Position) -> Specs
     return (spec.replace(position=position),) * n_layers
 
 
-def _rope(spec: AttentionSpec, n_layers: int, /, *, base: float = 10_000.0, rotary: float = 1.0) -> Specs:
+def _rope(
+    spec: AttentionSpec,
+    n_layers: int,
+    /,
+    *,
+    base: float = 10_000.0,
+    rotary: float = 1.0,
+) -> Specs:
     return _everywhere(spec, n_layers, Rope(base=base, rotary=rotary))
 
 
-def _xpos(spec: AttentionSpec, n_layers: int, /, *, base: float = 10_000.0, scale: float = 512.0) -> Specs:
+def _xpos(
+    spec: AttentionSpec,
+    n_layers: int,
+    /,
+    *,
+    base: float = 10_000.0,
+    scale: float = 512.0,
+) -> Specs:
     return _everywhere(spec, n_layers, XPos(base=base, scale=scale))
 
 
@@ -43,17 +66,32 @@ def _plain(position: Position) -> Callable[..., Specs]:
 
 
 def _inv_leaky(
-    spec: AttentionSpec, n_layers: int, /, *, train_length: int, window: int | None = None, leak: float = 1 / 16
+    spec: AttentionSpec,
+    n_layers: int,
+    /,
+    *,
+    train_length: int,
+    window: int | None = None,
+    leak: float = 1 / 16,
 ) -> Specs:
     width = _under("inv_leaky", window, train_length // 4, train_length)
     return _everywhere(spec, n_layers, LeakyReRope(window=width, factor=leak))
 
 
 def _window(spec: AttentionSpec, n_layers: int, /, *, window: int) -> Specs:
-    return (spec.replace(position=SlidingWindow(window=window, inner=spec.position)),) * n_layers
+    return (
+        spec.replace(position=SlidingWindow(window=window, inner=spec.position)),
+    ) * n_layers
 
 
-def _hwfa(spec: AttentionSpec, n_layers: int, /, *, train_length: int, window: int | None = None) -> Specs:
+def _hwfa(
+    spec: AttentionSpec,
+    n_layers: int,
+    /,
+    *,
+    train_length: int,
+    window: int | None = None,
+) -> Specs:
     _deep_enough("hwfa", n_layers)
     width = _under(
         "hwfa",
@@ -62,12 +100,22 @@ def _hwfa(spec: AttentionSpec, n_layers: int, /, *, train_length: int, window: i
         train_length,
     )
     near = spec.replace(position=SlidingWindow(window=width, inner=spec.position))
-    scale = spec.scale if isinstance(spec.scale, LogN) else LogN(inner=spec.scale, train_length=train_length)
+    scale = (
+        spec.scale
+        if isinstance(spec.scale, LogN)
+        else LogN(inner=spec.scale, train_length=train_length)
+    )
     return (*(near,) * (n_layers - 1), spec.replace(position=NoPosition(), scale=scale))
 
 
 def _hwfa2(
-    spec: AttentionSpec, n_layers: int, /, *, train_length: int, window: int | None = None, full: int = 1
+    spec: AttentionSpec,
+    n_layers: int,
+    /,
+    *,
+    train_length: int,
+    window: int | None = None,
+    full: int = 1,
 ) -> Specs:
     _deep_enough("hwfa2", n_layers)
     check(
@@ -105,20 +153,36 @@ def _deep_enough(name: str, n_layers: int) -> None:
 
 # Names that are not listed here may be methods of `AttentionSpec.extrapolate`, which are then used in training.
 POSITIONS: dict[str, Recipe[Specs]] = {
-    "rope": Recipe("rotary; base=, rotary= (fraction of each head)", "arXiv 2104.09864", _rope),
-    "nope": Recipe("none: the causal mask alone", "arXiv 2305.19466", _plain(NoPosition())),
+    "rope": Recipe(
+        "rotary; base=, rotary= (fraction of each head)", "arXiv 2104.09864", _rope
+    ),
+    "nope": Recipe(
+        "none: the causal mask alone", "arXiv 2305.19466", _plain(NoPosition())
+    ),
     "alibi": Recipe("- m_h|i - j| on the logit", "arXiv 2108.12409", _plain(ALiBi())),
-    "kerple_log": Recipe("- p ln(1 + a|i - j|), learned per head", "arXiv 2205.09921", _plain(Kerple())),
-    "kerple_power": Recipe("- a|i - j|^p, learned per head", "arXiv 2205.09921", _plain(Kerple(kind="power"))),
+    "kerple_log": Recipe(
+        "- p ln(1 + a|i - j|), learned per head", "arXiv 2205.09921", _plain(Kerple())
+    ),
+    "kerple_power": Recipe(
+        "- a|i - j|^p, learned per head",
+        "arXiv 2205.09921",
+        _plain(Kerple(kind="power")),
+    ),
     "xpos": Recipe("RoPE that fades; base=, scale=", "arXiv 2212.10554", _xpos),
     "inv_leaky": Recipe(
         "distances beyond window= grow 16 times as fast; tested with plain RoPE ('rope' post hoc)",
         "kexue.fm 9728",
         _inv_leaky,
     ),
-    "window": Recipe("the form's own position, limited to keys within window= tokens", "arXiv 1904.10509", _window),
+    "window": Recipe(
+        "the form's own position, limited to keys within window= tokens",
+        "arXiv 1904.10509",
+        _window,
+    ),
     "hwfa": Recipe(
-        "windows of 3/4 L/(layers - 1) tokens, the last layer full and without positions, log n", "kexue.fm 9603", _hwfa
+        "windows of 3/4 L/(layers - 1) tokens, the last layer full and without positions, log n",
+        "kexue.fm 9603",
+        _hwfa,
     ),
     "hwfa2": Recipe(
         "windows of 3 L/layers tokens, L/2 at most; full= evenly spaced layers without one, which post-hoc methods "
@@ -136,11 +200,20 @@ def positions() -> dict[str, str]:
     >>> "alibi" in positions()
     True
     """
-    methods = {name: line for name, line in METHODS.items() if name not in ("none", "log_n", "rope", "window")}
+    methods = {
+        name: line
+        for name, line in METHODS.items()
+        if name not in ("none", "log_n", "rope", "window")
+    }
     return {**described(POSITIONS), **methods}
 
 
-def layer_specs(spec: AttentionSpec, n_layers: int, positions: str = "", train_length: int | None = None) -> Specs:
+def layer_specs(
+    spec: AttentionSpec,
+    n_layers: int,
+    positions: str = "",
+    train_length: int | None = None,
+) -> Specs:
     """Returns one spec per layer, each of which is `spec` with its position replaced by the named one.
 
     Args:
@@ -162,14 +235,21 @@ def layer_specs(spec: AttentionSpec, n_layers: int, positions: str = "", train_l
     """
     if not positions:
         return (spec,) * n_layers
-    rows = [_placed(spec, n_layers, position, train_length) for position in positions.split("/")]
+    rows = [
+        _placed(spec, n_layers, position, train_length)
+        for position in positions.split("/")
+    ]
     return tuple(row[i] for i, row in zip(range(n_layers), itertools.cycle(rows)))
 
 
-def _placed(spec: AttentionSpec, n_layers: int, text: str, train_length: int | None) -> Specs:
+def _placed(
+    spec: AttentionSpec, n_layers: int, text: str, train_length: int | None
+) -> Specs:
     terms = parse(text)
     if len(terms) != 1:
-        raise InvalidValueError(f"expected one position, got {len(terms)} in {text!r}; join positions of layers by '/'")
+        raise InvalidValueError(
+            f"expected one position, got {len(terms)} in {text!r}; join positions of layers by '/'"
+        )
     name, options = terms[0].name, terms[0].options
     if name not in POSITIONS:
         if name not in METHODS or name in ("none", "log_n"):
@@ -177,12 +257,19 @@ def _placed(spec: AttentionSpec, n_layers: int, text: str, train_length: int | N
         adapted = spec.extrapolate(name, **{"train_length": train_length, **options})  # type: ignore[arg-type]
         return (adapted,) * n_layers
     make = POSITIONS[name].build
-    if "train_length" in inspect.signature(make).parameters and "train_length" not in options:
+    if (
+        "train_length" in inspect.signature(make).parameters
+        and "train_length" not in options
+    ):
         if train_length is None:
-            raise InvalidValueError(f"{name} needs the training length: {name}:train_length=512")
+            raise InvalidValueError(
+                f"{name} needs the training length: {name}:train_length=512"
+            )
         options = {**options, "train_length": train_length}
     if name == "window" and "window" not in options:
-        raise InvalidValueError("window needs the number of tokens that a query sees: window:window=128")
+        raise InvalidValueError(
+            "window needs the number of tokens that a query sees: window:window=128"
+        )
     return build(f"position {name!r}", make, options, spec, n_layers)
 
 
@@ -198,7 +285,10 @@ def _slots(on: On, gain: bool) -> dict[str, Any]:
     must precede it instead, because after the rotation such a gain would make the logits depend on more than the
     distance."""
     order = "norm_then_rotate" if gain else "rotate_then_norm"
-    return {"norm": L2Norm(on=on, gain="dim" if gain else "none"), "position": Rope(order=order)}
+    return {
+        "norm": L2Norm(on=on, gain="dim" if gain else "none"),
+        "position": Rope(order=order),
+    }
 
 
 def _baseline(train_length: int = 512) -> AttentionSpec:
@@ -206,16 +296,22 @@ def _baseline(train_length: int = 512) -> AttentionSpec:
 
 
 def _baseline_logn(train_length: int = 512, clip: bool = False) -> AttentionSpec:
-    return AttentionSpec(position=Rope(), scale=LogN(train_length=train_length, clip=clip))
+    return AttentionSpec(
+        position=Rope(), scale=LogN(train_length=train_length, clip=clip)
+    )
 
 
-def _one_normed(on: On) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
+def _one_normed(
+    on: On,
+) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
     """Builders of QNA or KNA, the first without log n and the second with it."""
 
     def plain(train_length: int = 512, gain: bool = False) -> AttentionSpec:
         return AttentionSpec(**_slots(on, gain), scale=Fixed(1.0))
 
-    def log_n(train_length: int = 512, clip: bool = False, gain: bool = False) -> AttentionSpec:
+    def log_n(
+        train_length: int = 512, clip: bool = False, gain: bool = False
+    ) -> AttentionSpec:
         scale = LogN(inner=Fixed(1.0), train_length=train_length, clip=clip)
         return AttentionSpec(**_slots(on, gain), scale=scale)
 
@@ -226,24 +322,44 @@ _QNA, _QNA_LOGN = _one_normed("q")
 _KNA, _KNA_LOGN = _one_normed("k")
 
 
-def _cosa(train_length: int = 512, gradient: bool = False, gain: bool = False) -> AttentionSpec:
-    scale = GradientMax(keys=train_length / 2) if gradient else Fixed(cosine_scale(train_length))
+def _cosa(
+    train_length: int = 512, gradient: bool = False, gain: bool = False
+) -> AttentionSpec:
+    scale = (
+        GradientMax(keys=train_length / 2)
+        if gradient
+        else Fixed(cosine_scale(train_length))
+    )
     return AttentionSpec(**_slots("qk", gain), scale=scale)
 
 
 def _cosa_logn(
-    train_length: int = 512, clip: bool = False, gradient: bool = False, gain: bool = False
+    train_length: int = 512,
+    clip: bool = False,
+    gradient: bool = False,
+    gain: bool = False,
 ) -> AttentionSpec:
     # The dynamic scale of CosA is 4 ln n, which is the fixed 4 ln L times ln n / ln L.
-    inner = GradientMax(keys=train_length) if gradient else Fixed(4 * math.log(train_length))
-    return AttentionSpec(**_slots("qk", gain), scale=LogN(inner=inner, train_length=train_length, clip=clip))
+    inner = (
+        GradientMax(keys=train_length)
+        if gradient
+        else Fixed(4 * math.log(train_length))
+    )
+    return AttentionSpec(
+        **_slots("qk", gain),
+        scale=LogN(inner=inner, train_length=train_length, clip=clip),
+    )
 
 
 def scale_advice(spec: AttentionSpec, head_dim: int) -> str | None:
     """Returns advice if the fixed λ = 4 ln n of cosine attention is far from the optimum for this head size, otherwise
     None."""
     scale = spec.scale.inner if isinstance(spec.scale, LogN) else spec.scale
-    if not isinstance(scale, Fixed) or spec.norm != L2Norm(on="qk") or not scale.value > 1:
+    if (
+        not isinstance(scale, Fixed)
+        or spec.norm != L2Norm(on="qk")
+        or not scale.value > 1
+    ):
         return None
     best = gradient_scale(math.exp(scale.value / 4), head_dim)
     if 1 / FAR_OFF <= scale.value / best <= FAR_OFF:
@@ -267,11 +383,17 @@ def _vit22b() -> AttentionSpec:
 
 
 def _chameleon(base: float = 10_000.0) -> AttentionSpec:
-    return AttentionSpec(norm=LayerNorm(gain="head_dim", bias=True), position=Rope(base=base))
+    return AttentionSpec(
+        norm=LayerNorm(gain="head_dim", bias=True), position=Rope(base=base)
+    )
 
 
-def _flat_rms(eps: float, base: float, rotary: float = 1.0) -> Callable[..., AttentionSpec]:
-    def build(base: float = base, rotary: float = rotary, eps: float = eps) -> AttentionSpec:
+def _flat_rms(
+    eps: float, base: float, rotary: float = 1.0
+) -> Callable[..., AttentionSpec]:
+    def build(
+        base: float = base, rotary: float = rotary, eps: float = eps
+    ) -> AttentionSpec:
         norm = RMSNorm(over="layer", gain="head_dim", eps=eps)
         return AttentionSpec(norm=norm, position=Rope(base=base, rotary=rotary))
 
@@ -282,17 +404,30 @@ def _qwen3(base: float = 1_000_000.0, eps: float = 1e-6) -> AttentionSpec:
     return AttentionSpec(norm=RMSNorm(gain="dim", eps=eps), position=Rope(base=base))
 
 
-def _qwen3_next(base: float = 10_000_000.0, rotary: float = 0.25, eps: float = 1e-6) -> AttentionSpec:
-    return AttentionSpec(norm=RMSNorm(gain="one_plus_dim", eps=eps), position=Rope(base=base, rotary=rotary))
-
-
-def _gemma2(base: float = 10_000.0, query_scalar: int = 256, cap: float = 50.0) -> AttentionSpec:
-    return AttentionSpec(position=Rope(base=base), scale=InverseSqrt(dim=query_scalar), cap=Softcap(cap))
-
-
-def _gemma3(base: float = 1_000_000.0, query_scalar: int = 256, eps: float = 1e-6) -> AttentionSpec:
+def _qwen3_next(
+    base: float = 10_000_000.0, rotary: float = 0.25, eps: float = 1e-6
+) -> AttentionSpec:
     return AttentionSpec(
-        norm=RMSNorm(gain="one_plus_dim", eps=eps), position=Rope(base=base), scale=InverseSqrt(dim=query_scalar)
+        norm=RMSNorm(gain="one_plus_dim", eps=eps),
+        position=Rope(base=base, rotary=rotary),
+    )
+
+
+def _gemma2(
+    base: float = 10_000.0, query_scalar: int = 256, cap: float = 50.0
+) -> AttentionSpec:
+    return AttentionSpec(
+        position=Rope(base=base), scale=InverseSqrt(dim=query_scalar), cap=Softcap(cap)
+    )
+
+
+def _gemma3(
+    base: float = 1_000_000.0, query_scalar: int = 256, eps: float = 1e-6
+) -> AttentionSpec:
+    return AttentionSpec(
+        norm=RMSNorm(gain="one_plus_dim", eps=eps),
+        position=Rope(base=base),
+        scale=InverseSqrt(dim=query_scalar),
     )
 
 
@@ -306,11 +441,18 @@ def _cohere(base: float = 500_000.0, eps: float = 1e-5) -> AttentionSpec:
     return AttentionSpec(norm=LayerNorm(gain="head_dim", eps=eps), position=position)
 
 
-def _stablelm2(base: float = 10_000.0, rotary: float = 0.25, eps: float = 1e-5) -> AttentionSpec:
-    return AttentionSpec(norm=LayerNorm(gain="head_dim", eps=eps), position=Rope(base=base, rotary=rotary))
+def _stablelm2(
+    base: float = 10_000.0, rotary: float = 0.25, eps: float = 1e-5
+) -> AttentionSpec:
+    return AttentionSpec(
+        norm=LayerNorm(gain="head_dim", eps=eps),
+        position=Rope(base=base, rotary=rotary),
+    )
 
 
-def _phi(base: float = 10_000.0, rotary: float = 0.5, eps: float = 1e-5) -> AttentionSpec:
+def _phi(
+    base: float = 10_000.0, rotary: float = 0.5, eps: float = 1e-5
+) -> AttentionSpec:
     norm = LayerNorm(gain="dim", bias=True, eps=eps)
     return AttentionSpec(norm=norm, position=Rope(base=base, rotary=rotary))
 
@@ -321,10 +463,14 @@ def _llama4(base: float = 500_000.0, eps: float = 1e-5) -> AttentionSpec:
 
 
 def _llama4_nope(alpha: float = 0.1, floor: int = 8192) -> AttentionSpec:
-    return AttentionSpec(position=NoPosition(), scale=FloorLogTemperature(alpha=alpha, floor=floor))
+    return AttentionSpec(
+        position=NoPosition(), scale=FloorLogTemperature(alpha=alpha, floor=floor)
+    )
 
 
-def _nanochat(base: float = 100_000.0, multiplier: float = 1.44, eps: float = 1e-6) -> AttentionSpec:
+def _nanochat(
+    base: float = 100_000.0, multiplier: float = 1.44, eps: float = 1e-6
+) -> AttentionSpec:
     return AttentionSpec(
         norm=RMSNorm(eps=eps),
         position=Rope(base=base, pairing="half_reversed", order="rotate_then_norm"),
@@ -334,15 +480,21 @@ def _nanochat(base: float = 100_000.0, multiplier: float = 1.44, eps: float = 1e
 
 def _ngpt(base: float = 10_000.0) -> AttentionSpec:
     norm = L2Norm(gain="head_dim", shared=True)
-    return AttentionSpec(norm=norm, position=Rope(base=base, order="rotate_then_norm"), scale=Sqrt())
+    return AttentionSpec(
+        norm=norm, position=Rope(base=base, order="rotate_then_norm"), scale=Sqrt()
+    )
 
 
 def _swin_v2() -> AttentionSpec:
-    return AttentionSpec(norm=L2Norm(), scale=Learned(init=10.0, per="head", log=True, maximum=100.0))
+    return AttentionSpec(
+        norm=L2Norm(), scale=Learned(init=10.0, per="head", log=True, maximum=100.0)
+    )
 
 
 PRESETS: dict[str, Recipe[AttentionSpec]] = {
-    "baseline": Recipe("scaled dot product with RoPE", "Vaswani et al. 2017; " + _SU, _baseline),
+    "baseline": Recipe(
+        "scaled dot product with RoPE", "Vaswani et al. 2017; " + _SU, _baseline
+    ),
     "baseline_logn": Recipe("baseline, logits × ln n/ln L", _SU, _baseline_logn),
     "qna": Recipe("L2-normed queries, scale 1", _SU, _QNA),
     "qna_logn": Recipe("QNA, logits × ln n/ln L", _SU, _QNA_LOGN),
@@ -351,7 +503,9 @@ PRESETS: dict[str, Recipe[AttentionSpec]] = {
     "cosa": Recipe("cosine attention, scale 4 ln(L/2)", _SU, _cosa),
     "cosa_logn": Recipe("cosine attention, scale 4 ln n", _SU, _cosa_logn),
     "qknorm_2020": Recipe(
-        "L2-normed q and k, one learned scale per layer, no RoPE", "Henry et al. 2020, arXiv 2010.04245", _qknorm_2020
+        "L2-normed q and k, one learned scale per layer, no RoPE",
+        "Henry et al. 2020, arXiv 2010.04245",
+        _qknorm_2020,
     ),
     "vit": Recipe(
         "scaled dot product, no position (the model adds one to its input)",
@@ -363,24 +517,62 @@ PRESETS: dict[str, Recipe[AttentionSpec]] = {
         "Dehghani et al. 2023, arXiv 2302.05442 (per head: as Wortsman et al. 2023, arXiv 2309.14322)",
         _vit22b,
     ),
-    "chameleon": Recipe("LayerNorm with gain and bias per head", "arXiv 2405.09818; " + _HF, _chameleon),
-    "olmo2": Recipe("RMS norm over all heads of a token", "arXiv 2501.00656; " + _HF, _flat_rms(1e-6, 500_000.0)),
-    "olmoe": Recipe("RMS norm over all heads of a token", "arXiv 2409.02060; " + _HF, _flat_rms(1e-5, 10_000.0)),
-    "minimax_m2": Recipe("RMS norm over all heads, partial RoPE", _HF, _flat_rms(1e-6, 5_000_000.0, 0.5)),
-    "qwen3": Recipe("RMS norm per head, gain shared by heads", "arXiv 2505.09388; " + _HF, _qwen3),
-    "qwen3_next": Recipe("RMS norm per head, gain 1 + w, partial RoPE (without its output gate)", _HF, _qwen3_next),
-    "gemma2": Recipe("no norm, logits softcapped at 50", "arXiv 2408.00118; " + _HF, _gemma2),
-    "gemma3": Recipe("RMS norm per head, gain 1 + w (global layers)", "arXiv 2503.19786; " + _HF, _gemma3),
-    "gemma4": Recipe("RMS norm on q, k and (gain-free) v, scale 1 (sliding layers)", _HF, _gemma4),
-    "cohere": Recipe("LayerNorm, gain per head, interleaved RoPE", _HF + " (use_qk_norm)", _cohere),
-    "stablelm2": Recipe("LayerNorm module per head, partial RoPE", _HF, _stablelm2),
-    "phi": Recipe("LayerNorm shared by heads, partial RoPE", _HF + " (qk_layernorm)", _phi),
-    "llama4": Recipe("gain-free RMS norm after RoPE", _HF + " (layers with RoPE)", _llama4),
-    "llama4_nope": Recipe(
-        "no norm, no position, temperature by position", _HF + " (layers without RoPE)", _llama4_nope
+    "chameleon": Recipe(
+        "LayerNorm with gain and bias per head", "arXiv 2405.09818; " + _HF, _chameleon
     ),
-    "nanochat": Recipe("gain-free RMS norm after RoPE, q and k × 1.2", "karpathy/nanochat", _nanochat),
-    "ngpt": Recipe("L2 norm after RoPE, one gain for q and k, scale √d", "NVIDIA/ngpt", _ngpt),
+    "olmo2": Recipe(
+        "RMS norm over all heads of a token",
+        "arXiv 2501.00656; " + _HF,
+        _flat_rms(1e-6, 500_000.0),
+    ),
+    "olmoe": Recipe(
+        "RMS norm over all heads of a token",
+        "arXiv 2409.02060; " + _HF,
+        _flat_rms(1e-5, 10_000.0),
+    ),
+    "minimax_m2": Recipe(
+        "RMS norm over all heads, partial RoPE", _HF, _flat_rms(1e-6, 5_000_000.0, 0.5)
+    ),
+    "qwen3": Recipe(
+        "RMS norm per head, gain shared by heads", "arXiv 2505.09388; " + _HF, _qwen3
+    ),
+    "qwen3_next": Recipe(
+        "RMS norm per head, gain 1 + w, partial RoPE (without its output gate)",
+        _HF,
+        _qwen3_next,
+    ),
+    "gemma2": Recipe(
+        "no norm, logits softcapped at 50", "arXiv 2408.00118; " + _HF, _gemma2
+    ),
+    "gemma3": Recipe(
+        "RMS norm per head, gain 1 + w (global layers)",
+        "arXiv 2503.19786; " + _HF,
+        _gemma3,
+    ),
+    "gemma4": Recipe(
+        "RMS norm on q, k and (gain-free) v, scale 1 (sliding layers)", _HF, _gemma4
+    ),
+    "cohere": Recipe(
+        "LayerNorm, gain per head, interleaved RoPE", _HF + " (use_qk_norm)", _cohere
+    ),
+    "stablelm2": Recipe("LayerNorm module per head, partial RoPE", _HF, _stablelm2),
+    "phi": Recipe(
+        "LayerNorm shared by heads, partial RoPE", _HF + " (qk_layernorm)", _phi
+    ),
+    "llama4": Recipe(
+        "gain-free RMS norm after RoPE", _HF + " (layers with RoPE)", _llama4
+    ),
+    "llama4_nope": Recipe(
+        "no norm, no position, temperature by position",
+        _HF + " (layers without RoPE)",
+        _llama4_nope,
+    ),
+    "nanochat": Recipe(
+        "gain-free RMS norm after RoPE, q and k × 1.2", "karpathy/nanochat", _nanochat
+    ),
+    "ngpt": Recipe(
+        "L2 norm after RoPE, one gain for q and k, scale √d", "NVIDIA/ngpt", _ngpt
+    ),
     "swin_v2": Recipe(
         "cosine attention, learned temperature per head (without its position-bias network)",
         "Liu et al. 2021, arXiv 2111.09883; " + _HF,
@@ -426,8 +618,12 @@ def attention_spec(text: str) -> AttentionSpec:
     """
     terms = parse(text)
     if len(terms) != 1:
-        raise InvalidValueError(f"expected one preset for the attention, got {len(terms)} in {text!r}")
+        raise InvalidValueError(
+            f"expected one preset for the attention, got {len(terms)} in {text!r}"
+        )
     options = {k: v for k, v in terms[0].options.items() if not isinstance(v, str)}
     if len(options) < len(terms[0].options):
-        raise InvalidValueError(f"expected numbers as options of a preset, got {text!r}")
+        raise InvalidValueError(
+            f"expected numbers as options of a preset, got {text!r}"
+        )
     return preset(terms[0].name, **options)

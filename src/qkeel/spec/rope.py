@@ -14,11 +14,33 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, check, check_known
+from qkeel.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    RefusedError,
+    check,
+    check_known,
+)
 from qkeel.functional import rope as f
 from qkeel.functional.position_biases import xpos_decay
-from qkeel.functional.rope import Pairing, check_pairs, rope_frequencies, rope_table, rotate
-from qkeel.spec.slot import Keys, Logits, Parameter, ParameterSizes, Params, PosK, PosQ, Queries, Slot
+from qkeel.functional.rope import (
+    Pairing,
+    check_pairs,
+    rope_frequencies,
+    rope_table,
+    rotate,
+)
+from qkeel.spec.slot import (
+    Keys,
+    Logits,
+    Parameter,
+    ParameterSizes,
+    Params,
+    PosK,
+    PosQ,
+    Queries,
+    Slot,
+)
 
 # Stretches: RoPE frequencies for contexts longer than the training length.
 
@@ -127,7 +149,9 @@ class DynamicNTK(Stretch):
         _check(self, factor=self.factor, train_length=self.train_length)
 
     def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
-        length = pos_k.amax() + 1 if pos_k.numel() else torch.ones((), device=pos_k.device)
+        length = (
+            pos_k.amax() + 1 if pos_k.numel() else torch.ones((), device=pos_k.device)
+        )
         share = length.to(theta.dtype).clamp_min(self.train_length) / self.train_length
         return f.ntk(
             theta.to(length.device),
@@ -152,8 +176,12 @@ class YaRN(Stretch):
 
     factor: float  #: test length / training length, at least 1
     train_length: int  #: the training length in tokens, at least 2
-    fast: float = 32.0  #: pairs with more turns than this in training keep their frequency
-    slow: float = 1.0  #: pairs with fewer turns than this are interpolated by the full factor
+    fast: float = (
+        32.0  #: pairs with more turns than this in training keep their frequency
+    )
+    slow: float = (
+        1.0  #: pairs with fewer turns than this are interpolated by the full factor
+    )
     ramp: f.Ramp = "code"
     attention_factor: float | None = None
 
@@ -182,7 +210,11 @@ class YaRN(Stretch):
     @property
     def magnitude(self) -> float:  # type: ignore[override]
         """The factor on cos and sin."""
-        return f.yarn_magnitude(self.factor) if self.attention_factor is None else self.attention_factor
+        return (
+            f.yarn_magnitude(self.factor)
+            if self.attention_factor is None
+            else self.attention_factor
+        )
 
     def formula(self) -> str:
         details = f"{self.ramp} ramp, cos and sin ×{self.magnitude:.4g}"
@@ -217,9 +249,15 @@ class Llama3(Stretch):
 def _check(stretch: Stretch, *, factor: float, train_length: int = 2) -> None:
     name = type(stretch).__name__
     check(
-        math.isfinite(factor) and factor >= 1, f"a factor of at least 1 (test length / train length) for {name}", factor
+        math.isfinite(factor) and factor >= 1,
+        f"a factor of at least 1 (test length / train length) for {name}",
+        factor,
     )
-    check(train_length >= 2, f"a train_length of at least 2 tokens for {name}", train_length)
+    check(
+        train_length >= 2,
+        f"a train_length of at least 2 tokens for {name}",
+        train_length,
+    )
 
 
 # Position slot: how positions enter the logits. This file has NoPE, RoPE, sliding windows and xPos; position.py has the
@@ -270,11 +308,15 @@ class Position(Slot):
         """Raises an exception if this position does not support the head size."""
         return None
 
-    def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Queries, Keys]:
+    def encode(
+        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK
+    ) -> tuple[Queries, Keys]:
         """Returns q [b h t d] and k [b g s d] after the rotation for pos_q [b|1 t] and pos_k [b|1 s]."""
         return q, k
 
-    def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
+    def scores(
+        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params
+    ) -> Logits:
         """The unscaled scores [b h t s] of encoded q and k, where each of the g key heads serves h / g query heads."""
         b, h, t, d = q.shape
         g, s = k.shape[1], k.shape[2]
@@ -313,9 +355,13 @@ class Rope(Position):
 
     base: float = 10_000.0  #: the base of the frequencies base^(-2i/d)
     rotary: float = 1.0  #: the fraction of each head that is rotated, in (0, 1]
-    pairing: Pairing = "half"  #: which two elements form a rotated pair, see functional.rope.rotate
+    pairing: Pairing = (
+        "half"  #: which two elements form a rotated pair, see functional.rope.rotate
+    )
     order: Order = "norm_then_rotate"
-    stretch: Stretch = dataclasses.field(default_factory=NoStretch)  #: the frequencies for longer contexts (PI, NTK, …)
+    stretch: Stretch = dataclasses.field(
+        default_factory=NoStretch
+    )  #: the frequencies for longer contexts (PI, NTK, …)
     kind = "rope"
 
     def __post_init__(self) -> None:
@@ -324,7 +370,9 @@ class Rope(Position):
         check_known("pairing", self.pairing, get_args(Pairing))
         check_known("order", self.order, get_args(Order))
         if not isinstance(self.stretch, Stretch):
-            raise InvalidTypeError(f"expected a stretch such as PI(factor=8), got {self.stretch!r}")
+            raise InvalidTypeError(
+                f"expected a stretch such as PI(factor=8), got {self.stretch!r}"
+            )
         if self.order == "rotate_then_norm" and self.stretch.magnitude != 1:
             raise InvalidValueError(
                 f"a norm after the rotation cancels the factor {self.stretch.magnitude:.4g} on cos and sin; use "
@@ -345,16 +393,22 @@ class Rope(Position):
     def _rotated(self, head_dim: int) -> int:
         return round(int(head_dim) * self.rotary)  # tracing turns sizes into tensors
 
-    def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Queries, Keys]:
+    def encode(
+        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK
+    ) -> tuple[Queries, Keys]:
         (cos_q, sin_q), (cos_k, sin_k) = self.tables(
             q,
             k,
             pos_q,
             pos_k,
         )
-        return rotate(q, cos_q, sin_q, self.pairing), rotate(k, cos_k, sin_k, self.pairing)
+        return rotate(q, cos_q, sin_q, self.pairing), rotate(
+            k, cos_k, sin_k, self.pairing
+        )
 
-    def tables(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[CosSin, CosSin]:
+    def tables(
+        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK
+    ) -> tuple[CosSin, CosSin]:
         """The tables (cos, sin) for q and for k, [b|1 1 t half] each, in float32 or wider."""
         # Tables are built directly on CUDA, because a copy from the host would wait. Other devices may lack float64.
         device = q.device if q.device.type == "cuda" else None
@@ -363,7 +417,11 @@ class Rope(Position):
             self.base,
             device,
         )
-        frequencies = self.stretch.frequencies(theta, self.base, pos_k) if self.stretch.changes else theta
+        frequencies = (
+            self.stretch.frequencies(theta, self.base, pos_k)
+            if self.stretch.changes
+            else theta
+        )
         keys = self._table(pos_k, frequencies, k)
         return (keys if pos_q is pos_k else self._table(pos_q, frequencies, q)), keys
 
@@ -374,7 +432,11 @@ class Rope(Position):
 
     def formula(self) -> str:
         share = "" if self.rotary == 1 else f", first {self.rotary:g} of each head"
-        pairs = "" if self.pairing == "half" else f", {self.pairing.replace('_', ' ')} pairs"
+        pairs = (
+            ""
+            if self.pairing == "half"
+            else f", {self.pairing.replace('_', ' ')} pairs"
+        )
         after = " before the norm" if self.order == "rotate_then_norm" else ""
         stretch = self.stretch.formula()
         return f"RoPE(base {self.base:g}{share}{pairs}{', ' if stretch else ''}{stretch}){after}"
@@ -399,9 +461,13 @@ class SlidingWindow(Position):
     def __post_init__(self) -> None:
         check(self.window >= 1, "a window of at least 1 token", self.window)
         if not isinstance(self.inner, Position):
-            raise InvalidTypeError(f"expected a position such as Rope() as inner, got {self.inner!r}")
+            raise InvalidTypeError(
+                f"expected a position such as Rope() as inner, got {self.inner!r}"
+            )
         if self.inner.reach is not None:
-            raise RefusedError(f"{self.inner.formula()} already has a window; use only the smaller of the two windows")
+            raise RefusedError(
+                f"{self.inner.formula()} already has a window; use only the smaller of the two windows"
+            )
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
@@ -434,10 +500,14 @@ class SlidingWindow(Position):
     def check(self, head_dim: int) -> None:
         self.inner.check(head_dim)
 
-    def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Queries, Keys]:
+    def encode(
+        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK
+    ) -> tuple[Queries, Keys]:
         return self.inner.encode(q, k, pos_q, pos_k)
 
-    def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
+    def scores(
+        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params
+    ) -> Logits:
         return self.inner.scores(q, k, pos_q, pos_k, params)
 
     def formula(self) -> str:
@@ -468,7 +538,9 @@ class XPos(Position):
     def check(self, head_dim: int) -> None:
         check_pairs(head_dim)
 
-    def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Queries, Keys]:
+    def encode(
+        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK
+    ) -> tuple[Queries, Keys]:
         return self._turned(q, pos_q, 1.0), self._turned(k, pos_k, -1.0)
 
     def _turned(self, x: Tensor, pos: Tensor, sign: float) -> Tensor:

@@ -29,7 +29,9 @@ Hidden = Float[Tensor, "b t m"]
 Tokens = Real[Tensor, "b t"]
 QueryMask = Bool[Tensor, "b t"]
 # Tensors as passed by callers, before `Visibility.call` converts them to the shapes above.
-AttentionMask = Shaped[Tensor, "..."]  # bool or float, broadcasting to [b h t s], or [b s]
+AttentionMask = Shaped[
+    Tensor, "..."
+]  # bool or float, broadcasting to [b h t s], or [b s]
 QueryPositions = Real[Tensor, "*b t"]
 KeyPositions = Real[Tensor, "*b s"]
 
@@ -59,7 +61,11 @@ class Parameter(NamedTuple):
     def tensor(self) -> Float[Tensor, "*shape"]:
         """Returns the tensor at its initial value."""
         start = self.start
-        return torch.tensor(start) if isinstance(start, tuple) else torch.full(self.shape, float(start))
+        return (
+            torch.tensor(start)
+            if isinstance(start, tuple)
+            else torch.full(self.shape, float(start))
+        )
 
 
 class Slot(abc.ABC):
@@ -82,7 +88,10 @@ class Slot(abc.ABC):
 
     def init_params(self, geometry: ParameterSizes) -> Params:
         """Returns this slot's learnable tensors by name, at their initial values."""
-        return {name: parameter.tensor() for name, parameter in self.parameters(geometry).items()}
+        return {
+            name: parameter.tensor()
+            for name, parameter in self.parameters(geometry).items()
+        }
 
     @abc.abstractmethod
     def formula(self) -> str:

@@ -39,7 +39,9 @@ def tokens(seed: int = 0) -> Tensor:
     return torch.randint(3, 32, (4, 12), generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_scan_says_the_norm_of_each_heads_weights_and_finds_the_head_that_is_out_of_line(tmp_path: Path) -> None:
+def test_a_scan_says_the_norm_of_each_heads_weights_and_finds_the_head_that_is_out_of_line(
+    tmp_path: Path,
+) -> None:
     llama = model()
     with torch.no_grad():
         llama.model.layers[1].self_attn.q_proj.weight[8:16] *= 50  # type: ignore[index,union-attr]
@@ -50,18 +52,25 @@ def test_a_scan_says_the_norm_of_each_heads_weights_and_finds_the_head_that_is_o
 
 
 @pytest.mark.parametrize(
-    ("kind", "norm", "cap"), [("Llama", "none", None), ("Qwen3", "RMS", None), ("Gemma2", "none", 50.0)]
+    ("kind", "norm", "cap"),
+    [("Llama", "none", None), ("Qwen3", "RMS", None), ("Gemma2", "none", 50.0)],
 )
-def test_the_attention_of_a_model_is_explained(kind: str, norm: str, cap: float | None) -> None:
+def test_the_attention_of_a_model_is_explained(
+    kind: str, norm: str, cap: float | None
+) -> None:
     found = qkeel.explain(model(kind), tokens())
-    assert [site.name for site in found.sites] == [f"model.layers.{i}.self_attn" for i in (0, 1)]
+    assert [site.name for site in found.sites] == [
+        f"model.layers.{i}.self_attn" for i in (0, 1)
+    ]
     for site in found.sites:
         assert (site.n_heads, site.n_kv_heads, site.head_dim) == (4, 2, 8)
         assert site.query.kind == site.key.kind == norm
         assert site.softcap == cap
 
 
-def test_a_retrofitted_llama_is_closer_than_with_a_norm_put_in_and_exports_to_qwen3(tmp_path: Path) -> None:
+def test_a_retrofitted_llama_is_closer_than_with_a_norm_put_in_and_exports_to_qwen3(
+    tmp_path: Path,
+) -> None:
     llama = model()
     before = llama(tokens()).logits
     with qkeel.retrofit(llama, "qk_norm", [tokens(1), tokens(2)]) as fitted:

@@ -65,13 +65,23 @@ def script(folder: Path, text: str, name: str = "train.py") -> Path:
     return path
 
 
-def run(words: list[str], folder: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def run(
+    words: list[str], folder: Path, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
     """A command with this interpreter as `python`, in a folder."""
     return subprocess.run(
-        [sys.executable, *words], cwd=folder, input=stdin, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, *words],
+        cwd=folder,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
 
 
-def watched(command: list[str], folder: Path, *options: str, start: Start = run) -> subprocess.CompletedProcess[str]:
+def watched(
+    command: list[str], folder: Path, *options: str, start: Start = run
+) -> subprocess.CompletedProcess[str]:
     """The command under watch, in a process of its own."""
     return start(["-m", "qkeel", "watch", *options, "--", *command], folder)

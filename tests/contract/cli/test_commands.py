@@ -8,7 +8,19 @@ import pytest
 from tests.contract.command import qkeel
 
 RUN = (
-    *("run", "--steps", "4", "--d-model", "32", "--n-heads", "2", "--context", "16", "--data", "topics"),
+    *(
+        "run",
+        "--steps",
+        "4",
+        "--d-model",
+        "32",
+        "--n-heads",
+        "2",
+        "--context",
+        "16",
+        "--data",
+        "topics",
+    ),
     *("--log-every", "2", "--device", "cpu"),
 )
 
@@ -20,7 +32,11 @@ def test_a_run_is_recorded_its_page_written_and_its_figures_drawn(
     assert qkeel(*RUN, "--remedy", "qk_norm", "--out", run) == 0
     assert (run / "DONE").exists()
     assert qkeel("report", run, "-o", tmp_path / "page.html") == 0
-    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert (
+        (tmp_path / "page.html")
+        .read_text(encoding="utf-8")
+        .startswith("<!doctype html>")
+    )
     assert qkeel("check", run) == 0
     assert "logit" in capsys.readouterr().out
 
@@ -43,7 +59,10 @@ CODES = {
 
 @pytest.mark.parametrize("words", CODES)
 def test_exit_codes(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert qkeel(*words.split()) == CODES[words]
@@ -53,6 +72,16 @@ def test_exit_codes(
 
 
 def test_a_run_that_collapses_says_so_by_its_exit_code_if_asked(tmp_path: Path) -> None:
-    words = (*RUN, "--optimizer", "sgd", "--lr", "1e30", "--grad-clip", "0", "--out", tmp_path / "run")
+    words = (
+        *RUN,
+        "--optimizer",
+        "sgd",
+        "--lr",
+        "1e30",
+        "--grad-clip",
+        "0",
+        "--out",
+        tmp_path / "run",
+    )
     assert qkeel(*words) == 0
     assert qkeel(*words, "--fail-on-collapse") == 3

@@ -43,17 +43,34 @@ def same(name: str, folder: Path) -> None:
                 sys.argv = ["train_gpt.py", *arguments]
                 runpy.run_path(str(EXAMPLE), run_name="__main__")
             else:
-                words = ["watch", "--every", "2", "--out", str(folder / name), "--", "python", str(EXAMPLE), *arguments]
+                words = [
+                    "watch",
+                    "--every",
+                    "2",
+                    "--out",
+                    str(folder / name),
+                    "--",
+                    "python",
+                    str(EXAMPLE),
+                    *arguments,
+                ]
                 sys.argv = ["qkeel", *words]
                 with contextlib.suppress(SystemExit):
                     runpy.run_module("qkeel", run_name="__main__", alter_sys=False)
         weights.append(torch.load(save))
         outputs.append(re.sub(r", \d+ s$", "", said.getvalue(), flags=re.M))
-    assert outputs[0] == outputs[1], f"{name}: the script says something else when watched"
+    assert outputs[0] == outputs[1], (
+        f"{name}: the script says something else when watched"
+    )
     assert weights[0].keys() == weights[1].keys()
     for key, value in weights[0].items():
-        assert torch.equal(value, weights[1][key]), f"{name}: {key} differs when watched"
-    measured = [json.loads(line)["step"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        assert torch.equal(value, weights[1][key]), (
+            f"{name}: {key} differs when watched"
+        )
+    measured = [
+        json.loads(line)["step"]
+        for line in (folder / name / "metrics.jsonl").read_text().splitlines()
+    ]
     assert measured == [0, 2, 4], f"{name}: not measured"  # the last is the end
 
 

@@ -45,27 +45,40 @@ EXTRA: dict[str, AttentionSpec] = {
     "sigmoid_learned": AttentionSpec(normalizer=Sigmoid(bias=-2.0, learned=True)),
     "squared_relu": AttentionSpec(normalizer=SquaredReLU()),
     "softpick": AttentionSpec(normalizer=Softpick()),
-    "capped_sink": AttentionSpec(norm=RMSNorm(gain="head"), cap=Softcap(3.0), normalizer=Sink()),
-    "capped_log_n": AttentionSpec(
-        cap=Softcap(5.0), scale=LogN(inner=Learned(init=0.4, per="head"), train_length=4, clip=True)
+    "capped_sink": AttentionSpec(
+        norm=RMSNorm(gain="head"), cap=Softcap(3.0), normalizer=Sink()
     ),
-    "learned_log_n": AttentionSpec(scale=LogN(train_length=4, learned="head"), normalizer=Sink()),
+    "capped_log_n": AttentionSpec(
+        cap=Softcap(5.0),
+        scale=LogN(inner=Learned(init=0.4, per="head"), train_length=4, clip=True),
+    ),
+    "learned_log_n": AttentionSpec(
+        scale=LogN(train_length=4, learned="head"), normalizer=Sink()
+    ),
     "gradient_max": AttentionSpec(norm=RMSNorm(), scale=GradientMax(keys=8)),
     "pi": AttentionSpec(position=Rope(stretch=PI(factor=8))),
     "ntk_mixed": AttentionSpec(position=Rope(stretch=NTK(factor=8, kind="mixed"))),
     "dynamic_ntk": AttentionSpec(position=Rope(stretch=DynamicNTK(train_length=4))),
-    "yarn": AttentionSpec(norm=RMSNorm(), position=Rope(stretch=YaRN(factor=8, train_length=512))),
+    "yarn": AttentionSpec(
+        norm=RMSNorm(), position=Rope(stretch=YaRN(factor=8, train_length=512))
+    ),
     "llama3": AttentionSpec(position=Rope(stretch=Llama3(factor=8, train_length=512))),
     "rerope": AttentionSpec(norm=RMSNorm(), position=ReRope(window=3)),
     "leaky_rerope": AttentionSpec(position=LeakyReRope(window=3, factor=4)),
-    "self_extend": AttentionSpec(position=LeakyReRope(window=3, factor=2, rounded=True)),
+    "self_extend": AttentionSpec(
+        position=LeakyReRope(window=3, factor=2, rounded=True)
+    ),
     "alibi": AttentionSpec(position=ALiBi()),
     "kerple_log": AttentionSpec(position=Kerple()),
     "kerple_power": AttentionSpec(norm=RMSNorm(), position=Kerple(kind="power")),
     "xpos": AttentionSpec(position=XPos()),
     "window": AttentionSpec(position=SlidingWindow(window=3)),
-    "window_log_n": AttentionSpec(norm=RMSNorm(), position=SlidingWindow(window=2), scale=LogN(train_length=4)),
-    "window_alibi_sink": AttentionSpec(position=SlidingWindow(window=3, inner=ALiBi()), normalizer=Sink()),
+    "window_log_n": AttentionSpec(
+        norm=RMSNorm(), position=SlidingWindow(window=2), scale=LogN(train_length=4)
+    ),
+    "window_alibi_sink": AttentionSpec(
+        position=SlidingWindow(window=3, inner=ALiBi()), normalizer=Sink()
+    ),
 }
 SPECS: dict[str, AttentionSpec] = {**{name: preset(name) for name in PRESETS}, **EXTRA}
 
@@ -90,10 +103,20 @@ HEADS = [(2, 2), (4, 2), (3, 1)]
 LENGTHS = [(6, 6), (3, 7), (1, 5), (6, 4)]
 SIZES = [8, 16, 24]
 GEOMETRIES = [
-    Geometry(2, h, g, t, s, SIZES[(i + j) % 3]) for i, (h, g) in enumerate(HEADS) for j, (t, s) in enumerate(LENGTHS)
+    Geometry(2, h, g, t, s, SIZES[(i + j) % 3])
+    for i, (h, g) in enumerate(HEADS)
+    for j, (t, s) in enumerate(LENGTHS)
 ]
 
-MASKS = ["full", "causal", "padding_left", "padding_right", "additive", "additive_causal_per_head", "bool_per_head"]
+MASKS = [
+    "full",
+    "causal",
+    "padding_left",
+    "padding_right",
+    "additive",
+    "additive_causal_per_head",
+    "bool_per_head",
+]
 MASKS += ["empty_rows", "own_positions", "packed"]
 
 
@@ -114,11 +137,22 @@ class Call:
     @property
     def arguments(self) -> dict[str, Any]:
         """What `qkeel.attention` and `reference.attend` take besides q, k, v and the spec."""
-        return {name: getattr(self, name) for name in ("params", "causal", "mask", "pos_q", "pos_k")}
+        return {
+            name: getattr(self, name)
+            for name in ("params", "causal", "mask", "pos_q", "pos_k")
+        }
 
     def attention(self, impl: str = "auto", **options: Any) -> Any:
         """What the library returns."""
-        return attention(self.q, self.k, self.v, spec=self.spec, impl=impl, **self.arguments, **options)
+        return attention(
+            self.q,
+            self.k,
+            self.v,
+            spec=self.spec,
+            impl=impl,
+            **self.arguments,
+            **options,
+        )
 
     def attended(self) -> reference.Attended:
         """What the reference returns."""
@@ -136,7 +170,9 @@ def positions(call: Any) -> tuple[Tensor, Tensor]:
     return pos_q, torch.arange(s)[None] if call.pos_k is None else call.pos_k
 
 
-def masking(kind: str, x: Geometry, dtype: torch.dtype, rng: torch.Generator) -> dict[str, Any]:
+def masking(
+    kind: str, x: Geometry, dtype: torch.dtype, rng: torch.Generator
+) -> dict[str, Any]:
     """causal, mask, pos_q, pos_k of one kind of masking."""
     pad = torch.tensor([0, x.s // 2])[:, None]
     keys = torch.arange(x.s)[None]
@@ -154,37 +190,60 @@ def masking(kind: str, x: Geometry, dtype: torch.dtype, rng: torch.Generator) ->
         )
         return {"causal": False, "mask": bias.to(dtype)}
     if kind == "additive_causal_per_head":
-        return {"causal": True, "mask": torch.randn(1, x.h, 1, x.s, generator=rng).to(dtype)}
+        return {
+            "causal": True,
+            "mask": torch.randn(1, x.h, 1, x.s, generator=rng).to(dtype),
+        }
     if kind == "bool_per_head":
-        return {"causal": False, "mask": torch.rand(x.b, x.h, x.t, x.s, generator=rng) < 0.6}
+        return {
+            "causal": False,
+            "mask": torch.rand(x.b, x.h, x.t, x.s, generator=rng) < 0.6,
+        }
     if kind == "empty_rows":
         seen = torch.rand(x.b, 1, x.t, x.s, generator=rng) < 0.7
         seen[0, :, -1] = False
         return {"causal": False, "mask": seen}
     if kind == "own_positions":
         pos = (keys - pad).clamp_min(0)
-        queries = pos[:, -x.t :] if x.t <= x.s else torch.arange(x.t)[None].expand(x.b, -1)
-        return {"causal": True, "mask": (keys >= pad)[:, None, None, :], "pos_q": queries, "pos_k": pos}
+        queries = (
+            pos[:, -x.t :] if x.t <= x.s else torch.arange(x.t)[None].expand(x.b, -1)
+        )
+        return {
+            "causal": True,
+            "mask": (keys >= pad)[:, None, None, :],
+            "pos_q": queries,
+            "pos_k": pos,
+        }
     assert kind == "packed"
     cut = x.s // 2
-    document, pos = (torch.arange(x.s) >= cut).long(), torch.arange(x.s) - cut * (torch.arange(x.s) >= cut)
+    document, pos = (
+        (torch.arange(x.s) >= cut).long(),
+        torch.arange(x.s) - cut * (torch.arange(x.s) >= cut),
+    )
     take = torch.arange(x.t) % x.s if x.t > x.s else torch.arange(x.s - x.t, x.s)
     same = document[take][:, None] == document[None]
     return {"causal": True, "mask": same, "pos_q": pos[take][None], "pos_k": pos[None]}
 
 
-def tensors(x: Geometry, dtype: torch.dtype, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(
+    x: Geometry, dtype: torch.dtype, rng: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
     """Random q, k, v; logits of a few nats."""
     q = 1.5 * torch.randn(x.b, x.h, x.t, x.d, generator=rng)
     k, v = (torch.randn(x.b, x.g, x.s, x.d, generator=rng) for _ in range(2))
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def random_params(spec: AttentionSpec, x: Geometry, dtype: torch.dtype, rng: torch.Generator) -> dict[str, Tensor]:
+def random_params(
+    spec: AttentionSpec, x: Geometry, dtype: torch.dtype, rng: torch.Generator
+) -> dict[str, Tensor]:
     """The spec's parameters, moved off their initial values so that leaving one out shows."""
     made = spec.init_params(x.h, x.g, x.d)
     return {
-        n: (p + 0.3 * p.abs().clamp_min(0.3) * torch.randn(p.shape, generator=rng)).to(dtype) for n, p in made.items()
+        n: (p + 0.3 * p.abs().clamp_min(0.3) * torch.randn(p.shape, generator=rng)).to(
+            dtype
+        )
+        for n, p in made.items()
     }
 
 
@@ -202,12 +261,19 @@ def pairs(geometries: list[Geometry], masks: list[str]) -> list[tuple[Geometry, 
     found = []
     for x in geometries:
         heads, lengths = HEADS.index((x.h, x.g)), LENGTHS.index((x.t, x.s))
-        found += [(x, kind) for kind in masks if (heads + lengths + MASKS.index(kind)) % 2 == 0]
+        found += [
+            (x, kind)
+            for kind in masks
+            if (heads + lengths + MASKS.index(kind)) % 2 == 0
+        ]
     return found
 
 
 def calls(
-    spec: AttentionSpec, dtype: torch.dtype, where: list[tuple[Geometry, str]], seed: int = 0
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    where: list[tuple[Geometry, str]],
+    seed: int = 0,
 ) -> Iterator[tuple[str, Call]]:
     """The calls of a spec, each with its name for the message of a failed assertion."""
     rng = torch.Generator().manual_seed(seed)
@@ -216,17 +282,24 @@ def calls(
             q, k, v = tensors(x, dtype, rng)
             params = random_params(spec, x, dtype, rng)
             visibility = masking(kind, x, dtype, rng)
-            yield f"{x} {kind}", Call(spec=spec, q=q, k=k, v=v, params=params, **visibility)
+            yield (
+                f"{x} {kind}",
+                Call(spec=spec, q=q, k=k, v=v, params=params, **visibility),
+            )
 
 
-CallT = TypeVar("CallT", bound=Any)  # a Call, or whatever dataclass a test of the kernels has in its place
+CallT = TypeVar(
+    "CallT", bound=Any
+)  # a Call, or whatever dataclass a test of the kernels has in its place
 
 
 def widened(call: CallT) -> CallT:
     """The same call in float64; what an additive mask hides with the lowest number of its dtype stays hidden."""
     mask = call.mask
     if mask is not None and mask.is_floating_point():
-        mask = mask.double().masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
+        mask = mask.double().masked_fill(
+            mask <= torch.finfo(mask.dtype).min, -torch.inf
+        )
     params = {name: p.double() for name, p in call.params.items()}
     q, k, v = call.q.double(), call.k.double(), call.v.double()
     return dataclasses.replace(call, q=q, k=k, v=v, params=params, mask=mask)

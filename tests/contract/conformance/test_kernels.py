@@ -15,7 +15,18 @@ from qkeel import attention, preset
 from qkeel import spec as slots
 from qkeel.errors import RefusedError
 
-from .cases import GEOMETRIES, MASKS, SOME, SPECS, Call, calls, pairs, share, truth_of, widened
+from .cases import (
+    GEOMETRIES,
+    MASKS,
+    SOME,
+    SPECS,
+    Call,
+    calls,
+    pairs,
+    share,
+    truth_of,
+    widened,
+)
 from .tolerance import allowed_error
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
@@ -27,7 +38,9 @@ ALL = pairs(GEOMETRIES, MASKS)
 SQUARE = [(x, kind) for x in (GEOMETRIES[0], GEOMETRIES[7]) for kind in MASKS]
 
 
-def outputs(call: Call, kernels: tuple[str, ...] = KERNELS) -> Iterator[tuple[str, Tensor]]:
+def outputs(
+    call: Call, kernels: tuple[str, ...] = KERNELS
+) -> Iterator[tuple[str, Tensor]]:
     """What each kernel that takes this call computes, by its name."""
     for kernel in kernels:
         try:
@@ -42,23 +55,37 @@ def test_every_class_of_a_slot_is_in_a_spec_that_the_kernels_are_put_to() -> Non
     while queue:
         held = queue.pop()
         found.add(type(held))
-        queue += [x for f in dataclasses.fields(held) if dataclasses.is_dataclass(x := getattr(held, f.name))]
-    classes = {x for name in slots.__all__ if isinstance(x := getattr(slots, name), type)}
-    assert classes - {slots.AttentionCall} <= found, "add a spec to EXTRA in tests/contract/conformance/cases.py"
+        queue += [
+            x
+            for f in dataclasses.fields(held)
+            if dataclasses.is_dataclass(x := getattr(held, f.name))
+        ]
+    classes = {
+        x for name in slots.__all__ if isinstance(x := getattr(slots, name), type)
+    }
+    assert classes - {slots.AttentionCall} <= found, (
+        "add a spec to EXTRA in tests/contract/conformance/cases.py"
+    )
 
 
 def test_the_last_kernel_takes_every_call() -> None:
     for name, spec in SPECS.items():
         for case, call in calls(spec, torch.float64, SOME[::9]):
-            assert [kernel for kernel, _ in outputs(call, ("chunked",))] == ["chunked"], f"{name}, {case}"
+            assert [kernel for kernel, _ in outputs(call, ("chunked",))] == [
+                "chunked"
+            ], f"{name}, {case}"
 
 
 # Every third pair of a geometry and a mask, others for the next spec; all of them among the slow tests.
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @every_spec
 @torch.no_grad()
-def test_every_kernel_gives_the_oracles_output_in_float64(name: str, every: int) -> None:
-    for case, call in calls(SPECS[name], torch.float64, ALL[list(SPECS).index(name) % every :: every]):
+def test_every_kernel_gives_the_oracles_output_in_float64(
+    name: str, every: int
+) -> None:
+    for case, call in calls(
+        SPECS[name], torch.float64, ALL[list(SPECS).index(name) % every :: every]
+    ):
         truth = call.attended().out
         for kernel, out in outputs(call):
             assert out.dtype == torch.float64, f"{kernel}, {case}"
@@ -75,7 +102,9 @@ def test_error_is_at_most_twice_the_low_precision_oracles(name: str) -> None:
             allowed = allowed_error(call, truth)
             for kernel, out in outputs(call):
                 assert out.dtype == dtype, f"{kernel}, {case}"
-                assert (out.double() - truth.out).abs().max().item() <= allowed, f"{kernel}, {dtype}, {case}"
+                assert (out.double() - truth.out).abs().max().item() <= allowed, (
+                    f"{kernel}, {dtype}, {case}"
+                )
 
 
 def tracked(call: Call) -> tuple[Call, dict[str, Tensor]]:
@@ -93,12 +122,23 @@ def gradients(call: Call, forward: Callable[[Call], Tensor]) -> dict[str, Tensor
     """Gradients of a fixed weighting of the output."""
     wanting, leaves = tracked(call)
     out = forward(wanting)
-    weighting = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out.dtype)
-    found = torch.autograd.grad((out * weighting).sum(), list(leaves.values()), allow_unused=True)
-    return {n: torch.zeros_like(x) if grad is None else grad for (n, x), grad in zip(leaves.items(), found)}
+    weighting = (
+        torch.cos(torch.arange(out.numel(), dtype=torch.float64))
+        .view(out.shape)
+        .to(out.dtype)
+    )
+    found = torch.autograd.grad(
+        (out * weighting).sum(), list(leaves.values()), allow_unused=True
+    )
+    return {
+        n: torch.zeros_like(x) if grad is None else grad
+        for (n, x), grad in zip(leaves.items(), found)
+    }
 
 
-def gradients_of_kernels(call: Call, kernels: tuple[str, ...] = KERNELS) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def gradients_of_kernels(
+    call: Call, kernels: tuple[str, ...] = KERNELS
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The gradients of each kernel that takes this call where every gradient is wanted, by its name."""
     for kernel in kernels:
         try:
@@ -119,7 +159,9 @@ def test_every_kernel_gives_the_oracles_gradients_in_float64(name: str) -> None:
         for kernel, ours in gradients_of_kernels(call):
             for n, grad in theirs.items():
                 assert torch.isfinite(grad).all(), f"oracle, {n}, {case}"
-                assert (ours[n] - grad).abs().max() <= 1e-11 * (1 + grad.abs().max()), f"{kernel}, {n}, {case}"
+                assert (ours[n] - grad).abs().max() <= 1e-11 * (1 + grad.abs().max()), (
+                    f"{kernel}, {n}, {case}"
+                )
 
 
 # A gradient sums products of rounded numbers, so its bound is a share of its size, not of one ulp.
@@ -135,19 +177,29 @@ def check_gradients(name: str, dtype: torch.dtype, share: float) -> None:
         for kernel, ours in gradients_of_kernels(call):
             for n, grad in theirs.items():
                 assert ours[n].dtype == dtype, f"{kernel}, {n}, {case}"
-                assert (ours[n].double() - grad).abs().max() <= share * (1 + grad.abs().max()), f"{kernel}, {n}, {case}"
+                assert (ours[n].double() - grad).abs().max() <= share * (
+                    1 + grad.abs().max()
+                ), f"{kernel}, {n}, {case}"
 
 
 @every_spec
 @torch.no_grad()
-def test_auto_computes_and_a_named_kernel_computes_or_refuses_with_its_name_and_a_way_out(name: str) -> None:
+def test_auto_computes_and_a_named_kernel_computes_or_refuses_with_its_name_and_a_way_out(
+    name: str,
+) -> None:
     for case, call in calls(SPECS[name], torch.float64, SQUARE[::7]):
         assert (call.attention() - oracle(call)).abs().max() <= 1e-12, case
-    for case, call in calls(SPECS[name], torch.float64, [(GEOMETRIES[0], "causal"), (GEOMETRIES[0], "additive")]):
+    for case, call in calls(
+        SPECS[name],
+        torch.float64,
+        [(GEOMETRIES[0], "causal"), (GEOMETRIES[0], "additive")],
+    ):
         for kernel in KERNELS:
             computed = dict(outputs(call, (kernel,)))
             if kernel in computed:
-                assert (computed[kernel] - oracle(call)).abs().max() <= 1e-12, f"{kernel}, {case}"
+                assert (computed[kernel] - oracle(call)).abs().max() <= 1e-12, (
+                    f"{kernel}, {case}"
+                )
                 continue
             with pytest.raises(RefusedError, match=kernel) as refusal:
                 call.attention(kernel)
@@ -163,7 +215,9 @@ def test_empty_rows_give_zero_output_and_zero_gradients(kernel: str) -> None:
                 assert (out[0, :, -1] == 0).all(), f"{name} {case}"
             with torch.enable_grad():
                 for _, found in gradients_of_kernels(call, (kernel,)):
-                    assert all(torch.isfinite(g).all() for g in found.values()), f"{name} {case}"
+                    assert all(torch.isfinite(g).all() for g in found.values()), (
+                        f"{name} {case}"
+                    )
                     assert (found["q"][0, :, -1] == 0).all(), f"{name} {case}"
 
 
@@ -171,18 +225,28 @@ def test_empty_rows_give_zero_output_and_zero_gradients(kernel: str) -> None:
 @pytest.mark.parametrize("size", [1e4, -1e4])
 def test_logits_of_ten_thousand_stay_finite(kernel: str, size: float) -> None:
     for name, spec in SPECS.items():
-        for case, call in calls(spec, torch.float32, [(GEOMETRIES[0], "empty_rows"), (GEOMETRIES[2], "causal")]):
+        for case, call in calls(
+            spec,
+            torch.float32,
+            [(GEOMETRIES[0], "empty_rows"), (GEOMETRIES[2], "causal")],
+        ):
             big = dataclasses.replace(call, q=call.q * size)
             for _, out in outputs(big, (kernel,)):
                 assert torch.isfinite(out).all(), f"{name} {case}"
             for _, found in gradients_of_kernels(big, (kernel,)):
-                assert all(torch.isfinite(g).all() for g in found.values()), f"{name} {case}"
+                assert all(torch.isfinite(g).all() for g in found.values()), (
+                    f"{name} {case}"
+                )
 
 
-@pytest.mark.parametrize(("width", "which"), [(5, ALL), (24, SOME)], ids=["narrower", "wider"])
+@pytest.mark.parametrize(
+    ("width", "which"), [(5, ALL), (24, SOME)], ids=["narrower", "wider"]
+)
 def test_values_may_be_of_another_size_than_keys(width: int, which: list) -> None:
     for case, call in calls(SPECS["qwen3"], torch.float64, which):
-        other = dataclasses.replace(call, v=torch.randn(*call.v.shape[:3], width, dtype=torch.float64))
+        other = dataclasses.replace(
+            call, v=torch.randn(*call.v.shape[:3], width, dtype=torch.float64)
+        )
         computed = dict(outputs(other))
         assert {"sdpa", "chunked"} <= set(computed), case
         for kernel, out in computed.items():
@@ -196,32 +260,60 @@ def turned(x: Tensor) -> Tensor:
 
 @some_specs
 def test_rows_that_are_not_dense_give_the_same_output_and_gradients(name: str) -> None:
-    for case, call in calls(SPECS[name], torch.float32, [(GEOMETRIES[0], "causal"), (GEOMETRIES[0], "full")], seed=5):
-        other = dataclasses.replace(call, q=turned(call.q), k=turned(call.k), v=turned(call.v))
+    for case, call in calls(
+        SPECS[name],
+        torch.float32,
+        [(GEOMETRIES[0], "causal"), (GEOMETRIES[0], "full")],
+        seed=5,
+    ):
+        other = dataclasses.replace(
+            call, q=turned(call.q), k=turned(call.k), v=turned(call.v)
+        )
         for kernel, theirs in gradients_of_kernels(call):
-            close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5, msg=f"{kernel}, {case}")
+            close = partial(
+                torch.testing.assert_close,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=f"{kernel}, {case}",
+            )
             close(other.attention(kernel), call.attention(kernel))
-            for name, ours in gradients(other, lambda c, kernel=kernel: c.attention(kernel)).items():
+            for name, ours in gradients(
+                other, lambda c, kernel=kernel: c.attention(kernel)
+            ).items():
                 close(ours, theirs[name])
 
 
 def test_statistics_leave_the_output_of_rows_that_are_not_dense_as_it_is() -> None:
     q, k, v = (torch.randn(2, heads, 17, 16) for heads in (4, 2, 2))
-    out, seen = attention(turned(q), turned(k), turned(v), spec=preset("baseline"), stats=True)
-    torch.testing.assert_close(out, attention(q, k, v, spec=preset("baseline"), impl="chunked"), rtol=1e-4, atol=1e-5)
+    out, seen = attention(
+        turned(q), turned(k), turned(v), spec=preset("baseline"), stats=True
+    )
+    torch.testing.assert_close(
+        out,
+        attention(q, k, v, spec=preset("baseline"), impl="chunked"),
+        rtol=1e-4,
+        atol=1e-5,
+    )
     dense = attention(q, k, v, spec=preset("baseline"), stats=True)[1]
     torch.testing.assert_close(seen.max_logit, dense.max_logit, rtol=1e-4, atol=1e-5)
 
 
 def test_a_float32_mask_is_never_rounded_to_bfloat16() -> None:
     # 100.25 needs 10 bits; bfloat16 has 8. Rounded, the two keys would weigh the same.
-    q, k = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16)
+    q, k = (
+        torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16),
+        torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16),
+    )
     v = torch.eye(2, 8, dtype=torch.bfloat16)[None, None]
     mask = torch.tensor([[[[100.25, 100.0]]]])
-    call = Call(spec=SPECS["baseline"], q=q, k=k, v=v, params={}, causal=False, mask=mask)
+    call = Call(
+        spec=SPECS["baseline"], q=q, k=k, v=v, params={}, causal=False, mask=mask
+    )
     computed = dict(outputs(call, ("auto", *KERNELS)))
     assert {"auto", "chunked"} <= set(computed)
     for kernel, out in computed.items():
-        assert (out[..., :2].double() - torch.softmax(mask.double(), -1)).abs().max() <= 2**-8, kernel
+        assert (
+            out[..., :2].double() - torch.softmax(mask.double(), -1)
+        ).abs().max() <= 2**-8, kernel
     with pytest.raises(RefusedError, match="would round the"):
         call.attention("sdpa")

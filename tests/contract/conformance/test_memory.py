@@ -29,11 +29,15 @@ class Largest(TorchDispatchMode):
 
     elements = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(x, Tensor):
-                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+                self.elements = max(
+                    self.elements, x.untyped_storage().nbytes() // x.element_size()
+                )
         return out
 
 
@@ -59,7 +63,9 @@ def inputs(t: int = T) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", one_in(SPECS, 2))
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "padded"])
-def test_chunked_attention_makes_no_square_tensor_forward_or_backward(name: str, masked: bool) -> None:
+def test_chunked_attention_makes_no_square_tensor_forward_or_backward(
+    name: str, masked: bool
+) -> None:
     spec = SPECS[name]
     params = {n: p.requires_grad_() for n, p in spec.init_params(1, 1, 8).items()}
     mask = (torch.arange(T) > 5)[None, None, None] if masked else None
@@ -77,12 +83,16 @@ def test_statistics_make_no_square_tensor(name: str, masked: bool) -> None:
     mask = (torch.arange(T) > 5)[None, None, None] if masked else None
     params = spec.init_params(1, 1, 8)
     with Largest() as seen:
-        attention(*inputs(), spec=spec, params=params, mask=mask, impl="chunked", stats=True)
+        attention(
+            *inputs(), spec=spec, params=params, mask=mask, impl="chunked", stats=True
+        )
     assert seen.elements <= T * T / 4
 
 
 @pytest.mark.parametrize("width", [8, 32])
-def test_values_narrower_or_wider_than_queries_make_no_square_tensor(width: int) -> None:
+def test_values_narrower_or_wider_than_queries_make_no_square_tensor(
+    width: int,
+) -> None:
     q, v = torch.randn(1, 1, 1024, 16), torch.randn(1, 1, 1024, width)
     with Largest() as seen:
         attention(q, q, v, spec=AttentionSpec(), impl="sdpa")
@@ -98,20 +108,30 @@ def test_the_largest_tensor_does_not_grow_with_the_square_of_the_length() -> Non
     assert found[1] <= 2 * found[0]
 
 
-@pytest.mark.parametrize("position", [ReRope(window=64), LeakyReRope(window=2048, factor=8.0)])
-def test_clipped_distances_make_no_square_tensor_forward_or_backward(position: ReRope) -> None:
+@pytest.mark.parametrize(
+    "position", [ReRope(window=64), LeakyReRope(window=2048, factor=8.0)]
+)
+def test_clipped_distances_make_no_square_tensor_forward_or_backward(
+    position: ReRope,
+) -> None:
     found = []
     for t in (T // 2, T):
         with Largest() as seen, saved_elements() as saved:
-            attention(*inputs(t), spec=AttentionSpec(position=position), impl="windowed").sum().backward()
+            attention(
+                *inputs(t), spec=AttentionSpec(position=position), impl="windowed"
+            ).sum().backward()
         found.append((seen.elements, saved[0]))
-    assert found[1][0] <= 2 * found[0][0] <= 64 * T  # 8 numbers a token; blocks are filled up to a window
+    assert (
+        found[1][0] <= 2 * found[0][0] <= 64 * T
+    )  # 8 numbers a token; blocks are filled up to a window
     assert found[1][1] <= 128 * T
 
 
 def test_the_measure_sees_the_square_tensors_of_the_oracle() -> None:
     t = 512
     with Largest() as seen, saved_elements() as saved:
-        reference.attend(SPECS["qwen3"], *inputs(t), params=SPECS["qwen3"].init_params(1, 1, 8)).out.sum().backward()
+        reference.attend(
+            SPECS["qwen3"], *inputs(t), params=SPECS["qwen3"].init_params(1, 1, 8)
+        ).out.sum().backward()
     assert seen.elements >= t * t
     assert saved[0] >= t * t

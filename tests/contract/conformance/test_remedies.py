@@ -20,7 +20,12 @@ from tests.quick import quick
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.errors import AlreadyAppliedError, NonFiniteError, RefusedError, UnknownNameError
+from qkeel.errors import (
+    AlreadyAppliedError,
+    NonFiniteError,
+    RefusedError,
+    UnknownNameError,
+)
 from qkeel.nn import GAU, MLA, MLP, Attention, Block, GAUBlock, LatentSizes
 from qkeel.remedies import ALIASES, REMEDIES, Remedy, Target, parse
 from qkeel.sites import find_sites
@@ -33,7 +38,9 @@ D, T = 16, 7
 def apply(model: nn.Module, remedy: Any, optimizer: torch.optim.Optimizer) -> Any:
     """With what some formulas need, and the batch that remedies on the final logits ask for."""
     terms = remedy if isinstance(remedy, list) else [remedy]
-    batch = probe() if any(term in ("z_loss", "final_softcap") for term in terms) else None
+    batch = (
+        probe() if any(term in ("z_loss", "final_softcap") for term in terms) else None
+    )
     return qkeel.apply(model, remedy, optimizer, train_length=16, batch=batch)
 
 
@@ -53,28 +60,51 @@ class Model(nn.Module):
 
 
 def block(kind: str) -> Block | GAUBlock:
-    return GAUBlock(GAU(D, size=8)) if kind == "GAU" else Block(attention(kind), MLP(D, 24), D)
+    return (
+        GAUBlock(GAU(D, size=8))
+        if kind == "GAU"
+        else Block(attention(kind), MLP(D, 24), D)
+    )
 
 
 def attention(kind: str) -> Attention | MLA:
     if kind == "MLA":
-        return MLA(D, 4, sizes=LatentSizes(q_latent=10, kv_latent=8, rope_dim=2, nope_dim=4, value_dim=6))
-    return Attention(D, 4, 2 if kind.startswith("GQA") else None, bias=kind.endswith("bias"))
+        return MLA(
+            D,
+            4,
+            sizes=LatentSizes(
+                q_latent=10, kv_latent=8, rope_dim=2, nope_dim=4, value_dim=6
+            ),
+        )
+    return Attention(
+        D, 4, 2 if kind.startswith("GQA") else None, bias=kind.endswith("bias")
+    )
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     gains = [p for p in model.parameters() if p.ndim < 2]
     rest = [p for p in model.parameters() if p.ndim >= 2]
-    groups = [{"params": rest, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
+    groups = [
+        {"params": rest, "weight_decay": 0.1},
+        {"params": gains, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=0.02)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, size: float = 1.0) -> None:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 3,
+    size: float = 1.0,
+) -> None:
     model.train()
     rng = torch.Generator().manual_seed(1)
     for _ in range(steps):
         optimizer.zero_grad()
-        x, y = size * torch.randn(2, T, D, generator=rng), torch.randint(5, (2 * T,), generator=rng)
+        x, y = (
+            size * torch.randn(2, T, D, generator=rng),
+            torch.randint(5, (2 * T,), generator=rng),
+        )
         nn.functional.cross_entropy(model(x).flatten(0, 1), y).backward()
         optimizer.step()
 
@@ -91,10 +121,19 @@ class Snapshot:
         with torch.no_grad():
             self.output = model(probe())
         self.state = {n: x.clone() for n, x in model.state_dict().items()}
-        self.modules = {n: (type(m), m, _plain(m.__dict__)) for n, m in model.named_modules()}
-        self.groups = [{k: list(v) if k == "params" else v for k, v in g.items()} for g in optimizer.param_groups]
-        self.moments = {p: {k: _copy(v) for k, v in s.items()} for p, s in optimizer.state.items()}
-        self.hooks = {n: len(v) for n, v in vars(optimizer).items() if n.endswith("hooks")}
+        self.modules = {
+            n: (type(m), m, _plain(m.__dict__)) for n, m in model.named_modules()
+        }
+        self.groups = [
+            {k: list(v) if k == "params" else v for k, v in g.items()}
+            for g in optimizer.param_groups
+        ]
+        self.moments = {
+            p: {k: _copy(v) for k, v in s.items()} for p, s in optimizer.state.items()
+        }
+        self.hooks = {
+            n: len(v) for n, v in vars(optimizer).items() if n.endswith("hooks")
+        }
 
     def assert_same(self, other: Snapshot) -> None:
         assert torch.equal(self.output, other.output)
@@ -120,7 +159,11 @@ class Snapshot:
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
     # One level down is where torch keeps parameters, buffers, modules and hooks: names and identities.
     return {
-        k: list(v.items()) if isinstance(v, dict) else list(v) if isinstance(v, list) else v
+        k: list(v.items())
+        if isinstance(v, dict)
+        else list(v)
+        if isinstance(v, list)
+        else v
         for k, v in attributes.items()
     }
 
@@ -153,11 +196,20 @@ MECHANISMS = {
 
 def cases() -> list[Any]:
     """Every remedy on every kind of attention, in `make test` those that the mechanisms ask for."""
-    every = [(name, kind) for name in REMEDIES for kind in (*KINDS, "MHA bias", "GQA bias")]
-    return quick(every, lambda case: case[1] == SMALLEST or (case[0] in MECHANISMS and case[1] in ("MLA", "GAU")))
+    every = [
+        (name, kind) for name in REMEDIES for kind in (*KINDS, "MHA bias", "GQA bias")
+    ]
+    return quick(
+        every,
+        lambda case: (
+            case[1] == SMALLEST or (case[0] in MECHANISMS and case[1] in ("MLA", "GAU"))
+        ),
+    )
 
 
-def start(name: str, kind: str, size: float = 1.0) -> tuple[Model, torch.optim.Optimizer]:
+def start(
+    name: str, kind: str, size: float = 1.0
+) -> tuple[Model, torch.optim.Optimizer]:
     """A model some steps into training; skips what the remedy refuses (the refusal has its own test)."""
     if refusal_of(name, kind.removesuffix(" bias")):
         pytest.skip(f"{name} refuses {kind}")
@@ -174,11 +226,15 @@ def case_of(case: Any) -> tuple[str, str]:
 
 every_case = pytest.mark.parametrize(("name", "kind"), cases())
 every_remedy = pytest.mark.parametrize("name", REMEDIES)
-every_mechanism = pytest.mark.parametrize("name", quick(REMEDIES, lambda name: name in MECHANISMS))
+every_mechanism = pytest.mark.parametrize(
+    "name", quick(REMEDIES, lambda name: name in MECHANISMS)
+)
 
 
 @every_case
-def test_apply_then_remove_restores_everything_bit_for_bit(name: str, kind: str) -> None:
+def test_apply_then_remove_restores_everything_bit_for_bit(
+    name: str, kind: str
+) -> None:
     model, optimizer = start(name, kind)
     before = Snapshot(model, optimizer)
     handle = apply(model, name, optimizer)
@@ -193,9 +249,14 @@ def test_apply_then_remove_restores_everything_bit_for_bit(name: str, kind: str)
 
 
 @every_remedy
-def test_remove_after_training_leaves_nothing_but_the_trained_weights(name: str) -> None:
+def test_remove_after_training_leaves_nothing_but_the_trained_weights(
+    name: str,
+) -> None:
     model, optimizer = start(name, SMALLEST)
-    names, groups = list(model.state_dict()), [list(map(id, g["params"])) for g in optimizer.param_groups]
+    names, groups = (
+        list(model.state_dict()),
+        [list(map(id, g["params"])) for g in optimizer.param_groups],
+    )
     structure = Snapshot(model, optimizer)
     with apply(model, name, optimizer):
         train(model, optimizer)
@@ -203,7 +264,9 @@ def test_remove_after_training_leaves_nothing_but_the_trained_weights(name: str)
     assert list(model.state_dict()) == names
     assert [list(map(id, g["params"])) for g in optimizer.param_groups] == groups
     after = Snapshot(model, optimizer)
-    assert [m[:2] for m in after.modules.values()] == [m[:2] for m in structure.modules.values()]
+    assert [m[:2] for m in after.modules.values()] == [
+        m[:2] for m in structure.modules.values()
+    ]
     assert after.hooks == structure.hooks
     assert set(after.moments) == set(structure.moments)
     for n in set(names) & set(trained):
@@ -213,14 +276,20 @@ def test_remove_after_training_leaves_nothing_but_the_trained_weights(name: str)
 
 
 @every_case
-def test_training_with_a_remedy_moves_every_trained_weight_and_stays_finite(name: str, kind: str) -> None:
+def test_training_with_a_remedy_moves_every_trained_weight_and_stays_finite(
+    name: str, kind: str
+) -> None:
     model, optimizer = start(name, kind)
     apply(model, name, optimizer)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     sites = find_sites(model) if name == "frozen_qk" else []
     slices = [s for site in sites for s in (*site.query, *site.key)]
     gains = [gain for site in sites for gain in (*site.query_gains, *site.key_gains)]
-    stay = {*(s.parameter for s in slices), *(s.bias for s in slices), *(gain.parameter for gain in gains)}
+    stay = {
+        *(s.parameter for s in slices),
+        *(s.bias for s in slices),
+        *(gain.parameter for gain in gains),
+    }
     train(model, optimizer, 2)
     for n, p in model.named_parameters():
         assert torch.isfinite(p).all(), n
@@ -236,7 +305,10 @@ def test_applying_twice_is_refused_by_name_and_changes_nothing(name: str) -> Non
     untouched.assert_same(Snapshot(model, optimizer))
     handle = apply(model, name, optimizer)
     before = Snapshot(model, optimizer)
-    with pytest.raises(AlreadyAppliedError, match=rf"{name} is already applied to blocks.0.attention; remove\(\)"):
+    with pytest.raises(
+        AlreadyAppliedError,
+        match=rf"{name} is already applied to blocks.0.attention; remove\(\)",
+    ):
         apply(model, name, optimizer)
     with pytest.raises(AlreadyAppliedError):
         qkeel.apply(model.blocks[0], name, optimizer, train_length=16)
@@ -266,7 +338,9 @@ def test_a_failing_apply_leaves_the_model_as_it_was(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_weights_that_are_not_finite_are_refused_by_name_and_the_model_left_as_it_was(value: float) -> None:
+def test_weights_that_are_not_finite_are_refused_by_name_and_the_model_left_as_it_was(
+    value: float,
+) -> None:
     model, optimizer = start("none", SMALLEST)
     with torch.no_grad():
         model.blocks[1].attention.k_proj.weight[0, 0] = value  # type: ignore[union-attr]
@@ -276,15 +350,22 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_the_model_left_as_i
         if name == "none":
             apply(model, name, optimizer).remove()
         else:
-            with pytest.raises(NonFiniteError, match=f"1.attention.k_proj.weight holds NaN or infinity before {name} "):
+            with pytest.raises(
+                NonFiniteError,
+                match=f"1.attention.k_proj.weight holds NaN or infinity before {name} ",
+            ):
                 apply(model, name, optimizer)
         assert list(model.state_dict()) == keys, name
         assert [type(m) for m in model.modules()] == modules, name
-        assert [list(map(id, g["params"])) for g in optimizer.param_groups] == groups, name
+        assert [list(map(id, g["params"])) for g in optimizer.param_groups] == groups, (
+            name
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_remedy_refuses_it_refuses_with_a_reason_and_changes_nothing(kind: str) -> None:
+def test_what_a_remedy_refuses_it_refuses_with_a_reason_and_changes_nothing(
+    kind: str,
+) -> None:
     model = Model(kind)
     optimizer = adamw(model)
     before = Snapshot(model, optimizer)
@@ -303,7 +384,10 @@ NEUTRAL: dict[str, tuple[str, str]] = {
     "qk_clip": ("qk_clip:threshold=1e30", "bit for bit over steps"),
     "lalr": ("lalr:tau=1", "bit for bit over one step"),
     "softcap": ("softcap:cap=1e30", "to rounding over steps"),
-    "attention_temperature": ("attention_temperature:alpha=0", "to rounding over steps"),
+    "attention_temperature": (
+        "attention_temperature:alpha=0",
+        "to rounding over steps",
+    ),
     "sink": ("sink:learned=false,init=-1e30", "to rounding over steps"),
     "output_gate": ("output_gate:init=keep", "bit for bit at the start"),
     "sigma_reparam": ("sigma_reparam:init=keep", "to rounding at the start"),
@@ -334,10 +418,14 @@ def test_every_remedy_says_whether_it_has_a_neutral_setting() -> None:
 
 @each_row("name", REMEDIES)
 def test_a_remedy_has_a_line_on_the_page_of_remedies(name: str) -> None:
-    assert f"`{name}`" in (Path(__file__).parents[3] / "docs" / "remedies.md").read_text(encoding="utf-8")
+    assert f"`{name}`" in (
+        Path(__file__).parents[3] / "docs" / "remedies.md"
+    ).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("name", "kind"), [case for case in cases() if case_of(case)[0] in NEUTRAL])
+@pytest.mark.parametrize(
+    ("name", "kind"), [case for case in cases() if case_of(case)[0] in NEUTRAL]
+)
 def test_neutral_hyperparameters_are_the_identity(name: str, kind: str) -> None:
     text, how = NEUTRAL[name]
     steps = {"steps": 5, "step": 1, "start": 0}[how.split()[-1]]
@@ -397,7 +485,9 @@ def test_a_misspelt_remedy_names_the_nearest() -> None:
 
 
 @every_remedy
-def test_a_copy_and_a_pickle_of_a_model_with_a_remedy_compute_the_same_and_are_their_own(name: str) -> None:
+def test_a_copy_and_a_pickle_of_a_model_with_a_remedy_compute_the_same_and_are_their_own(
+    name: str,
+) -> None:
     model, optimizer = start(name, SMALLEST)
     handle = apply(model, name, optimizer)
     again = pickle.loads(pickle.dumps(model))
@@ -412,9 +502,12 @@ def test_a_copy_and_a_pickle_of_a_model_with_a_remedy_compute_the_same_and_are_t
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*((name, SMALLEST) for name in REMEDIES), ("lalr", "MLA"), ("qk_clip", "MLA")]
+    ("name", "kind"),
+    [*((name, SMALLEST) for name in REMEDIES), ("lalr", "MLA"), ("qk_clip", "MLA")],
 )
-def test_state_dicts_of_model_and_optimizer_resume_bit_for_bit(name: str, kind: str) -> None:
+def test_state_dicts_of_model_and_optimizer_resume_bit_for_bit(
+    name: str, kind: str
+) -> None:
     def fresh() -> tuple[Model, torch.optim.Optimizer, Any]:
         model, optimizer = start(name, kind)
         return model, optimizer, apply(model, name, optimizer)
@@ -422,7 +515,14 @@ def test_state_dicts_of_model_and_optimizer_resume_bit_for_bit(name: str, kind: 
     model, optimizer, handle = fresh()
     train(model, optimizer)
     file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "remedy": handle.state()}, file)
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "remedy": handle.state(),
+        },
+        file,
+    )
     torch.manual_seed(1)  # of dropout
     train(model, optimizer)
     again, optimizer, handle = fresh()

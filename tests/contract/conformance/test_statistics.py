@@ -26,18 +26,26 @@ def stats_of(call: Call) -> LogitStats:
     return call.attention(stats=True)[1]
 
 
-def recomputed(call: Call, threshold: float = ALARM_THRESHOLD, counted: Tensor | None = None) -> dict[str, Tensor]:
+def recomputed(
+    call: Call, threshold: float = ALARM_THRESHOLD, counted: Tensor | None = None
+) -> dict[str, Tensor]:
     """Every field from the oracle's T×T matrices, head by head; of the counted rows [b t] or of all."""
     truth, (q, k) = call.attended(), call.encoded()
     if counted is not None:
         hidden = ~counted[:, None, :, None]
-        truth = dataclasses.replace(truth, logits=truth.logits.masked_fill(hidden, -torch.inf))
+        truth = dataclasses.replace(
+            truth, logits=truth.logits.masked_fill(hidden, -torch.inf)
+        )
     groups = k.shape[1]
     per_group = q.shape[1] // groups
     found: dict[str, list[Tensor]] = {name: [] for name in FIELDS}
     for h in range(q.shape[1]):
         sink = isinstance(call.spec.normalizer, Sink)
-        fields = {**_head(call, truth, q, h), **_relative(truth, h, threshold, sink), **_angles(truth, q, k, h)}
+        fields = {
+            **_head(call, truth, q, h),
+            **_relative(truth, h, threshold, sink),
+            **_angles(truth, q, k, h),
+        }
         for name, value in fields.items():
             found[name].append(value)
     seen = (truth.logits > -torch.inf).any(2)  # [b h s]
@@ -45,7 +53,9 @@ def recomputed(call: Call, threshold: float = ALARM_THRESHOLD, counted: Tensor |
         visible = seen[:, g * per_group : (g + 1) * per_group].any(1)
         norms = k[:, g].norm(dim=-1)[visible]
         found["key_norm"].append(_mean(norms))
-        found["key_norm_max"].append(norms.max() if norms.numel() else norms.new_zeros(()))
+        found["key_norm_max"].append(
+            norms.max() if norms.numel() else norms.new_zeros(())
+        )
         found["n_keys"].append(visible.sum())
     return {name: torch.stack(values) for name, values in found.items()}
 
@@ -78,12 +88,19 @@ def _distribution(weights: Tensor, sink: bool) -> tuple[Tensor, Tensor]:
     total = weights.sum(-1, keepdim=True)
     if sink:
         return weights, (1 - total[..., 0]).clamp_min(0)
-    return weights / total.clamp_min(torch.finfo(weights.dtype).tiny), torch.zeros_like(total[..., 0])
+    return weights / total.clamp_min(torch.finfo(weights.dtype).tiny), torch.zeros_like(
+        total[..., 0]
+    )
 
 
-def _relative(truth: Attended, h: int, threshold: float, sink: bool) -> dict[str, Tensor]:
+def _relative(
+    truth: Attended, h: int, threshold: float, sink: bool
+) -> dict[str, Tensor]:
     """Normalised entropy, sink share and share above, row by row."""
-    logits, weights = truth.logits[:, h].flatten(0, 1), truth.weights[:, h].flatten(0, 1)
+    logits, weights = (
+        truth.logits[:, h].flatten(0, 1),
+        truth.weights[:, h].flatten(0, 1),
+    )
     seen = logits > -torch.inf
     count, first = seen.sum(-1), seen.int().argmax(-1, keepdim=True)
     p = weights.masked_fill(~seen, 0.0)
@@ -95,7 +112,9 @@ def _relative(truth: Attended, h: int, threshold: float, sink: bool) -> dict[str
     return {
         "normalized_entropy": _mean(relative),
         "sink_share": _mean(p.gather(-1, first)[free]),
-        "logit_gap": _mean((logits.amax(-1) - logits.masked_fill(~seen, 0.0).sum(-1) / count)[free]),
+        "logit_gap": _mean(
+            (logits.amax(-1) - logits.masked_fill(~seen, 0.0).sum(-1) / count)[free]
+        ),
         "logit_spread": _spread(logits, seen, free),
         "share_above": _mean((z > threshold).to(z.dtype)),
         "n_free": free.sum(),
@@ -104,7 +123,10 @@ def _relative(truth: Attended, h: int, threshold: float, sink: bool) -> dict[str
 
 def _spread(logits: Tensor, seen: Tensor, free: Tensor) -> Tensor:
     """The largest of all rows' maxima minus their means, [rows keys]; -inf without a row of two keys."""
-    gaps = [row[keys].max() - row[keys].mean() for row, keys in zip(logits[free], seen[free], strict=True)]
+    gaps = [
+        row[keys].max() - row[keys].mean()
+        for row, keys in zip(logits[free], seen[free], strict=True)
+    ]
     return torch.stack(gaps).max() if gaps else logits.new_tensor(-torch.inf)
 
 
@@ -125,16 +147,22 @@ def _mean(x: Tensor) -> Tensor:
     return x.mean() if x.numel() else x.new_zeros(())
 
 
-def assert_same(ours: LogitStats, theirs: dict[str, Tensor], tolerance: float, case: str) -> None:
+def assert_same(
+    ours: LogitStats, theirs: dict[str, Tensor], tolerance: float, case: str
+) -> None:
     for name, truth in theirs.items():
         value = getattr(ours, name)
         assert value.shape == truth.shape, f"{name}, {case}"
-        assert not value.is_floating_point() or not value.isnan().any(), f"{name}, {case}"
+        assert not value.is_floating_point() or not value.isnan().any(), (
+            f"{name}, {case}"
+        )
         if not truth.is_floating_point():
             assert torch.equal(value, truth), f"{name}, {case}: {value} for {truth}"
             continue
         same = value.double() == truth.double()  # infinities
-        near = (value.double() - truth.double()).abs() <= tolerance * (1 + truth.double().abs())
+        near = (value.double() - truth.double()).abs() <= tolerance * (
+            1 + truth.double().abs()
+        )
         assert (same | near).all(), f"{name}, {case}: {value} for {truth}"
 
 
@@ -144,9 +172,21 @@ def test_statistics_are_those_of_the_whole_matrix_in_float64(name: str) -> None:
         assert_same(stats_of(call), recomputed(call), 1e-11, case)
 
 
-@pytest.mark.parametrize("dtype", one_in([torch.bfloat16, torch.float32, torch.float16], 3), ids=str)
-def test_statistics_of_low_precision_tensors_are_computed_in_float32(dtype: torch.dtype) -> None:
-    for name in ("baseline", "qwen3", "olmo2", "gemma2", "cosa_logn", "capped_sink", "softpick"):
+@pytest.mark.parametrize(
+    "dtype", one_in([torch.bfloat16, torch.float32, torch.float16], 3), ids=str
+)
+def test_statistics_of_low_precision_tensors_are_computed_in_float32(
+    dtype: torch.dtype,
+) -> None:
+    for name in (
+        "baseline",
+        "qwen3",
+        "olmo2",
+        "gemma2",
+        "cosa_logn",
+        "capped_sink",
+        "softpick",
+    ):
         for case, call in calls(SPECS[name], dtype, SOME[:10], seed=6):
             stats = stats_of(call)
             assert stats.max_logit.dtype == torch.float32
@@ -154,7 +194,9 @@ def test_statistics_of_low_precision_tensors_are_computed_in_float32(dtype: torc
 
 
 @pytest.mark.parametrize("name", one_in(["baseline", "qwen3", "gemma2", "sink"], 3))
-def test_merging_batch_halves_gives_the_statistics_of_the_whole_batch(name: str) -> None:
+def test_merging_batch_halves_gives_the_statistics_of_the_whole_batch(
+    name: str,
+) -> None:
     def half(call: Call, i: int) -> Call:
         def part(x: Tensor) -> Tensor:
             return x[i : i + 1] if x.shape[0] == 2 else x
@@ -183,12 +225,17 @@ def check_entropy(size: float, dtype: torch.dtype) -> None:
     # Logits are small integers plus `size` on every key: exact in float32, so only the entropy formula can err.
     spec = AttentionSpec(scale=Fixed(1.0))
     q, k = torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 5, 8)
-    q[..., 0], q[0, 0, :, 1] = size / 4 if abs(size) > 1 else 0, torch.tensor([0.0, 1.0, 3.0])
+    q[..., 0], q[0, 0, :, 1] = (
+        size / 4 if abs(size) > 1 else 0,
+        torch.tensor([0.0, 1.0, 3.0]),
+    )
     k[..., 0], k[0, 0, :, 1] = 4.0, torch.tensor([0.0, 1.0, 1.0, 2.0, -2.0])
     q, k = q.to(dtype), k.to(dtype)
     stats = attention(q, k, k, spec=spec, causal=False, stats=True)[1]
     shift = 4 * float(q[0, 0, 0, 0])
-    z = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)[:, None] * torch.tensor([0.0, 1.0, 1.0, 2.0, -2.0])
+    z = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)[:, None] * torch.tensor(
+        [0.0, 1.0, 1.0, 2.0, -2.0]
+    )
     p = z.softmax(-1)
     truth = -(p * p.log()).sum(-1)
     assert stats.max_logit.item() == shift + 6
@@ -198,18 +245,24 @@ def check_entropy(size: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", [1e4, -1e4])
-def test_statistics_of_huge_logits_are_finite_and_entropy_is_never_negative(size: float) -> None:
+def test_statistics_of_huge_logits_are_finite_and_entropy_is_never_negative(
+    size: float,
+) -> None:
     for name, spec in SPECS.items():
         for case, call in calls(spec, torch.float32, SOME[:3], seed=9):
             stats = stats_of(dataclasses.replace(call, q=call.q * size))
             for field in FIELDS:
-                assert not getattr(stats, field).isnan().any(), f"{field}, {name}, {case}"
+                assert not getattr(stats, field).isnan().any(), (
+                    f"{field}, {name}, {case}"
+                )
             assert (stats.entropy >= 0).all(), f"{name}, {case}"
             assert (stats.entropy_min >= 0).all(), f"{name}, {case}"
 
 
 @pytest.mark.parametrize("n_keys", [5, 0])
-def test_a_call_whose_rows_all_see_nothing_gives_the_neutral_element(n_keys: int) -> None:
+def test_a_call_whose_rows_all_see_nothing_gives_the_neutral_element(
+    n_keys: int,
+) -> None:
     q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, n_keys, 8)
     mask = torch.zeros(3, n_keys, dtype=torch.bool)
     for name, spec in SPECS.items():
@@ -220,7 +273,9 @@ def test_a_call_whose_rows_all_see_nothing_gives_the_neutral_element(n_keys: int
         assert (out == 0).all(), name
         empty = LogitStats.empty(4, 2, like=q)
         for field in FIELDS:
-            assert torch.equal(getattr(stats, field), getattr(empty, field)), f"{field}, {name}"
+            assert torch.equal(getattr(stats, field), getattr(empty, field)), (
+                f"{field}, {name}"
+            )
 
 
 def test_statistics_are_the_same_whatever_kernel_and_dropout() -> None:
@@ -242,11 +297,16 @@ def test_statistics_are_detached_and_leave_output_and_gradients_alone() -> None:
     out, stats = attention(q, k, v, spec=spec, stats=True)
     assert torch.equal(out, plain)
     assert not any(getattr(stats, field).requires_grad for field in FIELDS)
-    for ours, theirs in zip(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(plain.sum(), (q, k, v))):
+    for ours, theirs in zip(
+        torch.autograd.grad(out.sum(), (q, k, v)),
+        torch.autograd.grad(plain.sum(), (q, k, v)),
+    ):
         assert torch.equal(ours, theirs)
 
 
-def test_the_capped_maximum_is_the_cap_of_the_maximum_and_never_exceeds_the_cap() -> None:
+def test_the_capped_maximum_is_the_cap_of_the_maximum_and_never_exceeds_the_cap() -> (
+    None
+):
     for case, call in calls(SPECS["gemma2"], torch.float64, SOME, seed=10):
         huge = dataclasses.replace(call, q=call.q * 1e3)
         stats = stats_of(huge)
@@ -260,9 +320,17 @@ def test_the_capped_maximum_is_the_cap_of_the_maximum_and_never_exceeds_the_cap(
 LONG = [(t, pad) for t in (1, 129, 512) for pad in ("none", "left", "right", "window")]
 
 
-@pytest.mark.parametrize(("t", "pad"), quick([*LONG, (4096, "none"), (4096, "left")], lambda case: case[0] < 512))
-def test_statistics_at_every_length_are_those_of_the_whole_matrix(t: int, pad: str) -> None:
-    q, k = torch.randn(1, 2, t, 4, dtype=torch.float64), torch.randn(1, 1, t, 4, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("t", "pad"),
+    quick([*LONG, (4096, "none"), (4096, "left")], lambda case: case[0] < 512),
+)
+def test_statistics_at_every_length_are_those_of_the_whole_matrix(
+    t: int, pad: str
+) -> None:
+    q, k = (
+        torch.randn(1, 2, t, 4, dtype=torch.float64),
+        torch.randn(1, 1, t, 4, dtype=torch.float64),
+    )
     keys = torch.arange(t)
     mask = {
         "none": None,
@@ -270,9 +338,13 @@ def test_statistics_at_every_length_are_those_of_the_whole_matrix(t: int, pad: s
         "right": (keys < t - t // 3)[None, None, None],
         "window": (keys[:, None] - keys < 64)[None, None],
     }[pad]
-    call = Call(spec=AttentionSpec(position=Rope()), q=q, k=k, v=k, params={}, mask=mask)
+    call = Call(
+        spec=AttentionSpec(position=Rope()), q=q, k=k, v=k, params={}, mask=mask
+    )
     stats, (q, k) = stats_of(call), call.encoded()
-    visible = keys[:, None] >= keys if mask is None else (keys[:, None] >= keys) & mask[0, 0]
+    visible = (
+        keys[:, None] >= keys if mask is None else (keys[:, None] >= keys) & mask[0, 0]
+    )
     dots = (q[0] @ k[0].mT).masked_fill(~visible, 0.0)
     z = (dots / 2).masked_fill(~visible, -torch.inf)
     n, p = visible.sum(-1), torch.nan_to_num(z.softmax(-1))
@@ -286,10 +358,18 @@ def test_statistics_at_every_length_are_those_of_the_whole_matrix(t: int, pad: s
     truth = {
         "max_logit": z.amax((1, 2)),
         "entropy": entropy[:, rows].mean(1),
-        "normalized_entropy": relative.mean(1) if free.any() else torch.zeros(2, dtype=z.dtype),
-        "sink_share": first[:, free].mean(1) if free.any() else torch.zeros(2, dtype=z.dtype),
-        "logit_gap": (z.amax(-1) - z.masked_fill(~visible, 0.0).sum(-1) / n)[:, free].mean(1).nan_to_num(0.0),
-        "logit_spread": (z.amax(-1) - z.masked_fill(~visible, 0.0).sum(-1) / n)[:, free].nan_to_num(0.0).amax(1)
+        "normalized_entropy": relative.mean(1)
+        if free.any()
+        else torch.zeros(2, dtype=z.dtype),
+        "sink_share": first[:, free].mean(1)
+        if free.any()
+        else torch.zeros(2, dtype=z.dtype),
+        "logit_gap": (z.amax(-1) - z.masked_fill(~visible, 0.0).sum(-1) / n)[:, free]
+        .mean(1)
+        .nan_to_num(0.0),
+        "logit_spread": (z.amax(-1) - z.masked_fill(~visible, 0.0).sum(-1) / n)[:, free]
+        .nan_to_num(0.0)
+        .amax(1)
         if free.any()
         else torch.full((2,), -torch.inf, dtype=z.dtype),
         "qk_frobenius": dots.norm(dim=(1, 2)),

@@ -24,8 +24,15 @@ def borders_rounded(call: Call, visible: Tensor) -> Tensor:
     logits = wide.spec.position.scores(q * factor, k, pos_q, pos_k, wide.params)
     if wide.mask is not None and wide.mask.is_floating_point():
         logits = logits + wide.mask.masked_fill(wide.mask == -torch.inf, 0.0)
-    weights = wide.spec.normalizer.weights(wide.spec.cap.apply(logits), visible, wide.params)
-    v = wide.spec.values(wide.v, wide.params).to(dtype).double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    weights = wide.spec.normalizer.weights(
+        wide.spec.cap.apply(logits), visible, wide.params
+    )
+    v = (
+        wide.spec.values(wide.v, wide.params)
+        .to(dtype)
+        .double()
+        .repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    )
     return (weights.to(dtype).double() @ v).to(dtype)
 
 
@@ -38,7 +45,14 @@ def allowed_error(call: Call, truth: reference.Attended) -> float:
     size, values = truth.out.abs().max().item(), call.v.abs().max().item()
     logit = truth.logits.masked_fill(truth.logits == -torch.inf, 0.0).abs().max().item()
     own = max(
-        (borders_rounded(call, truth.logits > -torch.inf).double() - truth.out).abs().max().item(),
+        (borders_rounded(call, truth.logits > -torch.inf).double() - truth.out)
+        .abs()
+        .max()
+        .item(),
         (call.attended().out.double() - truth.out).abs().max().item(),
     )
-    return 2 * (own + torch.finfo(call.q.dtype).eps * size + torch.finfo(torch.float32).eps * logit * values)
+    return 2 * (
+        own
+        + torch.finfo(call.q.dtype).eps * size
+        + torch.finfo(torch.float32).eps * logit * values
+    )

@@ -19,13 +19,19 @@ def test_lr_sensitivity_of_the_worked_example() -> None:
     assert lr_sensitivity(LOSSES, INIT) == pytest.approx(1.975235, abs=5e-7)
 
 
-def test_a_diverged_run_counts_as_the_loss_of_initialisation_however_it_diverged() -> None:
+def test_a_diverged_run_counts_as_the_loss_of_initialisation_however_it_diverged() -> (
+    None
+):
     for worst in (math.nan, 1e9, 10.5):
-        assert lr_sensitivity([*LOSSES[:-1], worst], INIT) == pytest.approx(1.975235, abs=5e-7)
+        assert lr_sensitivity([*LOSSES[:-1], worst], INIT) == pytest.approx(
+            1.975235, abs=5e-7
+        )
 
 
 def test_lr_sensitivity_does_not_depend_on_order_and_is_zero_for_equal_losses() -> None:
-    assert lr_sensitivity(LOSSES[::-1], INIT) == pytest.approx(lr_sensitivity(LOSSES, INIT), rel=1e-15)
+    assert lr_sensitivity(LOSSES[::-1], INIT) == pytest.approx(
+        lr_sensitivity(LOSSES, INIT), rel=1e-15
+    )
     assert lr_sensitivity([3.0, 3.0, 3.0], INIT) == 0.0
 
 

@@ -27,9 +27,13 @@ class WandbRun:
         self.tags: tuple[str, ...] | None = None
         self.finished: int | None = None
         self.step = 0
-        self.rows: list[dict[str, Any]] = [{}]  # the last is the one that is not committed yet
+        self.rows: list[dict[str, Any]] = [
+            {}
+        ]  # the last is the one that is not committed yet
 
-    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+    def log(
+        self, data: dict[str, Any], step: int | None = None, commit: bool | None = None
+    ) -> None:
         assert step is None
         self.logged.append((data, commit))
         self.rows[-1] |= data
@@ -64,7 +68,9 @@ def wandb(active: WandbRun | None = None) -> types.ModuleType:
     """The module, with or without an active run."""
     module = types.ModuleType("wandb")
 
-    def init(project: str, name: str | None = None, mode: str | None = None) -> WandbRun:
+    def init(
+        project: str, name: str | None = None, mode: str | None = None
+    ) -> WandbRun:
         module.run = WandbRun()  # type: ignore[attr-defined]
         module.asked = (project, name, mode)  # type: ignore[attr-defined]
         return module.run  # type: ignore[attr-defined]
@@ -88,7 +94,13 @@ class TrackioRun:
         self._next_step = max(self._next_step, step + 1)
         self.logged.append((metrics, step))
 
-    def alert(self, title: str, text: str | None = None, level: AlertLevel = AlertLevel.WARN, step: Any = None) -> None:
+    def alert(
+        self,
+        title: str,
+        text: str | None = None,
+        level: AlertLevel = AlertLevel.WARN,
+        step: Any = None,
+    ) -> None:
         self.alerts.append((title, level, step))
 
     def finish(self) -> None:
@@ -97,10 +109,15 @@ class TrackioRun:
 
 def trackio(active: TrackioRun | None = None) -> dict[str, types.ModuleType]:
     """The module and the one that knows the active run, by name."""
-    module, variables = types.ModuleType("trackio"), types.ModuleType("trackio.context_vars")
+    module, variables = (
+        types.ModuleType("trackio"),
+        types.ModuleType("trackio.context_vars"),
+    )
     variables.current_run = contextvars.ContextVar("run", default=active)  # type: ignore[attr-defined]
 
-    def init(project: str, name: str | None = None, config: Any = None, embed: bool = True) -> TrackioRun:
+    def init(
+        project: str, name: str | None = None, config: Any = None, embed: bool = True
+    ) -> TrackioRun:
         assert not embed
         module.run = TrackioRun()  # type: ignore[attr-defined]
         return module.run  # type: ignore[attr-defined]
@@ -113,7 +130,9 @@ def mlflow(active: bool = False) -> types.ModuleType:
     """The module, with or without an active run."""
     module = types.ModuleType("mlflow")
     run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
-    state = types.SimpleNamespace(run=run if active else None, metrics=[], tags={}, ended=None, experiment=None)
+    state = types.SimpleNamespace(
+        run=run if active else None, metrics=[], tags={}, ended=None, experiment=None
+    )
 
     class MlflowClient:
         def set_tag(self, run_id: str, key: str, value: Any) -> None:
@@ -129,7 +148,9 @@ def mlflow(active: bool = False) -> types.ModuleType:
         state.run, state.experiment = run, experiment_id
         return run
 
-    def log_metrics(metrics: dict[str, float], step: int | None = None, run_id: str | None = None) -> None:
+    def log_metrics(
+        metrics: dict[str, float], step: int | None = None, run_id: str | None = None
+    ) -> None:
         assert len(metrics) <= 1000
         state.metrics.append((metrics, step, run_id))
 
@@ -139,5 +160,9 @@ def mlflow(active: bool = False) -> types.ModuleType:
     module.state = state  # type: ignore[attr-defined]
     module.MlflowClient = MlflowClient  # type: ignore[attr-defined]
     module.active_run = lambda: state.run  # type: ignore[attr-defined]
-    module.start_run, module.log_metrics, module.end_run = start_run, log_metrics, end_run  # type: ignore[attr-defined]
+    module.start_run, module.log_metrics, module.end_run = (
+        start_run,
+        log_metrics,
+        end_run,
+    )  # type: ignore[attr-defined]
     return module

@@ -13,7 +13,9 @@ def tensorboard_scalars(folder: Path, tag: str) -> dict[int, float]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found: dict[int, float] = {}
-    for place in sorted({file.parent for file in folder.rglob("events.out.tfevents.*")}):
+    for place in sorted(
+        {file.parent for file in folder.rglob("events.out.tfevents.*")}
+    ):
         events = EventAccumulator(str(place))
         events.Reload()
         if tag in events.Tags()["scalars"]:
@@ -32,7 +34,12 @@ def wandb_rows(folder: Path) -> list[dict[str, Any]]:
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
-            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+            rows.append(
+                {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in items
+                }
+            )
     return rows
 
 
@@ -44,7 +51,10 @@ def _records(data: bytes) -> Iterator[bytes]:
         if left < 7:
             place += left
             continue
-        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        size, kind = (
+            int.from_bytes(data[place + 4 : place + 6], "little"),
+            data[place + 6],
+        )
         if kind == 0:
             place += left
             continue

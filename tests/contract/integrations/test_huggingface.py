@@ -21,8 +21,16 @@ from qkeel.integrations.huggingface import QkeelCallback  # noqa: E402
 
 
 def tiny() -> Any:
-    shape = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
+    shape = {
+        "vocab_size": 64,
+        "n_positions": 16,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+    }
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0)
+    )
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:
@@ -43,7 +51,9 @@ def test_events_without_a_trainer(tmp_path: Path) -> None:
     callback = QkeelCallback(every=2, sinks=tmp_path / "run")
     state = SimpleNamespace(global_step=10, max_steps=16, log_history=[])
     event: Any = (None, state, SimpleNamespace(should_training_stop=False))
-    with pytest.warns(QkeelWarning, match=r"no transformers\.Trainer calls this callback"):
+    with pytest.warns(
+        QkeelWarning, match=r"no transformers\.Trainer calls this callback"
+    ):
         callback.on_train_begin(*event, model=model, optimizer=optimizer)
     for step in range(6):
         callback.on_step_begin(*event)
@@ -51,9 +61,16 @@ def test_events_without_a_trainer(tmp_path: Path) -> None:
         optimizer.step()
         state.global_step += 1
         callback.on_step_end(*event)
-    assert [entry["step"] for entry in state.log_history] == [10, 12, 14, 15]  # goes on counting; the last one too
+    assert [entry["step"] for entry in state.log_history] == [
+        10,
+        12,
+        14,
+        15,
+    ]  # goes on counting; the last one too
     whole = {"attn/max_logit", "attn/entropy", "attn/query_norm", "attn/key_norm"}
-    layers = {name.replace("attn/", f"attn/layer_0{i}/") for name in whole for i in range(2)}
+    layers = {
+        name.replace("attn/", f"attn/layer_0{i}/") for name in whole for i in range(2)
+    }
     assert {"step", *whole, *layers} <= set(state.log_history[0])
     callback.on_train_end(*event)
     assert load(tmp_path / "run").status == "done"
@@ -67,33 +84,69 @@ class Reporter(transformers.TrainerCallback):
     def __init__(self) -> None:
         self.sent: list[tuple[int, dict[str, float]]] = []
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+    ) -> None:
         self.sent.append((state.global_step, dict(logs)))
 
     @property
     def logits(self) -> dict[int, float]:
-        return {step: logs["attn/max_logit"] for step, logs in self.sent if "attn/max_logit" in logs}
+        return {
+            step: logs["attn/max_logit"]
+            for step, logs in self.sent
+            if "attn/max_logit" in logs
+        }
 
 
-def trained(*callbacks: Any, folder: Path | None = None, resume: bool = False, **options: Any) -> Any:
+def trained(
+    *callbacks: Any, folder: Path | None = None, resume: bool = False, **options: Any
+) -> Any:
     pytest.importorskip("accelerate")
     transformers.set_seed(0)
-    data = [{name: v[0].tolist() for name, v in batch(seed).items()} for seed in range(24)]
-    more = {name: options.pop(name) for name in ("eval_dataset", "optimizers") if name in options}
-    given = {"max_steps": 6, "gradient_accumulation_steps": 2, "save_strategy": "no", "report_to": [], **options}
+    data = [
+        {name: v[0].tolist() for name, v in batch(seed).items()} for seed in range(24)
+    ]
+    more = {
+        name: options.pop(name)
+        for name in ("eval_dataset", "optimizers")
+        if name in options
+    }
+    given = {
+        "max_steps": 6,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "no",
+        "report_to": [],
+        **options,
+    }
     arguments = transformers.TrainingArguments(
         output_dir=str(folder or tempfile.mkdtemp()), per_device_train_batch_size=2, use_cpu=True, disable_tqdm=True,
         **given,
     )  # fmt: skip
-    trainer = transformers.Trainer(model=tiny(), args=arguments, train_dataset=data, callbacks=list(callbacks), **more)
+    trainer = transformers.Trainer(
+        model=tiny(),
+        args=arguments,
+        train_dataset=data,
+        callbacks=list(callbacks),
+        **more,
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
-@pytest.mark.filterwarnings("ignore")  # what transformers and accelerate warn of is theirs
-def test_training_is_bit_identical_and_its_logs_are_what_they_were(tmp_path: Path) -> None:
-    plain, seen = trained(logging_steps=2), trained(QkeelCallback(every=1), logging_steps=2)
-    losses = [[(h["step"], h["loss"]) for h in t.state.log_history if "loss" in h] for t in (plain, seen)]
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # what transformers and accelerate warn of is theirs
+def test_training_is_bit_identical_and_its_logs_are_what_they_were(
+    tmp_path: Path,
+) -> None:
+    plain, seen = (
+        trained(logging_steps=2),
+        trained(QkeelCallback(every=1), logging_steps=2),
+    )
+    losses = [
+        [(h["step"], h["loss"]) for h in t.state.log_history if "loss" in h]
+        for t in (plain, seen)
+    ]
     assert len(losses[0]) == 3
     assert losses[0] == losses[1]
     a, b = plain.model.state_dict(), seen.model.state_dict()
@@ -111,9 +164,18 @@ def test_every_reporter_gets_each_number_at_its_step(tmp_path: Path) -> None:
     ]
     for i, (every, steps, options) in enumerate(cadences):
         before, after, run = Reporter(), Reporter(), tmp_path / f"run{i}"
-        seen = trained(before, QkeelCallback(every=every, sinks=run, per_layer=i == 1), after, **options)
+        seen = trained(
+            before,
+            QkeelCallback(every=every, sinks=run, per_layer=i == 1),
+            after,
+            **options,
+        )
         assert list(recorded(run)) == steps, every
-        history = {h["step"]: h["attn/max_logit"] for h in seen.state.log_history if "attn/max_logit" in h}
+        history = {
+            h["step"]: h["attn/max_logit"]
+            for h in seen.state.log_history
+            if "attn/max_logit" in h
+        }
         for tool in (before.logits, after.logits, history):
             assert tool == pytest.approx(recorded(run)), every
         assert ("attn/layer_01/entropy" in before.sent[0][1]) == (i == 1)
@@ -122,12 +184,21 @@ def test_every_reporter_gets_each_number_at_its_step(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_the_loss_is_that_of_the_trainer_and_evaluations_are_sent() -> None:
     reporter, callback = Reporter(), QkeelCallback(every=1)
-    data = [{name: v[0].tolist() for name, v in batch(seed).items()} for seed in range(4)]
-    options = {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    data = [
+        {name: v[0].tolist() for name, v in batch(seed).items()} for seed in range(4)
+    ]
+    options = {
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "max_steps": 4,
+    }
     trainer = trained(reporter, callback, eval_dataset=data, **options)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert callback.monitor is not None
-    assert callback.monitor.history.values["train_loss"].tolist() == pytest.approx(losses, rel=1e-3)
+    assert callback.monitor.history.values["train_loss"].tolist() == pytest.approx(
+        losses, rel=1e-3
+    )
     assert any("eval_attn/max_logit" in logs for _, logs in reporter.sent)
 
 
@@ -136,17 +207,29 @@ def test_what_cannot_be_watched_does_not_stop_the_training() -> None:
     """As with optimizers that step layer by layer in backward, where the Trainer's own is a dummy."""
     foreign = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.warns(QkeelWarning, match="training goes on without it"):
-        trainer = trained(QkeelCallback(), optimizers=(foreign, torch.optim.lr_scheduler.ConstantLR(foreign)))
+        trainer = trained(
+            QkeelCallback(),
+            optimizers=(foreign, torch.optim.lr_scheduler.ConstantLR(foreign)),
+        )
     assert trainer.state.global_step == 6
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_trainer_prints_two_numbers_of_a_sample_and_sends_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trainer_prints_two_numbers_of_a_sample_and_sends_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     reporter = Reporter()
     trained(reporter, QkeelCallback(every=5), logging_strategy="no")
-    printed = [line for line in capsys.readouterr().out.splitlines() if "attn/max_logit" in line]
+    printed = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "attn/max_logit" in line
+    ]
     assert len(printed) == 2  # steps 0 and 5
-    assert all(sorted(ast.literal_eval(line)) == ["attn/entropy", "attn/max_logit"] for line in printed)
+    assert all(
+        sorted(ast.literal_eval(line)) == ["attn/entropy", "attn/max_logit"]
+        for line in printed
+    )
     assert "attn/layer_01/max_logit" in reporter.sent[0][1]
 
 
@@ -158,12 +241,16 @@ class Stopper(transformers.TrainerCallback):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_end_is_measured_where_another_callback_stops_the_training(tmp_path: Path) -> None:
+def test_the_end_is_measured_where_another_callback_stops_the_training(
+    tmp_path: Path,
+) -> None:
     stopped = trained(Stopper(), max_steps=8)
     for i, order in enumerate([(Stopper(),), ()]):
         reporter, run = Reporter(), tmp_path / f"run{i}"
         later = [] if order else [Stopper()]
-        seen = trained(*order, QkeelCallback(every=3, sinks=run), *later, reporter, max_steps=8)
+        seen = trained(
+            *order, QkeelCallback(every=3, sinks=run), *later, reporter, max_steps=8
+        )
         assert list(recorded(run)) == [0, 3, 5]
         assert reporter.logits == pytest.approx(recorded(run))
         a, b = stopped.model.state_dict(), seen.model.state_dict()
@@ -175,38 +262,62 @@ def test_a_resumed_training_goes_on_at_its_steps(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 4, "folder": tmp_path / "out"}
     trained(QkeelCallback(every=3, sinks=tmp_path / "a"), max_steps=4, **options)
     reporter = Reporter()
-    trained(reporter, QkeelCallback(every=3, sinks=tmp_path / "b"), max_steps=8, resume=True, **options)
+    trained(
+        reporter,
+        QkeelCallback(every=3, sinks=tmp_path / "b"),
+        max_steps=8,
+        resume=True,
+        **options,
+    )
     assert list(recorded(tmp_path / "a")) == [0, 3]
     assert list(recorded(tmp_path / "b")) == [6, 7]
     assert reporter.logits == pytest.approx(recorded(tmp_path / "b"))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_event_files_of_tensorboard_have_each_number_at_its_step(tmp_path: Path) -> None:
+def test_the_event_files_of_tensorboard_have_each_number_at_its_step(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("tensorboard")
     from .stored import tensorboard_scalars
 
-    trained(QkeelCallback(every=4, sinks=tmp_path / "run"), report_to=["tensorboard"], folder=tmp_path / "out")
+    trained(
+        QkeelCallback(every=4, sinks=tmp_path / "run"),
+        report_to=["tensorboard"],
+        folder=tmp_path / "out",
+    )
     found = tensorboard_scalars(tmp_path / "out", "train/attn/max_logit")
     assert list(found) == [0, 4, 5]
     assert found == pytest.approx(recorded(tmp_path / "run"), rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_wandb_and_mlflow_store_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_wandb_and_mlflow_store_of_a_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb, mlflow = pytest.importorskip("wandb"), pytest.importorskip("mlflow")
     from .stored import wandb_rows
 
-    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}.items():
+    for name, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     mlflow.set_tracking_uri((tmp_path / "store").as_uri())
-    trained(QkeelCallback(every=4, sinks=tmp_path / "run"), report_to=["wandb", "mlflow"], logging_steps=4)
+    trained(
+        QkeelCallback(every=4, sinks=tmp_path / "run"),
+        report_to=["wandb", "mlflow"],
+        logging_steps=4,
+    )
     wandb.finish()
     wandb.teardown()
     expected = recorded(tmp_path / "run")
     rows = [row for row in wandb_rows(tmp_path) if "train/attn/max_logit" in row]
-    assert {row["train/global_step"]: row["train/attn/max_logit"] for row in rows} == pytest.approx(expected)
+    assert {
+        row["train/global_step"]: row["train/attn/max_logit"] for row in rows
+    } == pytest.approx(expected)
     client = mlflow.MlflowClient()
     (run,) = client.search_runs(["0"])
     history = client.get_metric_history(run.info.run_id, "attn/max_logit")

@@ -44,7 +44,9 @@ class Module(L.LightningModule):
         self.net, self.lr = Net(dropout), lr
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[0].flatten())
+        return nn.functional.cross_entropy(
+            self.net(batch[0]).flatten(0, 1), batch[0].flatten()
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
@@ -132,9 +134,16 @@ def test_the_loggers_get_each_number_at_its_step(tmp_path: Path) -> None:
     ]
     for i, (every, steps, options) in enumerate(settings):
         logger = CSVLogger(tmp_path, name="csv", version=str(i))
-        fitted(QkeelCallback(every=every, sinks=tmp_path / f"run{i}"), tmp_path, logger=logger, **options)
+        fitted(
+            QkeelCallback(every=every, sinks=tmp_path / f"run{i}"),
+            tmp_path,
+            logger=logger,
+            **options,
+        )
         assert list(recorded(tmp_path / f"run{i}")) == steps, options
-        assert logged(tmp_path / "csv" / str(i)) == pytest.approx(recorded(tmp_path / f"run{i}")), options
+        assert logged(tmp_path / "csv" / str(i)) == pytest.approx(
+            recorded(tmp_path / f"run{i}")
+        ), options
 
 
 def test_a_resumed_training_goes_on_at_its_steps(tmp_path: Path) -> None:
@@ -146,14 +155,21 @@ def test_a_resumed_training_goes_on_at_its_steps(tmp_path: Path) -> None:
     first = fitted(None, tmp_path)
     first.save_checkpoint(tmp_path / "last.ckpt")
     callback = QkeelCallback(every=5, sinks=tmp_path / "run")
-    options: dict[str, Any] = {"max_epochs": 2, "logger": TensorBoardLogger(tmp_path / "tb")}
+    options: dict[str, Any] = {
+        "max_epochs": 2,
+        "logger": TensorBoardLogger(tmp_path / "tb"),
+    }
     fitted(callback, tmp_path, resume=str(tmp_path / "last.ckpt"), **options)
     assert list(recorded(tmp_path / "run")) == [10, 15]
-    assert tensorboard_scalars(tmp_path / "tb", "attn/max_logit") == pytest.approx(recorded(tmp_path / "run"), rel=1e-6)
+    assert tensorboard_scalars(tmp_path / "tb", "attn/max_logit") == pytest.approx(
+        recorded(tmp_path / "run"), rel=1e-6
+    )
 
 
 def test_a_module_is_chosen_by_name(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValueError, match="has no module 'nett'; its children: net"):
+    with pytest.raises(
+        InvalidValueError, match="has no module 'nett'; its children: net"
+    ):
         fitted(QkeelCallback(module="nett"), tmp_path)
 
 
@@ -166,9 +182,13 @@ def test_an_autopilot_resumes_to_the_same_bits_and_events(tmp_path: Path) -> Non
     with pytest.raises(InvalidValueError, match="without allow_new_parameters"):
         QkeelCallback(autopilot="ladder:allow_new_parameters=true")
 
-    def run(loader: Any, name: str, resume: str | None = None) -> tuple[dict[str, torch.Tensor], Autopilot]:
+    def run(
+        loader: Any, name: str, resume: str | None = None
+    ) -> tuple[dict[str, torch.Tensor], Autopilot]:
         example = torch.zeros(1, 8, dtype=torch.long)
-        callback = QkeelCallback(every=1, autopilot="ladder:threshold=2,patience=1", batch=example)
+        callback = QkeelCallback(
+            every=1, autopilot="ladder:threshold=2,patience=1", batch=example
+        )
         trainer = fitted(
             callback, tmp_path, resume=resume, module=functools.partial(Module, 0.3, 0.0), loader=loader,
             saves=ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1),
@@ -181,7 +201,16 @@ def test_an_autopilot_resumes_to_the_same_bits_and_events(tmp_path: Path) -> Non
         bits, whole = run(loader, loader.__name__)
         clip = next(one.step for one in whole.decisions if one.action is Action.CLIP)
         assert clip < 16
-        for step in (8, 16) if loader is torch.utils.data.DataLoader else (clip - 1, clip + 1, clip + 4):
-            again, pilot = run(loader, "again", str(tmp_path / loader.__name__ / f"step={step}.ckpt"))
+        for step in (
+            (8, 16)
+            if loader is torch.utils.data.DataLoader
+            else (clip - 1, clip + 1, clip + 4)
+        ):
+            again, pilot = run(
+                loader, "again", str(tmp_path / loader.__name__ / f"step={step}.ckpt")
+            )
             assert pilot.events == whole.events, (loader, step)
-            assert all(torch.equal(bits[name], again[name]) for name in bits), (loader, step)
+            assert all(torch.equal(bits[name], again[name]) for name in bits), (
+                loader,
+                step,
+            )

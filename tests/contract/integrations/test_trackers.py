@@ -12,13 +12,24 @@ from monitor.samples import about, alarm, sample
 from tests.each_row import each_row
 
 from qkeel import watch
-from qkeel.errors import InvalidValueError, MissingLibraryError, QkeelError, UnknownNameError, needed
+from qkeel.errors import (
+    InvalidValueError,
+    MissingLibraryError,
+    QkeelError,
+    UnknownNameError,
+    needed,
+)
 from qkeel.integrations import SINKS, sink, sinks
 from qkeel.monitor import RunDirectorySink, Sink
 
 from . import fakes
 
-OUTSIDE = {"mlflow": "mlflow", "tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
+OUTSIDE = {
+    "mlflow": "mlflow",
+    "tensorboard": "torch.utils.tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
 
 
 def used(one: Sink, *, complete: bool = True) -> None:
@@ -30,20 +41,28 @@ def used(one: Sink, *, complete: bool = True) -> None:
     one.close(complete)
 
 
-def test_wandb_gets_a_run_of_its_own_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_a_run_of_its_own_and_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = fakes.wandb()
     monkeypatch.setitem(sys.modules, "wandb", module)
     used(sink("wandb:project=gpt,mode=offline"), complete=False)
     run: fakes.WandbRun = module.run
     assert module.asked == ("gpt", None, "offline")
-    assert [(data["qkeel/step"], commit) for data, commit in run.logged] == [(0, True), (10, True), (10, True)]
+    assert [(data["qkeel/step"], commit) for data, commit in run.logged] == [
+        (0, True),
+        (10, True),
+        (10, True),
+    ]
     assert run.logged[0][0]["attn/max_logit"] == 14.23
     assert "eval/attn/max_logit" in run.logged[2][0]
     heads = run.logged[0][0]["attn/heads/max_logit"]
     assert isinstance(heads, fakes.Histogram)
     assert heads.sequence == [1.0, 2.0, 3.0, 4.0, 14.23]
     assert run.axes["attn/*"] == "qkeel/step"
-    assert run.alerts == [("qkeel: ceiling 1000", str(alarm(step=10)), fakes.AlertLevel.WARN)]
+    assert run.alerts == [
+        ("qkeel: ceiling 1000", str(alarm(step=10)), fakes.AlertLevel.WARN)
+    ]
     assert run.config["qkeel"]["model"] == "Toy"
     assert run.tags == ("qkeel alarm: ceiling 1000",)
     assert run.finished == 1
@@ -54,7 +73,10 @@ def test_in_anothers_wandb_run_the_step_counter_stays_his_and_no_sample_is_lost(
 ) -> None:
     active = fakes.WandbRun()
     monkeypatch.setitem(sys.modules, "wandb", fakes.wandb(active))
-    for commit, steps in (("false", [0, 10, 30, 20, 40]), ("true", [0, 10, 20, 30, 40])):
+    for commit, steps in (
+        ("false", [0, 10, 30, 20, 40]),
+        ("true", [0, 10, 20, 30, 40]),
+    ):
         first = len(active.rows) - 1
         one = sink(f"wandb:commit={commit}")
         one.open(about())
@@ -88,12 +110,18 @@ def test_trackio_gets_steps_and_alerts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("active", [False, True])
-def test_mlflow_ends_the_run_it_started_and_no_other(active: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_ends_the_run_it_started_and_no_other(
+    active: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = fakes.mlflow(active)
     monkeypatch.setitem(sys.modules, "mlflow", module)
     used(sink("mlflow:experiment=e"))
     state = module.state
-    assert [(step, run_id) for _, step, run_id in state.metrics] == [(0, "r1"), (10, "r1"), (10, "r1")]
+    assert [(step, run_id) for _, step, run_id in state.metrics] == [
+        (0, "r1"),
+        (10, "r1"),
+        (10, "r1"),
+    ]
     assert state.tags["r1", "qkeel.alarm.ceiling_1000"] == str(alarm(step=10))
     assert state.ended == (None if active else "FINISHED")
     assert state.experiment == (None if active else "number of e")
@@ -106,7 +134,10 @@ def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
     used(sink(f"tensorboard:directory={tmp_path / 'tb'}"))
     events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"histograms": 0})
     events.Reload()
-    assert [(e.step, round(e.value, 2)) for e in events.Scalars("attn/max_logit")] == [(0, 14.23), (10, 14.23)]
+    assert [(e.step, round(e.value, 2)) for e in events.Scalars("attn/max_logit")] == [
+        (0, 14.23),
+        (10, 14.23),
+    ]
     assert [e.step for e in events.Scalars("eval/attn/layer_01/max_logit")] == [10]
     (first, second) = events.Histograms("attn/heads/max_logit")
     assert (first.step, second.step) == (0, 10)
@@ -118,7 +149,9 @@ def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
 def test_every_sink_takes_samples_alarms_and_an_end_and_has_its_row_in_the_docs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "guides" / "trackers.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "trackers.md").read_text(
+        encoding="utf-8"
+    )
     assert f"\n| `{name}:" in page
     if name in OUTSIDE:  # each has a test of its own, with a stand-in of the library
         return
@@ -141,7 +174,10 @@ def test_the_error_of_a_missing_library_has_the_line_that_installs_it(
     assert isinstance(error.value, QkeelError)
     sink(name).close(complete=True)  # never opened: nothing to end
     broken = f"cannot be imported .*'NONE'.*: pip install --upgrade {name}"
-    with pytest.raises(MissingLibraryError, match=broken), needed("it", name):  # installed, but not as it should be
+    with (
+        pytest.raises(MissingLibraryError, match=broken),
+        needed("it", name),
+    ):  # installed, but not as it should be
         from qkeel.errors import NONE  # noqa: F401  # type: ignore[attr-defined]
 
 
@@ -153,21 +189,30 @@ def test_sinks_are_named_by_spec_strings(tmp_path: Path) -> None:
     assert vars(sink("wandb:project=7"))["project"] == "7"
     with pytest.raises(UnknownNameError, match="Did you mean 'wandb'"):
         sink("wandbb")
-    with pytest.raises(UnknownNameError, match=r"unknown option of wandb 'projct'\. Did you mean 'project'"):
+    with pytest.raises(
+        UnknownNameError,
+        match=r"unknown option of wandb 'projct'\. Did you mean 'project'",
+    ):
         sink("wandb:projct=x")
     with pytest.raises(InvalidValueError, match="expected one sink, got 2"):
         sink("log+log")
     with pytest.raises(
-        UnknownNameError, match=r"unknown sink 'tensorbord'\. Did you mean 'tensorboard'.*write \./tensor"
+        UnknownNameError,
+        match=r"unknown sink 'tensorbord'\. Did you mean 'tensorboard'.*write \./tensor",
     ):
         watch(torch.nn.Linear(1, 1), sinks="tensorbord")
 
 
 @pytest.mark.parametrize("name", ["huggingface", "lightning"])
-def test_a_trainers_door_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainers_door_says_what_to_install(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import importlib
 
-    outside: dict[str, Any] = {"huggingface": ["transformers"], "lightning": ["lightning", "lightning.pytorch"]}
+    outside: dict[str, Any] = {
+        "huggingface": ["transformers"],
+        "lightning": ["lightning", "lightning.pytorch"],
+    }
     for module in outside[name]:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, f"qkeel.integrations.{name}", raising=False)

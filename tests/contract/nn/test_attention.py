@@ -28,17 +28,26 @@ def make(name: str, heads: str = "gqa", bias: bool = False) -> Attention:
     return randomised(Attention(24, h, g, 8, spec=preset(name), bias=bias))
 
 
-def by_hand(module: Attention, x: Tensor, context: Tensor | None = None, **how: object) -> Tensor:
+def by_hand(
+    module: Attention, x: Tensor, context: Tensor | None = None, **how: object
+) -> Tensor:
     """Projections with einsum, the oracle, the output projection."""
     source = x if context is None else context
 
     def project(layer: torch.nn.Linear, y: Tensor, heads: int) -> Tensor:
         weight = layer.weight.view(heads, module.head_dim, -1)
         out = torch.einsum("btm,hdm->bhtd", y, weight)
-        return out if layer.bias is None else out + layer.bias.view(heads, 1, module.head_dim)
+        return (
+            out
+            if layer.bias is None
+            else out + layer.bias.view(heads, 1, module.head_dim)
+        )
 
     q = project(module.q_proj, x, module.n_heads)
-    k, v = (project(layer, source, module.n_kv_heads) for layer in (module.k_proj, module.v_proj))
+    k, v = (
+        project(layer, source, module.n_kv_heads)
+        for layer in (module.k_proj, module.v_proj)
+    )
     params = dict(module.spec_params())
     out = reference.attend(module.spec, q, k, v, params=params, **how).out  # type: ignore[arg-type]
     weight = module.o_proj.weight.view(-1, module.n_heads, module.head_dim)
@@ -47,7 +56,9 @@ def by_hand(module: Attention, x: Tensor, context: Tensor | None = None, **how: 
 
 @every_preset
 @pytest.mark.parametrize("heads", HEADS)
-def test_output_is_that_of_the_oracle_between_projections(name: str, heads: str) -> None:
+def test_output_is_that_of_the_oracle_between_projections(
+    name: str, heads: str
+) -> None:
     for bias in (False, True):
         module = make(name, heads, bias)
         x = torch.randn(2, 5, 24, dtype=torch.float64)
@@ -66,29 +77,49 @@ def test_impl_names_the_kernel(impl: str) -> None:
 
 def test_cross_attention_sees_all_of_the_context_unless_asked_to_be_causal() -> None:
     module = make("qwen3", bias=True)
-    x, context = torch.randn(2, 5, 24, dtype=torch.float64), torch.randn(2, 7, 24, dtype=torch.float64)
+    x, context = (
+        torch.randn(2, 5, 24, dtype=torch.float64),
+        torch.randn(2, 7, 24, dtype=torch.float64),
+    )
     full = module(x, context=context)
-    assert torch.allclose(full, by_hand(module, x, context, causal=False), rtol=0, atol=1e-12)
+    assert torch.allclose(
+        full, by_hand(module, x, context, causal=False), rtol=0, atol=1e-12
+    )
     causal = module(x, context=context, causal=True)
-    assert torch.allclose(causal, by_hand(module, x, context, causal=True), rtol=0, atol=1e-12)
+    assert torch.allclose(
+        causal, by_hand(module, x, context, causal=True), rtol=0, atol=1e-12
+    )
     assert not torch.allclose(full, causal)
 
 
 def test_cross_attention_takes_positions_of_both_sides_and_a_mask() -> None:
     module = make("baseline_logn")
-    x, context = torch.randn(2, 3, 24, dtype=torch.float64), torch.randn(2, 6, 24, dtype=torch.float64)
-    pos, pos_context = torch.tensor([[4, 7, 9], [0, 2, 5]]), torch.tensor([[0, 1, 2, 3, 4, 5], [1, 3, 5, 7, 9, 11]])
+    x, context = (
+        torch.randn(2, 3, 24, dtype=torch.float64),
+        torch.randn(2, 6, 24, dtype=torch.float64),
+    )
+    pos, pos_context = (
+        torch.tensor([[4, 7, 9], [0, 2, 5]]),
+        torch.tensor([[0, 1, 2, 3, 4, 5], [1, 3, 5, 7, 9, 11]]),
+    )
     mask = torch.rand(2, 1, 3, 6) < 0.7
     ours = module(x, context=context, pos=pos, pos_context=pos_context, mask=mask)
-    theirs = by_hand(module, x, context, causal=False, mask=mask, pos_q=pos, pos_k=pos_context)
+    theirs = by_hand(
+        module, x, context, causal=False, mask=mask, pos_q=pos, pos_k=pos_context
+    )
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_own_positions_and_padding_are_those_of_the_oracle() -> None:
     module, x = make("qwen3"), torch.randn(2, 5, 24, dtype=torch.float64)
-    pos, real = torch.tensor([[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]), torch.tensor([[True] * 5, [False] * 2 + [True] * 3])
+    pos, real = (
+        torch.tensor([[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]),
+        torch.tensor([[True] * 5, [False] * 2 + [True] * 3]),
+    )
     ours = module(x, pos=pos, mask=real)
-    assert torch.allclose(ours, by_hand(module, x, mask=real, pos_q=pos, pos_k=pos), rtol=0, atol=1e-12)
+    assert torch.allclose(
+        ours, by_hand(module, x, mask=real, pos_q=pos, pos_k=pos), rtol=0, atol=1e-12
+    )
 
 
 def test_dropout_acts_in_training_only() -> None:
@@ -106,11 +137,18 @@ def test_parameters_of_the_spec_get_gradients() -> None:
         module = make(name)
         module(torch.randn(2, 5, 24, dtype=torch.float64)).square().sum().backward()
         assert module.spec_params(), name
-        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in module.spec_params().values()), name
+        assert all(
+            p.grad is not None and p.grad.abs().max() > 0
+            for p in module.spec_params().values()
+        ), name
 
 
 def test_weights_come_back_from_a_state_dict() -> None:
-    one, other, x = make("chameleon", bias=True), make("chameleon", bias=True), torch.randn(2, 5, 24).double()
+    one, other, x = (
+        make("chameleon", bias=True),
+        make("chameleon", bias=True),
+        torch.randn(2, 5, 24).double(),
+    )
     assert not torch.equal(one(x), other(x))
     other.load_state_dict(one.state_dict())
     assert torch.equal(one(x), other(x))
@@ -125,13 +163,21 @@ def test_weights_come_back_from_a_state_dict() -> None:
         ({"d_model": 24, "n_heads": 4, "n_kv_heads": 0}, "at least one head"),
         ({"d_model": 24, "n_heads": 4, "head_dim": 0}, "head_dim"),
         ({"d_model": 0, "n_heads": 4}, "d_model"),
-        ({"d_model": 12, "n_heads": 4, "spec": preset("baseline")}, "even number of dimensions"),
-        ({"d_model": 24, "n_heads": 4, "n_kv_heads": 2, "spec": preset("ngpt")}, "shared by q and k"),
+        (
+            {"d_model": 12, "n_heads": 4, "spec": preset("baseline")},
+            "even number of dimensions",
+        ),
+        (
+            {"d_model": 24, "n_heads": 4, "n_kv_heads": 2, "spec": preset("ngpt")},
+            "shared by q and k",
+        ),
         ({"d_model": 24, "n_heads": 4, "dropout": 1.0}, r"dropout in \[0, 1\)"),
         ({"d_model": 24, "n_heads": 4, "impl": "spda"}, "sdpa"),
     ],
 )
-def test_bad_sizes_are_refused_when_the_module_is_made(arguments: dict, said: str) -> None:
+def test_bad_sizes_are_refused_when_the_module_is_made(
+    arguments: dict, said: str
+) -> None:
     with pytest.raises(QkeelError, match=said):
         Attention(**arguments)
 

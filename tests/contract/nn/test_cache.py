@@ -30,20 +30,34 @@ from qkeel.spec import (
 
 T = 9
 SPECS = {
-    **{name: preset(name) for name in PRESETS if name != "swin_v2"},  # Swin V2 looks at images: no decoder
+    **{
+        name: preset(name) for name in PRESETS if name != "swin_v2"
+    },  # Swin V2 looks at images: no decoder
     "sink": AttentionSpec(position=Rope(), normalizer=Sink()),
-    "sigmoid": AttentionSpec(position=Rope(), normalizer=Sigmoid(bias=-2.0, learned=True)),
-    "log_n": AttentionSpec(position=Rope(rotary=0.5), scale=LogN(train_length=4, clip=True)),
-    "yarn": AttentionSpec(norm=RMSNorm(), position=Rope(stretch=YaRN(factor=8, train_length=512))),
+    "sigmoid": AttentionSpec(
+        position=Rope(), normalizer=Sigmoid(bias=-2.0, learned=True)
+    ),
+    "log_n": AttentionSpec(
+        position=Rope(rotary=0.5), scale=LogN(train_length=4, clip=True)
+    ),
+    "yarn": AttentionSpec(
+        norm=RMSNorm(), position=Rope(stretch=YaRN(factor=8, train_length=512))
+    ),
     # These keep raw keys.
     "rerope": AttentionSpec(norm=RMSNorm(), position=ReRope(window=3)),
     "leaky_rerope": AttentionSpec(position=LeakyReRope(window=3, factor=4)),
-    "self_extend": AttentionSpec(position=LeakyReRope(window=3, factor=2, rounded=True)),
+    "self_extend": AttentionSpec(
+        position=LeakyReRope(window=3, factor=2, rounded=True)
+    ),
     "alibi": AttentionSpec(position=ALiBi()),
     "kerple": AttentionSpec(position=Kerple(kind="power")),
     "xpos": AttentionSpec(position=XPos()),
-    "window": AttentionSpec(norm=RMSNorm(), position=SlidingWindow(window=4), scale=LogN(train_length=4)),
-    "window_rerope": AttentionSpec(position=SlidingWindow(window=5, inner=ReRope(window=3))),
+    "window": AttentionSpec(
+        norm=RMSNorm(), position=SlidingWindow(window=4), scale=LogN(train_length=4)
+    ),
+    "window_rerope": AttentionSpec(
+        position=SlidingWindow(window=5, inner=ReRope(window=3))
+    ),
 }
 every_spec = pytest.mark.parametrize("name", one_in(SPECS, 3))
 
@@ -71,12 +85,16 @@ def test_pieces_give_the_full_forward_pass(name: str) -> None:
     module, x = make(name), torch.randn(2, T, 16, dtype=torch.float64)
     whole = module(x)
     for sizes in ([1] * T, [5, 1, 1, 1, 1], [3, 2, 4], [T]):
-        assert torch.allclose(in_pieces(module, x, sizes), whole, rtol=0, atol=1e-12), sizes
+        assert torch.allclose(in_pieces(module, x, sizes), whole, rtol=0, atol=1e-12), (
+            sizes
+        )
 
 
 @every_spec
 @torch.no_grad()
-def test_left_padding_with_own_positions_gives_the_sequence_without_padding(name: str) -> None:
+def test_left_padding_with_own_positions_gives_the_sequence_without_padding(
+    name: str,
+) -> None:
     module, x = make(name), torch.randn(3, T, 16, dtype=torch.float64)
     pad = torch.tensor([0, 2, 4])
     pos = (torch.arange(T) - pad[:, None]).clamp_min(0)
@@ -93,18 +111,32 @@ def test_left_padding_with_own_positions_gives_the_sequence_without_padding(name
     for i, n in enumerate(pad.tolist()):
         alone = module(x[i : i + 1, n:])
         for how, found in padded.items():
-            assert torch.allclose(found[i : i + 1, n:], alone, rtol=0, atol=1e-12), f"{how}, {n} padded"
+            assert torch.allclose(found[i : i + 1, n:], alone, rtol=0, atol=1e-12), (
+                f"{how}, {n} padded"
+            )
 
 
 @torch.no_grad()
 def test_a_decoder_with_caches_gives_the_logits_of_the_full_pass() -> None:
     for norm_order in ("pre", "post", "swin", "peri"):
         spec = preset("cosa_logn", train_length=4)
-        config = DecoderConfig(vocab_size=11, d_model=16, n_heads=4, n_kv_heads=2, spec=spec, norm_order=norm_order)
+        config = DecoderConfig(
+            vocab_size=11,
+            d_model=16,
+            n_heads=4,
+            n_kv_heads=2,
+            spec=spec,
+            norm_order=norm_order,
+        )
         model, tokens = Decoder(config).double().eval(), torch.randint(11, (2, T))
         caches = [KVCache(max_length=T) for _ in model.blocks]
-        parts = [model(tokens[:, i : i + n], caches=caches) for i, n in ((0, 4), (4, 1), (5, 1), (6, 3))]
-        assert torch.allclose(torch.cat(parts, 1), model(tokens), rtol=0, atol=1e-11), norm_order
+        parts = [
+            model(tokens[:, i : i + n], caches=caches)
+            for i, n in ((0, 4), (4, 1), (5, 1), (6, 3))
+        ]
+        assert torch.allclose(torch.cat(parts, 1), model(tokens), rtol=0, atol=1e-11), (
+            norm_order
+        )
 
 
 def test_a_cache_grows_by_doubling_and_keeps_what_it_holds() -> None:
@@ -135,7 +167,10 @@ def test_reset_forgets_and_keeps_the_memory() -> None:
     module, x = make("qwen3"), torch.randn(2, T, 16, dtype=torch.float64)
     cache = KVCache()
     with torch.no_grad():
-        first, nothing = module(x, cache=cache), torch.empty(2, 2, 0, 8, dtype=torch.float64)
+        first, nothing = (
+            module(x, cache=cache),
+            torch.empty(2, 2, 0, 8, dtype=torch.float64),
+        )
         memory, _ = cache.append(nothing, nothing)
         cache.reset()
         assert cache.length == 0
@@ -145,12 +180,17 @@ def test_reset_forgets_and_keeps_the_memory() -> None:
 
 def test_after_a_reset_own_positions_start_again() -> None:
     module, x = make("log_n"), torch.randn(2, 4, 16, dtype=torch.float64)
-    pos, real = torch.tensor([[0, 1, 2, 3], [0, 0, 1, 2]]), torch.tensor([[True] * 4, [False] + [True] * 3])
+    pos, real = (
+        torch.tensor([[0, 1, 2, 3], [0, 0, 1, 2]]),
+        torch.tensor([[True] * 4, [False] + [True] * 3]),
+    )
     cache = KVCache()
     with torch.no_grad():
         first = module(x, cache=cache, pos=pos, mask=real[:, None, None])
         cache.reset()
-        assert torch.equal(module(x, cache=cache, pos=pos, mask=real[:, None, None]), first)
+        assert torch.equal(
+            module(x, cache=cache, pos=pos, mask=real[:, None, None]), first
+        )
         cache.reset()
         assert torch.allclose(module(x, cache=cache), module(x), rtol=0, atol=1e-12)
 
@@ -171,7 +211,12 @@ def test_positions_go_on_after_the_last_ones_when_none_are_given() -> None:
     module, x = make("log_n"), torch.randn(2, T, 16, dtype=torch.float64)
     cache, pad = KVCache(), torch.tensor([0, 3])[:, None]
     real = (torch.arange(T) >= pad)[:, None, None]
-    module(x[:, :4], cache=cache, pos=(torch.arange(4) - pad).clamp_min(0), mask=real[..., :4])
+    module(
+        x[:, :4],
+        cache=cache,
+        pos=(torch.arange(4) - pad).clamp_min(0),
+        mask=real[..., :4],
+    )
     rest = module(x[:, 4:], cache=cache, mask=real)
     assert torch.equal(cache.pos, (torch.arange(T) - pad).clamp_min(0))
     assert torch.allclose(rest[1], module(x[1:, 3:])[0, 1:], rtol=0, atol=1e-12)
@@ -180,14 +225,20 @@ def test_positions_go_on_after_the_last_ones_when_none_are_given() -> None:
 
 
 def test_positions_of_another_shape_are_refused() -> None:
-    module, x, mask = make("qwen3"), torch.randn(2, 3, 16).double(), torch.ones(2, 1, 1, 3, dtype=torch.bool)
+    module, x, mask = (
+        make("qwen3"),
+        torch.randn(2, 3, 16).double(),
+        torch.ones(2, 1, 1, 3, dtype=torch.bool),
+    )
     with pytest.raises(ShapeError, match=r"pos of shape \[2 3\].*\(2, 4\)"):
         module(x, cache=KVCache(), pos=torch.zeros(2, 4).long(), mask=mask)
 
 
 def test_own_positions_without_a_mask_are_refused_with_a_cache() -> None:
     with pytest.raises(InvalidValueError, match="mask that hides the padding"):
-        make("qwen3")(torch.randn(2, 3, 16).double(), cache=KVCache(), pos=torch.arange(3))
+        make("qwen3")(
+            torch.randn(2, 3, 16).double(), cache=KVCache(), pos=torch.arange(3)
+        )
 
 
 def test_a_token_takes_what_its_keys_and_values_take() -> None:
@@ -198,13 +249,17 @@ def test_a_token_takes_what_its_keys_and_values_take() -> None:
 
 
 def test_a_cache_of_the_wrong_kind_is_refused() -> None:
-    with pytest.raises(InvalidTypeError, match=r"expected a qkeel\.nn\.KVCache, got LatentCache"):
+    with pytest.raises(
+        InvalidTypeError, match=r"expected a qkeel\.nn\.KVCache, got LatentCache"
+    ):
         make("qwen3")(torch.randn(2, 3, 16).double(), cache=LatentCache())  # type: ignore[arg-type]
 
 
 def test_a_decoder_makes_the_caches_its_attention_takes() -> None:
     for attention, kind in (("mha", KVCache), ("mla", LatentCache)):
-        caches = Decoder(DecoderConfig(vocab_size=5, d_model=16, attention=attention)).new_caches(max_length=7)
+        caches = Decoder(
+            DecoderConfig(vocab_size=5, d_model=16, attention=attention)
+        ).new_caches(max_length=7)
         assert [(type(c), c.max_length) for c in caches] == [(kind, 7)] * 2
 
 
@@ -216,7 +271,13 @@ def test_a_decoder_wants_one_cache_per_layer() -> None:
 
 @torch.no_grad()
 def test_frequencies_that_follow_the_length_turn_all_cached_keys_again() -> None:
-    module = Attention(16, 4, 2, 8, spec=AttentionSpec(position=Rope(stretch=DynamicNTK(train_length=4)))).double()
+    module = Attention(
+        16,
+        4,
+        2,
+        8,
+        spec=AttentionSpec(position=Rope(stretch=DynamicNTK(train_length=4))),
+    ).double()
     x, cache = torch.randn(2, T, 16, dtype=torch.float64), KVCache()
     for end in range(1, T + 1):
         last = module(x[:, end - 1 : end], cache=cache)

@@ -15,7 +15,10 @@ from qkeel.spec import AttentionSpec, L2Norm, RMSNorm, Rope, SquaredReLU
 
 LENGTH, WIDTH, SIZE = 6, 10, 8
 SPECS = {
-    **{name: preset(name, train_length=8) for name in ("baseline", "qna", "kna", "cosa", "kna_logn")},
+    **{
+        name: preset(name, train_length=8)
+        for name in ("baseline", "qna", "kna", "cosa", "kna_logn")
+    },
     "relu2": AttentionSpec(position=Rope(), normalizer=SquaredReLU()),
     "rerope": preset("baseline").extrapolate("rerope", train_length=8, window=3),
 }
@@ -26,7 +29,10 @@ def turned(x: Tensor, pos: float) -> Tensor:
     for i in range(half):
         angle = pos * 10_000.0 ** (-2 * i / x.shape[-1])
         a, b = x[i], x[i + half]
-        out[i], out[i + half] = a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle)
+        out[i], out[i + half] = (
+            a * math.cos(angle) - b * math.sin(angle),
+            b * math.cos(angle) + a * math.sin(angle),
+        )
     return out
 
 
@@ -53,12 +59,18 @@ def by_hand(m: GAU, x: Tensor, name: str) -> Tensor:
 
     u, v = silu(x @ m.uv_proj.weight.T).split(m.hidden, -1)
     z = silu(x @ m.qk_proj.z_proj.weight.T)
-    offsets = (0.0, 0.0) if m.qk_proj.q_bias is None else (m.qk_proj.q_bias, m.qk_proj.k_bias)
+    offsets = (
+        (0.0, 0.0) if m.qk_proj.q_bias is None else (m.qk_proj.q_bias, m.qk_proj.k_bias)
+    )
     q, k = z * m.qk_proj.q_gain + offsets[0], z * m.qk_proj.k_gain + offsets[1]
     rows = []
     for i in range(len(x)):
         z_i = torch.stack([logit(name, q[i], k[j], i, j) for j in range(i + 1)])
-        weights = z_i.clamp_min(0).square() / (i + 1) if name == "relu2" else z_i.exp() / z_i.exp().sum()
+        weights = (
+            z_i.clamp_min(0).square() / (i + 1)
+            if name == "relu2"
+            else z_i.exp() / z_i.exp().sum()
+        )
         rows.append(u[i] * (weights @ v[: i + 1]))
     return torch.stack(rows) @ m.o_proj.weight.T
 
@@ -75,7 +87,10 @@ def random_gau(name: str, bias: bool = True, **options: int) -> GAU:
 @pytest.mark.parametrize("name", SPECS)
 @torch.no_grad()
 def test_output_is_that_of_the_formulas(name: str, bias: bool) -> None:
-    module, x = random_gau(name, bias), torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    module, x = (
+        random_gau(name, bias),
+        torch.randn(2, LENGTH, WIDTH, dtype=torch.float64),
+    )
     for ours, row in zip(module(x), x):
         assert torch.allclose(ours, by_hand(module, row, name), rtol=0, atol=1e-11)
 
@@ -92,8 +107,15 @@ def test_gradients_are_those_of_the_formulas(name: str) -> None:
 
 def test_a_layer_of_gau_alpha_has_3_637_504_parameters() -> None:
     with torch.device("meta"):
-        assert sum(p.numel() for p in GAU(768).parameters()) == 768 * 3200 + 1536 * 768 + 2 * 128 == 3_637_504
-        assert sum(p.numel() for p in GAU(768, bias=True).parameters()) == 3_637_504 + 2 * 128
+        assert (
+            sum(p.numel() for p in GAU(768).parameters())
+            == 768 * 3200 + 1536 * 768 + 2 * 128
+            == 3_637_504
+        )
+        assert (
+            sum(p.numel() for p in GAU(768, bias=True).parameters())
+            == 3_637_504 + 2 * 128
+        )
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -101,7 +123,10 @@ def test_a_layer_of_gau_alpha_has_3_637_504_parameters() -> None:
 def test_with_a_cache_tokens_come_out_as_without(name: str) -> None:
     module, x = random_gau(name), torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
     cache = module.new_cache(LENGTH)
-    parts = [module(x[:, :3], cache=cache), *(module(x[:, i : i + 1], cache=cache) for i in range(3, LENGTH))]
+    parts = [
+        module(x[:, :3], cache=cache),
+        *(module(x[:, i : i + 1], cache=cache) for i in range(3, LENGTH)),
+    ]
     assert torch.allclose(torch.cat(parts, 1), module(x), rtol=0, atol=1e-12)
     assert cache.bytes_per_token == 8 * (SIZE + 2 * WIDTH)
 
@@ -123,8 +148,17 @@ def test_blocks_norm_before_or_after_and_weigh_the_stream() -> None:
 
 
 @pytest.mark.parametrize("norm_order", ["pre", "post"])
-def test_a_decoder_of_gaus_starts_near_guessing_learns_and_decodes(norm_order: str) -> None:
-    choices = {"d_model": 16, "n_layers": 3, "n_heads": 1, "head_dim": 8, "attention": "gau", "norm_order": norm_order}
+def test_a_decoder_of_gaus_starts_near_guessing_learns_and_decodes(
+    norm_order: str,
+) -> None:
+    choices = {
+        "d_model": 16,
+        "n_layers": 3,
+        "n_heads": 1,
+        "head_dim": 8,
+        "attention": "gau",
+        "norm_order": norm_order,
+    }
     deep = {"deepnorm": True} if norm_order == "post" else {}
     model = Decoder(DecoderConfig(vocab_size=20, spec=SPECS["kna"], **choices, **deep))  # type: ignore[arg-type]
     model.init_weights(torch.Generator().manual_seed(0))
@@ -132,7 +166,9 @@ def test_a_decoder_of_gaus_starts_near_guessing_learns_and_decodes(norm_order: s
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     losses = []
     for _ in range(20):
-        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(
+            model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -141,23 +177,33 @@ def test_a_decoder_of_gaus_starts_near_guessing_learns_and_decodes(norm_order: s
     assert losses[-1] < losses[0] / 2
     with torch.no_grad():
         caches = model.new_caches()
-        steps = torch.cat([model(tokens[:, i : i + 1], caches=caches) for i in range(13)], dim=1)
+        steps = torch.cat(
+            [model(tokens[:, i : i + 1], caches=caches) for i in range(13)], dim=1
+        )
         assert torch.allclose(steps, model(tokens), atol=1e-5)
 
 
 @torch.no_grad()
 def test_own_positions_and_a_mask_hide_padding() -> None:
-    module, x = random_gau("baseline"), torch.randn(1, LENGTH, WIDTH, dtype=torch.float64)
+    module, x = (
+        random_gau("baseline"),
+        torch.randn(1, LENGTH, WIDTH, dtype=torch.float64),
+    )
     padded = torch.cat([torch.randn(1, 2, WIDTH, dtype=torch.float64), x], dim=1)
     mask = torch.tensor([False] * 2 + [True] * LENGTH)[None, None, None]
     out = module(padded, mask=mask, pos=torch.arange(-2, LENGTH)[None].clamp_min(0))
     assert torch.allclose(out[:, 2:], module(x), rtol=0, atol=1e-12)
 
 
-def test_its_site_is_one_head_made_by_gains_on_one_projection_and_takes_and_loses_a_norm() -> None:
+def test_its_site_is_one_head_made_by_gains_on_one_projection_and_takes_and_loses_a_norm() -> (
+    None
+):
     model = nn.Sequential(GAU(WIDTH, size=SIZE), GAU(WIDTH, size=SIZE, bias=True))
     sites = find_sites(model)
-    assert [(s.name, s.n_heads, s.head_dim) for s in sites] == [("0", 1, SIZE), ("1", 1, SIZE)]
+    assert [(s.name, s.n_heads, s.head_dim) for s in sites] == [
+        ("0", 1, SIZE),
+        ("1", 1, SIZE),
+    ]
     made = [[(w.parameter.partition(".")[2], w.bias) for w in s.query] for s in sites]
     assert made[0] == [("qk_proj.z_proj.weight", None), ("qk_proj.q_gain", None)]
     assert made[1][1] == ("qk_proj.q_gain", "1.qk_proj.q_bias")
@@ -176,8 +222,12 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ShapeError, match="batch tokens 8"):
         GAU(8)(torch.ones(3, 8))
     with pytest.raises(RefusedError, match="values of this GAU have 16 numbers"):
-        GAU(8, size=4, spec=AttentionSpec(norm=RMSNorm(on="qkv", gain="dim")))(torch.ones(1, 3, 8))
-    assert GAU(8, size=4, spec=AttentionSpec(norm=L2Norm(on="qkv")))(torch.ones(1, 3, 8)).shape == (1, 3, 8)
+        GAU(8, size=4, spec=AttentionSpec(norm=RMSNorm(on="qkv", gain="dim")))(
+            torch.ones(1, 3, 8)
+        )
+    assert GAU(8, size=4, spec=AttentionSpec(norm=L2Norm(on="qkv")))(
+        torch.ones(1, 3, 8)
+    ).shape == (1, 3, 8)
     with pytest.raises(UnknownNameError, match="swin"):
         GAUBlock(GAU(8), norm_order="swin")
     with pytest.raises(InvalidValueError, match="alpha"):

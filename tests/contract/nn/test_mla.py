@@ -35,7 +35,10 @@ def turned(x: Tensor, pos: int) -> Tensor:
 def by_hand(m: MLA, x: Tensor, cap: float | None = None) -> Tensor:
     """One sequence [t m], head by head, token by token, from the paper's formulas."""
     s, t = m.sizes, x.shape[0]
-    c_q, c_kv = x if s.q_latent is None else x @ m.q_down.weight.T, x @ m.kv_down.weight.T
+    c_q, c_kv = (
+        x if s.q_latent is None else x @ m.q_down.weight.T,
+        x @ m.kv_down.weight.T,
+    )
     if m.latent_norm:
         c_q = c_q if s.q_latent is None else rms(c_q, m.q_latent_norm.weight)
         c_kv = rms(c_kv, m.kv_latent_norm.weight)
@@ -63,7 +66,9 @@ def by_hand(m: MLA, x: Tensor, cap: float | None = None) -> Tensor:
 @pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("q_latent", [10, None])
 @torch.no_grad()
-def test_output_is_that_of_the_papers_formulas(latent_norm: bool, cap: float | None, q_latent: int | None) -> None:
+def test_output_is_that_of_the_papers_formulas(
+    latent_norm: bool, cap: float | None, q_latent: int | None
+) -> None:
     spec = AttentionSpec() if cap is None else AttentionSpec(cap=Softcap(cap))
     sizes = dataclasses.replace(SIZES, q_latent=q_latent)
     module = MLA(12, 3, sizes=sizes, spec=spec, latent_norm=latent_norm).double()

@@ -70,7 +70,9 @@ class Family:
     attention: str
     config: str
     spec: Callable[[Sizes], AttentionSpec]
-    options: Callable[[Sizes], dict[str, Any]] = lambda sizes: {"rms_norm_eps": sizes.eps}
+    options: Callable[[Sizes], dict[str, Any]] = lambda sizes: {
+        "rms_norm_eps": sizes.eps
+    }
     params: Callable[[nn.Module], Params] = _gains
     rotary: str | None = None
     rotary_share: float = 1.0
@@ -89,7 +91,11 @@ class Family:
     def sizes(self, seed: int) -> Sizes:
         """The seed's geometry, as far as the family allows it."""
         draw = random.Random(f"{self.name} {seed}")
-        groups, per_group, head_dim = draw.choice([1, 2, 3]), draw.choice([1, 2, 3]), draw.choice([8, 16, 24])
+        groups, per_group, head_dim = (
+            draw.choice([1, 2, 3]),
+            draw.choice([1, 2, 3]),
+            draw.choice([8, 16, 24]),
+        )
         heads = groups * per_group
         return Sizes(
             n_heads=heads,
@@ -104,14 +110,22 @@ class Family:
 
     def build(self, sizes: Sizes) -> Stock:
         """The stock module with random weights, biases and gains."""
-        model = importlib.import_module(f"transformers.models.{self.package}.modeling_{self.package}")
-        configs = importlib.import_module(f"transformers.models.{self.package}.configuration_{self.package}")
+        model = importlib.import_module(
+            f"transformers.models.{self.package}.modeling_{self.package}"
+        )
+        configs = importlib.import_module(
+            f"transformers.models.{self.package}.configuration_{self.package}"
+        )
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": sizes.base}
         if self.rotary_share != 1:
             rope["partial_rotary_factor"] = self.rotary_share
         if self.layer_type:
             other = {"rope_type": "default", "rope_theta": 7.0}
-            rope = {"full_attention": other, "sliding_attention": other, self.layer_type: rope}
+            rope = {
+                "full_attention": other,
+                "sliding_attention": other,
+                self.layer_type: rope,
+            }
         common: dict[str, Any] = {
             "hidden_size": sizes.d_model,
             "num_attention_heads": sizes.n_heads,
@@ -124,7 +138,9 @@ class Family:
         config = getattr(configs, self.config)(**{**common, **self.options(sizes)})
         config._attn_implementation = "eager"
         kind = getattr(model, self.attention)
-        attention = self.make(kind, config, sizes) if self.make else kind(config, self.layer)
+        attention = (
+            self.make(kind, config, sizes) if self.make else kind(config, self.layer)
+        )
         rotary = getattr(model, self.rotary)(config) if self.rotary else None
         for module in attention.modules():
             for parameter in module.parameters(recurse=False):
@@ -138,19 +154,33 @@ class Family:
         """The stock module's rotary table."""
         if stock.rotary is None:
             return None
-        return stock.rotary(x, pos, self.layer_type) if self.layer_type else stock.rotary(x, pos)
+        return (
+            stock.rotary(x, pos, self.layer_type)
+            if self.layer_type
+            else stock.rotary(x, pos)
+        )
 
 
 # Qwen3-Next takes an output gate from a widened query projection: [query | gate] within each head.
 
 
-def _qwen3_next_project(attention: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q = attention.q_proj(x).unflatten(-1, (-1, 2, attention.head_dim))[..., 0, :].flatten(-2)
+def _qwen3_next_project(
+    attention: nn.Module, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = (
+        attention.q_proj(x)
+        .unflatten(-1, (-1, 2, attention.head_dim))[..., 0, :]
+        .flatten(-2)
+    )
     return q, attention.k_proj(x), attention.v_proj(x)
 
 
 def _qwen3_next_finish(attention: nn.Module, out: Tensor, x: Tensor) -> Tensor:
-    gate = attention.q_proj(x).unflatten(-1, (-1, 2, attention.head_dim))[..., 1, :].flatten(-2)
+    gate = (
+        attention.q_proj(x)
+        .unflatten(-1, (-1, 2, attention.head_dim))[..., 1, :]
+        .flatten(-2)
+    )
     return attention.o_proj(out * gate.sigmoid())
 
 
@@ -161,21 +191,36 @@ def _clip_of_olmoe(attention: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _flat_gains(attention: nn.Module) -> Params:
-    return {name: w.unflatten(0, (-1, attention.head_dim)) for name, w in _gains(attention).items()}
+    return {
+        name: w.unflatten(0, (-1, attention.head_dim))
+        for name, w in _gains(attention).items()
+    }
 
 
 def _gains_and_biases(attention: nn.Module) -> Params:
-    return {**_gains(attention), "q_norm_bias": attention.q_norm.bias, "k_norm_bias": attention.k_norm.bias}
+    return {
+        **_gains(attention),
+        "q_norm_bias": attention.q_norm.bias,
+        "k_norm_bias": attention.k_norm.bias,
+    }
 
 
 def _stablelm_gains(attention: nn.Module) -> Params:
     modules = {"q_norm": attention.q_layernorm, "k_norm": attention.k_layernorm}
-    return {name: torch.stack([norm.weight for norm in module.norms]) for name, module in modules.items()}
+    return {
+        name: torch.stack([norm.weight for norm in module.norms])
+        for name, module in modules.items()
+    }
 
 
 def _phi_gains(attention: nn.Module) -> Params:
     q, k = attention.q_layernorm, attention.k_layernorm
-    return {"q_norm": q.weight, "k_norm": k.weight, "q_norm_bias": q.bias, "k_norm_bias": k.bias}
+    return {
+        "q_norm": q.weight,
+        "k_norm": k.weight,
+        "q_norm_bias": q.bias,
+        "k_norm_bias": k.bias,
+    }
 
 
 def _phi_finish(attention: nn.Module, out: Tensor, x: Tensor) -> Tensor:
@@ -183,7 +228,9 @@ def _phi_finish(attention: nn.Module, out: Tensor, x: Tensor) -> Tensor:
 
 
 def _gemma4_call(attention: nn.Module, x: Tensor, table: Any, mask: Tensor) -> Tensor:
-    return attention(x, position_embeddings=table, attention_mask=mask, shared_kv_states={})[0]
+    return attention(
+        x, position_embeddings=table, attention_mask=mask, shared_kv_states={}
+    )[0]
 
 
 # Swin V2: windows of 3 × 3 tokens, no mask. Its bias 16·σ(network) is made zero.
@@ -321,7 +368,11 @@ FAMILIES = (
         rotary="StableLmRotaryEmbedding",
         rotary_share=0.25,
         square=True,
-        options=lambda s: {"qk_layernorm": True, "layer_norm_eps": s.eps, "use_qkv_bias": s.bias},
+        options=lambda s: {
+            "qk_layernorm": True,
+            "layer_norm_eps": s.eps,
+            "use_qkv_bias": s.bias,
+        },
         spec=lambda s: preset("stablelm2", base=s.base, eps=s.eps),
         params=_stablelm_gains,
     ),
@@ -363,7 +414,11 @@ FAMILIES = (
         attention="Llama4TextAttention",
         config="Llama4TextConfig",
         layer=3,
-        options=lambda s: {"attn_temperature_tuning": True, "floor_scale": 3, "attn_scale": 0.7},
+        options=lambda s: {
+            "attn_temperature_tuning": True,
+            "floor_scale": 3,
+            "attn_scale": 0.7,
+        },
         spec=lambda s: preset("llama4_nope", alpha=0.7, floor=3),
         params=lambda attention: {},
         paddable=False,
@@ -388,7 +443,12 @@ FAMILIES = (
         tokens=9,
         causal=False,
         paddable=False,
-        options=lambda s: {"qkv_bias": s.bias, "embed_dim": s.d_model, "num_heads": [s.n_heads], "depths": [1]},
+        options=lambda s: {
+            "qkv_bias": s.bias,
+            "embed_dim": s.d_model,
+            "num_heads": [s.n_heads],
+            "depths": [1],
+        },
         make=_swin_make,
         spec=lambda s: preset("swin_v2"),
         params=lambda attention: {"logit_scale": attention.logit_scale},

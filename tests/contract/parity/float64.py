@@ -15,13 +15,20 @@ class _Widen(TorchFunctionMode):
     """Whoever asks for float32 gets float64; a float32 result is an error, so no island is overlooked."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is Tensor.float:
             func = Tensor.double
         given = {name: _widen(value) for name, value in (kwargs or {}).items()}
         result = func(*map(_widen, args), **given)
-        if isinstance(result, Tensor) and result.dtype in (torch.float32, torch.complex64):
+        if isinstance(result, Tensor) and result.dtype in (
+            torch.float32,
+            torch.complex64,
+        ):
             raise AssertionError(f"{func} made a {result.dtype} tensor")
         return result
 

@@ -27,14 +27,19 @@ ROTARY = [family for family in FAMILIES if family.rotary]
 
 @pytest.mark.parametrize("family", ROTARY, ids=lambda family: family.name)
 def test_preset_constants_are_those_of_the_shipped_config(family: Family) -> None:
-    configs = importlib.import_module(f"transformers.models.{family.package}.configuration_{family.package}")
+    configs = importlib.import_module(
+        f"transformers.models.{family.package}.configuration_{family.package}"
+    )
     config = getattr(configs, family.config)()
     rope: dict[str, Any] = config.rope_parameters
     rope = rope[family.layer_type] if family.layer_type else rope
     spec = preset(family.name)
     assert isinstance(spec.position, Rope)
     ours = {"base": spec.position.base, "rotary": spec.position.rotary}
-    theirs = {"base": rope["rope_theta"], "rotary": rope.get("partial_rotary_factor", 1.0)}
+    theirs = {
+        "base": rope["rope_theta"],
+        "rotary": rope.get("partial_rotary_factor", 1.0),
+    }
     if not isinstance(spec.norm, NoNorm):
         ours["eps"] = spec.norm.eps
         theirs["eps"] = getattr(config, "layer_norm_eps", None) or config.rms_norm_eps

@@ -27,11 +27,15 @@ class PublishedAttention(nn.Module):
         self.n_heads, self.straight = n_heads, straight
         self.qkv = nn.Linear(n_heads * head_dim, 3 * n_heads * head_dim, bias=False)
         self.out = nn.Linear(n_heads * head_dim, n_heads * head_dim, bias=False)
-        self.norms = nn.ModuleDict({part: nn.RMSNorm(head_dim, eps=EPS) for part in "qk"})
+        self.norms = nn.ModuleDict(
+            {part: nn.RMSNorm(head_dim, eps=EPS) for part in "qk"}
+        )
 
     def heads(self, x: Tensor) -> list[Tensor]:
         """q, k, v as [batch tokens heads dim], before the norm."""
-        return [y.unflatten(-1, (self.n_heads, -1)) for y in self.qkv(x).chunk(3, dim=-1)]
+        return [
+            y.unflatten(-1, (self.n_heads, -1)) for y in self.qkv(x).chunk(3, dim=-1)
+        ]
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.heads(x)
@@ -51,7 +55,13 @@ def module(*, straight: bool) -> PublishedAttention:
 
 
 def tokens(n: int) -> Tensor:
-    return torch.randn(2, n, HEADS * HEAD_DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(
+        2,
+        n,
+        HEADS * HEAD_DIM,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(1),
+    )
 
 
 def by_qkeel(attention: PublishedAttention, x: Tensor) -> Tensor:

@@ -17,7 +17,9 @@ from .float64 import float64_throughout
 pytest.importorskip("transformers")
 
 SEEDS = range(4)
-every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+every_family = pytest.mark.parametrize(
+    "family", FAMILIES, ids=lambda family: family.name
+)
 
 
 class Case:
@@ -47,11 +49,18 @@ class Case:
     def ours(self, spec: AttentionSpec | None = None) -> Tensor:
         """qkeel's output from the stock module's projections and gains."""
         family, attention = self.family, self.stock.attention
-        split = [y.unflatten(-1, (-1, self.sizes.head_dim)).transpose(1, 2) for y in family.project(attention, self.x)]
-        positions: dict[str, Any] = {"pos_q": self.pos, "pos_k": self.pos} if family.paddable else {}
+        split = [
+            y.unflatten(-1, (-1, self.sizes.head_dim)).transpose(1, 2)
+            for y in family.project(attention, self.x)
+        ]
+        positions: dict[str, Any] = (
+            {"pos_q": self.pos, "pos_k": self.pos} if family.paddable else {}
+        )
         params = family.params(attention)
         if spec is not None:
-            needed = spec.init_params(self.sizes.n_heads, self.sizes.n_kv_heads, self.sizes.head_dim)
+            needed = spec.init_params(
+                self.sizes.n_heads, self.sizes.n_kv_heads, self.sizes.head_dim
+            )
             params = {name: value for name, value in params.items() if name in needed}
         out = reference.attend(
             spec or family.spec(self.sizes),
@@ -74,7 +83,9 @@ class Case:
 @every_family
 @pytest.mark.parametrize("seed", SEEDS)
 @torch.no_grad()
-def test_same_weights_give_the_stock_output(family: Family, seed: int, record_property: Any) -> None:
+def test_same_weights_give_the_stock_output(
+    family: Family, seed: int, record_property: Any
+) -> None:
     gap = Case(family, seed).gap()
     record_property("gap", gap)
     assert gap <= 2e-6
@@ -83,7 +94,9 @@ def test_same_weights_give_the_stock_output(family: Family, seed: int, record_pr
 @every_family
 @pytest.mark.parametrize("seed", SEEDS)
 @torch.no_grad()
-def test_same_weights_give_the_stock_output_in_float64(family: Family, seed: int, record_property: Any) -> None:
+def test_same_weights_give_the_stock_output_in_float64(
+    family: Family, seed: int, record_property: Any
+) -> None:
     with float64_throughout():
         gap = Case(family, seed).gap()
     record_property("gap", gap)
@@ -96,7 +109,12 @@ def test_leaving_a_slot_out_breaks_parity(family: Family) -> None:
     with float64_throughout():
         case = Case(family, 0)
         spec = family.spec(case.sizes)
-        plain = {"norm": NoNorm(), "position": NoPosition(), "cap": NoCap(), "scale": Fixed(0.5)}
+        plain = {
+            "norm": NoNorm(),
+            "position": NoPosition(),
+            "cap": NoCap(),
+            "scale": Fixed(0.5),
+        }
         for slot, value in plain.items():
             if type(getattr(spec, slot)) is not type(value):
                 assert case.gap(spec.replace(**{slot: value})) > 1e-4, slot

@@ -34,11 +34,16 @@ class Context(nn.Module):
     def __init__(self, rank: int | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False).double() for _ in range(3))
+        self.q, self.k, self.v = (
+            nn.Linear(WIDTH, WIDTH, bias=False).double() for _ in range(3)
+        )
         self.rank = rank
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
         first = 0
         if self.rank is not None:
             k, v = Gathered.apply(k), Gathered.apply(v)
@@ -51,10 +56,18 @@ class Context(nn.Module):
 def split(model: Context, setup: str) -> nn.Module:
     """The model on this process, which has its part of the tokens."""
     model.rank = dist.get_rank()
-    compiled = torch.compile(model, backend="eager") if setup.endswith("_compile") else model
+    compiled = (
+        torch.compile(model, backend="eager") if setup.endswith("_compile") else model
+    )
     return nn.parallel.DistributedDataParallel(compiled)  # type: ignore[arg-type]
 
 
 def hidden(step: int) -> Tensor:
     """The hidden states of the global batch, [b t m]."""
-    return torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return torch.randn(
+        2,
+        TOKENS,
+        WIDTH,
+        generator=torch.Generator().manual_seed(step),
+        dtype=torch.float64,
+    )

@@ -22,7 +22,9 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(inner.layers[first:last])  # type: ignore[index,union-attr]
         self.rotary = inner.rotary_emb  # type: ignore[union-attr]
         self.embedding = inner.embed_tokens if first == 0 else None  # type: ignore[union-attr]
-        self.norm, self.head = (inner.norm, model.lm_head) if last == n else (None, None)  # type: ignore[union-attr]
+        self.norm, self.head = (
+            (inner.norm, model.lm_head) if last == n else (None, None)
+        )  # type: ignore[union-attr]
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.embedding is None else self.embedding(x)
@@ -33,7 +35,9 @@ class Stage(nn.Module):
 
 
 def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    return nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    )
 
 
 def layers_of(setup: str) -> int:
@@ -41,19 +45,31 @@ def layers_of(setup: str) -> int:
     return 2 * LAYERS if setup == INTERLEAVED else LAYERS
 
 
-def pipelined(setup: str) -> tuple[nn.Module, Callable[[nn.Module, torch.optim.Optimizer, int], float]]:
+def pipelined(
+    setup: str,
+) -> tuple[nn.Module, Callable[[nn.Module, torch.optim.Optimizer, int], float]]:
     """This process's stage, or a ModuleList of its two, and what runs the passes of a step."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+    from torch.distributed.pipelining import (
+        PipelineStage,
+        Schedule1F1B,
+        ScheduleGPipe,
+        ScheduleInterleaved1F1B,
+    )
 
     rank, world, n = dist.get_rank(), dist.get_world_size(), layers_of(setup)
     model = llama(layers=n)
     parts = [Stage(model, i, i + 1, n) for i in range(rank, n, world)]
-    stages = [PipelineStage(p, i, n, torch.device("cpu")) for p, i in zip(parts, range(rank, n, world))]
+    stages = [
+        PipelineStage(p, i, n, torch.device("cpu"))
+        for p, i in zip(parts, range(rank, n, world))
+    ]
     stage: nn.Module = nn.ModuleList(parts) if setup == INTERLEAVED else parts[0]
     if setup == INTERLEAVED:
         schedule: Any = ScheduleInterleaved1F1B([*stages], 2, loss_fn=_loss)
     else:
-        schedule = {"pipeline": ScheduleGPipe, "pipeline_1f1b": Schedule1F1B}[setup](stages[0], 2, loss_fn=_loss)
+        schedule = {"pipeline": ScheduleGPipe, "pipeline_1f1b": Schedule1F1B}[setup](
+            stages[0], 2, loss_fn=_loss
+        )
 
     def run(_: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
         losses: list[Tensor] = []

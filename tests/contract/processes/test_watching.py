@@ -26,9 +26,19 @@ SLOW = [name for name, setup in SETUPS.items() if not setup.quick]
 def found(world: int, names: tuple[str, ...]) -> dict[str, list[Seen]]:
     """What each process has recorded, of setups that are run one after the other by the same processes."""
     with tempfile.TemporaryDirectory() as folder:
-        together("tests.contract.processes.watching", world, str(world), folder, *names, seconds=400)
+        together(
+            "tests.contract.processes.watching",
+            world,
+            str(world),
+            folder,
+            *names,
+            seconds=400,
+        )
         return {
-            name: [pickle.loads((Path(folder) / f"{name}-{rank}.pickle").read_bytes()) for rank in range(world)]
+            name: [
+                pickle.loads((Path(folder) / f"{name}-{rank}.pickle").read_bytes())
+                for rank in range(world)
+            ]
             for name in names
         }
 
@@ -54,7 +64,11 @@ def check(name: str) -> None:
             for field in ours:
                 close(name, field, ours[field], theirs[field])
         known = setup.statistics == "equal"
-        assert seen.warned == [] if known else all("qk_spectral_norm is not measured" in w for w in seen.warned)
+        assert (
+            seen.warned == []
+            if known
+            else all("qk_spectral_norm is not measured" in w for w in seen.warned)
+        )
         assert (seen.warned == []) == known
         assert seen.collectives == all_seen[0].collectives
         assert max(seen.collectives[1:]) <= setup.collectives
@@ -83,7 +97,9 @@ def same_numbers(name: str, seen: Seen, one: Seen) -> None:
 
 def close(name: str, field: str, ours: np.ndarray, theirs: np.ndarray) -> None:
     most = COMPUTED_IN_FLOAT32.get(name, 1e-12)
-    np.testing.assert_allclose(ours, theirs, rtol=most, atol=most, err_msg=f"{name}: {field}")
+    np.testing.assert_allclose(
+        ours, theirs, rtol=most, atol=most, err_msg=f"{name}: {field}"
+    )
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -101,6 +117,9 @@ def test_numbers_are_those_of_one_process_in_every_setup(name: str) -> None:
 def test_heads_and_layers_are_numbered_over_the_whole_model() -> None:
     split, stages = seen_of("tp")[1], seen_of("pipeline")[1]
     assert split.heads["max_logit"].shape == (3, 2, 4)
-    assert stages.layers == ("stages.0.layers.0.self_attn", "stages.1.layers.0.self_attn")
+    assert stages.layers == (
+        "stages.0.layers.0.self_attn",
+        "stages.1.layers.0.self_attn",
+    )
     lead = np.unravel_index(int(np.argmax(split.heads["max_logit"][-1])), (2, 4))
     assert f"({split.layers[lead[0]]} head {lead[1]})" in split.table

@@ -40,7 +40,9 @@ class Collectives(TorchDispatchMode):
         self.n = self.bytes = 0
         self.sizes: list[int] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func):
             self.n += 1
             sent = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
@@ -72,19 +74,34 @@ def trained(model: nn.Module, step_of: Step, monitored: bool, **options: Any) ->
     return seen_by(monitor, samples, warned, losses, counts)
 
 
-def seen_by(monitor: Any, samples: list[Sample], warned: list[str], losses: list[float], counts: list[int]) -> Seen:
+def seen_by(
+    monitor: Any,
+    samples: list[Sample],
+    warned: list[str],
+    losses: list[float],
+    counts: list[int],
+) -> Seen:
     """What one monitor has recorded; it is closed."""
     reads = {
-        site: {name: x.numpy() for name, x in stats.tensors().items()} for site, stats in monitor.read("train").items()
+        site: {name: x.numpy() for name, x in stats.tensors().items()}
+        for site, stats in monitor.read("train").items()
     }
     # What the monitor says of itself is the time and the calls of one process.
-    table = "\n".join(line for line in monitor.table().splitlines() if not line.startswith("monitor:"))
+    table = "\n".join(
+        line for line in monitor.table().splitlines() if not line.startswith("monitor:")
+    )
     monitor.close()
     return Seen(
         layers=samples[0].layers if samples else (),
         steps=[one.step for one in samples],
-        heads={n: np.stack([one.heads[n] for one in samples]) for n in (samples[0].heads if samples else ())},
-        values={n: np.array([one.values[n] for one in samples]) for n in (samples[0].values if samples else ())},
+        heads={
+            n: np.stack([one.heads[n] for one in samples])
+            for n in (samples[0].heads if samples else ())
+        },
+        values={
+            n: np.array([one.values[n] for one in samples])
+            for n in (samples[0].values if samples else ())
+        },
         reads=reads,
         warned=warned,
         losses=losses,
@@ -95,7 +112,9 @@ def seen_by(monitor: Any, samples: list[Sample], warned: list[str], losses: list
 
 def loss_of(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> Tensor:
     logits = model(input_ids=tokens, use_cache=False, **inputs).logits
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    return nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    )
 
 
 def passes(setup: str, mine: Callable[[int], Tensor]) -> Step:
@@ -117,10 +136,16 @@ def passes(setup: str, mine: Callable[[int], Tensor]) -> Step:
             micro = (2 * step, 2 * step + 1) if setup == "ddp_no_sync" else (step,)
             total = 0.0
             for i, seed in enumerate(micro):
-                alone = isinstance(model, nn.parallel.DistributedDataParallel) and i + 1 < len(micro)
+                alone = isinstance(
+                    model, nn.parallel.DistributedDataParallel
+                ) and i + 1 < len(micro)
                 with model.no_sync() if alone else nullcontext():  # type: ignore[operator]
                     tokens = mine(seed)
-                    share = len(tokens) * dist.get_world_size() / BATCH if setup == "ddp_uneven" and many else 1.0
+                    share = (
+                        len(tokens) * dist.get_world_size() / BATCH
+                        if setup == "ddp_uneven" and many
+                        else 1.0
+                    )
                     loss = loss_of(model, tokens, **masks(tokens)) * share / len(micro)
                     loss.backward()
                 total += float(loss.detach())
@@ -142,7 +167,9 @@ def made(setup: str) -> nn.Module:
     if setup == "ddp_checkpointing":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of the method's name
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )  # type: ignore[operator]
         model.train()
     return model
 
@@ -179,7 +206,12 @@ def prepared(setup: str) -> tuple[nn.Module, Step, dict[str, Any]]:
         return split(Context(), setup), step_of, {"layout": Layout(context=rank)}
     model, options = made(setup), OPTIONS.get(setup, {})
     if setup not in ("fsdp2_found", "ddp", "ddp_compile"):
-        options = {**options, "sites": qkeel.find_sites(model, {"input_ids": batch(0)[:1], "use_cache": False})}
+        options = {
+            **options,
+            "sites": qkeel.find_sites(
+                model, {"input_ids": batch(0)[:1], "use_cache": False}
+            ),
+        }
     return wrapped(model, setup), passes(setup, lambda step: part(setup, step)), options
 
 
@@ -199,7 +231,9 @@ def watched(setup: str) -> Seen:
 
 def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world
+    )
     for name in names:
         try:
             found: object = watched(name)

@@ -54,16 +54,23 @@ def wrapped(model: nn.Module, setup: str, layers: str = "model.layers") -> nn.Mo
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         over = axes["shard"] if setup == "tp_fsdp2" else axes
-        options: dict[str, Any] = {"mesh": over, "reshard_after_forward": setup != "fsdp2_kept"}
+        options: dict[str, Any] = {
+            "mesh": over,
+            "reshard_after_forward": setup != "fsdp2_kept",
+        }
         if setup == "fsdp2_mixed":
-            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=torch.float32, reduce_dtype=torch.float64
+            )
         for block in model.get_submodule(layers).children():
             fully_shard(block, **options)
         model = fully_shard(model, **options)
     return torch.compile(model, backend="eager") if compiled else model  # type: ignore[return-value]
 
 
-def split_heads(model: nn.Module, axis: DeviceMesh, layers: str, *, sequence: bool = False) -> None:
+def split_heads(
+    model: nn.Module, axis: DeviceMesh, layers: str, *, sequence: bool = False
+) -> None:
     """Splits the heads of every layer over the processes of an axis; `sequence`: the tokens between them too."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -78,32 +85,43 @@ def split_heads(model: nn.Module, axis: DeviceMesh, layers: str, *, sequence: bo
     at = f"{layers}.*."
     plan: dict[str, ParallelStyle] = {
         **{f"{at}self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-        f"{at}self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate()),
+        f"{at}self_attn.o_proj": RowwiseParallel(
+            output_layouts=Shard(1) if sequence else Replicate()
+        ),
     }
     if sequence:
         # Tokens are split from the first layer on: the embedding gives all, for the rotation's positions.
         gathered = PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
         )
         plan |= {
             f"{layers}.0": PrepareModuleInput(
-                input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+                input_layouts=(Replicate(),),
+                desired_input_layouts=(Shard(1),),
+                use_local_output=True,
             ),
             f"{at}input_layernorm": SequenceParallel(),
             f"{at}self_attn": gathered,
             f"{at}post_attention_layernorm": SequenceParallel(),
-            f"{at}mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            f"{at}mlp": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
             **{f"{at}mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
             f"{at}mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
             "model.norm": SequenceParallel(),
-            "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            "lm_head": ColwiseParallel(
+                input_layouts=Shard(1), output_layouts=Replicate()
+            ),
         }
     parallelize_module(model, axis, plan)
 
 
 def batch(step: int) -> Tensor:
     """The tokens of the global batch."""
-    return torch.randint(0, VOCAB, (BATCH, TOKENS), generator=torch.Generator().manual_seed(step))
+    return torch.randint(
+        0, VOCAB, (BATCH, TOKENS), generator=torch.Generator().manual_seed(step)
+    )
 
 
 def part(setup: str, step: int) -> Tensor:

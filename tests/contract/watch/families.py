@@ -27,7 +27,9 @@ SIZES = {
 
 
 def ids(seed: int, rows: int = 2, t: int = 8) -> Tensor:
-    return torch.randint(3, 64, (rows, t), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, 64, (rows, t), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def noise(seed: int, *shape: int) -> Tensor:
@@ -48,21 +50,33 @@ def hf_loss(model: nn.Module, seed: int) -> Tensor:
 
 
 def llama(**options: Any) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **options}))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **options})
+    )
 
 
 def qwen3() -> nn.Module:
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8)
+    )
 
 
 def gemma2() -> nn.Module:
-    config = transformers.Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, attn_implementation="eager")
+    config = transformers.Gemma2Config(
+        **SIZES, num_key_value_heads=2, head_dim=8, attn_implementation="eager"
+    )
     return transformers.Gemma2ForCausalLM(config)
 
 
 def gpt2(**options: Any) -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2, **options
+        vocab_size=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=1,
+        eos_token_id=2,
+        **options,
     )
     assert config.attn_pdrop > 0
     return transformers.GPT2LMHeadModel(config)
@@ -87,7 +101,11 @@ def deepseek() -> nn.Module:
 
 
 def vit() -> nn.Module:
-    sizes = {k: v for k, v in SIZES.items() if not k.endswith("token_id") and k != "vocab_size"}
+    sizes = {
+        k: v
+        for k, v in SIZES.items()
+        if not k.endswith("token_id") and k != "vocab_size"
+    }
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=5)
     )
@@ -103,7 +121,13 @@ def bert() -> nn.Module:
 
 def t5() -> nn.Module:
     config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config)
 
@@ -118,14 +142,22 @@ def torch_loss(model: nn.Module, seed: int) -> Tensor:
 
 
 def decoder(**options: Any) -> nn.Module:
-    spec = {"d_model": 32, "n_kv_heads": 2, "dropout": 0.1, "spec": preset("qwen3"), **options}
+    spec = {
+        "d_model": 32,
+        "n_kv_heads": 2,
+        "dropout": 0.1,
+        "spec": preset("qwen3"),
+        **options,
+    }
     model = Decoder(DecoderConfig(vocab_size=64, **spec))
     model.init_weights(torch.Generator().manual_seed(0))
     return model
 
 
 def token_loss(model: nn.Module, seed: int) -> Tensor:
-    return nn.functional.cross_entropy(model(ids(seed)).flatten(0, 1), ids(seed + 1).flatten())
+    return nn.functional.cross_entropy(
+        model(ids(seed)).flatten(0, 1), ids(seed + 1).flatten()
+    )
 
 
 class Mixed(nn.Module):
@@ -139,7 +171,11 @@ class Mixed(nn.Module):
         self.own = Attention(32, 4, spec=preset("baseline"), dropout=0.1)
         self.torch = nn.MultiheadAttention(32, 4, batch_first=True, dropout=0.1)
         self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
-        self.frozen = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True).eval().requires_grad_(False)
+        self.frozen = (
+            nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
+            .eval()
+            .requires_grad_(False)
+        )
         self.last = torch.zeros(())
         self.register_buffer("passes", torch.zeros(()))
 
@@ -201,7 +237,9 @@ class Run:
 
 
 def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
+    return a.keys() == b.keys() and all(
+        torch.equal(x, b[name]) for name, x in a.items()
+    )
 
 
 def train(
@@ -227,7 +265,11 @@ def train(
     for step in range(steps):
         if step == come and every is not None:
             # A compiled module of torch's own is seen at its wrapper only.
-            monitor = watch(runner if isinstance(model, nn.TransformerEncoder) else model, optimizer, every=every)
+            monitor = watch(
+                runner if isinstance(model, nn.TransformerEncoder) else model,
+                optimizer,
+                every=every,
+            )
         if step == go and monitor is not None:
             monitor.remove()
         for part in range(micro):
@@ -248,7 +290,9 @@ def train(
     return Run(
         losses=losses,
         state={name: x.detach().clone() for name, x in model.state_dict().items()},
-        gradients={name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        gradients={
+            name: p.grad for name, p in model.named_parameters() if p.grad is not None
+        },
         random=torch.get_rng_state(),
         evals=evals,
         monitor=monitor,

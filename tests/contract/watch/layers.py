@@ -16,12 +16,19 @@ class Layer(nn.Module):
     def __init__(self, attend: Attend) -> None:
         super().__init__()
         self.attend = attend
-        self.down, self.up, self.kv, self.o = nn.Linear(8, 4), nn.Linear(4, 8), nn.Linear(8, 16), nn.Linear(8, 8)
+        self.down, self.up, self.kv, self.o = (
+            nn.Linear(8, 4),
+            nn.Linear(4, 8),
+            nn.Linear(8, 16),
+            nn.Linear(8, 8),
+        )
         self.norm = nn.RMSNorm(4)
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.norm(self.up(self.down(x)).unflatten(-1, (2, 4)).transpose(1, 2))
-        k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.kv(x).chunk(2, -1))
+        k, v = (
+            y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.kv(x).chunk(2, -1)
+        )
         angles = torch.arange(x.shape[1])[:, None] * torch.tensor([1.0, 0.1])
         q, k = (self._rotated(y, angles.cos(), angles.sin()) for y in (q, k))
         return x + self.o(self.attend(q, k, v).transpose(1, 2).flatten(2))

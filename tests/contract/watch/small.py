@@ -15,7 +15,10 @@ class Block(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
         out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.o(out.transpose(1, 2).flatten(2))
 
@@ -75,6 +78,9 @@ def hooks(model: nn.Module) -> list[Any]:
     found: list[Any] = list(torch.overrides._get_current_function_mode_stack())
     for module in model.modules():
         found += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        found += [*module._forward_hooks_always_called, *module._forward_hooks_with_kwargs]
+        found += [
+            *module._forward_hooks_always_called,
+            *module._forward_hooks_with_kwargs,
+        ]
         found += [*module._forward_pre_hooks_with_kwargs]
     return found

@@ -20,12 +20,21 @@ class Plain(nn.Module):
         self.qkv = nn.Linear(16, 48)
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        q, k, v = (y.unflatten(2, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=2))
-        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2)
+        q, k, v = (
+            y.unflatten(2, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=2)
+        )
+        return (
+            F.scaled_dot_product_attention(q, k, v, scale=scale)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(InvalidTypeError, match=r"expected a torch\.nn\.Module to find attention in, got dict"):
+    with pytest.raises(
+        InvalidTypeError,
+        match=r"expected a torch\.nn\.Module to find attention in, got dict",
+    ):
         find_sites({}, torch.ones(1, 2, 16))  # type: ignore[arg-type]
 
 
@@ -42,25 +51,46 @@ def test_an_example_on_another_device_is_refused_before_anything_runs() -> None:
     model = Plain()
     model.register_forward_pre_hook(lambda *_: ran.append(None))
     with pytest.raises(
-        InvalidValueError, match=r"on the model's device, cpu; got a tensor of shape \(1, 3, 16\) on meta.*to\('cpu'\)"
+        InvalidValueError,
+        match=r"on the model's device, cpu; got a tensor of shape \(1, 3, 16\) on meta.*to\('cpu'\)",
     ):
         find_sites(model, torch.ones(1, 3, 16, device="meta"))
     nested = {"x": [torch.ones(1, 3, 16, device="meta")]}
-    for wrong in (model, Plain().to("meta")):  # the second is searched in a copy on the CPU
-        with pytest.raises(InvalidValueError, match=r"on the model's device, cpu; got .* on meta"):
+    for wrong in (
+        model,
+        Plain().to("meta"),
+    ):  # the second is searched in a copy on the CPU
+        with pytest.raises(
+            InvalidValueError, match=r"on the model's device, cpu; got .* on meta"
+        ):
             find_sites(wrong, nested)
     assert ran == []
 
 
 def test_a_number_may_be_anywhere() -> None:
-    assert len(find_sites(Plain(), {"x": torch.ones(1, 3, 16), "scale": torch.tensor(0.5)})) == 1
+    assert (
+        len(
+            find_sites(Plain(), {"x": torch.ones(1, 3, 16), "scale": torch.tensor(0.5)})
+        )
+        == 1
+    )
 
 
-def test_a_missing_or_misshapen_argument_is_reported_with_the_forwards_arguments() -> None:
-    for example, cause in (((torch.ones(1, 3, 5),), "RuntimeError: mat1 and mat2"), ((None,), "TypeError")):
-        with pytest.raises(InvalidValueError, match=rf"(?s)forward pass of Plain .*{cause}.*its forward takes \(x"):
+def test_a_missing_or_misshapen_argument_is_reported_with_the_forwards_arguments() -> (
+    None
+):
+    for example, cause in (
+        ((torch.ones(1, 3, 5),), "RuntimeError: mat1 and mat2"),
+        ((None,), "TypeError"),
+    ):
+        with pytest.raises(
+            InvalidValueError,
+            match=rf"(?s)forward pass of Plain .*{cause}.*its forward takes \(x",
+        ):
             find_sites(Plain(), example)
-    with pytest.raises(InvalidValueError, match="missing 1 required positional argument: 'x'"):
+    with pytest.raises(
+        InvalidValueError, match="missing 1 required positional argument: 'x'"
+    ):
         find_sites(Plain(), {"scale": 1.0})
 
 
@@ -75,7 +105,8 @@ def test_after_an_example_that_fails_the_model_is_as_it_was() -> None:
 
 def test_a_model_without_attention_is_refused_with_what_was_tried() -> None:
     with pytest.raises(
-        RefusedError, match=r"saw no attention.*flex_attention.*no two activations were multiplied.*by hand"
+        RefusedError,
+        match=r"saw no attention.*flex_attention.*no two activations were multiplied.*by hand",
     ):
         find_sites(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2))
 
@@ -124,18 +155,26 @@ class Counting(Plain):
         if x.shape[-1] != 16:
             raise ValueError("sixteen, please")
         qkv = self.qkv if bool(x.sum() > 0) else self.other
-        first, second = (super(Counting, self).forward(y, scale) for y in (x, qkv(x)[..., :16]))
+        first, second = (
+            super(Counting, self).forward(y, scale) for y in (x, qkv(x)[..., :16])
+        )
         return first + second
 
 
 @pytest.mark.parametrize("width", [16, 5])
 def test_a_pass_that_fails_or_chooses_its_way_leaves_nothing_behind(width: int) -> None:
     model = Counting()
-    before, stream = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
+    before, stream = (
+        {n: t.clone() for n, t in model.state_dict().items()},
+        torch.get_rng_state(),
+    )
     with ExitStack() as stack:
         if width != 16:
             stack.enter_context(
-                pytest.raises(InvalidValueError, match=r"on the example failed: \w+: .*its forward takes")
+                pytest.raises(
+                    InvalidValueError,
+                    match=r"on the example failed: \w+: .*its forward takes",
+                )
             )
         sites = find_sites(model, torch.ones(1, 3, width))
         # Two calls of one module are two sites, each with the weights of its own call.
@@ -149,7 +188,12 @@ def test_a_pass_that_fails_or_chooses_its_way_leaves_nothing_behind(width: int) 
 
 def test_an_example_of_the_wrong_type_gets_one_error() -> None:
     for batch in (3, "a text"):
-        with pytest.raises(InvalidTypeError, match=r"expected the batch as a tensor, a tuple .* got "):
+        with pytest.raises(
+            InvalidTypeError, match=r"expected the batch as a tensor, a tuple .* got "
+        ):
             find_sites(Plain(), batch)
-        with pytest.raises(InvalidTypeError, match=r"expected the (batch|example) as a tensor, a tuple .* got "):
+        with pytest.raises(
+            InvalidTypeError,
+            match=r"expected the (batch|example) as a tensor, a tuple .* got ",
+        ):
             apply(Plain(), "softcap:cap=3", batch=batch)

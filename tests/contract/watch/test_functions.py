@@ -36,30 +36,49 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = q.detach(), k.detach(), v.detach()  # on a CPU it has no gradients
-    return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf))  # type: ignore[return-value]
+    return flex_attention(
+        q, k, v, score_mod=lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf)
+    )  # type: ignore[return-value]
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     function = sys.modules["flash_attn"].flash_attn_func  # type: ignore[attr-defined]
-    return function(*(x.transpose(1, 2) for x in (q, k, v)), causal=True).transpose(1, 2)
+    return function(*(x.transpose(1, 2) for x in (q, k, v)), causal=True).transpose(
+        1, 2
+    )
 
 
 def flash_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     function = sys.modules["flash_attn"].flash_attn_varlen_func  # type: ignore[attr-defined]
     b, _, t, _ = q.shape
     ends = torch.arange(b + 1, dtype=torch.int32) * t
-    out = function(*(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)), ends, ends, t, t, causal=True)
+    out = function(
+        *(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)),
+        ends,
+        ends,
+        t,
+        t,
+        causal=True,
+    )
     return out.unflatten(0, (b, t)).transpose(1, 2)
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden(q, k), -torch.inf).softmax(-1) @ v
+    return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(
+        hidden(q, k), -torch.inf
+    ).softmax(-1) @ v
 
 
 def added_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    mask = torch.zeros(q.shape[-2], k.shape[-2]).masked_fill(hidden(q, k), torch.finfo(torch.float32).min)
+    mask = torch.zeros(q.shape[-2], k.shape[-2]).masked_fill(
+        hidden(q, k), torch.finfo(torch.float32).min
+    )
     z = torch.einsum("bhtd,bhsd->bhts", q * q.shape[-1] ** -0.5, k)
-    return torch.einsum("bhts,bhsd->bhtd", F.dropout(F.softmax(z + mask, dim=-1, dtype=torch.float32), 0.0), v)
+    return torch.einsum(
+        "bhts,bhsd->bhtd",
+        F.dropout(F.softmax(z + mask, dim=-1, dtype=torch.float32), 0.0),
+        v,
+    )
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -111,7 +130,10 @@ def test_largest_logit_and_entropy_of_each_head_are_those_of_the_formula(
         operands[:] = q.detach().double(), k.detach().double()
         return attend(q, k, v)
 
-    model, x = Layers(noted), torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+    model, x = (
+        Layers(noted),
+        torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)),
+    )
     with watch(model) as monitor:
         model(x)
         (stats,) = monitor.read().values()
@@ -130,7 +152,9 @@ class Twice(nn.Module):
         return self.layers(x).sum() + self.layers(x.reshape(-1, 2, 8)).sum()
 
 
-def test_a_module_that_runs_twice_in_a_pass_counts_both_calls_whatever_their_shapes() -> None:
+def test_a_module_that_runs_twice_in_a_pass_counts_both_calls_whatever_their_shapes() -> (
+    None
+):
     model, x = Twice(), torch.randn(3, 4, 8)
     with watch(model) as monitor:
         model(x)
@@ -186,18 +210,28 @@ class Opaque(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, (k, v) = self.q(x), self.kv(x).chunk(2, -1)
-        return opaque(*(y.unflatten(-1, (2, 4)).transpose(1, 2) for y in (q, k, v))).transpose(1, 2).flatten(2)
+        return (
+            opaque(*(y.unflatten(-1, (2, 4)).transpose(1, 2) for y in (q, k, v)))
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 def test_a_kernel_that_nothing_can_see_is_watched_as_it_is_described() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Opaque()), torch.randn(2, 5, 8)
-    query, key = Reading(module="q"), Reading(module="kv", layout="b t (n h d)", part=0, parts=2)
+    query, key = (
+        Reading(module="q"),
+        Reading(module="kv", layout="b t (n h d)", part=0, parts=2),
+    )
     site = describe(model, "0", query=query, key=key, heads=2)
     with watch(model, sites=[site]) as monitor, torch.no_grad():
         model(x)
         (stats,) = monitor.read().values()
-        q, k = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in (model[0].q(x), model[0].kv(x)[..., :8]))
+        q, k = (
+            y.unflatten(-1, (2, 4)).transpose(1, 2)
+            for y in (model[0].q(x), model[0].kv(x)[..., :8])
+        )
         z = causal(q.double(), k.double())
     entropy = torch.special.entr(z.softmax(-1)).sum(-1).mean((0, 2))
     torch.testing.assert_close(stats.max_logit, z.amax((0, 2, 3)), rtol=1e-5, atol=1e-5)

@@ -26,19 +26,29 @@ SIZES = {
 
 
 def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, num_key_value_heads=2)
+    )
 
 
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2, attn_implementation="eager"
+        vocab_size=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=1,
+        eos_token_id=2,
+        attn_implementation="eager",
     )
     assert config.attn_pdrop > 0
     return transformers.GPT2LMHeadModel(config)
 
 
 def gemma2() -> nn.Module:
-    config = transformers.Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, attn_implementation="eager")
+    config = transformers.Gemma2Config(
+        **SIZES, num_key_value_heads=2, head_dim=8, attn_implementation="eager"
+    )
     return transformers.Gemma2ForCausalLM(config)
 
 
@@ -48,7 +58,13 @@ def bert() -> nn.Module:
 
 def t5() -> nn.Module:
     config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config)
 
@@ -112,12 +128,18 @@ def test_a_latent_key_is_told_apart_from_the_rotated_one() -> None:
     assert torch.equal(up.index, 16 * torch.arange(4)[:, None] + torch.arange(8))
     assert down.parameter.endswith("kv_a_proj_with_mqa.weight")
     assert down.index.tolist() == [[12, 13, 14, 15]]
-    assert torch.equal(nope.query[0].index, 12 * torch.arange(4)[:, None] + torch.arange(8))
-    assert torch.equal(rope.query[0].index, 12 * torch.arange(4)[:, None] + torch.arange(8, 12))
+    assert torch.equal(
+        nope.query[0].index, 12 * torch.arange(4)[:, None] + torch.arange(8)
+    )
+    assert torch.equal(
+        rope.query[0].index, 12 * torch.arange(4)[:, None] + torch.arange(8, 12)
+    )
 
 
 def test_a_norm_over_all_heads_together_does_not_mix_them() -> None:
-    model = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES, num_key_value_heads=2))
+    model = transformers.Olmo2ForCausalLM(
+        transformers.Olmo2Config(**SIZES, num_key_value_heads=2)
+    )
     site = find_sites(model, {"input_ids": batch(0)})[0]
     assert site.normed
     assert torch.equal(site.query[0].index, torch.arange(32).view(4, 8))

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import transformers
-from tests.contract.watch.families import SIZES, bert, deepseek, gpt2, ids, llama, noise, qwen3
+from tests.contract.watch.families import (
+    SIZES,
+    bert,
+    deepseek,
+    gpt2,
+    ids,
+    llama,
+    noise,
+    qwen3,
+)
 from tests.contract.watch.small import batch, small
 
 from qkeel import load, watch
@@ -32,9 +41,16 @@ SDPA = nn.functional.scaled_dot_product_attention
 def llava() -> nn.Module:
     """A vision–language model: an image encoder, whose patches take the place of the image tokens of a Llama."""
     text = transformers.LlamaConfig(**SIZES, num_key_value_heads=2)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
-    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_id=63)
+    config = transformers.LlavaConfig(
+        text_config=text, vision_config=vision, image_token_id=63
+    )
     return transformers.LlavaForConditionalGeneration(config)
 
 
@@ -45,7 +61,11 @@ def llava_batch() -> dict[str, Any]:
     tokens[1, :2] = 0
     mask = torch.ones_like(tokens)
     mask[1, :2] = 0
-    return {"input_ids": tokens, "attention_mask": mask, "pixel_values": noise(1, 2, 3, 8, 8).double()}
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "pixel_values": noise(1, 2, 3, 8, 8).double(),
+    }
 
 
 def padded() -> dict[str, Any]:
@@ -59,13 +79,17 @@ def matrices(model: nn.Module, given: dict[str, Any]) -> list[dict[str, Any]]:
     """q, k [b h t d] and who sees whom of every attention of torch's function in a pass, in the order of the calls."""
     calls: list[dict[str, Any]] = []
 
-    def listening(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **rest: Any) -> Tensor:
+    def listening(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **rest: Any
+    ) -> Tensor:
         t, s = q.shape[-2], k.shape[-2]
         visible = torch.ones(len(q), 1, t, s, dtype=torch.bool)
         if rest.get("is_causal"):
             visible = visible.tril()
         if attn_mask is not None:
-            visible = visible & (attn_mask if attn_mask.dtype == torch.bool else attn_mask > -1e30)
+            visible = visible & (
+                attn_mask if attn_mask.dtype == torch.bool else attn_mask > -1e30
+            )
         scale = rest.get("scale") or q.shape[-1] ** -0.5
         calls.append({"q": q, "k": k, "visible": visible, "scale": scale})
         return SDPA(q, k, v, attn_mask=attn_mask, **rest)
@@ -85,23 +109,37 @@ def split(call: dict[str, Any], classes: Tensor, counted: Tensor) -> dict[str, T
     rows = visible.any(-1)
     p = torch.where(rows[..., None], z.softmax(-1), 0.0)
     query, key = classes[:, classes.shape[1] - q.shape[2] :], classes
-    found: dict[str, list[Tensor]] = {"max_logit": [], "mass": [], "query_norm": [], "key_norm": []}
+    found: dict[str, list[Tensor]] = {
+        "max_logit": [],
+        "mass": [],
+        "query_norm": [],
+        "key_norm": [],
+    }
     for head in range(q.shape[1]):
         own = [rows[:, head] & (query == a) for a in (0, 1)]
-        tops = [[z[:, head][of][:, :].new_tensor(-torch.inf) for _ in (0, 1)] for of in own]
+        tops = [
+            [z[:, head][of][:, :].new_tensor(-torch.inf) for _ in (0, 1)] for of in own
+        ]
         for a, of in enumerate(own):
             for b in (0, 1):
                 pairs = visible[:, head] & of[..., None] & (key == b)[:, None]
                 if pairs.any():
                     tops[a][b] = z[:, head][pairs].amax()
         found["max_logit"].append(torch.stack([torch.stack(line) for line in tops]))
-        shares = [[(p[:, head] * (key == b)[:, None]).sum(-1)[of].mean() for b in (0, 1)] for of in own]
+        shares = [
+            [(p[:, head] * (key == b)[:, None]).sum(-1)[of].mean() for b in (0, 1)]
+            for of in own
+        ]
         found["mass"].append(torch.stack([torch.stack(line) for line in shares]))
-        found["query_norm"].append(torch.stack([q[:, head].norm(dim=-1)[of].mean() for of in own]))
+        found["query_norm"].append(
+            torch.stack([q[:, head].norm(dim=-1)[of].mean() for of in own])
+        )
     for group in range(groups):
         seen = visible.unflatten(1, (groups, -1))[:, group].any(1).any(1)
         norms = k[:, group].norm(dim=-1)
-        found["key_norm"].append(torch.stack([norms[seen & (key == b)].mean() for b in (0, 1)]))
+        found["key_norm"].append(
+            torch.stack([norms[seen & (key == b)].mean() for b in (0, 1)])
+        )
     return {name: torch.stack(values) for name, values in found.items()}
 
 
@@ -109,8 +147,12 @@ def assert_split(stats: LogitStats, expected: dict[str, Tensor]) -> None:
     assert stats.classes is not None
     for name, value in expected.items():
         if name == "key_norm":
-            value = value[:: len(value) // len(stats.key_norm)]  # transformers may repeat keys for their groups
-        torch.testing.assert_close(getattr(stats.classes, name), value, rtol=1e-10, atol=1e-10, msg=name)
+            value = value[
+                :: len(value) // len(stats.key_norm)
+            ]  # transformers may repeat keys for their groups
+        torch.testing.assert_close(
+            getattr(stats.classes, name), value, rtol=1e-10, atol=1e-10, msg=name
+        )
 
 
 MODELS = {
@@ -124,15 +166,24 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_split_by_class_is_what_whole_matrices_in_float64_say(name: str) -> None:
+def test_what_is_split_by_class_is_what_whole_matrices_in_float64_say(
+    name: str,
+) -> None:
     build, make = MODELS[name]
     torch.manual_seed(0)
     model, given = build().eval().double(), make()
     classes = (given["input_ids"] >= 32).long()
     counted = given["attention_mask"] > 0
-    expected = [split(c, classes, counted) for c in matrices(model, given) if c["k"].shape[2] == classes.shape[1]]
+    expected = [
+        split(c, classes, counted)
+        for c in matrices(model, given)
+        if c["k"].shape[2] == classes.shape[1]
+    ]
     assert len(expected) == 2
-    with watch(model, query_mask="attention_mask", classes=IMAGE) as monitor, torch.no_grad():
+    with (
+        watch(model, query_mask="attention_mask", classes=IMAGE) as monitor,
+        torch.no_grad(),
+    ):
         model(**given)
         found = [s for s in monitor.read().values() if s.classes is not None]
     for stats, truth in zip(found, expected, strict=True):
@@ -140,18 +191,27 @@ def test_what_is_split_by_class_is_what_whole_matrices_in_float64_say(name: str)
 
 
 def test_hand_written_attention_is_split_by_the_weights_it_gives() -> None:
-    config = transformers.Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, attn_implementation="eager")
+    config = transformers.Gemma2Config(
+        **SIZES, num_key_value_heads=2, head_dim=8, attn_implementation="eager"
+    )
     torch.manual_seed(0)
     model = transformers.Gemma2ForCausalLM(config).eval().double()
     tokens = ids(3, rows=2, t=10)
-    with watch(model, classes=lambda input_ids, **_: (input_ids >= 32).long()) as monitor, torch.no_grad():
+    with (
+        watch(
+            model, classes=lambda input_ids, **_: (input_ids >= 32).long()
+        ) as monitor,
+        torch.no_grad(),
+    ):
         weights = model(input_ids=tokens, output_attentions=True).attentions
         stats = list(monitor.read().values())
     one = nn.functional.one_hot((tokens >= 32).long(), 2).double()
     for s, p in zip(stats, weights, strict=True):
         assert s.classes is not None
         mass = torch.einsum("bta,bhts,bsc->hac", one, p, one) / one.sum((0, 1))[:, None]
-        torch.testing.assert_close(s.classes.mass, mass, rtol=1e-6, atol=1e-6)  # its softmax is in float32
+        torch.testing.assert_close(
+            s.classes.mass, mass, rtol=1e-6, atol=1e-6
+        )  # its softmax is in float32
 
 
 def test_with_a_cache_the_classes_are_those_of_the_whole_sequence() -> None:
@@ -159,7 +219,10 @@ def test_with_a_cache_the_classes_are_those_of_the_whole_sequence() -> None:
     model = llama().eval().double()
     tokens = ids(4, rows=2, t=12)
     of_all = (tokens >= 32).long()
-    with watch(model, classes=lambda **given: of_all[:, : given["upto"]]) as monitor, torch.no_grad():
+    with (
+        watch(model, classes=lambda **given: of_all[:, : given["upto"]]) as monitor,
+        torch.no_grad(),
+    ):
         monitor_on = model.forward
 
         def forward(upto: int, **rest: Any) -> Any:
@@ -169,7 +232,9 @@ def test_with_a_cache_the_classes_are_those_of_the_whole_sequence() -> None:
         cache = model(input_ids=tokens[:, :7], use_cache=True, upto=7).past_key_values
         monitor.read()
         past = copy.deepcopy(cache)
-        expected = matrices(model, {"input_ids": tokens[:, 7:], "past_key_values": past, "upto": 12})
+        expected = matrices(
+            model, {"input_ids": tokens[:, 7:], "past_key_values": past, "upto": 12}
+        )
         monitor.read()
         model(input_ids=tokens[:, 7:], past_key_values=cache, upto=12)
         found = monitor.read()
@@ -179,7 +244,9 @@ def test_with_a_cache_the_classes_are_those_of_the_whole_sequence() -> None:
         assert_split(stats, split(call, of_all, torch.ones(2, 5, dtype=torch.bool)))
 
 
-def test_classes_are_told_by_ids_by_the_name_of_an_argument_by_a_function_or_by_a_tensor() -> None:
+def test_classes_are_told_by_ids_by_the_name_of_an_argument_by_a_function_or_by_a_tensor() -> (
+    None
+):
     model, tokens = bert().eval(), ids(5, rows=2, t=9)
     image = tokens >= 32
     reads: list[ClassStats] = []
@@ -196,13 +263,17 @@ def test_classes_are_told_by_ids_by_the_name_of_an_argument_by_a_function_or_by_
             stats = next(iter(monitor.read().values()))
             assert stats.classes is not None
             reads.append(stats.classes)
-    assert [r.names for r in reads] == [("text", "image")] * 2 + [("0", "1")] * 3 + [("text", "image")]
+    assert [r.names for r in reads] == [("text", "image")] * 2 + [("0", "1")] * 3 + [
+        ("text", "image")
+    ]
     for other in reads[1:]:
         assert torch.equal(other.mass, reads[0].mass)
         assert torch.equal(other.max_logit, reads[0].max_logit)
 
 
-def test_the_split_is_recorded_by_head_folded_by_layer_and_stands_in_the_table(tmp_path: Path) -> None:
+def test_the_split_is_recorded_by_head_folded_by_layer_and_stands_in_the_table(
+    tmp_path: Path,
+) -> None:
     model = llama().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sink = RunDirectorySink(tmp_path / "run")
@@ -220,8 +291,12 @@ def test_the_split_is_recorded_by_head_folded_by_layer_and_stands_in_the_table(t
     assert run.config["classes"] == ["text", "image"]
     heads = run.history.heads
     assert heads["class_mass/image->text"].shape == (3, 2, 4)
-    np.testing.assert_allclose(heads["class_mass/image->text"][-1, 0], stats.pair("mass", "image", "text"))
-    np.testing.assert_allclose(heads["query_competition"][-1, 0], stats.query_competition, rtol=1e-6)
+    np.testing.assert_allclose(
+        heads["class_mass/image->text"][-1, 0], stats.pair("mass", "image", "text")
+    )
+    np.testing.assert_allclose(
+        heads["query_competition"][-1, 0], stats.query_competition, rtol=1e-6
+    )
     keys = stats.key_norm[:, 1].repeat_interleave(2)
     np.testing.assert_allclose(heads["class_key_norm/image"][-1, 0], keys, rtol=1e-6)
     assert "|q| by class" in table
@@ -236,7 +311,9 @@ def test_the_split_is_recorded_by_head_folded_by_layer_and_stands_in_the_table(t
 def test_a_class_that_does_not_occur_is_told_once_and_its_numbers_are_missing() -> None:
     model = llama().eval()
     with watch(model, classes=IMAGE) as monitor:
-        with pytest.warns(QkeelWarning, match="no token of the class 'image' in this pass"):
+        with pytest.warns(
+            QkeelWarning, match="no token of the class 'image' in this pass"
+        ):
             model(input_ids=ids(0) % 32)
         model(input_ids=ids(1) % 32)
         found = next(iter(monitor.read().values())).classes
@@ -253,7 +330,10 @@ def test_ids_of_no_class_switch_the_monitor_off_with_one_clear_warning() -> None
     with watch(model, classes={"text": range(3, 32), "image": range(32, 60)}):
         tokens = ids(0) % 50 + 3
         tokens[0, 0] = 61
-        with pytest.warns(QkeelWarning, match=r"expected every token id to be in a class, got .* in none \(ids 61"):
+        with pytest.warns(
+            QkeelWarning,
+            match=r"expected every token id to be in a class, got .* in none \(ids 61",
+        ):
             model(input_ids=tokens)
         assert torch.isfinite(model(input_ids=tokens).logits).all()
 
@@ -261,7 +341,10 @@ def test_ids_of_no_class_switch_the_monitor_off_with_one_clear_warning() -> None
 def test_classes_of_another_length_split_nothing_and_say_so() -> None:
     model = llama().eval()
     with watch(model, classes=torch.zeros(2, 5, dtype=torch.long)) as monitor:
-        with pytest.warns(QkeelWarning, match=r"expected classes of shape \[batch tokens\] = \[2 8\].* got \[2, 5\]"):
+        with pytest.warns(
+            QkeelWarning,
+            match=r"expected classes of shape \[batch tokens\] = \[2 8\].* got \[2, 5\]",
+        ):
             model(input_ids=ids(0))
         assert next(iter(monitor.read().values())).classes is None
 
@@ -272,17 +355,35 @@ def test_classes_of_another_length_split_nothing_and_say_so() -> None:
         (3, InvalidTypeError, "expected classes as a dict"),
         ("modality", InvalidValueError, "name an argument of the model's forward"),
         ({"text": range(9)}, InvalidValueError, "at least two classes"),
-        ({"text": range(9), "image": range(8, 12)}, InvalidValueError, "got 8 in both 'text' and 'image'"),
-        ({"text": range(9), "image": []}, InvalidValueError, "token ids of class 'image'"),
+        (
+            {"text": range(9), "image": range(8, 12)},
+            InvalidValueError,
+            "got 8 in both 'text' and 'image'",
+        ),
+        (
+            {"text": range(9), "image": []},
+            InvalidValueError,
+            "token ids of class 'image'",
+        ),
         ({"text": "abc", "image": [1]}, InvalidValueError, "token ids of class 'text'"),
         ({"a/b": [0], "image": [1]}, InvalidValueError, "without / or >"),
         (torch.zeros(2, 3), InvalidTypeError, "whole numbers, got torch.float32"),
-        (torch.zeros(2, 3, 4, dtype=torch.long), InvalidValueError, r"shape \[batch tokens\], got \(2, 3, 4\)"),
-        (torch.tensor([0, -2]), InvalidValueError, "or -1 for a token without a class, got -2 to 0"),
+        (
+            torch.zeros(2, 3, 4, dtype=torch.long),
+            InvalidValueError,
+            r"shape \[batch tokens\], got \(2, 3, 4\)",
+        ),
+        (
+            torch.tensor([0, -2]),
+            InvalidValueError,
+            "or -1 for a token without a class, got -2 to 0",
+        ),
         (Classes(torch.tensor([0, 1]), names=("a", "b")).source + 1, None, ""),
     ],
 )
-def test_what_makes_no_sense_is_refused_at_once(given: Any, error: type[Exception] | None, message: str) -> None:
+def test_what_makes_no_sense_is_refused_at_once(
+    given: Any, error: type[Exception] | None, message: str
+) -> None:
     model = small()
     if error is None:
         with pytest.raises(InvalidValueError, match="expected classes from 0 to 1"):
@@ -294,7 +395,10 @@ def test_what_makes_no_sense_is_refused_at_once(given: Any, error: type[Exceptio
 
 def test_classes_without_ids_to_tell_them_from_are_refused_in_the_first_pass() -> None:
     model = small()
-    with watch(model, classes=IMAGE), pytest.warns(QkeelWarning, match="got none; pass classes as the name"):
+    with (
+        watch(model, classes=IMAGE),
+        pytest.warns(QkeelWarning, match="got none; pass classes as the name"),
+    ):
         model(batch(0))
 
 

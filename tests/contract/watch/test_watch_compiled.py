@@ -35,18 +35,27 @@ noted.register_autograd(lambda ctx, grad: (grad, None))
 
 
 @pytest.mark.filterwarnings(
-    "ignore::UserWarning:torch", "ignore::DeprecationWarning:torch", "ignore:The .grad attribute"
+    "ignore::UserWarning:torch",
+    "ignore::DeprecationWarning:torch",
+    "ignore:The .grad attribute",
 )
-@pytest.mark.parametrize("name", ["torch_encoder"])  # the others: slow, by the default backend
+@pytest.mark.parametrize(
+    "name", ["torch_encoder"]
+)  # the others: slow, by the default backend
 def test_compiled_steps_are_the_unwatched_ones(name: str) -> None:
     compare(name, "aot_eager", 15)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend of torch.compile needs g++ on CPU")
+@pytest.mark.skipif(
+    shutil.which("g++") is None,
+    reason="the default backend of torch.compile needs g++ on CPU",
+)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_fifty_steps_compiled_by_the_default_backend_are_the_unwatched_ones(name: str) -> None:
+def test_fifty_steps_compiled_by_the_default_backend_are_the_unwatched_ones(
+    name: str,
+) -> None:
     # A process of its own: without the run-time type checks, which are Python that can't be compiled.
     command = [sys.executable, "-m", "tests.contract.watch.compiled", name, "inductor"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -59,20 +68,32 @@ class Tiny(nn.Module):
         self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        q, k, v = (
+            f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        return (
+            nn.functional.scaled_dot_product_attention(q, k, v)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 @pytest.mark.filterwarnings(
-    "ignore::UserWarning:torch", "ignore::DeprecationWarning:torch", "ignore:The .grad attribute"
+    "ignore::UserWarning:torch",
+    "ignore::DeprecationWarning:torch",
+    "ignore:The .grad attribute",
 )
 @each_row("parts", [False, True], ids=["the model", "its layers"])
-def test_a_measured_step_is_one_eager_pass_more_and_any_other_step_nothing(parts: bool) -> None:
+def test_a_measured_step_is_one_eager_pass_more_and_any_other_step_nothing(
+    parts: bool,
+) -> None:
     """Counted: passes, graphs, graph breaks; a recompilation is an error."""
 
     class Layer(Tiny):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(noted(x, "compiled" if torch.compiler.is_compiling() else "eager"))
+            return super().forward(
+                noted(x, "compiled" if torch.compiler.is_compiling() else "eager")
+            )
 
     def run(every: int | None) -> tuple[list[list[str]], list[Tensor], tuple[int, int]]:
         torch._dynamo.reset()
@@ -87,7 +108,9 @@ def test_a_measured_step_is_one_eager_pass_more_and_any_other_step_nothing(parts
         else:
             model = torch.compile(model, backend="aot_eager", fullgraph=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        monitor = None if every is None else watch(model, optimizer, every=every, sites=sites)
+        monitor = (
+            None if every is None else watch(model, optimizer, every=every, sites=sites)
+        )
         passes = []
         with torch._dynamo.config.patch(error_on_recompile=True):
             for x in batches:

@@ -31,7 +31,9 @@ def caught(run: Callable[[], Any]) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         result = run()
-    return result, [str(w.message) for w in record if isinstance(w.message, QkeelWarning)]
+    return result, [
+        str(w.message) for w in record if isinstance(w.message, QkeelWarning)
+    ]
 
 
 def same(model: nn.Module, other: Mapping[str, Tensor]) -> bool:
@@ -72,7 +74,9 @@ def bad_mask(*args: object, **kwargs: object) -> Tensor:
 def test_a_fault_of_what_the_user_gave_switches_the_monitor_off(
     options: dict[str, Any], plain: Mapping[str, Tensor]
 ) -> None:
-    (model, _, monitor), warned = caught(lambda: train(lambda m, o: watch(m, o, **options)))
+    (model, _, monitor), warned = caught(
+        lambda: train(lambda m, o: watch(m, o, **options))
+    )
     assert same(model, plain)
     assert not monitor.active
     assert len(warned) == 1
@@ -113,7 +117,10 @@ class EveryTime(Rule):
 @pytest.mark.filterwarnings("ignore::qkeel.errors.AlarmWarning")
 @pytest.mark.parametrize("where", one_in(["open", "write", "alarm", "close"], 2))
 def test_a_sink_that_fails_is_dropped_and_the_others_go_on(
-    where: str, plain: Mapping[str, Tensor], caplog: pytest.LogCaptureFixture, tmp_path: Path
+    where: str,
+    plain: Mapping[str, Tensor],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     caplog.set_level(logging.INFO, logger="qkeel")
     bad = BadSink(where, OSError(errno.ENOSPC, "No space left on device"))
@@ -130,7 +137,16 @@ def test_a_sink_that_fails_is_dropped_and_the_others_go_on(
     assert len([w for w in warned if "BadSink" in w]) == 1
     assert "No space left" in next(w for w in warned if "BadSink" in w)
     assert bad.calls.count(where) == 1
-    assert len([r for r in caplog.records if "max_logit" in r.message or "step" in r.message]) >= 4
+    assert (
+        len(
+            [
+                r
+                for r in caplog.records
+                if "max_logit" in r.message or "step" in r.message
+            ]
+        )
+        >= 4
+    )
     assert (tmp_path / "run" / "DONE").exists()
 
 
@@ -150,7 +166,9 @@ def spoil_gradients(model: Small) -> None:
 
 
 @pytest.mark.parametrize("spoil", [spoil_weights, spoil_logits, spoil_gradients])
-def test_numbers_that_are_none_are_recorded_and_stop_nobody(spoil: Callable[[Small], None], tmp_path: Path) -> None:
+def test_numbers_that_are_none_are_recorded_and_stop_nobody(
+    spoil: Callable[[Small], None], tmp_path: Path
+) -> None:
     def losses(watched: bool) -> tuple[list[Tensor], Any]:
         model = small()
         spoil(model)

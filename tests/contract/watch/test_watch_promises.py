@@ -42,15 +42,25 @@ from qkeel.monitor import Adaptive, Cadence, LogSpaced
 def measured(run: Run) -> int:
     """How many steps were measured; the monitor must have gone by itself at none of them."""
     assert run.monitor is not None
-    assert run.monitor.steps == 16  # the optimizer counts from the beginning of training
+    assert (
+        run.monitor.steps == 16
+    )  # the optimizer counts from the beginning of training
     return len(run.monitor.history)
 
 
-@pytest.mark.parametrize("name", quick(FAMILIES, {"decoder", "llama", "gpt2", "mixed", "torch_encoder"}.__contains__))
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        FAMILIES, {"decoder", "llama", "gpt2", "mixed", "torch_encoder"}.__contains__
+    ),
+)
 def test_watched_steps_are_the_unwatched_ones(name: str) -> None:
     family = FAMILIES[name]
     micro = 2 if name in ("llama", "gpt2", "mixed") else 1
-    plain, seen = (train(family, every=every, steps=20, come=4, go=16, micro=micro) for every in (None, 3))
+    plain, seen = (
+        train(family, every=every, steps=20, come=4, go=16, micro=micro)
+        for every in (None, 3)
+    )
     assert seen.same(plain)
     assert measured(seen) == 4
     assert seen.monitor is not None
@@ -63,15 +73,22 @@ def bf16() -> Iterator[None]:
         yield
 
 
-CADENCES: dict[str, Cadence | int] = {"every": 2, "log": LogSpaced(per_decade=5), "adaptive": Adaptive(least=3, most=9)}
+CADENCES: dict[str, Cadence | int] = {
+    "every": 2,
+    "log": LogSpaced(per_decade=5),
+    "adaptive": Adaptive(least=3, most=9),
+}
 
 
 @pytest.mark.parametrize("cadence", CADENCES)
-@pytest.mark.parametrize("build", quick([llama, qwen3, gpt2], lambda build: build is llama))
+@pytest.mark.parametrize(
+    "build", quick([llama, qwen3, gpt2], lambda build: build is llama)
+)
 def test_under_autocast(build: Callable[[], nn.Module], cadence: str) -> None:
     family = Family(build=build, loss=hf_loss)
     runs = [
-        train(family, every=every, steps=12, come=2, go=10, micro=1, around=bf16) for every in (None, CADENCES[cadence])
+        train(family, every=every, steps=12, come=2, go=10, micro=1, around=bf16)
+        for every in (None, CADENCES[cadence])
     ]
     assert runs[1].same(runs[0])
     assert runs[1].monitor is not None
@@ -85,7 +102,9 @@ def qk_normed() -> nn.Module:
 
 @pytest.mark.parametrize("around", one_in([torch.enable_grad, bf16], 3))
 @pytest.mark.parametrize("build", [qk_normed, decoder, llama])
-def test_the_bound_of_an_adaptive_cadence_changes_nothing(build: Callable[[], nn.Module], around: Any) -> None:
+def test_the_bound_of_an_adaptive_cadence_changes_nothing(
+    build: Callable[[], nn.Module], around: Any
+) -> None:
     family = Family(build=build, loss=hf_loss if build is llama else token_loss)
     runs = [
         train(family, every=every, steps=12, come=2, go=10, micro=1, around=around)
@@ -97,7 +116,10 @@ def test_the_bound_of_an_adaptive_cadence_changes_nothing(build: Callable[[], nn
 def test_a_frozen_encoder_keeps_its_fast_path() -> None:
     for every in (1, Adaptive(least=2, most=5)):
         family = Family(build=Mixed, loss=torch_loss)
-        plain, seen = (train(family, every=e, steps=8, come=0, go=8, micro=1) for e in (None, every))
+        plain, seen = (
+            train(family, every=e, steps=8, come=0, go=8, micro=1)
+            for e in (None, every)
+        )
         assert seen.same(plain)
 
 
@@ -124,7 +146,12 @@ def test_an_extra_pass_leaves_lists_random_streams_and_caches_alone() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             self.seen.append(1)
-            scale = 1 + random.random() + np.random.rand() + torch.rand((), generator=self.stream)
+            scale = (
+                1
+                + random.random()
+                + np.random.rand()
+                + torch.rand((), generator=self.stream)
+            )
             return self.model(x) * scale
 
     def outputs(watched: bool) -> tuple[Tensor, int]:
@@ -160,7 +187,9 @@ def test_with_a_gradient_scaler_and_steps_that_it_skips(fused: bool) -> None:
     assert same_tensors(plain, seen)
     assert monitor.steps == 6
     assert monitor.history.steps.tolist() == [0, 1, 2, 3, 4, 5]
-    assert [s.n_queries.tolist() for s in monitor.read().values()] == [[8 * 2 * 8] * 4] * 2
+    assert [s.n_queries.tolist() for s in monitor.read().values()] == [
+        [8 * 2 * 8] * 4
+    ] * 2
 
 
 def test_gradients_are_recorded_without_the_scale_of_a_gradient_scaler() -> None:
@@ -191,19 +220,31 @@ class CopiesItself(nn.Module):
         return self.head(x) - self.copied(self.head)(x).detach()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_a_model_that_copies_a_part_of_itself_in_every_pass(copied: Callable[[nn.Module], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
+def test_a_model_that_copies_a_part_of_itself_in_every_pass(
+    copied: Callable[[nn.Module], nn.Module],
+) -> None:
     def run(watched: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = CopiesItself(copied)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        with watch(model, optimizer, classes=classes) if watched else contextlib.nullcontext() as monitor:
+        with (
+            watch(model, optimizer, classes=classes)
+            if watched
+            else contextlib.nullcontext() as monitor
+        ):
             for step in range(3):
                 model(batch(step)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
             assert monitor is None or (monitor.active and len(monitor.history) == 3)
-        assert not any(type(key) is object for part in model.modules() for key in part._forward_hooks)
+        assert not any(
+            type(key) is object
+            for part in model.modules()
+            for key in part._forward_hooks
+        )
         return [*model.parameters()]
 
     def classes(x: Tensor) -> Tensor:
@@ -235,8 +276,12 @@ def trained_layers(ways: tuple[Callable[..., Any], ...], watched: bool) -> list[
 
 
 @pytest.mark.filterwarnings(
-    "ignore::UserWarning:torch", "ignore::DeprecationWarning:torch", "ignore:The .grad attribute"
+    "ignore::UserWarning:torch",
+    "ignore::DeprecationWarning:torch",
+    "ignore:The .grad attribute",
 )
 def test_a_function_that_torch_compiles_in_one_piece_stays_so() -> None:
     ways = (written_out, IN_ONE_PIECE)
-    assert all(map(torch.equal, trained_layers(ways, True), trained_layers(ways, False)))
+    assert all(
+        map(torch.equal, trained_layers(ways, True), trained_layers(ways, False))
+    )

@@ -19,7 +19,10 @@ from qkeel import load, watch
 
 def attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
     """What every module holds, hooks apart."""
-    return {name: {k: v for k, v in vars(m).items() if "hooks" not in k} for name, m in model.named_modules()}
+    return {
+        name: {k: v for k, v in vars(m).items() if "hooks" not in k}
+        for name, m in model.named_modules()
+    }
 
 
 def inputs(model: nn.Module) -> Tensor:
@@ -43,9 +46,13 @@ def test_remove_restores_the_model_exactly(build: Any) -> None:
     assert attributes(model).keys() == held.keys()
     for name, values in attributes(model).items():
         assert values.keys() == held[name].keys(), name
-        assert all(v is held[name][k] or k in ("_buffers", "last") for k, v in values.items()), name
+        assert all(
+            v is held[name][k] or k in ("_buffers", "last") for k, v in values.items()
+        ), name
     if not isinstance(model, Mixed):  # that one counts its passes
-        assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+        assert all(
+            torch.equal(t, state[name]) for name, t in model.state_dict().items()
+        )
     assert torch.equal(model(x), before)
     monitor.remove()
 
@@ -55,7 +62,12 @@ def copies(model: nn.Module) -> list[nn.Module]:
     torch.save(model, file)
     file.seek(0)
     saved = torch.load(file, weights_only=False)
-    return [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved, copy.copy(model)]
+    return [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        saved,
+        copy.copy(model),
+    ]
 
 
 def test_copies_of_a_watched_model_work_and_are_unwatched() -> None:
@@ -67,7 +79,9 @@ def test_copies_of_a_watched_model_work_and_are_unwatched() -> None:
         average = torch.optim.swa_utils.AveragedModel(model)
         for twin in [*copies(model), average]:
             assert torch.equal(twin(batch(1)), model(batch(1)))
-            assert [s.n_queries.tolist() for s in monitor.read().values()] == [[10, 10]] * 2
+            assert [s.n_queries.tolist() for s in monitor.read().values()] == [
+                [10, 10]
+            ] * 2
             watch(twin.eval()).remove()
         average.update_parameters(model)
         assert len(first) == 2

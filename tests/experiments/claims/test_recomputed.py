@@ -19,14 +19,18 @@ RESULTS = read_json(HERE / "results.json")
 
 def column_by_seed(claim: Claim, side: Cell | float) -> dict[int, float]:
     """One side of a claim, read from the rows without the project's reader."""
-    rows = RESULTS[claim.study if not isinstance(side, Cell) or not side.study else side.study]["rows"]
+    rows = RESULTS[
+        claim.study if not isinstance(side, Cell) or not side.study else side.study
+    ]["rows"]
     if not isinstance(side, Cell):
         return {row["seed"]: float(side) for row in rows}
     mine = [row for row in rows if all(row.get(k) == v for k, v in side.where.items())]
     if side.column == "largest_stable_lr":
         found = {}
         for seed in {row["seed"] for row in mine}:
-            ordered = sorted((row["lr"], row["collapsed"]) for row in mine if row["seed"] == seed)
+            ordered = sorted(
+                (row["lr"], row["collapsed"]) for row in mine if row["seed"] == seed
+            )
             stable = list(itertools.takewhile(lambda pair: not pair[1], ordered))
             found[seed] = stable[-1][0]
     elif side.column == "lr_sensitivity":
@@ -34,7 +38,13 @@ def column_by_seed(claim: Claim, side: Cell | float) -> dict[int, float]:
         for seed in {row["seed"] for row in mine}:
             own = [row for row in mine if row["seed"] == seed]
             start = np.mean([row["init_loss"] for row in own])
-            losses = np.minimum([row["val_loss"] if math.isfinite(row["val_loss"]) else start for row in own], start)
+            losses = np.minimum(
+                [
+                    row["val_loss"] if math.isfinite(row["val_loss"]) else start
+                    for row in own
+                ],
+                start,
+            )
             found[seed] = float((losses - losses.min()).mean())
     else:
         found = {row["seed"]: row[side.column] for row in mine}
@@ -54,7 +64,12 @@ def p_value(values: np.ndarray, centre: float) -> float:
         return x.mean(axis=axis)
 
     test = stats.permutation_test(
-        (values - centre,), total, permutation_type="samples", n_resamples=np.inf, vectorized=True, batch=1 << 14
+        (values - centre,),
+        total,
+        permutation_type="samples",
+        n_resamples=np.inf,
+        vectorized=True,
+        batch=1 << 14,
     )
     return float(test.pvalue)
 
@@ -64,8 +79,12 @@ def pocock(each: float, looks: int) -> float:
     bound = stats.norm.isf(each / 2)
     k = np.arange(1, looks + 1)
     covariance = np.sqrt(np.minimum.outer(k, k) / np.maximum.outer(k, k))
-    normal = stats.multivariate_normal(np.zeros(looks), covariance, abseps=1e-6, maxpts=10**6)
-    return 1 - float(normal.cdf(np.full(looks, bound), lower_limit=np.full(looks, -bound)))
+    normal = stats.multivariate_normal(
+        np.zeros(looks), covariance, abseps=1e-6, maxpts=10**6
+    )
+    return 1 - float(
+        normal.cdf(np.full(looks, bound), lower_limit=np.full(looks, -bound))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +94,17 @@ def judged() -> list[Judged]:
 
 def test_differences_are_those_that_the_judge_takes(judged: list[Judged]) -> None:
     for one in judged:
-        assert differences(one.claim) == pytest.approx(list(one.differences), rel=1e-12, abs=1e-15), one.claim.text
+        assert differences(one.claim) == pytest.approx(
+            list(one.differences), rel=1e-12, abs=1e-15
+        ), one.claim.text
 
 
-@pytest.mark.parametrize("seeds", [range(14), pytest.param(range(14, 64), marks=pytest.mark.slow)])
-def test_each_verdict_is_that_of_permutation_tests_at_the_margins(judged: list[Judged], seeds: range) -> None:
+@pytest.mark.parametrize(
+    "seeds", [range(14), pytest.param(range(14, 64), marks=pytest.mark.slow)]
+)
+def test_each_verdict_is_that_of_permutation_tests_at_the_margins(
+    judged: list[Judged], seeds: range
+) -> None:
     """An interval lies beyond a point where the test of that point rejects and the mean is on that side."""
     allowed = 1 - judged[0].level
     some = [one for one in judged if len(one.differences) in seeds]
@@ -89,16 +114,29 @@ def test_each_verdict_is_that_of_permutation_tests_at_the_margins(judged: list[J
         beyond = {}
         for name, point in (("above", margin), ("over -", -margin)):
             rejects = p_value(values, point) <= allowed + 1e-12
-            beyond[name] = (rejects and values.mean() > point, rejects and values.mean() < point)
+            beyond[name] = (
+                rejects and values.mean() > point,
+                rejects and values.mean() < point,
+            )
         (larger, below), (over, against) = beyond["above"], beyond["over -"]
         if one.claim.equal:
-            expected = "reproduced" if below and over else "contradicted" if larger or against else "undecided"
+            expected = (
+                "reproduced"
+                if below and over
+                else "contradicted"
+                if larger or against
+                else "undecided"
+            )
         else:
-            expected = "reproduced" if larger else "contradicted" if below else "undecided"
+            expected = (
+                "reproduced" if larger else "contradicted" if below else "undecided"
+            )
         assert one.verdict.strip("*") == expected, one.claim.text
 
 
-def test_the_level_is_that_of_the_rows_it_decides_and_no_looser_one_would_do(judged: list[Judged]) -> None:
+def test_the_level_is_that_of_the_rows_it_decides_and_no_looser_one_would_do(
+    judged: list[Judged],
+) -> None:
     decided = sum(one.verdict.startswith("**") for one in judged)
     each = 1 - judged[0].level
     rows = pocock(each, LOOKS) / (ERROR / len(EVERY))
@@ -110,7 +148,9 @@ def test_the_page_has_the_verdicts_and_the_tally(judged: list[Judged]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     for one in judged[: len(CLAIMS)]:
         (line,) = [
-            line for line in text.splitlines() if line.startswith(f"| {one.claim.text} | {short(one.claim.source)} |")
+            line
+            for line in text.splitlines()
+            if line.startswith(f"| {one.claim.text} | {short(one.claim.source)} |")
         ]
         assert line.split(" | ")[2] == one.verdict
         assert f"{len(one.differences)} seeds" in line

@@ -33,7 +33,9 @@ class Clip(transformers.TrainerCallback):
     def __init__(self, sites: Any) -> None:
         self.sites = sites
 
-    def on_train_begin(self, *args: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, *args: Any, model: Any, optimizer: Any, **kwargs: Any
+    ) -> None:
         qkeel.apply(model, CLIP, optimizer, sites=self.sites)
 
 
@@ -41,7 +43,9 @@ def shard(trainer: transformers.Trainer) -> None:
     """Accelerate shards on GPUs only, and says nothing of the plugin that it leaves out on CPUs: it is put there."""
     state = trainer.accelerator.state
     state.distributed_type = accelerate.DistributedType.FSDP
-    state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+    state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(
+        **trainer.args.fsdp_plugin_args
+    )
     trainer.is_fsdp_enabled = True
 
 
@@ -49,7 +53,13 @@ def train(variant: str, folder: Path) -> Outcome:
     model = llama()
     sites = qkeel.find_sites(model, batch(0)[:1])
     several = world() > 1
-    fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+    fsdp = {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        },
+    }
     arguments = transformers.TrainingArguments(
         output_dir=str(folder / variant),
         per_device_train_batch_size=BATCH // world(),
@@ -66,7 +76,9 @@ def train(variant: str, folder: Path) -> Outcome:
         **(fsdp if several and variant == "fsdp2" else {}),
     )
     watching = QkeelCallback(every=1)
-    trainer = transformers.Trainer(model, arguments, train_dataset=Texts(), callbacks=[Clip(sites), watching])
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=Texts(), callbacks=[Clip(sites), watching]
+    )
     if several and variant == "fsdp2":
         shard(trainer)
     trainer.train()

@@ -9,7 +9,15 @@ import lightning.pytorch as L
 import torch
 from tests.contract.processes.watching import loss_of
 from tests.contract.processes.wrapped import batch, llama
-from tests.integrations.trainers.run import BATCH, CLIP, STEPS, Outcome, outcome, rank, world
+from tests.integrations.trainers.run import (
+    BATCH,
+    CLIP,
+    STEPS,
+    Outcome,
+    outcome,
+    rank,
+    world,
+)
 from torch import Tensor
 
 import qkeel

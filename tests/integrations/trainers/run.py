@@ -44,9 +44,14 @@ def world() -> int:
 def outcome(model: nn.Module, monitor: Monitor | None) -> Outcome:
     history = None if monitor is None else monitor.history
     return Outcome(
-        weights={name: qkeel.distributed.whole(p).detach().clone() for name, p in model.named_parameters()},
+        weights={
+            name: qkeel.distributed.whole(p).detach().clone()
+            for name, p in model.named_parameters()
+        },
         steps=[] if history is None else history.steps.tolist(),
-        heads={} if history is None else {name: np.array(values) for name, values in history.heads.items()},
+        heads={}
+        if history is None
+        else {name: np.array(values) for name, values in history.heads.items()},
     )
 
 
@@ -54,7 +59,9 @@ def main(case: str, folder: Path) -> None:
     torch.set_num_threads(1)
     try:
         kind, _, variant = case.partition(".")
-        found: object = importlib.import_module(f"tests.integrations.trainers.{kind}").train(variant, folder)
+        found: object = importlib.import_module(
+            f"tests.integrations.trainers.{kind}"
+        ).train(variant, folder)
     except Exception:
         found = traceback.format_exc()
     name = f"{case}-{rank() if world() > 1 else 'alone'}.pickle"

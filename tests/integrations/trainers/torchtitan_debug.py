@@ -39,7 +39,9 @@ from torchtitan.models.llama3 import model_registry  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 from torchtitan.trainer import Trainer, dist_utils  # noqa: E402
 
-dist_utils.set_pg_timeouts = lambda **_: None  # by a barrier of devices, which gloo has not
+dist_utils.set_pg_timeouts = lambda **_: (
+    None
+)  # by a barrier of devices, which gloo has not
 
 
 class Batches(BaseDataLoader):
@@ -49,7 +51,9 @@ class Batches(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         pass
 
-    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Config, *, dp_world_size: int, dp_rank: int, **kwargs: Any
+    ) -> None:
         self.place = dp_world_size, dp_rank
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -99,10 +103,16 @@ def configured(variant: str, folder: Path) -> Trainer.Config:
     training = config.training
     training.local_batch_size, training.seq_len, training.steps = BATCH, 10, STEPS
     training.disable_cuda_graphs = True
-    if not variant.startswith("defaults"):  # those recompute activations, and compute in bfloat16
-        training.dtype = training.mixed_precision_param = training.mixed_precision_reduce = "float32"
+    if not variant.startswith(
+        "defaults"
+    ):  # those recompute activations, and compute in bfloat16
+        training.dtype = training.mixed_precision_param = (
+            training.mixed_precision_reduce
+        ) = "float32"
         config.activation_checkpoint = None  # type: ignore[assignment]
-    config.parallelism.spmd_backend = "partial_dtensor"  # with "spmd_types" it does not start on torch 2.13
+    config.parallelism.spmd_backend = (
+        "partial_dtensor"  # with "spmd_types" it does not start on torch 2.13
+    )
     if variant == "tp":
         config.parallelism.tensor_parallel_degree = world()
     else:
@@ -111,7 +121,12 @@ def configured(variant: str, folder: Path) -> Trainer.Config:
 
 
 def train(variant: str, folder: Path) -> Outcome:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+    }.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29531")
     config = configured(variant, folder)
@@ -124,13 +139,23 @@ def train(variant: str, folder: Path) -> Outcome:
     model, optimizer = trainer.model_parts[0], trainer.optimizers.optimizers[0]
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies first
-    weights = dict(whole.named_parameters())  # torch makes other random numbers on other processes
+            module.set_force_sum_reduction_for_comms(
+                True
+            )  # gloo has no sum that multiplies first
+    weights = dict(
+        whole.named_parameters()
+    )  # torch makes other random numbers on other processes
     for name, p in model.named_parameters():
         part = qkeel.distributed.local_block(name, p)
         spans = tuple(slice(*span) for span in part.spans) if part is not None else ()
-        qkeel.distributed.local(p).data.copy_(weights[name.replace("_checkpoint_wrapped_module.", "")].detach()[spans])
-    monitor = None if variant == "defaults_alone" else qkeel.watch(model, optimizer, rules=[], sites=sites)
+        qkeel.distributed.local(p).data.copy_(
+            weights[name.replace("_checkpoint_wrapped_module.", "")].detach()[spans]
+        )
+    monitor = (
+        None
+        if variant == "defaults_alone"
+        else qkeel.watch(model, optimizer, rules=[], sites=sites)
+    )
     if not variant.startswith("defaults"):
         qkeel.apply(model, CLIP, optimizer, sites=sites)
     trainer.train()

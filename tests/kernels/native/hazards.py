@@ -138,15 +138,21 @@ def to_array(x: Tensor) -> np.ndarray[Any, Any]:
 class Counting(TorchDispatchMode):
     """A mode that sees every operator and computes it as it is."""
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 def checkpointed(reentrant: bool) -> Callable[[Any, Tensor], Found]:
     def do(m: Any, x: Tensor) -> Found:
-        again = functools.partial(torch.utils.checkpoint.checkpoint, m, use_reentrant=reentrant)
+        again = functools.partial(
+            torch.utils.checkpoint.checkpoint, m, use_reentrant=reentrant
+        )
         x = x.clone().requires_grad_()
-        y = again(x) + torch.utils.checkpoint.checkpoint(again, x * 2, use_reentrant=reentrant)
+        y = again(x) + torch.utils.checkpoint.checkpoint(
+            again, x * 2, use_reentrant=reentrant
+        )
         y.sin().sum().backward()
         return [y, x.grad, *(p.grad for p in m.parameters())]
 
@@ -180,7 +186,9 @@ def compiled(m: Any, x: Tensor) -> Found:
 # Transforms and tangents.
 
 
-def of_parameters(m: Any, x: Tensor) -> tuple[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]]:
+def of_parameters(
+    m: Any, x: Tensor
+) -> tuple[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]]:
     given = {n: p.detach() for n, p in m.named_parameters()}
     return lambda p: functional_call(m, p, (x,)).sin().sum(), given
 
@@ -191,11 +199,18 @@ def grad_of(m: Any, x: Tensor) -> Found:
 
 
 def mapped(m: Any, x: Tensor) -> Found:
-    return [vmap(m)(torch.stack([x, -x, 2 * x])), vmap(m, in_dims=3, out_dims=2)(torch.stack([x, -x], 3))]
+    return [
+        vmap(m)(torch.stack([x, -x, 2 * x])),
+        vmap(m, in_dims=3, out_dims=2)(torch.stack([x, -x], 3)),
+    ]
 
 
 def forward_tangent(m: Any, x: Tensor) -> Found:
-    return [*jvp(m, (x,), (x.cos(),)), vjp(m, x)[1](x.sin())[0], linearize(m, x)[1](x.cos())]
+    return [
+        *jvp(m, (x,), (x.cos(),)),
+        vjp(m, x)[1](x.sin())[0],
+        linearize(m, x)[1](x.cos()),
+    ]
 
 
 def hessian_of(m: Any, x: Tensor) -> Found:
@@ -207,14 +222,18 @@ def hessian_of(m: Any, x: Tensor) -> Found:
 
 def dual_value(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     with forward_ad.dual_level():
-        y = forward_ad.unpack_dual(attend(q, k, forward_ad.make_dual(v, torch.ones_like(v))))
+        y = forward_ad.unpack_dual(
+            attend(q, k, forward_ad.make_dual(v, torch.ones_like(v)))
+        )
         return [y.primal, y.tangent]
 
 
 def dual_then_backward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     q, k, v = leaves(q, k, v)
     with forward_ad.dual_level():
-        y: Any = forward_ad.unpack_dual(attend(forward_ad.make_dual(q, q.detach().cos()), k, v))
+        y: Any = forward_ad.unpack_dual(
+            attend(forward_ad.make_dual(q, q.detach().cos()), k, v)
+        )
         return [y.tangent, *torch.autograd.grad(y.tangent.sum(), [q, k, v])]
 
 
@@ -226,7 +245,12 @@ def twice(m: Any, x: Tensor) -> Found:
 
 def twice_chunked(m: Any, x: Tensor) -> Found:
     m.impl = "chunked"
-    return [*twice(m, x), jacrev(jacrev(lambda row: m(torch.cat([row[None, None], x[:1, 1:3]], 1)).sum()))(x[0, 0])]
+    return [
+        *twice(m, x),
+        jacrev(
+            jacrev(lambda row: m(torch.cat([row[None, None], x[:1, 1:3]], 1)).sum())
+        )(x[0, 0]),
+    ]
 
 
 def twice_in_value(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
@@ -240,7 +264,11 @@ def only_value(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
 
 
 def only_mask(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
-    mask = torch.linspace(-1, 1, q.shape[2] * k.shape[2], dtype=q.dtype).view(q.shape[2], -1).requires_grad_()
+    mask = (
+        torch.linspace(-1, 1, q.shape[2] * k.shape[2], dtype=q.dtype)
+        .view(q.shape[2], -1)
+        .requires_grad_()
+    )
     y = attend(q, k, v, mask=mask)
     return [y, *torch.autograd.grad(y.sin().sum(), [mask])]
 
@@ -255,7 +283,11 @@ def pickled(m: Any, x: Tensor) -> Found:
 
 def threads(m: Any, x: Tensor) -> Found:
     with ThreadPoolExecutor(4) as pool:
-        return [y for found in pool.map(lambda i: trained(m, x * i), range(1, 5)) for y in found]
+        return [
+            y
+            for found in pool.map(lambda i: trained(m, x * i), range(1, 5))
+            for y in found
+        ]
 
 
 # Inputs.
@@ -307,7 +339,9 @@ class Counted(Tensor):
     """A subclass that sees every function of torch."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
@@ -330,7 +364,11 @@ def wrapper_subclass(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
 def transposed_gradient(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     q, k, v = leaves(q, k, v)
     y = attend(q, k, v)
-    up = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape[::-1]).permute(3, 2, 1, 0)
+    up = (
+        torch.linspace(-1, 1, y.numel(), dtype=y.dtype)
+        .view(y.shape[::-1])
+        .permute(3, 2, 1, 0)
+    )
     return [*torch.autograd.grad(y, [q, k, v], up)]
 
 
@@ -374,7 +412,12 @@ def not_a_number(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
 
 
 def jagged(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
-    parts = [torch.nested.nested_tensor([x[0].mT, x[1].mT], layout=torch.jagged).transpose(-1, -2) for x in (q, k, v)]
+    parts = [
+        torch.nested.nested_tensor([x[0].mT, x[1].mT], layout=torch.jagged).transpose(
+            -1, -2
+        )
+        for x in (q, k, v)
+    ]
     return [attend(*parts).values()]
 
 

@@ -34,15 +34,22 @@ pathlib.Path(sys.argv[sys.argv.index("-o") + 1]).write_bytes(pathlib.Path({sourc
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, of a process that has loaded no library yet."""
-    monkeypatch.setattr(operators, "_loaded", functools.cache(operators._loaded.__wrapped__))
+    monkeypatch.setattr(
+        operators, "_loaded", functools.cache(operators._loaded.__wrapped__)
+    )
     monkeypatch.setenv("QKEEL_NATIVE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
-def compiler(folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> Path:
+def compiler(
+    folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0
+) -> Path:
     """Puts a compiler in place that makes copies of `source`; returns the log of its calls."""
     script, log, text = folder / "compiler", folder / "log", folder / "compiler.py"
-    text.write_text(COMPILER.format(log=str(log), seconds=seconds, source=str(source)), encoding="utf-8")
+    text.write_text(
+        COMPILER.format(log=str(log), seconds=seconds, source=str(source)),
+        encoding="utf-8",
+    )
     # By the shell: a line of #! takes no interpreter with a space in its path.
     command = shlex.join([sys.executable, "-S", str(text)])
     script.write_text(f'#!/bin/sh\nexec {command} "$@"\n', encoding="utf-8")
@@ -64,7 +71,10 @@ def anything(tmp_path: Path) -> Path:
 
 
 def test_the_library_is_compiled_once_and_then_found(
-    cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    cache: Path,
+    anything: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     log = compiler(cache.parent, anything, monkeypatch)
     path = build.compiled()
@@ -82,7 +92,9 @@ def test_a_read_only_cache_with_the_library_in_it_serves(
 ) -> None:
     compiler(cache.parent, anything, monkeypatch)
     path = build.compiled()
-    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("wrote to the cache"))
+    monkeypatch.setattr(
+        Path, "mkdir", lambda *_, **__: pytest.fail("wrote to the cache")
+    )
     monkeypatch.setenv("CXX", "/no/compiler")
     assert build.compiled() == path
 
@@ -121,7 +133,9 @@ def test_the_compiler_is_given_the_processor_that_the_environment_names(
         monkeypatch.setenv("QKEEL_NATIVE_ARCH", arch)
         with pytest.raises(build.BuildError, match="failed"):
             build.compiled()
-        given = next(line for line in reversed(log.read_text().splitlines()) if " -c " in line)
+        given = next(
+            line for line in reversed(log.read_text().splitlines()) if " -c " in line
+        )
         assert expected in given
         assert given.count("-march=") + given.count("-mcpu=") == 1
 
@@ -141,7 +155,9 @@ def test_an_old_compiler_is_refused_by_the_sources(
         assert not operators.ready()
 
 
-def test_cxx_may_name_a_wrapper_and_options(cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cxx_may_name_a_wrapper_and_options(
+    cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = compiler(cache.parent, anything, monkeypatch)
     wrapper = cache.parent / "wrapper"
     wrapper.write_text('#!/bin/sh\n[ "$2" = -fast ] && exec "$@"\n')
@@ -155,7 +171,10 @@ def test_cxx_may_name_a_wrapper_and_options(cache: Path, anything: Path, monkeyp
     ("script", "told"),
     [
         ("echo 'x.cpp:1: error: no such header' >&2; exit 1", "no such header"),
-        (r"printf 'x.cpp:1: error: \351tait attendu\n' >&2; exit 1", "error: .tait attendu"),
+        (
+            r"printf 'x.cpp:1: error: \351tait attendu\n' >&2; exit 1",
+            "error: .tait attendu",
+        ),
         ("exit 3", "exit code 3"),
         ('while [ "$1" != -o ]; do shift; done; mkfifo "$2"', "exit code 0"),
     ],
@@ -173,7 +192,9 @@ def test_the_warning_of_a_failed_compiler_has_its_first_error(
     assert [p.name for p in cache.iterdir()] == [f"{build.NAME}.lock"]
 
 
-def test_a_compiler_that_hangs_is_given_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_hangs_is_given_up(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "LONGEST", 0.2)
     path = cache.parent / "compiler"
     path.write_text("#!/bin/sh\nexec sleep 300\n")
@@ -186,7 +207,9 @@ def test_a_compiler_that_hangs_is_given_up(cache: Path, monkeypatch: pytest.Monk
 def test_a_file_that_does_not_load_is_made_once_more_then_given_up(
     cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = compiler(cache.parent, anything, monkeypatch)  # what a library of another architecture looks like
+    log = compiler(
+        cache.parent, anything, monkeypatch
+    )  # what a library of another architecture looks like
     with pytest.warns(QkeelWarning, match="without its compiled kernels"):
         assert not operators.ready()
     assert calls(log) == 2
@@ -208,8 +231,14 @@ def linked(path: Path) -> None:
 
 SPOILT: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
     "another user's": (give_away, "its cache .* belongs to user"),
-    "that all can write": (lambda path, m: path.chmod(0o777), r"its cache .* \(mode 0777\)"),
-    "that a group can write": (lambda path, m: path.chmod(0o770), r"its cache .* \(mode 0770\)"),
+    "that all can write": (
+        lambda path, m: path.chmod(0o777),
+        r"its cache .* \(mode 0777\)",
+    ),
+    "that a group can write": (
+        lambda path, m: path.chmod(0o770),
+        r"its cache .* \(mode 0770\)",
+    ),
     "a link": (lambda path, m: linked(path), "its cache .* is a link"),
 }
 
@@ -250,11 +279,17 @@ def test_what_is_made_is_this_users_alone_whatever_the_umask(
         path = build.compiled()
     finally:
         os.umask(before)
-    assert [stat.S_IMODE(each.stat().st_mode) & 0o077 for each in (cache, cache / "below", path)] == [0, 0, 0]
+    assert [
+        stat.S_IMODE(each.stat().st_mode) & 0o077
+        for each in (cache, cache / "below", path)
+    ] == [0, 0, 0]
 
 
 def test_waiting_for_another_process_is_told_and_ends(
-    cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    cache: Path,
+    anything: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     log = compiler(cache.parent, anything, monkeypatch)
     monkeypatch.setattr(build, "REPORT_AFTER", 0.0)
@@ -262,10 +297,18 @@ def test_waiting_for_another_process_is_told_and_ends(
     cache.mkdir(mode=0o700)
     with open(cache / f"{build.NAME}.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.warns(QkeelWarning, match="another process has held .*qkeel_native.lock for more than") as warned:
+        with pytest.warns(
+            QkeelWarning,
+            match="another process has held .*qkeel_native.lock for more than",
+        ) as warned:
             assert not operators.ready()
     assert len(warned) == 1
-    assert capfd.readouterr().err.count("waiting up to 0 s for another process to compile its kernels") == 1
+    assert (
+        capfd.readouterr().err.count(
+            "waiting up to 0 s for another process to compile its kernels"
+        )
+        == 1
+    )
     assert not log.exists()
     build.compiled()
     assert log.exists()
@@ -282,7 +325,9 @@ exec sleep 300
 """)
     script.chmod(0o700)
     use = "from qkeel.kernels.native import build; build.compiled()"
-    process = subprocess.Popen([sys.executable, "-c", use], env={**os.environ, "CXX": str(script)})
+    process = subprocess.Popen(
+        [sys.executable, "-c", use], env={**os.environ, "CXX": str(script)}
+    )
     try:
         while process.poll() is None and not pid.exists():
             time.sleep(0.02)
@@ -291,9 +336,14 @@ exec sleep 300
         assert (cache / f".{build.NAME}" / "half.o").read_text() == "half\n"
         compiler(cache.parent, anything, monkeypatch)
         path = build.compiled()
-        assert sorted(p.name for p in cache.iterdir()) == [path.name, f"{build.NAME}.lock"]
+        assert sorted(p.name for p in cache.iterdir()) == [
+            path.name,
+            f"{build.NAME}.lock",
+        ]
     finally:
-        os.kill(int(pid.read_text()), signal.SIGKILL)  # the compiler, which outlives the killed process
+        os.kill(
+            int(pid.read_text()), signal.SIGKILL
+        )  # the compiler, which outlives the killed process
 
 
 def test_a_library_that_the_package_carries_is_taken_where_the_processor_can_run_it(
@@ -306,7 +356,9 @@ def test_a_library_that_the_package_carries_is_taken_where_the_processor_can_run
     assert build.carried_library() is None
     for target, needed in build.CARRIED.items():
         library = tmp_path / build.carried_name(target)
-        monkeypatch.setattr(build, "_processor", lambda needed=needed: " ".join(["x86_64", *needed]))
+        monkeypatch.setattr(
+            build, "_processor", lambda needed=needed: " ".join(["x86_64", *needed])
+        )
         assert build.carried_library() is None
         library.touch()
         assert build.compiled() == library
@@ -314,7 +366,9 @@ def test_a_library_that_the_package_carries_is_taken_where_the_processor_can_run
     assert build.carried_library() is None
 
 
-def test_off_means_off(cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_means_off(
+    cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", "0")
     log = compiler(cache.parent, anything, monkeypatch)
     assert not operators.ready()
@@ -339,7 +393,11 @@ with warnings.catch_warnings(record=True) as told:
 def start(**environment: str) -> subprocess.Popen[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
-        [sys.executable, "-c", USE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        [sys.executable, "-c", USE],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
     )
 
 

@@ -20,7 +20,16 @@ from qkeel.kernels.norm_rope.encode import encoded
 from qkeel.nn import MLA, LatentSizes, mla
 from qkeel.nn.mla import attend_latents
 from qkeel.ops import KERNELS, choose, run
-from qkeel.spec import AttentionSpec, InverseSqrt, Learned, LogN, RMSNorm, Rope, Sigmoid, Softcap
+from qkeel.spec import (
+    AttentionSpec,
+    InverseSqrt,
+    Learned,
+    LogN,
+    RMSNorm,
+    Rope,
+    Sigmoid,
+    Softcap,
+)
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.logits import Cap, NoCap
 from qkeel.spec.rope import NoPosition, SlidingWindow
@@ -28,9 +37,21 @@ from qkeel.spec.rope import NoPosition, SlidingWindow
 pytestmark = pytest.mark.usefixtures("_compiled")
 KEYS = [1, 7, 64, 129, 512, 2048]
 # query heads, key heads, queries, size of q and k, size of v
-SHAPES = [(4, 4, 1, 64, 64), (8, 2, 1, 64, 64), (4, 1, 3, 128, 24), (6, 3, 2, 8, 40), (32, 1, 1, 72, 136)]
+SHAPES = [
+    (4, 4, 1, 64, 64),
+    (8, 2, 1, 64, 64),
+    (4, 1, 3, 128, 24),
+    (6, 3, 2, 8, 40),
+    (32, 1, 1, 72, 136),
+]
 # batch, heads, queries, latent, rotated: panels of the microkernel whole and not, dot products at most eight
-LATENTS = [(1, 16, 1, 256, 64), (2, 3, 2, 16, 8), (2, 24, 1, 32, 16), (1, 40, 3, 72, 24), (1, 128, 1, 16, 8)]
+LATENTS = [
+    (1, 16, 1, 256, 64),
+    (2, 3, 2, 16, 8),
+    (2, 24, 1, 32, 16),
+    (1, 40, 3, 72, 24),
+    (1, 128, 1, 16, 8),
+]
 FORMULA = 24  # the head size that the scale of latents goes by
 PLAIN = AttentionSpec()
 
@@ -60,26 +81,39 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-def made(shape: tuple[int, ...], keys: int, dtype: torch.dtype = torch.float32, layout: int = 1) -> list[Tensor]:
+def made(
+    shape: tuple[int, ...],
+    keys: int,
+    dtype: torch.dtype = torch.float32,
+    layout: int = 1,
+) -> list[Tensor]:
     """q, k and v in layouts of their own."""
     h, g, t, d, width = shape
     sizes = ((2, h, t, d), (2, g, keys, d), (2, g, keys, width))
     return [laid(torch.randn(size).to(dtype), layout) for size in sizes]
 
 
-def held(shape: tuple[int, ...], keys: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def held(
+    shape: tuple[int, ...], keys: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, latents with room behind, and factors of each head."""
     b, h, t, latent, rotated = shape
     room = torch.full((b, 1, keys + 3, latent + rotated), torch.nan, dtype=dtype)
     room[:, :, :keys] = torch.randn(b, 1, keys, latent + rotated)
     factors = torch.full((b, h, keys + 3), torch.nan)
     factors[..., :keys] = torch.rand(b, h, keys) + 0.2
-    return 4 * torch.randn(b, h, t, latent + rotated).to(dtype), room[:, :, :keys], factors[..., :keys]
+    return (
+        4 * torch.randn(b, h, t, latent + rotated).to(dtype),
+        room[:, :, :keys],
+        factors[..., :keys],
+    )
 
 
 def near(ours: Tensor, theirs: Tensor, truth: Tensor, told: str) -> Tensor:
     """Error at most 2 × (that of torch's path in the same dtype + rounding of the largest number)."""
-    allowed = 2 * ((theirs - truth).abs().max() + torch.finfo(ours.dtype).eps * truth.abs().max())
+    allowed = 2 * (
+        (theirs - truth).abs().max() + torch.finfo(ours.dtype).eps * truth.abs().max()
+    )
     assert ours.dtype == theirs.dtype
     assert (ours.double() - truth).abs().max() <= allowed, told
     return ours
@@ -91,18 +125,31 @@ def check(call: AttentionCall, told: str = "") -> Tensor:
     return near(run(call, "decode"), run(call, "sdpa"), truth, told)
 
 
-def of(shape: tuple[int, ...], q: Tensor, kept: Tensor, spec: AttentionSpec = PLAIN, **who: object) -> AttentionCall:
+def of(
+    shape: tuple[int, ...],
+    q: Tensor,
+    kept: Tensor,
+    spec: AttentionSpec = PLAIN,
+    **who: object,
+) -> AttentionCall:
     return make_call(spec, q, kept, kept[..., : shape[3]], **who)  # type: ignore[arg-type]
 
 
-def check_latents(call: AttentionCall, inverse: Tensor | None, told: str = "") -> Tensor:
+def check_latents(
+    call: AttentionCall, inverse: Tensor | None, told: str = ""
+) -> Tensor:
     """Against the oracle with the keys that latents and factors stand for; its scale is that of its q's size."""
     h = call.q.shape[1]
-    q, k, v = (x.double() for x in (call.q, call.k.expand(-1, h, -1, -1), call.v.expand(-1, h, -1, -1)))
+    q, k, v = (
+        x.double()
+        for x in (call.q, call.k.expand(-1, h, -1, -1), call.v.expand(-1, h, -1, -1))
+    )
     if inverse is not None:
         k = k * inverse[..., None].double()
     scale = call.spec.factor(call.pos_q, FORMULA, call.params, torch.float64)
-    exact = dataclasses.replace(call, q=q * scale * call.q.shape[-1] ** 0.5, k=k, v=v, params={})
+    exact = dataclasses.replace(
+        call, q=q * scale * call.q.shape[-1] ** 0.5, k=k, v=v, params={}
+    )
     exact = dataclasses.replace(exact, spec=call.spec.replace(scale=InverseSqrt()))
     ours = attend_latents(call, inverse, FORMULA)
     with pytest.MonkeyPatch.context() as patch:
@@ -113,23 +160,34 @@ def check_latents(call: AttentionCall, inverse: Tensor | None, told: str = "") -
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @torch.no_grad()
-def test_every_length_dtype_and_layout(shape: tuple[int, ...], taken: list[bool]) -> None:
+def test_every_length_dtype_and_layout(
+    shape: tuple[int, ...], taken: list[bool]
+) -> None:
     lengths = [s for s in KEYS if s > shape[2]]
     for i, keys in enumerate(lengths):
         for j, dtype in enumerate(DTYPES):
-            check(make_call(PLAIN, *made(shape, keys, dtype, i + j), causal=bool(i % 2)), f"{keys} {dtype} {i + j}")
+            check(
+                make_call(PLAIN, *made(shape, keys, dtype, i + j), causal=bool(i % 2)),
+                f"{keys} {dtype} {i + j}",
+            )
     assert len(taken) == len(lengths) * len(DTYPES)
 
 
-@pytest.mark.parametrize("shape", one_in([pytest.param(shape, id=str(shape)) for shape in LATENTS], 2))
+@pytest.mark.parametrize(
+    "shape", one_in([pytest.param(shape, id=str(shape)) for shape in LATENTS], 2)
+)
 @torch.no_grad()
-def test_latents_of_every_length_and_dtype_with_factors_and_without(shape: tuple[int, ...], taken: list[bool]) -> None:
+def test_latents_of_every_length_and_dtype_with_factors_and_without(
+    shape: tuple[int, ...], taken: list[bool]
+) -> None:
     for i, keys in enumerate(s for s in KEYS if s >= shape[2]):
         for j, dtype in enumerate(DTYPES):
             q, kept, inverse = held(shape, keys, dtype)
             factors = (None, inverse, inverse[:, :1])[(i + j) % 3]
             spec = AttentionSpec(cap=Softcap(3.0)) if (i + j) % 4 == 0 else PLAIN
-            check_latents(of(shape, q, kept, spec, causal=bool(i % 2)), factors, f"{keys} {dtype}")
+            check_latents(
+                of(shape, q, kept, spec, causal=bool(i % 2)), factors, f"{keys} {dtype}"
+            )
     assert taken == [True, False] * (len(taken) // 2)
 
 
@@ -154,10 +212,22 @@ def test_masks_windows_and_positions_hide_what_they_hide(taken: list[bool]) -> N
         taken.clear()
         one = checks(shape, keys, latent)
         b, h, t = shape[:3] if latent else (2, shape[0], shape[2])
-        padding = (b, 1, 1) if b == t else (b,)  # where [b keys] could be [t keys], it is refused
-        sizes = ((*padding, keys), (b, 1, 1, keys), (1, h, t, keys), (b, h, t, keys), (t, 1))
+        padding = (
+            (b, 1, 1) if b == t else (b,)
+        )  # where [b keys] could be [t keys], it is refused
+        sizes = (
+            (*padding, keys),
+            (b, 1, 1, keys),
+            (1, h, t, keys),
+            (b, h, t, keys),
+            (t, 1),
+        )
         crossed = torch.rand(keys, b, 1, 1).permute(1, 2, 3, 0) < 0.5
-        for mask in (*(torch.rand(size) < 0.5 for size in sizes), padded[:b].view(*padding, keys), crossed):
+        for mask in (
+            *(torch.rand(size) < 0.5 for size in sizes),
+            padded[:b].view(*padding, keys),
+            crossed,
+        ):
             assert one(mask=mask).isfinite().all()
         for window in (1, 5, 40, 600):
             for causal in (True, False):
@@ -167,17 +237,34 @@ def test_masks_windows_and_positions_hide_what_they_hide(taken: list[bool]) -> N
             one(spec, pos_q=pos_k[:, -t:] - 3, pos_k=pos_k)
         one(AttentionSpec(scale=LogN(train_length=4)))
         learned = AttentionSpec(scale=Learned(init=0.7, per="head"))
-        one(learned, params=learned.init_params(h, 1 if latent else shape[1], sum(shape[3:]) if latent else shape[3]))
+        one(
+            learned,
+            params=learned.init_params(
+                h, 1 if latent else shape[1], sum(shape[3:]) if latent else shape[3]
+            ),
+        )
         assert taken == ([True, False] if latent else [True]) * 19
-    blind = run(make_call(PLAIN, *made(SHAPES[3], keys), mask=padded[:, None, None]), "decode")
+    blind = run(
+        make_call(PLAIN, *made(SHAPES[3], keys), mask=padded[:, None, None]), "decode"
+    )
     assert not blind[1].any()
 
 
 @torch.no_grad()
-def test_positions_of_each_sequence_decide_which_keys_are_visible(taken: list[bool]) -> None:
-    for spec in (PLAIN, AttentionSpec(position=SlidingWindow(window=3)), AttentionSpec(position=Rope())):
+def test_positions_of_each_sequence_decide_which_keys_are_visible(
+    taken: list[bool],
+) -> None:
+    for spec in (
+        PLAIN,
+        AttentionSpec(position=SlidingWindow(window=3)),
+        AttentionSpec(position=Rope()),
+    ):
         pos_k = torch.tensor([[0, 0, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6, 7, 8]])
-        check(make_call(spec, *made(SHAPES[1], 9), pos_q=torch.tensor([[4], [7]]), pos_k=pos_k))
+        check(
+            make_call(
+                spec, *made(SHAPES[1], 9), pos_q=torch.tensor([[4], [7]]), pos_k=pos_k
+            )
+        )
     assert len(taken) == 3
 
 
@@ -205,19 +292,33 @@ def test_large_and_tiny_logits_rows_without_keys_and_missing_numbers() -> None:
         out = attend_latents(of(shape, q, kept), inverse, FORMULA)
         assert out[0].isnan().all()
         assert out[1].isfinite().all()
-        alone = of(shape, q, kept[:, :, 3:6], mask=torch.tensor([False, False, True]), causal=False)
-        assert attend_latents(alone, None, FORMULA)[0].isnan().all(), "also if nothing else is seen"
+        alone = of(
+            shape,
+            q,
+            kept[:, :, 3:6],
+            mask=torch.tensor([False, False, True]),
+            causal=False,
+        )
+        assert attend_latents(alone, None, FORMULA)[0].isnan().all(), (
+            "also if nothing else is seen"
+        )
 
 
 @torch.no_grad()
 def test_one_key_one_weight_and_two_alike_a_half_each() -> None:
     op = torch.ops.qkeel_native.decode
     rest = (None, None, 1.0, 0.0, True, 0)
-    q, k, v = torch.ones(1, 1, 1, 8), torch.ones(1, 1, 2, 8), torch.arange(16.0).view(1, 1, 2, 8)
+    q, k, v = (
+        torch.ones(1, 1, 1, 8),
+        torch.ones(1, 1, 2, 8),
+        torch.arange(16.0).view(1, 1, 2, 8),
+    )
     assert torch.equal(op(q, k[:, :, :1], v[:, :, :1], *rest), v[:, :, :1])
     torch.testing.assert_close(op(q, k, v, *rest), v.mean(2, keepdim=True))
     k[:, :, 1] -= torch.log(torch.tensor(3.0)) / 8  # weights 3/4 and 1/4
-    torch.testing.assert_close(op(q, k, v, *rest)[0, 0, 0], v[0, 0, 0] * 0.75 + v[0, 0, 1] * 0.25)
+    torch.testing.assert_close(
+        op(q, k, v, *rest)[0, 0, 0], v[0, 0, 0] * 0.75 + v[0, 0, 1] * 0.25
+    )
 
 
 def test_what_is_not_for_it_is_refused_with_the_reason_and_left_to_others() -> None:
@@ -233,13 +334,17 @@ def test_what_is_not_for_it_is_refused_with_the_reason_and_left_to_others() -> N
         make_call(PLAIN, learns, k, v),
         make_call(AttentionSpec(cap=Softcap(cap=5.0)), q, k, v),
     ):
-        with pytest.raises(RefusedError, match="kernel 'decode' cannot do this: decoding "):
+        with pytest.raises(
+            RefusedError, match="kernel 'decode' cannot do this: decoding "
+        ):
             run(call, "decode")
         assert choose(call, "auto") is not KERNELS["decode"]
     assert choose(make_call(PLAIN, q, k, v), "auto") is KERNELS["decode"]
 
 
-def test_latents_that_it_cannot_read_stay_with_torch(taken: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latents_that_it_cannot_read_stay_with_torch(
+    taken: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = LATENTS[1]
     q, kept, inverse = held(shape, 9)
     call = of(shape, q, kept)
@@ -263,8 +368,12 @@ def test_latents_that_it_cannot_read_stay_with_torch(taken: list[bool], monkeypa
 
 @pytest.mark.parametrize("cap", [NoCap(), Softcap(2.0)])
 @torch.no_grad()
-def test_a_module_of_latents_decodes_with_it_and_says_what_it_says_at_once(cap: Cap, taken: list[bool]) -> None:
-    sizes = LatentSizes(q_latent=48, kv_latent=64, rope_dim=16, nope_dim=32, value_dim=32)
+def test_a_module_of_latents_decodes_with_it_and_says_what_it_says_at_once(
+    cap: Cap, taken: list[bool]
+) -> None:
+    sizes = LatentSizes(
+        q_latent=48, kv_latent=64, rope_dim=16, nope_dim=32, value_dim=32
+    )
     spec = AttentionSpec(norm=RMSNorm(gain="dim"), cap=cap)
     for heads in (4, 16):
         module = MLA(64, heads, sizes=sizes, spec=spec, latent_norm=True).eval()

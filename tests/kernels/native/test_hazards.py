@@ -41,11 +41,19 @@ MODULES = (
     h.hessian_of, h.twice_chunked, h.pickled, h.threads, h.with_cache,
 )  # fmt: skip
 OF_MODULES = {do.__name__: Hazard(do=do) for do in MODULES} | {
-    "parametrized gains": Hazard(do=h.parametrized_gain, on=NOT_ON_ITSELF, off=NOT_ON_ITSELF),
+    "parametrized gains": Hazard(
+        do=h.parametrized_gain, on=NOT_ON_ITSELF, off=NOT_ON_ITSELF
+    ),
     "a default device without memory": Hazard(do=h.under(lambda: torch.device("meta"))),
-    "anomaly mode": Hazard(do=h.under(lambda: torch.autograd.detect_anomaly(check_nan=True))),
+    "anomaly mode": Hazard(
+        do=h.under(lambda: torch.autograd.detect_anomaly(check_nan=True))
+    ),
     "saved tensors packed": Hazard(
-        do=h.under(lambda: torch.autograd.graph.saved_tensors_hooks(h.to_array, torch.from_numpy))
+        do=h.under(
+            lambda: torch.autograd.graph.saved_tensors_hooks(
+                h.to_array, torch.from_numpy
+            )
+        )
     ),
     "a mode over torch's operators": Hazard(do=h.under(h.Counting)),
     "gradient checkpoints": Hazard(do=h.checkpointed(reentrant=False)),
@@ -54,8 +62,12 @@ OF_MODULES = {do.__name__: Hazard(do=do) for do in MODULES} | {
     "autocast to float16": Hazard(do=h.autocast(torch.float16), tolerance=0.004),
     "a trace": Hazard(do=h.traced, alone=True),
     "module.compile()": Hazard(do=h.compiled, alone=True),
-    "a gradient of a gradient": Hazard(do=h.twice, on="can be differentiated once", off=NOT_TWICE),
-    "a gain overwritten before backward": Hazard(do=h.mutated_gain, on=OVERWRITTEN, off=OVERWRITTEN),
+    "a gradient of a gradient": Hazard(
+        do=h.twice, on="can be differentiated once", off=NOT_TWICE
+    ),
+    "a gain overwritten before backward": Hazard(
+        do=h.mutated_gain, on=OVERWRITTEN, off=OVERWRITTEN
+    ),
 }
 
 CALLS = (
@@ -63,8 +75,12 @@ CALLS = (
     h.negated_gradient, h.not_a_number,
 )  # fmt: skip
 OF_CALLS = {do.__name__: Hazard(do=do) for do in CALLS} | {
-    "a tangent's gradient": Hazard(do=h.dual_then_backward, on=OVERWRITTEN, off=OVERWRITTEN),
-    "a gradient of a gradient of values": Hazard(do=h.twice_in_value, on="can be differentiated once", off=NOT_TWICE),
+    "a tangent's gradient": Hazard(
+        do=h.dual_then_backward, on=OVERWRITTEN, off=OVERWRITTEN
+    ),
+    "a gradient of a gradient of values": Hazard(
+        do=h.twice_in_value, on="can be differentiated once", off=NOT_TWICE
+    ),
     "expanded heads": Hazard(do=h.laid_out(lambda x: x[:, :1].expand(-1, 4, -1, -1))),
     "reversed tokens": Hazard(do=h.laid_out(lambda x: x.flip(2))),
     "overlapping windows": Hazard(do=h.laid_out(h.overlapping)),
@@ -74,19 +90,33 @@ OF_CALLS = {do.__name__: Hazard(do=do) for do in CALLS} | {
     "no queries and no keys": Hazard(do=h.empty(2)),
     "a subclass with functions of its own": Hazard(do=h.of_class(h.Counted)),
     "k overwritten before backward": Hazard(do=h.mutated("k")),
-    "v overwritten before backward": Hazard(do=h.mutated("v"), on=OVERWRITTEN, off=OVERWRITTEN),
+    "v overwritten before backward": Hazard(
+        do=h.mutated("v"), on=OVERWRITTEN, off=OVERWRITTEN
+    ),
     "a mask overwritten before backward": Hazard(do=h.mutated("mask"), on=OVERWRITTEN),
-    "the output overwritten before backward": Hazard(do=h.mutated("out"), on=OVERWRITTEN),
-    "nested tensors": Hazard(do=h.jagged, on="expected q .b h t d.", off="expected q .b h t d."),
+    "the output overwritten before backward": Hazard(
+        do=h.mutated("out"), on=OVERWRITTEN
+    ),
+    "nested tensors": Hazard(
+        do=h.jagged, on="expected q .b h t d.", off="expected q .b h t d."
+    ),
 }
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, *, spec: Any, params: Any, seen: Visibility) -> Tensor:
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, *, spec: Any, params: Any, seen: Visibility
+) -> Tensor:
     """In place of SpecModule.attend."""
-    return reference.attend_call(seen.call(spec, q, k, v, params)).out.transpose(1, 2).flatten(2)
+    return (
+        reference.attend_call(seen.call(spec, q, k, v, params))
+        .out.transpose(1, 2)
+        .flatten(2)
+    )
 
 
-def both_modules() -> tuple[Callable[[], tuple[Any, Tensor]], Callable[[], tuple[Any, Tensor]]]:
+def both_modules() -> tuple[
+    Callable[[], tuple[Any, Tensor]], Callable[[], tuple[Any, Tensor]]
+]:
     def own() -> tuple[Any, Tensor]:
         torch.manual_seed(0)
         m = qkeel.nn.Attention(32, 4, 2, 16, spec=SPEC)
@@ -109,7 +139,9 @@ def both_calls() -> tuple[Callable[[], tuple[Any, ...]], Callable[[], tuple[Any,
         return [torch.randn(2, n, 12, 16) for n in (4, 2, 2)]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
-        return qkeel.attention(q, k, v, spec=SPEC, params=SPEC.init_params(4, 2, 16), **more)
+        return qkeel.attention(
+            q, k, v, spec=SPEC, params=SPEC.init_params(4, 2, 16), **more
+        )
 
     def oracle(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
         params = {n: p.double() for n, p in SPEC.init_params(4, 2, 16).items()}
@@ -141,20 +173,28 @@ def check(hazard: Hazard, own: Callable[[], Any], oracle: Callable[[], Any]) -> 
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name, hazard in OF_MODULES.items() if not hazard.alone])
-def test_a_module_is_right_or_says_why_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name, hazard in OF_MODULES.items() if not hazard.alone]
+)
+def test_a_module_is_right_or_says_why_not(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", "1")  # what it was comes back at the end
     check(OF_MODULES[name], *both_modules())
 
 
 @pytest.mark.parametrize("name", OF_CALLS)
-def test_a_call_is_right_or_says_why_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_right_or_says_why_not(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", "1")
     check(OF_CALLS[name], *both_calls())
 
 
 @pytest.mark.parametrize("native", ["1", "0"])
-def test_a_default_device_reaches_into_no_spec(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_device_reaches_into_no_spec(
+    native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", native)
     for name, spec in SPECS.items():
         q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))

@@ -64,7 +64,17 @@ def decode(n: int) -> list[Arguments]:
     held = randn(2, 1, s, 24)
     return [
         (randn(2, 4, 2, 16), k, v, rand(2, 1, 1, s) < 0.9, None, 0.3, 0.0, True, 4),
-        (randn(2, 24, 2, 24), held, held[..., :16], None, rand(2, 24, s), 0.3, 2.0, True, 0),
+        (
+            randn(2, 24, 2, 24),
+            held,
+            held[..., :16],
+            None,
+            rand(2, 24, s),
+            0.3,
+            2.0,
+            True,
+            0,
+        ),
     ]
 
 
@@ -73,14 +83,28 @@ def rows(n: int) -> list[Arguments]:
     ends = torch.zeros(1, n, dtype=torch.int64), torch.arange(1, n + 1)[None]
     scale = torch.tensor(0.3).expand(2, 4, n)
     masks = (None, rand(2, 1, n, n) < 0.8, randn(1, 4, 1, n), randn(2, 1, n, n).half())
-    return [(q, k, scale, *ends, masks[0]), *((q, k, scale, None, None, mask) for mask in masks[1:])]
+    return [
+        (q, k, scale, *ends, masks[0]),
+        *((q, k, scale, None, None, mask) for mask in masks[1:]),
+    ]
 
 
 def norm_rope(n: int) -> list[Arguments]:
-    x, gain, table = randn(2, 4, n, 16), rand(16) + 0.5, (rand(1, 1, n, 8), rand(1, 1, n, 8))
+    x, gain, table = (
+        randn(2, 4, n, 16),
+        rand(16) + 0.5,
+        (rand(1, 1, n, 8), rand(1, 1, n, 8)),
+    )
     return [
         (x, gain, *table, 1, 1e-6, False),
-        (x.transpose(1, 2).contiguous().transpose(1, 2), rand(4, 16) + 0.5, *table, 3, 1e-6, True),
+        (
+            x.transpose(1, 2).contiguous().transpose(1, 2),
+            rand(4, 16) + 0.5,
+            *table,
+            3,
+            1e-6,
+            True,
+        ),
         (x, None, *table, 0, 0.0, False),
     ]
 
@@ -89,7 +113,19 @@ def norm_rope_backward(n: int) -> list[Arguments]:
     found = []
     for x, gain, cos, sin, kind, eps, keep in norm_rope(n)[:2]:
         y, inverse = OPS.norm_rope(x, gain, cos, sin, kind, eps, keep)
-        found.append((torch.randn_like(y), x if keep else y, inverse, gain, cos, sin, kind, eps, keep))
+        found.append(
+            (
+                torch.randn_like(y),
+                x if keep else y,
+                inverse,
+                gain,
+                cos,
+                sin,
+                kind,
+                eps,
+                keep,
+            )
+        )
     return found
 
 
@@ -114,7 +150,9 @@ def of_attention(q: Tensor, k: Tensor, v: Tensor) -> list[dict[int, Any]]:
     ]
 
 
-def of_rows(q: Tensor, k: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> list[dict[int, Any]]:
+def of_rows(
+    q: Tensor, k: Tensor, scale: Tensor, low: Tensor, high: Tensor
+) -> list[dict[int, Any]]:
     return [
         *of_qk(q, k),
         {2: scale[..., :2]},
@@ -197,7 +235,8 @@ OPERATORS: dict[str, Operator] = {
     ),
     "norm_rope_two": Operator(
         make=lambda n: [
-            (x, x[:, :2] + 1, gain, None, *table, 1, 0, 1e-6) for x, gain, *table, _, _, _ in norm_rope(n)[:1]
+            (x, x[:, :2] + 1, gain, None, *table, 1, 0, 1e-6)
+            for x, gain, *table, _, _, _ in norm_rope(n)[:1]
         ]
     ),
     "norm_rope_backward": Operator(make=norm_rope_backward),
@@ -205,7 +244,10 @@ OPERATORS: dict[str, Operator] = {
 }
 
 
-quick_first = [name if not row.slow else pytest.param(name, marks=pytest.mark.slow) for name, row in OPERATORS.items()]
+quick_first = [
+    name if not row.slow else pytest.param(name, marks=pytest.mark.slow)
+    for name, row in OPERATORS.items()
+]
 
 
 @pytest.fixture(autouse=True)
@@ -220,11 +262,19 @@ def copied(given: Any) -> Any:
 
 def run(name: str, given: Arguments) -> list[Tensor]:
     """All tensors that an operator returns."""
-    return [x for x in tree_leaves(getattr(OPS, name)(*copied(given))) if isinstance(x, Tensor)]
+    return [
+        x
+        for x in tree_leaves(getattr(OPS, name)(*copied(given)))
+        if isinstance(x, Tensor)
+    ]
 
 
 def test_every_operator_has_a_row() -> None:
-    defined = {n for path in build.FOLDER.rglob("*.cpp") for n in re.findall(r'm\.def\("(\w+)\(', path.read_text())}
+    defined = {
+        n
+        for path in build.FOLDER.rglob("*.cpp")
+        for n in re.findall(r'm\.def\("(\w+)\(', path.read_text())
+    }
     assert defined == set(OPERATORS) == {*operators.SHAPES, "gain_spread"}
 
 
@@ -240,7 +290,9 @@ def test_what_no_call_can_have_raises_and_does_not_crash(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_threads_change_no_bit(name: str) -> None:
-    squares = name.startswith(("attention", "logit_"))  # of as many numbers as pairs of tokens
+    squares = name.startswith(
+        ("attention", "logit_")
+    )  # of as many numbers as pairs of tokens
     for given in OPERATORS[name].make(300 if squares else 4000):
         before = torch.get_num_threads()
         try:
@@ -248,7 +300,9 @@ def test_threads_change_no_bit(name: str) -> None:
             one = run(name, given)
             for threads in (2, 8):
                 torch.set_num_threads(threads)
-                assert all(map(torch.equal, one, run(name, given))), f"{threads} threads"
+                assert all(map(torch.equal, one, run(name, given))), (
+                    f"{threads} threads"
+                )
         finally:
             torch.set_num_threads(before)
 
@@ -267,17 +321,30 @@ def test_every_number_is_written(name: str) -> None:
                 assert not (x.isnan() if x.is_floating_point() else x == -1).any(), n
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 @pytest.mark.parametrize("name", quick_first)
 def test_torch_accepts_the_operator(name: str) -> None:
     row, operator = OPERATORS[name], getattr(OPS, name).default
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    tests = (
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_dynamic",
+    )
     for i, given in enumerate(row.make(5)[:2]):
         own = copied(given)
         for place in row.tracked if i == 0 else ():
             own[place].requires_grad_()
         # A number of the host has no shape to tell, and a second derivative is an error.
-        some = 2 if name == "gain_spread" else 3 if name.endswith("_backward") and row.tracked else 4
+        some = (
+            2
+            if name == "gain_spread"
+            else 3
+            if name.endswith("_backward") and row.tracked
+            else 4
+        )
         torch.library.opcheck(operator, own, test_utils=tests[:some])
 
 

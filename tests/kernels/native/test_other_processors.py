@@ -30,28 +30,57 @@ NO_ZIG = "the compiler for other machines is not installed: pip install 'qkeel[c
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("c++") is None, reason="needs a compiler for x86-64")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or shutil.which("c++") is None,
+    reason="needs a compiler for x86-64",
+)
 @pytest.mark.parametrize(("lanes", "more"), [(4, "-mno-f16c"), (16, "")])
-def test_the_kernels_pass_their_tests_with_registers_of_4_and_16_floats(lanes: int, more: str, tmp_path: Path) -> None:
+def test_the_kernels_pass_their_tests_with_registers_of_4_and_16_floats(
+    lanes: int, more: str, tmp_path: Path
+) -> None:
     flags = f"-DQKEEL_LANES={lanes} {more}"
     width = f'#include "tile.h"\nstatic_assert(qkeel::LANES == {lanes});'
-    check = ["c++", *build.flags(), *flags.split(), *build.INCLUDE, "-fsyntax-only", "-x", "c++", "-"]
+    check = [
+        "c++",
+        *build.flags(),
+        *flags.split(),
+        *build.INCLUDE,
+        "-fsyntax-only",
+        "-x",
+        "c++",
+        "-",
+    ]
     subprocess.run(check, input=width, text=True, check=True)
     run_tests(tmp_path, {"QKEEL_TEST_FLAGS": flags})
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("c++") is None, reason="needs a compiler for x86-64")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or shutil.which("c++") is None,
+    reason="needs a compiler for x86-64",
+)
 def test_the_kernels_pass_their_tests_compiled_by_clang(tmp_path: Path) -> None:
     if importlib.util.find_spec("ziglang") is None:
         pytest.skip(NO_ZIG)
-    said = subprocess.run(["c++", "-E", "-v", "-x", "c++", os.devnull], capture_output=True, text=True, check=True)
-    include = [f"-I{line.strip()}" for line in said.stderr.splitlines() if line.startswith(" /") and "c++" in line]
+    said = subprocess.run(
+        ["c++", "-E", "-v", "-x", "c++", os.devnull],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    include = [
+        f"-I{line.strip()}"
+        for line in said.stderr.splitlines()
+        if line.startswith(" /") and "c++" in line
+    ]
     compiler = tmp_path / "clang"
     compiler.write_text(CLANG_ABOVE_GCC.format(python=sys.executable, include=include))
     compiler.chmod(0o700)
-    room = {name: str(tmp_path / "zig") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
+    room = {
+        name: str(tmp_path / "zig")
+        for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")
+    }
     run_tests(tmp_path, {"CXX": str(compiler), **room})
 
 
@@ -60,11 +89,35 @@ def run_tests(tmp_path: Path, variables: dict[str, str]) -> None:
     files = [str(HERE / f"test_{name}.py") for name in OF_KERNELS]
     files += [str(HERE.parent / f"test_{name}.py") for name in ("norm_rope",)]
     # torch's compiler sees nothing of a kernel but its shapes.
-    chosen = ["-m", "not slow", "-k", "not one_graph and not triton", "--timeout", "600", "-rf", "--tb=no"]
-    environment = {**os.environ, **variables, "QKEEL_NATIVE_CACHE": str(tmp_path / "cache")}
+    chosen = [
+        "-m",
+        "not slow",
+        "-k",
+        "not one_graph and not triton",
+        "--timeout",
+        "600",
+        "-rf",
+        "--tb=no",
+    ]
+    environment = {
+        **os.environ,
+        **variables,
+        "QKEEL_NATIVE_CACHE": str(tmp_path / "cache"),
+    }
     command = [sys.executable, "-m", "pytest", "-n0", *chosen, *files]
-    done = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=HERE.parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    failed = [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith(("FAILED", "ERROR"))
+    ]
     assert done.returncode == 0, failed or done.stdout[-3000:]
 
 
@@ -76,14 +129,33 @@ def test_every_source_compiles_for_other_machines(target: str, tmp_path: Path) -
         pytest.skip(NO_ZIG)
     own = ("-march=", "-mcpu=", "--param=")  # of this machine
     flags = [flag for flag in build.FLAGS if not flag.startswith(own)]
-    environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(tmp_path), "ZIG_LOCAL_CACHE_DIR": str(tmp_path)}
+    environment = {
+        **os.environ,
+        "ZIG_GLOBAL_CACHE_DIR": str(tmp_path),
+        "ZIG_LOCAL_CACHE_DIR": str(tmp_path),
+    }
     sources = sorted(build.FOLDER.rglob("*.cpp"))
     assert len(sources) == 7
     for source in sources:
         to = tmp_path / f"{source.stem}.o"
-        command = [sys.executable, "-m", "ziglang", "c++", "-target", target, *flags, *build.INCLUDE, "-w", "-c"]
+        command = [
+            sys.executable,
+            "-m",
+            "ziglang",
+            "c++",
+            "-target",
+            target,
+            *flags,
+            *build.INCLUDE,
+            "-w",
+            "-c",
+        ]
         done = subprocess.run(
-            [*command, str(source), "-o", str(to)], env=environment, capture_output=True, text=True, check=False
+            [*command, str(source), "-o", str(to)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, f"{source.name}: {done.stderr[:2000]}"
         assert to.stat().st_size > 5_000, source.name

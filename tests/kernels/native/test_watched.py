@@ -48,7 +48,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def agree(found: LogitStats, exact: LogitStats, **tolerance: float) -> None:
     for name in FOUND:
-        torch.testing.assert_close(getattr(found, name), getattr(exact, name), check_dtype=False, **tolerance)
+        torch.testing.assert_close(
+            getattr(found, name), getattr(exact, name), check_dtype=False, **tolerance
+        )
     assert found.n_queries.tolist() == exact.n_queries.tolist()
     assert not found.n_pairs.any()
 
@@ -77,14 +79,23 @@ def test_what_is_found_is_what_a_pass_of_its_own_finds(name: str, t: int) -> Non
 def test_heads_that_see_nothing_are_empty_and_nan_shows() -> None:
     q = torch.randn(1, 2, 5, 8)
     none = torch.zeros(1, 1, 5, 5, dtype=torch.bool)
-    nothing = in_the_kernel(make_call(AttentionSpec(cap=Softcap(5.0)), q, q, q, mask=none))[1]
-    assert nothing.max_logit.tolist() == nothing.capped_max_logit.tolist() == [-torch.inf] * 2
+    nothing = in_the_kernel(
+        make_call(AttentionSpec(cap=Softcap(5.0)), q, q, q, mask=none)
+    )[1]
+    assert (
+        nothing.max_logit.tolist()
+        == nothing.capped_max_logit.tolist()
+        == [-torch.inf] * 2
+    )
     assert nothing.entropy.tolist() == [0.0] * 2
     assert nothing.n_queries.tolist() == [0, 0]
     q[:, 1, 2] = torch.nan
     for mask in (None, ~none):
         call = make_call(AttentionSpec(), q, q, q, mask=mask)
-        seen, largest = in_the_kernel(call)[1], qkeel.attention(q, q, q, spec=call.spec, mask=mask, stats="max")[1]
+        seen, largest = (
+            in_the_kernel(call)[1],
+            qkeel.attention(q, q, q, spec=call.spec, mask=mask, stats="max")[1],
+        )
         for x in (seen.max_logit, seen.entropy, largest.max_logit, largest.entropy):
             assert x.isnan().tolist() == [False, True]
 
@@ -96,18 +107,26 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.again = again
-        self.layers = nn.ModuleList(Attention(32, 4, 2, spec=qkeel.preset("qwen3"), impl=impl) for _ in range(2))
+        self.layers = nn.ModuleList(
+            Attention(32, 4, 2, spec=qkeel.preset("qwen3"), impl=impl) for _ in range(2)
+        )
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         for layer in self.layers:
-            x = x + (layer(x) if self.again is None else checkpoint(layer, x, use_reentrant=self.again))
+            x = x + (
+                layer(x)
+                if self.again is None
+                else checkpoint(layer, x, use_reentrant=self.again)
+            )
         return x
 
 
 class Trained:
     """Three watched steps of two batches each: the monitor and every bit of the run."""
 
-    def __init__(self, stats: Any, model: nn.Module | None = None, **options: Any) -> None:
+    def __init__(
+        self, stats: Any, model: nn.Module | None = None, **options: Any
+    ) -> None:
         self.model = Model() if model is None else model
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.bits: list[Tensor] = []
@@ -118,7 +137,11 @@ class Trained:
         for _ in range(3):
             for _ in range(2):
                 x = torch.randn(2, 50, 32, requires_grad=True)
-                loss = self.model(x, attention_mask=torch.rand(2, 50) < 0.7).square().mean()
+                loss = (
+                    self.model(x, attention_mask=torch.rand(2, 50) < 0.7)
+                    .square()
+                    .mean()
+                )
                 loss.backward()
                 assert x.grad is not None
                 self.bits += [loss.detach(), x.grad]
@@ -130,12 +153,16 @@ class Trained:
             self.monitor.remove()
 
     def same(self, other: Trained) -> bool:
-        return len(self.bits) == len(other.bits) and all(map(torch.equal, self.bits, other.bits))
+        return len(self.bits) == len(other.bits) and all(
+            map(torch.equal, self.bits, other.bits)
+        )
 
 
 @pytest.mark.parametrize("again", one_in([None, True, False], 2))
 @pytest.mark.parametrize("mask", [None, "attention_mask"])
-def test_maxima_cost_no_pass_and_change_no_bit(passes: list[str], mask: str | None, again: bool | None) -> None:
+def test_maxima_cost_no_pass_and_change_no_bit(
+    passes: list[str], mask: str | None, again: bool | None
+) -> None:
     plain = Trained(None, Model(again=again))
     full = Trained(True, Model(again=again), query_mask=mask)
     assert len(passes) == 3 * 2 * 2
@@ -168,7 +195,12 @@ def test_qk_clip_takes_its_maxima_from_the_kernel(passes: list[str]) -> None:
             model(x)
             (stats,) = monitor.read().values()
         before = model.get_parameter("0.q_proj.weight").detach().clone()
-        with qkeel.apply(model, f"qk_clip:threshold={float(stats.max_logit.median())}", optimizer, batch=x):
+        with qkeel.apply(
+            model,
+            f"qk_clip:threshold={float(stats.max_logit.median())}",
+            optimizer,
+            batch=x,
+        ):
             passes.clear()
             model(x).sum().backward()
             optimizer.step()
@@ -179,8 +211,16 @@ def test_qk_clip_takes_its_maxima_from_the_kernel(passes: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_model_is_watched_without_a_pass_of_statistics_and_without_another_graph() -> None:
+def test_a_compiled_model_is_watched_without_a_pass_of_statistics_and_without_another_graph() -> (
+    None
+):
     command = [sys.executable, str(CASES), "watched", "qwen3", "native", "aot_eager"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "QKEEL_NATIVE": "1"})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "QKEEL_NATIVE": "1"},
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert float(done.stdout) == 0

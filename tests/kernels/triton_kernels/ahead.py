@@ -9,7 +9,9 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas  # of several that it brings, the one that it takes itself
+from triton.backends.nvidia.compiler import (
+    get_ptxas,
+)  # of several that it brings, the one that it takes itself
 from triton.compiler import ASTSource
 
 from qkeel.kernels.logits import triton_extremes as extremes
@@ -26,8 +28,26 @@ WHOLE = {
     **dict.fromkeys(STORED.split(), "*bf16"),
 }
 NUMBERS = ["eps", "scale", "cap", "threshold"]
-HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1, "STEP": 1, "WHOLE": False}
-PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2, "STEP": 2, "WHOLE": False}
+HEAD = {
+    "D": 128,
+    "HALF": 64,
+    "WIDE": 64,
+    "TAIL": 1,
+    "HEADS": 16,
+    "TOKENS": 1,
+    "STEP": 1,
+    "WHOLE": False,
+}
+PART = {
+    "D": 64,
+    "HALF": 8,
+    "WIDE": 8,
+    "TAIL": 64,
+    "HEADS": 16,
+    "TOKENS": 2,
+    "STEP": 2,
+    "WHOLE": False,
+}
 TOKEN = {**HEAD, "HEADS": 64, "WHOLE": True}
 FORTH = {"KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}
 BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
@@ -36,7 +56,17 @@ SEEN |= dict.fromkeys(("WINDOW", "MASK", "SPANS", "CAP"), False)
 FIELDS = {**SEEN, "SCALED": False, "PAIRS": False}
 MASKED = {**FIELDS, "ROWS": row_fields._MASKED[0], "KEYS": row_fields._MASKED[1]}
 EXTREME = {"COUNTED": False}
-ONES = ("heads", "times", "outer", "blocks", "groups", "groups_of_program", "share", "length", "tiles")
+ONES = (
+    "heads",
+    "times",
+    "outer",
+    "blocks",
+    "groups",
+    "groups_of_program",
+    "share",
+    "length",
+    "tiles",
+)
 
 
 CASES: list[tuple[str, Any, dict[str, Any], int]] = [
@@ -64,13 +94,23 @@ def made(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     types, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         pointer = WHOLE.get(name)
-        types[name] = "constexpr" if name in constants else pointer or ("fp32" if name in NUMBERS else "i32")
+        types[name] = (
+            "constexpr"
+            if name in constants
+            else pointer or ("fp32" if name in NUMBERS else "i32")
+        )
         if pointer or re.fullmatch(r"\w_[bht]|(cos|sin)_[bt]", name):
             attributes[(i,)] = [["tt.divisibility", 16]]
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    known = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    constants = {
+        name: value for name, value in constants.items() if name in kernel.arg_names
+    }
+    known = {
+        (kernel.arg_names.index(name),): value for name, value in constants.items()
+    }
     source = ASTSource(kernel, types, known, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}
+    )
 
 
 def spilled(ptx: str) -> tuple[int, int]:
@@ -78,9 +118,21 @@ def spilled(ptx: str) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spills = re.search(r"Used (\d+) registers", told), re.search(r"(\d+) bytes spill stores", told)
+        command = [
+            get_ptxas(90).path,
+            "-v",
+            "--gpu-name=sm_90a",
+            file.name,
+            "-o",
+            "/dev/null",
+        ]
+        told = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stderr
+    registers, spills = (
+        re.search(r"Used (\d+) registers", told),
+        re.search(r"(\d+) bytes spill stores", told),
+    )
     assert registers
     assert spills
     return int(registers[1]), int(spills[1])
@@ -90,5 +142,11 @@ if __name__ == "__main__":
     for told, kernel, constants, warps in CASES:
         compiled = made(kernel, constants, warps)
         used, spills = spilled(compiled.asm["ptx"])
-        wide = len(re.findall(r"ld\.global\.v4|cp\.async\.cg\S* .*, 0x10,", compiled.asm["ptx"]))
-        print(f"{told}: registers {used}, spilled {spills}, shared {compiled.metadata.shared}, 16-byte loads {wide}")
+        wide = len(
+            re.findall(
+                r"ld\.global\.v4|cp\.async\.cg\S* .*, 0x10,", compiled.asm["ptx"]
+            )
+        )
+        print(
+            f"{told}: registers {used}, spilled {spills}, shared {compiled.metadata.shared}, 16-byte loads {wide}"
+        )

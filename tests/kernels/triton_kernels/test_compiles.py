@@ -15,13 +15,25 @@ AHEAD = Path(__file__).with_name("ahead.py")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton brings NVIDIA's assembler for this machine only")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64",
+    reason="Triton brings NVIDIA's assembler for this machine only",
+)
 def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, str(AHEAD)], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, str(AHEAD)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = re.findall(r"(.*): registers (\d+), spilled (\d+), shared (\d+), 16-byte loads (\d+)", done.stdout)
+    told = re.findall(
+        r"(.*): registers (\d+), spilled (\d+), shared (\d+), 16-byte loads (\d+)",
+        done.stdout,
+    )
     assert len(told) == 15
     for name, registers, spilled, shared, loads in told:
         assert int(spilled) == 0

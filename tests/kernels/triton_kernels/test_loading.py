@@ -20,7 +20,9 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_a_gpu")
-def test_cuda_tensors_go_through_triton_and_cpu_tensors_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_tensors_go_through_triton_and_cpu_tensors_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert norm_rope.operators_for(CUDA) is torch.ops.qkeel_triton
     assert not available.usable(torch.device("cpu"))
     monkeypatch.setattr(norm_rope, "ready", lambda: True)
@@ -28,7 +30,9 @@ def test_cuda_tensors_go_through_triton_and_cpu_tensors_do_not(monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("_a_gpu")
-def test_it_can_be_switched_off_and_is_off_under_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_switched_off_and_is_off_under_transforms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert available.usable(CUDA)
     found = []
     torch.func.vmap(lambda x: found.append(available.usable(CUDA)) or x)(torch.ones(2))
@@ -40,7 +44,9 @@ def test_it_can_be_switched_off_and_is_off_under_transforms(monkeypatch: pytest.
 def test_an_old_gpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, good in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
         available._modern.cache_clear()
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, found=capability: found
+        )
         assert available.usable(CUDA) is good
     available._modern.cache_clear()
 

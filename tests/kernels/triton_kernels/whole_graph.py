@@ -13,7 +13,9 @@ def main() -> None:
     """Forward and backward in one graph."""
     choose, device = encode.operators_for, torch.device("cuda", 0)
     available._modern = lambda _: True
-    encode.operators_for = lambda _: choose(device)  # a CPU's tensors take the way of a GPU's
+    encode.operators_for = lambda _: choose(
+        device
+    )  # a CPU's tensors take the way of a GPU's
     encode._keeps = lambda x, gain: True
     module = qkeel.nn.Attention(16, 2, spec=qkeel.preset("qwen3"))
     x = torch.randn(1, 3, 16, requires_grad=True)
@@ -26,7 +28,9 @@ def main() -> None:
     results = []
     for how in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
         out = how(x)
-        results.append([out, *torch.autograd.grad(out.cos().sum(), [x, *module.parameters()])])
+        results.append(
+            [out, *torch.autograd.grad(out.cos().sum(), [x, *module.parameters()])]
+        )
     torch.compile(module, fullgraph=True, backend=backend)(x)
     assert any("qkeel_triton" in name for name in seen), seen
     print(max(float((a - b).detach().abs().max()) for a, b in zip(*results)))

@@ -27,4 +27,7 @@ def replace_source(path: Path, source: str) -> None:
 
 
 if "MUTATED_FILE" in os.environ:
-    replace_source(Path(os.environ["MUTATED_FILE"]), Path(os.environ["MUTATED_SOURCE"]).read_text(encoding="utf-8"))
+    replace_source(
+        Path(os.environ["MUTATED_FILE"]),
+        Path(os.environ["MUTATED_SOURCE"]).read_text(encoding="utf-8"),
+    )

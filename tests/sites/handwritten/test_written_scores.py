@@ -30,7 +30,9 @@ class Pieces(nn.Module):
         self.change, self.z = change, torch.empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = (
+            p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
         z = self.change(self, q, q @ k.mT * D**-0.5)
         self.z = z.detach()
         return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
@@ -44,14 +46,20 @@ class Batched(Pieces):
         self.beta = beta
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = (
+            p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
         before = torch.zeros(len(x) * H, T, T, dtype=x.dtype).masked_fill(~SEEN, -1e9)
-        z = torch.baddbmm(before, q.flatten(0, 1), k.flatten(0, 1).mT, beta=self.beta, alpha=D**-0.5)
+        z = torch.baddbmm(
+            before, q.flatten(0, 1), k.flatten(0, 1).mT, beta=self.beta, alpha=D**-0.5
+        )
         return (z.view(len(x), H, T, T).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
 @pytest.mark.parametrize(("beta", "pairs"), [(1.0, int(SEEN.sum())), (0.0, T * T)])
-def test_what_baddbmm_adds_hides_pairs_unless_its_factor_is_zero(beta: float, pairs: int) -> None:
+def test_what_baddbmm_adds_hides_pairs_unless_its_factor_is_zero(
+    beta: float, pairs: int
+) -> None:
     model, x = Batched(beta), torch.randn(2, T, M)
     with torch.no_grad(), Tap(model) as tap:
         model(x)
@@ -77,7 +85,9 @@ def by_a_mask(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
 
 def summed(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
     """As MViT v2 adds relative positions to all tokens but that of the class."""
-    z[..., 1:, :] = z[..., 1:, :] + torch.einsum("bhtd,tsd->bhts", q[..., 1:, :], m.table[1:])
+    z[..., 1:, :] = z[..., 1:, :] + torch.einsum(
+        "bhtd,tsd->bhts", q[..., 1:, :], m.table[1:]
+    )
     return z
 
 
@@ -86,7 +96,9 @@ def bent(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
     return z
 
 
-@pytest.mark.parametrize("change", [added, through_a_view, by_a_mask, summed, bent], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "change", [added, through_a_view, by_a_mask, summed, bent], ids=lambda f: f.__name__
+)
 def test_scores_that_are_changed_in_a_part_are_missed(change: Change) -> None:
     with pytest.raises(RefusedError) as refusal:
         find_sites(Pieces(change), torch.randn(2, T, M))

@@ -14,8 +14,12 @@ BATCH, TOKENS, HEADS, GROUPS, WIDTH = 2, 12, 4, 2, 8
 
 def rotated(x: Tensor) -> Tensor:
     """The rotation of lingua and xFormers of x [b t h d]: each pair times a 2 × 2 matrix, summed over a dimension."""
-    angle = torch.outer(torch.arange(TOKENS).float(), 1e4 ** (-torch.arange(0, WIDTH, 2) / WIDTH))
-    turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).view(1, TOKENS, 1, WIDTH // 2, 2, 2)
+    angle = torch.outer(
+        torch.arange(TOKENS).float(), 1e4 ** (-torch.arange(0, WIDTH, 2) / WIDTH)
+    )
+    turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).view(
+        1, TOKENS, 1, WIDTH // 2, 2, 2
+    )
     return (x.reshape(*x.shape[:-1], -1, 1, 2) * turn).sum(5).flatten(3)
 
 
@@ -29,7 +33,9 @@ class Attention(nn.Module):
     def __init__(self, *functions: object) -> None:
         super().__init__()
         self.functions = functions
-        self.wq, self.wk, self.wv = (nn.Linear(32, n * WIDTH, bias=False) for n in (HEADS, GROUPS, GROUPS))
+        self.wq, self.wk, self.wv = (
+            nn.Linear(32, n * WIDTH, bias=False) for n in (HEADS, GROUPS, GROUPS)
+        )
         self.wo = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,20 +47,33 @@ class Attention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("functions", [(rotated,), (rotated, divided), (divided, rotated), (divided,)])
-def test_rows_are_known_through_a_rotation_that_is_written_as_a_sum(functions: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(
+    "functions", [(rotated,), (rotated, divided), (divided, rotated), (divided,)]
+)
+def test_rows_are_known_through_a_rotation_that_is_written_as_a_sum(
+    functions: tuple[object, ...],
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), Attention(*functions))
     (site,) = qkeel.find_sites(model, torch.randn(BATCH, TOKENS, 32))
     assert (site.why, site.unverified) == ("", "")
     (query,), (key,) = site.query, site.key
-    assert (query.parameter, query.index.tolist()) == ("1.wq.weight", torch.arange(32).view(HEADS, WIDTH).tolist())
-    assert (key.parameter, key.index.tolist()) == ("1.wk.weight", torch.arange(16).view(GROUPS, WIDTH).tolist())
+    assert (query.parameter, query.index.tolist()) == (
+        "1.wq.weight",
+        torch.arange(32).view(HEADS, WIDTH).tolist(),
+    )
+    assert (key.parameter, key.index.tolist()) == (
+        "1.wk.weight",
+        torch.arange(16).view(GROUPS, WIDTH).tolist(),
+    )
 
 
 def test_a_clip_halves_the_logits_behind_such_a_rotation() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(32, 32), Attention(rotated)), torch.randn(BATCH, TOKENS, 32)
+    model, x = (
+        nn.Sequential(nn.Linear(32, 32), Attention(rotated)),
+        torch.randn(BATCH, TOKENS, 32),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with qkeel.watch(model) as monitor:
         model(x)
@@ -66,4 +85,6 @@ def test_a_clip_halves_the_logits_behind_such_a_rotation() -> None:
     handle.remove()
     with qkeel.watch(model) as monitor:
         model(x)
-    assert float(monitor.read()["1"].max_logit.max()) == pytest.approx(threshold, rel=1e-5)
+    assert float(monitor.read()["1"].max_logit.max()) == pytest.approx(
+        threshold, rel=1e-5
+    )

@@ -44,7 +44,11 @@ def end_after(rounds: int) -> None:
     class Cut(tqdm.tqdm):  # type: ignore[type-arg]
         def __init__(self, iterable: Any = None, *args: Any, **kwargs: Any) -> None:
             fixed, self.by_hand = isinstance(iterable, range), iterable is None
-            super().__init__(itertools.islice(iterable, rounds) if fixed else iterable, *args, **kwargs)
+            super().__init__(
+                itertools.islice(iterable, rounds) if fixed else iterable,
+                *args,
+                **kwargs,
+            )
 
         def update(self, n: float | None = 1) -> bool | None:
             shown = super().update(n)
@@ -86,25 +90,53 @@ def cuda_is_the_cpu() -> None:
     )
 
     def empty(self: Any, *, device: Any, recurse: bool = True) -> Any:
-        return to_empty(self, device="cpu" if str(device).startswith("cuda") else device, recurse=recurse)
+        return to_empty(
+            self,
+            device="cpu" if str(device).startswith("cuda") else device,
+            recurse=recurse,
+        )
 
     def cpu_mesh(kind: str, *args: Any, **kwargs: Any) -> Any:
         return mesh("cpu" if kind == "cuda" else kind, *args, **kwargs)
 
     def gloo(backend: object = None, *args: Any, **kwargs: Any) -> Any:
-        return group("gloo", *args, **{name: x for name, x in kwargs.items() if name != "device_id"})
+        return group(
+            "gloo",
+            *args,
+            **{name: x for name, x in kwargs.items() if name != "device_id"},
+        )
 
     nn.Module.to_empty = empty  # type: ignore[assignment,method-assign]
     meshes.init_device_mesh = dist.init_device_mesh = cpu_mesh  # type: ignore[assignment]
     dist.init_process_group = gloo  # type: ignore[assignment]
-    torch.random.fork_rng = lambda devices=None, *args, **kwargs: fork([], *args, **kwargs)  # type: ignore[assignment]
-    silent = ("synchronize", "empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats", "set_device")
-    zero = ("current_device", "max_memory_allocated", "max_memory_reserved", "memory_allocated", "power_draw")
+    torch.random.fork_rng = lambda devices=None, *args, **kwargs: fork(
+        [], *args, **kwargs
+    )  # type: ignore[assignment]
+    silent = (
+        "synchronize",
+        "empty_cache",
+        "reset_peak_memory_stats",
+        "reset_accumulated_memory_stats",
+        "set_device",
+    )
+    zero = (
+        "current_device",
+        "max_memory_allocated",
+        "max_memory_reserved",
+        "memory_allocated",
+        "power_draw",
+    )
     # Each its own function: torch.compile has a rule for each name.
     answers: dict[str, Any] = {name: lambda *args, **kwargs: None for name in silent}
     answers |= {name: lambda *args, **kwargs: 0 for name in zero}
-    answers |= {"Event": _Event, "get_device_name": lambda *_: "cpu", "memory_stats": lambda *_, **__: defaultdict(int)}
-    answers["get_device_properties"] = lambda *_: SimpleNamespace(total_memory=1 << 30, name="cpu")
+    answers |= {
+        "Event": _Event,
+        "get_device_name": lambda *_: "cpu",
+        "memory_stats": lambda *_, **__: defaultdict(int),
+    }
+    answers["get_device_properties"] = lambda *_: SimpleNamespace(
+        total_memory=1 << 30, name="cpu"
+    )
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
 
@@ -116,22 +148,38 @@ def the_accelerator_is_the_cpu() -> None:
     from torch.nn.attention import flex_attention as flex
 
     torch._utils._get_available_device_type = lambda: "cpu"
-    answers: dict[str, Any] = {name: lambda *_: None for name in ("empty_cache", "reset_peak_memory_stats")}
-    answers |= {"current_device": lambda: 0, "get_device_name": str, "memory_stats": lambda _: {}}
-    answers["get_device_properties"] = lambda _: SimpleNamespace(total_memory=1 << 30, name="cpu")
+    answers: dict[str, Any] = {
+        name: lambda *_: None for name in ("empty_cache", "reset_peak_memory_stats")
+    }
+    answers |= {
+        "current_device": lambda: 0,
+        "get_device_name": str,
+        "memory_stats": lambda _: {},
+    }
+    answers["get_device_properties"] = lambda _: SimpleNamespace(
+        total_memory=1 << 30, name="cpu"
+    )
     for name, answer in answers.items():
         setattr(torch.cpu, name, answer)
-    barrier, options, made = dist.barrier, flex._apply_kernel_options, FSDPParamGroup.__init__
+    barrier, options, made = (
+        dist.barrier,
+        flex._apply_kernel_options,
+        FSDPParamGroup.__init__,
+    )
 
     def with_sums(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        self.force_sum_reduction_for_comms = True  # gloo has no sum that multiplies first
+        self.force_sum_reduction_for_comms = (
+            True  # gloo has no sum that multiplies first
+        )
 
     def with_gradients(*args: Any, **kwargs: Any) -> Any:
         return {**options(*args, **kwargs), "OUTPUT_LOGSUMEXP": True}
 
     dist.set_timeout = lambda timeout, group=None: None  # type: ignore[attr-defined]  # of a newer torch
-    dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)  # type: ignore[assignment]
+    dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(
+        group, async_op
+    )  # type: ignore[assignment]
     FSDPParamGroup.__init__ = with_sums  # type: ignore[method-assign]
     flex._apply_kernel_options, flex._validate_device = with_gradients, lambda *_: None  # type: ignore[assignment]
 
@@ -141,8 +189,17 @@ def name_xformers() -> None:
 
     attention = torch.library.Library("xformers_flash", "DEF")
     attention.define("flash_fwd(Tensor query) -> Tensor")
-    kept = {"xformers.ops": {"AttentionBias": type("AttentionBias", (), {}), "library": attention}}
-    kept["xformers.profiler"] = {"MemSnapshotsProfiler": object, "PyTorchProfiler": object, "step": lambda: None}
+    kept = {
+        "xformers.ops": {
+            "AttentionBias": type("AttentionBias", (), {}),
+            "library": attention,
+        }
+    }
+    kept["xformers.profiler"] = {
+        "MemSnapshotsProfiler": object,
+        "PyTorchProfiler": object,
+        "step": lambda: None,
+    }
     for name in ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.profiler"):
         module = sys.modules[name] = ModuleType(name)
         vars(module).update(kept.get(name, {}), __path__=[])
@@ -165,7 +222,9 @@ def import_torchvision_without_operators() -> None:
     except OSError:
         operators = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
-            operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            operators.define(
+                f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )
         kept.append(operators)  # it ends with its last reference
 
 

@@ -16,7 +16,9 @@ from qkeel.patching.modes import transformed
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.slot import Outputs
 
-BLOCK = 1 << 21  # logits held at once: 8 MB in float32, the whole matrix for small models
+BLOCK = (
+    1 << 21
+)  # logits held at once: 8 MB in float32, the whole matrix for small models
 
 
 @final
@@ -32,11 +34,22 @@ class Chunked(Kernel):
         if not (q.shape[2] and k.shape[2]):
             return without_pairs(q, k, v).to(call.q.dtype)
         blocks = list(row_blocks(call, BLOCK))
-        if len(blocks) == 1 or not torch.is_grad_enabled() or transformed():  # transforms do not support checkpoints
+        if (
+            len(blocks) == 1 or not torch.is_grad_enabled() or transformed()
+        ):  # transforms do not support checkpoints
             parts = [_block(call, q, k, v, rows) for rows in blocks]
         else:
             parts = [
-                checkpoint(_block, call, q, k, v, rows, use_reentrant=False, preserve_rng_state=call.dropout > 0)
+                checkpoint(
+                    _block,
+                    call,
+                    q,
+                    k,
+                    v,
+                    rows,
+                    use_reentrant=False,
+                    preserve_rng_state=call.dropout > 0,
+                )
                 for rows in blocks
             ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)  # type: ignore[arg-type]
@@ -48,7 +61,9 @@ def _block(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, rows: slice) ->
     if keys.start == keys.stop:
         return q.new_zeros(*q.shape[:2], rows.stop - rows.start, v.shape[-1])
     logits = call.scores(q[:, :, rows], k[:, :, keys], rows, keys)
-    weights = call.spec.normalizer.weights(call.spec.cap.apply(logits), call.visible(rows, keys), call.params)
+    weights = call.spec.normalizer.weights(
+        call.spec.cap.apply(logits), call.visible(rows, keys), call.params
+    )
     if call.dropout:
         weights = torch.nn.functional.dropout(weights, call.dropout)
     return average(weights, v[:, :, keys])

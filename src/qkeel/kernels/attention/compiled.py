@@ -29,8 +29,16 @@ class Native(Kernel):
     use."""
 
     def supports(self, call: AttentionCall) -> Refusal | None:
-        reason = _of_spec(call) or _of_tensors(call) or _of_library() or _of_gradient(call)
-        return None if reason is None else Refusal(reason, "use impl='chunked' (exact, O(T) memory) or impl='auto'")
+        reason = (
+            _of_spec(call) or _of_tensors(call) or _of_library() or _of_gradient(call)
+        )
+        return (
+            None
+            if reason is None
+            else Refusal(
+                reason, "use impl='chunked' (exact, O(T) memory) or impl='auto'"
+            )
+        )
 
     def __call__(self, call: AttentionCall) -> Outputs:
         return _run(call, stats=False)[0]
@@ -40,7 +48,9 @@ class Native(Kernel):
         statistics."""
         out, *row_tensors = _run(call, stats=True)
         lse, top, entropy = (x.detach() for x in row_tensors)
-        return out, KernelRows(torch.where(lse.isnan(), lse, top), lse, entropy)  # the kernel's maximum drops NaN
+        return out, KernelRows(
+            torch.where(lse.isnan(), lse, top), lse, entropy
+        )  # the kernel's maximum drops NaN
 
 
 def _biased(call: AttentionCall) -> bool:
@@ -79,7 +89,11 @@ def _of_tensors(call: AttentionCall) -> str | None:
 
 
 def _of_library() -> str | None:
-    return None if ready() else "the compiled attention is switched off, or cannot be used here"
+    return (
+        None
+        if ready()
+        else "the compiled attention is switched off, or cannot be used here"
+    )
 
 
 def _of_gradient(call: AttentionCall) -> str | None:
@@ -98,5 +112,11 @@ def _run(call: AttentionCall, stats: bool) -> OutputAndRows:
     """
     q, k, v, scale = folded(call)
     slopes = alibi_slopes(q.shape[1]).to(torch.float32) if _biased(call) else None
-    options = scale, call.causal, call.window or 0, call.spec.cap.limit or 0.0, stats  # 0: no window, no cap
+    options = (
+        scale,
+        call.causal,
+        call.window or 0,
+        call.spec.cap.limit or 0.0,
+        stats,
+    )  # 0: no window, no cap
     return attention(q, k, v, call.mask, slopes, *options)

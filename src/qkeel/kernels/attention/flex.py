@@ -11,7 +11,13 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
 from qkeel.kernels.contract import Kernel, Refusal
 from qkeel.kernels.norm_rope.encode import folded
@@ -34,12 +40,28 @@ class Flex(Kernel):
     def supports(self, call: AttentionCall) -> Refusal | None:
         spec, out = call.spec, "use impl='auto'"
         if call.q.device.type != _DEVICE:
-            return Refusal("FlexAttention is used on a GPU only, since elsewhere it materialises the T×T matrix", out)
-        if spec.normalizer.kind != "softmax" or spec.cap.kind == "other" or not spec.position.folds:
-            return Refusal("FlexAttention is used only for softmax, with positions folded into q and k", out)
-        if type(call) is not AttentionCall or call.mask is not None or call.dropout or not call.plain:
             return Refusal(
-                "FlexAttention is used only without a mask, packed sequences, dropout or explicit positions", out
+                "FlexAttention is used on a GPU only, since elsewhere it materialises the T×T matrix",
+                out,
+            )
+        if (
+            spec.normalizer.kind != "softmax"
+            or spec.cap.kind == "other"
+            or not spec.position.folds
+        ):
+            return Refusal(
+                "FlexAttention is used only for softmax, with positions folded into q and k",
+                out,
+            )
+        if (
+            type(call) is not AttentionCall
+            or call.mask is not None
+            or call.dropout
+            or not call.plain
+        ):
+            return Refusal(
+                "FlexAttention is used only without a mask, packed sequences, dropout or explicit positions",
+                out,
             )
         if not (call.q.shape[2] and call.k.shape[2]):
             return Refusal("FlexAttention needs at least one query and one key", out)
@@ -65,7 +87,9 @@ class Flex(Kernel):
         return out, lse, torch.where(lse.isnan(), lse, top)  # a GPU's maximum drops NaN
 
 
-def _attend(call: AttentionCall, aux_request: AuxRequest | None) -> tuple[Tensor, AuxOutput]:
+def _attend(
+    call: AttentionCall, aux_request: AuxRequest | None
+) -> tuple[Tensor, AuxOutput]:
     q, k, v, scale = folded(call)
     auxiliary = _compiled()(
         q,
@@ -90,20 +114,34 @@ def visible(call: AttentionCall) -> BlockMask | None:
     """Returns FlexAttention's block mask for causality and window; None if every row sees all keys."""
     if call.window is None and not call.causal:
         return None
-    return _block_mask(call.q.shape[2], call.k.shape[2], call.window, call.causal, call.q.device)
+    return _block_mask(
+        call.q.shape[2], call.k.shape[2], call.window, call.causal, call.q.device
+    )
 
 
 @functools.lru_cache(maxsize=8)
-def _block_mask(t: int, s: int, window: int | None, causal: bool, device: torch.device) -> BlockMask:
+def _block_mask(
+    t: int, s: int, window: int | None, causal: bool, device: torch.device
+) -> BlockMask:
     back = s - t  # a constant in the compiled mask: 0 for square calls of any length
 
     # Plain lambdas, since FlexAttention counts a mask's parameters and a type-checking wrapper would hide them.
-    with torch.inference_mode(False):  # the mask is cached, and a later pass may need gradients
+    with torch.inference_mode(
+        False
+    ):  # the mask is cached, and a later pass may need gradients
         if window is None:
-            return create_block_mask(lambda b, h, row, key: row + back >= key, None, None, t, s, device=device)
+            return create_block_mask(
+                lambda b, h, row, key: row + back >= key,
+                None,
+                None,
+                t,
+                s,
+                device=device,
+            )
         return create_block_mask(
             lambda b, h, row, key: (
-                (row + back - key < window) & (row + back - key >= 0 if causal else row + back - key > -window)
+                (row + back - key < window)
+                & (row + back - key >= 0 if causal else row + back - key > -window)
             ),
             None,
             None,
@@ -115,4 +153,6 @@ def _block_mask(t: int, s: int, window: int | None, causal: bool, device: torch.
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[Tensor, AuxOutput]]:
-    return torch.compile(flex_attention, fullgraph=True)  # otherwise many kinds of calls fall back to the T×T matrix
+    return torch.compile(
+        flex_attention, fullgraph=True
+    )  # otherwise many kinds of calls fall back to the T×T matrix

@@ -29,15 +29,24 @@ class Sdpa(Kernel):
     def supports(self, call: AttentionCall) -> Refusal | None:
         spec, out = call.spec, "use impl='chunked' (exact, O(T) memory) or impl='auto'"
         if spec.normalizer.kind != "softmax":
-            return Refusal(f"SDPA normalises by softmax only, not by {spec.normalizer.formula()}", out)
+            return Refusal(
+                f"SDPA normalises by softmax only, not by {spec.normalizer.formula()}",
+                out,
+            )
         if spec.cap.kind != "none":
             return Refusal("SDPA cannot cap logits", out)
         if not spec.position.folds:
-            return Refusal(f"{spec.position.formula()} cannot be folded into q and k", out)
+            return Refusal(
+                f"{spec.position.formula()} cannot be folded into q and k", out
+            )
         if with_tangents():
-            return Refusal("torch's fused attention has no forward-mode derivative", out)
+            return Refusal(
+                "torch's fused attention has no forward-mode derivative", out
+            )
         if _rounds_mask(call):
-            return Refusal(f"SDPA would round the {call.mask.dtype} mask to {call.q.dtype}", out)  # type: ignore[union-attr]
+            return Refusal(
+                f"SDPA would round the {call.mask.dtype} mask to {call.q.dtype}", out
+            )  # type: ignore[union-attr]
         return None
 
     def __call__(self, call: AttentionCall) -> Outputs:
@@ -45,22 +54,36 @@ class Sdpa(Kernel):
         if not (q.shape[2] and k.shape[2]):
             return without_pairs(q, k, v)
         if call.causal and call.whole:
-            return _with_nan_of_an_only_key(_sdpa(call, (q, k, v), scale, causal=True), q, k, causal=True)
-        if call.mask is None and call.window is None and (not call.causal or (call.plain and q.shape[2] == 1)):
-            return _with_nan_of_an_only_key(_sdpa(call, (q, k, v), scale), q, k, causal=False)
+            return _with_nan_of_an_only_key(
+                _sdpa(call, (q, k, v), scale, causal=True), q, k, causal=True
+            )
+        if (
+            call.mask is None
+            and call.window is None
+            and (not call.causal or (call.plain and q.shape[2] == 1))
+        ):
+            return _with_nan_of_an_only_key(
+                _sdpa(call, (q, k, v), scale), q, k, causal=False
+            )
         parts = []
         for rows in row_blocks(call, MASK_BLOCK):
             keys = call.span(rows)
             if keys.start == keys.stop:
-                parts.append(q.new_zeros(*q.shape[:2], rows.stop - rows.start, v.shape[-1]))
+                parts.append(
+                    q.new_zeros(*q.shape[:2], rows.stop - rows.start, v.shape[-1])
+                )
                 continue
             mask, empty = _mask(call, rows, keys, q.dtype)
-            out = _sdpa(call, (q[:, :, rows], k[:, :, keys], v[:, :, keys]), scale, mask=mask)
+            out = _sdpa(
+                call, (q[:, :, rows], k[:, :, keys], v[:, :, keys]), scale, mask=mask
+            )
             parts.append(out.masked_fill(empty, 0.0))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _with_nan_of_an_only_key(out: Tensor, q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
+def _with_nan_of_an_only_key(
+    out: Tensor, q: Tensor, k: Tensor, *, causal: bool
+) -> Tensor:
     """Sets the first query's output to NaN if it sees only the first key and their logit is not finite.
 
     torch's CPU kernel mistakes such a row for a row without keys and returns the first value. With several queries this
@@ -73,7 +96,11 @@ def _with_nan_of_an_only_key(out: Tensor, q: Tensor, k: Tensor, *, causal: bool)
     if not alone and (torch.is_grad_enabled() or not causal):
         return out
     first = k[:, :, 0].repeat_interleave(q.shape[1] // k.shape[1], 1)
-    nothing = ((q[:, :, 0].to(torch.float32) * first).sum(-1, keepdim=True) * 0).to(out.dtype).detach()
+    nothing = (
+        ((q[:, :, 0].to(torch.float32) * first).sum(-1, keepdim=True) * 0)
+        .to(out.dtype)
+        .detach()
+    )
     if alone:
         return out + nothing[:, :, None]
     out[:, :, 0] += nothing
@@ -83,21 +110,46 @@ def _with_nan_of_an_only_key(out: Tensor, q: Tensor, k: Tensor, *, causal: bool)
 def _rounds_mask(call: AttentionCall) -> bool:
     # torch accepts a wider mask on some backends only, and cuDNN misreads it (pytorch#191612).
     mask, low = call.mask, call.q.dtype.itemsize < 4
-    return low and mask is not None and mask.is_floating_point() and mask.dtype != call.q.dtype
+    return (
+        low
+        and mask is not None
+        and mask.is_floating_point()
+        and mask.dtype != call.q.dtype
+    )
 
 
-def _sdpa(call: AttentionCall, qkv: QKV, scale: float, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+def _sdpa(
+    call: AttentionCall,
+    qkv: QKV,
+    scale: float,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
     # The fused kernels need equal sizes of keys and values, otherwise torch takes its T×T path. Padding zeros change
     # neither scores nor values.
     width = qkv[2].shape[-1]
     size = max(qkv[0].shape[-1], width)
-    q, k, v = [x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in qkv]
+    q, k, v = [
+        x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in qkv
+    ]
     gqa = bool(q.shape[1] != k.shape[1])  # tracing turns sizes into tensors
-    out = sdpa(q, k, v, attn_mask=mask, dropout_p=call.dropout, is_causal=causal, scale=scale, enable_gqa=gqa)
+    out = sdpa(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=call.dropout,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=gqa,
+    )
     return out[..., :width]
 
 
-def _mask(call: AttentionCall, rows: slice, keys: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _mask(
+    call: AttentionCall, rows: slice, keys: slice, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Returns the mask of a block, and which rows see no key.
 
     Such rows are allowed to see every key, and their output is set to 0 afterwards, because a row of -inf would give

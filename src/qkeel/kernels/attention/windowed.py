@@ -32,15 +32,31 @@ class Windowed(Kernel):
     def supports(self, call: AttentionCall) -> Refusal | None:
         spec, out = call.spec, "use impl='chunked' (exact, O(T) memory) or impl='auto'"
         if rerope(spec.position) is None:
-            return Refusal(f"the windowed kernel is for ReRope, not for {spec.position.formula()}", out)
+            return Refusal(
+                f"the windowed kernel is for ReRope, not for {spec.position.formula()}",
+                out,
+            )
         if spec.normalizer.kind != "softmax" or spec.cap.kind != "none":
             return Refusal("the windowed kernel is for softmax without a cap", out)
         if not (call.causal and call.whole):
-            return Refusal("the windowed kernel is for causal attention of a whole sequence without a mask", out)
-        if call.q.device.type != "cpu" or call.dropout or call.q.shape[-1] != call.v.shape[-1]:
-            return Refusal("the windowed kernel runs on a CPU, without dropout, with values as wide as keys", out)
+            return Refusal(
+                "the windowed kernel is for causal attention of a whole sequence without a mask",
+                out,
+            )
+        if (
+            call.q.device.type != "cpu"
+            or call.dropout
+            or call.q.shape[-1] != call.v.shape[-1]
+        ):
+            return Refusal(
+                "the windowed kernel runs on a CPU, without dropout, with values as wide as keys",
+                out,
+            )
         if torch.compiler.is_compiling() or transformed():
-            return Refusal("the windowed kernel can neither be compiled nor used in torch.func transforms", out)
+            return Refusal(
+                "the windowed kernel can neither be compiled nor used in torch.func transforms",
+                out,
+            )
         return None
 
     def __call__(self, call: AttentionCall) -> Outputs:
@@ -50,10 +66,15 @@ class Windowed(Kernel):
         v, dtype = dense(call.spec.values(call.v, call.params)), call.q.dtype
         q = q * call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
         pos, w, t = call.pos_q, position.window, q.shape[2]
-        near = [dense(x.to(dtype)) for x in (position.near(q, pos), position.near(k, pos))]
+        near = [
+            dense(x.to(dtype)) for x in (position.near(q, pos), position.near(k, pos))
+        ]
         if t <= w:
             return flash_on_cpu(*near, v, 0.0, True, scale=1.0)[0]
-        far = [position.far_query(q[:, :, w:], pos[:, w:]), position.far_key(k[:, :, :-w], pos[:, :-w])]
+        far = [
+            position.far_query(q[:, :, w:], pos[:, w:]),
+            position.far_key(k[:, :, :-w], pos[:, :-w]),
+        ]
         return _MergedSoftmax.apply(w, *near, *(dense(x.to(dtype)) for x in far), v)[0]
 
 
@@ -77,14 +98,18 @@ class _MergedSoftmax(torch.autograd.Function):
         return merged, lse
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
+    ) -> None:
         ctx.w = inputs[0]
         ctx.save_for_backward(*inputs[1:], *output)
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # torch's once_differentiable would let autograd.grad drop this silently
+        if (
+            torch.is_grad_enabled()
+        ):  # torch's once_differentiable would let autograd.grad drop this silently
             raise RefusedError(
                 "the windowed kernel can be differentiated only once; use impl='chunked' for higher derivatives"
             )
@@ -97,12 +122,16 @@ class _MergedSoftmax(torch.autograd.Function):
             row_grad = rows(grad_outputs[0], ctx.w).contiguous()
             row_out = rows(out, ctx.w).contiguous()
             row_lse = rows(lse, ctx.w).contiguous()[..., 0]
-            grads += flash_on_cpu_backward(row_grad, q, k, v, row_out, row_lse, 0.0, True, scale=1.0)
+            grads += flash_on_cpu_backward(
+                row_grad, q, k, v, row_out, row_lse, 0.0, True, scale=1.0
+            )
         slices = [x for triangle in triangles for x in triangle]
         return None, *torch.autograd.grad(slices, leaves, grads)
 
 
-def _triangles(w: int, q: Tensor, k: Tensor, far_q: Tensor, far_k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
+def _triangles(
+    w: int, q: Tensor, k: Tensor, far_q: Tensor, far_k: Tensor, v: Tensor
+) -> list[tuple[Tensor, ...]]:
     """Returns q, k, v of each triangle; far_q and far_k [b h T-w d] are already sliced."""
     far = far_q, far_k, v[:, :, :-w]
     near = _blocks(q, w), _blocks(k, w), _blocks(v, w)

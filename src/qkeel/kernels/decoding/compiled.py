@@ -17,8 +17,13 @@ from qkeel.kernels.norm_rope.encode import folded
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.slot import Outputs
 
-ROWS, TOKENS = 128, 32  # queries per key head and per query head, beyond which other kernels are faster
-LATENT_ROWS = 512  # queries of all heads that share a latent, beyond which torch computes
+ROWS, TOKENS = (
+    128,
+    32,
+)  # queries per key head and per query head, beyond which other kernels are faster
+LATENT_ROWS = (
+    512  # queries of all heads that share a latent, beyond which torch computes
+)
 
 
 @final
@@ -33,7 +38,13 @@ class Decode(Kernel):
         reason = _decode_refuses_tensors(call) or _decode_refuses_spec(call)
         if reason is None and not ready():
             reason = "the compiled kernel for decoding is switched off, or cannot be used here"
-        return None if reason is None else Refusal(reason, "use impl='chunked' (exact, O(T) memory) or impl='auto'")
+        return (
+            None
+            if reason is None
+            else Refusal(
+                reason, "use impl='chunked' (exact, O(T) memory) or impl='auto'"
+            )
+        )
 
     def __call__(self, call: AttentionCall) -> Outputs:
         q, k, v, scale = folded(call)
@@ -53,15 +64,23 @@ def latents(
     """
     q, k, spec = call.q, call.k, call.spec
     factors = () if inverse is None else (inverse,)
-    fits = q.shape[1] // k.shape[1] * q.shape[2] <= LATENT_ROWS and all(x.dtype == torch.float32 for x in factors)
-    is_softmax = spec.normalizer.kind == "softmax" and spec.cap.kind != "other" and spec.position.folds
+    fits = q.shape[1] // k.shape[1] * q.shape[2] <= LATENT_ROWS and all(
+        x.dtype == torch.float32 for x in factors
+    )
+    is_softmax = (
+        spec.normalizer.kind == "softmax"
+        and spec.cap.kind != "other"
+        and spec.position.folds
+    )
     if not (fits and is_softmax) or _of_any(call, *factors) or not ready():
         return None
     wide = q.float()
     if isinstance(scale, Tensor):
         wide, scale = wide * scale, 1.0
     mask, causal, window = _visibility(call)
-    return OPS.decode.default(wide, k, call.v, mask, inverse, scale, spec.cap.limit or 0.0, causal, window)
+    return OPS.decode.default(
+        wide, k, call.v, mask, inverse, scale, spec.cap.limit or 0.0, causal, window
+    )
 
 
 def _visibility(call: AttentionCall) -> tuple[Tensor | None, bool, int]:
@@ -86,13 +105,19 @@ def _of_any(call: AttentionCall, *factors_or_none: Tensor) -> str | None:
         return "decoding is for float32, bfloat16 and float16 on a CPU, with widths that are multiples of 8 up to 1,024"
     if call.dropout or (call.mask is not None and call.mask.dtype != torch.bool):
         return "decoding has no dropout and takes only boolean masks"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *factors_or_none, *call.params.values())):
+    if torch.is_grad_enabled() and any(
+        x.requires_grad for x in (q, k, v, *factors_or_none, *call.params.values())
+    ):
         return "decoding has no derivative"
     return None
 
 
 def _decode_refuses_spec(call: AttentionCall) -> str | None:
     spec = call.spec
-    if spec.normalizer.kind != "softmax" or spec.cap.kind != "none" or not spec.position.folds:
+    if (
+        spec.normalizer.kind != "softmax"
+        or spec.cap.kind != "none"
+        or not spec.position.folds
+    ):
         return "decoding is for softmax without a cap and for positions that fold into q and k"
     return None

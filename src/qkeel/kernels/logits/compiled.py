@@ -18,12 +18,17 @@ _PLAIN = (Tensor, nn.Parameter)
 FIELDS = ROW_FIELDS[:-1]  # the operator's order; the norms of the queries follow
 
 VisibilityTensors = tuple[Tensor | None, Tensor | None, Tensor | None]
-OperatorArguments = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+OperatorArguments = tuple[
+    Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None
+]
 
 
 def rows_of(
     call: AttentionCall, threshold: float
-) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]] | None:
+) -> (
+    tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]]
+    | None
+):
     """Returns the FIELDS and query norms of all rows, the number of keys each row sees, and the key norms; None if
     unsupported.
 
@@ -58,7 +63,9 @@ def plain_rows(
     return OPS.logit_rows.default(q.detach(), k.detach(), *arguments, 0.0, threshold)
 
 
-def plain_extremes(q: Tensor, k: Tensor, scale: float, causal: bool) -> Float[Tensor, "2 b h t"]:
+def plain_extremes(
+    q: Tensor, k: Tensor, scale: float, causal: bool
+) -> Float[Tensor, "2 b h t"]:
     """Like `extremes_of`, but for a call that `reads_plain` accepts."""
     arguments = _plain_arguments(q.shape[0], q.shape[1], q.shape[2], scale, causal)
     return OPS.logit_extremes.default(q.detach(), k.detach(), *arguments)
@@ -69,11 +76,30 @@ def reads_plain(q: Tensor, k: Tensor, causal: bool) -> bool:
 
     It inlines `reads`, since it runs at every call of every layer."""
     a, b = q.shape, k.shape
-    if len(a) != 4 or len(b) != 4 or a[0] != b[0] or a[3] != b[3] or (causal and a[2] != b[2]) or a[1] % b[1]:
+    if (
+        len(a) != 4
+        or len(b) != 4
+        or a[0] != b[0]
+        or a[3] != b[3]
+        or (causal and a[2] != b[2])
+        or a[1] % b[1]
+    ):
         return False
-    if not (type(q) in _PLAIN and type(k) in _PLAIN and q.dtype in STORED and q.dtype == k.dtype):
+    if not (
+        type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and q.dtype in STORED
+        and q.dtype == k.dtype
+    ):
         return False
-    return q.is_cpu and k.is_cpu and not q.is_nested and a[3] % 8 == 0 and 0 < a[3] <= WIDEST and 0 not in (*a, *b)
+    return (
+        q.is_cpu
+        and k.is_cpu
+        and not q.is_nested
+        and a[3] % 8 == 0
+        and 0 < a[3] <= WIDEST
+        and 0 not in (*a, *b)
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -83,7 +109,9 @@ def _plain_arguments(
     scales = torch.full((), scale, dtype=torch.float32, device="cpu").expand(b, h, t)
     if not causal:
         return scales, None, None, None
-    ends = torch.arange(1, t + 1, device="cpu").repeat(b, 1)  # whole, or the operator would copy them in each call
+    ends = torch.arange(1, t + 1, device="cpu").repeat(
+        b, 1
+    )  # whole, or the operator would copy them in each call
     return scales, torch.zeros_like(ends), ends, None
 
 
@@ -100,12 +128,18 @@ def _arguments(call: AttentionCall) -> OperatorArguments | None:
         return None  # a subclass may override visibility and bias
     spec = call.spec
     # The maxima alone would support more, but must equal those of the full statistics bit for bit.
-    if spec.cap.kind == "other" or spec.normalizer.kind != "softmax" or call.classes is not None:
+    if (
+        spec.cap.kind == "other"
+        or spec.normalizer.kind != "softmax"
+        or call.classes is not None
+    ):
         return None
     if not (call.spec.position.folds and holds(call.q, call.k) and ready()):
         return None
     mask = call.padding if isinstance(call, BandCall) else call.mask
-    if mask is not None and not (is_plain(mask) and mask.is_cpu and mask.dtype in _MASKS):
+    if mask is not None and not (
+        is_plain(mask) and mask.is_cpu and mask.dtype in _MASKS
+    ):
         return None
     visibility = _visibility(call)
     if visibility is None:
@@ -137,7 +171,11 @@ def _visibility(call: AttentionCall) -> VisibilityTensors | None:
     Returns None if the visible keys are not a contiguous range.
     """
     if isinstance(call, BandCall):
-        return call.low, call.high, None if call.padding is None else call.padding.detach()
+        return (
+            call.low,
+            call.high,
+            None if call.padding is None else call.padding.detach(),
+        )
     window = call.window
     mask = None if call.mask is None else call.mask.detach()
     if not call.causal and window is None:
@@ -145,7 +183,9 @@ def _visibility(call: AttentionCall) -> VisibilityTensors | None:
     q, k = call.pos_q, call.pos_k
     s = k.shape[1]
     if not call.plain:
-        ordered = (k[:, 1:] >= k[:, :-1]).all() & (q == q).all()  # searchsorted would not notice NaN
+        ordered = (k[:, 1:] >= k[:, :-1]).all() & (
+            q == q
+        ).all()  # searchsorted would not notice NaN
         if q.dtype != k.dtype or not bool(ordered):
             return None
         b = max(len(q), len(k))
@@ -153,7 +193,11 @@ def _visibility(call: AttentionCall) -> VisibilityTensors | None:
 
     def upto(last: Tensor) -> Tensor:
         """Returns how many keys have a position of at most `last`."""
-        return (last + 1).clamp(0, s) if call.plain else torch.searchsorted(k, last, right=True)
+        return (
+            (last + 1).clamp(0, s)
+            if call.plain
+            else torch.searchsorted(k, last, right=True)
+        )
 
     low = torch.zeros_like(q, dtype=torch.int64) if window is None else upto(q - window)
     if call.causal:

@@ -27,7 +27,9 @@ class _LogitOperands(NamedTuple):
     visibility: dict[str, Any]
 
 
-def row_fields(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor, Tensor] | None:
+def row_fields(
+    call: AttentionCall, threshold: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """Returns the ROW_FIELDS [n b h t] of every query row, the number of keys each row sees, and the key norms,
     computed in one GPU pass.
 
@@ -42,7 +44,9 @@ def row_fields(call: AttentionCall, threshold: float) -> tuple[Tensor, Tensor, T
     from qkeel.kernels.logits import triton_row_fields
 
     q, k, scale, visibility = operands
-    return triton_row_fields.row_fields(q, k, scale, threshold, cap=call.spec.cap.limit, **visibility)
+    return triton_row_fields.row_fields(
+        q, k, scale, threshold, cap=call.spec.cap.limit, **visibility
+    )
 
 
 def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
@@ -56,7 +60,9 @@ def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     q, k, scale, visibility = operands
     if isinstance(scale, Tensor):  # the kernel takes a number
         q, scale = q * scale, 1.0
-    largest, smallest = triton_extremes.extremes(q, k, scale, counted=call.query_mask, **visibility)
+    largest, smallest = triton_extremes.extremes(
+        q, k, scale, counted=call.query_mask, **visibility
+    )
     return largest.amax((0, 2)), smallest.amin((0, 2))
 
 
@@ -76,12 +82,18 @@ def _operands(call: AttentionCall, pairs: bool) -> _LogitOperands | None:
     of_pairs = pairs and boolean and not is_padding and band is None
     if not (mask is None or is_padding or of_pairs):
         return None
-    if not ((call.plain or band is not None) and spec.position.folds and spec.cap.kind != "other"):
+    if not (
+        (call.plain or band is not None)
+        and spec.position.folds
+        and spec.cap.kind != "other"
+    ):
         return None
     if not available.takes(call.q, call.k):
         return None
     scale = spec.factor(call.pos_q, call.q.shape[-1], call.params, wide(call.q.dtype))
-    bare = spec.norm.kind == spec.position.kind == "none" and not isinstance(scale, Tensor)
+    bare = spec.norm.kind == spec.position.kind == "none" and not isinstance(
+        scale, Tensor
+    )
     q, k = (call.q, call.k) if bare else call.encoded()
     visibility: dict[str, Any] = {"keys": None}
     if mask is not None and is_padding:

@@ -64,7 +64,9 @@ def _extremes(
     read."""
     of = (tl.program_id(0) // tiles).to(tl.int64)  # sequence and head
     n, h = of // heads, of % heads
-    tile = tiles - 1 - tl.program_id(0) % tiles  # longest rows first under a causal mask
+    tile = (
+        tiles - 1 - tl.program_id(0) % tiles
+    )  # longest rows first under a causal mask
     row, i = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     ok = row < times
     if COUNTED:
@@ -73,31 +75,75 @@ def _extremes(
     query_rows = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
     x = tl.load(query_rows, mask=ok[:, None] & (i[None, :] < D), other=0.0)
     low_key, high_key, begin, shared_end, stop = bounds(
-        starts, stops, row, ok, first, first + ROWS - 1, length, window, KEYS, CAUSAL, WINDOW, MASK, SPANS
+        starts,
+        stops,
+        row,
+        ok,
+        first,
+        first + ROWS - 1,
+        length,
+        window,
+        KEYS,
+        CAUSAL,
+        WINDOW,
+        MASK,
+        SPANS,
     )
     top = tl.full([ROWS, KEYS], float("-inf"), tl.float32)
     low = -top
     theirs = k + n * k_b + (h // share) * k_h + i[:, None]
     for past in range(begin, shared_end, KEYS):
         key = past + tl.arange(0, KEYS)
-        y = tl.load(theirs + key.to(tl.int64)[None, :] * k_t, mask=i[:, None] < D, other=0.0)
+        y = tl.load(
+            theirs + key.to(tl.int64)[None, :] * k_t, mask=i[:, None] < D, other=0.0
+        )
         z = tl.dot(x, y, input_precision="ieee")
-        top, low = tl.maximum(top, z, propagate_nan=_ALL), tl.minimum(low, z, propagate_nan=_ALL)
+        top, low = (
+            tl.maximum(top, z, propagate_nan=_ALL),
+            tl.minimum(low, z, propagate_nan=_ALL),
+        )
     for past in range(shared_end, stop, KEYS):
         key = past + tl.arange(0, KEYS)
         y = tl.load(
-            theirs + key.to(tl.int64)[None, :] * k_t, mask=(key[None, :] < length) & (i[:, None] < D), other=0.0
+            theirs + key.to(tl.int64)[None, :] * k_t,
+            mask=(key[None, :] < length) & (i[:, None] < D),
+            other=0.0,
         )
         z = tl.dot(x, y, input_precision="ieee")
         is_visible = visible(
-            keys + n * keys_b, key, at, ok, low_key, high_key, length, window, keys_s, CAUSAL, WINDOW, MASK, SPANS
+            keys + n * keys_b,
+            key,
+            at,
+            ok,
+            low_key,
+            high_key,
+            length,
+            window,
+            keys_s,
+            CAUSAL,
+            WINDOW,
+            MASK,
+            SPANS,
         )
-        top = tl.maximum(top, tl.where(is_visible, z, float("-inf")), propagate_nan=_ALL)
+        top = tl.maximum(
+            top, tl.where(is_visible, z, float("-inf")), propagate_nan=_ALL
+        )
         low = tl.minimum(low, tl.where(is_visible, z, float("inf")), propagate_nan=_ALL)
-    top, low = tl.where(ok[:, None], top, float("-inf")), tl.where(ok[:, None], low, float("inf"))
-    lost = tl.sum(tl.sum((top != top).to(tl.int32), 1), 0) != 0  # a maximum over registers drops NaN
-    tl.store(tops + of * tiles + tile, tl.where(lost, float("nan"), tl.max(tl.max(top, 1), 0) * scale))
-    tl.store(lows + of * tiles + tile, tl.where(lost, float("nan"), tl.min(tl.min(low, 1), 0) * scale))
+    top, low = (
+        tl.where(ok[:, None], top, float("-inf")),
+        tl.where(ok[:, None], low, float("inf")),
+    )
+    lost = (
+        tl.sum(tl.sum((top != top).to(tl.int32), 1), 0) != 0
+    )  # a maximum over registers drops NaN
+    tl.store(
+        tops + of * tiles + tile,
+        tl.where(lost, float("nan"), tl.max(tl.max(top, 1), 0) * scale),
+    )
+    tl.store(
+        lows + of * tiles + tile,
+        tl.where(lost, float("nan"), tl.min(tl.min(low, 1), 0) * scale),
+    )
 
 
 LAUNCHED: dict[str, Any] = {"extremes": _extremes}

@@ -31,9 +31,25 @@ from qkeel.kernels.logits.triton_visible_keys import (
 
 # Rows, keys and warps of a tile by head size, in 16 bits and in float32: the fewest instructions a logit of those that
 # spill no registers on Hopper.
-_TILES = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 4), 128: (128, 64, 8), 256: (64, 32, 8)}
-_TILES_FLOAT32 = {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (16, 16, 4)}
-_MASKED = (64, 32, 4)  # where keys or pairs are masked: what a larger tile needs more would not fit in the registers
+_TILES = {
+    16: (64, 64, 4),
+    32: (64, 64, 4),
+    64: (64, 64, 4),
+    128: (128, 64, 8),
+    256: (64, 32, 8),
+}
+_TILES_FLOAT32 = {
+    16: (64, 32, 4),
+    32: (64, 32, 4),
+    64: (64, 32, 4),
+    128: (32, 32, 4),
+    256: (16, 16, 4),
+}
+_MASKED = (
+    64,
+    32,
+    4,
+)  # where keys or pairs are masked: what a larger tile needs more would not fit in the registers
 _LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 _NONE = tl.constexpr(2**31 - 1)  # no key
 _YES, _NO = tl.constexpr(True), tl.constexpr(False)
@@ -85,7 +101,9 @@ def _add(
         products = tl.where(is_visible, products, 0.0)  # a hidden key may hold anything
         n += tl.sum(is_visible.to(tl.int32), 1)
         if MASK:
-            begin = tl.minimum(begin, tl.min(tl.where(is_visible, key[None, :], _NONE), 1))
+            begin = tl.minimum(
+                begin, tl.min(tl.where(is_visible, key[None, :], _NONE), 1)
+            )
     else:
         n += products.shape[1]
     total += tl.sum(products, 1)
@@ -93,20 +111,32 @@ def _add(
     angles = products * inverse[None, :]
     angles = angles if ALL else tl.where(is_visible, angles, 0.0)
     cosines += tl.sum(angles, 1)
-    widest = tl.maximum(widest, tl.max(angles if ALL else tl.where(is_visible, angles, float("-inf")), 1))
-    most_product = tl.max(products if ALL else tl.where(is_visible, products, float("-inf")), 1)
-    least_product = tl.min(products if ALL else tl.where(is_visible, products, float("inf")), 1)
+    widest = tl.maximum(
+        widest,
+        tl.max(angles if ALL else tl.where(is_visible, angles, float("-inf")), 1),
+    )
+    most_product = tl.max(
+        products if ALL else tl.where(is_visible, products, float("-inf")), 1
+    )
+    least_product = tl.min(
+        products if ALL else tl.where(is_visible, products, float("inf")), 1
+    )
     none, up = least_product > most_product, factor >= 0  # pyright: ignore[reportOperatorIssue]
     largest = tl.where(none, 0.0, tl.where(up, most_product, least_product)) * factor
     least = tl.where(none, 0.0, tl.where(up, least_product, most_product)) * factor
-    largest, low = tl.where(none, float("-inf"), largest), tl.minimum(low, tl.where(none, float("inf"), least))
+    largest, low = (
+        tl.where(none, float("-inf"), largest),
+        tl.minimum(low, tl.where(none, float("inf"), least)),
+    )
     top = tl.maximum(top, largest)
     if tl.max(largest, 0) > threshold:
         over = products * factor[:, None] > threshold
         above += tl.sum((over if ALL else over & is_visible).to(tl.int32), 1)
     highest = capped(tl.where(none, 0.0, largest), cap, CAP) * _LOG2_E
     new = tl.maximum(most, tl.where(none, float("-inf"), highest))
-    base = tl.where(new == float("-inf"), 0.0, new)  # before the first key any finite number works
+    base = tl.where(
+        new == float("-inf"), 0.0, new
+    )  # before the first key any finite number works
     was = tl.where(most == float("-inf"), base, most)
     if CAP:
         away = capped(products * factor[:, None], cap, CAP) * _LOG2_E - base[:, None]
@@ -172,7 +202,9 @@ def _fields(
 ):
     of = (tl.program_id(0) // tiles).to(tl.int64)  # sequence and head
     n, h = of // heads, of % heads
-    start = (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # longest rows first under a causal mask
+    start = (
+        tiles - 1 - tl.program_id(0) % tiles
+    ) * ROWS  # longest rows first under a causal mask
     row, i = start + tl.arange(0, ROWS), tl.arange(0, WIDE)
     ok = row < times
     past_keys = length - times  # queries are aligned to the end of the keys
@@ -181,7 +213,9 @@ def _fields(
     x = tl.load(query_rows, mask=ok[:, None] & (i[None, :] < D), other=0.0)
     factor = tl.zeros([ROWS], tl.float32) + scale
     if SCALED:
-        factor = tl.load(scales + n * scales_b + h * scales_h + row * scales_t, mask=ok, other=1.0)
+        factor = tl.load(
+            scales + n * scales_b + h * scales_h + row * scales_t, mask=ok, other=1.0
+        )
     low_key, high_key, begin, shared_end, stop = bounds(
         starts,
         stops,
@@ -208,12 +242,32 @@ def _fields(
             first = low_key
         if WINDOW:
             first = tl.maximum(at - window + 1, 0)
-    theirs, turns = k + n * k_b + (h // share) * k_h, inverses + (n * (heads // share) + h // share) * length
+    theirs, turns = (
+        k + n * k_b + (h // share) * k_h,
+        inverses + (n * (heads // share) + h // share) * length,
+    )
     for past in range(begin, shared_end, KEYS):
         key = past + tl.arange(0, KEYS)
-        y = tl.load(theirs + key.to(tl.int64)[None, :] * k_t + i[:, None], mask=i[:, None] < D, other=0.0)
+        y = tl.load(
+            theirs + key.to(tl.int64)[None, :] * k_t + i[:, None],
+            mask=i[:, None] < D,
+            other=0.0,
+        )
         inverse = tl.load(turns + key)
-        top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first = _add(
+        (
+            top,
+            low,
+            most,
+            mass,
+            along,
+            total,
+            above,
+            squares,
+            widest,
+            cosines,
+            seen_keys,
+            first,
+        ) = _add(
             x,
             y,
             inverse,
@@ -246,14 +300,43 @@ def _fields(
             other=0.0,
         )
         is_visible = visible(
-            keys + n * keys_b, key, at, ok, low_key, high_key, length, window, keys_s, CAUSAL, WINDOW, MASK, SPANS
+            keys + n * keys_b,
+            key,
+            at,
+            ok,
+            low_key,
+            high_key,
+            length,
+            window,
+            keys_s,
+            CAUSAL,
+            WINDOW,
+            MASK,
+            SPANS,
         )
         if PAIRS:
-            to_pairs = pairs + n * pairs_b + h * pairs_h + row.to(tl.int64)[:, None] * pairs_t
-            shown = tl.load(to_pairs + key.to(tl.int64)[None, :] * pairs_s, mask=is_visible, other=0)
+            to_pairs = (
+                pairs + n * pairs_b + h * pairs_h + row.to(tl.int64)[:, None] * pairs_t
+            )
+            shown = tl.load(
+                to_pairs + key.to(tl.int64)[None, :] * pairs_s, mask=is_visible, other=0
+            )
             is_visible = is_visible & (shown != 0)
         inverse = tl.load(turns + key, mask=key < length, other=0.0)
-        top, low, most, mass, along, total, above, squares, widest, cosines, seen_keys, first = _add(
+        (
+            top,
+            low,
+            most,
+            mass,
+            along,
+            total,
+            above,
+            squares,
+            widest,
+            cosines,
+            seen_keys,
+            first,
+        ) = _add(
             x,
             y,
             inverse,
@@ -281,7 +364,9 @@ def _fields(
     sees_a_key = seen_keys > 0
     row_and_key = sees_a_key & ok
     z = tl.load(
-        theirs + first.to(tl.int64)[:, None] * k_t + i[None, :], mask=row_and_key[:, None] & (i[None, :] < D), other=0.0
+        theirs + first.to(tl.int64)[:, None] * k_t + i[None, :],
+        mask=row_and_key[:, None] & (i[None, :] < D),
+        other=0.0,
     )
     wide = x.to(tl.float32)
     z = tl.sum(wide * z.to(tl.float32), 1)
@@ -296,7 +381,9 @@ def _fields(
     spread = logs - along / tl.where(full, mass, 1.0) * _LN_2
     weight = tl.exp2(z - tl.where(sees_a_key, most, 0.0)) / tl.where(full, mass, 1.0)
     unknown = lost & (top != float("inf"))
-    best = tl.where(sees_a_key, capped(tl.where(sees_a_key, top, 0.0), cap, CAP), float("-inf"))
+    best = tl.where(
+        sees_a_key, capped(tl.where(sees_a_key, top, 0.0), cap, CAP), float("-inf")
+    )
     cosine, turned = tl.where(sees_a_key, widest, 0.0) * inverse, cosines * inverse
     count = seen_keys.to(tl.float32)
     to, apart = fields + of * times + row, of * 0 + rows_in_all  # in 64 bits
@@ -309,8 +396,14 @@ def _fields(
     tl.store(to + 5 * apart, entropy, mask=ok)
     tl.store(to + 6 * apart, tl.where(bad, nan, tl.minimum(weight, 1.0)), mask=ok)
     tl.store(to + 7 * apart, tl.sqrt(squares), mask=ok)
-    tl.store(to + 8 * apart, tl.where(lost, nan, tl.minimum(tl.maximum(cosine, -1.0), 1.0)), mask=ok)
-    turned = tl.where(turned > count, count, tl.where(turned < -count, -count, turned))  # keeps NaN
+    tl.store(
+        to + 8 * apart,
+        tl.where(lost, nan, tl.minimum(tl.maximum(cosine, -1.0), 1.0)),
+        mask=ok,
+    )
+    turned = tl.where(
+        turned > count, count, tl.where(turned < -count, -count, turned)
+    )  # keeps NaN
     tl.store(to + 9 * apart, turned, mask=ok)
     tl.store(to + 10 * apart, norm, mask=ok)
     tl.store(counts + of * times + row, seen_keys.to(tl.int64), mask=ok)
@@ -357,18 +450,27 @@ def row_fields(
     g, s = k.shape[1:3]
     q, k = dense(q), dense(k)
     wide, _ = tile_sizes(q)
-    rows, columns, warps = (_TILES_FLOAT32 if q.dtype == torch.float32 else _TILES)[wide]
+    rows, columns, warps = (_TILES_FLOAT32 if q.dtype == torch.float32 else _TILES)[
+        wide
+    ]
     masked = keys is not None or pairs is not None or isinstance(window, tuple)
     if masked and q.dtype != torch.float32 and wide <= 128:
         rows, columns, warps = _MASKED
     norms = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)
-    inverse = norms.clamp_min(torch.finfo(torch.float32).tiny).reciprocal()  # of a key of zeros all products are 0
+    inverse = norms.clamp_min(
+        torch.finfo(torch.float32).tiny
+    ).reciprocal()  # of a key of zeros all products are 0
     fields = q.new_empty((len(ROW_FIELDS), b, h, t), dtype=torch.float32)
     counts = q.new_empty((b, h, t), dtype=torch.int64)
     number = not isinstance(scale, Tensor)
     scales = norms if number else scale.float().expand(b, h, t, 1)
-    near, (mask, over) = None if isinstance(window, tuple) else window, key_mask(q, keys)
-    shown, strides = (q, (0, 0, 0, 0)) if pairs is None else _bytes_of(pairs, (b, h, t, s))
+    near, (mask, over) = (
+        None if isinstance(window, tuple) else window,
+        key_mask(q, keys),
+    )
+    shown, strides = (
+        (q, (0, 0, 0, 0)) if pairs is None else _bytes_of(pairs, (b, h, t, s))
+    )
     tiles = triton.cdiv(t, rows)
     with torch.cuda.device_of(q):
         LAUNCHED["fields"][(tiles * b * h,)](

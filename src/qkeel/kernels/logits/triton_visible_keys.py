@@ -11,14 +11,33 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 # Rows, keys and warps of a tile by head size: what fits in the registers of Ampere and Hopper in 16 bits.
-_TILES = {16: (128, 64, 4), 32: (128, 64, 4), 64: (128, 64, 4), 128: (128, 64, 8), 256: (64, 64, 8)}
-_TILES_FLOAT32 = {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (16, 16, 4)}
+_TILES = {
+    16: (128, 64, 4),
+    32: (128, 64, 4),
+    64: (128, 64, 4),
+    128: (128, 64, 8),
+    256: (64, 64, 8),
+}
+_TILES_FLOAT32 = {
+    16: (64, 32, 4),
+    32: (64, 32, 4),
+    64: (64, 32, 4),
+    128: (32, 32, 4),
+    256: (16, 16, 4),
+}
 Spans = tuple[Int[Tensor, "1 t"], Int[Tensor, "1 t"]]
 
 
 @triton.jit
 def reach(
-    first, last, length, window, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr
+    first,
+    last,
+    length,
+    window,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
 ):
     """Returns, for rows at positions `first` to `last`, where their keys begin, the end of the complete tiles that all
     rows see, and where their keys end.
@@ -30,7 +49,11 @@ def reach(
         stop = tl.minimum(stop, tl.maximum(last + window, 0))
     shared_end = begin
     if not (WINDOW or MASK):
-        shared_end = (tl.minimum(length, tl.maximum(first + 1, 0)) if CAUSAL else length) // KEYS * KEYS
+        shared_end = (
+            (tl.minimum(length, tl.maximum(first + 1, 0)) if CAUSAL else length)
+            // KEYS
+            * KEYS
+        )
     return begin, shared_end, stop
 
 
@@ -39,7 +62,10 @@ def span(starts, stops, row, ok, length, KEYS: tl.constexpr) -> Any:
     """Returns the first key that each row sees and the key after the last; and, for all rows together, the first key,
     the end of the complete tiles that every row sees, and the end of the last key.
     """
-    low, high = tl.load(starts + row, mask=ok, other=0), tl.load(stops + row, mask=ok, other=0)
+    low, high = (
+        tl.load(starts + row, mask=ok, other=0),
+        tl.load(stops + row, mask=ok, other=0),
+    )
     sees_a_key = low < high
     begin = tl.min(tl.where(sees_a_key, low, length), 0)
     stop = tl.max(tl.where(sees_a_key, high, 0), 0)
@@ -47,7 +73,9 @@ def span(starts, stops, row, ok, length, KEYS: tl.constexpr) -> Any:
         tl.where(sees_a_key, high, tl.where(ok, begin, length)), 0
     )  # a row that sees nothing shares no tile
     begins_alike = tl.max(tl.where(sees_a_key, low, begin), 0) == begin
-    shared_end = begin + tl.where(begins_alike, tl.maximum(shared - begin, 0), 0) // KEYS * KEYS  # pyright: ignore[reportOperatorIssue]
+    shared_end = (
+        begin + tl.where(begins_alike, tl.maximum(shared - begin, 0), 0) // KEYS * KEYS
+    )  # pyright: ignore[reportOperatorIssue]
     return low, high, begin, shared_end, stop
 
 
@@ -73,7 +101,9 @@ def bounds(
         low, high, begin, shared_end, stop = span(starts, stops, row, ok, length, KEYS)
         shared_end = begin if MASK else shared_end
     else:
-        begin, shared_end, stop = reach(first, last, length, window, KEYS, CAUSAL, WINDOW, MASK)
+        begin, shared_end, stop = reach(
+            first, last, length, window, KEYS, CAUSAL, WINDOW, MASK
+        )
     return low, high, begin, shared_end, stop
 
 
@@ -97,13 +127,18 @@ def visible(
     inside, away = key < length, at[:, None] - key[None, :]
     is_visible = inside[None, :] & ok[:, None]
     if SPANS:
-        is_visible = is_visible & (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+        is_visible = (
+            is_visible & (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+        )
     if CAUSAL:
         is_visible = is_visible & (away >= 0)
     if WINDOW:
         is_visible = is_visible & (away < window) & (away > -window)
     if MASK:
-        is_visible = is_visible & (tl.load(keys + key * keys_s, mask=inside, other=0) != 0)[None, :]
+        is_visible = (
+            is_visible
+            & (tl.load(keys + key * keys_s, mask=inside, other=0) != 0)[None, :]
+        )
     return is_visible
 
 
@@ -113,15 +148,24 @@ def tile_sizes(q: Float[Tensor, "b h t d"]) -> tuple[int, tuple[int, int, int]]:
     return wide, (_TILES_FLOAT32 if q.dtype == torch.float32 else _TILES)[wide]
 
 
-def key_mask(q: Tensor, keys: Bool[Tensor, "_ s"] | None) -> tuple[Tensor, tuple[int, int]]:
+def key_mask(
+    q: Tensor, keys: Bool[Tensor, "_ s"] | None
+) -> tuple[Tensor, tuple[int, int]]:
     """Returns the key mask for the kernels (a placeholder if there is none) and its strides."""
     mask = q if keys is None else keys.to(torch.uint8)
-    return mask, (0, 0) if keys is None else (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1))
+    return mask, (0, 0) if keys is None else (
+        mask.stride(0) if mask.shape[0] > 1 else 0,
+        mask.stride(1),
+    )
 
 
 def first_and_last(window: int | Spans | None, q: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the two ends of spans for the kernels; placeholders if there are none."""
-    return (window[0][0].to(torch.int32), window[1][0].to(torch.int32)) if isinstance(window, tuple) else (q, q)
+    return (
+        (window[0][0].to(torch.int32), window[1][0].to(torch.int32))
+        if isinstance(window, tuple)
+        else (q, q)
+    )
 
 
 def dense(x: Tensor) -> Tensor:

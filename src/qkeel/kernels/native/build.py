@@ -20,7 +20,9 @@ import torch
 
 from qkeel.records.disk import hold_lock
 
-FOLDER = Path(__file__).parents[1]  # the sources lie beside what they belong to, what they share in native/source
+FOLDER = Path(__file__).parents[
+    1
+]  # the sources lie beside what they belong to, what they share in native/source
 NAME = "qkeel_native"
 FLAGS = (
     "-std=gnu++20",
@@ -71,16 +73,25 @@ def compiled(anew: bool = False) -> Path:
     if library.is_file() and not anew:
         return library
     compiler = find_compiler()
-    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+    for missing in reversed(
+        [path for path in (folder, *folder.parents) if not path.exists()]
+    ):
         missing.mkdir(mode=0o700, exist_ok=True)
     _check_owner(folder)
-    with open(folder / f"{NAME}.lock", "wb") as lock:  # the system lifts the lock however this process ends
+    with open(
+        folder / f"{NAME}.lock", "wb"
+    ) as lock:  # the system lifts the lock however this process ends
         locked = hold_lock(lock.fileno(), min(REPORT_AFTER, PATIENCE))
         if not locked:
-            print(f"qkeel: waiting up to {PATIENCE:.0f} s for another process to compile its kernels", file=sys.stderr)
+            print(
+                f"qkeel: waiting up to {PATIENCE:.0f} s for another process to compile its kernels",
+                file=sys.stderr,
+            )
             locked = hold_lock(lock.fileno(), PATIENCE - REPORT_AFTER)
         if not locked:
-            raise BuildError(f"another process has held {lock.name} for more than {PATIENCE:.0f} s")
+            raise BuildError(
+                f"another process has held {lock.name} for more than {PATIENCE:.0f} s"
+            )
         if anew or not library.is_file():  # otherwise another process was faster
             _compile(compiler, library)
     return library
@@ -109,7 +120,11 @@ def cache_folder() -> Path:
     named = os.environ.get("QKEEL_NATIVE_CACHE")
     if named:
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qkeel" / "native"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "qkeel"
+        / "native"
+    )
 
 
 def find_compiler() -> list[str]:
@@ -121,7 +136,9 @@ def find_compiler() -> list[str]:
     command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     program = shutil.which(command[0])
     if program is None:
-        raise BuildError(f"found no C++ compiler {command[0]}: put c++ on the PATH, or set CXX to a compiler")
+        raise BuildError(
+            f"found no C++ compiler {command[0]}: put c++ on the PATH, or set CXX to a compiler"
+        )
     return [os.path.abspath(program), *command[1:]]
 
 
@@ -152,10 +169,18 @@ def _sources() -> bytes:
 def _processor() -> str:
     """Returns the instruction sets of this processor."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (
+            Path("/proc/cpuinfo")
+            .read_text(encoding="utf-8", errors="replace")
+            .splitlines()
+        )
     except OSError:
         lines = []
-    features = [line.partition(":")[2] for line in lines if line.lower().startswith(("flags", "features"))]
+    features = [
+        line.partition(":")[2]
+        for line in lines
+        if line.lower().startswith(("flags", "features"))
+    ]
     return f"{platform.machine()} {' '.join(sorted(set(features[0].split()))) if features else platform.processor()}"
 
 
@@ -163,11 +188,15 @@ def _check_owner(folder: Path) -> None:
     """Raises BuildError if users other than this one and root could put code into the cache folder."""
     about = os.lstat(folder)
     if stat.S_ISLNK(about.st_mode):
-        raise BuildError(f"its cache {folder} is a link; set QKEEL_NATIVE_CACHE to the folder itself")
+        raise BuildError(
+            f"its cache {folder} is a link; set QKEEL_NATIVE_CACHE to the folder itself"
+        )
     if about.st_uid not in (0, os.geteuid()):
         reason = f"belongs to user {about.st_uid}"
     elif about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        reason = f"can be written by other users (mode {stat.S_IMODE(about.st_mode):04o})"
+        reason = (
+            f"can be written by other users (mode {stat.S_IMODE(about.st_mode):04o})"
+        )
     else:
         return
     raise BuildError(
@@ -183,26 +212,55 @@ def _compile(compiler: list[str], library: Path) -> None:
         file=sys.stderr,
     )
     workplace = library.with_name(f".{NAME}")
-    shutil.rmtree(workplace, ignore_errors=True)  # what a killed process has left behind
+    shutil.rmtree(
+        workplace, ignore_errors=True
+    )  # what a killed process has left behind
     workplace.mkdir(mode=0o700)
 
     def compile_source(source: Path) -> str:
         target = workplace / f"{source.stem}.o"
         # The file of the operators has no loops: to optimise it takes a second for nothing.
         effort = ("-O1",) if source.stem == "operators" else ()
-        _run([*compiler, *flags(), *effort, *INCLUDE, "-c", str(source), "-o", str(target)], target)
+        _run(
+            [
+                *compiler,
+                *flags(),
+                *effort,
+                *INCLUDE,
+                "-c",
+                str(source),
+                "-o",
+                str(target),
+            ],
+            target,
+        )
         return str(target)
 
     try:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             # The largest first, so that the processors end at about the same time.
-            sources = sorted(FOLDER.rglob("*.cpp"), key=lambda path: -path.stat().st_size)
+            sources = sorted(
+                FOLDER.rglob("*.cpp"), key=lambda path: -path.stat().st_size
+            )
             objects = list(pool.map(compile_source, sources))
         output = workplace / library.name
-        _run([*compiler, "-shared", *objects, "-o", str(output), f"-L{_TORCH / 'lib'}", "-ltorch_cpu"], output)
+        _run(
+            [
+                *compiler,
+                "-shared",
+                *objects,
+                "-o",
+                str(output),
+                f"-L{_TORCH / 'lib'}",
+                "-ltorch_cpu",
+            ],
+            output,
+        )
         output.chmod(0o700)
         with open(output, "rb") as file:
-            os.fsync(file.fileno())  # a library of which a power failure left a part could crash the interpreter
+            os.fsync(
+                file.fileno()
+            )  # a library of which a power failure left a part could crash the interpreter
         os.replace(output, library)
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
@@ -221,6 +279,12 @@ def _run(command: list[str], output: Path) -> None:
         env={**os.environ, "TMPDIR": str(output.parent)},
     )
     if process.returncode or not output.is_file():
-        errors = [line for line in process.stderr.splitlines() if "error" in line.lower()]
-        reason = errors[0].strip() if errors else process.stderr[-300:].strip() or f"exit code {process.returncode}"
+        errors = [
+            line for line in process.stderr.splitlines() if "error" in line.lower()
+        ]
+        reason = (
+            errors[0].strip()
+            if errors
+            else process.stderr[-300:].strip() or f"exit code {process.returncode}"
+        )
         raise BuildError(f"{command[0]} failed: {reason}")

@@ -18,7 +18,11 @@ from qkeel.errors import caution
 from qkeel.kernels.native.build import compiled
 from qkeel.patching.modes import below_autograd, constant_when_compiled, transformed
 
-STORED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that operators read; they compute in float32
+STORED = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # dtypes that operators read; they compute in float32
 WIDEST = 1024  # WIDEST in the sources
 _LOADING = threading.Lock()
 OPS: Any = torch.ops.qkeel_native
@@ -31,7 +35,11 @@ def ready() -> bool:
     False if QKEEL_NATIVE=0 disables them, if they cannot be compiled, and under a torch.func transform, an export or a
     trace. A failure is reported once, after which torch computes instead.
     """
-    if os.environ.get("QKEEL_NATIVE", "1") == "0" or sys.platform != "linux" or transformed():
+    if (
+        os.environ.get("QKEEL_NATIVE", "1") == "0"
+        or sys.platform != "linux"
+        or transformed()
+    ):
         return False
     with _LOADING:
         return _loaded()
@@ -45,7 +53,13 @@ def is_plain(x: Tensor) -> bool:
 def reads(x: Tensor) -> bool:
     """True if operators support x: a plain tensor of a STORED dtype, with rows of at most 1,024 numbers, a multiple of
     8."""
-    return is_plain(x) and x.dtype in STORED and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= WIDEST and x.numel() > 0
+    return (
+        is_plain(x)
+        and x.dtype in STORED
+        and x.shape[-1] % 8 == 0
+        and 0 < x.shape[-1] <= WIDEST
+        and x.numel() > 0
+    )
 
 
 @functools.cache
@@ -58,16 +72,24 @@ def _loaded() -> bool:
             ctypes.CDLL(str(compiled(anew=True)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = " ".join(str(error).split())
-        caution(f"qkeel computes without its compiled kernels: {reason}. QKEEL_NATIVE=0 silences this.")
+        caution(
+            f"qkeel computes without its compiled kernels: {reason}. QKEEL_NATIVE=0 silences this."
+        )
         return False
     for name, shapes in SHAPES.items():
         torch.library.register_fake(f"qkeel_native::{name}", shapes)
-    from qkeel.kernels.norm_rope.operator import register_derivatives  # which imports this module
+    from qkeel.kernels.norm_rope.operator import (
+        register_derivatives,
+    )  # which imports this module
 
     register_derivatives("qkeel_native")
     attention_name = "qkeel_native::attention"
-    torch.library.register_autograd(attention_name, _attention_backward, setup_context=_keep_for_attention)
-    torch.library.register_autograd(f"{attention_name}_backward", refuse_second_derivative)
+    torch.library.register_autograd(
+        attention_name, _attention_backward, setup_context=_keep_for_attention
+    )
+    torch.library.register_autograd(
+        f"{attention_name}_backward", refuse_second_derivative
+    )
     return True
 
 
@@ -76,19 +98,27 @@ def _loaded() -> bool:
 
 def same_shape(x: Tensor, *_: object) -> Tensor:
     """Returns an empty tensor like x, with contiguous rows."""
-    return torch.empty_like(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
+    return torch.empty_like(
+        x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    )
 
 
-def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, ...]:
+def _attention_shapes(
+    q: Tensor, k: Tensor, v: Tensor, *options: object
+) -> tuple[Tensor, ...]:
     b, h, t, _ = q.shape
     out = q.new_empty(b, t, h, v.shape[-1]).transpose(1, 2)
     stats = options[-1]
     lse = q.new_empty(b, h, t, dtype=torch.float32)
-    top, entropy = (q.new_empty((b, h, t) if stats else (0,), dtype=torch.float32) for _ in range(2))
+    top, entropy = (
+        q.new_empty((b, h, t) if stats else (0,), dtype=torch.float32) for _ in range(2)
+    )
     return out, lse, top, entropy
 
 
-def _attention_backward_shapes(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:
+def _attention_backward_shapes(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
+) -> tuple[Tensor, ...]:
     return same_shape(q), same_shape(k), same_shape(v)
 
 
@@ -111,13 +141,23 @@ def backward_shapes(
     grad_out: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor]:
     """Returns empty tensors for the gradients of x and of the gain, the latter per head or for all heads."""
-    shape = (0,) if gain is None else (kept.shape[1] if gain.ndim == 2 else 1, kept.shape[3])
+    shape = (
+        (0,)
+        if gain is None
+        else (kept.shape[1] if gain.ndim == 2 else 1, kept.shape[3])
+    )
     return same_shape(kept), kept.new_empty(shape, dtype=torch.float32)
 
 
-def _logit_rows_shapes(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _logit_rows_shapes(
+    q: Tensor, k: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = q.new_empty(11, *q.shape[:3], dtype=torch.float32)
-    return rows, q.new_empty(q.shape[:3], dtype=torch.int64), k.new_empty(k.shape[:3], dtype=torch.float32)
+    return (
+        rows,
+        q.new_empty(q.shape[:3], dtype=torch.int64),
+        k.new_empty(k.shape[:3], dtype=torch.float32),
+    )
 
 
 SHAPES: dict[str, Callable[..., object]] = {
@@ -148,8 +188,10 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     none), cap (0: none), stats.
     """
     if torch.compiler.is_compiling():
-        return OPS.attention(*arguments)  # by the name that modes over torch's functions know
-    if torch.is_grad_enabled() and any([x.requires_grad for x in arguments[:3]]):  # noqa: C419
+        return OPS.attention(
+            *arguments
+        )  # by the name that modes over torch's functions know
+    if torch.is_grad_enabled() and any([x.requires_grad for x in arguments[:3]]):
         return _Attention.apply(*arguments)  # type: ignore[return-value]
     with below_autograd():
         return OPS.attention(*arguments)
@@ -163,22 +205,30 @@ def derivative(operator: Callable[..., Any], *arguments: Any) -> Any:
         return operator(*arguments)
 
 
-def _keep_for_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep_for_attention(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+) -> None:
     q, k, v, mask, slopes, *options, _stats = inputs
     out, lse, top, entropy = output
     if mask is not None and mask.requires_grad:
-        raise RuntimeError("the fused attention has no derivative with respect to its mask; QKEEL_NATIVE=0 has one")
+        raise RuntimeError(
+            "the fused attention has no derivative with respect to its mask; QKEEL_NATIVE=0 has one"
+        )
     ctx.save_for_backward(q, k, v, out, lse, mask, slopes)
     ctx.options = options
     ctx.mark_non_differentiable(lse, top, entropy)
     ctx.set_materialize_grads(False)
 
 
-def _attention_backward(ctx: Any, grad_out: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+def _attention_backward(
+    ctx: Any, grad_out: Tensor | None, *_: object
+) -> tuple[Tensor | None, ...]:
     nothing = (None,) * 7
     if grad_out is None:
         return None, None, None, *nothing
-    return *derivative(OPS.attention_backward.default, grad_out, *ctx.saved_tensors, *ctx.options), *nothing
+    return *derivative(
+        OPS.attention_backward.default, grad_out, *ctx.saved_tensors, *ctx.options
+    ), *nothing
 
 
 class _Attention(torch.autograd.Function):

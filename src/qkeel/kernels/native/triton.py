@@ -29,7 +29,11 @@ def usable(device: torch.device) -> bool:
     False if QKEEL_TRITON=0, if Triton is missing (reported once), if the device is not a GPU or is too old for
     bfloat16, or during a torch.func transform, export or trace. torch then computes the same results.
     """
-    if device.type != "cuda" or os.environ.get("QKEEL_TRITON", "1") == "0" or transformed():
+    if (
+        device.type != "cuda"
+        or os.environ.get("QKEEL_TRITON", "1") == "0"
+        or transformed()
+    ):
         return False
     with _LOADING:
         return _modern(device) and loaded()
@@ -41,7 +45,9 @@ def loaded() -> bool:
     try:
         from qkeel.kernels.norm_rope import triton_kernels as norm_rope
     except ImportError as error:
-        caution(f"qkeel computes without its Triton kernels: {error}. QKEEL_TRITON=0 silences this.")
+        caution(
+            f"qkeel computes without its Triton kernels: {error}. QKEEL_TRITON=0 silences this."
+        )
         return False
     norm_rope.register()
     return True
@@ -55,4 +61,10 @@ def _modern(device: torch.device) -> bool:
 def takes(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]) -> bool:
     """True if the statistics kernels support q and k."""
     plain = all(is_plain(x) and x.dtype in STORED for x in (q, k))
-    return plain and q.numel() > 0 and k.numel() > 0 and q.shape[-1] <= _WIDEST and usable(q.device)
+    return (
+        plain
+        and q.numel() > 0
+        and k.numel() > 0
+        and q.shape[-1] <= _WIDEST
+        and usable(q.device)
+    )

@@ -53,18 +53,35 @@ class _EncodePlan:
 
 def _planned(norm: Norm, position: Position) -> _EncodePlan | None:
     """Returns None if the operators do not support the norm or the position."""
-    return _plan(norm, position) if torch.compiler.is_compiling() else _plan_once(norm, position)
+    return (
+        _plan(norm, position)
+        if torch.compiler.is_compiling()
+        else _plan_once(norm, position)
+    )
 
 
 def _plan(norm: Norm, position: Position) -> _EncodePlan | None:
-    if norm.kind not in KINDS or position.kind not in ("none", "rope") or not _takes(norm, position):
+    if (
+        norm.kind not in KINDS
+        or position.kind not in ("none", "rope")
+        or not _takes(norm, position)
+    ):
         return None
     rope = position.rope
     normed = KINDS[norm.kind] + (WHOLE if norm.over == "layer" else 0)
     pairing = INTERLEAVED if rope is not None and rope.pairing == "interleaved" else 0
-    kind_q, kind_k = ((normed if side in norm.sides else NONE) + pairing for side in "qk")
+    kind_q, kind_k = (
+        (normed if side in norm.sides else NONE) + pairing for side in "qk"
+    )
     on_gpu = norm.over == "layer" or pairing > 0
-    return _EncodePlan(norm=norm, position=rope, kind_q=kind_q, kind_k=kind_k, eps=norm.eps, on_gpu=on_gpu)
+    return _EncodePlan(
+        norm=norm,
+        position=rope,
+        kind_q=kind_q,
+        kind_k=kind_k,
+        eps=norm.eps,
+        on_gpu=on_gpu,
+    )
 
 
 _plan_once = functools.lru_cache(maxsize=256)(_plan)
@@ -75,8 +92,14 @@ def folded(call: AttentionCall) -> tuple[Queries, Keys, Values, float]:
     scale."""
     dtype = call.q.dtype
     scale = call.spec.factor(call.pos_q, call.q.shape[-1], call.params, dtype)
-    whole = isinstance(scale, Tensor) and dtype.itemsize < 4  # rounds q times scale once instead of twice
-    q, k = call.encoded() if whole else encoded(call.spec, call.q, call.k, call.pos_q, call.pos_k, call.params)
+    whole = (
+        isinstance(scale, Tensor) and dtype.itemsize < 4
+    )  # rounds q times scale once instead of twice
+    q, k = (
+        call.encoded()
+        if whole
+        else encoded(call.spec, call.q, call.k, call.pos_q, call.pos_k, call.params)
+    )
     if isinstance(scale, Tensor):
         q, scale = q * scale, 1.0
     v = call.spec.values(call.v, call.params)
@@ -92,11 +115,18 @@ def dense(x: Tensor) -> Tensor:
 
 
 def encoded(
-    spec: AttentionSpec, q: Queries, k: KeyParts, pos_q: PosQ, pos_k: PosK, params: Params
+    spec: AttentionSpec,
+    q: Queries,
+    k: KeyParts,
+    pos_q: PosQ,
+    pos_k: PosK,
+    params: Params,
 ) -> tuple[Queries, KeyParts]:
     """Computes `spec.encode` in the caller's dtype, with the fused operators if they support it, otherwise with
     torch."""
-    if spec.norm.kind == spec.position.kind == "none":  # e.g. from a cache of encoded keys, which need no copy
+    if (
+        spec.norm.kind == spec.position.kind == "none"
+    ):  # e.g. from a cache of encoded keys, which need no copy
         return q, k
     fast = fused(spec, q, k, pos_q, pos_k, params)
     if fast is not None:
@@ -129,13 +159,22 @@ def fused(
         if x.device != device:
             return None  # torch raises its own error
     operators = operators_for(device)
-    if operators is None or (plan.on_gpu and (operators is OPS or not _fits(plan, q, k))):
+    if operators is None or (
+        plan.on_gpu and (operators is OPS or not _fits(plan, q, k))
+    ):
         return None
     gain_q, gain_k = plan.norm.weight("q", params), plan.norm.weight("k", params)
     table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
-    if table_q is table_k and (table_q is not None or (plan.kind_q % WHOLE and plan.kind_k % WHOLE)):
-        kinds, keeps = (plan.kind_q, plan.kind_k), (_keeps(q, gain_q), _keeps(k, gain_k))
-        return norm_rope_two(operators, q, k, (gain_q, gain_k), table_q, kinds, plan.eps, keeps)
+    if table_q is table_k and (
+        table_q is not None or (plan.kind_q % WHOLE and plan.kind_k % WHOLE)
+    ):
+        kinds, keeps = (
+            (plan.kind_q, plan.kind_k),
+            (_keeps(q, gain_q), _keeps(k, gain_k)),
+        )
+        return norm_rope_two(
+            operators, q, k, (gain_q, gain_k), table_q, kinds, plan.eps, keeps
+        )
     return (
         _one(operators, q, gain_q, table_q, plan.kind_q, plan.eps),
         _one(operators, k, gain_k, table_k, plan.kind_k, plan.eps),
@@ -149,7 +188,11 @@ def _tables(
     position = plan.position
     if position is None:
         return None, None
-    whole = pos_q.numel() == 1 and not pos_q.is_floating_point() and pos_q.device.type == "cpu"
+    whole = (
+        pos_q.numel() == 1
+        and not pos_q.is_floating_point()
+        and pos_q.device.type == "cpu"
+    )
     if whole and pos_q is pos_k and not torch.compiler.is_compiling():
         table = _of_place(plan, q.shape[-1], q.dtype, int(pos_q))
         return table, table
@@ -159,9 +202,14 @@ def _tables(
 
 
 @functools.lru_cache(maxsize=16)  # consecutive layers of a model ask for the same table
-def _of_place(plan: _EncodePlan, size: int, dtype: torch.dtype, position_index: int) -> CosSin:
+def _of_place(
+    plan: _EncodePlan, size: int, dtype: torch.dtype, position_index: int
+) -> CosSin:
     assert plan.position is not None
-    row, pos = torch.empty(1, 1, 1, size, dtype=dtype, device="cpu"), torch.tensor([[position_index]], device="cpu")
+    row, pos = (
+        torch.empty(1, 1, 1, size, dtype=dtype, device="cpu"),
+        torch.tensor([[position_index]], device="cpu"),
+    )
     with torch.inference_mode(False):
         return _turned(plan.position, plan.position.tables(row, row, pos, pos)[1])
 
@@ -183,13 +231,22 @@ def _takes(norm: Norm, position: Position) -> bool:
 def _fits(plan: _EncodePlan, q: Tensor, k: Tensor) -> bool:
     """True if a GPU program can hold all heads of a token, as a norm over all of them requires."""
     widest = max(
-        (1 << (x.shape[1] - 1).bit_length()) * max(16, x.shape[3]) if kind & WHOLE else 0
+        (1 << (x.shape[1] - 1).bit_length()) * max(16, x.shape[3])
+        if kind & WHOLE
+        else 0
         for x, kind in ((q, plan.kind_q), (k, plan.kind_k))
     )
     return widest <= _WIDEST_TOKEN
 
 
-def _one(operators: Any, x: Tensor, gain: Tensor | None, table: CosSin | None, kind: int, eps: float) -> Tensor:
+def _one(
+    operators: Any,
+    x: Tensor,
+    gain: Tensor | None,
+    table: CosSin | None,
+    kind: int,
+    eps: float,
+) -> Tensor:
     if kind % WHOLE == NONE and table is None:
         return x
     return norm_rope(operators, x, gain, table, kind, eps, _keeps(x, gain))

@@ -14,7 +14,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.kernels.native import triton as available
-from qkeel.kernels.native.operators import OPS, derivative, ready, refuse_second_derivative
+from qkeel.kernels.native.operators import (
+    OPS,
+    derivative,
+    ready,
+    refuse_second_derivative,
+)
 from qkeel.patching.modes import below_autograd
 
 # The kind of a call: a norm, plus WHOLE for a norm over all heads of a token, plus INTERLEAVED for pairs x_2i and
@@ -22,7 +27,9 @@ from qkeel.patching.modes import below_autograd
 NONE, RMS, L2, LAYER = range(4)
 WHOLE, INTERLEAVED = 4, 8
 
-CosSin = tuple[Float[Tensor, "b 1 t half"], Float[Tensor, "b 1 t half"]]  # cos and sin, float32; b and t may be 1
+CosSin = tuple[
+    Float[Tensor, "b 1 t half"], Float[Tensor, "b 1 t half"]
+]  # cos and sin, float32; b and t may be 1
 Pair = tuple[Any, Any]  # one thing of q, one of k
 
 
@@ -56,22 +63,39 @@ def norm_rope(
     cos, sin = (None, None) if table is None else table
     if torch.compiler.is_compiling():
         return operators.norm_rope.default(x, gain, cos, sin, kind, eps, keep_x)[0]
-    if not (torch.is_grad_enabled() and (x.requires_grad or (gain is not None and gain.requires_grad))):
+    if not (
+        torch.is_grad_enabled()
+        and (x.requires_grad or (gain is not None and gain.requires_grad))
+    ):
         with below_autograd():
             return operators.norm_rope.default(x, gain, cos, sin, kind, eps, keep_x)[0]
     return _NormRope.apply(operators, x, gain, cos, sin, kind, eps, keep_x)[0]  # type: ignore[index]
 
 
 def norm_rope_two(
-    operators: Any, q: Tensor, k: Tensor, gains: Pair, table: CosSin | None, kinds: Pair, eps: float, keeps: Pair
+    operators: Any,
+    q: Tensor,
+    k: Tensor,
+    gains: Pair,
+    table: CosSin | None,
+    kinds: Pair,
+    eps: float,
+    keeps: Pair,
 ) -> tuple[Tensor, Tensor]:
     """Like `norm_rope` for q and k with one table, bit for bit, at less than the price of two calls."""
     cos, sin = (None, None) if table is None else table
-    if not (torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in (q, k, *gains)])):  # noqa: C419
+    if not (
+        torch.is_grad_enabled()
+        and any([x is not None and x.requires_grad for x in (q, k, *gains)])
+    ):
         return operators.norm_rope_two.default(q, k, *gains, cos, sin, *kinds, eps)
     if torch.compiler.is_compiling():
-        new_q, _ = operators.norm_rope.default(q, gains[0], cos, sin, kinds[0], eps, keeps[0])
-        new_k, _ = operators.norm_rope.default(k, gains[1], cos, sin, kinds[1], eps, keeps[1])
+        new_q, _ = operators.norm_rope.default(
+            q, gains[0], cos, sin, kinds[0], eps, keeps[0]
+        )
+        new_k, _ = operators.norm_rope.default(
+            k, gains[1], cos, sin, kinds[1], eps, keeps[1]
+        )
         return new_q, new_k
     return _NormRopeTwo.apply(operators, q, k, *gains, cos, sin, kinds, eps, keeps)[:2]  # type: ignore[index, return-value]
 
@@ -80,11 +104,17 @@ def register_derivatives(namespace: str) -> None:
     """Registers the derivatives of a backend's operators for torch.compile."""
     operators = getattr(torch.ops, namespace)
     backward = functools.partial(_norm_rope_backward, operators)
-    torch.library.register_autograd(f"{namespace}::norm_rope", backward, setup_context=_keep_for_backward)
-    torch.library.register_autograd(f"{namespace}::norm_rope_backward", refuse_second_derivative)
+    torch.library.register_autograd(
+        f"{namespace}::norm_rope", backward, setup_context=_keep_for_backward
+    )
+    torch.library.register_autograd(
+        f"{namespace}::norm_rope_backward", refuse_second_derivative
+    )
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep_for_backward(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
+) -> None:
     x, gain, cos, sin, kind, eps, keep_x = inputs
     y, inverse = output
     ctx.save_for_backward(*_kept(kind, keep_x, x, y, inverse), gain, cos, sin)
@@ -93,29 +123,49 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.set_materialize_grads(False)
 
 
-def _kept(kind: int, keep_x: bool, x: Tensor, y: Tensor, inverse: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _kept(
+    kind: int, keep_x: bool, x: Tensor, y: Tensor, inverse: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
     """Returns what backward needs of a call besides gain and table: nothing for a rotation alone."""
     if kind % WHOLE == NONE:
         return None, None
     return (x if keep_x else y), inverse
 
 
-def _norm_rope_backward(operators: Any, ctx: Any, grad_out: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
-    return *_gradients(operators, grad_out, ctx.saved_tensors, *ctx.options), None, None, None, None, None
+def _norm_rope_backward(
+    operators: Any, ctx: Any, grad_out: Tensor | None, _: object
+) -> tuple[Tensor | None, ...]:
+    return (
+        *_gradients(operators, grad_out, ctx.saved_tensors, *ctx.options),
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def _gradients(
-    operators: Any, grad_out: Tensor | None, saved: tuple[Tensor | None, ...], kind: int, eps: float, kept_x: bool
+    operators: Any,
+    grad_out: Tensor | None,
+    saved: tuple[Tensor | None, ...],
+    kind: int,
+    eps: float,
+    kept_x: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns the gradients of x and of the gain."""
     if grad_out is None:
         return None, None
     kept, inverse, gain, cos, sin = saved
-    if kind % WHOLE == NONE:  # a rotation is undone by the one back, which is differentiable in its turn
+    if (
+        kind % WHOLE == NONE
+    ):  # a rotation is undone by the one back, which is differentiable in its turn
         table = None if cos is None or sin is None else (cos, -sin)
         return norm_rope(operators, grad_out, None, table, kind, 0.0, False), None
     operator = operators.norm_rope_backward.default
-    grad, gain_sums = derivative(operator, grad_out, kept, inverse, gain, cos, sin, kind, eps, kept_x)
+    grad, gain_sums = derivative(
+        operator, grad_out, kept, inverse, gain, cos, sin, kind, eps, kept_x
+    )
     if gain is None:
         return grad, None
     if gain_sums.numel() == gain.numel():  # the usual gain, at the price of a view
@@ -157,8 +207,12 @@ class _NormRopeTwo(torch.autograd.Function):
         keeps: Pair,
     ) -> tuple[Tensor, ...]:
         with below_autograd():
-            new_q, inverse_q = operators.norm_rope.default(q, gain_q, cos, sin, kinds[0], eps, keeps[0])
-            new_k, inverse_k = operators.norm_rope.default(k, gain_k, cos, sin, kinds[1], eps, keeps[1])
+            new_q, inverse_q = operators.norm_rope.default(
+                q, gain_q, cos, sin, kinds[0], eps, keeps[0]
+            )
+            new_k, inverse_k = operators.norm_rope.default(
+                k, gain_k, cos, sin, kinds[1], eps, keeps[1]
+            )
         of_q = _kept(kinds[0], keeps[0], q, new_q, inverse_q)
         of_k = _kept(kinds[1], keeps[1], k, new_k, inverse_k)
         ctx.save_for_backward(*of_q, gain_q, *of_k, gain_k, cos, sin)
@@ -172,6 +226,21 @@ class _NormRopeTwo(torch.autograd.Function):
         operators, kinds, eps, keeps = ctx.options
         saved = ctx.saved_tensors
         table = saved[6:]
-        grad_q, grad_gain_q = _gradients(operators, grads[0], (*saved[:3], *table), kinds[0], eps, keeps[0])
-        grad_k, grad_gain_k = _gradients(operators, grads[1], (*saved[3:6], *table), kinds[1], eps, keeps[1])
-        return None, grad_q, grad_k, grad_gain_q, grad_gain_k, None, None, None, None, None
+        grad_q, grad_gain_q = _gradients(
+            operators, grads[0], (*saved[:3], *table), kinds[0], eps, keeps[0]
+        )
+        grad_k, grad_gain_k = _gradients(
+            operators, grads[1], (*saved[3:6], *table), kinds[1], eps, keeps[1]
+        )
+        return (
+            None,
+            grad_q,
+            grad_k,
+            grad_gain_q,
+            grad_gain_k,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )

@@ -21,7 +21,9 @@ LAYER = tl.constexpr(norm_rope.LAYER)
 # Rows of a tile by half the head size: 1024 pairs, 8 for each of 128 threads, so that 16-bit data loads 16 bytes each.
 _ROWS = {8: 64, 16: 64, 32: 32, 64: 16, 128: 8, 256: 4, 512: 2}
 _PROGRAMS = 2048  # in backward with a shared gain: several for each of 132 processors
-_PROGRAMS_BY_HEAD = 256  # with a gain per head, so that partial sums stay small next to q and k
+_PROGRAMS_BY_HEAD = (
+    256  # with a gain per head, so that partial sums stay small next to q and k
+)
 
 
 @triton.jit
@@ -39,16 +41,31 @@ def _rows(pid, heads, times, outer, blocks, HEADS: tl.constexpr, TOKENS: tl.cons
 
 
 @triton.jit
-def _pieces(p, at, ok, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr):
+def _pieces(
+    p,
+    at,
+    ok,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    TAIL: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """Loads the two numbers of each pair and the unrotated rest of the rows from `at` on, in float32; absent numbers
     are 0.
 
     At STEP 1 pairs are x_i and x_{i+half}, at STEP 2 x_2i and x_{2i+1}.
     """
-    i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (p + at)[:, None]
+    i, j, row = (
+        tl.arange(0, WIDE)[None, :],
+        tl.arange(0, TAIL)[None, :],
+        (p + at)[:, None],
+    )
     pair, tail_mask = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
     a = tl.load(row + STEP * i, mask=pair, other=0.0).to(tl.float32)
-    b = tl.load(row + STEP * i + (HALF if STEP == 1 else 1), mask=pair, other=0.0).to(tl.float32)
+    b = tl.load(row + STEP * i + (HALF if STEP == 1 else 1), mask=pair, other=0.0).to(
+        tl.float32
+    )
     c = tl.load(row + 2 * HALF + j, mask=tail_mask, other=0.0).to(tl.float32)
     return a, b, c
 
@@ -68,7 +85,11 @@ def _store(
     STEP: tl.constexpr,
 ):
     """Stores three pieces at the locations from which `_pieces` loads them."""
-    i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (p + at)[:, None]
+    i, j, row = (
+        tl.arange(0, WIDE)[None, :],
+        tl.arange(0, TAIL)[None, :],
+        (p + at)[:, None],
+    )
     pair, tail_mask = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
     kind = p.dtype.element_ty
     tl.store(row + STEP * i, a.to(kind), mask=pair)
@@ -90,10 +111,16 @@ def _gains(
     STEP: tl.constexpr,
 ):
     """Returns the gain of each number of the rows, however it is shared; 1 if there is no gain."""
-    i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (gain + head * gain_h)[:, None]
+    i, j, row = (
+        tl.arange(0, WIDE)[None, :],
+        tl.arange(0, TAIL)[None, :],
+        (gain + head * gain_h)[:, None],
+    )
     pair, tail_mask = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
     a = tl.load(row + STEP * i * gain_d, mask=pair, other=1.0).to(tl.float32)
-    b = tl.load(row + (STEP * i + (HALF if STEP == 1 else 1)) * gain_d, mask=pair, other=1.0).to(tl.float32)
+    b = tl.load(
+        row + (STEP * i + (HALF if STEP == 1 else 1)) * gain_d, mask=pair, other=1.0
+    ).to(tl.float32)
     c = tl.load(row + (2 * HALF + j) * gain_d, mask=tail_mask, other=1.0).to(tl.float32)
     return a, b, c
 
@@ -136,7 +163,11 @@ def _centred(
     mean = (_total(a, b, c, WHOLE) / n)[:, None]
     pair = ok[:, None] & (tl.arange(0, WIDE)[None, :] < HALF)
     tail_mask = ok[:, None] & (tl.arange(0, TAIL)[None, :] < D - 2 * HALF)
-    return tl.where(pair, a - mean, 0.0), tl.where(pair, b - mean, 0.0), tl.where(tail_mask, c - mean, 0.0)
+    return (
+        tl.where(pair, a - mean, 0.0),
+        tl.where(pair, b - mean, 0.0),
+        tl.where(tail_mask, c - mean, 0.0),
+    )
 
 
 @triton.jit
@@ -186,10 +217,16 @@ def forward(
     INVERSES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    n, head, time, ok = _rows(tl.program_id(0), heads, times, outer, blocks, HEADS, TOKENS)
-    a, b, c = _pieces(x, n * x_b + head * x_h + time * x_t, ok, D, HALF, WIDE, TAIL, STEP)
+    n, head, time, ok = _rows(
+        tl.program_id(0), heads, times, outer, blocks, HEADS, TOKENS
+    )
+    a, b, c = _pieces(
+        x, n * x_b + head * x_h + time * x_t, ok, D, HALF, WIDE, TAIL, STEP
+    )
     if KIND == LAYER:
-        a, b, c = _centred(a, b, c, ok, D * heads if WHOLE else D, D, HALF, WIDE, TAIL, WHOLE)
+        a, b, c = _centred(
+            a, b, c, ok, D * heads if WHOLE else D, D, HALF, WIDE, TAIL, WHOLE
+        )
     if KIND != 0:
         k = _inverse(a, b, c, ok, eps, D * heads if WHOLE else D, KIND, WHOLE)
         if INVERSES:
@@ -234,7 +271,9 @@ def _hat(
         a, b, c = a * k[:, None], b * k[:, None], c * k[:, None]
     else:
         if TURN:
-            undo = 1.0 / (cosine * cosine + sine * sine)  # tables such as YaRN's also stretch
+            undo = 1.0 / (
+                cosine * cosine + sine * sine
+            )  # tables such as YaRN's also stretch
             a, b = _turn(a, b, cosine * undo, -sine * undo)
         if GAIN:
             a, b, c = a / ga, b / gb, c / gc
@@ -291,31 +330,101 @@ def backward(
     da = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
     db = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
     dc = tl.zeros([HEADS * TOKENS, TAIL], tl.float32)
-    ga, gb, gc, cosine, sine = da, da, dc, da, da  # placeholders if there is no gain or table
-    for group in range(chunk * groups_of_program, tl.minimum(chunk * groups_of_program + groups_of_program, groups)):
-        n, head, time, ok = _rows(group * blocks + block, heads, times, outer, blocks, HEADS, TOKENS)
-        ua, ub, uc = _pieces(dy, n * u_b + head * u_h + time * u_t, ok, D, HALF, WIDE, TAIL, STEP)
-        a, b, c = _pieces(kept, n * k_b + head * k_h + time * k_t, ok, D, HALF, WIDE, TAIL, STEP)
+    ga, gb, gc, cosine, sine = (
+        da,
+        da,
+        dc,
+        da,
+        da,
+    )  # placeholders if there is no gain or table
+    for group in range(
+        chunk * groups_of_program,
+        tl.minimum(chunk * groups_of_program + groups_of_program, groups),
+    ):
+        n, head, time, ok = _rows(
+            group * blocks + block, heads, times, outer, blocks, HEADS, TOKENS
+        )
+        ua, ub, uc = _pieces(
+            dy, n * u_b + head * u_h + time * u_t, ok, D, HALF, WIDE, TAIL, STEP
+        )
+        a, b, c = _pieces(
+            kept, n * k_b + head * k_h + time * k_t, ok, D, HALF, WIDE, TAIL, STEP
+        )
         k = tl.load(inverse + (n * times + time) * heads + head, mask=ok, other=1.0)
         if GAIN:
-            ga, gb, gc = _gains(gain, head, ok, gain_h, gain_d, D, HALF, WIDE, TAIL, STEP)
+            ga, gb, gc = _gains(
+                gain, head, ok, gain_h, gain_d, D, HALF, WIDE, TAIL, STEP
+            )
         if TURN:
             cosine, sine = _angles(cos, sin, n * cos_b + time * cos_t, ok, HALF, WIDE)
             ua, ub = _turn(ua, ub, cosine, -sine)
         a, b, c = _hat(
-            a, b, c, k, ga, gb, gc, cosine, sine, ok, size, D, HALF, WIDE, TAIL, KIND, GAIN, TURN, KEPT_X, WHOLE
+            a,
+            b,
+            c,
+            k,
+            ga,
+            gb,
+            gc,
+            cosine,
+            sine,
+            ok,
+            size,
+            D,
+            HALF,
+            WIDE,
+            TAIL,
+            KIND,
+            GAIN,
+            TURN,
+            KEPT_X,
+            WHOLE,
         )
         if GAIN:
             da, db, dc = da + ua * a, db + ub * b, dc + uc * c
             ua, ub, uc = ua * ga, ub * gb, uc * gc
         along = _total(ua * a, ub * b, uc * c, WHOLE)
         along = tl.where(k < 1.0 / eps, along, 0.0) if KIND == L2 else along / size
-        mean = (_total(ua, ub, uc, WHOLE) / size if KIND == LAYER else along * 0.0)[:, None]
+        mean = (_total(ua, ub, uc, WHOLE) / size if KIND == LAYER else along * 0.0)[
+            :, None
+        ]
         k, along = k[:, None], along[:, None]
-        a, b, c = k * (ua - mean - a * along), k * (ub - mean - b * along), k * (uc - mean - c * along)
-        _store(dx, n * x_b + head * x_h + time * x_t, ok, a, b, c, D, HALF, WIDE, TAIL, STEP)
+        a, b, c = (
+            k * (ua - mean - a * along),
+            k * (ub - mean - b * along),
+            k * (uc - mean - c * along),
+        )
+        _store(
+            dx,
+            n * x_b + head * x_h + time * x_t,
+            ok,
+            a,
+            b,
+            c,
+            D,
+            HALF,
+            WIDE,
+            TAIL,
+            STEP,
+        )
     if GAIN:
-        _keep_sums(pid, parts, da, db, dc, chunk, block, heads, D, HALF, WIDE, TAIL, STEP, HEADS, BY_HEAD)
+        _keep_sums(
+            pid,
+            parts,
+            da,
+            db,
+            dc,
+            chunk,
+            block,
+            heads,
+            D,
+            HALF,
+            WIDE,
+            TAIL,
+            STEP,
+            HEADS,
+            BY_HEAD,
+        )
 
 
 @triton.jit
@@ -339,11 +448,39 @@ def _keep_sums(
     """Stores this program's part of the gain's gradient: [chunks h d], or [programs d] if heads share the gain."""
     if BY_HEAD:  # such a tile has a single token
         head = block * HEADS + tl.arange(0, HEADS)
-        _store(parts, (chunk * heads + head) * D, head < heads, da, db, dc, D, HALF, WIDE, TAIL, STEP)
+        _store(
+            parts,
+            (chunk * heads + head) * D,
+            head < heads,
+            da,
+            db,
+            dc,
+            D,
+            HALF,
+            WIDE,
+            TAIL,
+            STEP,
+        )
     else:
         first_row = tl.zeros([1], tl.int32)
-        a, b, c = tl.sum(da, 0, keep_dims=True), tl.sum(db, 0, keep_dims=True), tl.sum(dc, 0, keep_dims=True)
-        _store(parts, (first_row + pid) * D, first_row == 0, a, b, c, D, HALF, WIDE, TAIL, STEP)
+        a, b, c = (
+            tl.sum(da, 0, keep_dims=True),
+            tl.sum(db, 0, keep_dims=True),
+            tl.sum(dc, 0, keep_dims=True),
+        )
+        _store(
+            parts,
+            (first_row + pid) * D,
+            first_row == 0,
+            a,
+            b,
+            c,
+            D,
+            HALF,
+            WIDE,
+            TAIL,
+            STEP,
+        )
 
 
 LAUNCHED: dict[str, Any] = {"forward": forward, "backward": backward}
@@ -354,11 +491,16 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _constants(x: Tensor, gain: Tensor | None, cos: Tensor | None, kind: int, by_head: bool = False) -> dict[str, int]:
+def _constants(
+    x: Tensor, gain: Tensor | None, cos: Tensor | None, kind: int, by_head: bool = False
+) -> dict[str, int]:
     """Returns the constants of a launch: tile sizes, the requested computation, and warps for whole tokens."""
     d, h, whole = x.shape[-1], x.shape[1], bool(kind & norm_rope.WHOLE)
     half = d // 2 if cos is None else cos.shape[-1]
-    wide, tail = max(8, triton.next_power_of_2(half)), triton.next_power_of_2(max(1, d - 2 * half))
+    wide, tail = (
+        max(8, triton.next_power_of_2(half)),
+        triton.next_power_of_2(max(1, d - 2 * half)),
+    )
     rows = _ROWS[max(wide, triton.next_power_of_2(triton.cdiv(tail, 2)))]
     heads = triton.next_power_of_2(h) if whole else min(rows, triton.next_power_of_2(h))
     constants = {"D": d, "HALF": half, "WIDE": wide, "TAIL": tail, "HEADS": heads}
@@ -366,7 +508,12 @@ def _constants(x: Tensor, gain: Tensor | None, cos: Tensor | None, kind: int, by
     if whole:
         constants["num_warps"] = 4 * max(1, heads // rows)
     constants["STEP"] = 2 if kind & norm_rope.INTERLEAVED else 1
-    constants |= {"KIND": kind % norm_rope.WHOLE, "WHOLE": whole, "GAIN": gain is not None, "TURN": cos is not None}
+    constants |= {
+        "KIND": kind % norm_rope.WHOLE,
+        "WHOLE": whole,
+        "GAIN": gain is not None,
+        "TURN": cos is not None,
+    }
     return constants
 
 
@@ -374,19 +521,37 @@ def _shared_strides(gain: Tensor | None, cos: Tensor | None) -> Numbers:
     """Returns the strides of the gain along heads and dimensions, and of the tables along sequences and tokens; 0 if
     shared."""
     per_head = gain.stride(0) if gain is not None and gain.ndim == 2 else 0
-    per_dim = gain.stride(-1) if gain is not None and gain.ndim and gain.shape[-1] > 1 else 0
+    per_dim = (
+        gain.stride(-1) if gain is not None and gain.ndim and gain.shape[-1] > 1 else 0
+    )
     if cos is None:
         return per_head, per_dim, 0, 0
-    return per_head, per_dim, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2) if cos.shape[2] > 1 else 0
+    return (
+        per_head,
+        per_dim,
+        cos.stride(0) if cos.shape[0] > 1 else 0,
+        cos.stride(2) if cos.shape[2] > 1 else 0,
+    )
 
 
-def _operands(stand_in: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> list[Tensor]:
+def _operands(
+    stand_in: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None
+) -> list[Tensor]:
     """Returns gain and table for a kernel; `like` in place of what there is not, which the kernel does not read."""
-    return [stand_in if gain is None else gain, *(stand_in if x is None else x.contiguous() for x in (cos, sin))]
+    return [
+        stand_in if gain is None else gain,
+        *(stand_in if x is None else x.contiguous() for x in (cos, sin)),
+    ]
 
 
 def _run(
-    x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float, inverses: bool
+    x: Tensor,
+    gain: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    kind: int,
+    eps: float,
+    inverses: bool,
 ) -> tuple[Tensor, Tensor]:
     """Returns the result, and the inverse norms [b t h] of rows if requested and there is a norm."""
     x = _dense(x)
@@ -394,7 +559,10 @@ def _run(
     has_inverses = inverses and kind % norm_rope.WHOLE != norm_rope.NONE
     inverse = x.new_empty((b, t, h) if has_inverses else (0,), dtype=torch.float32)
     constants = _constants(x, gain, cos, kind)
-    blocks, groups = triton.cdiv(h, constants["HEADS"]), triton.cdiv(b * t, constants["TOKENS"])
+    blocks, groups = (
+        triton.cdiv(h, constants["HEADS"]),
+        triton.cdiv(b * t, constants["TOKENS"]),
+    )
     gain_and_table = _operands(x, gain, cos, sin)
     with torch.cuda.device_of(x):
         LAUNCHED["forward"][(blocks * groups,)](
@@ -433,8 +601,15 @@ def _run_backward(
     b, h, t, d = kept.shape
     by_head = gain is not None and gain.ndim == 2
     constants = _constants(kept, gain, cos, kind, by_head)
-    blocks, groups = triton.cdiv(h, constants["HEADS"]), triton.cdiv(b * t, constants["TOKENS"])
-    most = groups if gain is None else max(1, (_PROGRAMS_BY_HEAD if by_head else _PROGRAMS) // blocks)
+    blocks, groups = (
+        triton.cdiv(h, constants["HEADS"]),
+        triton.cdiv(b * t, constants["TOKENS"]),
+    )
+    most = (
+        groups
+        if gain is None
+        else max(1, (_PROGRAMS_BY_HEAD if by_head else _PROGRAMS) // blocks)
+    )
     groups_of_program = triton.cdiv(groups, min(most, groups))
     chunks = triton.cdiv(groups, groups_of_program)
     shape = (chunks, h, d) if by_head else (chunks * blocks, 1, d)
@@ -467,7 +642,9 @@ def _run_backward(
 
 
 def _run_tracked(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return _run(*arguments[:-1], inverses=True)  # the last argument tells backward what is kept
+    return _run(
+        *arguments[:-1], inverses=True
+    )  # the last argument tells backward what is kept
 
 
 def _run_two(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -480,7 +657,9 @@ def _run_two(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 def _shapes(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     b, h, t, _ = x.shape
     is_normed = arguments[3] % norm_rope.WHOLE != norm_rope.NONE
-    return same_shape(x), x.new_empty((b, t, h) if is_normed else (0,), dtype=torch.float32)
+    return same_shape(x), x.new_empty(
+        (b, t, h) if is_normed else (0,), dtype=torch.float32
+    )
 
 
 def register() -> None:
@@ -489,11 +668,30 @@ def register() -> None:
     back = "Tensor dy, Tensor kept, Tensor inverse"
     two = "Tensor? gain_q, Tensor? gain_k, Tensor? cos, Tensor? sin, int kind_q, int kind_k, float eps"
     for name, arguments, run, shapes in (
-        ("norm_rope", f"Tensor x, {gain_and_table}, bool keep_x", _run_tracked, _shapes),
-        ("norm_rope_two", f"Tensor q, Tensor k, {two}", _run_two, lambda q, k, *_: (same_shape(q), same_shape(k))),
-        ("norm_rope_backward", f"{back}, {gain_and_table}, bool kept_x", _run_backward, backward_shapes),
+        (
+            "norm_rope",
+            f"Tensor x, {gain_and_table}, bool keep_x",
+            _run_tracked,
+            _shapes,
+        ),
+        (
+            "norm_rope_two",
+            f"Tensor q, Tensor k, {two}",
+            _run_two,
+            lambda q, k, *_: (same_shape(q), same_shape(k)),
+        ),
+        (
+            "norm_rope_backward",
+            f"{back}, {gain_and_table}, bool kept_x",
+            _run_backward,
+            backward_shapes,
+        ),
     ):
-        torch.library.define(f"qkeel_triton::{name}", f"({arguments}) -> (Tensor, Tensor)")
-        torch.library.impl(f"qkeel_triton::{name}", ("cuda", "cpu"), run)  # on a CPU in interpreter mode only
+        torch.library.define(
+            f"qkeel_triton::{name}", f"({arguments}) -> (Tensor, Tensor)"
+        )
+        torch.library.impl(
+            f"qkeel_triton::{name}", ("cuda", "cpu"), run
+        )  # on a CPU in interpreter mode only
         torch.library.register_fake(f"qkeel_triton::{name}", shapes)
     norm_rope.register_derivatives("qkeel_triton")

@@ -45,7 +45,9 @@ class Balance:
             for heads, sign in ((site.query[0], 1.0), (site.key[-1], -1.0)):
                 for rows in filter(None, (heads, heads.bias_of())):
                     p = model.get_parameter(rows.parameter)
-                    self._rows.setdefault(id(p), (p, []))[1].append(_ScaledRows(site=i, heads=rows, sign=sign))
+                    self._rows.setdefault(id(p), (p, []))[1].append(
+                        _ScaledRows(site=i, heads=rows, sign=sign)
+                    )
         self.weights = [p for p, _ in self._rows.values()]
         self._old = [p.detach().clone() for p in self.weights]
         self._pairs: list[Tensor] = []
@@ -79,22 +81,34 @@ class Balance:
         self._pairs = [pairs(site.head_dim) for site in self.sites]
         weight = self.weights[0]
         self.numbers = [
-            nn.Parameter(torch.zeros(site.n_kv_heads, int(p.max()) + 1, device=weight.device))
+            nn.Parameter(
+                torch.zeros(site.n_kv_heads, int(p.max()) + 1, device=weight.device)
+            )
             for site, p in zip(self.sites, self._pairs)
         ]
 
     def scaled(self) -> list[Tensor]:
         """Returns the scaled weights as a function of the numbers t."""
-        return [old * self._factor(p, rows) for old, (p, rows) in zip(self._old, self._rows.values())]
+        return [
+            old * self._factor(p, rows)
+            for old, (p, rows) in zip(self._old, self._rows.values())
+        ]
 
     def _factor(self, p: Tensor, rows: Sequence[_ScaledRows]) -> Tensor:
         axis = rows[0].heads.axis if p.ndim > 1 else 0
-        lines = torch.ones(len(rows[0].heads.rows_of(p)), device=p.device, dtype=torch.float32)
+        lines = torch.ones(
+            len(rows[0].heads.rows_of(p)), device=p.device, dtype=torch.float32
+        )
         for scaled_rows in rows:
             t = self.numbers[scaled_rows.site][:, self._pairs[scaled_rows.site]]
-            t = t if len(t) == scaled_rows.heads.n else self.sites[scaled_rows.site].per_query_head(t)
+            t = (
+                t
+                if len(t) == scaled_rows.heads.n
+                else self.sites[scaled_rows.site].per_query_head(t)
+            )
             lines = lines.index_put(
-                (scaled_rows.heads.index.to(p.device).flatten(),), (scaled_rows.sign * t).exp().flatten()
+                (scaled_rows.heads.index.to(p.device).flatten(),),
+                (scaled_rows.sign * t).exp().flatten(),
             )
         return across(lines, axis, p).to(p.dtype)
 
@@ -107,7 +121,12 @@ class Balance:
         """Restores the old weights bit for bit."""
         put_back(self.weights, self._old)
 
-    def descend(self, gains: Sequence[nn.Parameter], loss_of: Callable[[], Tensor], iterations: int) -> None:
+    def descend(
+        self,
+        gains: Sequence[nn.Parameter],
+        loss_of: Callable[[], Tensor],
+        iterations: int,
+    ) -> None:
         """Minimises a loss by L-BFGS over the numbers t and the gains jointly."""
 
         def gradients() -> tuple[Tensor, Sequence[Tensor]]:
@@ -131,12 +150,19 @@ _PAIRINGS: dict[str, Callable[[int], Tensor]] = {
 
 def _plain(model: nn.Module, site: AttentionSite) -> bool:
     """True if one weight produces all of q, one weight produces all of k, and nothing else uses these weights."""
-    if len(site.terms) != 1 or len(site.query) != 1 or len(site.key) != 1 or site.reparametrised:
+    if (
+        len(site.terms) != 1
+        or len(site.query) != 1
+        or len(site.key) != 1
+        or site.reparametrised
+    ):
         return False
     query, key = site.query[0], site.key[0]
     if (query.n, key.n) != (site.n_heads, site.n_kv_heads):
         return False
     if query.index.shape[1] != site.head_dim or key.index.shape[1] != site.head_dim:
         return False
-    used = collections.Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    used = collections.Counter(
+        id(p) for _, p in model.named_parameters(remove_duplicate=False)
+    )
     return all(used[id(model.get_parameter(s.parameter))] == 1 for s in (query, key))

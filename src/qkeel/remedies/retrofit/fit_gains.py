@@ -58,7 +58,10 @@ class InsertedNorm:
         stored = [head.weight for head in heads]
         norm = heads[0].norm if heads else NoNorm()
         if isinstance(module, SpecModule):
-            norm, stored = module.spec.norm, [parameters_of(module).get(f"{side}_norm") for side in "qk"]
+            norm, stored = (
+                module.spec.norm,
+                [parameters_of(module).get(f"{side}_norm") for side in "qk"],
+            )
         gains = tuple(gain for gain in stored if gain is not None)
         if len(gains) != 2:
             raise RefusedError(
@@ -67,7 +70,10 @@ class InsertedNorm:
             )
         self.gains = gains
         self.norm = norm if eps is None else norm.with_eps(eps)
-        self.offset, self.per_head = float(norm.gain == "one_plus_dim"), norm.gain in ("head", "head_dim")
+        self.offset, self.per_head = (
+            float(norm.gain == "one_plus_dim"),
+            norm.gain in ("head", "head_dim"),
+        )
         for head in heads:
             head.norm = self.norm
         if isinstance(module, SpecModule):
@@ -85,14 +91,18 @@ class InsertedNorm:
         users = self.site.users(key.shape[0]).to(factors.device)
         of_key = factors[users].log().mean(1).mul(0.5).exp()
         key.copy_(of_key[:, None].expand_as(key))
-        query.copy_((factors / self.site.per_query_head(of_key))[:, None].expand_as(query))
+        query.copy_(
+            (factors / self.site.per_query_head(of_key))[:, None].expand_as(query)
+        )
 
 
 @final
 class Best:
     """The parameter values with the smallest distance so far, starting with the current values."""
 
-    def __init__(self, parameters: Sequence[Tensor], measure: Callable[[], float]) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], measure: Callable[[], float]
+    ) -> None:
         self.parameters, self._measure = parameters, measure
         self._distance, self._values = measure(), copies(parameters)
 
@@ -101,7 +111,9 @@ class Best:
 
         Returns whether the current values were kept."""
         distance = self._measure()
-        is_better = distance < (math.inf if math.isnan(self._distance) else self._distance)
+        is_better = distance < (
+            math.inf if math.isnan(self._distance) else self._distance
+        )
         if is_better:
             self._distance, self._values = distance, copies(self.parameters)
         else:
@@ -141,13 +153,22 @@ def fit(norm: InsertedNorm, replay: Replay, *, iterations: int) -> None:
         best.offer()
 
 
-def least_squares(old: Sequence[QueryRows], new: Sequence[QueryRows], *, shared: bool) -> Tensor:
+def least_squares(
+    old: Sequence[QueryRows], new: Sequence[QueryRows], *, shared: bool
+) -> Tensor:
     """Returns the factor a [h] of the derivation, or the ratio of the spreads if the covariance is not positive."""
     cov = var = spread = torch.zeros((), dtype=torch.float64)
     for old_rows, new_rows in zip(old, new):
         kind = widest(old_rows.visible.device)
-        p = torch.where(old_rows.visible & old_rows.counted[..., None], old_rows.log_weights().exp(), 0.0).to(kind)
-        z, x = (torch.where(old_rows.visible, r.logits.to(kind), 0.0) for r in (old_rows, new_rows))
+        p = torch.where(
+            old_rows.visible & old_rows.counted[..., None],
+            old_rows.log_weights().exp(),
+            0.0,
+        ).to(kind)
+        z, x = (
+            torch.where(old_rows.visible, r.logits.to(kind), 0.0)
+            for r in (old_rows, new_rows)
+        )
         z, x = (v - (p * v).sum(-1, keepdim=True) for v in (z, x))
         cov = cov + (p * z * x).sum((0, 2, 3)).cpu()
         var = var + (p * x * x).sum((0, 2, 3)).cpu()
@@ -160,7 +181,9 @@ def least_squares(old: Sequence[QueryRows], new: Sequence[QueryRows], *, shared:
     return torch.where(a > 0, a, 1.0).clamp(1e-4, 1e4)
 
 
-def descend(parameters: Sequence[nn.Parameter], loss_of: Callable[[], Tensor], iterations: int) -> None:
+def descend(
+    parameters: Sequence[nn.Parameter], loss_of: Callable[[], Tensor], iterations: int
+) -> None:
     """Minimises a loss over these parameters by L-BFGS, and leaves no gradients on them."""
 
     def gradients() -> tuple[Tensor, Sequence[Tensor]]:
@@ -171,10 +194,14 @@ def descend(parameters: Sequence[nn.Parameter], loss_of: Callable[[], Tensor], i
 
 
 def descend_along(
-    parameters: Sequence[nn.Parameter], gradients: Callable[[], tuple[Tensor, Sequence[Tensor]]], iterations: int
+    parameters: Sequence[nn.Parameter],
+    gradients: Callable[[], tuple[Tensor, Sequence[Tensor]]],
+    iterations: int,
 ) -> None:
     """Minimises a loss by L-BFGS, given a function that returns the loss and its gradients."""
-    optimizer = torch.optim.LBFGS(parameters, max_iter=iterations, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        parameters, max_iter=iterations, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
         with torch.enable_grad():

@@ -33,7 +33,12 @@ class Folded:
     kept: tuple[str, ...]  #: one phrase per kept factor
 
     def __str__(self) -> str:
-        return "\n".join([*(f"folded {line}" for line in self.written), *(f"kept {line}" for line in self.kept)])
+        return "\n".join(
+            [
+                *(f"folded {line}" for line in self.written),
+                *(f"kept {line}" for line in self.kept),
+            ]
+        )
 
 
 @torch.no_grad()
@@ -60,18 +65,29 @@ def fold(model: nn.Module) -> Folded:
         'sigma_reparam of q_proj'
     """
     if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"expected a torch.nn.Module to fold, got {type(model).__name__}")
+        raise InvalidTypeError(
+            f"expected a torch.nn.Module to fold, got {type(model).__name__}"
+        )
     inner_model = unwrapped(model)
     written, kept = _fold_scaled_layers(inner_model)
     if written and not kept:  # otherwise the handle still has layers to restore
         forget(inner_model, lambda remedy: isinstance(remedy, SigmaReparam))
-    for site in find_sites(inner_model) if any(isinstance(m, SpecModule) for m in inner_model.modules()) else ():
+    for site in (
+        find_sites(inner_model)
+        if any(isinstance(m, SpecModule) for m in inner_model.modules())
+        else ()
+    ):
         reason = _fold_scale(inner_model, site)
-        (kept if reason else written).extend([f"{where(site)}: {reason or 'its scale'}"] if reason is not None else [])
+        (kept if reason else written).extend(
+            [f"{where(site)}: {reason or 'its scale'}"] if reason is not None else []
+        )
     if not written:
         raise RefusedError(
             "nothing to fold: "
-            + ("; ".join(kept) or "no layer under sigma_reparam, and no scale other than 1/√d in qkeel's own attention")
+            + (
+                "; ".join(kept)
+                or "no layer under sigma_reparam, and no scale other than 1/√d in qkeel's own attention"
+            )
         )
     return Folded(written=tuple(written), kept=tuple(kept))
 
@@ -84,7 +100,12 @@ def _fold_scaled_layers(model: nn.Module) -> tuple[list[str], list[str]]:
         phrase, weights = f"sigma_reparam of {name or 'the model'}", stored(layer)
         if not weights:
             continue
-        other_holders = {n: m for p in weights.values() for n, m in held[id(p)].items() if m is not layer}
+        other_holders = {
+            n: m
+            for p in weights.values()
+            for n, m in held[id(p)].items()
+            if m is not layer
+        }
         if other_holders:
             kept.append(
                 f"{phrase}: {', '.join(n or 'the model' for n in other_holders)} shares its weight and would change "
@@ -130,8 +151,16 @@ def _fold_scale(model: nn.Module, site: AttentionSite) -> str | None:
     if inner.follows_position:
         return f"{inner.formula()} depends on the position"
     factor = inner.factor(torch.zeros(1, 1), d, module.spec_params())
-    ratio = (torch.as_tensor(factor, dtype=torch.float64) * math.sqrt(d)).flatten().expand(site.n_heads)
-    reason = _into_gain(module, norm, ratio) if norm.sides else _into_weights(model, site, ratio)
+    ratio = (
+        (torch.as_tensor(factor, dtype=torch.float64) * math.sqrt(d))
+        .flatten()
+        .expand(site.n_heads)
+    )
+    reason = (
+        _into_gain(module, norm, ratio)
+        if norm.sides
+        else _into_weights(model, site, ratio)
+    )
     if reason:
         return reason
     parameters_of(module).pop("logit_scale", None)

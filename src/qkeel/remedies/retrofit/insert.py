@@ -22,7 +22,14 @@ from qkeel.remedies.apply import apply, parse
 from qkeel.remedies.base import evaluating
 from qkeel.remedies.qk_norm import QKNorm
 from qkeel.remedies.retrofit.balance import Balance
-from qkeel.remedies.retrofit.fit_gains import Best, InsertedNorm, copies, descend, fit, put_back
+from qkeel.remedies.retrofit.fit_gains import (
+    Best,
+    InsertedNorm,
+    copies,
+    descend,
+    fit,
+    put_back,
+)
 from qkeel.remedies.retrofit.outputs import Reference, held_out, predictions
 from qkeel.remedies.retrofit.replay import Replay, captured
 from qkeel.remedies.retrofit.report import LayerGap, RetrofitReport
@@ -52,9 +59,15 @@ class RetrofitConfig:
 
     def __post_init__(self) -> None:
         for name, value in (("iterations", self.iterations), ("distil", self.distil)):
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            is_count = (
+                isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            )
             check(is_count, f"{name} to be a whole number of at least 0", repr(value))
-        check(self.lr > 0 and (self.eps is None or self.eps > 0), "lr and eps above 0", f"{self.lr} and {self.eps}")
+        check(
+            self.lr > 0 and (self.eps is None or self.eps > 0),
+            "lr and eps above 0",
+            f"{self.lr} and {self.eps}",
+        )
 
 
 @final
@@ -70,7 +83,11 @@ class Retrofit(Handle):
 
 
 # Its optimizer was the fourth argument in 0.1.0.
-@accepts_earlier_calls(lambda *args, **named: (args[:3], {**named, "optimizer": args[3]}) if len(args) > 3 else None)
+@accepts_earlier_calls(
+    lambda *args, **named: (
+        (args[:3], {**named, "optimizer": args[3]}) if len(args) > 3 else None
+    )
+)
 def retrofit(
     model: nn.Module,
     remedy: str | QKNorm,
@@ -106,10 +123,14 @@ def retrofit(
     """
     fitting = config or RetrofitConfig()
     if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"expected a torch.nn.Module to retrofit, got {type(model).__name__}")
+        raise InvalidTypeError(
+            f"expected a torch.nn.Module to retrofit, got {type(model).__name__}"
+        )
     norm_remedy = _norm_remedy(remedy)
     several = _several(batch)
-    fitted_batches, measured_batches, measured_on = held_out([arguments(single) for single in several])
+    fitted_batches, measured_batches, measured_on = held_out(
+        [arguments(single) for single in several]
+    )
     inner_model = unwrapped(model)
     if dist.world() > 1 and (wrapper := dist.wrapped_by(inner_model)):
         raise RefusedError(
@@ -117,19 +138,33 @@ def retrofit(
             "Retrofit it before it is wrapped or split"
         )
     with evaluating(inner_model):
-        reference, measured = Reference(inner_model, fitted_batches), Reference(inner_model, measured_batches)
+        reference, measured = (
+            Reference(inner_model, fitted_batches),
+            Reference(inner_model, measured_batches),
+        )
         found_sites = find_sites(inner_model, several[0])
         # Only the first site of each module.
-        sites = list({id(site.module): site for site in reversed(found_sites)}.values())[::-1]
+        sites = list(
+            {id(site.module): site for site in reversed(found_sites)}.values()
+        )[::-1]
         balance = Balance.of(reference, sites) if fitting.balance else None
         replays = captured(inner_model, sites, fitted_batches)
     with ExitStack() as undo:
-        undo.callback(apply(inner_model, norm_remedy, optimizer, batch=several[0]).remove)
+        undo.callback(
+            apply(inner_model, norm_remedy, optimizer, batch=several[0]).remove
+        )
         # The requested eps, or that of the model's other norms.
-        eps = fitting.eps or getattr(getattr(inner_model, "config", None), "rms_norm_eps", None)
-        norms = [InsertedNorm(site, eps if isinstance(eps, float) else None) for site in sites]
+        eps = fitting.eps or getattr(
+            getattr(inner_model, "config", None), "rms_norm_eps", None
+        )
+        norms = [
+            InsertedNorm(site, eps if isinstance(eps, float) else None)
+            for site in sites
+        ]
         with evaluating(inner_model):
-            report, restore = _fit_all(reference, measured, sites, norms, (replays, balance), fitting)
+            report, restore = _fit_all(
+                reference, measured, sites, norms, (replays, balance), fitting
+            )
         undo.callback(restore)
         report = dataclasses.replace(report, held_out=measured_on)
         return Retrofit(undo.pop_all().close, report)
@@ -149,7 +184,10 @@ def _fit_all(
     replays, balance = known
     gains = [p for norm in norms for p in norm.gains]
     naive = measured.gap()
-    best, naive_kl = Best(gains, lambda: reference.gap().distance), [_per_head(replay) for replay in replays]
+    best, naive_kl = (
+        Best(gains, lambda: reference.gap().distance),
+        [_per_head(replay) for replay in replays],
+    )
     for norm, replay in zip(norms, replays):
         fit(norm, replay, iterations=fitting.iterations)
     best.offer()
@@ -158,7 +196,9 @@ def _fit_all(
         best.offer()
     fitted, balanced, distilled = measured.gap(), None, None
     layers = tuple(
-        LayerGap(name=site.name, attention_kl_naive=before, attention_kl=_per_head(replay))
+        LayerGap(
+            name=site.name, attention_kl_naive=before, attention_kl=_per_head(replay)
+        )
         for site, before, replay in zip(sites, naive_kl, replays)
     )
     with ExitStack() as undo:
@@ -173,7 +213,12 @@ def _fit_all(
             distilled = measured.gap()
         restore = undo.pop_all().close
     report = RetrofitReport(
-        old_loss=measured.loss, naive=naive, fitted=fitted, balanced=balanced, distilled=distilled, layers=layers
+        old_loss=measured.loss,
+        naive=naive,
+        fitted=fitted,
+        balanced=balanced,
+        distilled=distilled,
+        layers=layers,
     )
     return report, restore
 
@@ -193,18 +238,25 @@ def _distil(
     """Trains the q and k weights and the gains to reduce the distance to the old outputs, and keeps the result only if
     that fell."""
     model = reference.model
-    names = dict.fromkeys(s.parameter for site in sites for s in (*site.query, *site.key))
+    names = dict.fromkeys(
+        s.parameter for site in sites for s in (*site.query, *site.key)
+    )
     weights = [model.get_parameter(name) for name in names]
     undo.callback(put_back, weights, copies(weights))
     trained = [*weights, *gains]
-    grads, best = [p.grad for p in trained], Best(trained, lambda: reference.gap().distance)
+    grads, best = (
+        [p.grad for p in trained],
+        Best(trained, lambda: reference.gap().distance),
+    )
     optimizer = torch.optim.AdamW(trained, lr=fitting.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, fitting.distil)
     try:
         for step in range(fitting.distil):
             i = step % len(reference.batches)
             with torch.enable_grad():
-                loss = reference.distance_of(i, predictions(model, reference.batches[i]))
+                loss = reference.distance_of(
+                    i, predictions(model, reference.batches[i])
+                )
             for p, g in zip(trained, torch.autograd.grad(loss, trained)):
                 p.grad = g
             optimizer.step()
@@ -218,7 +270,9 @@ def _distil(
 def _norm_remedy(remedy: str | QKNorm) -> QKNorm:
     remedies = parse(remedy)
     if len(remedies) != 1 or not isinstance(remedies[0], QKNorm):
-        raise RefusedError(f"expected 'qk_norm' with its options to retrofit, got {remedy!r}; apply() takes any remedy")
+        raise RefusedError(
+            f"expected 'qk_norm' with its options to retrofit, got {remedy!r}; apply() takes any remedy"
+        )
     if remedies[0].gain == "none" or remedies[0].kind == "l2":
         raise RefusedError(
             f"{remedy} has no gains of q and k to fit; use kind=rms or layer with gain=dim, head, head_dim or scalar"
@@ -231,10 +285,18 @@ def _several(batches: object) -> list[object]:
     if isinstance(batches, (Tensor, Mapping)):
         return [batches]
     if isinstance(batches, str) or not isinstance(batches, Sequence):
-        raise InvalidTypeError(f"expected a batch or a list of one or more batches, got {type(batches).__name__}")
+        raise InvalidTypeError(
+            f"expected a batch or a list of one or more batches, got {type(batches).__name__}"
+        )
     if not batches:
-        raise InvalidTypeError("expected a batch or a list of one or more batches, got an empty list")
-    if isinstance(batches, tuple) and len(batches) > 1 and all(isinstance(entry, Tensor) for entry in batches):
+        raise InvalidTypeError(
+            "expected a batch or a list of one or more batches, got an empty list"
+        )
+    if (
+        isinstance(batches, tuple)
+        and len(batches) > 1
+        and all(isinstance(entry, Tensor) for entry in batches)
+    ):
         raise InvalidTypeError(
             "expected a batch or a list of batches, got a tuple of tensors, which may mean the arguments of one batch "
             "or several batches: pass a list of batches, where a batch with several arguments is a tuple or a dict"

@@ -18,7 +18,11 @@ from qkeel.functional.norms import wide
 OutputKind = Literal["classes", "numbers"]
 
 _IGNORED = -100  # a target that cross_entropy leaves out
-_NOT_TOKENS = ("attention_mask", "position_ids", "token_type_ids")  # arguments of the same shape as the tokens
+_NOT_TOKENS = (
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+)  # arguments of the same shape as the tokens
 
 
 @final
@@ -39,7 +43,11 @@ class Gap:
         return self.kl if self.error is None else self.error
 
     def __str__(self) -> str:
-        distance = f"KL {self.kl:.4g}" if self.error is None else f"squared error {self.error:.4g} of the variance"
+        distance = (
+            f"KL {self.kl:.4g}"
+            if self.error is None
+            else f"squared error {self.error:.4g} of the variance"
+        )
         return distance if self.loss is None else f"{distance}, loss {self.loss:+.4g}"
 
 
@@ -66,18 +74,30 @@ def kind_of_outputs(model: nn.Module, output: Tensor, batch: Arguments) -> Outpu
     config = getattr(model, "config", None)
     if classes == 1 or getattr(config, "problem_type", None) == "regression":
         return "numbers"
-    holds_tokens = any(not x.is_floating_point() and x.ndim >= 2 for x in tensors(batch))
-    return "classes" if holds_tokens or getattr(config, "num_labels", None) == classes else "numbers"
+    holds_tokens = any(
+        not x.is_floating_point() and x.ndim >= 2 for x in tensors(batch)
+    )
+    return (
+        "classes"
+        if holds_tokens or getattr(config, "num_labels", None) == classes
+        else "numbers"
+    )
 
 
-def held_out(batches: Sequence[Arguments]) -> tuple[list[Arguments], list[Arguments], str]:
+def held_out(
+    batches: Sequence[Arguments],
+) -> tuple[list[Arguments], list[Arguments], str]:
     """Divides batches into those that are fitted and those on which the result is measured, a fifth, and says which.
 
     Of a single batch, rows are held out. A batch of one row, or one that does not show its rows, is measured itself.
     """
     if len(batches) > 1:
         first = len(batches) - max(1, len(batches) // 5)
-        return list(batches[:first]), list(batches[first:]), f"{len(batches) - first} of {len(batches)} batches"
+        return (
+            list(batches[:first]),
+            list(batches[first:]),
+            f"{len(batches) - first} of {len(batches)} batches",
+        )
     (batch,) = batches
     rows = max((len(x) for x in tensors(batch) if x.ndim), default=1)
     if rows < 2 or any(x.ndim and len(x) not in (1, rows) for x in tensors(batch)):
@@ -86,7 +106,11 @@ def held_out(batches: Sequence[Arguments]) -> tuple[list[Arguments], list[Argume
 
     def part(start: int, end: int) -> Arguments:
         def cut(x: object) -> object:
-            return x[start:end] if isinstance(x, Tensor) and x.ndim and len(x) == rows else x
+            return (
+                x[start:end]
+                if isinstance(x, Tensor) and x.ndim and len(x) == rows
+                else x
+            )
 
         args, kwargs = mapped(batch, cut)
         return args, kwargs
@@ -114,14 +138,23 @@ def squared_error(old: Tensor, new: Tensor, batch: Arguments) -> Tensor:
 
 def _mean_over_tokens(values: Tensor, batch: Arguments) -> Tensor:
     mask = padding(values.shape, batch)
-    return values.mean() if mask is None else (values * mask).sum() / mask.sum().clamp_min(1)
+    return (
+        values.mean()
+        if mask is None
+        else (values * mask).sum() / mask.sum().clamp_min(1)
+    )
 
 
 def next_token_loss(logits: Tensor, batch: Arguments) -> tuple[float, int] | None:
     """Returns the next-token cross-entropy on the batch's own tokens with the number of tokens that it averages, or
     None if the batch has no tokens. Padding, and tokens whose label is -100, are left out."""
     tokens = _tokens(batch)
-    if tokens is None or logits.ndim != 3 or logits.shape[:2] != tokens.shape or tokens.shape[1] < 2:
+    if (
+        tokens is None
+        or logits.ndim != 3
+        or logits.shape[:2] != tokens.shape
+        or tokens.shape[1] < 2
+    ):
         return None
     targets = tokens[:, 1:].long()
     mask, labels = padding(tokens.shape, batch), batch[1].get("labels")
@@ -130,7 +163,11 @@ def next_token_loss(logits: Tensor, batch: Arguments) -> tuple[float, int] | Non
     if isinstance(labels, Tensor) and labels.shape == tokens.shape:
         targets = targets.masked_fill(labels[:, 1:] == _IGNORED, _IGNORED)
     predicted = logits[:, :-1].flatten(0, 1)
-    loss = float(nn.functional.cross_entropy(predicted.to(wide(predicted.dtype)), targets.flatten()))
+    loss = float(
+        nn.functional.cross_entropy(
+            predicted.to(wide(predicted.dtype)), targets.flatten()
+        )
+    )
     return loss, int((targets != _IGNORED).sum())
 
 
@@ -154,8 +191,12 @@ class Reference:
         self.model, self.batches = model, batches
         self.old = [predictions(model, batch) for batch in batches]
         self.kind = kind_of_outputs(model, self.old[0], batches[0])
-        self.counts = [_count(output, batch, self.kind) for output, batch in zip(self.old, batches)]
-        self.losses = [next_token_loss(output, batch) for output, batch in zip(self.old, batches)]
+        self.counts = [
+            _count(output, batch, self.kind) for output, batch in zip(self.old, batches)
+        ]
+        self.losses = [
+            next_token_loss(output, batch) for output, batch in zip(self.old, batches)
+        ]
         self._variance = self._old_variance()
 
     def _old_variance(self) -> float:
@@ -170,8 +211,16 @@ class Reference:
     def distance(self) -> Tensor:
         """Returns the distance of the model's current state, averaged over the tokens of all batches, with
         gradients."""
-        distances = torch.stack([self.distance_of(i, predictions(self.model, b)) for i, b in enumerate(self.batches)])
-        return weighted(distances, torch.tensor(self.counts, dtype=distances.dtype, device=distances.device))
+        distances = torch.stack(
+            [
+                self.distance_of(i, predictions(self.model, b))
+                for i, b in enumerate(self.batches)
+            ]
+        )
+        return weighted(
+            distances,
+            torch.tensor(self.counts, dtype=distances.dtype, device=distances.device),
+        )
 
     def distance_of(self, index: int, new: Tensor) -> Tensor:
         """Returns the distance of the outputs for one batch, with gradients."""
@@ -189,9 +238,17 @@ class Reference:
             new = predictions(self.model, batch)
             distances.append((float(self.distance_of(i, new)), self.counts[i]))
             after = next_token_loss(new, batch)
-            losses.append(None if after is None or before is None else (after[0] - before[0], after[1]))
+            losses.append(
+                None
+                if after is None or before is None
+                else (after[0] - before[0], after[1])
+            )
         distance, loss = weighted_mean(distances) or 0.0, weighted_mean(losses)
-        return Gap(kl=distance, loss=loss) if self.kind == "classes" else Gap(kl=math.nan, error=distance, loss=loss)
+        return (
+            Gap(kl=distance, loss=loss)
+            if self.kind == "classes"
+            else Gap(kl=math.nan, error=distance, loss=loss)
+        )
 
 
 def _count(output: Tensor, batch: Arguments, kind: OutputKind) -> float:
@@ -209,10 +266,17 @@ def weighted_mean(values: Sequence[tuple[float, float] | None]) -> float | None:
     counted = list(_counted(values))  # a mean of nothing may be NaN
     if len({count for _, count in counted}) == 1:
         return sum(mean for mean, _ in counted) / len(counted)
-    return sum(mean * count for mean, count in counted) / sum(count for _, count in counted) if counted else None
+    return (
+        sum(mean * count for mean, count in counted)
+        / sum(count for _, count in counted)
+        if counted
+        else None
+    )
 
 
-def _counted(values: Sequence[tuple[float, float] | None]) -> Iterator[tuple[float, float]]:
+def _counted(
+    values: Sequence[tuple[float, float] | None],
+) -> Iterator[tuple[float, float]]:
     for value in values:
         if value is not None and value[1]:
             yield value

@@ -40,7 +40,11 @@ class QueryRows:
     def log_weights(self) -> Tensor:
         """Returns ln softmax over the visible keys, with 0 for hidden keys and for rows that are not counted."""
         z = self.logits.masked_fill(~self.visible, -torch.inf)
-        return torch.where(self.visible, torch.log_softmax(z.masked_fill(~self.counted[..., None], 0.0), -1), 0.0)
+        return torch.where(
+            self.visible,
+            torch.log_softmax(z.masked_fill(~self.counted[..., None], 0.0), -1),
+            0.0,
+        )
 
 
 @final
@@ -60,18 +64,27 @@ class Replay:
     def divergence(self) -> Tensor:
         """Returns KL(old weights ‖ current weights) per head [h], averaged over the counted rows of all batches, in
         nats."""
-        divergences = torch.stack([layer_divergence(a, b) for a, b in zip(self.old, self.rows())])
-        return weighted(divergences, torch.stack([old_rows.counted.sum((0, 2)) for old_rows in self.old]))
+        divergences = torch.stack(
+            [layer_divergence(a, b) for a, b in zip(self.old, self.rows())]
+        )
+        return weighted(
+            divergences,
+            torch.stack([old_rows.counted.sum((0, 2)) for old_rows in self.old]),
+        )
 
 
-def captured(model: nn.Module, sites: Sequence[AttentionSite], batches: Sequence[Arguments]) -> list[Replay]:
+def captured(
+    model: nn.Module, sites: Sequence[AttentionSite], batches: Sequence[Arguments]
+) -> list[Replay]:
     """Returns a replay of each site, using the arguments of the first call of its module in a pass on each batch."""
     kept: list[dict[int, Arguments]] = []
 
     def note(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         kept[-1].setdefault(id(module), (copied(args), copied(dict(kwargs))))
 
-    hooks = [site.module.register_forward_pre_hook(note, with_kwargs=True) for site in sites]
+    hooks = [
+        site.module.register_forward_pre_hook(note, with_kwargs=True) for site in sites
+    ]
     try:
         for args, kwargs in batches:
             kept.append({})
@@ -80,7 +93,9 @@ def captured(model: nn.Module, sites: Sequence[AttentionSite], batches: Sequence
     finally:
         for hook in hooks:
             hook.remove()
-    return [Replay(site, [inputs[id(site.module)] for inputs in kept]) for site in sites]
+    return [
+        Replay(site, [inputs[id(site.module)] for inputs in kept]) for site in sites
+    ]
 
 
 def rows_of(site: AttentionSite, inputs: Arguments) -> QueryRows:
@@ -114,13 +129,24 @@ def rows_of(site: AttentionSite, inputs: Arguments) -> QueryRows:
 
 def _called(call: AttentionCall) -> QueryRows:
     rows = _spread(call.q)
-    mask = call.mask if call.mask is None or call.mask.shape[-2] == 1 else call.mask[..., rows, :]
-    sampled = dataclasses.replace(call, q=call.q[:, :, rows], pos_q=call.pos_q[:, rows], mask=mask, plain=False)
+    mask = (
+        call.mask
+        if call.mask is None or call.mask.shape[-2] == 1
+        else call.mask[..., rows, :]
+    )
+    sampled = dataclasses.replace(
+        call, q=call.q[:, :, rows], pos_q=call.pos_q[:, rows], mask=mask, plain=False
+    )
     q, k = sampled.encoded()
     all_pairs = slice(0, q.shape[2]), slice(0, k.shape[2])
     z = sampled.spec.cap.apply(sampled.scores(q, k, *all_pairs))
     visible = sampled.visible(*all_pairs)
-    return _rows(z, torch.ones_like(z, dtype=torch.bool) if visible is None else visible.expand_as(z))
+    return _rows(
+        z,
+        torch.ones_like(z, dtype=torch.bool)
+        if visible is None
+        else visible.expand_as(z),
+    )
 
 
 def _written(call: ScoresCall) -> QueryRows:
