@@ -40,10 +40,9 @@ from qkeel.functional.norms import unrounded, widest
 from qkeel.heads.norms import seen_gains
 from qkeel.heads.rows import (
     UnknownRowsError,
-    normed_on_the_way,
     side,
+    sides,
     sum_terms,
-    weights_behind,
 )
 from qkeel.heads.site import (
     INDEX,
@@ -515,7 +514,11 @@ class _Reading:
         """The call, under another name if its module was called with other weights before."""
         frame, name = captured.frame, captured.name
         by_weights = self._weights.setdefault(name, {})
-        weights = weights_behind(products_of_call(captured.call), frame, self._names)
+        behind = sides(products_of_call(captured.call), frame, self._names)
+        weights = (
+            frozenset((s.name, p.parameter) for s in behind for p in s.walk.nearest)
+            or None
+        )
         if not by_weights:
             by_weights[weights] = name
             return captured
@@ -740,7 +743,8 @@ def _site(
             (a, None if b is None else _first_of_each(b, used)) for a, b in products
         ]
     if read == "norms":
-        terms, normed, why = (), normed_on_the_way(products, first.frame, names), ""
+        behind = sides(products, first.frame, names)
+        terms, normed, why = (), any(s.normed for s in behind), ""
     else:
         terms, normed, why = _terms(products, lost, first, names)
     if layout is not None and layout.guess:
@@ -1001,8 +1005,8 @@ def _value_slices(
     if v is None or v.ndim != 4:
         return "no product of its weights with values [b h s d] was seen"
     try:
-        found = side(fewest_keys(v), captured.frame, names, "v")
-        return tuple(found.slices(path, path.dims)[-1] for path in found.paths)
+        behind = side(fewest_keys(v), captured.frame, names, "v")
+        return tuple(behind.slices(*path)[-1] for path in behind.paths())
     except UnknownRowsError as error:
         return str(error)
 

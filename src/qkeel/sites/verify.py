@@ -30,7 +30,6 @@ from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
 from qkeel.errors import RefusedError, caution
 from qkeel.functional.norms import wide
 from qkeel.heads.site import AttentionSite, HeadSlice
-from qkeel.heads.walk import nodes_of, projected_inputs
 from qkeel.patching.modes import CollectiveMode, modules_of
 from qkeel.sites.run import forward, spread
 
@@ -308,39 +307,39 @@ class Rerun:
             reader(call.call) for reader, call in zip(self._readers, found, strict=True)
         ]
 
-    def projected_inputs(self) -> list[tuple[int, Tensor]]:
-        """The floating-point inputs, with their numbers, that depend on the model's input and that a projection
-        multiplies on the way to q or k."""
-        leaves: list[Tensor] = []
+    def inputs_of_heads(self) -> list[tuple[int, Tensor]]:
+        """The floating-point inputs, with their numbers, that q or k is computed from and that depend on the model's
+        input, unlike tables of positions."""
+        leaves: list[Tensor | None] = []
 
         def tracked(x: Tensor) -> Tensor:
-            if not x.is_floating_point():
-                return x
-            # Not a leaf, because the module may write to its input.
-            leaves.append(x.detach().requires_grad_().clone())
-            return leaves[-1]
+            leaf = x.detach().requires_grad_() if x.is_floating_point() else None
+            leaves.append(leaf)
+            # The module may write to its input, which must not be a leaf then.
+            return x if leaf is None else leaf.clone()
 
         args, kwargs = self.given.changed(tracked)
-        calls = self._called(args, kwargs, {}, probing=True)
-        products = [pair for c in calls for pair in products_of_call(c.call)]
-        starts = [
-            x.grad_fn
-            for pair in products
+        sums = [
+            x.sum()
+            for captured in self._called(args, kwargs, {}, probing=True)
+            for pair in products_of_call(captured.call)
             for x in pair
-            if x is not None and x.grad_fn is not None
+            if x is not None and x.requires_grad
         ]
-        behind = projected_inputs(starts, nodes_of(leaves))
-        numbered = enumerate(tensors((args, kwargs)))
-        # Inputs without a gradient, such as tables of positions, don't depend on the model's input, unless they are it.
-        dynamic = {
-            i
-            for i, x in enumerate(self.frame.inputs)
-            if x.requires_grad or self.frame.is_outermost
-        }
+        numbered = [
+            (i, leaf)
+            for i, leaf in enumerate(leaves)
+            if leaf is not None
+            and (self.frame.inputs[i].requires_grad or self.frame.is_outermost)
+        ]
+        if not sums or not numbered:
+            return []
+        tracked_leaves = [leaf for _, leaf in numbered]
+        grads = torch.autograd.grad(sums, tracked_leaves, allow_unused=True)
         return [
-            (i, x.detach())
-            for i, x in numbered
-            if i in dynamic and x.grad_fn is not None and x.grad_fn in behind
+            (i, leaf.detach())
+            for (i, leaf), grad in zip(numbered, grads)
+            if grad is not None
         ]
 
     def inputs_after(
@@ -579,7 +578,7 @@ class _Experiment:
         With all known weights of one side set to zero, the logits must not depend on the module's input in the way of a
         product: from query to query, or from key to key.
         """
-        projected = self._rerun.projected_inputs()
+        projected = self._rerun.inputs_of_heads()
         if not projected:
             return ""
         generator = torch.Generator().manual_seed(0)
