@@ -61,18 +61,17 @@ from qkeel.patching.modes import (
     DeferredError,
     Guarded,
     Kwargs,
-    modules_of,
-    submodules_of,
     uncompiled,
     unguarded,
 )
 from qkeel.sites.run import check_devices, forward, spread, whole_weights
 from qkeel.sites.verify import (
+    ChangedWeights,
+    LogitReader,
     RecordedCall,
-    Rerun,
     Verification,
-    VisibleLogits,
     products_of_call,
+    smallest_rerun,
 )
 from qkeel.spec import AttentionCall
 
@@ -166,35 +165,19 @@ class ModelTrace:
             order of their calls.
         """
         calls = self.calls[site.name]
-        own = calls[0].captured.frame
-        parameters = {name: self.model.get_parameter(name) for name in weights}
-        needed = {id(p) for p in parameters.values()}
-        for frame in own.line():
-            if frame.given is None or not needed <= {
-                id(p) for p in frame.module.parameters()
-            }:
-                continue
-            inside = {id(module) for module in own.module.modules()}
-            leaves = {
-                name: module
-                for name, module in modules_of(frame.module).items()
-                if id(module) in inside and not submodules_of(module)
-            }
-            logits = [VisibleLogits(call.captured.call) for call in calls]
-            rerun = Rerun(
-                self.model, site, frame, calls, logits, parameters, on_copy=False
+        readers = [LogitReader(call.captured.call) for call in calls]
+        with extra_pass(self.model):
+            rerun = smallest_rerun(
+                self.model, site, calls, readers, ChangedWeights(self.model, site)
             )
-            with extra_pass(self.model), rerun.opened():
-                before, after = (
-                    rerun.inputs_after({}, leaves),
-                    rerun.inputs_after(weights, leaves),
-                )
-            return {
-                leaves[name]: (x, after[name])
-                for name, x in before.items()
-                if name in after
-            }
-        return {}
+            with rerun.opened():
+                before = rerun.inputs_after({}, site.module)
+                after = rerun.inputs_after(weights, site.module)
+        return {
+            module: (x, after[name][1])
+            for name, (module, x) in before.items()
+            if name in after
+        }
 
     def operands(self) -> dict[str, list[tuple[OperandNorms, OperandNorms]]]:
         """The operands of every product of each site's first call that was fully observed, keyed by site."""
