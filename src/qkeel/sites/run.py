@@ -9,18 +9,13 @@ import torch
 from torch import nn
 
 from qkeel import distributed as dist
-from qkeel.capture.example import tensors
-from qkeel.errors import InvalidValueError
 from qkeel.patching.autograd import CheckpointedParts
 from qkeel.patching.modes import (
     Args,
     DeferredError,
     Guarded,
     Kwargs,
-    buffers_of,
     gathered,
-    modules_of,
-    parameters_in,
     running_stage,
     unguarded,
 )
@@ -108,24 +103,3 @@ def forward(
         if together and not isinstance(error, dist.ApartError):
             dist.fail_on_all(SEARCH, error)
         raise
-
-
-def check_devices(model: nn.Module, *example: object) -> None:
-    """Refuses an example that is not on the device of the model, before running it.
-
-    Raises:
-        InvalidValueError: the example is on another device; the message names both devices.
-    """
-    modules = modules_of(model).values()
-    buffers = [
-        x for module in modules for x in buffers_of(module).values() if x is not None
-    ]
-    homes = {x.device for x in (*parameters_in(modules), *buffers)}
-    for x in tensors(example):
-        # A scalar on the CPU can be combined with tensors on any device.
-        if homes and x.device not in homes and (x.ndim or x.device.type != "cpu"):
-            where = ", ".join(sorted(map(str, homes)))
-            raise InvalidValueError(
-                f"expected the example on the model's device, {where}; got a tensor of shape {tuple(x.shape)} on "
-                f"{x.device}. Move one of them: inputs.to({where.split(', ')[0]!r})"
-            )

@@ -272,7 +272,7 @@ class Rerun:
         calls = self._calls(*self._given.changed(copied), weights)
         return [reader(call) for reader, call in zip(self._readers, calls)]
 
-    def inputs_of_heads(self) -> list[tuple[int, Tensor]]:
+    def inputs_of_heads(self) -> dict[int, Tensor]:
         """The inputs, with their numbers, from which q or k was computed in the model's pass."""
         operands = [
             x.grad_fn
@@ -282,12 +282,14 @@ class Rerun:
             if x is not None and x.grad_fn is not None
         ]
         behind = reached(operands, nodes_of(self.frame.inputs))
-        return [
-            (i, x.detach())
-            for i, x in enumerate(self.frame.inputs)
+        # A tensor that is passed twice is one input.
+        inputs = {id(x): x for x in self.frame.inputs}.values()
+        return {
+            i: x.detach()
+            for i, x in enumerate(inputs)
             if x.grad_fn in behind
             or (self.frame.is_outermost and x.is_floating_point())
-        ]
+        }
 
     def inputs_after(
         self, weights: Weights, attention: nn.Module
@@ -502,14 +504,10 @@ class _Experiment:
         product: from query to query, or from key to key.
         """
         generator = torch.Generator().manual_seed(0)
-        inputs: dict[int, Tensor] = {}
-        noisy: dict[int, Tensor] = {}
-        for i, x in self._rerun.inputs_of_heads():
-            # An input that is passed twice stays one.
-            if x.data_ptr() not in noisy:
-                noise = torch.randn(x.shape, generator=generator).to(x)
-                noisy[x.data_ptr()] = x + noise * x.float().square().mean().sqrt().to(x)
-            inputs[i] = noisy[x.data_ptr()]
+        inputs = self._rerun.inputs_of_heads()
+        for i, x in inputs.items():
+            noise = torch.randn(x.shape, generator=generator).to(x)
+            inputs[i] = x + noise * x.float().square().mean().sqrt().to(x)
         if not inputs:
             return ""
         changed = self._rerun.logits(self._weights.filled(), inputs)
