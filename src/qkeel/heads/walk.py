@@ -58,6 +58,9 @@ _OF_PARAMETERS = (*MOVES, "Mul", "Div", "Embedding", "Gather", "Upsample", "AddB
 _LIMIT = 4000
 
 
+Bias = tuple[GradientEdge, tuple[Tensor, ...]]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Projection:
     """A product activations · weight in the graph.
@@ -68,7 +71,7 @@ class Projection:
         axis: 0 if its rows produce the features, 1 if its columns do.
         size: the number of these rows or columns.
         order: the row or column that produces each feature, if they are not in order.
-        bias: the node at which vectors are added to the features, and these vectors.
+        bias: the vector that is added to the features, and the parameters behind it.
         normed: whether there is a norm between the projection and q or k.
         above: the projections from which its input is computed.
         table: whether the node is the parameter itself, all of which all heads use, as
@@ -81,7 +84,7 @@ class Projection:
     size: int
     order: Tensor | None = None
     features: int = -1
-    bias: tuple[Node, tuple[Tensor, ...]] | None = None
+    bias: Bias | None = None
     normed: bool = False
     above: tuple[Projection, ...] = ()
     table: bool = False
@@ -104,24 +107,29 @@ class Projection:
         return features if self.order is None else self.order[features].unique()
 
     def bias_shift(self, rows: Tensor) -> tuple[Tensor | None, int]:
-        """The vector that is added to the features of these rows, and the index of an
-        entry minus that of its feature."""
+        """The parameter that is added to the features of these rows, and the index of
+        an entry minus that of its feature."""
+        # After a rearrangement, or an addition to a view, features are not in order.
         if self.bias is None or self.order is not None:
             return None, 0
-        node, vectors = self.bias
+        edge, vectors = self.bias
         for vector in vectors:
-            shifts = set()
+            if variable_of(edge.node) is vector:
+                return (vector, 0) if len(vector) == self.size else (None, 0)
+            shifts: set[int | None] = set()
             for feature in (int(rows.min()), int(rows.max())):
-                one_hot = output_like(node)
-                one_hot.movedim(self.features, -1)[..., feature] = 1.0
-                edge = GradientEdge(node, 0)
-                grads = torch.autograd.grad(
+                one_hot = output_like(edge.node)
+                if one_hot.shape != (self.size,):
+                    return None, 0
+                one_hot[feature] = 1.0
+                (grad,) = torch.autograd.grad(
                     edge, vector, one_hot, retain_graph=True, allow_unused=True
                 )
-                entries = [] if grads[0] is None else grads[0].nonzero().tolist()
-                shifts |= {entry - feature for (entry,) in entries} or {None}
-            if len(shifts) == 1 and None not in shifts:
-                return vector, shifts.pop()
+                entries = [] if grad is None else grad.nonzero().flatten().tolist()
+                shifts |= {entry - feature for entry in entries} or {None}
+            shift = shifts.pop()
+            if not shifts and shift is not None:
+                return vector, shift
         return None, 0
 
 
@@ -194,9 +202,7 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
     opaque: dict[str, None] = {}
     tables: dict[Node, None] = {}
     visited: set[tuple[Node, bool]] = set()
-    queue: list[tuple[Node, bool, tuple[Node, tuple[Tensor, ...]] | None]] = [
-        (start, False, None)
-    ]
+    queue: list[tuple[Node, bool, Bias | None]] = [(start, False, None)]
     while queue and len(visited) < _LIMIT:
         node, normed, bias = queue.pop(0)
         name = node.name()
@@ -229,10 +235,10 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
             # A term that is added after a norm is the norm's bias.
             normed, bias = True, None
         elif name == "AddBackward0":
-            vectors = [
-                v for part in inputs_of(node) if (v := _vectors(part, stops, names))
+            biases = [
+                b for edge in node.next_functions if (b := _bias(edge, stops, names))
             ]
-            bias = (node, vectors[0]) if len(vectors) == 1 else bias
+            bias = biases[0] if len(biases) == 1 else bias
         if name in NORMS or name.startswith(_STATISTICS):
             mixers[node] = None
         queue += [(above, normed, bias) for above in inputs_of(node)]
@@ -256,15 +262,18 @@ def _is_matrix(variable: Tensor, names: dict[int, str]) -> bool:
     return id(variable) in names and variable.ndim > 1
 
 
-def _vectors(
-    node: Node | None, stops: set[Node], names: dict[int, str]
-) -> tuple[Tensor, ...]:
-    """The named vectors behind a bias, which may be one of them, a slice of one or
-    several joined (BEiT's q_bias, 0, v_bias)."""
-    variables = [variable_of(leaf) for leaf in leaves_of(node, stops) or ()]
-    if any(v.ndim != 1 or id(v) not in names for v in variables):
-        return ()
-    return tuple(variables)
+def _bias(
+    edge: tuple[Node | None, int], stops: set[Node], names: dict[int, str]
+) -> Bias | None:
+    """A bias with the named vectors behind it, of which it may be one, a slice of one
+    or several joined (BEiT's q_bias, 0, v_bias)."""
+    node, number = edge
+    vectors = tuple(variable_of(leaf) for leaf in leaves_of(node, stops) or ())
+    if node is None or not vectors:
+        return None
+    if any(v.ndim != 1 or id(v) not in names for v in vectors):
+        return None
+    return GradientEdge(node, number), vectors
 
 
 def _reached(
@@ -320,7 +329,8 @@ def _projection(
         above = tuple(
             p for p in walk(after, stops, names, depth - 1).nearest if not p.normed
         )
-    vectors = () if b is None else _vectors((*factors, None)[b], stops, names)
+    # Without a bias, a linear node has no input for it.
+    edges = (*node.next_functions, (None, 0))
     return Projection(
         node=node,
         parameter=names[id(variable)],
@@ -328,7 +338,7 @@ def _projection(
         size=variable.flatten(1).shape[axis],
         order=order,
         features=1 if node.name() == _CONVOLUTION else -1,
-        bias=(node, vectors) if vectors else None,
+        bias=None if b is None else _bias(edges[b], stops, names),
         normed=normed,
         above=above,
     )

@@ -241,19 +241,7 @@ def traced(
                     continue
                 full = _same_calls(model, args, kwargs, trace, undo)
                 if full is not None and short.cut and any(s.normed for s in full.sites):
-                    # Values computed after a norm may grow with the position.
-                    row = first_row(args, kwargs)
-                    whole = _traced(
-                        model,
-                        row.args,
-                        row.kwargs,
-                        undo,
-                        expected=expected,
-                        verifies=False,
-                    )
-                    full = dataclasses.replace(
-                        full, sites=_with_gains(full.sites, whole.sites)
-                    )
+                    full = _with_gains(model, full, args, kwargs, undo)
                 if full is not None:
                     return full
             except Exception as error:
@@ -410,20 +398,27 @@ def _same_calls(
     return dataclasses.replace(trace, hidden_by_small=hidden)
 
 
-def _with_gains(sites: Sites, others: Sequence[AttentionSite]) -> Sites:
-    """The sites, with the norms of the sites of the same name in another trace."""
-    by_name = {site.name: site for site in others}
-    replaced = []
-    for site in sites:
+def _with_gains(
+    model: nn.Module, trace: ModelTrace, args: Args, kwargs: Kwargs, undo: Undo
+) -> ModelTrace:
+    """The trace with the norms that one full sequence shows, because values computed after a norm may grow with the
+    position."""
+    row = first_row(args, kwargs)
+    by_name: dict[str, AttentionSite] = {}
+    try:
+        full = _traced(model, row.args, row.kwargs, undo, expected=True, verifies=False)
+        by_name = {site.name: site for site in full.sites}
+    except Exception as error:
+        # A model that runs without gradients may have no memory for a graph of one.
+        if torch.OutOfMemoryError not in (type(error), type(error.__cause__)):
+            raise
+        caution(_NO_BOUNDS.format(type(model).__name__))
+    sites = []
+    for site in trace.sites:
         other = by_name.get(site.name)
-        replaced.append(
-            dataclasses.replace(
-                site,
-                query_gains=other.query_gains if other else (),
-                key_gains=other.key_gains if other else (),
-            )
-        )
-    return Sites(replaced, sites.missed, sites.indexers)
+        query, key = (other.query_gains, other.key_gains) if other else ((), ())
+        sites.append(dataclasses.replace(site, query_gains=query, key_gains=key))
+    return _with_sites(trace, sites)
 
 
 def _hidden_by_small(call: object) -> bool:
@@ -547,12 +542,26 @@ class _Reading:
     def _read_site(self, calls: list[CapturedCall]) -> None:
         with unrounded(scored(calls[0])):
             site = _site(calls, self._names)
+        if self._parts_share_weights(site, calls[0].frame):
+            why = "one weight is applied to several parts of its input, so heads that share it cannot be counted"
+            site = dataclasses.replace(site, terms=(), why=why)
         module, origin = site.module, self._origin(site, calls[0])
         if site.name in self._callers:
             root = self.watcher.stack.root.module
             module = root.get_submodule(site.name.partition("#")[0])
         self.sites[site.name] = dataclasses.replace(site, module=module, origin=origin)
         self._visible[site.name] = visible_sets(calls[0].call, origin)
+
+    def _parts_share_weights(self, site: AttentionSite, frame: ModuleCall) -> bool:
+        """True if scores without a dimension of heads have several dimensions of batches, and the query's weight is as
+        wide as a part of the module's input: then one of these dimensions may hold heads that share all weights."""
+        batches = 0 if site.layout is None else site.layout.groups.count("b")
+        if not site.terms or site.n_heads > 1 or batches < 2:
+            return False
+        first = site.terms[0].query[0]
+        width = self._parameters[first.parameter].flatten(1).shape[1 - first.axis]
+        widths = [x.shape[-1] for x in frame.inputs if x.is_floating_point()]
+        return any(n > width and n % width == 0 for n in widths)
 
     def _origin(self, site: AttentionSite, captured: CapturedCall) -> KeyOrigin:
         """What the keys are computed from: other tokens than the queries, latents if each head's rows act on a vector
@@ -791,6 +800,11 @@ _KEPT = (
     "they produce lie in two checkpointed parts, or a part can't be run separately. It needs as much memory as a "
     "pass without checkpointing; if that is too much, give find_sites a batch of one short sequence, and its sites "
     "to watch(sites=...)"
+)
+_NO_BOUNDS = (
+    "the logit bounds that the norms of {} imply are unknown and not watched: there is not enough memory to read them "
+    "from one whole sequence. For the bounds, call find_sites with a batch of one sequence that is as long as memory "
+    "allows, and pass the sites that it returns to watch(sites=...)"
 )
 _BY_HAND = (
     "If the logits are just scaled products of queries and keys, describe it by hand, as in\n"
