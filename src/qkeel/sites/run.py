@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 from qkeel import distributed as dist
+from qkeel.capture.example import tensors
+from qkeel.errors import InvalidValueError
 from qkeel.patching.autograd import CheckpointedParts
 from qkeel.patching.modes import (
     Args,
@@ -103,3 +106,20 @@ def forward(
         if together and not isinstance(error, dist.ApartError):
             dist.fail_on_all(SEARCH, error)
         raise
+
+
+def check_devices(model: nn.Module, *example: object) -> None:
+    """Refuses an example that is not on the device of the model, before running it.
+
+    Raises:
+        InvalidValueError: the example is on another device; the message names both devices.
+    """
+    homes = {x.device for x in itertools.chain(model.parameters(), model.buffers())}
+    for x in tensors(example):
+        # A scalar on the CPU can be combined with tensors on any device.
+        if homes and x.device not in homes and (x.ndim or x.device.type != "cpu"):
+            devices = sorted(map(str, homes))
+            raise InvalidValueError(
+                f"expected the example on the model's device, {', '.join(devices)}; got a tensor of shape "
+                f"{tuple(x.shape)} on {x.device}. Move one of them: inputs.to({devices[0]!r})"
+            )

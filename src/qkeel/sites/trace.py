@@ -53,7 +53,7 @@ from qkeel.heads.walk import leaves_of, names_of, nodes_of, variable_of
 from qkeel.patching.autograd import CheckpointedParts
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.modes import Args, DeferredError, Kwargs, uncompiled, unguarded
-from qkeel.sites.run import forward, spread, whole_weights
+from qkeel.sites.run import check_devices, forward, spread, whole_weights
 from qkeel.sites.verify import (
     ChangedWeights,
     LogitReader,
@@ -294,6 +294,7 @@ def _traced(
     If the weights and the logits computed from them lie in two checkpointed parts, a second pass keeps both parts, and
     a warning reports this.
     """
+    check_devices(model, args, kwargs)
     for keep in (False, True):
         parts = None
         try:
