@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from qkeel import distributed as dist
 from qkeel.capture.example import ForwardArguments, arguments
@@ -54,6 +55,7 @@ def named_models(given: object, purpose: str) -> dict[str, nn.Module]:
     )
     if isinstance(given, nn.Module) and not holds_models:
         return {"": given}
+    models: dict[str, Any]
     if isinstance(given, (Mapping, nn.ModuleDict)):
         models = {str(name): model for name, model in given.items()}
     elif isinstance(given, (list, tuple, nn.ModuleList)):
@@ -114,9 +116,9 @@ def sites_of_each(
     )
     each = dict.fromkeys(models, given) if whole else of_each(given, [*models], "sites")
     return {
-        n: None if x is None else bound(x, unwrapped(models[n]))
+        n: None if x is None else bound(x, unwrapped(models[n]))  # type: ignore[arg-type]
         for n, x in each.items()
-    }  # type: ignore[arg-type]
+    }
 
 
 def within(model: str, name: str) -> str:
@@ -429,7 +431,8 @@ def _with_values(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     drawn: dict[int, tuple[Tensor, Tensor]] = {}
     for module in copied.modules():
-        for table in (parameters_of(module), buffers_of(module)):
+        tables: list[dict[str, Any]] = [parameters_of(module), buffers_of(module)]
+        for table in tables:
             for name, x in table.items():
                 if x is None or not x.is_meta:
                     continue

@@ -737,10 +737,11 @@ def _of_other_source(captured: CapturedCall) -> bool:
     q, k = products_of_call(captured.call)[0]
     if q is None or k is None or q.grad_fn is None or k.grad_fn is None:
         return False
+    query, key = [q.grad_fn], [k.grad_fn]
     for frame in captured.frame.line():
         stops = nodes_of(frame.inputs)
-        of_query, of_key = reached([q.grad_fn], stops), reached([k.grad_fn], stops)
-        projects = any(is_projected([x.grad_fn], stops) for x in (q, k))
+        of_query, of_key = reached(query, stops), reached(key, stops)
+        projects = is_projected(query, stops) or is_projected(key, stops)
         if of_query and of_key and projects:
             return of_query.isdisjoint(of_key)
     return False

@@ -595,7 +595,7 @@ def _patterns(
         for change in range(changes):
             heads = [h for h in range(n) if change in codes[h]]
             if heads:
-                rows = [(s, heads) for s in slices if s.n == n]
+                rows: list[RowsOfHeads] = [(s, heads) for s in slices if s.n == n]
                 yield rows, _expected(site, n, heads)
     for s in slices:
         if s.n == 1 or len(slices) > 1:
