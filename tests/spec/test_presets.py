@@ -77,7 +77,7 @@ def test_options_change_the_spec(name: str) -> None:
     for option, parameter in inspect.signature(PRESETS[name].build).parameters.items():
         value = parameter.default
         assert preset(name, **{option: value}) == preset(name)
-        other = not value if isinstance(value, bool) else value / 2
+        other = not value if isinstance(value, bool) else type(value)(value / 2)
         # Only the scale of CosA, and that of log n, depends on the training length.
         idle = option == "train_length" and name in ("baseline", "qna", "kna")
         assert (preset(name, **{option: other}) == preset(name)) == idle, option
