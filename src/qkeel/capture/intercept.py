@@ -40,6 +40,7 @@ from qkeel.capture.eager import (
     scores_call,
 )
 from qkeel.capture.example import DescribedSiteHooks, ModuleCall, ModuleStack, tensors
+from qkeel.capture.logsumexp import attention_with_logsumexp
 from qkeel.capture.named_calls import SDPA as SDPA_FUNCTION
 from qkeel.capture.named_calls import read_named_calls
 from qkeel.capture.readers import (
@@ -80,6 +81,7 @@ from qkeel.patching.modes import (
     unguarded,
 )
 
+PlainCall = tuple[Tensor, Tensor, float, bool]  # q, k, scale, causality
 _SDPA = "scaled_dot_product_attention"
 SDPA_ALONE: frozenset[Function] = frozenset({SDPA_FUNCTION})
 # Per thread: whether an interceptor is running a computation of its own, which must not be reported as attention.
@@ -227,6 +229,10 @@ class CaptureMode(CallObserver):
         self.plain: (
             Callable[[ModuleCall, int, Tensor, Tensor, float, bool], bool] | None
         ) = None
+        # Called with the logsumexps of an SDPA call's rows, where its kernel hands them out, and with q, k, scale and
+        # causality unless there is a mask; returns whether no further reading of the call is needed.
+        self.bounded: Callable[[str, Tensor, PlainCall | None], bool] | None = None
+        self._lse: Tensor | None = None  # of the call that runs
         self.called_in: list[ModuleCall] = []  # the calls of the modules in `only_in`
         self._only_in = only_in
         self.probing = probing
@@ -286,8 +292,10 @@ class CaptureMode(CallObserver):
 
     def _take(self, func: Function, args: Args, kwargs: dict[str, Any]) -> Any:
         """Makes a call that may be of interest and reads it, in code that torch does not compile."""
-        if self.only is not None and self.plain is not None and func is SDPA_FUNCTION:
-            out = func(*args, **kwargs)
+        reads_plain = self.plain is not None or self.bounded is not None
+        if self.only is not None and reads_plain and func is SDPA_FUNCTION:
+            out = self.attend(args, kwargs)
+            out = func(*args, **kwargs) if out is None else out
             if not _READING.get():
                 self.guard(self._read_plain, func, args, kwargs, out)
             return out
@@ -304,11 +312,23 @@ class CaptureMode(CallObserver):
         self.guard(self._read_call, func, args, kwargs, out, rows)
         return out
 
+    def attend(self, args: Args, kwargs: dict[str, Any]) -> Tensor | None:
+        """Makes a call of SDPA by the operator that torch would choose, and keeps its logsumexp."""
+        self._lse = None
+        if self.bounded is None or self.only is None or not self._running:
+            return None
+        rows = attention_with_logsumexp(args, kwargs)
+        if rows is None:
+            return None
+        out, self._lse = rows
+        return out
+
     def _read_plain(
         self, func: Function, args: Args, kwargs: Kwargs, out: object
     ) -> None:
         """Reads a call of SDPA in a known module; a call without a mask is reported directly."""
         q, k, scale, top = None, None, kwargs.get("scale"), self.stack.top
+        lse, self._lse = self._lse, None
         if 3 <= len(args) <= 5 and not transformed_now():
             q, k, mask = (
                 args[0],
@@ -330,12 +350,29 @@ class CaptureMode(CallObserver):
             ):
                 k = k if k.shape[1] in (known[1], 1) else known_keys(known, k)
                 scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-                if self.plain is not None and self.plain(
-                    top, top.calls, q, k, scale, bool(kwargs.get("is_causal", False))
+                plain = (q, k, scale, bool(kwargs.get("is_causal", False)))
+                if self._is_bounded(lse, known, plain) or (
+                    self.plain is not None and self.plain(top, top.calls, *plain)
                 ):
                     top.calls += 1
                     return
+            elif (
+                known is not None
+                and not self._described
+                and self._is_bounded(lse, known, None)
+            ):
+                top.calls += 1
+                return
         self._read_sdpa(func, args, kwargs, out)
+
+    def _is_bounded(
+        self, lse: Tensor | None, heads: tuple[int, int], plain: PlainCall | None
+    ) -> bool:
+        """True if the logsumexps of a call's rows say all that is asked of it."""
+        if lse is None or self.bounded is None or lse.shape[1] != heads[0]:
+            return False
+        top = self.stack.top
+        return self.bounded(name_of(top, top.calls), lse, plain)
 
     def _begin(self, undo: ExitStack) -> None:
         for hooks in self._hooks:
@@ -419,7 +456,8 @@ class CaptureMode(CallObserver):
             and number_of_modes() <= self._modes
             and not _READING.get()
         ):
-            read = self._read_plain if self.plain is not None else self._read_sdpa
+            reads_plain = self.plain is not None or self.bounded is not None
+            read = self._read_plain if reads_plain else self._read_sdpa
             self.guard(read, SDPA_FUNCTION, args, kwargs, out)
 
     def _read_sdpa(

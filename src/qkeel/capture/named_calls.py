@@ -25,6 +25,9 @@ class NamedCallReader(Protocol):
     def before_named(self) -> None:
         """Called before a call."""
 
+    def attend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Makes the call in torch's place, with the same bits; None leaves it to torch."""
+
     def after_named(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
     ) -> None:
@@ -62,7 +65,13 @@ def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
             function = F.scaled_dot_product_attention
             out = type(mask).__torch_function__(function, (type(mask),), args, kwargs)  # type: ignore[union-attr]
         else:
-            out = SDPA(*args, **kwargs)
+            out = None
+            for reader in readers:
+                out = reader.attend(args, kwargs)
+                if out is not None:
+                    break
+            if out is None:
+                out = SDPA(*args, **kwargs)
     finally:
         _READERS.reset(token)
     for reader in readers:
