@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import qkeel
 from qkeel.monitor import PlannedRates
+from qkeel.nn import Decoder, DecoderConfig
 
 STEPS, RATE = 24, 0.5
 EAGER = "ladder:threshold=20,calm=4"  # acts early
@@ -53,6 +54,11 @@ class Foreign(nn.Module):
         )
         attended = self.drop(attended.transpose(1, 2).flatten(2))
         return self.out(x + attended) @ self.embed.weight.mT
+
+
+def decoder() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(DecoderConfig(vocab_size=32, d_model=32, n_heads=4, n_layers=2))
 
 
 def foreign(seed: int = 0, kind: str = "") -> Foreign:

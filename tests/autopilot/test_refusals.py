@@ -192,6 +192,7 @@ def test_a_calibrated_norm_is_trained_kept_in_checkpoints_and_comes_off() -> Non
     # How far a trained logit falls depends on the rounding of 24 steps at this rate. No arithmetic lets it pass the
     # bound of its gains: unit directions of length √d each, times the scale 1/√d.
     largest = (gains["q_norm.weight"] * gains["k_norm.weight"]).detach().abs().max()
+    whole.pilot.close()  # the norm stays
     with qkeel.watch(whole.model.eval()) as monitor:
         whole.model(EXAMPLE)
         (stats,) = monitor.read().values()
