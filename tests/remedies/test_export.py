@@ -226,7 +226,7 @@ POST = "model.layers.0.attention_post_norm.weight"
             "gemma3",
             "gemma2 to gemma3",
             "",
-            {NORM: torch.full((8,), 0.3).bfloat16()},
+            {NORM: torch.full((8,), 0.01).bfloat16()},
             {},
         ),
     ],

@@ -168,7 +168,7 @@ def test_own_models_are_retrofitted_too(gain: str) -> None:
             block.attention.q_proj.weight.mul_(4)
     before = snapshot(model)
     with retrofit(model, f"qk_norm:gain={gain}", tokens(8, 12)) as handle:
-        assert handle.report.gap.kl < handle.report.naive.kl / 2
+        assert handle.report.gap.kl < 0.7 * handle.report.naive.kl
     assert_same(before, snapshot(model))
 
 
