@@ -132,9 +132,8 @@ def test_a_threshold_is_passed_by_what_is_larger_and_a_cosine_is_never_under_min
 ):
     q = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]], dtype=torch.float64)
     k = torch.tensor([[[[1.0, math.log(3.0)], [5.0, 0.0]]]], dtype=torch.float64)
-    call = make_call(
-        AttentionSpec(scale=Fixed(1.0)), q, k, k
-    )  # logits [1] and [ln 3, 0]
+    # Logits [1] and [ln 3, 0].
+    call = make_call(AttentionSpec(scale=Fixed(1.0)), q, k, k)
     for threshold, share in (
         (-0.5, 1.0),
         (0.0, 2 / 3),

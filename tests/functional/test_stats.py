@@ -190,9 +190,11 @@ def test_a_head_is_not_finite_where_a_logit_or_the_entropy_is_not_and_what_was_n
     None
 ):
     nan, inf = math.nan, math.inf
-    rows = [  # maximum, minimum, entropy, pairs, not finite
+    # Maximum, minimum, entropy, pairs, not finite.
+    rows = [
         (3.0, -1.0, 0.5, 4, 0.0),
-        (3.0, inf, 0.5, 0, 0.0),  # a kernel's: minima were not measured
+        # A kernel's: minima were not measured.
+        (3.0, inf, 0.5, 0, 0.0),
         (3.0, -inf, 0.5, 4, 1.0),
         (inf, -1.0, 0.5, 4, 1.0),
         (nan, nan, nan, 4, 1.0),
@@ -291,6 +293,5 @@ def test_many_statistics_merge_as_two_by_two() -> None:
         torch.testing.assert_close(x, pairs.tensors()[name], rtol=1e-5, atol=1e-6)
     same = merge(parts[1], parts[1], parts[1])
     for name in ("mean_logit", "entropy", "query_norm", "sink_share"):
-        assert torch.equal(
-            same.tensors()[name], parts[1].tensors()[name]
-        )  # the mean of equal values is that value
+        # The mean of equal values is that value.
+        assert torch.equal(same.tensors()[name], parts[1].tensors()[name])

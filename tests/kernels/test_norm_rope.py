@@ -97,15 +97,17 @@ def run(
     case: Case,
     dtype: torch.dtype,
     above: list[Tensor],
+    device: str = "cpu",
 ) -> list[Tensor]:
     """q̃, k̃ and the gradients of q, k and every gain."""
     spec, *qk, params = case
-    q, k = (x.detach().to(dtype).requires_grad_() for x in qk)
-    params = {n: p.detach().to(dtype).requires_grad_() for n, p in params.items()}
-    pos = torch.arange(5, 5 + q.shape[2])[None]
+    q, k = (x.detach().to(device, dtype).requires_grad_() for x in qk)
+    params = {n: p.detach().to(q).requires_grad_() for n, p in params.items()}
+    pos = torch.arange(5, 5 + q.shape[2], device=device)[None]
     out = forward(spec, q, k, pos, pos, params)
     above = [a.to(o) for a, o in zip(above, out)]
-    return [*out, *torch.autograd.grad(out, [q, k, *params.values()], above)]
+    grads = torch.autograd.grad(out, [q, k, *params.values()], above)
+    return [x.cpu() for x in (*out, *grads)]
 
 
 def torchs(
@@ -115,7 +117,7 @@ def torchs(
     return ours[0].to(q.dtype), ours[1].to(k.dtype)
 
 
-def check(case: Case, told: str) -> None:
+def check(case: Case, told: str, device: str = "cpu") -> None:
     """Error at most 2 × (that of torch's path in the same dtype + rounding of the largest number).
 
     A gain's gradient is a sum over rows: there also the rounding of every term, twice that of independent errors. The result
@@ -128,7 +130,7 @@ def check(case: Case, told: str) -> None:
     ]
     truth = run(torchs, case, torch.float64, above)
     theirs = run(torchs, case, dtype, above)
-    ours = run(encode.encoded, case, dtype, above)
+    ours = run(encode.encoded, case, dtype, above, device)
     terms = sum((a.double() * o).square().sum() for a, o in zip(above, truth)).detach()  # type: ignore[union-attr]
     eps = torch.finfo(dtype).eps
     for i, (mine, other, true) in enumerate(zip(ours, theirs, truth)):

@@ -28,7 +28,8 @@ def test_what_makes_another_run_and_what_does_not() -> None:
     for same in (
         {"checkpoint_every": 7},
         {"device": "cuda:1"},
-        {"images": {"canvas": 2}},  # of which a run on text sees nothing
+        # Of which a run on text sees nothing.
+        {"images": {"canvas": 2}},
         {"data": {"pairs": 3}},
         {"model": {"base_width": 32}},
     ):

@@ -49,7 +49,8 @@ NORMS: list[Norm] = [
     RMSNorm(gain="dim", on="k"),
     L2Norm(),
     L2Norm(gain="dim"),
-    LayerNorm(gain="head_dim", on="q", bias=True),  # of queries anything goes
+    # Of queries anything goes.
+    LayerNorm(gain="head_dim", on="q", bias=True),
 ]
 SPECS = [
     AttentionSpec(),

@@ -90,8 +90,10 @@ CASES = [
     *(Case(t=t, causal=False, widths=(40, 24)) for t in (7, 64, 129)),
     Case(t=200, s=333, heads=(6, 1), widths=(32, 8)),
     Case(t=1, s=129, widths=(128, 128)),
-    Case(t=129, s=70),  # the first queries see nothing
-    Case(t=300, heads=(1, 1), widths=(8, 16)),  # few heads: cut by keys
+    # The first queries see nothing.
+    Case(t=129, s=70),
+    # Few heads: cut by keys.
+    Case(t=300, heads=(1, 1), widths=(8, 16)),
     Case(t=300, spec=BAND),
     Case(t=129, s=300, causal=False, spec=NEAR),
     Case(t=129, spec=CAPPED, mask="additive", widths=(16, 48)),

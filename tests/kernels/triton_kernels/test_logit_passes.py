@@ -30,7 +30,8 @@ from qkeel.spec import (
 )
 from qkeel.spec.call import band_call, make_call, with_query_mask
 
-pytestmark = [  # of numpy, which multiplies for the interpreter
+# Of numpy, which multiplies for the interpreter.
+pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered"),
     pytest.mark.filterwarnings("ignore:overflow encountered"),
     pytest.mark.usefixtures("_on_gpu", "_poisoned"),
