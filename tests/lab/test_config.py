@@ -77,6 +77,7 @@ REFUSED: list[tuple[dict[str, object], type[QkeelError], str]] = [
     ({"model": {"base_width": 0}}, InvalidValueError, "base_width"),
     ({"data": {"context": 0}}, InvalidValueError, "at least 1 for context"),
     ({"data": {"source": ""}}, InvalidValueError, "name or path of a corpus"),
+    ({"data": {"tokens": "bpe"}}, InvalidValueError, "data.tokens=bpe is gone"),
     ({"optim": {"beta2": 1.0}}, InvalidValueError, "below 1, got 1.0"),
     ({"optim": {"warmup": 1.5}}, InvalidValueError, "at most 1 for warmup"),
     ({"optim": {"grad_clip": -1.0}}, InvalidValueError, "at least 0 for grad_clip"),
@@ -113,6 +114,12 @@ def test_what_a_run_cannot_be_is_refused(
     with pytest.raises(kind) as error:
         RunConfig.from_dict(values)
     assert words in str(error.value)
+
+
+def test_a_setting_that_is_gone_is_ignored_where_it_said_what_is_done_now() -> None:
+    old = RunConfig().to_dict()
+    old["data"] |= {"tokens": "bytes", "needle": 0.0}
+    assert RunConfig.from_dict(old) == RunConfig()
 
 
 def test_sections_must_be_the_dataclasses() -> None:

@@ -213,6 +213,19 @@ _NEWER = {
 }
 
 
+# Settings of data in earlier versions -> the only value under which this version computes the same, and what replaces
+# the other values.
+_RETIRED: dict[str, tuple[object, str]] = {
+    "tokens": (
+        "bytes",
+        "write the tokens of another tokenizer to a .bin file and give it as the source",
+    ),
+    "windows": ("drawn", "training windows are drawn at random"),
+    "needle": (0.0, "train on texts without needles"),
+    "needle_keys": (4, "train on texts without needles"),
+}
+
+
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
@@ -312,7 +325,20 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
-        """Reads nested plain values (TOML, JSON). Missing keys get their defaults; unknown keys are rejected."""
+        """Reads nested plain values (TOML, JSON). Missing keys get their defaults; unknown keys are rejected.
+
+        A setting of an earlier version that no longer exists is ignored if it had its default value.
+        """
+        data = values.get("data")
+        if isinstance(data, Mapping):
+            for name in data.keys() & _RETIRED.keys():
+                neutral, replacement = _RETIRED[name]
+                if data[name] != neutral:
+                    raise InvalidValueError(
+                        f"data.{name}={data[name]} is gone; {replacement}"
+                    )
+            kept = {name: data[name] for name in data if name not in _RETIRED}
+            values = {**values, "data": kept}
         return read_fields(cls, values, "")
 
 
