@@ -20,7 +20,7 @@ from qkeel.heads.site import APPLIED, AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.options import Bound, annotations, check_bound, checked
 from qkeel.patching.forward import extra_pass
-from qkeel.remedies.optimizer_trials import check_one_optimizer
+from qkeel.remedies.optimizer_trials import check_one_optimizer, innermost
 from qkeel.sites.trace import ModelTrace, seen
 
 # The interface of a remedy, and of what it is applied to.
@@ -104,13 +104,13 @@ class Target:
         return False
 
     def need_optimizer(self, remedy: str) -> Optimizer:
-        """Returns the optimizer, or raises RefusedError if there is none."""
+        """Returns the optimizer that takes the steps, or raises RefusedError if there is none."""
         if self.optimizer is None:
             raise RefusedError(
                 f"{remedy} acts on optimizer steps: call qkeel.apply(model, {remedy!r}, optimizer)"
             )
         check_one_optimizer(self.optimizer, remedy)
-        return self.optimizer
+        return innermost(self.optimizer)
 
     def returned(self) -> object:
         """Returns the model's output for the batch, from a pass that leaves the model unchanged."""
@@ -244,9 +244,14 @@ def check_heads(remedy: str, value: object) -> None:
             )
 
 
+def active_on(module: nn.Module) -> dict[str, Remedy]:
+    """Returns the remedies that are active on a module, by name."""
+    return vars(module).get(APPLIED, {})
+
+
 def active_at(site: AttentionSite) -> dict[str, Remedy]:
     """Returns the remedies that are active at a site, by name."""
-    return site.module.__dict__.get(APPLIED, {})
+    return active_on(site.module)
 
 
 def where(site: AttentionSite) -> str:

@@ -15,7 +15,7 @@ from qkeel.patching.forward import ForwardPasses, joining, unwrapped
 from qkeel.patching.modes import unguarded
 from qkeel.patching.optimizers import StepHooks, listed
 from qkeel.remedies.apply_now import GIVE_BATCH, Asked, apply_now
-from qkeel.remedies.head_weights import innermost
+from qkeel.remedies.optimizer_trials import innermost
 from qkeel.remedies.processes import (
     check_wrapper,
 )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel.errors import RefusedError, caution
+from qkeel.patching.optimizers import runs_step_hooks
 from qkeel.remedies.saved_state import GROUP_KEY
 
 ParamGroup = dict[str, Any]
@@ -37,6 +38,19 @@ def optimizers_inside(optimizer: object) -> list[Optimizer]:
         )
         inner.extend(entry for entry in held if isinstance(entry, Optimizer))
     return inner
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """Returns the optimizer that takes the steps, inside any wrappers that run no hooks, such as accelerate's.
+
+    A wrapper that runs hooks and calls another optimizer inside its own step is itself returned, since it may do
+    more than that."""
+    while not runs_step_hooks(optimizer):
+        inner = optimizers_inside(optimizer)
+        if len(inner) != 1:
+            break
+        optimizer = inner[0]
+    return optimizer
 
 
 def check_one_optimizer(optimizer: Optimizer, remedy: str) -> None:

@@ -18,8 +18,8 @@ from qkeel.errors import RefusedError
 from qkeel.heads.site import HeadSlice
 from qkeel.patching.modes import hooks_before, parameters_of
 from qkeel.remedies.base import Target
-from qkeel.remedies.head_weights import WEIGHT_IN_USE, StepRemedy, WeightInUse
 from qkeel.remedies.sigma_reparam import stored
+from qkeel.remedies.step_remedy import WEIGHT_IN_USE, StepRemedy, WeightInUse
 
 _WEIGHT_HOOKS = (
     SpectralNorm,
