@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -37,7 +36,6 @@ import qkeel
 from qkeel import distributed as dist
 from qkeel.errors import QkeelError, RefusedError
 from qkeel.handle import Handle
-from qkeel.monitor.monitor import Monitor
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.remedies.head_weights import HeadWeights
 from qkeel.remedies.lalr import LALR
@@ -262,81 +260,6 @@ def collectives() -> None:
         assert counts[2] - counts[3] == most, (name, setup, counts)
 
 
-def watched_clip() -> None:
-    """A monitor adds no collective to the groups of the training, and the weights are to the bit those without it, also
-    where it ends on one process."""
-    for setup in ("ddp", "fsdp2"):
-        unwatched, before = with_clip(setup, "")
-        for case in (
-            "applied first",
-            "watched first",
-            "closed on one",
-            "fails on one",
-            "measures too late",
-        ):
-            watched, counts = with_clip(setup, case)
-            assert all(
-                torch.equal(watched[name], x) for name, x in unwatched.items()
-            ), (setup, case)
-            for number in range(2, 8):
-                assert before[number][-1] == wrapped.LAYERS * wrapped.HEADS
-                if (
-                    setup == "fsdp2" and case == "measures too late" and number % 2 == 0
-                ):  # by passes over a probe batch
-                    assert len(counts[number]) > len(before[number])
-                else:
-                    assert counts[number] == before[number], (setup, case, number)
-
-
-def with_clip(setup: str, case: str) -> tuple[dict[str, Tensor], list[list[int]]]:
-    """Eight steps under a clip, every second of which is watched unless the case is ""; the weights, and how many
-    numbers each collective of a step sent."""
-    model = wrapped.llama()
-    sites = qkeel.find_sites(model, wrapped.batch(0)[:2])
-    model = wrapped.wrapped(model, setup)
-    optimizer = adamw(model)
-    monitor: Monitor | None = None
-
-    def watch() -> Monitor:
-        probe = (
-            {"input_ids": wrapped.batch(9)[:1]} if case == "measures too late" else None
-        )
-        return qkeel.watch(
-            model, optimizer, every=2, sites=sites, rules=[], probe_batch=probe
-        )
-
-    if case and case != "applied first":
-        monitor = watch()
-    handle = qkeel.apply(model, CALLS["qk_clip"], optimizer, sites=sites)
-    if case == "applied first":
-        monitor = watch()
-    sizes = []
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for number in range(8):
-            if (
-                number == 3
-                and case == "closed on one"
-                and dist.rank() == 1
-                and monitor is not None
-            ):
-                monitor.close()
-            if number == 3 and case == "fails on one" and dist.rank() == 1:
-                monitor._step_end._models = None  # type: ignore[union-attr,assignment]
-            with Collectives() as counted:
-                step(model, optimizer, setup, number)
-            sizes.append(counted.sizes)
-    if monitor is not None:
-        assert monitor.active == (case not in ("closed on one", "fails on one")), (
-            setup,
-            case,
-            [str(w.message) for w in said],
-        )
-        monitor.close()
-    handle.remove()
-    return weights(model), sizes
-
-
 CUT = (
     "qk_clip:threshold=0.02",
     "qk_clip:threshold=0.02,groups=group",
@@ -432,9 +355,9 @@ def weights_are_not_finite(
 def fails_inside(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
     """One process fails in one of the functions that apply goes through, in one of its calls."""
     homes: list[tuple[Any, str]] = [
-        (HeadWeights, "place"),
+        (HeadWeights, "_enter"),
         (LALR, "apply"),
-        (HeadWeights, "in_full_precision"),
+        (HeadWeights, "check_precision"),
     ]
     home, name = homes[chosen.randrange(len(homes))]
     left = chosen.randrange(3)

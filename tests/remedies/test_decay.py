@@ -14,7 +14,6 @@ from qkeel.errors import RefusedError
 
 from .families import FAMILIES, Layer, Part, batch
 from .models import attention, gradients, step_by
-from .test_lalr_families import TAU, Outside, some, step_some
 
 STEPS, DECAY = 30, 0.2
 
@@ -25,49 +24,6 @@ def parts(layers: list[Layer]) -> list[Part]:
         for layer in layers
         for p in (*layer.q, *layer.k, *layer.q_rope, *layer.k_rope)
     ]
-
-
-class PlainDecay(Outside):
-    """AdamW without decay at the head's rate; the decay, at the base rate, by hand before it."""
-
-    def step(self, grads: dict[str, Any], schedule: float = 1.0) -> None:
-        sizes = self.sizes()
-        with torch.no_grad():
-            for w in self.parts.values():
-                w.mul_(1 - schedule * self.lr * DECAY)
-        self.sizes = lambda: sizes  # type: ignore[method-assign]  # rates are those of the weights before the decay
-        super().step(grads, schedule)
-        del self.sizes
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
-def test_lalr_with_plain_decay_scales_all_of_a_step_but_the_decay(family: str) -> None:
-    model, layers = FAMILIES[family].model(), FAMILIES[family].layers()
-    outside = PlainDecay(
-        model, layers, lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=0.0), 0.01
-    )
-    own = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=DECAY)
-    shape = [min(1.0, (i + 1) / 5) for i in range(STEPS + 1)]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda i: shape[i])
-    with qkeel.apply(model, "lalr:decay=plain", own, tau=TAU, batch=batch()):
-        for i, grads in enumerate(gradients(model, STEPS)):
-            chosen = some(grads, outside)
-            step_some(model, own, chosen)
-            outside.step(chosen, shape[i])
-            scheduler.step()
-    outside.compare(model, 1e-12)
-
-
-@pytest.mark.parametrize("decay", ["plain", "scaled"])
-def test_a_factor_of_one_leaves_a_step_of_adamw_bit_for_bit(decay: str) -> None:
-    models = [attention(torch.float32) for _ in range(2)]
-    for model, remedy in zip(models, (f"lalr:tau=1,decay={decay}", "none")):
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=0.1, weight_decay=0.5, fused=True
-        )
-        with qkeel.apply(model, remedy, optimizer):
-            step_by(model, optimizer, next(gradients(model, 1)))
-    assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models)))
 
 
 @pytest.mark.parametrize(
@@ -201,18 +157,6 @@ def test_other_remedies_do_not_scale_it_in_any_order(order: tuple[str, ...]) -> 
                 step_by(model, optimizer, grads)
         results.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results))
-
-
-def test_with_qk_lr_at_zero_the_decay_is_all_that_is_left() -> None:
-    model = attention(torch.float64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3)
-    before = model.q_proj.weight.detach().clone()
-    with qkeel.apply(model, "qk_lr:factor=0+qk_weight_decay:decay=0.5", optimizer):
-        for grads in gradients(model, 3):
-            step_by(model, optimizer, grads)
-    assert torch.allclose(
-        model.q_proj.weight, before * (1 - 0.1 * 0.5) ** 3, rtol=1e-14
-    )
 
 
 def test_a_closure_makes_its_gradients_inside_the_step_and_the_decay_is_there_from_the_first() -> (

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import qkeel
-from qkeel.lab import RunConfig, run
-from qkeel.lab.checkpoint import RunState, read_checkpoint
-from qkeel.lab.config import OptimConfig
-from qkeel.records import RunDirectory
 
 from .models import attention, decoder, gradients, mla, step_by, train
 
@@ -111,30 +106,3 @@ def test_every_weight_of_a_latent_logit_stays() -> None:
         moved(model, before) & on_logit
     )  # the latent of keys also makes values: its rows for keys stay
     assert not shared, shared
-
-
-def test_in_runs_of_the_lab_q_and_k_stay_bit_for_bit(tmp_path: Path) -> None:
-    configs = [
-        RunConfig(
-            steps=12,
-            optim=OptimConfig(lr=lr, weight_decay=0.1),
-            remedy="frozen_qk",
-            seed=3,
-            device="cpu",
-        )
-        for lr in (0.01, 0.3)
-    ]
-    folders = [tmp_path / str(i) for i in range(2)]
-    for config, folder in zip(configs, folders):
-        run(config, folder)
-    start = RunState(configs[0]).model
-    for folder in folders:
-        tensors = read_checkpoint(RunDirectory(folder)).tensors
-        names = [
-            name
-            for name, _ in start.named_parameters()
-            if "q_proj" in name or "k_proj" in name
-        ]
-        assert len(names) == 4
-        for name, p in start.named_parameters():
-            assert torch.equal(tensors[f"model.{name}"], p) == (name in names), name

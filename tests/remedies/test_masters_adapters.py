@@ -298,26 +298,3 @@ def test_a_copy_is_known_by_its_values_shape_and_dtype_where_it_is_the_only_one(
     )
     assert head_weights.copies_in_state(optimizer, weight) == ("a", "d")
     assert head_weights.copies_in_state(torch.optim.SGD([weight]), weight) == ()
-
-
-def test_the_optimizer_that_steps_is_found_inside_of_wrappers_that_run_no_hooks() -> (
-    None
-):
-    inner = torch.optim.SGD([nn.Parameter(torch.ones(2))])
-
-    class Wrapper(torch.optim.Optimizer):
-        def __init__(self, optimizer: object) -> None:
-            self.optimizer = optimizer
-
-    class Runs(torch.optim.SGD):
-        """One that runs hooks, and has another inside."""
-
-    assert head_weights.innermost(Wrapper(Wrapper(inner))) is inner
-    odd = Wrapper("nothing")
-    assert head_weights.innermost(odd) is odd
-    outer = Runs([nn.Parameter(torch.ones(2))])
-    outer.optimizer = inner  # type: ignore[attr-defined]
-    assert head_weights.innermost(outer) is outer
-    assert head_weights.found_inf(inner) is None
-    inner.found_inf = torch.ones(())  # type: ignore[attr-defined]
-    assert head_weights.found_inf(inner) is inner.found_inf  # type: ignore[attr-defined]

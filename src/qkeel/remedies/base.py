@@ -226,22 +226,23 @@ def unconfirmed(site: AttentionSite) -> Refusal:
     )
 
 
-def check_heads(remedy: str, value: object) -> None:
+def check_heads(remedy: str, heads: object) -> None:
     """Raises InvalidTypeError unless the value of an option names heads by site or is None."""
-    for pair in (
-        value if isinstance(value, tuple) else () if value is None else (value,)
-    ):
-        site, heads = (
-            pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
+    if heads is None:
+        return
+    is_valid = isinstance(heads, tuple) and bool(heads)
+    for pair in heads if isinstance(heads, tuple) else ():
+        is_pair = isinstance(pair, tuple) and len(pair) == 2
+        is_valid &= (
+            is_pair
+            and isinstance(pair[0], str)
+            and isinstance(pair[1], tuple)
+            and all(type(head) is int and head >= 0 for head in pair[1])
         )
-        if (
-            not isinstance(site, str)
-            or not isinstance(heads, tuple)
-            or not all(type(h) is int and h >= 0 for h in heads)
-        ):
-            raise InvalidTypeError(
-                f"expected heads of {remedy} by site, as ((site.name, (0, 3)),) with () for all of them, got {value!r}"
-            )
+    if not is_valid:
+        raise InvalidTypeError(
+            f"expected heads of {remedy} by site, as ((site.name, (0, 3)),) with () for all of them, got {heads!r}"
+        )
 
 
 def active_on(module: nn.Module) -> dict[str, Remedy]:

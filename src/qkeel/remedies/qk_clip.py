@@ -176,12 +176,13 @@ class _Clip:
                 shift = first + (self._heads if factor.root else 0)
                 self.clipped.append((factor.weight, factor.heads + shift))
             first += site.n_heads
-        shares = self._shares(target, weights)
-        self.rows = HeadRows(shares, 2 * self._heads) if shares else None
-        # Weights that may be frozen later, by site.
-        self._weights = [
+        self.rows = HeadRows(self._shares(target, weights), 2 * self._heads)
+        # The weights of each site that may be frozen later, and are then not scaled.
+        self._trained_weights = [
             [target.parameter(factor.weight.parameter) for factor in factors_of_site]
-            for factors_of_site in (factors if remedy.frozen == "refuse" else ())
+            if remedy.frozen == "refuse"
+            else []
+            for factors_of_site in factors
         ]
         # It may refuse, so it precedes the tap.
         self.shared = SharedMaxima(target, self.maxima)
@@ -204,7 +205,6 @@ class _Clip:
         self.kept: Tensor | None = None
         self._copies: dict[int, tuple[str, ...]] = {}
         self._has_warned = self._has_warned_of_frozen = False
-        self._spared = _spared(remedy.heads, target.sites)
         # Statistics of the passes since the last step, once they have been read.
         self._statistics: dict[str, LogitStats] | None = None
         # Nothing uses what the tap reads once the optimizer is gone. A tap refers to its model, which may refer to the
@@ -269,13 +269,8 @@ class _Clip:
         return not _readable(largest) or any(map(under, largest.tolist()))
 
     def _clip(self, optimizer: Optimizer, infinite: Tensor | None) -> None:
-        if not self._passes() and self.kept is None and not self.shared.several:
-            return
         row = self.shared.over_all()
-        if self._spared is not None:
-            self._spared = self._spared.to(row.device)
-            row = row.masked_fill(self._spared, -torch.inf)
-        row = self._without_frozen(row)
+        row = row.masked_fill(self._spared().to(row.device), -torch.inf)
         if self.kept is not None:
             row = torch.maximum(row.to(self.kept), self.kept)
         self.kept = None
@@ -292,33 +287,36 @@ class _Clip:
             row.masked_fill(row.isinf(), -torch.inf), self.remedy.threshold
         )
         factors = with_one(torch.cat([gamma, gamma.sqrt()]))
-        if self.rows is not None:
-            # Reading factors is cheap on a CPU. Elsewhere, waiting for them would cost more than multiplying by 1.
-            self.rows.scale(
-                factors,
-                on_host=readable,
-                copies=lambda weight: self._copies_of(weight, optimizer),
-            )
+        # Reading factors is cheap on a CPU. Elsewhere, waiting for them would cost more than multiplying by 1.
+        self.rows.scale(
+            factors,
+            on_host=readable,
+            copies=lambda weight: self._copies_of(weight, optimizer),
+        )
         if self.matched is not None:
             self.matched.shrink(factors)
 
-    def _without_frozen(self, row: Tensor) -> Tensor:
-        """Leaves out the maxima [heads] of sites with a weight that has been frozen since, and warns of the first."""
-        frozen = [
-            not all(p.requires_grad for p in weights) for weights in self._weights
-        ]
-        if not any(frozen):
-            return row
-        if not self._has_warned_of_frozen:
-            self._has_warned_of_frozen = True
-            caution(
-                f"qk_clip does not clip {where(self.sites[frozen.index(True)])} while a query or key weight is frozen. "
-                "With frozen=scale, it also scales frozen weights"
-            )
-        heads = [
-            torch.full((site.n_heads,), off) for site, off in zip(self.sites, frozen)
-        ]
-        return row.masked_fill(torch.cat(heads).to(row.device), -torch.inf)
+    def _spared(self) -> Tensor:
+        """Returns a mask [heads of all sites] that is True for heads that are not clipped.
+
+        These are heads that the option leaves out, and all of a site with a weight that has been frozen since."""
+        named = dict(self.remedy.heads or ())
+        spared: list[Tensor] = []
+        for i, site in enumerate(self.sites):
+            mask = torch.zeros(site.n_heads, dtype=torch.bool)
+            if named.get(site.name):
+                mask[:] = True
+                mask[list(named[site.name])] = False
+            if not all(p.requires_grad for p in self._trained_weights[i]):
+                mask[:] = True
+                if not self._has_warned_of_frozen:
+                    self._has_warned_of_frozen = True
+                    caution(
+                        f"qk_clip does not clip {where(site)} while a query or key weight is frozen. With "
+                        "frozen=scale, it also scales frozen weights"
+                    )
+            spared.append(mask)
+        return torch.cat(spared)
 
     def _copies_of(self, weight: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
         """Yields the float32 copies of a weight that the optimizer keeps in its state."""
@@ -386,20 +384,6 @@ def _stop(tap: weakref.ref[Tap]) -> None:
     running = tap()
     if running is not None:
         running.remove()
-
-
-def _spared(heads: HeadsBySite | None, sites: Sequence[AttentionSite]) -> Tensor | None:
-    """Returns a mask [heads of all sites] that is True for heads that are never clipped, or None if all may be."""
-    if heads is None:
-        return None
-    named = dict(heads)
-    clipped = [named[site.name] or range(site.n_heads) for site in sites]
-    return torch.cat(
-        [
-            ~torch.isin(torch.arange(s.n_heads), torch.tensor([*own]))
-            for s, own in zip(sites, clipped)
-        ]
-    )
 
 
 def _readable(tensor: Tensor) -> bool:
