@@ -5,7 +5,6 @@ A case is the name of a setup, whose remedies are compared with one process on t
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -37,8 +36,6 @@ from qkeel import distributed as dist
 from qkeel.errors import QkeelError, RefusedError
 from qkeel.handle import Handle
 from qkeel.nn import Decoder, DecoderConfig
-from qkeel.remedies.head_weights import HeadWeights
-from qkeel.remedies.lalr import LALR
 
 STEPS = 10
 CASTS = "one_casts"  # one process on the global batch that computes in float32
@@ -296,29 +293,6 @@ def heads_that_fully_shard_cuts() -> None:
         assert farthest(found, CUT_ALONE["none"]) > 1e-4, f"{remedy} does nothing here"
 
 
-def stages_under_fully_shard() -> None:
-    """Stages of a pipeline that are under fully_shard, each on its own part of a mesh, step as stages alone do."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    axes = init_device_mesh("cpu", (dist.world(), 1), mesh_dim_names=("pp", "dp"))
-    found: list[dict[str, Tensor]] = []
-    for name, sharded in (("none", False), ("qk_clip", False), ("qk_clip", True)):
-        stage, run = pipelined("pipeline")
-        hidden = torch.rand(2, wrapped.TOKENS, wrapped.WIDTH, dtype=torch.float64)
-        sites = qkeel.find_sites(stage, hidden if dist.rank() else wrapped.batch(0)[:2])
-        if sharded:
-            fully_shard(stage, mesh=axes["dp"])
-        optimizer = adamw(stage)
-        handle = qkeel.apply(stage, CALLS[name], optimizer, sites=sites)
-        for number in range(4):
-            run(stage, optimizer, number)
-        handle.remove()
-        found.append(weights(stage))
-    assert farthest(found[0], found[1]) > 1e-5, "qk_clip does nothing here"
-    assert farthest(found[1], found[2]) < 1e-12
-
-
 CUT_ALONE: dict[str, dict[str, Tensor]] = {}  # filled before there are other processes
 
 
@@ -352,38 +326,11 @@ def weights_are_not_finite(
         dist.local(query).detach().copy_(kept)
 
 
-def fails_inside(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    """One process fails in one of the functions that apply goes through, in one of its calls."""
-    homes: list[tuple[Any, str]] = [
-        (HeadWeights, "_enter"),
-        (LALR, "apply"),
-        (HeadWeights, "check_precision"),
-    ]
-    home, name = homes[chosen.randrange(len(homes))]
-    left = chosen.randrange(3)
-    original = home.__dict__[name]
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0 and dist.rank() == on:
-            raise ValueError("boom")
-        return original(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(home, name, failing)
-        handle = qkeel.apply(model, "lalr+lalr:tau=0.5" if left else "lalr", optimizer)
-        handle.remove()
-        raise RefusedError("it was not called as often")
-
-
 MISUSES: tuple[Misuse, ...] = (
     thresholds_differ,
     an_option_is_wrong,
     weights_are_not_finite,
-    fails_inside,
 )
-chosen = random.Random(0)
 
 
 def own(setup: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -532,12 +479,10 @@ def state(
 
 FUNCTIONS: tuple[Callable[[], None], ...] = (
     collectives,
-    watched_clip,
     misuses,
     some_misuses,
     refused_before_anything,
     heads_that_fully_shard_cuts,
-    stages_under_fully_shard,
 )
 WITH_FOLDER = (save, go_on)
 

@@ -7,23 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.quick import one_in
 
 import qkeel
 from qkeel.errors import RefusedError
 
-from .families import FAMILIES, Layer, Part, batch
 from .models import attention, gradients, step_by
-
-STEPS, DECAY = 30, 0.2
-
-
-def parts(layers: list[Layer]) -> list[Part]:
-    return [
-        p
-        for layer in layers
-        for p in (*layer.q, *layer.k, *layer.q_rope, *layer.k_rope)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -74,40 +62,6 @@ def test_weights_without_a_gradient_are_not_decayed() -> None:
 
 
 # --- qk_weight_decay
-
-
-@pytest.mark.parametrize("family", one_in(FAMILIES, 3))
-def test_with_adamw_it_is_adamw_with_that_decay_for_the_rows_of_queries_and_keys(
-    family: str,
-) -> None:
-    model, layers = FAMILIES[family].model(), FAMILIES[family].layers()
-    plain, decayed = (FAMILIES[family].model() for _ in range(2))
-    optimizers = [
-        torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=w)
-        for m, w in ((model, 0), (plain, 0), (decayed, DECAY))
-    ]
-    with qkeel.apply(
-        model, "qk_weight_decay", optimizers[0], decay=DECAY, batch=batch()
-    ):
-        for grads in gradients(model, 10):
-            for m, o in zip((model, plain, decayed), optimizers):
-                step_by(m, o, grads)
-    ours = parts(layers)
-    for part in ours:
-        assert torch.allclose(
-            part.of(model), part.of(decayed), rtol=1e-12, atol=1e-14
-        ), part
-    for name, p in model.named_parameters():
-        mine = [part for part in ours if part.name == name]
-        taken = {i for part in mine for i in part.index}
-        axis = mine[0].axis if mine else 0
-        rest = torch.tensor(
-            [i for i in range(p.shape[axis]) if i not in taken], dtype=torch.int64
-        )
-        assert torch.equal(
-            p.index_select(axis, rest),
-            plain.get_parameter(name).index_select(axis, rest),
-        ), name
 
 
 def test_it_is_the_same_decay_with_any_optimizer_and_follows_its_rates() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests import forked
 from torch import Tensor, nn
 
 import qkeel
@@ -132,57 +130,3 @@ def test_a_product_with_a_bias_or_none_takes_them(
     assert site.verified
     assert not site.unscaled
     qkeel.apply(model, remedy, steps(model), batch=x).remove()
-
-
-class Forgetting(nn.Module):
-    """A gate for each token, by which the keys before it are forgotten; one key head for all queries."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.q, self.gate = nn.Linear(M, M), nn.Linear(M, H)
-        self.k, self.v = nn.Linear(M, D), nn.Linear(M, D)
-
-    def logits(self, x: Tensor) -> Tensor:
-        kept = F.logsigmoid(self.gate(x)).cumsum(1).mT
-        z = (
-            4 * parts(self.q(x)) @ parts(self.k(x)).mT * D**-0.5
-            + kept[..., None]
-            - kept[..., None, :]
-        )
-        return z.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (
-            (self.logits(x).softmax(-1) @ parts(self.v(x))).transpose(1, 2).flatten(2)
-        )
-
-
-def capped_behind_gates(compiled: bool) -> None:
-    model, x = Forgetting(), torch.randn(2, T, M)
-    run = torch.compile(model, backend="eager") if compiled else model
-    before = run(x)
-    with qkeel.apply(run, "softcap:cap=1", steps(model), batch=x):
-        z = model.logits(x)
-        weights = z.tanh().masked_fill(z == -torch.inf, -torch.inf).softmax(-1)
-        capped = (weights @ parts(model.v(x))).transpose(1, 2).flatten(2)
-        torch.testing.assert_close(run(x), capped)
-        assert (capped - before).abs().max() > 0.1
-    assert torch.equal(run(x), before)
-
-
-def test_a_cap_bounds_what_the_softmax_gets_behind_forgetting_gates() -> None:
-    capped_behind_gates(compiled=False)
-
-
-def test_that_cap_is_the_same_in_a_compiled_model() -> (
-    None
-):  # without the checks of types, which do not compile
-    done = forked.python(
-        ["-m", "tests.remedies.test_effect"], Path(__file__).parents[2]
-    )
-    assert done.returncode == 0, done.stderr
-
-
-if __name__ == "__main__":
-    capped_behind_gates(compiled=True)

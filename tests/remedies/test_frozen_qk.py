@@ -72,25 +72,6 @@ def test_gains_of_norms_on_q_and_k_stay_and_those_of_v_do_not() -> None:
     assert moved(model, before) == before.keys()
 
 
-def test_of_a_fused_projection_the_rows_and_biases_of_values_step() -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
-    optimizer, before = (
-        torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.1),
-        values(layer),
-    )
-    example = torch.randn(2, 5, 16)
-    with qkeel.apply(layer, "frozen_qk", optimizer, batch=example):
-        for _ in range(3):
-            optimizer.zero_grad()
-            layer(example).square().sum().backward()
-            optimizer.step()
-    for name in ("self_attn.in_proj_weight", "self_attn.in_proj_bias"):
-        now, then = layer.get_parameter(name), before[name]
-        assert torch.equal(now[:32], then[:32])
-        assert (now[32:] != then[32:]).all()
-
-
 def test_every_weight_of_a_latent_logit_stays() -> None:
     model = mla()
     optimizer, before = torch.optim.AdamW(model.parameters(), lr=0.1), values(model)

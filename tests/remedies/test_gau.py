@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.nn import GAU, GAUBlock
+from qkeel.nn import GAU
 from qkeel.sites import Tap
 
 WIDTH, SIZE, LR, TAU = 12, 8, 0.5, 0.3
@@ -72,14 +72,3 @@ def test_a_clip_scales_gains_and_offsets_by_the_root_and_gives_exactly_the_thres
         gains = name.startswith(("qk_proj.q_", "qk_proj.k_"))
         factor = (2.0 / top) ** 0.5 if gains else 1.0
         assert torch.allclose(p, before[name] * factor, rtol=1e-12, atol=0), name
-
-
-def test_the_norm_before_a_gated_unit_is_dropped_where_values_are_normed_too() -> None:
-    torch.manual_seed(0)
-    block, x = GAUBlock(GAU(WIDTH, size=SIZE)), torch.randn(2, 7, WIDTH)
-    first, norm = block(x), block.norm
-    with qkeel.apply(block, "qkv_norm:kind=rms,gain=none"):
-        assert isinstance(block.norm, nn.Identity)
-        assert torch.equal(block(x), x + block.attention(x))
-    assert block.norm is norm
-    assert torch.equal(block(x), first)

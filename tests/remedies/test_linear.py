@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import qkeel
@@ -69,12 +70,6 @@ REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.ndim == 2]
-
-
-@pytest.mark.parametrize("name", LINEAR)
-def test_optimizers_linear_in_the_rate_are_taken(name: str) -> None:
-    model = attention(torch.float32)
-    qkeel.apply(model, "lalr", LINEAR[name](matrices(model))).remove()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +144,7 @@ def test_a_warm_up_does_not_hide_the_rate_that_a_scheduler_will_reach(
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_probing_leaves_weights_state_generator_and_global_hooks_alone(
+def test_others_are_taken_and_trying_them_leaves_everything_as_it_was(
     name: str,
 ) -> None:
     model = attention(torch.float32)
@@ -159,30 +154,16 @@ def test_probing_leaves_weights_state_generator_and_global_hooks_alone(
     for grads in gradients(model, 2):
         step_by(model, optimizer, grads)
         scheduler.step()
-    seen: list[object] = []
-    hook = register_optimizer_step_post_hook(lambda *a: seen.append(a))
-    weights = [p.detach().clone() for p in model.parameters()]
-    groups = [
-        {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups
-    ]
-    state = [
-        {k: v.clone() if isinstance(v, Tensor) else v for k, v in s.items()}
-        for s in optimizer.state.values()
-    ]
+    calls: list[object] = []
+    hook = register_optimizer_step_post_hook(lambda *a: calls.append(a))
+    before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     random = torch.get_rng_state()
     with hook, qkeel.apply(model, "lalr", optimizer):
         pass
-    assert not seen
+    assert not calls
     assert torch.equal(random, torch.get_rng_state())
-    assert all(torch.equal(a, p) for a, p in zip(weights, model.parameters()))
-    assert groups == [
-        {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups
-    ]
-    for old, new in zip(state, optimizer.state.values(), strict=True):
-        assert old.keys() == new.keys()
-        assert all(
-            torch.equal(torch.as_tensor(old[k]), torch.as_tensor(new[k])) for k in old
-        )
+    after = [model.state_dict(), optimizer.state_dict()]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 def test_a_subclass_with_a_constructor_of_its_own_is_probed_by_the_step_it_inherits() -> (

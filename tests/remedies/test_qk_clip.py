@@ -174,29 +174,6 @@ def test_a_weight_that_makes_q_and_k_is_scaled_once() -> None:
     assert torch.allclose(maxima(model, x)[0], top.clamp(max=0.1))
 
 
-@pytest.mark.parametrize(
-    "remedy",
-    ["lalr:tau=0.5+qk_clip:threshold=0.5", "qk_clip:threshold=0.5+lalr:tau=0.5"],
-)
-def test_with_lalr_the_clip_comes_after_the_scaled_step_in_either_order(
-    remedy: str,
-) -> None:
-    x = inputs(dtype=torch.float64)
-    model, reference = (loud(attention(torch.float64, 4), *SCALES) for _ in range(2))
-    results = []
-    for m, r in ((model, remedy), (reference, "lalr:tau=0.5")):
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
-        with qkeel.apply(m, r, optimizer):
-            m(x).square().sum().backward()
-            optimizer.step()
-        results.append(by_name(m))
-    top = maxima(loud(attention(torch.float64, 4), *SCALES), x)[0]
-    gamma = (0.5 / top).clamp(max=1).sqrt().repeat_interleave(4)[:, None]
-    assert torch.allclose(
-        results[0]["q_proj.weight"], results[1]["q_proj.weight"] * gamma, rtol=1e-12
-    )
-
-
 def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one() -> None:
     # As with optimizers that are not fused, whose hooks a scaler does not run: the maxima wait.
     model, x = loud(attention(torch.float64, 4), *SCALES), inputs(dtype=torch.float64)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import qkeel
 from qkeel.sites import Tap
 
-from .families import FAMILIES, Layer, OneByOne, Part, batch, run, tower
+from .families import FAMILIES, Layer, Part, batch, run
 from .models import trained
 
 TOO_MUCH = 1 + 1e-5
@@ -123,24 +123,3 @@ def test_every_head_over_ends_at_the_threshold_and_the_rest_are_bit_identical(
     }
     assert {n for n in changed if n.endswith("weight")} <= touched
     assert all(p.isfinite().all() for p in model.parameters())
-
-
-def test_heads_that_are_computed_one_by_one_are_clipped_one_by_one() -> None:
-    torch.manual_seed(0)
-    model, x = tower(OneByOne).double(), batch()
-    with torch.no_grad():
-        for i in (1, 2):
-            model.get_parameter(f"{i}.query.0.weight").mul_(30)
-    before, top = copy.deepcopy(model), maxima(model, x)
-    assert list(top)[:2] == ["1", "1#2"]
-    threshold = float(min(top["1"], top["2"])) / 2
-    clip_once(model, f"qk_clip:threshold={threshold}", x)
-    changed = {
-        n
-        for n, p in model.named_parameters()
-        if not torch.equal(p, before.get_parameter(n))
-    }
-    assert changed == {
-        f"{i}.{side}.0.weight" for i in (1, 2) for side in ("query", "key")
-    }
-    assert float(maxima(model, x)["1"]) == pytest.approx(threshold)

@@ -65,22 +65,6 @@ def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_s
     assert not handle.active
 
 
-@every_remedy
-def test_a_refusal_at_a_later_site_leaves_everything_as_it_was(remedy: str) -> None:
-    model = FAMILIES["gpt_neox"].model(torch.float32)
-    optimizer = torch.optim.SGD(
-        [p for n, p in model.named_parameters() if "layers.1.attention.q" not in n],
-        lr=0.1,
-    )
-    before = taken(model, optimizer)
-    with pytest.raises(
-        RefusedError,
-        match=r"layers.1.attention.query_key_value.weight, which this SGD does not hold",
-    ):
-        qkeel.apply(model, remedy, optimizer, batch=batch())
-    assert same(before, taken(model, optimizer))
-
-
 # --- weights that go away, and wrappers
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from tests.quick import one_in
@@ -46,21 +44,6 @@ def test_qk_clip_brings_the_whole_logit_to_the_threshold() -> None:
         assert largest(model) == pytest.approx(1.0, rel=1e-4)
 
 
-def test_qk_lr_at_zero_moves_no_weight_of_the_logit() -> None:
-    for name in SUMS:
-        model = made(name)
-        # Sites that are given are checked against the weights, some of them of three dimensions.
-        sites = qkeel.find_sites(model, batch())
-        qkeel.apply(
-            model, "qk_lr:factor=0", torch.optim.SGD(model.parameters()), sites=sites
-        ).remove()
-        before = trained(model, "qk_lr:factor=0", lr=1e-3)
-        moved = {
-            n for n, p in model.named_parameters() if not torch.equal(p, before[n])
-        }
-        assert moved == {"v.weight"}
-
-
 @torch.no_grad()
 def test_spectral_cap_caps_every_weight_of_the_logit() -> None:
     for name in SUMS:
@@ -90,31 +73,6 @@ def test_decay_shrinks_every_weight_of_the_logit() -> None:
             if not torch.equal(p, before[n]) and n != "v.weight"
         }
         assert shrunk == on_logit(name)
-
-
-def test_a_norm_acts_on_every_product_or_is_refused() -> None:
-    """Normed logits do not grow with the projections that make them, in any of the products."""
-    done, refused = [], {}
-    for name in SUMS:
-        model = made(name)
-        try:
-            qkeel.apply(model, "qk_norm", batch=batch())
-        except RefusedError as error:
-            refused[name] = str(error)
-            continue
-        done.append(name)
-        model(batch())
-        before = model.z.detach()
-        with torch.no_grad():
-            for projection in model.names:
-                model.get_submodule(projection).weight *= 3
-        model(batch())
-        torch.testing.assert_close(model.z, before, rtol=1e-3, atol=1e-3, msg=name)
-    assert "two" in done
-    for name, reason in refused.items():
-        assert re.search(
-            r"qk_norm at the model itself|multiplies queries and keys", reason
-        ), name
 
 
 @pytest.mark.parametrize("name", one_in(UNKNOWN, 2))
