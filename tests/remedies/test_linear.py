@@ -162,8 +162,8 @@ def test_others_are_taken_and_trying_them_leaves_everything_as_it_was(
         pass
     assert not calls
     assert torch.equal(random, torch.get_rng_state())
-    after = [model.state_dict(), optimizer.state_dict()]
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    # Of groups and states alike: every number, text and tensor.
+    assert repr([model.state_dict(), optimizer.state_dict()]) == repr(before)
 
 
 def test_a_subclass_with_a_constructor_of_its_own_is_probed_by_the_step_it_inherits() -> (
