@@ -97,8 +97,12 @@ def sourced(value: object) -> list[str]:
 
 
 def pruned(tree: str) -> str:
-    """The sidebar tree with closed groups and without the third level, except around the current page."""
-    deeper = r'(<li class="toctree-l2) has-children("><a [^>]*>[^<]*</a>)<input [^>]*/><label .*?</label><ul>.*?</ul>'
+    """The sidebar tree with closed groups, except around the current page, and without names under the reference."""
+    # The reference has a page for each of 150 names, which its own page lists.
+    deeper = (
+        r'(<li class="toctree-l1[^"]*?) has-children("><a [^>]*>Reference</a>)'
+        r"<input [^>]*/><label .*?</label><ul>.*?</ul>"
+    )
     first, *groups = re.split(
         r'(?=<p class="caption")', re.sub(deeper, r"\1\2", tree, flags=re.S)
     )
@@ -166,7 +170,7 @@ def stackable(body: str) -> str:
 
 
 def field_tables() -> dict[str, str]:
-    """Tables of recorded fields, for docs/file-formats.md."""
+    """Tables of recorded fields, for docs/guides/trackers.md."""
     from qkeel.records import (
         BLOCK_FIELDS,
         HEAD_FIELDS,

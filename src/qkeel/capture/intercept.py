@@ -30,6 +30,7 @@ from qkeel.capture.calls import (
 )
 from qkeel.capture.eager import EagerAttentionTracer, products_of
 from qkeel.capture.example import DescribedSiteHooks, ModuleCall, ModuleStack
+from qkeel.capture.logsumexp import attention_with_logsumexp
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,
     FUSED,
@@ -69,6 +70,7 @@ from qkeel.patching.modes import (
     unguarded,
 )
 
+PlainCall = tuple[Tensor, Tensor, float, bool]  # q, k, scale, causality
 _SDPA = "scaled_dot_product_attention"
 
 
@@ -166,6 +168,9 @@ class CaptureMode(CallObserver):
         self.plain: (
             Callable[[ModuleCall, int, Tensor, Tensor, float, bool], bool] | None
         ) = None
+        # Called with the logsumexps of an SDPA call's rows, where its kernel hands them out, and with q, k, scale and
+        # causality unless there is a mask; returns whether no further reading of the call is needed.
+        self.bounded: Callable[[str, Tensor, PlainCall | None], bool] | None = None
         self.called_in: list[ModuleCall] = []  # the calls of the modules in `only_in`
         self.unread: list[UnrecognizedAttention] = []
         self.hidden: dict[str, None] = {}  # where attention would not be seen
@@ -285,15 +290,19 @@ class CaptureMode(CallObserver):
 
     def _make_call(self, func: Function, args: Args, kwargs: dict[str, Any]) -> Any:
         """Makes a call that may be of interest and reads it, in code that torch does not compile."""
-        rows = None
-        if func is functional_attention and self.probing:
+        rows = with_lse = lse = None
+        if func is SDPA and self.bounded is not None and self.only is not None:
+            with_lse = attention_with_logsumexp(args, kwargs)
+        if with_lse is not None:
+            out, lse = with_lse
+        elif func is functional_attention and self.probing:
             # A probe follows gradient paths, which torch's operators have.
             out = SDPA(*args, **kwargs)
         elif func is functional_attention and self._rows:
             out, rows = attention_with_rows(sdpa_arguments(args, kwargs))
         else:
             out = func(*args, **kwargs)
-        self.guard(self._read_call, func, args, kwargs, out, rows)
+        self.guard(self._read_call, func, args, kwargs, out, rows, lse)
         return out
 
     def _read_call(
@@ -303,6 +312,7 @@ class CaptureMode(CallObserver):
         kwargs: Kwargs,
         out: object,
         rows: KernelRows | None,
+        lse: Tensor | None,
     ) -> None:
         """Reads what a function computed, if it plays a part in attention."""
         name = function_name(func)
@@ -318,34 +328,40 @@ class CaptureMode(CallObserver):
             self.hidden["what runs inside torch.func.vmap"] = None
             return
         top = self.stack.top
-        if _in_own(top) or (func is SDPA and self._measured(args, kwargs)):
+        if _in_own(top) or (func is SDPA and self._measured(args, kwargs, lse)):
             return
         if name in FUSED:
             self.apart(lambda: self._read_fused(name, top, args, kwargs, rows))
         else:
             self.apart(lambda: self.handwritten.follow(name, top, args, kwargs, out))
 
-    def _measured(self, args: Args, kwargs: Kwargs) -> bool:
-        """Hands an SDPA call without a mask in a known module to `plain`; returns whether that was possible."""
-        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-        if (
-            self.plain is None
-            or self._described
-            or mask is not None
-            or not 3 <= len(args) <= 5
-            or transformed_now()
+    def _measured(self, args: Args, kwargs: Kwargs, lse: Tensor | None) -> bool:
+        """Hands an SDPA call in a known module to `bounded` or `plain`; returns whether one of them took it."""
+        top = self.stack.top
+        name = name_of(top, top.calls)
+        heads = self.key_heads.get(name)
+        if self.only is None or self._described or heads is None or transformed_now():
+            return False
+        plain, mask = None, args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        if mask is None and 3 <= len(args) <= 5:
+            q, k, scale = args[0], args[1], kwargs.get("scale")
+            # In a packed call, which has to be unpacked first, the query heads lie in the token dimension.
+            if q.shape[1] != heads[0] == q.shape[1] * q.shape[-2]:
+                return False
+            k = k if k.shape[1] in (heads[1], 1) else known_keys(heads, k)
+            scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+            plain = q, k, scale, bool(kwargs.get("is_causal", False))
+        is_bounded = (
+            lse is not None
+            and self.bounded is not None
+            and lse.shape[1] == heads[0]
+            and self.bounded(name, lse, plain)
+        )
+        if not is_bounded and (
+            plain is None
+            or self.plain is None
+            or not self.plain(top, top.calls, *plain)
         ):
-            return False
-        q, k, top = args[0], args[1], self.stack.top
-        heads = self.key_heads.get(name_of(top, top.calls))
-        # In a packed call, which has to be unpacked first, the query heads lie in the token dimension.
-        if heads is None or (q.shape[1] != heads[0] == q.shape[1] * q.shape[-2]):
-            return False
-        k = k if k.shape[1] in (heads[1], 1) else known_keys(heads, k)
-        scale = kwargs.get("scale")
-        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-        causal = bool(kwargs.get("is_causal", False))
-        if not self.plain(top, top.calls, q, k, scale, causal):
             return False
         top.calls += 1
         return True

@@ -870,6 +870,11 @@ def _enter_only(modes: list[TorchFunctionMode]) -> None:
         _push_mode(mode)
 
 
+def number_of_modes() -> int:
+    """Returns how many function modes are active in this thread."""
+    return torch._C._len_torch_function_stack()
+
+
 def push_mode(mode: TorchFunctionMode) -> None:
     """Enters a mode without calling its `__enter__`; `take_off` leaves it."""
     _push_on_torch_function_stack(mode)
