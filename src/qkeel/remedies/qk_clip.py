@@ -194,6 +194,7 @@ class _Clip:
             measure=maxima,
             measure_rows=stats_of_rows,
             measure_plain=plain_max_stats,
+            threshold=remedy.threshold,
             guard=FaultGuard(_OFF),
         )
         self.tap.sites.extend(target.sites)
