@@ -60,6 +60,7 @@ from qkeel.records.disk import read_file
 from qkeel.remedies.apply import Asked, AtNextPass
 from qkeel.remedies.apply import parse as parse_remedies
 from qkeel.report import write
+from qkeel.sites.verify import COPY_MARK
 
 # The messages about a watched run, as lines on stderr that begin with `qkeel:` to distinguish them from the script's.
 
@@ -462,9 +463,8 @@ def chains(optimizer: Optimizer) -> list[list[nn.Module]]:
         if issubclass(type(thing), nn.Module) and is_made(thing)
     ]
     parts = {id(part) for module in modules for part in _parts(module)}
-    roots = {
-        id(root): root for root in (_model(m) for m in modules if id(m) not in parts)
-    }
+    tops = [m for m in modules if id(m) not in parts and COPY_MARK not in vars(m)]
+    roots = {id(root): root for root in map(_model, tops)}
     sizes = {key: sum(1 for _ in root.parameters()) for key, root in roots.items()}
     held = {
         key: left & {id(p) for p in root.parameters()} for key, root in roots.items()

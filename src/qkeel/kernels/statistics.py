@@ -207,6 +207,44 @@ def plain_max_stats(
     return extreme_stats(largest, smallest)
 
 
+# A row that sees a single key has a logsumexp equal to its logit, which rounds below it in half precision (by 6e-6 of it).
+_ROUNDED = 1e-4
+
+
+@torch.no_grad()
+def bounded_max_stats(
+    lse: PerRow,
+    threshold: float,
+    plain: tuple[Tensor, Tensor, float, bool] | None,
+) -> LogitStats | None:
+    """The largest logits of heads that may exceed a threshold, and of other heads their largest logsumexp.
+
+    max_j s_ij ≤ log Σ_j exp(s_ij), so a head whose logsumexps stay under the threshold has no logit over it.
+
+    Args:
+        lse: the logsumexp of each row, on a CPU.
+        threshold: above 0, in nats.
+        plain: q [b h t d], k [b g s d], scale and causality of the call.
+
+    Returns:
+        None if a head may exceed the threshold and its logits cannot be computed from `plain`.
+    """
+    bound = lse.amax((0, 2))
+    limit = threshold * (1 - _ROUNDED)
+    # Without a loop in Python where nothing is over; NaN is not under.
+    if all(map(float(limit).__ge__, bound.tolist())):
+        return only_extremes(bound)
+    if plain is None:
+        return None
+    q, k, scale, is_causal = plain
+    if not logit_pass.ready() or not logit_pass.reads_plain(q, k, is_causal):
+        return None
+    over = (~(bound <= limit)).nonzero()[:, 0]
+    keys = over // (q.shape[1] // k.shape[1])
+    largest, _ = logit_pass.plain_extremes(q[:, over], k[:, keys], scale, is_causal)
+    return only_extremes(bound.to(largest).index_copy(0, over, largest.amax((0, 2))))
+
+
 @torch.no_grad()
 def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
     """Reduces a kernel's rows to max_logit, capped_max_logit, entropy, entropy_min and n_queries per head.

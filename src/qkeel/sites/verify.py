@@ -223,6 +223,9 @@ def _opened_rerun(
     )[0]
 
 
+COPY_MARK = "_qkeel_copy_for_rerun"  # an attribute of the copies that a Rerun makes
+
+
 class _EnoughError(BaseException):
     """Ends a rerun after the calls that were wanted."""
 
@@ -264,6 +267,9 @@ class Rerun:
                 self._parameters[name] = nn.Parameter(p.detach(), p.requires_grad)
                 shared[id(p)] = self._parameters[name]
             self.module = copy.deepcopy(frame.module, shared)
+            # It holds weights of the model's until a garbage collection, and whoever
+            # looks through all live modules must not take it for the model.
+            vars(self.module)[COPY_MARK] = True
         names = {id(module): name for name, module in modules_of(frame.module).items()}
         within = {name_of_call(call.captured, names) for call in calls}
         self._layouts = {
