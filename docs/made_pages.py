@@ -227,8 +227,8 @@ def write_pages() -> None:
 def _download(name: str, link: re.Match[str]) -> str:
     """Turns a link on a page into a download if it leads to a file that is not on the site."""
     target = ((HERE / name).parent / link[2]).resolve()
-    on_site = target.is_relative_to(HERE) and not target.is_relative_to(
-        HERE / "internals"
+    on_site = target.is_relative_to(HERE) and (
+        target.parent != HERE / "internals" or target.stem == "numbers"
     )
     return link[0] if on_site else f"{{download}}`{link[1]} <{link[2]}>`"
 

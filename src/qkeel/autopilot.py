@@ -60,7 +60,7 @@ from qkeel.patching.modes import FaultGuard
 from qkeel.patching.optimizers import StepHooks, listed, stepping, when_hooks_are_done
 from qkeel.remedies import apply
 from qkeel.remedies import parse as parse_remedies
-from qkeel.remedies.head_weights import innermost
+from qkeel.remedies.optimizer_trials import innermost
 from qkeel.remedies.retrofit import Retrofit, RetrofitConfig, retrofit
 from qkeel.sites.find import find_sites
 

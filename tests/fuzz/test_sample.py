@@ -24,7 +24,8 @@ _NTK = {
     "large": 0.0,
 }
 REFUSED: list[tuple[str, Any]] = [
-    ("kernels", {"spec": "dynamic_ntk", **_NTK, "seed": 0}),  # NaN in silence
+    # NaN in silence.
+    ("kernels", {"spec": "dynamic_ntk", **_NTK, "seed": 0}),
     ("recipes", "a = " + "[" * 2000),
     ("objects", ("RunConfig", {"seed": 2**64})),
     ("objects", ("LongContexts", {"sequences": None})),

@@ -40,6 +40,7 @@ AXES = (
     "tuning_seeds",
     *SETTINGS,
 )
+# Wortsman et al. 2023, arXiv 2309.14322, section 2.1.
 FULL_GRID = (
     3e-4,
     1e-3,
@@ -48,7 +49,7 @@ FULL_GRID = (
     3e-2,
     1e-1,
     3e-1,
-)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
+)
 
 
 @final
@@ -252,15 +253,12 @@ class Plan:
     name: str  #: name of the study
     grid: Grid  #: the axes
     runs: Sequence[PlannedRun]  #: the runs, in the order of the table
-    contexts: LongContexts | None = (
-        None  #: tests at longer lengths, or None for no tests
-    )
-    tuned: Sequence[
-        Json
-    ] = ()  #: the chosen rate of each remedy of each role; see `tuned_plan`
-    primary: Primary | None = (
-        None  #: the primary comparison of the study, if it has one
-    )
+    #: tests at longer lengths, or None for no tests
+    contexts: LongContexts | None = None
+    #: the chosen rate of each remedy of each role; see `tuned_plan`
+    tuned: Sequence[Json] = ()
+    #: the primary comparison of the study, if it has one
+    primary: Primary | None = None
 
     def bases(self) -> dict[str, Json]:
         """Returns, per role, the configuration that its runs share, without remedy, rate and seed."""
