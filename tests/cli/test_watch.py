@@ -386,7 +386,7 @@ train(net, optimizer)
 def test_the_page_is_rewritten_while_the_script_runs_and_reloads_itself_until_the_end(
     tmp_path: Path, here: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkeel.cli.watched_program.PAGE_SECONDS", 0.0)
+    monkeypatch.setattr("qkeel.cli.watched_program.PAGE_SECONDS", 1e-3)
     text = "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=0.1))\n"
     script(
         tmp_path,
@@ -398,7 +398,7 @@ def test_the_page_is_rewritten_while_the_script_runs_and_reloads_itself_until_th
     during, after = (
         tmp_path / name for name in ("during.html", "qkeel-runs/train/report.html")
     )
-    assert '<meta http-equiv="refresh" content="0">' in during.read_text()
+    assert '<meta http-equiv="refresh" content="0.001">' in during.read_text()
     assert 'http-equiv="refresh"' not in after.read_text()
     assert (
         err.count("qkeel: page qkeel-runs/train/report.html") == 2
