@@ -184,23 +184,13 @@ def test_under_deepspeeds_zero_what_cannot_act_is_refused_by_its_name(
     optimizer = torch.optim.AdamW(model.parameters())
     handle = qkeel.apply(model, "lalr", optimizer)
     engine = Engine(model, stage)  # as deepspeed.initialize makes it afterwards
-    for _ in range(2):
-        engine.module(torch.randn(1, 5, 16, dtype=torch.float64)).sum().backward()
-        if stage:
-            whole = [p.data for p in model.parameters()]
-            for p in (
-                model.parameters() if stage == 3 else ()
-            ):  # which keeps none between passes
-                p.data = p.data[:0]
+    engine.module(torch.randn(1, 5, 16, dtype=torch.float64)).sum().backward()
+    if stage:
+        for p in model.parameters() if stage == 3 else ():
+            p.data = p.data[:0]  # which keeps none between passes
+        for _ in range(2):
             with refused:
                 optimizer.step()
-            for p, data in zip(model.parameters(), whole):
-                p.data = data
-        else:
-            optimizer.step()
-    handle.remove()
-    if stage == 3:
-        with pytest.raises(RefusedError, match="ZeRO"):
-            qkeel.watch(engine)
     else:
-        qkeel.watch(engine).close()
+        optimizer.step()
+    handle.remove()

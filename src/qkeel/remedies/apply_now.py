@@ -223,13 +223,10 @@ def _check(
             f"{remedy.name}: {sites.share} of this model are understood, and the remedy would leave out the others. "
             f"{missed}. With partial=True the remedy is applied to the attention that is understood"
         )
+    if any(x.on_steps for site in target.sites for x in active_at(site).values()):
+        # An optimizer that the script deleted may still exist, and its remedies with it.
+        gc.collect()
     for site in target.sites:
-        active = active_at(site)
-        if any(other.on_steps for other in active.values()) and (
-            remedy.name in active or remedy.supports(site) is not None
-        ):
-            # An optimizer that the script deleted may still exist, and its remedies with it.
-            gc.collect()
         if remedy.name in active_at(site):
             raise AlreadyAppliedError(
                 f"{remedy.name} is already applied to {where(site)}; remove() its handle first"
