@@ -104,6 +104,7 @@ def apply_now(
             f"train_length={more.train_length}, partial={more.partial}"
         )
 
+    # Whatever one process refuses, all refuse, before any of them changes its model.
     remedies, targets = dist.agree(WHAT, prepared, description)
 
     def applied() -> Handle:
@@ -163,6 +164,7 @@ def _apply_all(
             )
         )
         for target in _by_optimizer(remedy, target_of_all, optimizers):
+            # Compared afterwards: a wrapper reduces no gradients of parameters that it has not seen.
             before = dict(bare.model.named_parameters())
             inner = remedy.apply(target)
             try:
@@ -253,7 +255,8 @@ def _recorded(remedy: Remedy, target: Target, inner: Handle) -> Handle:
     record(modules, remedy)
     is_in_model = not (remedy.on_steps or isinstance(remedy, NoRemedy))
     if is_in_model:
-        compile_again()  # code compiled earlier does not detect new hooks
+        # Code that was compiled earlier does not detect new hooks.
+        compile_again()
     ends = idle = None
     if remedy.on_steps and target.optimizer is not None:
         idle = notice_idle_steps(target, remedy)
@@ -270,7 +273,8 @@ def _recorded(remedy: Remedy, target: Target, inner: Handle) -> Handle:
         if not has_ended and any(
             active_on(module).get(remedy.name) is not remedy for module in modules
         ):
-            return  # already folded into the weights
+            # The remedy has been folded into the weights, and there is nothing left to undo.
+            return
         inner.remove()
         if is_in_model:
             compile_again()

@@ -49,7 +49,7 @@ class HeadWeights:
         target: the model and its sites.
         optimizer: the optimizer that takes the steps.
         remedy: the remedy's name, for errors.
-        more: further slices, such as biases, which the optimizer need not hold.
+        extras: further slices, such as biases, which the optimizer need not hold.
 
     Raises:
         RefusedError: the optimizer does not update every weight that is trained, or does not update any weight.
@@ -60,7 +60,7 @@ class HeadWeights:
         target: Target,
         optimizer: Optimizer,
         remedy: str,
-        more: Iterable[HeadSlice] = (),
+        extras: Iterable[HeadSlice] = (),
     ) -> None:
         self.slices: list[HeadSlice] = []
         self.parameters: list[nn.Parameter] = []
@@ -68,10 +68,8 @@ class HeadWeights:
         for s in target.logit_slices():
             self._enter(target, s)
         n = len(self.slices)
-        for s in more:
+        for s in extras:
             self._enter(target, s)
-        for s, p in zip(self.slices, self.parameters):
-            check_plain_rows(s.parameter, p, remedy)
         self.tensors = [stepped(optimizer, p) for p in self.parameters]
         for i in range(n):
             is_frozen = not self.parameters[i].requires_grad
@@ -130,31 +128,11 @@ class HeadWeights:
         return list(torch.arange(sum(self.counts))[:, None].split(self.counts))
 
 
-def check_plain_rows(name: str, weight: Tensor, remedy: str) -> None:
-    """Raises RefusedError for a quantised weight, and for a weight that is split across processes in an unrecognised
-    way.
-
-    FSDP2 and tensor parallelism store a weight as a DTensor, of which each process has a block. The flat copies of ZeRO
-    and FSDP1 are not recognised as copies.
-    """
-    if not has_plain_rows(weight):
-        raise RefusedError(
-            f"{name} is quantised ({type(weight).__name__} of {weight.dtype}), so the rows of its heads cannot be read "
-            f"or scaled; apply {remedy} to plain floating-point weights"
-        )
-    dist.local_block(name, weight)
-
-
-def has_plain_rows(weight: Tensor) -> bool:
-    """True if the rows of a weight, or of this process's part of it, can be read and scaled directly."""
-    return weight.is_floating_point() and not is_wrapper(dist.local(weight))
-
-
 def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:
     """Raises an error unless the query and key weights have values and these are finite.
 
-    If the weights are changed `per_head`, it must also be confirmed that the logits of these heads are computed from
-    them."""
+    If the weights are changed `per_head`, they must also have plain rows, and it must be confirmed that the logits of
+    these heads are computed from them."""
     for name in dict.fromkeys(s.parameter for s in target.logit_slices()):
         p = target.parameter(name)
         if p.is_meta:
@@ -162,7 +140,17 @@ def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:
                 f"{name} is on the meta device; give it values before {remedy} is applied, after fully_shard if that "
                 "splits the model"
             )
-        if has_plain_rows(p) and not bool(torch.isfinite(dist.local(p)).all()):
+        is_plain = p.is_floating_point() and not is_wrapper(dist.local(p))
+        if per_head and not is_plain:
+            raise RefusedError(
+                f"{name} is quantised ({type(p).__name__} of {p.dtype}), so the rows of its heads cannot be read or "
+                f"scaled; apply {remedy} to plain floating-point weights"
+            )
+        if per_head:
+            # FSDP2 and tensor parallelism give each process a block of a DTensor. Other ways to split are refused, and
+            # the flat copies of ZeRO and FSDP1 are not recognised as copies.
+            dist.local_block(name, p)
+        if is_plain and not bool(torch.isfinite(dist.local(p)).all()):
             raise NonFiniteError(
                 f"{name} holds NaN or infinity before {remedy} is applied; load finite weights"
             )

@@ -40,6 +40,7 @@ def factors_by_site(target: Target, *, by_group: bool) -> list[list[LogitFactor]
         in_use: list[HeadSlice] = []
         for user in target.all_sites or target.sites:
             in_use.extend(target.value_weights(user))
+            # Another layer would be changed too, unless it is the same layer, which is then clipped as one.
             if user is not site and not _is_same_layer(site, user, target):
                 in_use.extend(_last_weights(user))
         fixed = [
@@ -62,7 +63,8 @@ def _is_same_layer(site: AttentionSite, other: AttentionSite, target: Target) ->
     """True if the remedy acts on both sites and every head has the same weights in both."""
     return (
         len(site.terms) == len(other.terms)
-        and other in target.sites  # sites are compared by identity
+        # Sites are compared by identity.
+        and other in target.sites
         and all(
             target.parameter(a.parameter) is target.parameter(b.parameter) and a.same(b)
             for a, b in zip(_last_weights(site), _last_weights(other))
@@ -108,7 +110,8 @@ def logit_factors(
             unscaled -= {a, b} - kept
     powers = dict.fromkeys(unscaled, 0.0)
     fewest = [s.n for s in weights]
-    for _ in terms:  # each iteration reaches one more product along a chain
+    # Each iteration reaches one more product along a chain of weights that are in several of them.
+    for _ in terms:
         for a, b in (*terms, *((b, a) for a, b in terms)):
             fewest[a] = min(fewest[a], fewest[b])
             if a in powers and powers.setdefault(b, 1.0 - powers[a]) != 1.0 - powers[a]:
