@@ -94,16 +94,6 @@ def test_four_processes_on_meshes_of_two_axes(tmp_path: Path) -> None:
     run(tmp_path, 4, with_remedies(quick=False, processes=4), limit=900)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_checkpoint_of_two_processes_goes_on_on_two_four_and_one(
-    tmp_path: Path,
-) -> None:
-    run(tmp_path, 2, ["save", "go_on"])
-    run(tmp_path, 4, ["go_on"])
-    run(tmp_path, 1, ["go_on"])
-
-
 def test_a_head_is_clipped_by_the_largest_logit_of_all_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
