@@ -5,9 +5,7 @@ A case is the name of a setup, whose remedies are compared with one process on t
 
 from __future__ import annotations
 
-import random
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -37,10 +35,7 @@ import qkeel
 from qkeel import distributed as dist
 from qkeel.errors import QkeelError, RefusedError
 from qkeel.handle import Handle
-from qkeel.monitor.monitor import Monitor
 from qkeel.nn import Decoder, DecoderConfig
-from qkeel.remedies.head_weights import HeadWeights
-from qkeel.remedies.lalr import LALR
 
 STEPS = 10
 CASTS = "one_casts"  # one process on the global batch that computes in float32
@@ -262,81 +257,6 @@ def collectives() -> None:
         assert counts[2] - counts[3] == most, (name, setup, counts)
 
 
-def watched_clip() -> None:
-    """A monitor adds no collective to the groups of the training, and the weights are to the bit those without it, also
-    where it ends on one process."""
-    for setup in ("ddp", "fsdp2"):
-        unwatched, before = with_clip(setup, "")
-        for case in (
-            "applied first",
-            "watched first",
-            "closed on one",
-            "fails on one",
-            "measures too late",
-        ):
-            watched, counts = with_clip(setup, case)
-            assert all(
-                torch.equal(watched[name], x) for name, x in unwatched.items()
-            ), (setup, case)
-            for number in range(2, 8):
-                assert before[number][-1] == wrapped.LAYERS * wrapped.HEADS
-                if (
-                    setup == "fsdp2" and case == "measures too late" and number % 2 == 0
-                ):  # by passes over a probe batch
-                    assert len(counts[number]) > len(before[number])
-                else:
-                    assert counts[number] == before[number], (setup, case, number)
-
-
-def with_clip(setup: str, case: str) -> tuple[dict[str, Tensor], list[list[int]]]:
-    """Eight steps under a clip, every second of which is watched unless the case is ""; the weights, and how many
-    numbers each collective of a step sent."""
-    model = wrapped.llama()
-    sites = qkeel.find_sites(model, wrapped.batch(0)[:2])
-    model = wrapped.wrapped(model, setup)
-    optimizer = adamw(model)
-    monitor: Monitor | None = None
-
-    def watch() -> Monitor:
-        probe = (
-            {"input_ids": wrapped.batch(9)[:1]} if case == "measures too late" else None
-        )
-        return qkeel.watch(
-            model, optimizer, every=2, sites=sites, rules=[], probe_batch=probe
-        )
-
-    if case and case != "applied first":
-        monitor = watch()
-    handle = qkeel.apply(model, CALLS["qk_clip"], optimizer, sites=sites)
-    if case == "applied first":
-        monitor = watch()
-    sizes = []
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for number in range(8):
-            if (
-                number == 3
-                and case == "closed on one"
-                and dist.rank() == 1
-                and monitor is not None
-            ):
-                monitor.close()
-            if number == 3 and case == "fails on one" and dist.rank() == 1:
-                monitor._step_end._models = None  # type: ignore[union-attr,assignment]
-            with Collectives() as counted:
-                step(model, optimizer, setup, number)
-            sizes.append(counted.sizes)
-    if monitor is not None:
-        assert monitor.active == (case not in ("closed on one", "fails on one")), (
-            setup,
-            case,
-            [str(w.message) for w in said],
-        )
-        monitor.close()
-    handle.remove()
-    return weights(model), sizes
-
-
 CUT = (
     "qk_clip:threshold=0.02",
     "qk_clip:threshold=0.02,groups=group",
@@ -373,29 +293,6 @@ def heads_that_fully_shard_cuts() -> None:
         assert farthest(found, CUT_ALONE["none"]) > 1e-4, f"{remedy} does nothing here"
 
 
-def stages_under_fully_shard() -> None:
-    """Stages of a pipeline that are under fully_shard, each on its own part of a mesh, step as stages alone do."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    axes = init_device_mesh("cpu", (dist.world(), 1), mesh_dim_names=("pp", "dp"))
-    found: list[dict[str, Tensor]] = []
-    for name, sharded in (("none", False), ("qk_clip", False), ("qk_clip", True)):
-        stage, run = pipelined("pipeline")
-        hidden = torch.rand(2, wrapped.TOKENS, wrapped.WIDTH, dtype=torch.float64)
-        sites = qkeel.find_sites(stage, hidden if dist.rank() else wrapped.batch(0)[:2])
-        if sharded:
-            fully_shard(stage, mesh=axes["dp"])
-        optimizer = adamw(stage)
-        handle = qkeel.apply(stage, CALLS[name], optimizer, sites=sites)
-        for number in range(4):
-            run(stage, optimizer, number)
-        handle.remove()
-        found.append(weights(stage))
-    assert farthest(found[0], found[1]) > 1e-5, "qk_clip does nothing here"
-    assert farthest(found[1], found[2]) < 1e-12
-
-
 CUT_ALONE: dict[str, dict[str, Tensor]] = {}  # filled before there are other processes
 
 
@@ -429,38 +326,11 @@ def weights_are_not_finite(
         dist.local(query).detach().copy_(kept)
 
 
-def fails_inside(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    """One process fails in one of the functions that apply goes through, in one of its calls."""
-    homes: list[tuple[Any, str]] = [
-        (HeadWeights, "place"),
-        (LALR, "apply"),
-        (HeadWeights, "in_full_precision"),
-    ]
-    home, name = homes[chosen.randrange(len(homes))]
-    left = chosen.randrange(3)
-    original = home.__dict__[name]
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0 and dist.rank() == on:
-            raise ValueError("boom")
-        return original(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(home, name, failing)
-        handle = qkeel.apply(model, "lalr+lalr:tau=0.5" if left else "lalr", optimizer)
-        handle.remove()
-        raise RefusedError("it was not called as often")
-
-
 MISUSES: tuple[Misuse, ...] = (
     thresholds_differ,
     an_option_is_wrong,
     weights_are_not_finite,
-    fails_inside,
 )
-chosen = random.Random(0)
 
 
 def own(setup: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -609,12 +479,10 @@ def state(
 
 FUNCTIONS: tuple[Callable[[], None], ...] = (
     collectives,
-    watched_clip,
     misuses,
     some_misuses,
     refused_before_anything,
     heads_that_fully_shard_cuts,
-    stages_under_fully_shard,
 )
 WITH_FOLDER = (save, go_on)
 

@@ -149,21 +149,6 @@ def test_a_state_that_the_handle_loads_is_not_missing(spec: str) -> None:
         train(model, optimizer, 1)
 
 
-@every_spec
-def test_an_optimizer_without_the_remedy_loads_and_trains_as_ever(spec: str) -> None:
-    of_model, of_optimizer, _ = uninterrupted(spec)
-    without = copy.deepcopy(of_optimizer)
-    assert without["param_groups"][0].pop("qkeel")
-    results = []
-    for state in (of_optimizer, without):
-        model, optimizer = made()
-        model.load_state_dict(of_model)
-        optimizer.load_state_dict(state)
-        train(model, optimizer, 3)
-        results.append(weights(model))
-    assert all(map(torch.equal, *results))
-
-
 def test_nothing_is_left_in_the_groups_after_removal() -> None:
     model, optimizer = made()
     before = [set(group) for group in optimizer.param_groups]

@@ -43,7 +43,7 @@ __all__ = [
     "on_host",
 ]
 
-Reduction = Literal["mean", "root_mean", "root", "max"]
+Reduction = Literal["mean", "root_mean", "root", "max", "min"]
 Stats = Mapping[str, LogitStats]
 
 

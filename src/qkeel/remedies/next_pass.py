@@ -15,7 +15,7 @@ from qkeel.patching.forward import ForwardPasses, joining, unwrapped
 from qkeel.patching.modes import unguarded
 from qkeel.patching.optimizers import StepHooks, listed
 from qkeel.remedies.apply_now import GIVE_BATCH, Asked, apply_now
-from qkeel.remedies.head_weights import innermost
+from qkeel.remedies.optimizer_trials import innermost
 from qkeel.remedies.processes import (
     check_wrapper,
 )
@@ -48,10 +48,10 @@ class AtNextPass(Handle):
         self._passes = ForwardPasses(
             model, self._begin, lambda *_: None, guard=unguarded
         )
-        self._optimizers = [listed(optimizer)]
+        self._optimizers = listed(optimizer)
         self._steps = [
             StepHooks(self._refuse_step, lambda _: None, innermost(x))
-            for x in self._optimizers[0]
+            for x in self._optimizers
         ]
         super().__init__(self._take_off, state=self._own_state, load=self._take_state)
 
@@ -64,12 +64,9 @@ class AtNextPass(Handle):
         )
 
     def or_with(self, optimizer: Optimizer) -> None:
-        """Adds another optimizer of the model. The remedies use the first optimizer with which they can be applied.
-
-        Does nothing if the remedies have already been applied.
-        """
+        """Adds another optimizer of the model, unless the remedies have already been applied."""
         if self._inner is None and self.active:
-            self._optimizers.append([optimizer])
+            self._optimizers.append(optimizer)
 
     def _begin(
         self, args: tuple[Any, ...], kwargs: Mapping[str, object], compiled: bool
@@ -90,24 +87,15 @@ class AtNextPass(Handle):
 
     def _applied(self, batch: ForwardArguments) -> Handle:
         forward = vars(self._model).get("forward")
-        handle = self._with_the_first_that_fits(batch)
+        handle = apply_now(
+            self._model, self._remedy, self._optimizers, self._more, batch=batch
+        )
         if vars(self._model).get("forward") is not forward:
             handle.remove()
             raise RefusedError(
                 f"{self.about} replaces the model's own forward, which is running now. {GIVE_BATCH.format(self.about)}"
             )
         return handle
-
-    def _with_the_first_that_fits(self, batch: ForwardArguments) -> Handle:
-        errors: list[RefusedError] = []
-        for optimizers in self._optimizers:
-            try:
-                return apply_now(
-                    self._model, self._remedy, optimizers, self._more, batch=batch
-                )
-            except RefusedError as error:
-                errors.append(error)
-        raise errors[0]
 
     def _refuse_step(self, optimizer: Optimizer) -> None:
         if self.active and self._inner is None and self._passes.active:

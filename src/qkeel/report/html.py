@@ -124,7 +124,7 @@ def thin(heights: Sequence[float | None], limit: int = MAX_RECORDS) -> list[int]
         return list(range(len(heights)))
     levels = np.array([-math.inf if x is None else x for x in heights])
     levels[np.isnan(levels)] = math.inf
-    edges = np.linspace(1, len(heights) - 1, limit - 1).astype(int)
+    edges = np.linspace(1, len(heights) - 1, limit - 1).astype(int).tolist()
     # The largest value of each interval preserves spikes, which averaging would hide.
     peaks = [a + int(levels[a:b].argmax()) for a, b in itertools.pairwise(edges)]
     return [0, *peaks, len(heights) - 1]

@@ -12,14 +12,8 @@ from torch.nn import functional as F
 
 from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, maxima
 from qkeel.capture.example import ModuleCall
-from qkeel.capture.intercept import (
-    SDPA_ALONE,
-    CapturedCall,
-    CaptureMode,
-    PlainCall,
-    name_of,
-)
-from qkeel.capture.readers import FLASH_AND_FLEX
+from qkeel.capture.intercept import CapturedCall, CaptureMode, PlainCall, name_of
+from qkeel.capture.readers import FLASH_AND_FLEX, SDPA
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.heads.site import layer_of
 from qkeel.kernels.logits import compiled as logit_pass
@@ -44,7 +38,7 @@ MeasurePlain = Callable[[Tensor, Tensor, float, bool], LogitStats | CallRows | N
 MeasureCall = Callable[[Seen], LogitStats | CallRows | None]
 MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
 
-_FUSED = SDPA_ALONE | frozenset({F.multi_head_attention_forward, functional_attention})
+_FUSED = frozenset({SDPA, F.multi_head_attention_forward, functional_attention})
 # For each function by whose name a call was observed, the torch functions to look for in the calling module; None for
 # all of them.
 _FUNCTIONS: dict[str, frozenset[Function] | None] = {
@@ -191,7 +185,7 @@ class ObservedPass:
         ):
             self.places[name] = None
         else:
-            only = SDPA_ALONE if captured.named else _FUNCTIONS[captured.how]
+            only = _FUNCTIONS[captured.how]
             if name not in self.places:
                 self.places[name] = captured.frame.module, only
                 return
