@@ -48,12 +48,10 @@ from qkeel.spec.logits import Sink
 from qkeel.spec.rope import NoPosition
 from qkeel.spec.slot import PerRow
 
-BLOCK = (
-    1 << 20
-)  # logits per block: 4 MB in float32, which stays in cache during the passes over a block
-BLOCK_OFF_CPU = (
-    1 << 25
-)  # 128 MB: the time of a pass depends on launches, not on a cache
+# Logits per block: 4 MB in float32, which stays in cache during the passes over a block.
+BLOCK = 1 << 20
+# 128 MB: the time of a pass depends on launches, not on a cache.
+BLOCK_OFF_CPU = 1 << 25
 ROWS = 64  # least rows per block: fewer make inefficient matrix products
 
 # All statistics, and the largest logits alone.
@@ -80,9 +78,8 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
         if keys.stop == keys.start:
             blocks.append(RowStats.nothing(q_norm[:, :, rows], classes))
             continue
-        keys = (
-            keys if classes is None else slice(0, keys.stop)
-        )  # class members are indexed from the first key
+        # Class members are indexed from the first key.
+        keys = keys if classes is None else slice(0, keys.stop)
         z, visible_keys = _logits(call, q, k, rows, keys)
         products, unit = _products(call, q, k, rows, keys)
         products = z if products is None else visible_keys.blank_(products)

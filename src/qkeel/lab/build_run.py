@@ -123,9 +123,8 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 # The remedies of runs: those of `qkeel.apply`, and `autopilot`, which chooses remedies while the run trains.
 
 AUTOPILOT, POLICY = "autopilot", "ladder"
-RECORDS = (
-    75  # an autopilot gets at least this many records, if the run has as many steps
-)
+# An autopilot gets at least this many records, if the run has as many steps.
+RECORDS = 75
 
 
 def canonical(text: str) -> str:
@@ -339,9 +338,8 @@ def threads(count: int) -> Iterator[None]:
 
 def _device(name: str) -> str:
     if name == "auto":
-        return (
-            "cuda" if torch.cuda.is_available() else "cpu"
-        )  # mps has not been shown to be faster
+        # Mps has not been shown to be faster.
+        return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = name.partition(":")
     if kind == "cuda" and not (
         torch.cuda.is_available() and int(number or 0) < torch.cuda.device_count()
