@@ -65,7 +65,7 @@ bench: $(VENV)/.dev  ## ratios to peers, side by side in one run
 # A GPU machine needs torch >= 2.11, Triton and pytest and no environment of ours: jaxtyping's annotations have a stand-in.
 GPU_PATH = src:.$(shell $(PYTHON) -c "import jaxtyping" 2>/dev/null || echo :tests/gpu/stand_ins)
 
-gpu:  ## on a CUDA device, in ten minutes: kernels against the oracle, every table, goals; into benchmarks/results
+gpu:  ## on a CUDA device, in five minutes: kernels against the oracle, every table, goals; into benchmarks/results
 	PYTHONPATH=$(GPU_PATH) $(PYTHON) -m benchmarks.on_gpu
 
 clean:

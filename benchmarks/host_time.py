@@ -42,6 +42,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import qkeel
+from benchmarks.hook_by_hand import by_hand
 from benchmarks.measure import Bench, median_interval, take_turns
 from qkeel.errors import QkeelError
 from qkeel.lab.build_run import resolve
@@ -136,38 +137,6 @@ def recorded(model: nn.Module, optimizer: Optimizer, _: Tensor) -> object:
     return qkeel.watch(
         model, optimizer, stats="max", sinks=Path(place.name) / "run"
     ), place
-
-
-def by_hand(model: nn.Module, optimizer: Optimizer, _: Tensor) -> object:
-    """The hook that people write: F.scaled_dot_product_attention replaced, maxima and entropies from T×T scores."""
-    plain, found = F.scaled_dot_product_attention, list[Tensor]()
-
-    def attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        *args: object,
-        **kw: object,
-    ) -> Tensor:
-        with torch.no_grad():
-            scale = kw.get("scale") or q.shape[-1] ** -0.5
-            scores = q @ k.mT * scale
-            if kw.get("is_causal"):
-                hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-                scores = scores.masked_fill(hidden, -torch.inf)
-            weights = scores.softmax(-1)
-            entropy = -(weights * weights.clamp_min(1e-30).log()).sum(-1)
-            found.append(torch.stack([scores.amax((0, 2, 3)), entropy.mean((0, 2))]))
-        return plain(q, k, v, attn_mask, *args, **kw)  # type: ignore[arg-type]
-
-    def read(*_: object) -> None:
-        if found:
-            torch.stack(found).numpy()
-        found.clear()
-
-    F.scaled_dot_product_attention = attention
-    return optimizer.register_step_post_hook(read)
 
 
 def clipped_as_megatron(model: nn.Module, optimizer: Optimizer, _: Tensor) -> object:

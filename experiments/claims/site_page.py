@@ -1,10 +1,9 @@
-"""The page docs/what-we-found.md: a chart of the verdicts, the claims with short sources, a section for each study."""
+"""The page docs/what-we-found.md: a chart of the verdicts, and a section for each study."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from experiments.claims.claim import Claim
 from experiments.claims.judge import (
     HERE,
     LOOKS,
@@ -14,7 +13,6 @@ from experiments.claims.judge import (
     counted,
     fewer_seeds,
     judge,
-    short,
     verdicts,
 )
 from experiments.claims.studies import SEEDS, STUDIES
@@ -36,9 +34,6 @@ def site_page(results: Results) -> str:
         .format(
             counted=counted([place[id(claim)] for claim in CLAIMS]),
             chart=_chart(place),
-            tables="\n\n".join(
-                _table(heading, claims, place) for heading, claims in SECTIONS.items()
-            ),
             looks=LOOKS,
             seeds=SEEDS,
             fewer=fewer_seeds(),
@@ -73,21 +68,3 @@ def _chart(place: Mapping[int, Judged]) -> str:
 
 def _part(name: str, n: int) -> str:
     return f'<span class="{name}" style="flex-grow: {n}" title="{n} {name}">{n}</span>'
-
-
-def _table(heading: str, claims: Sequence[Claim], place: Mapping[int, Judged]) -> str:
-    counts = ", ".join(
-        f"{n} {name}" for name, n in verdicts(claims, place).items() if n
-    )
-    rows = [
-        f"<details><summary>{heading}: {counts}</summary>",
-        "",
-        "| claim | source | verdict | effect |",
-    ]
-    rows.append("|---|---|---|---|")
-    for one in (place[id(claim)] for claim in claims):
-        effect = one.figures.rpartition(",")[0]
-        rows.append(
-            f"| {one.claim.text} | {short(one.claim.source)} | {one.verdict} | {effect} |"
-        )
-    return "\n".join([*rows, "", "</details>"])

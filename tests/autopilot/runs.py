@@ -17,13 +17,7 @@ from qkeel.monitor import PlannedRates
 from qkeel.nn import Decoder, DecoderConfig
 
 STEPS, RATE = 24, 0.5
-EAGER = "ladder:threshold=20,calm=4"  # acts early, and lets go again
-_SHAPE = {"vocab_size": 32, "d_model": 32, "n_heads": 4, "n_layers": 2}
-
-
-def decoder(seed: int = 0) -> Decoder:
-    torch.manual_seed(seed)
-    return Decoder(DecoderConfig(**_SHAPE))  # type: ignore[arg-type]
+EAGER = "ladder:threshold=20,calm=4"  # acts early
 
 
 class Foreign(nn.Module):
@@ -36,13 +30,10 @@ class Foreign(nn.Module):
         super().__init__()
         self.kind = kind
         self.embed = nn.Embedding(32, 32)
-        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
-        self.drop = nn.Dropout(0.1)
-        if kind == "fused":
-            self.q, self.k, self.v = nn.Linear(32, 96), None, None
-        elif kind == "grouped":
-            self.k, self.v = nn.Linear(32, 16), nn.Linear(32, 16)
-        elif kind == "tied":
+        widths = {"fused": (96, 0, 0), "grouped": (32, 16, 16)}.get(kind, (32, 32, 32))
+        self.q, self.k, self.v = (nn.Linear(32, n) if n else None for n in widths)
+        self.out, self.drop = nn.Linear(32, 32), nn.Dropout(0.1)
+        if kind == "tied":
             self.k = self.q
         elif kind == "normed":
             self.norms = nn.ModuleList([nn.RMSNorm(8), nn.RMSNorm(8)])
@@ -51,21 +42,23 @@ class Foreign(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        made = (
-            self.q(x).chunk(3, -1)
-            if self.kind == "fused"
-            else (self.q(x), self.k(x), self.v(x))
-        )
-        q, k, v = (one.unflatten(-1, (-1, 8)).transpose(1, 2) for one in made)
+        projections = [p(x) for p in (self.q, self.k, self.v) if p is not None]
+        if self.kind == "fused":
+            projections = projections[0].chunk(3, -1)
+        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in projections)
         if self.kind == "normed":
             q, k = self.norms[0](q), self.norms[1](k)
+        is_grouped = self.kind == "grouped"
         attended = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=self.kind == "grouped"
+            q, k, v, is_causal=True, enable_gqa=is_grouped
         )
-        return (
-            self.out(x + self.drop(attended.transpose(1, 2).flatten(2)))
-            @ self.embed.weight.mT
-        )
+        attended = self.drop(attended.transpose(1, 2).flatten(2))
+        return self.out(x + attended) @ self.embed.weight.mT
+
+
+def decoder() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(DecoderConfig(vocab_size=32, d_model=32, n_heads=4, n_layers=2))
 
 
 def foreign(seed: int = 0, kind: str = "") -> Foreign:
@@ -75,11 +68,13 @@ def foreign(seed: int = 0, kind: str = "") -> Foreign:
 
 def batches(first: int = 0, last: int = STEPS) -> Iterator[Tensor]:
     for step in range(first, last):
-        tokens = torch.randint(
-            0, 32, (8, 33), generator=torch.Generator().manual_seed(step)
-        )
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 32, (8, 33), generator=generator)
         tokens[:, 1::2] = tokens[:, :-1:2]
         yield tokens
+
+
+EXAMPLE = next(batches())[:, :-1]
 
 
 def adamw(model: nn.Module, rate: float = RATE) -> torch.optim.Optimizer:
@@ -99,42 +94,41 @@ class Run:
         self,
         first: int = 0,
         last: int = STEPS,
-        parts: int = 1,
         call: Callable[..., Tensor] | None = None,
     ) -> Run:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", qkeel.errors.QkeelWarning)
             for step, tokens in enumerate(batches(first, last), first):
                 torch.manual_seed(1000 + step)  # dropout
-                if isinstance(self.optimizer, torch.optim.LBFGS):
-                    self.optimizer.step(
-                        functools.partial(self._gradients, tokens, parts, call)
-                    )
-                else:
-                    self._gradients(tokens, parts, call)
-                    self.optimizer.step()
+                self.optimizer.step(functools.partial(self._gradients, tokens, call))
         return self
 
-    def _gradients(
-        self, tokens: Tensor, parts: int, call: Callable[..., Tensor] | None
-    ) -> Tensor:
+    def _gradients(self, tokens: Tensor, call: Callable[..., Tensor] | None) -> Tensor:
         self.optimizer.zero_grad()
-        for part in tokens.chunk(parts):
-            logits = (self.model if call is None else call)(part[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / parts
-            loss.backward()
-            self.losses.append(loss.item())
+        logits = (self.model if call is None else call)(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        self.losses.append(loss.item())
         return loss
 
     def bits(self) -> dict[str, Tensor]:
-        found = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        bits = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         for i, state in self.optimizer.state_dict()["state"].items():
-            found |= {
-                f"{i}.{name}": x.clone()
-                for name, x in state.items()
-                if isinstance(x, Tensor)
-            }
-        return found
+            for name, x in state.items():
+                if isinstance(x, Tensor):
+                    bits[f"{i}.{name}"] = x.clone()
+        return bits
+
+    def left(self) -> list[int]:
+        """How many hooks and marks are on the model and its optimizer."""
+        held: list[Any] = [
+            self.optimizer._optimizer_step_pre_hooks,
+            self.optimizer._optimizer_step_post_hooks,
+        ]
+        for module in self.model.modules():
+            held += [module._forward_pre_hooks, module._forward_hooks]
+            held.append(vars(module).get("_qkeel_applied", {}))
+        return [len(hooks) for hooks in held]
 
 
 def run(
@@ -142,20 +136,17 @@ def run(
     *,
     policy: Any = EAGER,
     rate: float = RATE,
-    steps: int = STEPS,
     **options: Any,
 ) -> Run:
     model = foreign() if model is None else model
     optimizer = adamw(model, rate)
-    options = {"every": 2, "planned": PlannedRates.of([rate] * steps), **options}
-    return Run(
-        model, optimizer, qkeel.autopilot(model, optimizer, policy=policy, **options)
-    )
+    options = {"every": 2, "planned": PlannedRates.of([rate] * STEPS), **options}
+    pilot = qkeel.autopilot(model, optimizer, policy=policy, **options)
+    return Run(model, optimizer, pilot)
 
 
-def plain(model: nn.Module | None = None, rate: float = RATE) -> Run:
-    model = foreign() if model is None else model
-    return Run(model, adamw(model, rate))
+def plain(rate: float = RATE) -> Run:
+    return Run(model := foreign(), adamw(model, rate))
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

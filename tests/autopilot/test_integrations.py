@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from qkeel.errors import InvalidValueError, QkeelWarning, UnknownNameError
+from qkeel.errors import QkeelWarning, UnknownNameError
 
 transformers = pytest.importorskip("transformers")
 
@@ -19,7 +19,6 @@ from qkeel.integrations.huggingface import QkeelCallback  # noqa: E402
 pytestmark = pytest.mark.filterwarnings(
     f"ignore::{QkeelWarning.__module__}.{QkeelWarning.__name__}"
 )
-NOTHING: Any = None
 DATA = [
     torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(i))
     for i in range(40)
@@ -45,22 +44,22 @@ def tiny() -> Any:
     )
 
 
-def begun(
-    folder: Path, step: int, model: Any, optimizer: Any
-) -> tuple[QkeelCallback, Any, Any]:
+def begun(folder: Path, step: int, model: Any, optimizer: Any) -> tuple[Any, ...]:
+    """A callback at the beginning of training, and the events' arguments."""
     callback = QkeelCallback(every=1, autopilot="ladder:threshold=2,patience=1")
-    args: Any = SimpleNamespace(output_dir=str(folder))
-    state: Any = SimpleNamespace(
-        global_step=step, log_history=[], is_world_process_zero=True
-    )
     loader = SimpleNamespace(collate_fn=collated, dataset=DATA)
-    callback.on_train_begin(
-        args, state, NOTHING, model=model, optimizer=optimizer, train_dataloader=loader
+    event: Any = (
+        SimpleNamespace(output_dir=str(folder)),
+        SimpleNamespace(global_step=step, log_history=[], is_world_process_zero=True),
+        None,
     )
-    return callback, args, state
+    callback.on_train_begin(
+        *event, model=model, optimizer=optimizer, train_dataloader=loader
+    )
+    return callback, event
 
 
-def go_on(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+def trained(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
     losses = []
     for step in range(first, last):
         torch.manual_seed(step)
@@ -77,24 +76,22 @@ def test_a_training_resumed_from_a_checkpoint_goes_on_with_what_was_in_force(
 ) -> None:
     with pytest.raises(UnknownNameError):
         QkeelCallback(autopilot="lader")
-    with pytest.raises(InvalidValueError, match="without allow_new_parameters"):
-        QkeelCallback(autopilot="ladder:allow_new_parameters=true")
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
-    callback, args, state = begun(tmp_path, 0, model, optimizer)
-    go_on(model, optimizer, 0, 12)
-    state.global_step = 12
+    callback, event = begun(tmp_path, 0, model, optimizer)
+    trained(model, optimizer, 0, 12)
+    event[1].global_step = 12
     (tmp_path / "checkpoint-12").mkdir()
-    callback.on_save(args, state, NOTHING)
-    assert callback.pilot.remedies.handles  # type: ignore[union-attr]
+    callback.on_save(*event)
+    assert callback.pilot.remedies.handles
     kept = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    whole = go_on(model, optimizer, 12, 16)
-    callback.on_train_end(args, state, NOTHING)
+    whole = trained(model, optimizer, 12, 16)
+    callback.on_train_end(*event)
     assert not optimizer._optimizer_step_post_hooks
-    again = tiny()
-    other = torch.optim.AdamW(again.parameters(), lr=0.3)
-    again.load_state_dict(kept[0])
-    other.load_state_dict(kept[1])
-    second, *_ = begun(tmp_path, 12, again, other)
-    assert go_on(again, other, 12, 16) == whole
-    assert second.pilot.decisions == callback.pilot.decisions  # type: ignore[union-attr]
+    model = tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    resumed, _ = begun(tmp_path, 12, model, optimizer)
+    assert trained(model, optimizer, 12, 16) == whole
+    assert resumed.pilot.decisions == callback.pilot.decisions

@@ -42,28 +42,18 @@ def test_a_run_with_an_autopilot_is_recorded_and_resumes_to_the_same_bits(
     with pytest.raises(KeyboardInterrupt):
         run(CONFIG, tmp_path / "cut", watcher=stop)
     cut = run(CONFIG, tmp_path / "cut")
-
-    def losses(place: Path) -> list[object]:
-        return [
-            (r["step"], r["train_loss"], r["max_logit"])
-            for r in type(whole)(place).metrics()
-        ]
-
-    assert losses(cut.path) == losses(whole.path)
-    events = [
-        [e for e in place.events() if e["event"] != "resumed"] for place in (whole, cut)
-    ]
-    assert events[0] == events[1]
-    actions = [e["action"] for e in events[0] if e["event"] == "decision"]
-    assert "qk_clip" in actions
-    assert next(e["step"] for e in events[0] if e.get("action") == "qk_clip") < 8
+    names = ("step", "train_loss", "max_logit")
+    records = [[[r[n] for n in names] for r in x.metrics()] for x in (whole, cut)]
+    assert records[0] == records[1]
+    events = [e for e in cut.events() if e["event"] != "resumed"]
+    assert events == whole.events()
+    assert any(e.get("action") == "qk_clip" and e["step"] < 8 for e in events)
 
 
 def test_what_an_autopilot_of_a_run_cannot_be() -> None:
     assert canonical("autopilot:tau=0.10") == "autopilot:tau=0.1"
     for error, text in (
         (InvalidValueError, "autopilot+z_loss"),
-        (InvalidValueError, "autopilot:allow_new_parameters=true"),
         (UnknownNameError, "autopilot:treshold=3"),
     ):
         with pytest.raises(error):

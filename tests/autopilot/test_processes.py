@@ -9,30 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.autopilot.runs import equal
+from tests.autopilot.runs import EAGER, RATE, STEPS, Run, adamw, equal, foreign
 
-ROOT = Path(__file__).parents[2]
-
-
-def ended(commands: list[list[str]]) -> None:
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.autopilot.processes", *words],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for words in commands
-    ]
-    said = [process.communicate(timeout=300)[0] for process in started]
-    assert all(process.returncode == 0 for process in started), "\n".join(said)
+import qkeel
+from qkeel.autopilot import Action
+from qkeel.monitor import PlannedRates
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_processes_decide_alike_and_keep_equal_weights(tmp_path: Path) -> None:
-    ended([["parallel", str(tmp_path), str(rank), "2"] for rank in range(2)])
+    command = [sys.executable, "-m", "tests.autopilot.processes", str(tmp_path)]
+    root = Path(__file__).parents[2]
+    started = [
+        subprocess.Popen([*command, str(rank), "2"], cwd=root) for rank in range(2)
+    ]
+    assert [process.wait(300) for process in started] == [0, 0]
     first, second = (
         json.loads((tmp_path / f"decisions {rank}").read_text()) for rank in range(2)
     )
@@ -43,5 +35,20 @@ def test_two_processes_decide_alike_and_keep_equal_weights(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_compiled_training_is_itself_until_the_first_action(tmp_path: Path) -> None:
-    ended([["compiled", str(tmp_path)]])
+def test_a_compiled_training_is_itself_until_the_first_action() -> None:
+    losses, pilot = [], None
+    for is_piloted in (False, True):
+        torch._dynamo.reset()
+        model = foreign()
+        call, optimizer = torch.compile(model, backend="aot_eager"), adamw(model)
+        if is_piloted:
+            planned = PlannedRates.of([RATE] * STEPS)
+            pilot = qkeel.autopilot(
+                call, optimizer, policy=EAGER, every=2, planned=planned
+            )
+        losses.append(Run(model, optimizer).train(call=call).losses)  # type: ignore[arg-type]
+    assert pilot is not None
+    first = next(d.step for d in pilot.decisions if d.action is not Action.WATCH)
+    assert losses[0][: first + 3] == losses[1][: first + 3]
+    assert losses[0] != losses[1]
+    assert pilot.monitor.history.top("max_logit")[-1] < 60  # type: ignore[index]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import qkeel
 from qkeel import find_sites
-from qkeel.monitor.weight_norms import GainBounds
+from qkeel.monitor.gain_bounds import GainBounds
 from qkeel.nn import MLA, Attention
 from qkeel.sites import Tap
 from qkeel.spec import Learned, LogN

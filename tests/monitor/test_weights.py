@@ -1,37 +1,34 @@
-"""Norms of the weights behind each head, against dense products in float64; gradients and hidden states by hand."""
+"""The weights behind each head and what a step adds to them, as a watched step records them: against dense products."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
 import qkeel
-from qkeel import find_sites
-from qkeel.monitor.pass_values import Means
-from qkeel.monitor.token_classes import HiddenNorms
-from qkeel.monitor.weight_norms import WeightNorms
+from qkeel.errors import InvalidValueError
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
 from qkeel.nn.mla import LatentSizes
+from qkeel.spec import AttentionSpec, RMSNorm
 
 WIDTH, H = 24, 4
-X = torch.randn(
-    2, 7, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-)
-IDS = torch.randint(3, 11, (2, 7), generator=torch.Generator().manual_seed(0))
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(2, 7, WIDTH, dtype=torch.float64, generator=GENERATOR)
+IDS = torch.randint(3, 11, (2, 7), generator=GENERATOR)
 SIZES = LatentSizes(q_latent=10, kv_latent=9, rope_dim=4, nope_dim=6, value_dim=3)
 
-Dense = tuple[
-    Tensor, Tensor
-]  # [h d m] of q and of k, the latter of each query head's key head
+# [h d m] of q and of k, the latter of each query head's key head
+Dense = tuple[Tensor, Tensor]
 
 
 def heads(weight: Tensor, n: int) -> Tensor:
     """[h d m] of rows one head after the other, repeated for grouped keys."""
-    return weight.detach().unflatten(0, (n, -1)).repeat_interleave(H // n, 0)
+    return weight.detach().clone().unflatten(0, (n, -1)).repeat_interleave(H // n, 0)
 
 
 def dense_attention(model: nn.Module) -> Dense:
@@ -44,36 +41,26 @@ def dense_gpt2(model: nn.Module) -> Dense:
 
 
 def dense_neox(model: nn.Module) -> Dense:
-    q, k, _ = (
-        model.layers[0]
-        .attention.query_key_value.weight.unflatten(0, (H, 3, -1))
-        .unbind(1)
-    )
-    return q.detach(), k.detach()
+    fused = model.layers[0].attention.query_key_value.weight.detach().clone()
+    q, k, _ = fused.unflatten(0, (H, 3, -1)).unbind(1)
+    return q, k
 
 
 def dense_mla(model: nn.Module) -> Dense:
     """Of plain and rotated part together, from x to the head."""
     down_q, down_k = model.q_down.weight.detach(), model.kv_down.weight.detach()
-    if model.latent_norm:  # q from its latent; k from [its latent, x]
-        down_q, down_k = (
-            torch.eye(10, dtype=torch.float64),
-            torch.eye(9, 9 + WIDTH, dtype=torch.float64),
-        )
-    q = torch.cat(
-        [heads(model.q_up.weight, H) @ down_q, heads(model.q_rope.weight, H) @ down_q],
-        1,
-    )
     rope = heads(model.k_rope.weight, 1)
-    if model.latent_norm:
+    if model.latent_norm:  # q from its latent; k from [its latent, x]
+        down_q = torch.eye(10, dtype=torch.float64)
+        down_k = torch.eye(9, 9 + WIDTH, dtype=torch.float64)
         rope = torch.cat([torch.zeros(H, 4, 9, dtype=torch.float64), rope], -1)
-    return q, torch.cat([heads(model.k_up.weight, H) @ down_k, rope], 1)
+    up = [heads(w.weight, H) @ down_q for w in (model.q_up, model.q_rope)]
+    return torch.cat(up, 1), torch.cat([heads(model.k_up.weight, H) @ down_k, rope], 1)
 
 
 def gpt2() -> nn.Module:
-    return transformers.GPT2Model(
-        transformers.GPT2Config(vocab_size=11, n_embd=WIDTH, n_layer=1, n_head=H)
-    )
+    config = transformers.GPT2Config(vocab_size=11, n_embd=WIDTH, n_layer=1, n_head=H)
+    return transformers.GPT2Model(config)
 
 
 def neox() -> nn.Module:
@@ -87,9 +74,34 @@ def neox() -> nn.Module:
     return transformers.GPTNeoXModel(config)
 
 
-KINDS: dict[
-    str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Dense], Tensor]
-] = {
+def normed(gain: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        spec = AttentionSpec(norm=RMSNorm(gain=gain))  # type: ignore[arg-type]
+        model = Attention(WIDTH, H, 2, spec=spec)
+        for p in gains_of(model):
+            p.data += torch.rand_like(p)
+        return model
+
+    return make
+
+
+def gains_of(model: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if "norm" in name]
+
+
+def with_gains(shift: float) -> Callable[[nn.Module], Dense]:
+    def dense(model: nn.Module) -> Dense:
+        sides = []
+        for rows, gain, n in zip(dense_attention(model), gains_of(model), (H, 2)):
+            factors = (gain.detach() + shift).expand(n, 6).repeat_interleave(H // n, 0)
+            sides.append(rows * factors[..., None])
+        return sides[0], sides[1]
+
+    return dense
+
+
+Kind = tuple[Callable[[], nn.Module], Callable[[nn.Module], Dense], Tensor]
+KINDS: dict[str, Kind] = {
     "plain": (lambda: Attention(WIDTH, H), dense_attention, X),
     "grouped": (lambda: Attention(WIDTH, H, 2), dense_attention, X),
     "one key head": (lambda: Attention(WIDTH, H, 1, head_dim=4), dense_attention, X),
@@ -101,201 +113,130 @@ KINDS: dict[
         dense_mla,
         X,
     ),
+    **{
+        gain: (normed(gain), with_gains(float(gain == "one_plus_dim")), X)
+        for gain in ("dim", "one_plus_dim", "head", "head_dim", "scalar")
+    },
 }
 
 
-def built(kind: str) -> tuple[nn.Module, Dense, Tensor]:
-    torch.manual_seed(1)
-    make, dense, example = KINDS[kind]
-    model = make().double()
-    return model, dense(model), example
-
-
-def read(
-    model: nn.Module, example: Tensor, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, Tensor]:
-    sites = find_sites(model, example)
-    return {
-        name: value
-        for (_, name), value in WeightNorms(model, sites, optimizer).read().items()
-    }
-
-
-def spectral(q: Tensor, k: Tensor) -> Tensor:
-    return torch.linalg.matrix_norm(q.mT @ k, 2)
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, stats: str
+) -> dict[str, np.ndarray]:
+    """The numbers [heads] of the first layer in a watched step."""
+    with qkeel.watch(model, optimizer, stats=stats) as monitor:
+        out = model(x)
+        (out if isinstance(out, Tensor) else out[0]).square().sum().backward()
+        optimizer.step()
+        return {name: x[0, 0] for name, x in monitor.history.heads.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_spectral_norm_is_that_of_the_dense_product(kind: str) -> None:
-    model, (q, k), example = built(kind)
-    found = read(model, example)
-    assert torch.allclose(found["qk_spectral_norm"], spectral(q, k), rtol=1e-9)
-
-
-@pytest.mark.parametrize("kind", [k for k in KINDS if "mla" not in k])
-def test_weight_norms_are_those_of_the_heads_rows(kind: str) -> None:
-    model, (q, k), example = built(kind)
-    found = read(model, example)
-    assert torch.allclose(
-        found["query_weight_norm"], q.square().sum((1, 2)).sqrt(), rtol=1e-12
-    )
-    assert torch.allclose(
-        found["key_weight_norm"], k.square().sum((1, 2)).sqrt(), rtol=1e-12
-    )
+def test_a_steps_weights_are_those_of_the_dense_products(kind: str) -> None:
+    torch.manual_seed(1)
+    make, dense, x = KINDS[kind]
+    model = make().double()
+    q, k = dense(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    found = step(model, optimizer, x, "max+updates")
+    new_q, new_k = dense(model)
+    second = (new_q - q).mT @ k + q.mT @ (new_k - k)
+    third = (new_q - q).mT @ (new_k - k)
+    for name, matrix in (("delta2", second), ("delta3", third)):
+        sigma = torch.linalg.svdvals(matrix)
+        share = sigma.square() / sigma.square().sum(-1, keepdim=True)
+        entropy = -torch.special.xlogy(share, share).sum(-1)
+        for summary, value in (
+            ("spectral_norm", sigma[:, 0]),
+            ("stable_rank", 1 / share[:, 0]),
+            ("singular_entropy", entropy),
+        ):
+            np.testing.assert_allclose(
+                found[f"{name}_{summary}"], value, rtol=1e-5, err_msg=name
+            )
+    if gains_of(model):
+        return  # its weights have norms without their gains
+    spectral = torch.linalg.matrix_norm(q.mT @ k, 2)
+    np.testing.assert_allclose(found["qk_spectral_norm"], spectral, rtol=1e-6)
+    if "mla" not in kind:
+        for name, new, old in (("query", new_q, q), ("key", new_k, k)):
+            size, moved = old.flatten(1).norm(dim=1), (new - old).flatten(1).norm(dim=1)
+            np.testing.assert_allclose(found[f"{name}_weight_norm"], size, rtol=1e-6)
+            np.testing.assert_allclose(
+                found[f"{name}_update_ratio"], moved / size, rtol=1e-6
+            )
 
 
 def test_of_mla_the_weight_norms_are_those_of_the_up_projections() -> None:
-    model, _, example = built("mla")
-    found = read(model, example)
-    q = heads(model.q_up.weight, H).square().sum((1, 2)) + heads(
-        model.q_rope.weight, H
-    ).square().sum((1, 2))
-    k = heads(model.k_up.weight, H).square().sum((1, 2)) + heads(
-        model.k_rope.weight, 1
-    ).square().sum((1, 2))
-    assert torch.allclose(found["query_weight_norm"], q.sqrt(), rtol=1e-12)
-    assert torch.allclose(found["key_weight_norm"], k.sqrt(), rtol=1e-12)
+    torch.manual_seed(1)
+    model = MLA(WIDTH, H, sizes=SIZES).double()
+    sizes = [
+        heads(part.weight, n).flatten(1).norm(dim=1)
+        for part, n in (
+            (model.q_up, H),
+            (model.q_rope, H),
+            (model.k_up, H),
+            (model.k_rope, 1),
+        )
+    ]
+    found = step(model, torch.optim.SGD(model.parameters(), lr=0.1), X, "max")
+    for name, first, second in (("query", *sizes[:2]), ("key", *sizes[2:])):
+        np.testing.assert_allclose(
+            found[f"{name}_weight_norm"], torch.hypot(first, second), rtol=1e-6
+        )
 
 
-def test_gradients_are_root_mean_squares_over_a_heads_rows_and_over_eps() -> None:
+@pytest.mark.parametrize("eps", [1e-6, None])
+def test_gradients_are_root_mean_squares_over_a_heads_rows_and_over_eps(
+    eps: float | None,
+) -> None:
     model = Attention(8, 2, 1)  # query heads of 4 rows, one key head
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    assert model.q_proj.weight.grad is not None
-    assert model.k_proj.weight.grad is not None
-    model.q_proj.weight.grad[:4] = 3e-4
-    model.q_proj.weight.grad[4, 0] = 8e-8  # one of 32 numbers
-    model.k_proj.weight.grad[:] = -2e-5
-    optimizer = torch.optim.Adam(model.parameters(), eps=1e-6)
-    found = read(model, torch.randn(1, 3, 8), optimizer)
+    query = torch.full((8, 8), 3e-4)
+    query[4:] = 0.0
+    query[4, 0] = 8e-8  # one of 32 numbers
+    weights = model.q_proj.weight, model.k_proj.weight
+    for p, gradient in zip(weights, (query, torch.full((4, 8), -2e-5))):
+        p.register_hook(lambda _, gradient=gradient: gradient)
+    optimizer = (
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        if eps is None
+        else torch.optim.Adam(model.parameters(), eps=eps)
+    )
+    found = step(model, optimizer, torch.randn(1, 3, 8), "max")
     head = 8e-8 / 32**0.5
     assert found["query_grad_rms"].tolist() == pytest.approx([3e-4, head])
     assert found["key_grad_rms"].tolist() == pytest.approx([2e-5, 2e-5])
-    assert found["grad_over_eps"].tolist() == pytest.approx([20.0, head / 1e-6])
+    if eps is None:
+        assert "grad_over_eps" not in found
+    else:
+        assert found["grad_over_eps"].tolist() == pytest.approx([20.0, head / eps])
 
 
-def test_without_gradients_or_eps_there_are_none_of_their_numbers() -> None:
-    model, example = Attention(8, 2), torch.randn(1, 3, 8)
-    weights = {"query_weight_norm", "key_weight_norm", "qk_spectral_norm"}
-    assert set(read(model, example, torch.optim.Adam(model.parameters()))) == weights
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    assert set(read(model, example, torch.optim.SGD(model.parameters()))) == weights | {
-        "query_grad_rms",
-        "key_grad_rms",
-    }
-
-
-class Doubling(nn.Module):
-    """A block whose output is twice its input, with an attention in it that adds nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = Attention(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x + 0 * self.attention(x)
-
-
-class Stack(nn.Module):
-    def __init__(self, *, norm: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Doubling(), Doubling()])
-        self.norm = nn.RMSNorm(8, eps=0.0) if norm else None
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x if self.norm is None else self.norm(x))
-
-
-@pytest.mark.parametrize("norm", [True, False])
-def test_hidden_norms_are_means_over_tokens_and_passes(norm: bool) -> None:
-    model, means = Stack(norm=norm), Means()
-    names = ["blocks.0.attention", "blocks.1.attention"]
-    hidden = HiddenNorms(model, names, means.add)
-    first, second = torch.zeros(1, 2, 8), torch.zeros(1, 2, 8)
-    first[0, 0, 0], first[0, 1, 0:2] = 1.0, torch.tensor([3.0, 4.0])  # norms 1 and 5
-    second[0, :, 3] = 9.0
-    for x in (first, second):
-        with hidden.attach():
-            model(x)
-        means.keep(means.end())
-    found = {key: float(share.value) for key, share in means.read().items()}
-    assert found[names[0], "block_output_norm"] == pytest.approx(2 * (3 + 9) / 2)
-    assert found[names[1], "block_output_norm"] == pytest.approx(4 * (3 + 9) / 2)
-    assert found["", "final_hidden_norm"] == pytest.approx(
-        8**0.5 if norm else 4 * (3 + 9) / 2
-    )
-    assert len(found) == 3
-
-
-def test_the_monitor_reads_the_weights_before_the_step_that_moves_them() -> None:
-    torch.manual_seed(0)
-    model = Decoder(DecoderConfig(vocab_size=11, d_model=16, n_layers=1, n_heads=2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    site = find_sites(model)[0]
-    before = read(model, IDS)["query_weight_norm"]
-    with qkeel.watch(model, optimizer) as monitor:
-        model(IDS).square().mean().backward()
-        optimizer.step()
-        series = monitor.history.series("query_weight_norm")
-    assert series is not None
-    assert series[0, 0].tolist() == pytest.approx(before.tolist())
-    weight = model.get_parameter(site.terms[0].query[0].parameter)
-    after = weight.detach().unflatten(0, (2, -1)).square().sum((1, 2)).sqrt()
-    assert not torch.allclose(after, before, rtol=1e-5)
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_weights_that_are_computed_from_stored_ones_have_no_norms_but_gradients(
-    apart: bool,
-) -> None:
+def test_weights_that_are_computed_from_stored_ones_have_gradients_alone() -> None:
     # The norm of the stored W is not that of (γ/σ) W, which the layer uses.
     torch.manual_seed(0)
-    model = nn.ModuleList([Attention(WIDTH, H), Attention(WIDTH, H)]).double()
+    model = nn.Sequential(Attention(WIDTH, H), Attention(WIDTH, H)).double()
     qkeel.apply(model[0], "sigma_reparam:init=one")
-    if not apart:
-        qkeel.apply(model[1], "sigma_reparam:init=one")
-    sites = find_sites(model)
-    assert [site.reparametrised for site in sites] == [True, not apart]
-    norms = WeightNorms(model, sites, torch.optim.AdamW(model.parameters()))
-    of_weights = {"query_weight_norm", "key_weight_norm", "qk_spectral_norm"}
-    assert {key for key, _ in norms.read().items()} == (
-        {("1", name) for name in of_weights} if apart else set()
-    )
-    for layer in model:
-        layer(X).square().sum().backward()
-    names = {
-        site.name: {name for (of, name), _ in norms.read().items() if of == site.name}
-        for site in sites
-    }
-    of_gradients = {"query_grad_rms", "key_grad_rms", "grad_over_eps"}
-    assert names == {
-        "0": of_gradients,
-        "1": of_gradients | (of_weights if apart else set()),
-    }
-
-
-def test_steps_of_weights_that_are_computed_from_stored_ones_are_not_compared() -> None:
-    torch.manual_seed(0)
-    model = Decoder(DecoderConfig(vocab_size=11, d_model=16, n_layers=2, n_heads=2))
     optimizer = torch.optim.AdamW(model.parameters())
-    qkeel.apply(model, "sigma_reparam", optimizer)
     monitor = qkeel.watch(model, optimizer, stats="all+updates")
-    model(IDS).square().sum().backward()
-    with pytest.warns(UserWarning, match="computed from other weights"):
+    model(X).square().sum().backward()
+    with pytest.warns(UserWarning, match="not measured for 0: .* other weights"):
         optimizer.step()
-    known = {
-        name
-        for name, values in monitor.history.heads.items()
-        if not torch.as_tensor(values).isnan().all()
-    }
-    assert "query_grad_rms" in known
-    assert not known & {
-        "query_weight_norm",
-        "qk_spectral_norm",
-        "delta2_spectral_norm",
-        "query_update_ratio",
-    }
+    record = monitor.history.heads
+    of_gradients = {"query_grad_rms", "key_grad_rms", "grad_over_eps"}
+    of_weights = {"query_weight_norm", "key_weight_norm", "qk_spectral_norm"}
+    of_weights |= {"delta2_spectral_norm", "query_update_ratio", "key_update_ratio"}
+    for layer, has_weights in ((0, False), (1, True)):
+        known = {name for name, x in record.items() if not np.isnan(x[0, layer]).all()}
+        assert known >= of_gradients
+        assert (known & of_weights) == (of_weights if has_weights else set())
+
+
+def test_the_change_by_a_step_is_not_measured_unless_it_is_named() -> None:
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(vocab_size=11, d_model=16, n_layers=1, n_heads=2))
+    found = step(model, torch.optim.AdamW(model.parameters()), IDS, "all")
+    assert "qk_spectral_norm" in found
+    assert not {name for name in found if "delta" in name or "update" in name}
+    with pytest.raises(InvalidValueError, match="optimizer"):
+        qkeel.watch(model, stats="all+updates")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 transformers = pytest.importorskip("transformers")
 
@@ -114,35 +113,6 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.encoder(self.embedding(x)))
-
-
-class OneByOne(nn.Module):
-    """A matrix per head, an attention call per head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for part in ("query", "key", "value"):
-            setattr(
-                self,
-                part,
-                nn.ModuleList(nn.Linear(D, 8, bias=False) for _ in range(HEADS)),
-            )
-        self.out = nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = [
-            functional.scaled_dot_product_attention(
-                *(f(x)[:, None] for f in three), is_causal=True
-            )[:, 0]
-            for three in zip(self.query, self.key, self.value)
-        ]
-        return x + self.out(torch.cat(heads, -1))
-
-
-def tower(kind: Callable[[], nn.Module]) -> nn.Module:
-    return nn.Sequential(
-        nn.Embedding(VOCAB, D), *(kind() for _ in range(LAYERS)), nn.Linear(D, VOCAB)
-    )
 
 
 def _plain(prefix: str, kv: int, *, bias: bool = False) -> Callable[[int], Layer]:

@@ -5,9 +5,7 @@ A case is the name of a setup, whose remedies are compared with one process on t
 
 from __future__ import annotations
 
-import random
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -23,13 +21,6 @@ from tests.contract.processes.pipelines import INTERLEAVED, pipelined
 from tests.contract.processes.setups import SETUPS
 from tests.contract.processes.watching import Collectives, context_step, made, passes
 from torch import Tensor, distributed, nn
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.func import functional_call
 from torch.nn import functional as F
 
@@ -37,10 +28,7 @@ import qkeel
 from qkeel import distributed as dist
 from qkeel.errors import QkeelError, RefusedError
 from qkeel.handle import Handle
-from qkeel.monitor.monitor import Monitor
 from qkeel.nn import Decoder, DecoderConfig
-from qkeel.remedies.head_weights import HeadWeights
-from qkeel.remedies.lalr import LALR
 
 STEPS = 10
 CASTS = "one_casts"  # one process on the global batch that computes in float32
@@ -262,81 +250,6 @@ def collectives() -> None:
         assert counts[2] - counts[3] == most, (name, setup, counts)
 
 
-def watched_clip() -> None:
-    """A monitor adds no collective to the groups of the training, and the weights are to the bit those without it, also
-    where it ends on one process."""
-    for setup in ("ddp", "fsdp2"):
-        unwatched, before = with_clip(setup, "")
-        for case in (
-            "applied first",
-            "watched first",
-            "closed on one",
-            "fails on one",
-            "measures too late",
-        ):
-            watched, counts = with_clip(setup, case)
-            assert all(
-                torch.equal(watched[name], x) for name, x in unwatched.items()
-            ), (setup, case)
-            for number in range(2, 8):
-                assert before[number][-1] == wrapped.LAYERS * wrapped.HEADS
-                if (
-                    setup == "fsdp2" and case == "measures too late" and number % 2 == 0
-                ):  # by passes over a probe batch
-                    assert len(counts[number]) > len(before[number])
-                else:
-                    assert counts[number] == before[number], (setup, case, number)
-
-
-def with_clip(setup: str, case: str) -> tuple[dict[str, Tensor], list[list[int]]]:
-    """Eight steps under a clip, every second of which is watched unless the case is ""; the weights, and how many
-    numbers each collective of a step sent."""
-    model = wrapped.llama()
-    sites = qkeel.find_sites(model, wrapped.batch(0)[:2])
-    model = wrapped.wrapped(model, setup)
-    optimizer = adamw(model)
-    monitor: Monitor | None = None
-
-    def watch() -> Monitor:
-        probe = (
-            {"input_ids": wrapped.batch(9)[:1]} if case == "measures too late" else None
-        )
-        return qkeel.watch(
-            model, optimizer, every=2, sites=sites, rules=[], probe_batch=probe
-        )
-
-    if case and case != "applied first":
-        monitor = watch()
-    handle = qkeel.apply(model, CALLS["qk_clip"], optimizer, sites=sites)
-    if case == "applied first":
-        monitor = watch()
-    sizes = []
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for number in range(8):
-            if (
-                number == 3
-                and case == "closed on one"
-                and dist.rank() == 1
-                and monitor is not None
-            ):
-                monitor.close()
-            if number == 3 and case == "fails on one" and dist.rank() == 1:
-                monitor._step_end._models = None  # type: ignore[union-attr,assignment]
-            with Collectives() as counted:
-                step(model, optimizer, setup, number)
-            sizes.append(counted.sizes)
-    if monitor is not None:
-        assert monitor.active == (case not in ("closed on one", "fails on one")), (
-            setup,
-            case,
-            [str(w.message) for w in said],
-        )
-        monitor.close()
-    handle.remove()
-    return weights(model), sizes
-
-
 CUT = (
     "qk_clip:threshold=0.02",
     "qk_clip:threshold=0.02,groups=group",
@@ -373,29 +286,6 @@ def heads_that_fully_shard_cuts() -> None:
         assert farthest(found, CUT_ALONE["none"]) > 1e-4, f"{remedy} does nothing here"
 
 
-def stages_under_fully_shard() -> None:
-    """Stages of a pipeline that are under fully_shard, each on its own part of a mesh, step as stages alone do."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    axes = init_device_mesh("cpu", (dist.world(), 1), mesh_dim_names=("pp", "dp"))
-    found: list[dict[str, Tensor]] = []
-    for name, sharded in (("none", False), ("qk_clip", False), ("qk_clip", True)):
-        stage, run = pipelined("pipeline")
-        hidden = torch.rand(2, wrapped.TOKENS, wrapped.WIDTH, dtype=torch.float64)
-        sites = qkeel.find_sites(stage, hidden if dist.rank() else wrapped.batch(0)[:2])
-        if sharded:
-            fully_shard(stage, mesh=axes["dp"])
-        optimizer = adamw(stage)
-        handle = qkeel.apply(stage, CALLS[name], optimizer, sites=sites)
-        for number in range(4):
-            run(stage, optimizer, number)
-        handle.remove()
-        found.append(weights(stage))
-    assert farthest(found[0], found[1]) > 1e-5, "qk_clip does nothing here"
-    assert farthest(found[1], found[2]) < 1e-12
-
-
 CUT_ALONE: dict[str, dict[str, Tensor]] = {}  # filled before there are other processes
 
 
@@ -429,38 +319,11 @@ def weights_are_not_finite(
         dist.local(query).detach().copy_(kept)
 
 
-def fails_inside(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
-    """One process fails in one of the functions that apply goes through, in one of its calls."""
-    homes: list[tuple[Any, str]] = [
-        (HeadWeights, "place"),
-        (LALR, "apply"),
-        (HeadWeights, "in_full_precision"),
-    ]
-    home, name = homes[chosen.randrange(len(homes))]
-    left = chosen.randrange(3)
-    original = home.__dict__[name]
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0 and dist.rank() == on:
-            raise ValueError("boom")
-        return original(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(home, name, failing)
-        handle = qkeel.apply(model, "lalr+lalr:tau=0.5" if left else "lalr", optimizer)
-        handle.remove()
-        raise RefusedError("it was not called as often")
-
-
 MISUSES: tuple[Misuse, ...] = (
     thresholds_differ,
     an_option_is_wrong,
     weights_are_not_finite,
-    fails_inside,
 )
-chosen = random.Random(0)
 
 
 def own(setup: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -561,62 +424,13 @@ def refused_before_anything() -> None:
             )
 
 
-def save(folder: Path) -> None:
-    """A run that is saved after four steps and goes on for three."""
-    model, optimizer, handle = started("three at once", "fsdp2")
-    for number in range(4):
-        step(model, optimizer, "fsdp2", number)
-    checkpoint.save(
-        state(model, optimizer, handle), checkpoint_id=str(folder / "checkpoint")
-    )
-    saved = weights(model)
-    for number in range(4, 7):
-        step(model, optimizer, "fsdp2", number)
-    end = weights(model)
-    if dist.rank() == 0:
-        torch.save((saved, end), folder / "weights")
-    distributed.barrier()
-
-
-def go_on(folder: Path) -> None:
-    """The same run from its checkpoint: bit for bit by as many processes, and by others up to the order of sums."""
-    setup = {1: "one", 2: "fsdp2", 4: "hsdp"}[dist.world()]
-    model, optimizer, handle = started("three at once", setup)
-    with torch.no_grad():
-        for p in model.parameters():
-            dist.local(p).mul_(1.5)  # the checkpoint brings all of it back
-    held = state(model, optimizer, handle)
-    checkpoint.load(held, checkpoint_id=str(folder / "checkpoint"))
-    set_model_state_dict(model, held["model"])
-    set_optimizer_state_dict(model, optimizer, held["optimizer"])
-    handle.load(held["remedy"])
-    saved, end = torch.load(folder / "weights")
-    assert farthest(weights(model), saved) == 0
-    for number in range(4, 7):
-        step(model, optimizer, setup, number)
-    assert farthest(weights(model), end) <= (0 if dist.world() == 2 else 1e-12)
-
-
-def state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle
-) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-        "remedy": handle.state(),
-    }
-
-
 FUNCTIONS: tuple[Callable[[], None], ...] = (
     collectives,
-    watched_clip,
     misuses,
     some_misuses,
     refused_before_anything,
     heads_that_fully_shard_cuts,
-    stages_under_fully_shard,
 )
-WITH_FOLDER = (save, go_on)
 
 
 def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
@@ -661,9 +475,6 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         for act in FUNCTIONS:
             if act.__name__ == case:
                 act()
-        for with_folder in WITH_FOLDER:
-            if with_folder.__name__ == case:
-                with_folder(folder)
     end("well")
 
 

@@ -174,81 +174,25 @@ def test_canonical_spelling_and_notes() -> None:
             UnknownNameError,
             "unknown option of remedy 'lalr' 'taw'. Did you mean 'tau'",
         ),
-        ("qk_clip:treshold=3", {}, UnknownNameError, "Did you mean 'threshold'"),
-        ("none:tau=1", {}, UnknownNameError, "unknown option of remedy 'none' 'tau'"),
-        ("lalr:norm=spektral", {}, UnknownNameError, "Did you mean 'spectral'"),
-        ("qk_clip:groups=querys", {}, UnknownNameError, "Did you mean 'query'"),
         ("", {}, InvalidValueError, "empty name"),
         ("lalr+", {}, InvalidValueError, "empty name"),
-        ("lalr:tau", {}, InvalidValueError, "expected key=value"),
-        (
-            "lalr:tau=x",
-            {},
-            InvalidTypeError,
-            "expected a number for tau of lalr, got 'x'",
-        ),
-        (
-            "lalr:tau=true",
-            {},
-            InvalidTypeError,
-            "expected a number for tau of lalr, got True",
-        ),
-        (
-            "qk_lr:factor=-1",
-            {},
-            InvalidValueError,
-            "at least 0 for factor of qk_lr, got -1",
-        ),
+        ("lalr:tau=x", {}, InvalidTypeError, "expected a number for tau of lalr"),
+        ("lalr:tau=true", {}, InvalidTypeError, "a number for tau of lalr, got True"),
+        ("qk_lr:factor=-1", {}, InvalidValueError, "at least 0 for factor of qk_lr"),
         ("qk_lr:factor=inf", {}, InvalidValueError, "finite"),
         *(
-            (f"lalr:tau={x}", {}, InvalidValueError, "above 0 for tau of lalr")
-            for x in (0, -0.1)
-        ),
-        *(
             ("lalr", {"tau": x}, InvalidValueError, "above 0 for tau of lalr")
-            for x in (math.nan, math.inf)
+            for x in (0, -0.1, math.nan)
         ),
-        *(
-            (
-                "qk_clip",
-                {"threshold": x},
-                InvalidValueError,
-                "above 0 for threshold of qk_clip",
-            )
-            for x in (0, math.nan)
-        ),
-        *(
-            ("softcap", {"cap": x}, InvalidValueError, "above 0 for cap of softcap")
-            for x in (0, -1, math.nan, math.inf)
-        ),
-        (
-            "qk_weight_decay:decay=-0.1",
-            {},
-            InvalidValueError,
-            "at least 0 for decay of qk_weight_decay",
-        ),
-        ("z_loss:coefficient=-1", {}, InvalidValueError, "at least 0"),
+        ("spectral_cap:cap=0", {}, InvalidValueError, "above 0 for cap"),
         ("dropout:rate=1", {}, InvalidValueError, "a rate under 1"),
-        ("lalr:decay=plane", {}, UnknownNameError, "Did you mean 'plain'"),
-        ("z_loss:weight=means", {}, UnknownNameError, "Did you mean 'mean'"),
-        ("sigma_reparam:on=al", {}, UnknownNameError, "Did you mean"),
-        ("sigma_reparam:init=keeps", {}, UnknownNameError, "Did you mean"),
-        ("qk_norm:kind=rmz", {}, UnknownNameError, "Did you mean 'rms'"),
+        ("qk_clip:frozen=scales", {}, UnknownNameError, "Did you mean 'scale'"),
         ("qk_norm:gain=dims", {}, UnknownNameError, "Did you mean 'dim'"),
-        ("qk_norm:over=heads", {}, UnknownNameError, "Did you mean 'head'"),
-        ("qkv_norm:kind=l2", {}, UnknownNameError, "unknown kind of qkv_norm 'l2'"),
-        ("qkv_norm:gain=dims", {}, UnknownNameError, "Did you mean 'dim'"),
         (
             "qkv_norm:drop_pre_norm=maybe",
             {},
             InvalidTypeError,
             "expected true or false for drop_pre_norm",
-        ),
-        (
-            "softcap:cap=big",
-            {},
-            InvalidTypeError,
-            "expected a number for cap of softcap, got 'big'",
         ),
         (
             "lalr+softcap",

@@ -7,67 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.quick import one_in
 
 import qkeel
 from qkeel.errors import RefusedError
 
-from .families import FAMILIES, Layer, Part, batch
 from .models import attention, gradients, step_by
-from .test_lalr_families import TAU, Outside, some, step_some
-
-STEPS, DECAY = 30, 0.2
-
-
-def parts(layers: list[Layer]) -> list[Part]:
-    return [
-        p
-        for layer in layers
-        for p in (*layer.q, *layer.k, *layer.q_rope, *layer.k_rope)
-    ]
-
-
-class PlainDecay(Outside):
-    """AdamW without decay at the head's rate; the decay, at the base rate, by hand before it."""
-
-    def step(self, grads: dict[str, Any], schedule: float = 1.0) -> None:
-        sizes = self.sizes()
-        with torch.no_grad():
-            for w in self.parts.values():
-                w.mul_(1 - schedule * self.lr * DECAY)
-        self.sizes = lambda: sizes  # type: ignore[method-assign]  # rates are those of the weights before the decay
-        super().step(grads, schedule)
-        del self.sizes
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
-def test_lalr_with_plain_decay_scales_all_of_a_step_but_the_decay(family: str) -> None:
-    model, layers = FAMILIES[family].model(), FAMILIES[family].layers()
-    outside = PlainDecay(
-        model, layers, lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=0.0), 0.01
-    )
-    own = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=DECAY)
-    shape = [min(1.0, (i + 1) / 5) for i in range(STEPS + 1)]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda i: shape[i])
-    with qkeel.apply(model, "lalr:decay=plain", own, tau=TAU, batch=batch()):
-        for i, grads in enumerate(gradients(model, STEPS)):
-            chosen = some(grads, outside)
-            step_some(model, own, chosen)
-            outside.step(chosen, shape[i])
-            scheduler.step()
-    outside.compare(model, 1e-12)
-
-
-@pytest.mark.parametrize("decay", ["plain", "scaled"])
-def test_a_factor_of_one_leaves_a_step_of_adamw_bit_for_bit(decay: str) -> None:
-    models = [attention(torch.float32) for _ in range(2)]
-    for model, remedy in zip(models, (f"lalr:tau=1,decay={decay}", "none")):
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=0.1, weight_decay=0.5, fused=True
-        )
-        with qkeel.apply(model, remedy, optimizer):
-            step_by(model, optimizer, next(gradients(model, 1)))
-    assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models)))
 
 
 @pytest.mark.parametrize(
@@ -120,40 +64,6 @@ def test_weights_without_a_gradient_are_not_decayed() -> None:
 # --- qk_weight_decay
 
 
-@pytest.mark.parametrize("family", one_in(FAMILIES, 3))
-def test_with_adamw_it_is_adamw_with_that_decay_for_the_rows_of_queries_and_keys(
-    family: str,
-) -> None:
-    model, layers = FAMILIES[family].model(), FAMILIES[family].layers()
-    plain, decayed = (FAMILIES[family].model() for _ in range(2))
-    optimizers = [
-        torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=w)
-        for m, w in ((model, 0), (plain, 0), (decayed, DECAY))
-    ]
-    with qkeel.apply(
-        model, "qk_weight_decay", optimizers[0], decay=DECAY, batch=batch()
-    ):
-        for grads in gradients(model, 10):
-            for m, o in zip((model, plain, decayed), optimizers):
-                step_by(m, o, grads)
-    ours = parts(layers)
-    for part in ours:
-        assert torch.allclose(
-            part.of(model), part.of(decayed), rtol=1e-12, atol=1e-14
-        ), part
-    for name, p in model.named_parameters():
-        mine = [part for part in ours if part.name == name]
-        taken = {i for part in mine for i in part.index}
-        axis = mine[0].axis if mine else 0
-        rest = torch.tensor(
-            [i for i in range(p.shape[axis]) if i not in taken], dtype=torch.int64
-        )
-        assert torch.equal(
-            p.index_select(axis, rest),
-            plain.get_parameter(name).index_select(axis, rest),
-        ), name
-
-
 def test_it_is_the_same_decay_with_any_optimizer_and_follows_its_rates() -> None:
     """No gradient: what is left is Π(1 - η_t·λ), each weight by the rate of its group."""
     model = attention(torch.float64)
@@ -201,18 +111,6 @@ def test_other_remedies_do_not_scale_it_in_any_order(order: tuple[str, ...]) -> 
                 step_by(model, optimizer, grads)
         results.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results))
-
-
-def test_with_qk_lr_at_zero_the_decay_is_all_that_is_left() -> None:
-    model = attention(torch.float64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3)
-    before = model.q_proj.weight.detach().clone()
-    with qkeel.apply(model, "qk_lr:factor=0+qk_weight_decay:decay=0.5", optimizer):
-        for grads in gradients(model, 3):
-            step_by(model, optimizer, grads)
-    assert torch.allclose(
-        model.q_proj.weight, before * (1 - 0.1 * 0.5) ** 3, rtol=1e-14
-    )
 
 
 def test_a_closure_makes_its_gradients_inside_the_step_and_the_decay_is_there_from_the_first() -> (

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import qkeel
-from qkeel.lab import RunConfig, run
-from qkeel.lab.checkpoint import RunState, read_checkpoint
-from qkeel.lab.config import OptimConfig
-from qkeel.records import RunDirectory
 
-from .models import attention, decoder, gradients, mla, step_by, train
+from .models import attention, decoder, gradients, step_by, train
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "fused adamw": lambda m: torch.optim.AdamW(
@@ -75,66 +70,3 @@ def test_gains_of_norms_on_q_and_k_stay_and_those_of_v_do_not() -> None:
     assert moved(model, before) == before.keys() - stay
     train(model, optimizer, 1)  # the handle is gone
     assert moved(model, before) == before.keys()
-
-
-def test_of_a_fused_projection_the_rows_and_biases_of_values_step() -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
-    optimizer, before = (
-        torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.1),
-        values(layer),
-    )
-    example = torch.randn(2, 5, 16)
-    with qkeel.apply(layer, "frozen_qk", optimizer, batch=example):
-        for _ in range(3):
-            optimizer.zero_grad()
-            layer(example).square().sum().backward()
-            optimizer.step()
-    for name in ("self_attn.in_proj_weight", "self_attn.in_proj_bias"):
-        now, then = layer.get_parameter(name), before[name]
-        assert torch.equal(now[:32], then[:32])
-        assert (now[32:] != then[32:]).all()
-
-
-def test_every_weight_of_a_latent_logit_stays() -> None:
-    model = mla()
-    optimizer, before = torch.optim.AdamW(model.parameters(), lr=0.1), values(model)
-    on_logit = {
-        s.parameter
-        for site in qkeel.find_sites(model)
-        for s in (*site.query, *site.key)
-    }
-    qkeel.apply(model, "frozen_qk", optimizer)
-    for grads in gradients(model, 3):
-        step_by(model, optimizer, grads)
-    shared = (
-        moved(model, before) & on_logit
-    )  # the latent of keys also makes values: its rows for keys stay
-    assert not shared, shared
-
-
-def test_in_runs_of_the_lab_q_and_k_stay_bit_for_bit(tmp_path: Path) -> None:
-    configs = [
-        RunConfig(
-            steps=12,
-            optim=OptimConfig(lr=lr, weight_decay=0.1),
-            remedy="frozen_qk",
-            seed=3,
-            device="cpu",
-        )
-        for lr in (0.01, 0.3)
-    ]
-    folders = [tmp_path / str(i) for i in range(2)]
-    for config, folder in zip(configs, folders):
-        run(config, folder)
-    start = RunState(configs[0]).model
-    for folder in folders:
-        tensors = read_checkpoint(RunDirectory(folder)).tensors
-        names = [
-            name
-            for name, _ in start.named_parameters()
-            if "q_proj" in name or "k_proj" in name
-        ]
-        assert len(names) == 4
-        for name, p in start.named_parameters():
-            assert torch.equal(tensors[f"model.{name}"], p) == (name in names), name

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.monitor.weight_norms import WeightNorms
-from qkeel.nn import GAU, GAUBlock
+from qkeel.nn import GAU
 from qkeel.sites import Tap
 
 WIDTH, SIZE, LR, TAU = 12, 8, 0.5, 0.3
@@ -73,53 +72,3 @@ def test_a_clip_scales_gains_and_offsets_by_the_root_and_gives_exactly_the_thres
         gains = name.startswith(("qk_proj.q_", "qk_proj.k_"))
         factor = (2.0 / top) ** 0.5 if gains else 1.0
         assert torch.allclose(p, before[name] * factor, rtol=1e-12, atol=0), name
-
-
-@pytest.mark.parametrize(
-    "remedy", ["qk_lr:factor=0.5", "qk_weight_decay:decay=0.1", "spectral_cap:cap=0.5"]
-)
-def test_other_remedies_on_steps_take_both_gains_and_the_projection(
-    remedy: str,
-) -> None:
-    module = gau()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.0)
-    plain = gau()
-    ordinary = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0)
-    with qkeel.apply(module, remedy, optimizer):
-        for model, stepper in ((module, optimizer), (plain, ordinary)):
-            for p in model.parameters():
-                p.grad = torch.ones_like(p)
-            stepper.step()
-    changed = {
-        n
-        for (n, a), b in zip(module.named_parameters(), plain.parameters())
-        if not torch.equal(a, b)
-    }
-    assert changed == {"qk_proj.z_proj.weight", "qk_proj.q_gain", "qk_proj.k_gain"}
-
-
-def test_the_monitors_spectral_norm_is_that_of_the_matrices_written_out() -> None:
-    module = gau()
-    w, q, k = (
-        p.detach()
-        for p in (
-            module.qk_proj.z_proj.weight,
-            module.qk_proj.q_gain,
-            module.qk_proj.k_gain,
-        )
-    )
-    numbers = WeightNorms(module, qkeel.find_sites(module), None).read()
-    expected = torch.linalg.matrix_norm((q[:, None] * w).mT @ (k[:, None] * w), 2)
-    assert torch.allclose(numbers["", "qk_spectral_norm"], expected[None], rtol=1e-9)
-    assert torch.allclose(numbers["", "query_weight_norm"], q.norm()[None], rtol=1e-12)
-
-
-def test_the_norm_before_a_gated_unit_is_dropped_where_values_are_normed_too() -> None:
-    torch.manual_seed(0)
-    block, x = GAUBlock(GAU(WIDTH, size=SIZE)), torch.randn(2, 7, WIDTH)
-    first, norm = block(x), block.norm
-    with qkeel.apply(block, "qkv_norm:kind=rms,gain=none"):
-        assert isinstance(block.norm, nn.Identity)
-        assert torch.equal(block(x), x + block.attention(x))
-    assert block.norm is norm
-    assert torch.equal(block(x), first)

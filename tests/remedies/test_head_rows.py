@@ -1,18 +1,24 @@
-"""Heads of many weights at once: of every layout, by device and dtype, wherever their storage is."""
+"""Rows of heads in weights of every layout, whole or split over two processes: their factors, norms and refusals."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import qkeel
 from qkeel.errors import RefusedError
+from qkeel.functional.bounds import spectral_norm
 from qkeel.remedies.base import Target
-from qkeel.remedies.head_rows import HeadRows, factor_per_row, views_by_tensor
-from qkeel.remedies.head_weights import HeadWeights
+from qkeel.remedies.head_rows import HeadRows
+from qkeel.remedies.head_weights import HeadNorms, HeadWeights
 from qkeel.sites import HeadSlice, find_sites
 
 from .models import attention
@@ -22,101 +28,179 @@ def rows(index: Tensor, axis: int = 0) -> HeadSlice:
     return HeadSlice(parameter="w", axis=axis, index=index)
 
 
-# Rows, interleaved rows, columns, a vector; slices that overlap, so that the whole weight is one piece; no pattern.
+# Rows, columns, interleaved rows, vectors, slices that overlap, more than two dimensions, no pattern.
 LAYOUTS: list[tuple[tuple[int, ...], list[HeadSlice]]] = [
     ((12, 5), [rows(torch.arange(12).view(4, 3))]),
     ((5, 8), [rows(torch.arange(6).view(2, 3) + 1, axis=1)]),
     ((12, 5), [rows(torch.arange(12).view(3, 4).T)]),
-    ((12, 5), [rows(torch.arange(12).view(4, 3))]),
-    ((6,), [rows(torch.arange(6).view(2, 3))]),
     ((7,), [rows(torch.arange(6).view(2, 3) + 1, axis=1)]),
     ((5, 2), [rows(torch.arange(4).view(2, 2)), rows(torch.tensor([[2, 3, 4]]))]),
     ((6, 3, 2), [rows(torch.arange(6).view(2, 3))]),
-    (
-        (8, 2),
-        [rows(torch.tensor([[0, 3], [2, 1]])), rows(torch.tensor([[0, 3], [2, 1]]))],
-    ),
-    ((7, 2), [rows(torch.tensor([[0, 1], [2, 3]])), rows(torch.tensor([[3, 5, 2]]))]),
+    ((2, 3, 2), [rows(torch.tensor([[0, 5], [2, 1]]), axis=1)]),
     ((3, 9), [rows(torch.tensor([[7, 0], [2, 5]]), axis=1)]),
 ]
 
 
-class Case:
-    """Weights of every layout, with a row of random factors and a 1 behind it."""
-
-    def __init__(self, *dtypes: torch.dtype) -> None:
-        self.weights = [
-            torch.randn(shape).to(d)
-            for (shape, _), d in zip(LAYOUTS, itertools.cycle(dtypes))
-        ]
-        slices = [s for _, own in LAYOUTS for s in own]
-        entries = [w for w, (_, own) in zip(self.weights, LAYOUTS) for _ in own]
-        views = [
-            view for _, _, found in views_by_tensor(entries, slices) for view in found
-        ]
-        counts = [s.n for s in slices]
-        self.row = torch.cat(
-            [(2 * torch.rand(sum(counts))).round(decimals=1), torch.ones(1)]
-        ).double()
-        self.row[::3] = 0
-        self.rows = HeadRows(
-            [(view, view.weight) for view in views],
-            [view.places(counts) for view in views],
-        )
-        each = iter(zip(slices, self.row[:-1].split(counts)))
-        # The factors of each weight, as merged from its slices one by one.
-        self.factors = [
-            factor_per_row([next(each) for _ in own], w)
-            for w, (_, own) in zip(self.weights, LAYOUTS)
-        ]
-
-    def numbers(self) -> list[Tensor]:
-        """What the weights hold now, in float64."""
-        return [w.to(torch.float64, copy=True) for w in self.weights]
+def by_hand(row: list[Tensor], slices: list[HeadSlice], like: Tensor) -> Tensor:
+    """The factor of every entry of a weight: the smallest of the heads that own its row, and 1 if none does."""
+    axis = slices[0].axis if like.ndim > 1 else 0
+    n = like.shape[0] if axis == 0 else like.shape[1:].numel()
+    lines = torch.full((n,), torch.inf, dtype=torch.float64)
+    for factors, s in zip(row, slices):
+        for factor, index in zip(factors, s.index):
+            lines[index] = lines[index].clamp(max=float(factor))
+    lines[lines.isinf()] = 1
+    shape = (-1, *[1] * (like.ndim - 1)) if axis == 0 else (1, *like.shape[1:])
+    return lines.view(shape).expand(like.shape)
 
 
-@pytest.mark.parametrize(
-    "dtypes", [(torch.float64,), (torch.float32, torch.float64)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_every_layout_is_moved_restored_and_scaled_as_weights_are_one_by_one(
-    dtypes: tuple[torch.dtype, ...],
+    dtype: torch.dtype,
 ) -> None:
-    case = Case(*dtypes)
-    near = 1e-14 if dtypes == (torch.float64,) else 1e-6
+    weights = [torch.randn(shape, dtype=dtype) for shape, _ in LAYOUTS]
+    slices = [s for _, own in LAYOUTS for s in own]
+    tensors = [w for w, (_, own) in zip(weights, LAYOUTS) for _ in own]
+    counts = [s.n for s in slices]
+    n = sum(counts)
+    # Factors of 0 and of 1, and above 1, as lalr may have them.
+    row = torch.cat([(2 * torch.rand(n)).round(decimals=1), torch.ones(1)]).double()
+    row[:n:3], row[1:n:4] = 0, 1
+    indices = torch.arange(n)[:, None].split(counts)
+    heads = HeadRows(list(zip(tensors, slices, indices)), n)
+    each = iter(row[:-1].split(counts))
+    factors = [
+        by_hand([next(each) for _ in own], own, w)
+        for w, (_, own) in zip(weights, LAYOUTS)
+    ]
+    near = 1e-14 if dtype == torch.float64 else 1e-6
     for freezes in (False, True):
-        old, copies = case.numbers(), case.rows.copies()
-        for w in case.weights:
+        old, copies = [w.double() for w in weights], heads.copies()
+        old = [w.clone() for w in old]
+        for w in weights:
             w.add_(torch.randn_like(w))
-        new = case.numbers()
-        (case.rows.restore if freezes else case.rows.interpolate)(copies, case.row)
-        for w, a, b, f in zip(case.weights, old, new, case.factors):
-            expected = (
-                torch.where(f == 0, a, b)
-                if freezes
-                else torch.lerp(a, b, f.expand_as(a))
-            )
+        new = [w.double().clone() for w in weights]
+        (heads.restore if freezes else heads.interpolate)(copies, row)
+        for w, a, b, f in zip(weights, old, new, factors):
+            expected = torch.where(f == 0, a, b) if freezes else a + f * (b - a)
             assert (w - expected).abs().max() <= near
-            kept = (f != 0 if freezes else f == 1).expand_as(w)
+            kept = f != 0 if freezes else f == 1
             assert torch.equal(w[kept].double(), b[kept])
-    moved = case.numbers()
-    for on_host in (True, False):
-        case.rows.scale(case.row, on_host=on_host)
-    for w, a, f in zip(case.weights, moved, case.factors):
+    moved = [w.double().clone() for w in weights]
+    twin = torch.ones_like(weights[0])
+    heads.scale(row, on_host=True, copies=lambda w: [twin] if w is weights[0] else [])
+    heads.scale(row)
+    for w, a, f in zip(weights, moved, factors):
         assert torch.allclose(w.double(), a * f * f, rtol=near, atol=near)
+    assert torch.allclose(twin.double(), factors[0])
+
+
+def test_a_row_has_the_smallest_of_several_factors_of_one_head() -> None:
+    weight = torch.ones(3, 2)
+    s = rows(torch.arange(3)[:, None])
+    heads = HeadRows([(weight, s, torch.tensor([[0, 1], [1, 2], [3, 3]]))], 3)
+    heads.scale(torch.tensor([0.5, 0.25, 0.125, 1.0]))
+    assert weight[:, 0].tolist() == [0.25, 0.125, 1.0]
 
 
 def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused() -> None:
     model = attention()
+    optimizer = torch.optim.SGD(model.parameters())
     (site,) = find_sites(model)
     (query,) = site.query
     columns = HeadSlice(parameter=query.parameter, axis=1, index=query.index)
     terms = tuple(dataclasses.replace(term, key=(columns,)) for term in site.terms)
-    for key, refused in ((site.terms, False), (terms, True)):
-        target = Target(
-            model=model, optimizer=None, sites=[dataclasses.replace(site, terms=key)]
-        )
-        if refused:
-            with pytest.raises(RefusedError, match="in its rows and in its columns"):
-                HeadWeights.of(target)
-        else:
-            assert len(HeadWeights.of(target).parameters) == 2
+    target = Target(model=model, optimizer=optimizer, sites=[site])
+    assert len(HeadWeights(target, optimizer, "lalr").parameters) == 2
+    odd = dataclasses.replace(target, sites=[dataclasses.replace(site, terms=terms)])
+    with pytest.raises(RefusedError, match="in its rows and in its columns"):
+        HeadWeights(odd, optimizer, "lalr")
+
+
+# Weights of which each of two processes holds a part.
+
+WHOLE = torch.randn(
+    9, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+)
+ROWS = HeadSlice(parameter="rows", axis=0, index=torch.tensor([[0, 1], [4, 5], [7, 6]]))
+COLUMNS = HeadSlice(parameter="columns", axis=1, index=torch.tensor([[1, 2], [3, 5]]))
+PLAIN = HeadSlice(parameter="plain", axis=0, index=torch.arange(4).view(2, 2))
+
+
+@contextmanager
+def process(rank: int) -> Iterator[None]:
+    """As process `rank` of two, whose collectives do nothing."""
+    distributed.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def part(rank: int, dim: int) -> Tensor:
+    """The part of the whole weight that a process holds, as a DTensor."""
+    own = WHOLE.chunk(2, dim)[rank].contiguous()
+    mesh = init_device_mesh("cpu", (2,))
+    return DTensor.from_local(
+        own,
+        mesh,
+        [Shard(dim)],
+        run_check=False,
+        shape=WHOLE.shape,
+        stride=WHOLE.stride(),
+    )
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_squares_of_the_parts_add_up_to_those_of_the_heads(
+    dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = torch.randn(4, 5, dtype=torch.float64)
+    sent: list[Tensor] = []
+    monkeypatch.setattr(
+        "qkeel.distributed.sharding.reduced",
+        lambda x, *_: (sent.append(x.clone()), 4 * x)[1],
+    )
+    for rank in range(2):
+        with process(rank):
+            split = part(rank, dim)
+            norms = HeadNorms([ROWS, COLUMNS, PLAIN], [split, split, plain])()
+            torch.testing.assert_close(norms[:5], (4 * sent[rank][:5]).sqrt())
+            whole = torch.linalg.matrix_norm(plain.view(2, 2, 5))
+            torch.testing.assert_close(norms[5:], whole)
+    assert len(sent) == 2
+    squares = torch.cat([s.heads(WHOLE).square().sum((1, 2)) for s in (ROWS, COLUMNS)])
+    torch.testing.assert_close(sent[0] + sent[1], squares)
+
+
+@pytest.mark.parametrize(("s", "dim"), [(ROWS, 0), (ROWS, 1), (COLUMNS, 0), (COLUMNS, 1)])  # fmt: skip
+def test_the_rows_of_a_part_have_the_factors_of_their_heads(
+    s: HeadSlice, dim: int
+) -> None:
+    row = torch.tensor([*(0.5**h for h in range(1, s.n + 1)), 1.0], dtype=torch.float64)
+    expected = WHOLE * by_hand([row[:-1]], [s], WHOLE)
+    for rank in range(2):
+        with process(rank):
+            split = part(rank, dim)
+            HeadRows([(split, s, torch.arange(s.n)[:, None])], s.n).scale(row)
+            torch.testing.assert_close(
+                split.to_local(), expected.chunk(2, dim)[rank].contiguous()
+            )
+
+
+def test_what_cannot_be_done_with_a_part_or_a_quantised_weight_is_refused() -> None:
+    with process(0):
+        split = part(0, 0)
+        with pytest.raises(
+            RefusedError, match=r"rows is split .* spectral norm cannot"
+        ):
+            HeadNorms([PLAIN, ROWS], [WHOLE, split], spectral_norm)
+    HeadNorms([PLAIN], [WHOLE], spectral_norm)
+    model = attention()
+    sites = find_sites(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.q_proj.weight = torch.nn.Parameter(
+        torch.ones(16, 16, dtype=torch.int8), requires_grad=False
+    )
+    with pytest.raises(RefusedError, match=r"q_proj.weight is quantised"):
+        qkeel.apply(model, "lalr", optimizer, sites=sites)

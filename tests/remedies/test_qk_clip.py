@@ -16,7 +16,7 @@ from qkeel.nn import MLA, Attention
 from qkeel.remedies import qk_clip
 from qkeel.sites import Tap
 
-from .models import D_MODEL, attention, mla, trained
+from .models import D_MODEL, attention, trained
 
 TOO_MUCH = 1 + 1e-5
 
@@ -71,48 +71,6 @@ def unchanged(before: Tensor, after: Tensor, heads: int) -> list[bool]:
     return [torch.equal(a, b) for a, b in zip(before.chunk(heads), after.chunk(heads))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("bias", [False, True])
-def test_every_triggered_head_gives_exactly_the_threshold_and_the_rest_are_bit_identical(
-    dtype: torch.dtype, bias: bool
-) -> None:
-    model, x = loud(attention(dtype, 4, bias=bias), *SCALES), inputs(dtype=dtype)
-    before, top = by_name(model), maxima(model, x)[0]
-    threshold = float(top.sort().values[1:3].mean())
-    over = top > threshold
-    assert over.sum() == 2
-    clip_once(model, f"qk_clip:threshold={threshold}", x)
-    after = maxima(model, x)[0]
-    assert torch.allclose(after[over], torch.tensor(threshold, dtype=dtype), rtol=1e-5)
-    assert (after <= threshold * TOO_MUCH).all()
-    assert torch.equal(after[~over], top[~over])
-    for name, p in model.named_parameters():
-        kept = unchanged(before[name], p, 4)
-        assert kept == (
-            (~over).tolist() if name.startswith(("q_", "k_")) else [True] * 4
-        ), name
-
-
-@pytest.mark.parametrize("kv_heads", [2, 1])
-def test_grouped_keys_query_policy_is_exact_per_head_and_leaves_the_keys(
-    kv_heads: int,
-) -> None:
-    model, x = (
-        loud(attention(torch.float64, kv_heads, bias=True), *SCALES),
-        inputs(dtype=torch.float64),
-    )
-    before, top = by_name(model), maxima(model, x)[0]
-    clip_once(model, "qk_clip:threshold=1", x)
-    after = maxima(model, x)[0]
-    assert torch.allclose(after, top.clamp(max=1))
-    for name in ("k_proj.weight", "k_proj.bias", "v_proj.weight", "o_proj.weight"):
-        assert torch.equal(before[name], model.get_parameter(name))
-    assert (
-        unchanged(before["q_proj.weight"], model.q_proj.weight, 4)
-        == (top <= 1).tolist()
-    )
-
-
 def test_grouped_keys_group_policy_clips_the_group_by_its_worst_head() -> None:
     model, x = (
         loud(attention(torch.float64, 2, bias=True), 40.0, 1.0, 0.01, 0.02),
@@ -135,36 +93,6 @@ def test_grouped_keys_group_policy_clips_the_group_by_its_worst_head() -> None:
     ]
     assert unchanged(before["k_proj.weight"], model.k_proj.weight, 2) == [False, True]
     assert unchanged(before["k_proj.bias"], model.k_proj.bias, 2) == [False, True]
-
-
-@pytest.mark.parametrize("latent_norm", [False, True])
-@pytest.mark.parametrize("groups", ["query", "group"])
-def test_latent_attention_takes_root_root_and_whole_and_leaves_the_shared_key(
-    groups: str, latent_norm: bool
-) -> None:
-    model, x = (
-        loud(mla(latent_norm=latent_norm).double(), *SCALES),
-        inputs(dtype=torch.float64),
-    )
-    before, top = by_name(model), maxima(model, x)[0]
-    threshold = float(top.sort().values[1:3].mean())
-    clip_once(model, f"qk_clip:threshold={threshold},groups={groups}", x)
-    after = maxima(model, x)[0]
-    assert torch.allclose(after, top.clamp(max=threshold))
-    gamma = (threshold / top).clamp(max=1)
-    for name, power in {"q_up": 0.5, "k_up": 0.5, "q_rope": 1.0}.items():
-        for h, (old, new) in enumerate(
-            zip(
-                before[f"{name}.weight"].chunk(4),
-                model.get_submodule(name).weight.chunk(4),
-            )
-        ):
-            assert torch.allclose(new, old * gamma[h] ** power), name
-            assert torch.equal(new, old) is bool(top[h] <= threshold)
-    for name in ("k_rope", "q_down", "kv_down", "v_up", "o_proj"):
-        assert torch.equal(
-            before[f"{name}.weight"], model.get_submodule(name).weight
-        ), name
 
 
 def fixed_maxima(
@@ -200,25 +128,6 @@ def test_no_maximum_that_is_not_over_the_threshold_ever_changes_a_weight(
     ]
     assert torch.allclose(model.q_proj.weight[4:8], before["q_proj.weight"][4:8] / 2)
     assert all(p.isfinite().all() for p in model.parameters())
-
-
-def test_logits_that_are_masked_do_not_count() -> None:
-    model, x = (
-        loud(attention(torch.float64, 4), *[20.0] * 4),
-        inputs(1, dtype=torch.float64),
-    )
-    mask = torch.ones(1, 7, dtype=torch.bool)
-    mask[:, 5:] = False
-    seen = maxima(model, x, mask=mask)[0]
-    free = maxima(model, x, causal=False)[0]
-    head = int((free / seen.clamp(min=1e-3)).argmax())
-    assert free[head] > 2 * seen[head].clamp(min=0)
-    threshold = float((seen[head].clamp(min=0.1) + free[head]) / 2)
-    before = by_name(model)
-    clip_once(model, f"qk_clip:threshold={threshold}", x, mask=mask)
-    assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4)[head]
-    clip_once(model, f"qk_clip:threshold={threshold}", x, causal=False)
-    assert not unchanged(before["q_proj.weight"], model.q_proj.weight, 4)[head]
 
 
 def test_a_capped_site_is_clipped_by_its_logit_before_the_cap() -> None:
@@ -265,63 +174,32 @@ def test_a_weight_that_makes_q_and_k_is_scaled_once() -> None:
     assert torch.allclose(maxima(model, x)[0], top.clamp(max=0.1))
 
 
-@pytest.mark.parametrize(
-    "remedy",
-    ["lalr:tau=0.5+qk_clip:threshold=0.5", "qk_clip:threshold=0.5+lalr:tau=0.5"],
-)
-def test_with_lalr_the_clip_comes_after_the_scaled_step_in_either_order(
-    remedy: str,
-) -> None:
-    x = inputs(dtype=torch.float64)
-    model, reference = (loud(attention(torch.float64, 4), *SCALES) for _ in range(2))
-    results = []
-    for m, r in ((model, remedy), (reference, "lalr:tau=0.5")):
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
-        with qkeel.apply(m, r, optimizer):
-            m(x).square().sum().backward()
-            optimizer.step()
-        results.append(by_name(m))
-    top = maxima(loud(attention(torch.float64, 4), *SCALES), x)[0]
-    gamma = (0.5 / top).clamp(max=1).sqrt().repeat_interleave(4)[:, None]
-    assert torch.allclose(
-        results[0]["q_proj.weight"], results[1]["q_proj.weight"] * gamma, rtol=1e-12
-    )
-
-
 def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one() -> None:
     # As with optimizers that are not fused, whose hooks a scaler does not run: the maxima wait.
     model, x = loud(attention(torch.float64, 4), *SCALES), inputs(dtype=torch.float64)
     before, top = by_name(model), maxima(model, x)[0]
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-    handle = qkeel.apply(model, "qk_clip:threshold=1", optimizer)
+    qkeel.apply(model, "qk_clip:threshold=1", optimizer)
     trained(model(x))
-    optimizer.found_inf = torch.ones(())
-    optimizer.step()
-    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
-    state = handle.state()
-    assert torch.equal(next(iter(state.values())), top)
-    optimizer.step()
-    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
-    handle.remove()
-    handle = qkeel.apply(model, "qk_clip:threshold=1", optimizer)
-    handle.load(state)  # a run killed here goes on as it would have
-    optimizer.found_inf = torch.zeros(())
-    optimizer.step()
-    assert torch.allclose(maxima(model, x)[0], top.clamp(max=1))
-    kept = by_name(model)
-    optimizer.step()
-    assert all(torch.equal(kept[n], p) for n, p in model.named_parameters())
+    for skipped in (1.0, 1.0, 0.0, 0.0):
+        optimizer.found_inf = torch.tensor(skipped)
+        optimizer.step()
+        clipped = by_name(model)
+        assert torch.equal(before["q_proj.weight"], clipped["q_proj.weight"]) is bool(
+            skipped
+        )
+        if not skipped:
+            assert torch.allclose(maxima(model, x)[0], top.clamp(max=1))
     with torch.no_grad():
         model.q_proj.weight.mul_(3)
+    top = maxima(model, x)[0]
     trained(model(x))
     optimizer.found_inf = torch.ones(())
     optimizer.step()
     del optimizer.found_inf  # a step without the scaler clips by them too, once
-    optimizer.step()
-    once = by_name(model)
-    assert not torch.equal(once["q_proj.weight"], kept["q_proj.weight"] * 3)
-    optimizer.step()
-    assert all(torch.equal(once[n], p) for n, p in model.named_parameters())
+    for _ in range(2):
+        optimizer.step()
+        assert torch.allclose(maxima(model, x)[0], top.clamp(max=1))
 
 
 def test_on_an_accelerator_all_sites_are_multiplied_and_one_leaves_weights_bit_for_bit(

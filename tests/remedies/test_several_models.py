@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -68,30 +67,6 @@ def test_one_call_does_what_one_of_each_model_does() -> None:
         for model in runs["sites"].models
         for m in model.modules()
     )
-
-
-def test_a_checkpoint_has_the_state_of_all() -> None:
-    whole, again = Run("sites"), Run("sites")
-    whole.train(0, 3)
-    models, optimizer = copy.deepcopy(
-        (nn.ModuleList(whole.models).state_dict(), whole.optimizer.state_dict())
-    )
-    states = [
-        {name: torch.as_tensor(x).clone() for name, x in of.state().items()}
-        for of in (whole.handle, whole.monitor)
-    ]
-    again.train(5, 7)
-    nn.ModuleList(again.models).load_state_dict(models)
-    again.optimizer.load_state_dict(optimizer)
-    again.handle.load(states[0])
-    again.monitor.load(states[1])
-    for run in (whole, again):
-        run.train(3, 5)
-    assert torch.equal(again.weights, whole.weights)
-    ends = [run.monitor.sample for run in (whole, again)]
-    assert [end and (end.step, end.values) for end in ends[:1]] == [
-        end and (end.step, end.values) for end in ends[1:]
-    ]
 
 
 def test_what_cannot_be_applied_as_one_changes_nothing() -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import qkeel
-from qkeel.errors import InvalidTypeError
 from qkeel.nn import Decoder, DecoderConfig
 
 Split = Callable[[Decoder], list[Optimizer]]
@@ -94,29 +93,3 @@ def test_new_gains_go_to_the_optimizer_that_holds_gains() -> None:
     assert [
         sum(len(group["params"]) for group in o.param_groups) for o in (muon, adamw)
     ] == held
-
-
-def test_the_monitor_counts_the_steps_of_the_first() -> None:
-    m = model()
-    optimizers = by_kind(m)
-    with qkeel.watch(m, optimizers) as monitor:
-        train(m, optimizers, 4)
-        assert monitor.history.steps.tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ([], "at least one optimizer"),
-        ([AdamW], r"make one: AdamW\(model.parameters\(\)\)"),
-        (["adam"], "a torch.optim.Optimizer or a list of them, got str"),
-    ],
-)
-@pytest.mark.parametrize(
-    "function", [lambda m, o: qkeel.apply(m, "lalr", o), qkeel.watch, qkeel.autopilot]
-)
-def test_what_is_not_an_optimizer_is_one_clear_error(
-    function: Callable[[nn.Module, object], object], wrong: object, message: str
-) -> None:
-    with pytest.raises(InvalidTypeError, match=message):
-        function(model(), wrong)

@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.contract.processes.watching import loss_of
-from tests.contract.processes.wrapped import batch as tokens
-from tests.contract.processes.wrapped import llama
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 import qkeel
-from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.errors import RefusedError
 
 from .families import FAMILIES, Encoder, batch, run
 from .models import decoder, gradients, step_by
@@ -53,49 +49,6 @@ def same(a: list[Any], b: list[Any]) -> bool:
     )
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    for i in range(steps):
-        x = batch(i)
-        optimizer.zero_grad()
-        functional.cross_entropy(
-            run(model, x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()
-        ).backward()
-        optimizer.step()
-
-
-class Cached(nn.Module):
-    """Its keys are a constant: no weight makes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Linear(32, 32)
-        self.register_buffer("keys", torch.randn(1, 4, 9, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.query(x).unflatten(-1, (4, 8)).transpose(1, 2)
-        keys = self.get_buffer("keys").expand(len(x), -1, -1, -1)
-        return (
-            functional.scaled_dot_product_attention(q, keys, keys)
-            .transpose(1, 2)
-            .flatten(2)
-        )
-
-
-@every_remedy
-def test_a_site_whose_weights_are_not_known_is_refused_with_its_name_and_why(
-    remedy: str,
-) -> None:
-    model = nn.Sequential(nn.Embedding(32, 32), Cached())
-    optimizer = adamw(model)
-    before = taken(model, optimizer)
-    with pytest.raises(
-        RefusedError,
-        match=rf"{remedy} at 1: it is not known which .*: k has no gradient",
-    ):
-        qkeel.apply(model, remedy, optimizer, batch=batch())
-    assert same(before, taken(model, optimizer))
-
-
 @every_remedy
 def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_say(
     remedy: str,
@@ -112,76 +65,7 @@ def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_s
     assert not handle.active
 
 
-@every_remedy
-def test_a_foreign_model_on_the_meta_device_is_one_clear_error(remedy: str) -> None:
-    model = Encoder().to("meta")
-    with pytest.raises((RefusedError, InvalidValueError), match="meta"):
-        qkeel.apply(model, remedy, adamw(model), batch=batch())
-
-
-@every_remedy
-def test_a_refusal_at_a_later_site_leaves_everything_as_it_was(remedy: str) -> None:
-    model = FAMILIES["gpt_neox"].model(torch.float32)
-    optimizer = torch.optim.SGD(
-        [p for n, p in model.named_parameters() if "layers.1.attention.q" not in n],
-        lr=0.1,
-    )
-    before = taken(model, optimizer)
-    with pytest.raises(
-        RefusedError,
-        match=r"layers.1.attention.query_key_value.weight, which this SGD does not hold",
-    ):
-        qkeel.apply(model, remedy, optimizer, batch=batch())
-    assert same(before, taken(model, optimizer))
-
-
 # --- weights that go away, and wrappers
-
-
-def wrapped(kind: str, model: nn.Module) -> nn.Module:
-    if kind == "DataParallel":
-        return nn.DataParallel(model)
-    compiled = torch.compile(model, backend="eager")
-    assert isinstance(compiled, nn.Module)
-    return compiled
-
-
-@pytest.mark.parametrize("kind", ["DataParallel", "torch.compile"])
-@every_remedy
-def test_a_wrapper_is_looked_through(remedy: str, kind: str) -> None:
-    results = []
-    for wrap in (False, True):
-        model = FAMILIES["nn.TransformerEncoder"].model(torch.float32)
-        optimizer = adamw(model)
-        outer = wrapped(kind, model) if wrap else model
-        option = ":threshold=0.5" if remedy == "qk_clip" else ""
-        with qkeel.apply(outer, remedy + option, optimizer, batch=batch()):
-            run(
-                model if kind == "torch.compile" else outer, batch()
-            ).square().sum().backward()
-            optimizer.step()
-        results.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*results))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of while it traces
-def test_code_that_was_compiled_before_a_remedy_with_hooks_is_compiled_again() -> None:
-    x = tokens(0)[:2]
-    for remedy in ("z_loss:coefficient=1", "peri_norm"):
-        results = []
-        for treated in (False, True):
-            model = llama()
-            outer = torch.compile(model, backend="eager") if treated else model
-            loss_of(outer, x).backward()
-            model.zero_grad()
-            with qkeel.apply(outer, remedy, batch=x):
-                loss_of(outer, x).backward()
-            loss_of(outer, x).backward()
-            results.append([p.grad for p in model.parameters() if p.grad is not None])
-        assert all(
-            torch.allclose(a, b, atol=1e-6) for a, b in zip(*results, strict=True)
-        ), remedy
 
 
 # --- optimizers
@@ -235,17 +119,6 @@ def test_optimizers_that_would_bring_scaled_weights_back_are_refused(
     ):
         qkeel.apply(model, remedy, optimizer, batch=batch())
     assert same(before, taken(model, optimizer))
-
-
-@pytest.mark.parametrize("remedy", ["lalr", "qk_lr"])
-def test_schedule_free_is_not_linear_in_the_rate(remedy: str) -> None:
-    model = FAMILIES["llama"].model(torch.float32)
-    with pytest.raises(
-        RefusedError, match="ScheduleFree at half the rate was not half as long"
-    ):
-        qkeel.apply(
-            model, remedy, ScheduleFree(model.parameters(), lr=0.1), batch=batch()
-        )
 
 
 def test_a_wrapper_that_is_no_optimizer_itself_is_looked_through() -> None:
@@ -331,39 +204,26 @@ def trained(
 
 
 @every_remedy
-def test_steps_of_another_optimizer_are_warned_about_once(
+def test_a_hundred_passes_without_a_step_of_its_own_optimizer_are_warned_about_once(
     remedy: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     model = decoder()
     optimizer, other = adamw(model), adamw(model)
     handle = qkeel.apply(model, remedy, optimizer)
-    trained(model, optimizer, 2, batches_a_step=120)
-    trained(model, other, 2)
+    trained(model, optimizer, 1, batches_a_step=120)  # accumulated gradients
+    trained(model, other, 99)
     with torch.no_grad():
-        for _ in range(200):
+        for _ in range(120):
             model(ids())
-    trained(model, optimizer, 2)
+    trained(model, optimizer, 1)
+    trained(model, other, 99)
     assert not warned(recwarn)
-    trained(model, other, 5)
+    trained(model, other, 120)
     (message,) = warned(recwarn)
     assert "AdamW" in message
     handle.remove()
     assert not model._forward_hooks
     assert not optimizer._optimizer_step_post_hooks
-
-
-def test_weights_that_change_while_gradients_accumulate_are_no_steps_of_another_optimizer(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
-    model = decoder()
-    optimizer = adamw(model)
-    with qkeel.apply(model, "lalr", optimizer):
-        for _ in range(20):
-            model(ids()).square().mean().backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.mul_(0.99)
-    assert not warned(recwarn)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -376,7 +236,7 @@ def test_a_remedy_that_ended_with_its_optimizer_is_warned_about_unless_it_was_ap
     optimizer = adamw(model)
     if again:
         qkeel.apply(model, "lalr", optimizer)
-    trained(model, optimizer, 5)
+    trained(model, optimizer, 102)
     assert len(warned(recwarn)) == 1 - again
 
 
@@ -410,3 +270,25 @@ def test_a_model_that_is_cast_to_half_precision_after_apply_is_refused_in_the_st
     optimizer.zero_grad()
     with pytest.raises(RefusedError, match="bfloat16"):
         trained(model, optimizer, 1)
+
+
+def test_a_model_that_is_cast_to_double_precision_after_apply_takes_exact_steps() -> (
+    None
+):
+    model = decoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with qkeel.apply(model, "lalr:tau=0.25", optimizer):
+        trained(model, optimizer, 1)
+        model.double()
+        weight = model.get_parameter("blocks.0.attention.v_proj.weight")
+        query = model.get_parameter("blocks.0.attention.q_proj.weight")
+        key = model.get_parameter("blocks.0.attention.k_proj.weight")
+        before = [p.detach().clone() for p in (weight, query, key)]
+        optimizer.zero_grad()
+        trained(model, optimizer, 1)
+    for p, old, exact in zip((weight, query, key), before, (True, False, False)):
+        full = old - 0.5 * p.grad  # type: ignore[operator]
+        assert torch.allclose(p, full, rtol=1e-12) is exact
+        # Norms have changed little since the start, in float32 then and in float64 now.
+        near = old - 0.125 * p.grad  # type: ignore[operator]
+        assert exact or (p - near).abs().max() < 0.05 * (near - old).abs().max()

@@ -246,21 +246,6 @@ def test_a_clip_scales_each_head_to_the_threshold_and_changes_nothing_else(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_frozen_heads_compute_the_same_logits_after_steps(seed: int) -> None:
-    drawn = draw(seed)
-    before = drawn.observed()
-    optimizer = applied(drawn, "frozen_qk", lr=0.1)
-    if optimizer is None:
-        assert drawn.wrap not in ("plain", "pruned", "pruned rows")
-        return
-    for _ in range(2):
-        drawn.model(drawn.x).square().mean().backward()
-        optimizer.step()
-    for (z, _), (old_z, _) in zip(drawn.observed(), before, strict=True):
-        torch.testing.assert_close(z, old_z)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
 def test_a_cap_bounds_the_weights_in_use(seed: int) -> None:
     drawn = draw(seed)
     optimizer = applied(drawn, "spectral_cap:cap=0.5")

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from qkeel.metrics import alarm_step, collapsed, spike_score
+from qkeel.metrics import collapsed
 from qkeel.records import (
-    HeadRecorder,
     RunDirectory,
     append_line,
     read_json,
@@ -40,35 +39,6 @@ TABLE: dict[str, tuple[tuple[float, float, float], ...]] = {
         (29.0, 1.03, 2.369),
         (34.2, 0.73, 2.445),
         (50.2, 0.60, 2.717),
-    ),
-}
-FORMULAS = {
-    "none": "a = softmax(s · q kᵀ + mask) v\ns = 1 / √head_dim",
-    "qk_norm": "q ← q / rms(q) · gain_q    k ← k / rms(k) · gain_k    (per head, gain per dim)\n"
-    "a = softmax(s · q kᵀ + mask) v\ns = 1 / √head_dim",
-    "softcap:cap=50": "z = s · q kᵀ\na = softmax(50 · tanh(z / 50) + mask) v",
-}
-LINES = {
-    "none": ("Attention as it is.", "Vaswani et al. 2017, arXiv 1706.03762"),
-    "qk_norm": (
-        "Normalises queries and keys before the dot product.",
-        "Dehghani et al. 2023, arXiv 2302.05442",
-    ),
-    "lalr:tau=0.1": (
-        "A learning rate per head, from its logit change.",
-        "after arXiv 2307.00001",
-    ),
-    "qk_lr:factor=0.1": (
-        "The same factor for the q and k weights of all heads.",
-        "ablation of lalr",
-    ),
-    "softcap:cap=50": (
-        "Squashes logits into (−50, 50).",
-        "Gemma Team 2024, arXiv 2408.00118",
-    ),
-    "qk_clip:threshold=30": (
-        "Rescales q and k weights after the step.",
-        "Kimi Team 2025, arXiv 2507.20534",
     ),
 }
 
@@ -101,17 +71,10 @@ def make_run(path: Path, made: Made) -> Path:
     path.mkdir(parents=True)
     write_json(path / "config.json", _config(made))
     write_json(path / "env.json", _env(made))
-    records = _records(made)
-    recorder = HeadRecorder(path, HEADS, made.layers, made.heads)
-    rng = np.random.default_rng(made.seed)
-    share = rng.uniform(0.15, 1.0, (made.layers, made.heads))
-    share[-1, 1] = 1.0
-    for record in records:
+    for record in _records(made):
         append_line(path / "metrics.jsonl", record)
-        recorder.append(record["step"], _heads(record, share))
-    append_line(path / "events.jsonl", {"step": 0, "kind": "start"})
     if made.status == "done":
-        RunDirectory(path).finish(_summary(made, records))
+        RunDirectory(path).finish(_summary(made))
     elif made.status == "failed":
         text = 'Traceback (most recent call last):\n  File "train.py", line 12, in step\n    loss.backward()\n'
         write_text(
@@ -126,23 +89,13 @@ def make_study(
 ) -> Path:
     """Write a study directory; `absent` runs are planned but not there."""
     path.mkdir(parents=True)
-    planned = [*runs, *absent]
+    keys = ("run_id", "remedy", "lr", "seed", "role")
+    planned = [{key: getattr(made, key) for key in keys} for made in (*runs, *absent)]
     about = {
         "study": name,
         "command": "qkeel study lr --lrs 0.01 0.03 0.1 --seeds 0 1 --out demo",
-        "remedies": list(dict.fromkeys(made.remedy for made in planned)),
-        "lrs": sorted({made.lr for made in planned}),
-        "seeds": sorted({made.seed for made in planned}),
-        "runs": [
-            {
-                "run_id": m.run_id,
-                "remedy": m.remedy,
-                "lr": m.lr,
-                "seed": m.seed,
-                "role": m.role,
-            }
-            for m in planned
-        ],
+        "remedies": list(dict.fromkeys(run["remedy"] for run in planned)),
+        "runs": planned,
     }
     write_json(path / "study.json", about)
     for made in runs:
@@ -160,18 +113,11 @@ def grid(
     for remedy in remedies:
         for lr, (logit, entropy, val_loss) in zip(LRS, TABLE[remedy]):
             for seed in seeds if lr in lrs else ():
+                run = Made(remedy=remedy, lr=lr, seed=seed, entropy=entropy)
                 off = 0.008 * (seed - 0.5) * (1 + 2 * (lr > 0.05))
                 peak = logit * (1 + 0.1 * seed)
-                end = val_loss + off
                 runs.append(
-                    Made(
-                        remedy=remedy,
-                        lr=lr,
-                        seed=seed,
-                        max_logit=peak,
-                        entropy=entropy,
-                        val_loss=end,
-                    )
+                    dataclasses.replace(run, max_logit=peak, val_loss=val_loss + off)
                 )
     return runs
 
@@ -217,26 +163,14 @@ def _config(made: Made) -> dict[str, Any]:
 
 
 def _env(made: Made) -> dict[str, Any]:
-    line, source = LINES.get(made.remedy, ("A remedy.", ""))
-    corpus = {
-        "name": "stdlib",
-        "sha256": "9f2c" * 16,
-        "train_tokens": 7_912_345,
-        "heldout_tokens": 812_001,
-        "vocab_size": 256,
-        "loss_unit": "byte",
-    }
     return {
         "qkeel": "0.1.0",
         "python": "3.12.3",
         "torch": "2.13.0+cpu",
         "device": "cpu",
         "dtype": "float32",
-        "corpus": corpus,
+        "corpus": {"name": "stdlib", "sha256": "9f2c" * 16, "loss_unit": "byte"},
         "n_parameters": 131_456,
-        "formula": FORMULAS.get(made.remedy, FORMULAS["none"]),
-        "remedy_line": line,
-        "remedy_source": source,
         "command": f"qkeel run --remedy {made.remedy} --lr {made.lr:g} --seed {made.seed}",
     }
 
@@ -249,75 +183,32 @@ def _records(made: Made) -> list[dict[str, Any]]:
     for step in range(0, last + 1, made.every):
         t = step / made.steps
         rise = 1 - math.exp(-5 * t) if t < 1 else 1.0
-        logit = 0.6 * (made.max_logit / 0.6) ** rise
-        entropy = 2.4 + (made.entropy - 2.4) * min(1.0, 1.15 * rise)
-        loss = made.init_loss + (made.val_loss - made.init_loss) * (
-            1 - math.exp(-9 * t)
-        ) / (1 - math.exp(-9))
         wobble = 1 + 0.04 * rng.standard_normal() * (0 < t < 1)
+        fall = (1 - math.exp(-9 * t)) / (1 - math.exp(-9))
+        loss = made.init_loss + (made.val_loss - made.init_loss) * fall
+        entropy = 2.4 + (made.entropy - 2.4) * min(1.0, 1.15 * rise)
+        train_loss = loss + 0.05 * rng.standard_normal()
         records.append(
             {
                 "step": step,
-                "tokens": step * 256,
                 "lr": made.lr,
-                "train_loss": None
-                if step == 0
-                else loss + 0.05 * rng.standard_normal(),
+                "train_loss": train_loss if step else None,
                 "val_loss": loss if step % (5 * made.every) == 0 else None,
-                "grad_norm": None if step == 0 else 1.2,
-                "max_logit": logit * wobble,
-                "min_logit": -logit * 0.8,
-                "max_abs_logit": logit * wobble,
-                "capped_max_logit": min(logit * wobble, 50.0)
-                if "softcap" in made.remedy
-                else logit * wobble,
+                "max_logit": 0.6 * (made.max_logit / 0.6) ** rise * wobble,
                 "entropy": max(0.0, entropy * wobble),
-                "cpu_seconds": 2.5 * t * made.steps / 150,
             }
         )
     return records
 
 
-HEADS = ("max_logit", "min_logit", "entropy", "query_norm", "key_norm")
-
-
-def _heads(record: dict[str, Any], share: np.ndarray) -> np.ndarray:
-    logit = record["max_logit"] * share
-    entropy = np.clip(record["entropy"] * (1.6 - 0.6 * share), 0, 3.4)
-    return np.stack(
-        [
-            logit,
-            -0.8 * logit,
-            entropy,
-            np.sqrt(np.abs(logit)) * 2,
-            np.sqrt(np.abs(logit)) * 2,
-        ]
-    )
-
-
-def _summary(made: Made, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _summary(made: Made) -> dict[str, Any]:
     return {
-        "remedy": made.remedy,
-        "lr": made.lr,
-        "seed": made.seed,
         "steps": made.steps,
         "val_loss": made.val_loss,
         "max_logit": made.max_logit,
-        "end_max_logit": records[-1]["max_logit"],
         "end_entropy": made.entropy,
-        "alarm_step": alarm_step(records),
         "collapsed": collapsed(made.entropy, made.val_loss, made.init_loss),
-        "cpu_seconds": 2.5
-        * made.steps
-        / 150
-        * (1.12 if made.remedy != "none" else 1.0),
-        "run_id": made.run_id,
-        "capped_max_logit": max(r["capped_max_logit"] for r in records),
-        "max_abs_logit": max(r["max_abs_logit"] for r in records),
         "init_loss": made.init_loss,
-        "spike_score": spike_score(
-            [r["train_loss"] for r in records if r["train_loss"] is not None]
-        ),
         "status": "done",
     }
 

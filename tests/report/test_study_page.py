@@ -26,7 +26,7 @@ from qkeel.records import (
     write_json,
     write_text,
 )
-from qkeel.report.html import json_script, rounded, tag, thin
+from qkeel.report.html import json_script, markup, rounded, thin
 from qkeel.report.study_page import chart_data
 from qkeel.report.study_runs import read_study
 
@@ -247,10 +247,8 @@ def test_every_text_is_escaped(tmp_path: Path) -> None:
     assert json.loads(script[script.index(">") + 1 : -9]) == {
         "a": "</script><!--\u2028"
     }
-    assert (
-        tag("p", {"title": '"<'}, "<b>", tag("i", {}, "&"))
-        == '<p title="&quot;&lt;">&lt;b&gt;<i>&amp;</i></p>'
-    )
+    filled = markup('<p title="{}">{}</p>', '"<', ["<b>", markup("<i>{}</i>", "&")])
+    assert filled == '<p title="&quot;&lt;">&lt;b&gt;<i>&amp;</i></p>'
 
 
 def test_single_runs_make_a_page(tmp_path: Path) -> None:

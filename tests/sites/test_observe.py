@@ -91,16 +91,6 @@ def log_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.log_softmax(scores, dim=-1).exp() @ v
 
 
-def keys_in_two_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    far = torch.einsum("bhqd,bhkd->bhqk", q, k[:, :, :2]).masked_fill(
-        ~causal()[:, :2], -torch.inf
-    )
-    near = torch.einsum("bhqd,bhkd->bhqk", q, k[:, :, 2:]).masked_fill(
-        ~causal()[:, 2:], -torch.inf
-    )
-    return (torch.cat([far, near], dim=-1) / math.sqrt(D)).softmax(-1) @ v
-
-
 def checkpointed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return checkpoint(nanogpt, q, k, v, use_reentrant=True)  # type: ignore[return-value]
 
@@ -151,7 +141,6 @@ WAYS: dict[str, Attend] = {
         with_sink,
         without_softmax,
         log_softmax,
-        keys_in_two_parts,
         checkpointed,
         exp_over_sum,
         values_before_the_sum,

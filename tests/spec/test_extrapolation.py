@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from tests.each_row import each_row
 
-from qkeel import attention, preset
-from qkeel.errors import InvalidValueError, RefusedError, UnknownNameError
+from qkeel import preset
+from qkeel.errors import (
+    InvalidValueError,
+    QkeelError,
+    RefusedError,
+    UnknownNameError,
+)
 from qkeel.spec import (
     METHODS,
     NTK,
@@ -23,199 +31,129 @@ from qkeel.spec import (
     SlidingWindow,
     YaRN,
 )
+from qkeel.spec.rope import Position
 
 SPEC = AttentionSpec(position=Rope(base=5e4, rotary=0.5))
-OTHERS_OPTIONS = (  # methods, and options of other methods
-    *(
-        ("pi", "window"),
-        ("abf", "power"),
-        ("ntk", "power"),
-        ("dynamic_ntk", "base"),
-        ("rerope", "leak"),
-    ),
-    *(("yarn", "window"), ("window", "leak"), ("none", "leak"), ("rope", "leak")),
-)
+LATE = AttentionSpec(norm=RMSNorm(gain="dim"), position=Rope(order="rotate_then_norm"))
+ROPE = {"base": 5e4, "rotary": 0.5}
+L = {"train_length": 64}
+FAST = {"fast": 16.0, "slow": 2.0}
 
 
-def test_every_method_gives_a_spec_that_attends_and_the_weights_stay() -> None:
-    q, k, v = (torch.randn(1, 2, 20, 8) for _ in range(3))
-    trained = preset("kna", train_length=16)
-    for method in METHODS:
-        spec = trained.extrapolate(method, factor=8, train_length=16)
-        assert spec.norm == trained.norm
-        assert spec.init_params(2).keys() == trained.init_params(2).keys()
-        assert attention(q, k, v, spec=spec).isfinite().all()
-        assert (spec == trained) == (method in ("none", "rope"))
+def rope(stretch: Any) -> Rope:
+    return Rope(**ROPE, stretch=stretch)
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "stretch"),
-    [
-        ("pi", {}, PI(factor=8)),
-        ("ntk", {}, NTK(factor=8)),
-        ("ntk_fixed", {}, NTK(factor=8, kind="fixed")),
-        ("ntk_mixed", {"power": 0.75}, NTK(factor=8, kind="mixed", power=0.75)),
-        ("dynamic_ntk", {"train_length": 64}, DynamicNTK(train_length=64)),
-        (
-            "yarn",
-            {"train_length": 64, "ramp": "paper"},
-            YaRN(factor=8, train_length=64, ramp="paper"),
-        ),
-        ("none", {}, NoStretch()),
-    ],
-)
-def test_a_stretch_keeps_the_rest_of_the_rotation(
-    method: str, options: dict, stretch: object
+def windowed(window: int, inner: Position = SPEC.position) -> AttentionSpec:
+    return AttentionSpec(position=SlidingWindow(window=window, inner=inner))
+
+
+# The trained spec, the method with its options, and the position afterwards.
+METHODS_BY_HAND: list[tuple[AttentionSpec, str, dict[str, Any], Position]] = [
+    (SPEC, "none", {"factor": 8}, rope(NoStretch())),
+    (SPEC, "rope", {"factor": 2}, rope(NoStretch())),
+    (SPEC, "pi", {}, rope(PI(factor=1.0))),
+    (SPEC, "pi", {"factor": 8}, rope(PI(factor=8))),
+    (SPEC, "ntk", {"factor": 8}, rope(NTK(factor=8))),
+    (SPEC, "ntk_fixed", {"factor": 8}, rope(NTK(factor=8, kind="fixed"))),
+    (SPEC, "ntk_mixed", {"factor": 8}, rope(NTK(factor=8, kind="mixed", power=0.625))),
+    (SPEC, "ntk_mixed", {"factor": 8, "power": 0.75}, rope(NTK(factor=8, kind="mixed", power=0.75))),
+    (SPEC, "dynamic_ntk", {"factor": 8, **L}, rope(DynamicNTK(**L))),
+    (SPEC, "abf", {"factor": 8}, Rope(base=4e5, rotary=0.5)),
+    (SPEC, "abf", {"base": 1e6}, Rope(base=1e6, rotary=0.5)),
+    (SPEC, "yarn", {"factor": 8, **L, "ramp": "paper"}, rope(YaRN(factor=8, **L, ramp="paper"))),
+    (SPEC, "yarn", {"factor": 8, **L, **FAST}, rope(YaRN(factor=8, **L, **FAST))),
+    # A factor of 1 on cos and sin: nothing that the norm could cancel.
+    (LATE, "yarn", L, Rope(order="rotate_then_norm", stretch=YaRN(factor=1.0, **L))),
+    (SPEC, "rerope", L, ReRope(window=32, **ROPE)),
+    (SPEC, "rerope", {"window": 63, **L}, ReRope(window=63, **ROPE)),
+    (SPEC, "leaky_rerope", {"factor": 3, "train_length": 9}, LeakyReRope(window=4, factor=6.0, **ROPE)),
+    (SPEC, "leaky_rerope", {"factor": 8, "window": 16, **L}, LeakyReRope(window=16, factor=16, **ROPE)),
+    (SPEC, "self_extend", {"window": 16, "leak": 4, **L},
+     LeakyReRope(window=16, factor=4, rounded=True, **ROPE)),
+    (SPEC.extrapolate("rerope", train_length=8), "rope", {}, SPEC.position),
+    (AttentionSpec(position=LeakyReRope(window=128)), "rope", {}, Rope()),
+    (SPEC, "window", L, windowed(64).position),
+    (SPEC, "window", {"window": 64, **L}, windowed(64).position),
+    (windowed(9), "window", L, windowed(9).position),
+    (windowed(80), "window", L, windowed(64).position),
+    (AttentionSpec(position=ALiBi()), "window", L, windowed(64, ALiBi()).position),
+    # Training has seen all distances inside of a window that is no wider than its length.
+    (windowed(64), "pi", {"factor": 8, **L}, windowed(64).position),
+    (windowed(65), "pi", {"factor": 8, **L}, windowed(65, rope(PI(factor=8))).position),
+]  # fmt: skip
+
+
+@each_row("spec, method, options, position", METHODS_BY_HAND)
+def test_a_method_changes_the_position_alone(
+    spec: AttentionSpec, method: str, options: dict[str, Any], position: Position
 ) -> None:
-    assert SPEC.extrapolate(method, factor=8, **options) == SPEC.replace(
-        position=Rope(base=5e4, rotary=0.5, stretch=stretch)  # type: ignore[arg-type]
-    )
-
-
-def test_windows_default_to_half_of_the_training_length_and_leaks_to_twice_the_factor() -> (
-    None
-):
-    far = SPEC.extrapolate("rerope", train_length=64).position
-    assert far == ReRope(window=32, base=5e4, rotary=0.5)
-    assert SPEC.extrapolate(
-        "leaky_rerope", factor=8, train_length=64, window=16
-    ).position == LeakyReRope(window=16, base=5e4, rotary=0.5, factor=16)
-    assert SPEC.extrapolate(
-        "self_extend", train_length=64, window=16, leak=4
-    ).position == LeakyReRope(window=16, base=5e4, rotary=0.5, factor=4, rounded=True)
-    assert SPEC.extrapolate("abf", base=1e6).position == Rope(base=1e6, rotary=0.5)
+    assert spec.extrapolate(method, **options) == spec.replace(position=position)
 
 
 def test_log_n_at_test_time_leaves_lengths_up_to_that_of_training_alone() -> None:
-    spec = SPEC.extrapolate("log_n", train_length=64)
-    assert spec.scale == LogN(inner=SPEC.scale, train_length=64, clip=True)
-    assert spec.position == SPEC.position
-    both = SPEC.extrapolate("rerope", train_length=64).extrapolate(
-        "log_n", train_length=64
-    )
-    assert isinstance(both.position, ReRope)
+    scale = LogN(inner=SPEC.scale, train_length=64, clip=True)
+    assert SPEC.extrapolate("log_n", **L) == SPEC.replace(scale=scale)
+    assert {row[1] for row in METHODS_BY_HAND} == set(METHODS) - {"log_n"}
 
 
 def test_factor_one_changes_no_score() -> None:
     q, k, at = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), torch.arange(5)[None]
+    positions = [
+        SPEC.extrapolate(method, **L).position
+        for method in ("pi", "ntk", "ntk_fixed", "ntk_mixed", "dynamic_ntk", "yarn")
+    ]
+    positions += [ReRope(window=5, **ROPE), LeakyReRope(window=5, **ROPE)]
+    positions += [LeakyReRope(window=2, factor=1.0, **ROPE)]
     plain = SPEC.logits(q, k, at, at, {})
-    for method in ("pi", "ntk", "ntk_fixed", "ntk_mixed", "dynamic_ntk", "yarn"):
-        same = SPEC.extrapolate(method, train_length=64).logits(q, k, at, at, {})
-        assert torch.allclose(same, plain, atol=1e-6), method
-    for position in (
-        ReRope(window=5),
-        LeakyReRope(window=5),
-        LeakyReRope(window=2, factor=1.0),
-    ):
-        whole, near = (
-            AttentionSpec(position=p).logits(q, k, at, at, {})
-            for p in (Rope(), position)
-        )
-        assert torch.allclose(near, whole, atol=1e-5), position
+    for position in positions:
+        logits = AttentionSpec(position=position).logits(q, k, at, at, {})
+        torch.testing.assert_close(logits, plain, rtol=0, atol=1e-5)
 
 
-def test_what_cannot_be_is_refused() -> None:
-    interleaved = AttentionSpec(position=Rope(pairing="interleaved"))
-    for error, spec, method, options in (
-        (UnknownNameError, SPEC, "nkt", {}),
-        (UnknownNameError, SPEC, "yarn", {"train_length": 64, "ramp": "steep"}),
-        (InvalidValueError, SPEC, "pi", {"factor": 0.5}),
-        (InvalidValueError, SPEC, "pi", {"factor": float("inf")}),
-        (InvalidValueError, SPEC, "yarn", {"factor": float("nan"), "train_length": 64}),
-        (InvalidValueError, SPEC, "yarn", {"factor": 8}),
-        (InvalidValueError, SPEC, "rerope", {}),
-        (InvalidValueError, SPEC, "rerope", {"train_length": 64, "window": 64}),
-        (InvalidValueError, SPEC, "rerope", {"window": 0}),
-        (InvalidValueError, SPEC, "window", {"train_length": 64, "window": 65}),
-        (RefusedError, AttentionSpec(), "pi", {"factor": 8}),
-        (RefusedError, AttentionSpec(), "rope", {}),
-        (RefusedError, AttentionSpec(position=ALiBi()), "yarn", {"train_length": 9}),
-        (RefusedError, SPEC.extrapolate("pi", factor=2), "ntk", {"factor": 2}),
-        (
-            RefusedError,
-            preset("kna_logn", train_length=16),
-            "log_n",
-            {"train_length": 16},
-        ),
-        (RefusedError, interleaved, "rerope", {"window": 3}),
-        *(
-            (UnknownNameError, SPEC, method, {option: 1.0})
-            for method, option in OTHERS_OPTIONS
-        ),
-    ):
-        with pytest.raises(error):
-            spec.extrapolate(method, **options)
-
-
-def test_a_norm_behind_the_rotation_would_cancel_yarns_factor() -> None:
-    with pytest.raises(InvalidValueError, match="cancels the factor"):
-        Rope(order="rotate_then_norm", stretch=YaRN(factor=8, train_length=64))
-    Rope(
-        order="rotate_then_norm",
-        stretch=YaRN(factor=8, train_length=64, attention_factor=1.0),
-    )
-
-
-def test_yarn_moves_a_norm_that_commutes_before_the_rotation_and_refuses_others() -> (
-    None
-):
+def test_yarn_moves_a_norm_that_commutes_before_the_rotation() -> None:
     kna = preset("kna", train_length=16)
-    assert isinstance(kna.position, Rope)
-    assert kna.position.order == "rotate_then_norm"
     q, k, at = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), torch.arange(5)[None]
-    yarn = kna.extrapolate(
-        "yarn", factor=8, train_length=10**6
-    )  # all pairs stay: only the factor acts
-    assert torch.allclose(
-        yarn.logits(q, k, at, at, {}),
-        kna.logits(q, k, at, at, {}) * 1.459129,
-        rtol=1e-4,
+    yarn = kna.extrapolate("yarn", factor=8, train_length=10**6)  # no pair slows down
+    raised = kna.logits(q, k, at, at, {}) * 1.459129
+    torch.testing.assert_close(
+        yarn.logits(q, k, at, at, {}), raised, rtol=1e-4, atol=1e-6
     )
-    gained = AttentionSpec(
-        norm=RMSNorm(gain="dim"), position=Rope(order="rotate_then_norm")
-    )
-    with pytest.raises(RefusedError, match="does not commute"):
-        gained.extrapolate("yarn", factor=8, train_length=64)
 
 
-def test_what_a_method_takes_where_nothing_is_said_and_at_the_border_of_what_it_takes() -> (
-    None
-):
-    assert SPEC.extrapolate("ntk_mixed", factor=8).position == Rope(
-        base=5e4, rotary=0.5, stretch=NTK(factor=8, kind="mixed", power=0.625)
-    )
-    assert SPEC.extrapolate("abf", factor=8).position == Rope(base=4e5, rotary=0.5)
-    assert SPEC.extrapolate("pi").position == Rope(
-        base=5e4, rotary=0.5, stretch=PI(factor=1.0)
-    )
-    yarn = {"fast": 16.0, "slow": 2.0}
-    assert SPEC.extrapolate("yarn", factor=8, train_length=64, **yarn).position == Rope(
-        base=5e4, rotary=0.5, stretch=YaRN(factor=8, train_length=64, **yarn)
-    )
-    assert SPEC.extrapolate(
-        "leaky_rerope", factor=3, train_length=9
-    ).position == LeakyReRope(window=4, base=5e4, rotary=0.5, factor=6.0)
-    assert SPEC.extrapolate("rerope", window=63, train_length=64).position == ReRope(
-        window=63, base=5e4, rotary=0.5
-    )
-    assert SPEC.extrapolate("rope", factor=2) == SPEC
-    assert SPEC.extrapolate("rerope", train_length=8).extrapolate("rope") == SPEC
-    late = AttentionSpec(
-        norm=RMSNorm(gain="dim"), position=Rope(order="rotate_then_norm")
-    )
-    unchanged = late.extrapolate(
-        "yarn", factor=1.0, train_length=64
-    )  # a factor of 1 on cos and sin: nothing to cancel
-    assert unchanged.position == Rope(
-        order="rotate_then_norm", stretch=YaRN(factor=1.0, train_length=64)
-    )
-    for window, changed in ((63, False), (64, False), (65, True)):
-        spec = AttentionSpec(position=SlidingWindow(window=window))
-        assert (spec.extrapolate("pi", factor=8, train_length=64) != spec) == changed
-    assert SPEC.extrapolate(
-        "window", window=64, train_length=64
-    ).position == SlidingWindow(window=64, inner=SPEC.position)
-    wide = AttentionSpec(position=SlidingWindow(window=80)).extrapolate(
-        "window", train_length=64
-    )
-    assert wide.position == SlidingWindow(window=64)
+INTERLEAVED = AttentionSpec(position=Rope(pairing="interleaved"))
+REFUSED: list[tuple[type[QkeelError], AttentionSpec, str, dict[str, Any]]] = [
+    (UnknownNameError, SPEC, "nkt", {}),
+    (UnknownNameError, SPEC, "yarn", {"ramp": "steep", **L}),
+    *((InvalidValueError, SPEC, "pi", {"factor": x}) for x in (0.5, float("inf"))),
+    (InvalidValueError, SPEC, "yarn", {"factor": float("nan"), **L}),
+    *((InvalidValueError, SPEC, name, {}) for name in ("yarn", "rerope", "window")),
+    (InvalidValueError, SPEC, "rerope", {"window": 64, **L}),
+    (InvalidValueError, SPEC, "rerope", {"window": 0}),
+    (InvalidValueError, SPEC, "window", {"window": 65, **L}),
+    (InvalidValueError, windowed(128), "pi", {"factor": 8}),
+    *((RefusedError, AttentionSpec(), name, {}) for name in ("pi", "rope")),
+    (RefusedError, AttentionSpec(position=ALiBi()), "yarn", L),
+    (RefusedError, SPEC.extrapolate("pi", factor=2), "ntk", {"factor": 2}),
+    (RefusedError, SPEC.extrapolate("log_n", **L), "log_n", L),
+    (RefusedError, INTERLEAVED, "rerope", {"window": 3}),
+    (RefusedError, LATE, "yarn", {"factor": 8, **L}),
+    *(
+        (UnknownNameError, SPEC, method, {option: 1.0})  # an option of another method
+        for option, methods in {
+            "window": ("pi", "yarn"),
+            "power": ("abf", "ntk"),
+            "base": ("dynamic_ntk",),
+            "leak": ("rerope", "window", "none", "rope"),
+        }.items()
+        for method in methods
+    ),
+]
+
+
+@each_row("error, spec, method, options", REFUSED)
+def test_what_cannot_be_is_refused(
+    error: type[QkeelError], spec: AttentionSpec, method: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(error):
+        spec.extrapolate(method, **options)

@@ -211,7 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--timeout", type=float, default=120.0, help="seconds of one run"
     )
-    parser.add_argument("--out", type=Path, default=Path("docs/internals/programs.md"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("experiments/notes/internals/programs.md")
+    )
     given = parser.parse_args(arguments)
     if given.checkouts is None:
         parser.error(

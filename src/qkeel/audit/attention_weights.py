@@ -31,6 +31,7 @@ SEPARATE = (
     ("q_lin", "k_lin"),
     ("query_proj", "key_proj"),
     ("linear_q", "linear_k"),
+    ("add_q_proj", "add_k_proj"),
     ("q", "k"),
 )
 # Query, key and value in one weight. blocks: [q | k | v]; groups: for each key head its queries, its key, its value
@@ -46,26 +47,17 @@ FUSED: dict[str, str | None] = {
     "linear_qkv": "groups",
     "linear1": "blocks",
     "qkv_x": "blocks",
+    "qkv_y": "blocks",
 }
 # Model types that override the table above (transformers 5.23, modeling files).
-GROUPED = frozenset(
-    [
-        "gpt_neox",
-        "gpt_neox_japanese",
-        "bloom",
-        "falcon",
-        "persimmon",
-        "internlm2",
-        "gpt_bigcode",
-    ]
+GROUPED = words(
+    "gpt_neox gpt_neox_japanese bloom falcon persimmon internlm2 gpt_bigcode"
 )
 OTHER = {
     "codegen": "its qkv_proj is cut into 4 parts of [q | v | k] (a relic of its training on TPUs)"
 }
 # Model types whose q_proj holds, per head, the query and a gate of the same width.
-GATED = frozenset(
-    ["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"]
-)
+GATED = words("qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text")
 # Gains of a q/k norm next to the projections: (query, key).
 GAINS = (
     ("q_norm", "k_norm"),
@@ -87,7 +79,7 @@ INPUT_NORMS = (
     "pre_attention_layernorm",
 )
 # Model types in which the norm of such a name follows attention.
-NOT_BEFORE = frozenset(["swinv2", "swin2sr"])
+NOT_BEFORE = words("swinv2 swin2sr")
 # Names of norms that precede attention in some models and follow it in others, with the model types in which they
 # precede it (transformers 5.23, modeling files). In all other types such a norm gives no bound.
 EITHER_NORM: Mapping[str, frozenset[str]] = {
@@ -127,17 +119,15 @@ EITHER_NORM: Mapping[str, frozenset[str]] = {
         wav2vec2-conformer whisper xglm
         """
     ),
-    "ln1": frozenset(),
-    "ln_attn": frozenset(["falcon"]),
+    "ln1": words(""),
+    "ln_attn": words("falcon"),
 }
-# Attention of two streams of tokens (image and text) that see each other: the names of one stream's projections, and of
-# those of the other stream beside them. Any head's query may meet any key, so a bound takes the larger of both.
-JOINT = {"to_q": "add_q_proj", "to_k": "add_k_proj", "qkv_x": "qkv_y"}
-JOINT_GAINS = {
-    "norm_q": "norm_added_q",
-    "norm_k": "norm_added_k",
-    "q_norm_x": "q_norm_y",
-    "k_norm_x": "k_norm_y",
+# Attention of two streams of tokens (image and text) that see each other: what the projections of the second stream are
+# called beside those of the first, with the gains of its q/k norm. Any head's query may meet any key, so a bound takes
+# the larger of both.
+JOINT = {
+    "add_q_proj": ("norm_added_q", "norm_added_k"),
+    "qkv_y": ("q_norm_y", "k_norm_y"),
 }
 # The same where each stream has a module of its own, named alike but for one word (Flux and SD3 by their authors).
 JOINT_MODULES = (("img_attn", "txt_attn"), ("x_block", "context_block"))
@@ -148,7 +138,7 @@ _CROSS = re.compile(
     r"cross|xattn|encoder_attn|enc_attn|src_attn|encdec|attn2", re.IGNORECASE
 )
 _SCALES = ("_scale_inv", "_scale", ".SCB", ".absmax")
-_SCALES_OF_8_BITS = ("scale_weight", "weight_scale", "scale")  # beside an 8-bit weight
+_SCALES_OF_8_BITS = ("scale_weight", "weight_scale", "scale")
 _ADAPTERS = ("lora_A.weight", "lora_A.default.weight", "lora_down.weight")
 # What GPTQ, AWQ, compressed-tensors, HQQ and bitsandbytes store in place of a weight.
 _QUANTISED = (
@@ -227,380 +217,265 @@ class Unknown:
     reason: str  #: why it could not be read
 
 
-Found = SitePlan | Unknown
+class _UnreadError(Exception):
+    """Why a layer is not read."""
 
 
-def recognise(tensors: Tensors, geometry: Callable[[str], Geometry]) -> list[Found]:
+def recognise(
+    tensors: Tensors, geometry: Callable[[str], Geometry]
+) -> list[SitePlan | Unknown]:
     """Returns every attention layer of a checkpoint in the order of its tensors, and the candidates that cannot be
     read."""
-    sites: dict[str, Found] = {}
+    streams: dict[str, dict[str, SitePlan | Unknown]] = {}
     children: dict[str, list[str]] = {}
+    modules = set()
     for name in tensors:
         path = name.removesuffix(".weight")
         module, _, leaf = path.rpartition(".")
         children.setdefault(module, []).append(leaf)
-        is_weight = path != name or leaf == "in_proj_weight"
-        if is_weight or module:
-            site = _site(tensors, module, leaf, is_weight, geometry)
-            if site is not None:
-                sites.setdefault(site.name, site)
-    plans = []
-    for site in sites.values():
-        plan = _joined(sites, site)
-        if isinstance(plan, SitePlan):
-            plan = _bounded(plan, children.get(plan.name, ()))
-        if plan is not None:
-            plans.append(plan)
-    return plans + _left_over(tensors, sites)
+        if path == name and leaf != "in_proj_weight":
+            continue
+        stream: SitePlan | Unknown | None
+        try:
+            stream = _stream(tensors, module, leaf, geometry(name))
+        except _UnreadError as error:
+            stream = Unknown(module or leaf, str(error))
+        if stream is None:
+            continue
+        site = stream.name
+        modules.add(site)
+        for first, second in JOINT_MODULES:
+            site = site.replace(second, first)
+        # A module that two conventions fit is read by the first one, unless these are two streams.
+        kind = leaf if leaf in JOINT else stream.name
+        streams.setdefault(site, {}).setdefault(kind, stream)
+    sites = []
+    for site, plans in streams.items():
+        first, *others = plans.values()
+        try:
+            for other in others:
+                first = _joined(site, first, other)
+        except _UnreadError as error:
+            first = Unknown(site, str(error))
+        if isinstance(first, SitePlan):
+            names = {plan.name for plan in plans.values()}
+            leaves = [leaf for name in names for leaf in children.get(name, ())]
+            first = _without_bound(first, leaves)
+        sites.append(first)
+    return sites + _left_over(tensors, modules)
 
 
-def _site(
-    tensors: Tensors,
-    module: str,
-    leaf: str,
-    is_weight: bool,
-    geometry: Callable[[str], Geometry],
-) -> Found | None:
+def _stream(
+    tensors: Tensors, module: str, leaf: str, geometry: Geometry
+) -> SitePlan | None:
+    """Returns one stream's queries and keys if a weight is that of queries, or of both."""
     at = f"{module}." if module else ""
-    name = f"{at}{leaf}" if leaf == "in_proj_weight" else f"{at}{leaf}.weight"
-    keys = [
-        key
-        for query, key in SEPARATE
-        if query == leaf and f"{at}{key}.weight" in tensors
-    ]
-    site: Found | None = None
+    keys = [k for q, k in SEPARATE if q == leaf and f"{at}{k}.weight" in tensors]
     if leaf in ("q_b_proj", "q_proj") and f"{at}kv_a_proj_with_mqa.weight" in tensors:
-        site = _latent(tensors, at, leaf, geometry(name))
+        plan = _latent(tensors, at, leaf, geometry)
     elif leaf == "q_up" and f"{at}k_up.weight" in tensors:
-        site = _own_latent(tensors, at, geometry(name))
-    elif keys and is_weight:
-        site = _separate(tensors, at, leaf, keys[0], geometry(name))
-    elif leaf in FUSED and is_weight:
-        site = _fused(tensors, at, leaf, geometry(name))
-    if site is None:
-        return None
-    if isinstance(site, SitePlan):
-        site = _with_stream(
-            tensors, at, leaf, _with_norms(tensors, site, geometry(name))
-        )
-    if isinstance(site, Unknown):
-        return Unknown(module or leaf, site.reason)
-    return _readable(tensors, site)
-
-
-def _with_stream(tensors: Tensors, at: str, leaf: str, plan: SitePlan) -> Found:
-    """Returns the plan with the queries and keys of a second stream of tokens, where the module has such."""
-    queries, keys = list(plan.queries), list(plan.keys)
-    query, key = plan.queries[0], plan.keys[0]
-    if leaf in FUSED and f"{at}{JOINT.get(leaf, '')}.weight" in tensors:
-        name = f"{at}{JOINT[leaf]}"
-        shape, rows = (
-            tensors[f"{name}.weight"].shape,
-            query.weight.rows * (plan.n_heads + 2 * plan.n_kv_heads),
-        )
-        if len(shape) != 2 or shape[query.weight.axis] != rows:
-            return Unknown(
-                "",
-                f"{JOINT[leaf]} has shape {list(shape)}, expected {rows} rows as {leaf}",
-            )
-        bias = f"{name}.bias" if f"{name}.bias" in tensors else None
-        for sides, side in ((queries, query), (keys, key)):
-            weight_slice = dataclasses.replace(
-                side.weight, tensor=f"{name}.weight", bias=bias
-            )
-            sides.append(
-                StreamWeights(
-                    weight=weight_slice, gain=_other_gain(tensors, at, side.gain)
-                )
-            )
-    for sides, side, count, letter in (
-        (queries, query, plan.n_heads, "q"),
-        (keys, key, plan.n_kv_heads, "k"),
+        plan = _own_latent(tensors, at, geometry)
+    elif keys:
+        plan = _separate(tensors, at, leaf, keys[0], geometry)
+    # Any network has a linear1; that of Flux's single blocks makes [q | k | v | mlp] and has a q/k norm.
+    elif leaf in FUSED and (
+        leaf != "linear1" or _present(tensors, f"{at}norm.query_norm")
     ):
-        other_stream = JOINT.get(f"to_{letter}", "")
-        if leaf == "to_q" and f"{at}{other_stream}.weight" in tensors:
-            shape, size = tensors[f"{at}{other_stream}.weight"].shape, plan.head_dim
-            if len(shape) != 2 or shape[0] != count * size:
-                return Unknown(
-                    "",
-                    f"{other_stream} has shape {list(shape)}, expected {count * size} rows as to_{letter}",
-                )
-            weight_slice = _even(tensors, f"{at}{other_stream}", count, size, size)
-            sides.append(
-                StreamWeights(
-                    weight=weight_slice, gain=_other_gain(tensors, at, side.gain)
-                )
-            )
-    if len(queries) + len(keys) == 2:
-        return plan
-    layout = f"{plan.layout}, two streams"
-    return dataclasses.replace(
-        plan, layout=layout, queries=tuple(queries), keys=tuple(keys)
-    )
-
-
-def _other_gain(tensors: Tensors, at: str, gain: str | None) -> str | None:
-    """Returns the gain of the second stream beside that of the first."""
-    if gain is None:
+        plan = _fused(tensors, at, leaf, geometry)
+    else:
         return None
-    name = gain.removeprefix(at).removesuffix(".weight")
-    return (
-        _present(tensors, f"{at}{JOINT_GAINS[name]}") if name in JOINT_GAINS else None
+    for part in plan.slices():
+        _check_readable(tensors, part.tensor)
+    return _with_norms(tensors, plan, leaf, geometry)
+
+
+def _joined(site: str, plan: SitePlan | Unknown, other: SitePlan | Unknown) -> SitePlan:
+    """Returns a layer with the streams of two plans."""
+    if (
+        isinstance(plan, Unknown)
+        or isinstance(other, Unknown)
+        or (plan.n_heads, plan.head_dim) != (other.n_heads, other.head_dim)
+    ):
+        raise _UnreadError(
+            "its two streams of tokens do not fit together, or one of them is not read: "
+            + "; ".join(x.reason for x in (plan, other) if isinstance(x, Unknown))
+        )
+    return dataclasses.replace(
+        plan,
+        name=site,
+        layout=f"{plan.layout}, two streams",
+        queries=plan.queries + other.queries,
+        keys=plan.keys + other.keys,
+        notes=tuple(dict.fromkeys((*plan.notes, *other.notes))),
     )
 
 
-def _joined(sites: Mapping[str, Found], site: Found) -> Found | None:
-    """Returns a site with the other stream of tokens that has a module of its own, or None for that module."""
-    for first, second in JOINT_MODULES:
-        if second in site.name and site.name.replace(second, first) in sites:
-            return None
-        other_stream = (
-            sites.get(site.name.replace(first, second)) if first in site.name else None
-        )
-        if isinstance(site, SitePlan) and other_stream is not None:
-            if not isinstance(other_stream, SitePlan) or (
-                other_stream.n_heads,
-                other_stream.head_dim,
-            ) != (
-                site.n_heads,
-                site.head_dim,
-            ):
-                return Unknown(
-                    site.name,
-                    f"the tokens of {other_stream.name}, which attend with its own, are not read",
-                )
-            return dataclasses.replace(
-                site,
-                layout=f"{site.layout}, two streams",
-                queries=site.queries + other_stream.queries,
-                keys=site.keys + other_stream.keys,
-                notes=tuple(dict.fromkeys((*site.notes, *other_stream.notes))),
-            )
-    return site
-
-
-def _bounded(plan: SitePlan, leaves: Sequence[str]) -> SitePlan:
+def _without_bound(plan: SitePlan, leaves: Sequence[str]) -> SitePlan:
     """Returns the plan without norms, and so without a bound, if other weights beside its projections are named like
     queries or keys: a second stream of tokens, a bias of its own, relative positions that are projected."""
-    if plan.layout == "MLA":
+    sides = (*plan.queries, *plan.keys)
+    names = [part.tensor for part in plan.slices()] + [
+        side.gain or "" for side in sides
+    ]
+    read = {name.removesuffix(".weight").rpartition(".")[2] for name in names}
+    read |= {f"{name}_bias" for name in read} | {"in_proj_bias"}
+    extra = sorted(leaf for leaf in set(leaves) - read if _OTHER_QK.search(leaf))
+    if plan.layout == "MLA" or not extra:
         return plan
-    read = {
-        weight_slice.tensor.removesuffix(".weight").rpartition(".")[2]
-        for weight_slice in plan.slices()
-    }
-    for side in (*plan.queries, *plan.keys):
-        gain = (side.gain or "").removesuffix(".weight").rpartition(".")[2]
-        read |= {gain, f"{gain}_bias"}
-    extra_weights = sorted(
-        leaf
-        for leaf in set(leaves) - read
-        if _OTHER_QK.search(leaf) and not leaf.startswith("in_proj")
-    )
-    if not extra_weights:
-        return plan
-    reason = f"{', '.join(extra_weights[:3])} may take part in the logits in a way that is not known: no logit bound"
+    reason = f"{', '.join(extra[:3])} may take part in the logits in a way that is not known: no logit bound"
     queries, keys = (
-        tuple(dataclasses.replace(side, gain=None, input=None) for side in sides)
-        for sides in (plan.queries, plan.keys)
+        tuple(dataclasses.replace(side, gain=None, input=None) for side in streams)
+        for streams in (plan.queries, plan.keys)
     )
     return dataclasses.replace(
         plan, queries=queries, keys=keys, notes=(*plan.notes, reason)
     )
 
 
-def _readable(tensors: Tensors, plan: SitePlan) -> Found:
-    for weight_slice in plan.slices():
-        module = weight_slice.tensor.removesuffix("weight")
-        if any(f"{module}{name}" in tensors for name in _ADAPTERS):
-            return Unknown(
-                plan.name,
-                f"{weight_slice.tensor} has a low-rank adapter beside it; merge it into the weight first",
-            )
-        tensor = tensors[weight_slice.tensor]
-        scales = [weight_slice.tensor + end for end in _SCALES]
-        if tensor.dtype.startswith("F8"):
-            scales += [
-                f"{weight_slice.tensor.removesuffix('weight')}{name}"
-                for name in _SCALES_OF_8_BITS
-            ]
-        present = [name for name in scales if name in tensors]
-        if not tensor.floating or present:
-            reason = (
-                f"scales in {present[0]}" if present else f"stored as {tensor.dtype}"
-            )
-            return Unknown(
-                plan.name,
-                f"{weight_slice.tensor} is quantised ({reason}); scan the checkpoint before quantisation",
-            )
-    return plan
-
-
-def _separate(tensors: Tensors, at: str, q: str, k: str, geometry: Geometry) -> Found:
-    query, key = tensors[f"{at}{q}.weight"], tensors[f"{at}{k}.weight"]
-    for name, tensor in ((q, query), (k, key)):
-        if len(tensor.shape) != 2 or 0 in tensor.shape:
-            return Unknown(
-                "", f"{name} has shape {list(tensor.shape)}, expected a matrix"
-            )
-    heads = geometry.n_heads
-    if heads is None and geometry.head_dim is not None:
-        heads = query.shape[0] // geometry.head_dim
-    if not heads:
-        return Unknown(
-            "",
-            f"the number of heads is not known; give --n-heads ({q} has {query.shape[0]} rows)",
+def _check_readable(tensors: Tensors, name: str) -> None:
+    module, tensor = name.removesuffix("weight"), tensors[name]
+    if any(f"{module}{adapter}" in tensors for adapter in _ADAPTERS):
+        raise _UnreadError(
+            f"{name} has a low-rank adapter beside it; merge it into the weight first"
         )
-    per_head, remainder = divmod(query.shape[0], heads)
-    is_gated = geometry.model_type in GATED
-    if remainder or (is_gated and per_head % 2):
-        reason = f"{q} has {query.shape[0]} rows, which do not split evenly into {heads} heads; give --n-heads"
-        return Unknown("", reason)
-    size = per_head // 2 if is_gated else per_head
-    groups, remainder = divmod(key.shape[0], size)
-    wrong = (
-        f"{k} has {key.shape[0]} rows"
-        if remainder
-        else _contradiction(geometry, size, groups, heads)
-    )
-    if wrong:
-        return Unknown(
-            "",
-            f"{heads} heads of {size} do not fit: {wrong}; give --n-heads and --n-kv-heads",
+    scales = [name + end for end in _SCALES]
+    if tensor.dtype.startswith("F8"):
+        scales += [module + end for end in _SCALES_OF_8_BITS]
+    scales = [f"scales in {scale}" for scale in scales if scale in tensors]
+    if not tensor.floating or scales:
+        how = (*scales, f"stored as {tensor.dtype}")[0]
+        raise _UnreadError(
+            f"{name} is quantised ({how}); scan the checkpoint before quantisation"
         )
-    return SitePlan(
-        name=at[:-1],
-        layout="gated q, k apart" if is_gated else "q, k apart",
-        n_heads=heads,
-        n_kv_heads=groups,
-        head_dim=size,
-        queries=(
-            StreamWeights(weight=_even(tensors, f"{at}{q}", heads, per_head, size)),
-        ),
-        keys=(StreamWeights(weight=_even(tensors, f"{at}{k}", groups, size, size)),),
-    )
 
 
-def _contradiction(geometry: Geometry, size: int, groups: int, heads: int) -> str:
-    if geometry.n_kv_heads not in (None, groups):
-        return f"there are {groups} key heads of that width, but config or flags say {geometry.n_kv_heads}"
-    if heads % max(groups, 1):
-        return f"{groups} key heads do not divide {heads} heads"
-    if geometry.head_dim not in (None, size):
-        return f"config or flags say head_dim {geometry.head_dim}"
-    return ""
+def _matrix(tensors: Tensors, name: str) -> tuple[int, int]:
+    """Returns the shape of a weight."""
+    shape = tensors[name].shape if name in tensors else ()
+    if len(shape) != 2 or 0 in shape:
+        raise _UnreadError(f"{name} has shape {list(shape)}, expected a matrix")
+    return shape[0], shape[1]
 
 
-def _even(
-    tensors: Tensors, module: str, heads: int, step: int, rows: int, first: int = 0
+def _slice(
+    tensors: Tensors, weight: str, starts: Iterable[int], rows: int, axis: int = 0
 ) -> Slice:
-    bias = f"{module}.bias"
-    starts = tuple(first + step * h for h in range(heads))
+    bias = f"{weight.removesuffix('weight')}bias"
     return Slice(
-        tensor=f"{module}.weight",
-        starts=starts,
+        tensor=weight,
+        axis=axis,
+        starts=tuple(starts),
         rows=rows,
         bias=bias if bias in tensors else None,
     )
 
 
-def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> Found | None:
-    is_bare = leaf == "in_proj_weight"
-    name = f"{at}{leaf}" if is_bare else f"{at}{leaf}.weight"
-    bias = f"{at}in_proj_bias" if is_bare else f"{at}{leaf}.bias"
-    shape, heads, kind = tensors[name].shape, geometry.n_heads, geometry.model_type
-    layout = geometry.layout or ("groups" if kind in GROUPED else FUSED[leaf])
-    is_single = leaf == "linear1"
-    if (
-        is_single
-        and f"{at}norm.query_norm.scale" not in tensors
-        and f"{at}norm.query_norm.weight" not in tensors
-    ):
-        return None  # any network has a linear1; that of Flux's single blocks makes [q | k | v | mlp] and has a q/k norm
-    if kind in OTHER and not geometry.layout:
-        return Unknown("", f"{OTHER[kind]}: not read")
-    if len(shape) != 2 or (shape[0] == shape[1]) or 0 in shape:
-        return Unknown(
-            "", f"{leaf} has shape {list(shape)}, expected a matrix that is not square"
+def _separate(
+    tensors: Tensors, at: str, q: str, k: str, geometry: Geometry
+) -> SitePlan:
+    query, key = f"{at}{q}.weight", f"{at}{k}.weight"
+    (q_rows, _), (k_rows, _) = _matrix(tensors, query), _matrix(tensors, key)
+    heads = geometry.n_heads
+    if heads is None and geometry.head_dim is not None:
+        heads = q_rows // geometry.head_dim
+    if not heads:
+        raise _UnreadError(
+            f"the number of heads is not known; give --n-heads ({q} has {q_rows} rows)"
         )
+    # A gated query has the query and its gate one after the other.
+    parts = 2 if geometry.model_type in GATED else 1
+    if q_rows % (heads * parts):
+        raise _UnreadError(
+            f"{q} has {q_rows} rows, which do not split evenly into {heads} heads; give --n-heads"
+        )
+    size = q_rows // (heads * parts)
+    groups = k_rows // size
+    if (
+        k_rows % size
+        or heads % max(groups, 1)
+        or geometry.n_kv_heads not in (None, groups)
+        or geometry.head_dim not in (None, size)
+    ):
+        stated = (
+            f"{geometry.n_kv_heads or groups} key heads of {geometry.head_dim or size}"
+        )
+        raise _UnreadError(
+            f"{heads} heads of {size} do not fit: {k} has {k_rows} rows, {k_rows / size:g} key heads of that width, "
+            f"not {stated}, as config or flags say; give --n-heads and --n-kv-heads"
+        )
+    q_starts = range(0, q_rows, size * parts)
+    return SitePlan(
+        name=at[:-1],
+        layout="gated q, k apart" if parts > 1 else "q, k apart",
+        n_heads=heads,
+        n_kv_heads=groups,
+        head_dim=size,
+        queries=(StreamWeights(weight=_slice(tensors, query, q_starts, size)),),
+        keys=(
+            StreamWeights(weight=_slice(tensors, key, range(0, k_rows, size), size)),
+        ),
+    )
+
+
+def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan:
+    name = f"{at}{leaf}" if leaf == "in_proj_weight" else f"{at}{leaf}.weight"
+    shape, heads, kind = _matrix(tensors, name), geometry.n_heads, geometry.model_type
+    layout = geometry.layout or ("groups" if kind in GROUPED else FUSED[leaf])
+    if kind in OTHER and not geometry.layout:
+        raise _UnreadError(f"{OTHER[kind]}: not read")
+    if shape[0] == shape[1]:
+        raise _UnreadError(f"{leaf} is square, {shape[0]} x {shape[1]}: not q, k and v")
     if heads is None:
-        return Unknown(
-            "",
-            f"the number of heads is not known; give --n-heads ({leaf} is {shape[0]} x {shape[1]})",
+        raise _UnreadError(
+            f"the number of heads is not known; give --n-heads ({leaf} is {shape[0]} x {shape[1]})"
         )
     if layout is None:
-        reason = "it could be [q | k | v] or q, k, v per head; give --layout blocks or --layout groups"
-        return Unknown("", f"{leaf} is ambiguous: {reason}")
-    groups = geometry.n_kv_heads or heads
-    width = (
-        shape[1] // heads
-        if is_single
-        else _width(shape, heads, groups, geometry.head_dim)
-    )
-    size = f"{shape[0]} x {shape[1]}"
-    if not width or heads % groups or (is_single and shape[0] < 3 * width * heads):
-        return Unknown(
-            "",
-            f"{leaf} is {size}, whose shape gives no width for {heads} heads and {groups} key heads",
+        raise _UnreadError(
+            f"{leaf} is ambiguous: it could be [q | k | v] or q, k, v per head; give --layout blocks or --layout groups"
         )
-    q, k = _starts(layout, heads, groups, width)
-    axis = 0 if is_single or shape[0] == width * (heads + 2 * groups) else 1
-    stored = bias if bias in tensors else None
+    groups = geometry.n_kv_heads or heads
+    parts = heads + 2 * groups
+    # nn.Linear has outputs in rows, GPT-2's Conv1D in columns. Without head_dim, the input is usually as wide as all
+    # heads together; else the width must be the only possible one.
+    fits = [(n // parts, axis) for axis, n in enumerate(shape) if n % parts == 0]
+    usual = [(width, axis) for width, axis in fits if width * heads == shape[1 - axis]]
+    if leaf == "linear1":
+        fits = [(shape[1] // heads, 0)] if 3 * shape[1] <= shape[0] else []
+    elif geometry.head_dim is not None:
+        fits = [fit for fit in fits if fit[0] == geometry.head_dim]
+    elif usual:
+        fits = [min(usual)]
+    if heads % groups or len({width for width, _ in fits}) != 1:
+        raise _UnreadError(
+            f"{leaf} is {shape[0]} x {shape[1]}, whose shape gives no width for {heads} heads and {groups} key heads"
+        )
+    width, axis = fits[0]
+    share = heads // groups
+    if layout == "blocks":
+        q_starts = [h * width for h in range(heads)]
+        k_starts = [(heads + g) * width for g in range(groups)]
+    else:  # for each key head, the queries that share it, the key, and the value
+        q_starts = [(h + 2 * (h // share)) * width for h in range(heads)]
+        k_starts = [((g + 1) * share + 2 * g) * width for g in range(groups)]
+    query, key = (
+        StreamWeights(weight=_slice(tensors, name, starts, width, axis))
+        for starts in (q_starts, k_starts)
+    )
     is_stated = geometry.layout is not None or kind is not None
+    assumed = f"order of q, k, v taken from the convention for {leaf}"
     return SitePlan(
         name=at[:-1] or leaf,
         layout="[q | k | v]" if layout == "blocks" else "q, k, v per key head",
         n_heads=heads,
         n_kv_heads=groups,
         head_dim=width,
-        queries=(
-            StreamWeights(
-                weight=Slice(tensor=name, axis=axis, starts=q, rows=width, bias=stored)
-            ),
-        ),
-        keys=(
-            StreamWeights(
-                weight=Slice(tensor=name, axis=axis, starts=k, rows=width, bias=stored)
-            ),
-        ),
-        assumed=()
-        if is_stated
-        else (f"order of q, k, v taken from the convention for {leaf}",),
+        queries=(query,),
+        keys=(key,),
+        assumed=() if is_stated else (assumed,),
     )
 
 
-def _width(
-    shape: tuple[int, ...], heads: int, groups: int, head_dim: int | None
-) -> int:
-    """Returns the head_dim of a fused weight, or 0. nn.Linear has outputs in rows, GPT-2's Conv1D in columns."""
-    parts = heads + 2 * groups
-    fits = [n // parts for n in shape if n % parts == 0]
-    if head_dim is not None:
-        return head_dim if head_dim in fits else 0
-    # Without head_dim, the input is usually as wide as all heads together.
-    usual = []
-    for outputs, inputs in (shape, shape[::-1]):
-        if outputs % parts == 0 and outputs // parts * heads == inputs:
-            usual.append(outputs // parts)
-    if usual:
-        return min(usual)
-    return fits[0] if len(fits) == 1 else 0
-
-
-def _starts(
-    layout: str, heads: int, groups: int, width: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the first row of each query head and of each key head."""
-    if layout == "blocks":
-        return tuple(h * width for h in range(heads)), tuple(
-            (heads + g) * width for g in range(groups)
-        )
-    share = heads // groups
-    step = (share + 2) * width
-    query = tuple((h // share) * step + (h % share) * width for h in range(heads))
-    return query, tuple(g * step + share * width for g in range(groups))
-
-
-def _latent(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> Found:
+def _latent(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan:
     """Plans DeepSeek's MLA: q_b has [nope | rope] per head, kv_b [nope | value] per head, kv_a [latent | rope]."""
     heads, nope, rope, value = (
         geometry.n_heads,
@@ -609,75 +484,75 @@ def _latent(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> Found:
         geometry.value_dim,
     )
     if heads is None or nope is None or rope is None or value is None:
-        reason = "MLA needs num_attention_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim in config.json"
-        return Unknown("", reason)
+        raise _UnreadError(
+            "MLA needs num_attention_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim in config.json"
+        )
+    query, key, down = (
+        f"{at}{name}.weight" for name in (leaf, "kv_b_proj", "kv_a_proj_with_mqa")
+    )
+    latent = _matrix(tensors, key)[1]
     for name, rows in (
-        (leaf, heads * (nope + rope)),
-        ("kv_b_proj", heads * (nope + value)),
+        (query, heads * (nope + rope)),
+        (key, heads * (nope + value)),
+        (down, latent + rope),
     ):
-        stored = tensors.get(f"{at}{name}.weight")
-        if stored is None or len(stored.shape) != 2 or stored.shape[0] != rows:
-            shape = "missing" if stored is None else f"of shape {list(stored.shape)}"
-            return Unknown(
-                "", f"{name} is {shape}, but config.json requires {rows} rows"
+        if _matrix(tensors, name)[0] != rows:
+            raise _UnreadError(
+                f"{name} has shape {list(tensors[name].shape)}, but config.json requires {rows} rows"
             )
-    latent = tensors[f"{at}kv_b_proj.weight"].shape[1]
-    if tensors[f"{at}kv_a_proj_with_mqa.weight"].shape[0] != latent + rope:
-        return Unknown("", f"kv_a_proj_with_mqa does not have {latent} + {rope} rows")
-    query = StreamWeights(
-        weight=_even(tensors, f"{at}{leaf}", heads, nope + rope, nope),
-        rope=_even(tensors, f"{at}{leaf}", heads, nope + rope, rope, nope),
-        input=_present(tensors, f"{at}q_a_layernorm") if leaf == "q_b_proj" else None,
+    q_starts = range(0, heads * (nope + rope), nope + rope)
+    k_starts = range(0, heads * (nope + value), nope + value)
+    rope_starts = [start + nope for start in q_starts]
+    return _mla(
+        at,
+        heads,
+        StreamWeights(
+            weight=_slice(tensors, query, q_starts, nope),
+            rope=_slice(tensors, query, rope_starts, rope),
+            input=_present(tensors, f"{at}q_a_layernorm"),
+        ),
+        StreamWeights(
+            weight=_slice(tensors, key, k_starts, nope),
+            rope=_slice(tensors, down, (latent,), rope),
+            input=_present(tensors, f"{at}kv_a_layernorm"),
+        ),
     )
-    key = StreamWeights(
-        weight=_even(tensors, f"{at}kv_b_proj", heads, nope + value, nope),
-        rope=_even(tensors, f"{at}kv_a_proj_with_mqa", 1, rope, rope, latent),
-        input=_present(tensors, f"{at}kv_a_layernorm"),
-    )
-    return _mla(at, heads, nope + rope, query, key)
 
 
-def _own_latent(tensors: Tensors, at: str, geometry: Geometry) -> Found:
+def _own_latent(tensors: Tensors, at: str, geometry: Geometry) -> SitePlan:
     """Plans qkeel.nn.MLA, which has a separate weight for every part."""
-    heads = geometry.n_heads
-    names = ("q_up", "k_up", "q_rope", "k_rope")
+    heads, parts = geometry.n_heads, dict[str, Slice]()
     if heads is None:
-        return Unknown("", "the number of heads is not known; give --n-heads")
-    rows = {}
-    for name in names:
-        stored = tensors.get(f"{at}{name}.weight")
-        if (
-            stored is None
-            or len(stored.shape) != 2
-            or (name != "k_rope" and stored.shape[0] % heads)
-        ):
-            return Unknown(
-                "",
-                f"expected matrices {', '.join(names)} whose rows split evenly into {heads} heads",
-            )
-        rows[name] = stored.shape[0] if name == "k_rope" else stored.shape[0] // heads
-    query = StreamWeights(
-        weight=_even(tensors, f"{at}q_up", heads, rows["q_up"], rows["q_up"]),
-        rope=_even(tensors, f"{at}q_rope", heads, rows["q_rope"], rows["q_rope"]),
-        input=_present(tensors, f"{at}q_latent_norm"),
+        raise _UnreadError("the number of heads is not known; give --n-heads")
+    for name in ("q_up", "k_up", "q_rope", "k_rope"):
+        weight, n = f"{at}{name}.weight", 1 if name == "k_rope" else heads
+        rows, _ = _matrix(tensors, weight)
+        if rows % n:
+            raise _UnreadError(f"{name} has {rows} rows, expected a multiple of {n}")
+        parts[name] = _slice(tensors, weight, range(0, rows, rows // n), rows // n)
+    return _mla(
+        at,
+        heads,
+        StreamWeights(
+            weight=parts["q_up"],
+            rope=parts["q_rope"],
+            input=_present(tensors, f"{at}q_latent_norm"),
+        ),
+        StreamWeights(
+            weight=parts["k_up"],
+            rope=parts["k_rope"],
+            input=_present(tensors, f"{at}kv_latent_norm"),
+        ),
     )
-    key = StreamWeights(
-        weight=_even(tensors, f"{at}k_up", heads, rows["k_up"], rows["k_up"]),
-        rope=_even(tensors, f"{at}k_rope", 1, rows["k_rope"], rows["k_rope"]),
-        input=_present(tensors, f"{at}kv_latent_norm"),
-    )
-    return _mla(at, heads, rows["q_up"] + rows["k_rope"], query, key)
 
 
-def _mla(
-    at: str, heads: int, size: int, query: StreamWeights, key: StreamWeights
-) -> SitePlan:
+def _mla(at: str, heads: int, query: StreamWeights, key: StreamWeights) -> SitePlan:
     return SitePlan(
         name=at[:-1],
         layout="MLA",
         n_heads=heads,
         n_kv_heads=heads,
-        head_dim=size,
+        head_dim=query.weight.rows + (key.rope.rows if key.rope else 0),
         queries=(query,),
         keys=(key,),
     )
@@ -691,49 +566,49 @@ def _present(tensors: Tensors, module: str) -> str | None:
     return None
 
 
-def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePlan:
-    """Returns the plan with the norms next to and before the projections."""
+def _with_norms(
+    tensors: Tensors, plan: SitePlan, leaf: str, geometry: Geometry
+) -> SitePlan:
+    """Returns the plan of one stream with the norms next to and before its projections."""
     at = f"{plan.name}." if plan.name else ""
-    query, key = plan.queries[0], plan.keys[0]
-    query_gain = key_gain = None
-    for q, k in GAINS:
-        if not (query_gain or key_gain):
-            query_gain, key_gain = _present(tensors, at + q), _present(tensors, at + k)
+    (query,), (key,) = plan.queries, plan.keys
     is_mla = query.rope is not None
+    gains: tuple[str | None, str | None] = (None, None)
+    for q, k in [JOINT[leaf]] if leaf in JOINT else GAINS:
+        if not any(gains):
+            gains = _present(tensors, at + q), _present(tensors, at + k)
     before, reason = _norm_before(tensors, plan.name, geometry)
-    if geometry.normed and not (query_gain or key_gain or is_mla):
-        before, reason = (
-            None,
-            "config.json says that q and k are normed, and their gains were not found: no bound",
-        )
-    # Queries without their own latent (DeepSeek-V2-Lite) are projected from the module's input.
-    is_direct = (
-        f"{at}q_up.weight" == query.weight.tensor
-        and f"{at}q_down.weight" not in tensors
-    )
-    reads_latent = (
-        is_mla and not is_direct and not query.weight.tensor.endswith("q_proj.weight")
-    )
+    if geometry.normed and not any(gains) and not is_mla:
+        before = None
+        reason = "config.json says that q and k are normed, and their gains were not found: no bound"
+    if (
+        leaf in JOINT
+    ):  # the second stream has a norm of its own, whose name is not known
+        before = None
 
-    def input_of(weight_slice: Slice | None) -> str | None:
+    def input_of(part: Slice | None) -> str | None:
         """The norm before attention, unless its width is not that of what the weight reads."""
-        if before is None or weight_slice is None:
+        if before is None or part is None:
             return None
-        width = tensors[weight_slice.tensor].shape[1 - weight_slice.axis]
+        width = tensors[part.tensor].shape[1 - part.axis]
         return before if math.prod(tensors[before].shape) == width else None
 
+    # Queries without a latent of their own (DeepSeek-V2-Lite) are projected from the module's input.
+    has_latent = is_mla and (
+        leaf == "q_b_proj" or (leaf == "q_up" and f"{at}q_down.weight" in tensors)
+    )
     query = dataclasses.replace(
         query,
-        gain=query_gain,
-        input=query.input if reads_latent else input_of(query.weight),
+        gain=gains[0],
+        input=query.input if has_latent else input_of(query.weight),
     )
     key = dataclasses.replace(
         key,
-        gain=key_gain,
+        gain=gains[1],
         input=key.input if is_mla else input_of(key.weight),
-        rope_input=input_of(key.rope) if is_mla else None,
+        rope_input=input_of(key.rope),
     )
-    notes = (*plan.notes, reason) if reason else plan.notes
+    notes = (reason,) if reason else ()
     return dataclasses.replace(plan, queries=(query,), keys=(key,), notes=notes)
 
 
@@ -744,20 +619,21 @@ def _norm_before(
 
     The reason is empty if there is a norm, or none with a known name.
     """
-    beside = f"{module.removesuffix('multihead_attn')}self_attn."  # torch's decoder layer has both names
-    has_beside = (
-        f"{beside}in_proj_weight" in tensors or f"{beside}q_proj.weight" in tensors
+    # torch's decoder layer has both names.
+    beside = f"{module.removesuffix('multihead_attn')}self_attn."
+    has_beside = any(
+        f"{beside}{name}" in tensors for name in ("in_proj_weight", "q_proj.weight")
     )
     if _CROSS.search(module) or (module.endswith("multihead_attn") and has_beside):
         return (
             None,
             "its name says that its keys come from another sequence: no logit bound",
         )
-    kind, reason = geometry.model_type, ""
-    parents = [module.rpartition(".")[0], module.rpartition(".")[0].rpartition(".")[0]]
-    for at in parents:
+    kind, reason, parent = geometry.model_type, "", module
+    for _ in range(2):
+        parent = parent.rpartition(".")[0]
         for name in (*INPUT_NORMS, *EITHER_NORM):
-            gain = _present(tensors, f"{at}.{name}" if at else name)
+            gain = _present(tensors, f"{parent}.{name}" if parent else name)
             if gain is None:
                 continue
             if kind in NOT_BEFORE or geometry.norm_after:
@@ -765,17 +641,16 @@ def _norm_before(
                     None,
                     f"{name} follows attention here: weights alone give no logit bound",
                 )
-            if (
-                name in INPUT_NORMS
-                or kind in EITHER_NORM[name]
-                or (kind is None and name == "ln_1")
-            ):  # as in GPT-2
+            is_like_gpt2 = kind is None and name == "ln_1"
+            if name in INPUT_NORMS or kind in EITHER_NORM[name] or is_like_gpt2:
                 return gain, ""
             reason = f"{name} precedes attention in some models and follows it in others: no logit bound"
     return None, reason
 
 
-def missing_layers(checkpoint: Checkpoint, sites: Sequence[Found]) -> list[Unknown]:
+def missing_layers(
+    checkpoint: Checkpoint, sites: Sequence[SitePlan | Unknown]
+) -> list[Unknown]:
     """Returns the layers that config.json announces and of which no tensor is there, as after a partial download.
 
     Layers are the numbered modules in which attention lies. Where only one of them holds attention, others may share
@@ -803,24 +678,19 @@ def missing_layers(checkpoint: Checkpoint, sites: Sequence[Found]) -> list[Unkno
     return unknown
 
 
-def _left_over(tensors: Tensors, sites: Iterable[str]) -> list[Unknown]:
+def _left_over(tensors: Tensors, modules: set[str]) -> list[Unknown]:
     """Returns modules with names like attention that contain matrices but do not belong to any site."""
-    names = set(sites)
-    around = {path for name in names for path in _paths(name)}
+    around = {path for name in modules for path in _paths(name)}
     lost: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         match = _ATTENTION.match(name)
-        if (
-            match
-            and len(tensor.shape) >= 2
-            and match[1] not in around
-            and names.isdisjoint(_paths(match[1]))
-        ):
-            lost.setdefault(match[1], []).append(
-                name[match.end() :].removesuffix(".weight")
-            )
+        if match is None or len(tensor.shape) < 2 or match[1] in around:
+            continue
+        if modules.isdisjoint(_paths(match[1])):
+            lost.setdefault(match[1], []).append(name[match.end() :])
     unknown = []
-    for module, leaves in lost.items():
+    for module, names in lost.items():
+        leaves = [name.removesuffix(".weight") for name in names]
         quantised = [leaf for leaf in leaves if leaf.endswith(_QUANTISED)]
         adapters = [leaf for leaf in leaves if ".lora_" in leaf]
         if quantised:
@@ -831,9 +701,8 @@ def _left_over(tensors: Tensors, sites: Iterable[str]) -> list[Unknown]:
                 "model.merge_and_unload().save_pretrained(folder)"
             )
         elif any(
-            tensors[f"{module}.{leaf}.weight"].floating
-            for leaf in leaves
-            if f"{module}.{leaf}.weight" in tensors
+            name.endswith(".weight") and tensors[f"{module}.{name}"].floating
+            for name in names
         ):
             reason = f"no known names for query and key among {', '.join(sorted(leaves)[:6])}"
         else:
@@ -844,5 +713,5 @@ def _left_over(tensors: Tensors, sites: Iterable[str]) -> list[Unknown]:
 
 def _paths(name: str) -> list[str]:
     """Returns the name and those of all modules around it."""
-    words_of = name.split(".")
-    return [".".join(words_of[:end]) for end in range(1, len(words_of) + 1)]
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]

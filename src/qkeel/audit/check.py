@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from qkeel.audit.checkpoint_config import Geometry
-from qkeel.audit.scan import Scan, ScanProgress, scan
+from qkeel.audit.scan import Scan, ScanProgress, outlier_heads, scan
 from qkeel.audit.sees import Contract, check_sees
 from qkeel.audit.visibility import findings, read_visibility
 from qkeel.capture.example import arguments, copied, undisturbed
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
-from qkeel.frames.run_verdict import judge_run
+from qkeel.frames.run_verdict import judge_run, raised_alarms
 from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged, without_constant
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard
@@ -177,19 +177,25 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
 
 def _of_run(path: Path, threshold: float) -> Health:
     run = RunDirectory(path)
-    records = run.metrics()
-    heads = run.heads() if records and (path / "heads.json").exists() else None
+    records, events = run.metrics(), run.events()
+    has_heads = (path / "heads.json").exists()
+    heads = run.heads() if records and has_heads else None
     if heads is not None and len(heads.steps) and "max_logit" in heads.values:
-        return judge_run(heads, run.events(), threshold)
-    logits = [
-        float(row["max_logit"])
-        for row in records
-        if isinstance(row.get("max_logit"), (int, float))
-    ]
-    finite = [logit for logit in logits if not math.isnan(logit)]
+        return judge_run(heads, events, threshold)
+    logits = [row.get("max_logit") for row in records]
+    numbers = [float(x) for x in logits if isinstance(x, (int, float))]
+    finite = [x for x in numbers if not math.isnan(x)]
     largest = max(finite, default=math.nan)
-    broken = ["the run"] if len(finite) < len(logits) else []
-    status, sentence = judged(largest, broken=broken, threshold=threshold)
+    status, sentence = judged(
+        largest,
+        broken=["the run"] if len(finite) < len(numbers) else [],
+        threshold=threshold,
+        alarms=raised_alarms(events),
+    )
+    if records and not has_heads:
+        sentence += (
+            "; heads.json is missing from the run, so layers and heads are not known"
+        )
     return Health(
         status=status, sentence=sentence, largest=largest, threshold=threshold
     )
@@ -197,23 +203,21 @@ def _of_run(path: Path, threshold: float) -> Health:
 
 def of_scan(scanned: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
     """Judges a checkpoint by its weights, which imply an upper bound on the logits if there are norms."""
-    rows, unbounded, assumptions = [], [], []
+    rows, unread, assumptions = [], [], []
     largest, layer = math.nan, ""
     for site in scanned.sites:
         bounds = site.bounds()
         bound = max(bounds) if all(map(math.isfinite, bounds)) else math.nan
         if math.isnan(bound):
-            unbounded.append(site.name)
+            unread.append(site.name)
         elif not bound <= largest:
             largest, layer = bound, site.name
-        assumptions += [
-            f"{site.name} is read by conventions ({assumed})"
-            for assumed in site.assumed
-        ]
+        for assumed in site.assumed:
+            assumptions.append(f"{site.name} is read by conventions ({assumed})")
         kind = "q, k norm" if any(map(math.isfinite, site.gain_bound)) else "-"
         rows.append((site.name, _text(bound), kind, str(sum(site.outlier))))
     non_finite = [tensor.name for tensor in scanned.tensors if tensor.non_finite]
-    unread = [*unbounded, *(unknown.name for unknown in scanned.unknown)]
+    unread += [unknown.name for unknown in scanned.unknown]
     status = Status.NOT_KNOWN
     if non_finite:
         status = Status.NOT_HEALTHY
@@ -232,13 +236,7 @@ def of_scan(scanned: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
         sentence = f"healthy: no input can produce a logit over {largest:,.4g} ({layer}); the threshold is {threshold:,g}"
     if status is Status.NOT_KNOWN:
         sentence += "; to decide, check a pass on data: qkeel.check(model, batch)"
-    outliers = [
-        f"{site.name} head {h}"
-        for site in scanned.sites
-        for h, out in enumerate(site.outlier)
-        if out
-    ]
-    if outliers:
+    if outliers := outlier_heads(scanned):
         sentence += (
             f". Outlier heads (|Wq'Wk|_2 far above the median): {_few(outliers)}"
         )

@@ -55,40 +55,12 @@ SECTIONS = (
 )
 # Model types whose norms multiply by 1 + w (transformers 5.23, modeling files). A part of a composite model has a type
 # of its own.
-ONE_PLUS = (
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "recurrent_gemma",
-    "vaultgemma",
-    "t5gemma",
-    "t5_gemma_module",
-)
-ONE_PLUS += (
-    "t5gemma2",
-    "t5gemma2_text",
-    "t5gemma2_encoder",
-    "t5gemma2_decoder",
-    "qwen3_next",
-    "qwen3_5",
-)
-ONE_PLUS += (
-    "qwen3_5_text",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "qwen4_exp",
-    "qwen4_exp_text",
-    "minimax_m3_vl",
-)
-ONE_PLUS += (
-    "minimax_m3_vl_text",
-    "muse_glimmer",
-    "muse_glimmer_text",
-    "muse_spark",
-    "nemotron",
-    "step3p5",
-    "step3p7",
+ONE_PLUS = words(
+    """
+    gemma gemma2 gemma3 gemma3_text recurrent_gemma vaultgemma t5gemma t5_gemma_module t5gemma2 t5gemma2_text
+    t5gemma2_encoder t5gemma2_decoder qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen4_exp
+    qwen4_exp_text minimax_m3_vl minimax_m3_vl_text muse_glimmer muse_glimmer_text muse_spark nemotron step3p5 step3p7
+    """
 )
 # Model types that do not divide logits by √head_dim (transformers 5.23, modeling files).
 UNSCALED = words(
@@ -171,14 +143,14 @@ def read_geometry(config: ConfigMapping, tensor: str, flags: Geometry) -> Geomet
         norm_after=any(entries.get(key) is True for key in ("swin_norm", "norm_after")),
         layout=_layout(entries),
     )
-    overrides = {}
-    for field in dataclasses.fields(flags):
-        value = getattr(flags, field.name)
-        if value is not None and value != getattr(_NO_FLAGS, field.name):
-            overrides[field.name] = value
+    overrides = {
+        field.name: value
+        for field in dataclasses.fields(flags)
+        if (value := getattr(flags, field.name)) != field.default
+    }
     for stage, heads in flags.stages:
         if stage in tensor:
-            overrides["n_heads"] = overrides["n_kv_heads"] = heads
+            overrides |= {"n_heads": heads, "n_kv_heads": heads}
     return dataclasses.replace(geometry, **overrides)
 
 
@@ -192,9 +164,6 @@ def _unet(config: ConfigMapping, tensor: str) -> ConfigMapping:
         order = heads[::-1] if stage is not None and stage[1] == "up" else heads
         heads = order[min(number, len(heads) - 1)]
     return {"_class_name": config["_class_name"], "num_attention_heads": heads}
-
-
-_NO_FLAGS = Geometry()
 
 
 def _layout(config: ConfigMapping) -> str | None:
@@ -254,11 +223,8 @@ def _scale(config: ConfigMapping, tensor: str) -> float | None:
     position.
     """
     nested = config.get("attn_config")
-    softmax_scale = (
-        _positive(nested, "softmax_scale") if isinstance(nested, Mapping) else None
-    )
-    if softmax_scale:
-        return softmax_scale
+    if isinstance(nested, Mapping) and (scale := _positive(nested, "softmax_scale")):
+        return scale
     if (
         config.get("model_type") in UNSCALED
         or config.get("scale_attn_weights") is False
@@ -268,48 +234,31 @@ def _scale(config: ConfigMapping, tensor: str) -> float | None:
         return scalar**-0.5
     if multiplier := _positive(config, "attention_multiplier"):
         return multiplier
+    nope = first_number(config, ("qk_nope_head_dim",)) or 0
+    width = nope + (first_number(config, ("qk_rope_head_dim",)) or 0)
+    size, heads = first_number(config, HEAD_DIM), first_number(config, N_HEADS)
+    hidden = first_number(config, ("hidden_size", "n_embd", "d_model"))
+    if size is None and heads and hidden:
+        size = hidden // heads
+    usual = size**-0.5 if size else math.nan  # NaN: the config does not give the size
     number = re.search(r"\.(\d+)\.", tensor)
     if config.get("scale_attn_by_inverse_layer_idx") is True and number:
-        return _usual_scale(config) / (int(number[1]) + 1)
-    keys, inputs = (
-        _positive(config, "key_multiplier"),
-        _positive(config, "attention_in_multiplier"),
-    )
+        return usual / (int(number[1]) + 1)
+    keys = _positive(config, "key_multiplier")
+    inputs = _positive(config, "attention_in_multiplier")
     if keys or inputs:
         # A bias is not multiplied with the input, so a multiplier below 1 gives no smaller bound.
-        return _usual_scale(config) * (keys or 1.0) * max(1.0, inputs or 1.0) ** 2
-    width = (first_number(config, ("qk_nope_head_dim",)) or 0) + (
-        first_number(config, ("qk_rope_head_dim",)) or 0
-    )
+        return usual * (keys or 1.0) * max(1.0, inputs or 1.0) ** 2
+    last = _positive(config, "max_position_embeddings")
     for rope in _ropes(config):
-        over, factor = (
-            _positive(rope, "mscale_all_dim"),
-            _positive(rope, "factor") or 1.0,
-        )
-        if width and over and factor > 1:
+        over, factor = _positive(rope, "mscale_all_dim"), _positive(rope, "factor")
+        if width and over and factor and factor > 1:
             return width**-0.5 * (0.1 * over * math.log(factor) + 1) ** 2
-        beta, before = (
-            _positive(rope, "llama_4_scaling_beta"),
-            _positive(rope, "original_max_position_embeddings"),
-        )
-        last = _positive(config, "max_position_embeddings")
+        beta = _positive(rope, "llama_4_scaling_beta")
+        before = _positive(rope, "original_max_position_embeddings")
         if beta and before and last:
-            return _usual_scale(config) * (
-                1 + beta * math.log(1 + (last - 1) // before)
-            )
+            return usual * (1 + beta * math.log(1 + (last - 1) // before))
     return None
-
-
-def _usual_scale(config: ConfigMapping) -> float:
-    """Returns 1/√head_dim, NaN if the config does not give the size of a head."""
-    size, heads = first_number(config, HEAD_DIM), first_number(config, N_HEADS)
-    if (
-        size is None
-        and heads
-        and (width := first_number(config, ("hidden_size", "n_embd", "d_model")))
-    ):
-        size = width // heads
-    return size**-0.5 if size else math.nan
 
 
 def _ropes(config: ConfigMapping) -> list[ConfigMapping]:
@@ -317,9 +266,8 @@ def _ropes(config: ConfigMapping) -> list[ConfigMapping]:
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, Mapping):
         return []
-    return [entries for entries in rope.values() if isinstance(entries, Mapping)] or [
-        rope
-    ]
+    by_type = [entries for entries in rope.values() if isinstance(entries, Mapping)]
+    return by_type or [rope]
 
 
 def _positive(config: ConfigMapping, key: str) -> float | None:
@@ -348,26 +296,27 @@ def _rope_factor(config: ConfigMapping) -> float:
     YaRN: 0.1 m ln s + 1 (Peng et al. 2023, arXiv 2309.00071, equation 22; m, m_all as in DeepSeek's config).
     LongRoPE: √(1 + ln s / ln L) (Ding et al. 2024, arXiv 2402.13753, as in transformers 5.23).
     """
-    return max([1.0, *(_one_rope_factor(rope, config) for rope in _ropes(config))])
-
-
-def _one_rope_factor(rope: ConfigMapping, config: ConfigMapping) -> float:
-    kind = rope.get("rope_type", rope.get("type"))
-    factor = _positive(rope, "factor") or 1.0
-    factors = [
-        _positive(rope, key) or 0.0
-        for key in ("attention_factor", "long_mscale", "short_mscale")
-    ]
-    if any(factors):
-        return max(factors)
-    if kind == "yarn" and factor > 1:
-        m, over = _positive(rope, "mscale"), _positive(rope, "mscale_all_dim")
-        top = 0.1 * (m if m and over else 1.0) * math.log(factor) + 1
-        return top / (0.1 * over * math.log(factor) + 1) if m and over else top
-    before = _positive(rope, name := "original_max_position_embeddings") or _positive(
-        config, name
-    )
+    largest = 1.0
     after = _positive(config, "max_position_embeddings")
-    if kind == "longrope" and before and before > 1 and after:
-        return math.sqrt(1 + math.log(max(after / before, 1.0)) / math.log(before))
-    return 1.0
+    for rope in _ropes(config):
+        kind, factor = (
+            rope.get("rope_type", rope.get("type")),
+            _positive(rope, "factor"),
+        )
+        stated = [
+            _positive(rope, key) or 0.0
+            for key in ("attention_factor", "long_mscale", "short_mscale")
+        ]
+        name = "original_max_position_embeddings"
+        before = _positive(rope, name) or _positive(config, name)
+        if any(stated):
+            largest = max(largest, *stated)
+        elif kind == "yarn" and factor and factor > 1:
+            m, over = _positive(rope, "mscale"), _positive(rope, "mscale_all_dim")
+            log = 0.1 * math.log(factor)
+            yarn = (m * log + 1) / (over * log + 1) if m and over else log + 1
+            largest = max(largest, yarn)
+        elif kind == "longrope" and before and before > 1 and after:
+            growth = math.log(max(after / before, 1.0)) / math.log(before)
+            largest = max(largest, math.sqrt(1 + growth))
+    return largest

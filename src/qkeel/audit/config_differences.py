@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -21,59 +21,47 @@ _WINDOW = ("sliding_window", "sliding_window_size", "attention_window", "local_w
 def differences(model: nn.Module, recipes: Sequence[SiteRecipe]) -> tuple[str, ...]:
     """Returns one sentence for each contradiction, with the attention layers that it concerns.
 
-    The config of a layer is that of the innermost module around it that has one: a mapping, a dataclass, a namespace,
-    or an object with `to_dict`. The result is empty if there is none.
+    The config of a layer is that of the innermost module around it that has one: a mapping, a dataclass, or any object
+    with `to_dict` or plain attributes. The result is empty if there is none.
     """
+    windowed = any(recipe.window is not None for recipe in recipes)
     layers: dict[str, list[str]] = {}
     for recipe in recipes:
-        config = config_of(model, recipe.name)
-        for check in (_norm, _scale, _cap, _window, _heads, _base):
-            sentence = check(config, recipe)
-            if sentence:
-                layers.setdefault(sentence, []).append(recipe.name)
-    lost = _lost_window(model, recipes)
-    if lost:
-        layers[lost] = [recipe.name for recipe in recipes]
-    sentences = []
-    for sentence, names in layers.items():
-        place_names = "everywhere" if len(names) == len(recipes) else compress(names)
-        sentences.append(f"{sentence} ({place_names})")
-    return tuple(sentences)
+        config = _config_of(model, recipe.name)
+        for sentence in (
+            *_contradictions(config, recipe),
+            *_window(config, recipe, windowed),
+        ):
+            layers.setdefault(sentence, []).append(recipe.name)
+    return tuple(
+        f"{sentence} ({'everywhere' if len(names) == len(recipes) else compress(names)})"
+        for sentence, names in layers.items()
+    )
 
 
-def config_of(model: nn.Module, site: str) -> ConfigMapping:
+def _config_of(model: nn.Module, site: str) -> ConfigMapping:
     """Returns the config of the innermost module around a site that has one, as a mapping; empty if there is none."""
     path = site.split("#")[0].split(".")
     for end in range(len(path), -1, -1):
         config = getattr(model.get_submodule(".".join(path[:end])), "config", None)
-        values = as_mapping(config)
+        to_dict = getattr(config, "to_dict", None)
+        if callable(to_dict):
+            config = to_dict()
+        if dataclasses.is_dataclass(config) and not isinstance(config, type):
+            names = [field.name for field in dataclasses.fields(config)]
+            config = {name: getattr(config, name, None) for name in names}
+        # Keys that nothing here asks for are harmless, so any object with attributes counts.
+        values = (
+            config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
+        )
         if values is not None:
             return section(values, site)
     return {}
 
 
-def as_mapping(config: object) -> ConfigMapping | None:
-    """Returns the entries of a config, whatever it is, or None for what is no config."""
-    to_dict = getattr(config, "to_dict", None)
-    if callable(to_dict):
-        config = to_dict()
-    if isinstance(config, Mapping):
-        return config
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {
-            field.name: getattr(config, field.name, None)
-            for field in dataclasses.fields(config)
-        }
-    if isinstance(config, types.SimpleNamespace) or type(config).__name__ in (
-        "Namespace",
-        "Config",
-    ):
-        return {
-            name: value
-            for name, value in vars(config).items()
-            if not name.startswith("_")
-        }
-    return None
+def _first(config: ConfigMapping, keys: Sequence[str]) -> tuple[str, Any]:
+    """Returns the first of the keys that a config has, with its value; an empty key if it has none."""
+    return next(((key, config[key]) for key in keys if key in config), ("", None))
 
 
 def _numbers(config: ConfigMapping, word: str) -> list[float]:
@@ -82,160 +70,81 @@ def _numbers(config: ConfigMapping, word: str) -> list[float]:
     for key, value in config.items():
         if isinstance(value, Mapping):
             numbers += _numbers(value, word)
-        elif (
-            word in str(key)
-            and isinstance(value, (int, float))
-            and not isinstance(value, bool)
-        ):
+        elif word in str(key) and type(value) in (int, float):
             numbers.append(float(value))
     return numbers
 
 
-def _first_key(
-    config: ConfigMapping, keys: Sequence[str], accepts: Callable[[object], bool]
-) -> str | None:
-    for key in keys:
-        if key in config and accepts(config[key]):
-            return key
-    return None
-
-
-def _norm(config: ConfigMapping, recipe: SiteRecipe) -> str:
-    key = _first_key(config, _NORM, lambda value: isinstance(value, bool))
-    if key is None or "unknown" in (recipe.query.kind, recipe.key.kind):
-        return ""
-    acting = [
-        side for side, norm in (("q", recipe.query), ("k", recipe.key)) if norm.acts
-    ]
-    if config[key] and len(acting) < 2:
-        missing = "q or k" if not acting else "q" if "k" in acting else "k"
-        return f"config.{key} is true, but no norm is applied to {missing}"
-    if not config[key] and acting:
-        return f"config.{key} is false, but a norm is applied to {' and '.join(acting)}"
-    return ""
-
-
-def _scale(config: ConfigMapping, recipe: SiteRecipe) -> str:
-    scalar, multiplier = (
-        config.get("query_pre_attn_scalar"),
-        config.get("attention_multiplier"),
-    )
-    if isinstance(scalar, (int, float)) and scalar > 0:
-        expected, name = (
-            float(scalar) ** -0.5,
-            f"config.query_pre_attn_scalar {scalar:g}",
-        )
-    elif isinstance(multiplier, (int, float)) and multiplier:
-        expected, name = (
-            float(multiplier),
-            f"config.attention_multiplier {multiplier:g}",
-        )
-    else:
-        return ""
-    scale = recipe.total_scale
-    if math.isnan(scale) or abs(scale / expected - 1) < 2e-3:
-        return ""
-    observed = scale_text((scale,), recipe.head_dim)
-    return f"{name} means logits {expected:.4g} · q·k, but the observed scale is {observed}"
-
-
-def _cap(config: ConfigMapping, recipe: SiteRecipe) -> str:
-    key = _first_key(
-        config, _CAP, lambda value: value is None or isinstance(value, (int, float))
-    )
-    if key is None:
-        return ""
-    configured, cap = config[key] or None, recipe.softcap
-    if configured == cap or (configured and cap and abs(cap / configured - 1) < 1e-3):
-        return ""
-    observed = "none" if cap is None else f"{cap:g}"
-    return f"config.{key} is {config[key]}, but the observed cap is {observed}"
-
-
-def _configured_window(config: ConfigMapping) -> int | None:
-    if config.get("use_sliding_window") is False:
-        return None
-    key = _first_key(
-        config,
-        _WINDOW,
-        lambda value: isinstance(value, int) and not isinstance(value, bool),
-    )
-    return None if key is None or config[key] < 1 else config[key]
-
-
-def _window(config: ConfigMapping, recipe: SiteRecipe) -> str:
-    """Compares a window that was seen; one that was not may be wider than the batch, see `_lost_window`."""
-    window = recipe.window
-    if window is None:
-        return ""
-    configured = _configured_window(config)
-    if configured is None:
-        is_named = any(key in config for key in _WINDOW)
-        return (
-            f"config says no sliding window, but queries see only {window} keys"
-            if is_named
-            else ""
-        )
-    # Whether a window counts the query's own token differs between libraries.
-    is_near = abs(configured - window) <= 1
-    return (
-        ""
-        if is_near
-        else f"config.sliding_window is {configured}, but queries see only {window} keys"
-    )
-
-
-def _lost_window(model: nn.Module, recipes: Sequence[SiteRecipe]) -> str:
-    """Says that a configured window narrower than the batch is in effect nowhere, or not where config.layer_types says.
-
-    Without `layer_types`, which layers have the window is the code's choice, so one layer with a window is enough.
-    """
-    lost = []
-    for recipe in recipes:
-        config = config_of(model, recipe.name)
-        configured = _configured_window(config)
-        if configured is None or recipe.keys is None or recipe.keys <= configured + 1:
-            continue
-        layer_types, number = config.get("layer_types"), re.search(r"\d+", recipe.name)
-        layer = -1 if number is None else int(number[0])
-        is_listed = isinstance(layer_types, Sequence) and 0 <= layer < len(layer_types)
-        if (
-            isinstance(layer_types, Sequence)
-            and is_listed
-            and "sliding" not in str(layer_types[layer])
-        ):
-            continue
-        if recipe.window is not None and not is_listed:
-            return ""
-        if recipe.window is None:
-            lost.append((configured, recipe.name))
-    if not lost:
-        return ""
-    return f"config.sliding_window is {lost[0][0]}, but queries see all earlier keys in {compress([n for _, n in lost])}"
-
-
-def _heads(config: ConfigMapping, recipe: SiteRecipe) -> str:
-    if recipe.latent:
-        return ""
+def _contradictions(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[str]:
+    key, is_normed = _first(config, _NORM)
+    normed = [side for side in "qk" if {"q": recipe.query, "k": recipe.key}[side].acts]
+    if type(is_normed) is bool and "unknown" not in (
+        recipe.query.kind,
+        recipe.key.kind,
+    ):
+        if is_normed and len(normed) < 2:
+            missing = " or ".join(side for side in "qk" if side not in normed)
+            yield f"config.{key} is true, but no norm is applied to {missing}"
+        if not is_normed and normed:
+            yield f"config.{key} is false, but a norm is applied to {' and '.join(normed)}"
+    for key, power in (("query_pre_attn_scalar", -0.5), ("attention_multiplier", 1)):
+        number = config.get(key)
+        if isinstance(number, (int, float)) and number > 0:
+            expected, scale = number**power, recipe.total_scale
+            if not math.isnan(scale) and abs(scale / expected - 1) >= 2e-3:
+                observed = scale_text((scale,), recipe.head_dim)
+                yield (
+                    f"config.{key} {number:g} means logits {expected:.4g} · q·k, but the observed scale is {observed}"
+                )
+    key, cap = _first(config, _CAP)
+    cap = cap or 0.0
+    is_compared = key and isinstance(cap, (int, float))
+    if is_compared and not math.isclose(cap, recipe.softcap or 0.0, rel_tol=1e-3):
+        observed = "none" if recipe.softcap is None else f"{recipe.softcap:g}"
+        yield f"config.{key} is {config[key]}, but the observed cap is {observed}"
     for key, word, number in (
         ("num_attention_heads", "attention_heads", recipe.n_heads),
         ("head_dim", "head_dim", recipe.head_dim),
     ):
-        configured = config.get(key)
-        if isinstance(configured, int) and number not in _numbers(config, word):
-            return f"config.{key} is {configured}, observed: {number}"
-    return ""
-
-
-def _base(config: ConfigMapping, recipe: SiteRecipe) -> str:
-    configured = [*_numbers(config, "theta"), *_numbers(config, "base_freq")]
-    if not configured or recipe.rotation is None or recipe.rotation.base is None:
-        return ""
-    observed = recipe.rotation.base, recipe.rotation.whole_base
-    for base in configured:
-        if any(
-            value is not None and abs(value / base - 1) < 0.05 for value in observed
+        is_stated = isinstance(config.get(key), int) and not recipe.latent
+        if is_stated and number not in _numbers(config, word):
+            yield f"config.{key} is {config[key]}, observed: {number}"
+    bases = [*_numbers(config, "theta"), *_numbers(config, "base_freq")]
+    if bases and recipe.rotation is not None and recipe.rotation.base is not None:
+        observed_bases = recipe.rotation.base, recipe.rotation.whole_base
+        if not any(
+            abs((observed or 0.0) / base - 1) < 0.05
+            for base in bases
+            for observed in observed_bases
         ):
-            return ""
-    bases = ", ".join(f"{base:,.6g}" for base in configured)
-    return f"the rotary base is {bases} in config, but the observed one is {recipe.rotation.base:,.6g}"
+            text = ", ".join(f"{base:,.6g}" for base in bases)
+            yield f"the rotary base is {text} in config, but the observed one is {recipe.rotation.base:,.6g}"
+
+
+def _window(config: ConfigMapping, recipe: SiteRecipe, windowed: bool) -> Iterator[str]:
+    """Compares the window that was seen with the configured one, or says that a window narrower than the batch is lost.
+
+    Without `layer_types`, which layers have the window is the code's choice, so one layer with a window is enough:
+    `windowed` says whether there is one.
+    """
+    key, window = _first(config, _WINDOW)
+    if config.get("use_sliding_window") is False or type(window) is not int:
+        window = 0
+    if recipe.window is not None:
+        # Whether a window counts the query's own token differs between libraries.
+        if key and abs(window - recipe.window) > 1:
+            configured = (
+                f"config.{key} is {window}"
+                if window > 0
+                else "config says no sliding window"
+            )
+            yield f"{configured}, but queries see only {recipe.window} keys"
+    elif window > 0 and recipe.keys is not None and recipe.keys > window + 1:
+        types, number = config.get("layer_types"), re.search(r"\d+", recipe.name)
+        layer = -1 if number is None else int(number[0])
+        if isinstance(types, Sequence) and 0 <= layer < len(types):
+            is_lost = "sliding" in str(types[layer])
+        else:
+            is_lost = not windowed
+        if is_lost:
+            yield f"config.{key} is {window}, but queries see all earlier keys"

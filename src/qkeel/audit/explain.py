@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Literal, final
 
 import torch
@@ -20,7 +19,7 @@ from qkeel.audit.norm_evidence import (
 )
 from qkeel.audit.one_pass import OnePass, joined
 from qkeel.audit.recipes import Explanation, NormRecipe, SiteRecipe
-from qkeel.audit.visible_keys import describe_visible, visible_pairs
+from qkeel.audit.visibility import describe_visible, visible_pairs
 from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import Arguments, arguments, undisturbed
 from qkeel.errors import InvalidTypeError, RefusedError
@@ -108,29 +107,23 @@ class SiteEvidence:
         if self.calls:
             self.rounding = float(torch.finfo(self.calls[0].q.dtype).eps)  # type: ignore[union-attr]
             self.tolerance = max(2e-4, 8 * self.rounding)
+            # All heads, which may have been computed in one call each.
+            q, k = (
+                torch.cat([getattr(call, letter).detach() for call in self.calls], 1)
+                for letter in "qk"
+            )
+            # Undoes the repetition of keys even where equality can't show it, as for zero keys.
+            heads = site.n_kv_heads if site.key_heads is None else site.n_heads
+            k = k[:, :: max(1, k.shape[1] // heads)]
             self.arrived: dict[Letter, Tensor] = {
-                "q": self._vectors("q"),
-                "k": self._vectors("k"),
+                "q": q.double().cpu(),
+                "k": k.double().cpu(),
             }
-
-    def _vectors(self, letter: Letter) -> Tensor:
-        """Returns q or k of all heads, which may have been computed in one call each."""
-        x = (
-            torch.cat([getattr(call, letter).detach() for call in self.calls], 1)
-            .double()
-            .cpu()
-        )
-        if letter == "q":
-            return x
-        # Undoes the repetition of keys even where equality can't show it, as for zero keys.
-        heads = (
-            self.site.n_kv_heads if self.site.key_heads is None else self.site.n_heads
-        )
-        return x[:, :: max(1, x.shape[1] // heads)]
 
     def recipe(self) -> SiteRecipe:
         """Returns the recipe; what the pass does not show is listed in `unknown`."""
         site = self.site
+        unread = NormRecipe(kind="unknown", why="q and k were not seen")
         recipe = SiteRecipe(
             name=site.name,
             n_heads=site.n_heads,
@@ -138,49 +131,53 @@ class SiteEvidence:
             head_dim=site.head_dim,
             key_heads=site.key_heads,
             layer_type=site.layer_type,
-            query=NormRecipe(kind="unknown", why="q was not seen"),
-            key=NormRecipe(kind="unknown", why="k was not seen"),
+            query=unread,
+            key=unread,
         )
         if not self.calls:
             reason = site.why or "q and k of this attention could not be read"
             return dataclasses.replace(recipe, unknown=(reason,))
         pairs = visible_pairs(self.calls[0])
         visible, window = describe_visible(pairs[0])
-        sees_all = (
-            visible.startswith(("keys up to its own", "every key"))
-            and site.layer_type != "cross"
-        )
-        cap = self.calls[0].spec.cap.limit
-        keys = pairs.shape[-1] if sees_all else None
+        sees_all = visible.startswith(("keys up to its own", "every key"))
         recipe = dataclasses.replace(
-            recipe, visible=visible, window=window, keys=keys, softcap=cap
+            recipe,
+            visible=visible,
+            window=window,
+            keys=pairs.shape[-1] if sees_all and site.layer_type != "cross" else None,
+            softcap=self.calls[0].spec.cap.limit,
         )
         if not site.terms:
-            unread = NormRecipe(
-                kind="unknown", why=f"its weights are not known: {site.why}"
-            )
+            reason = f"its weights are not known: {site.why}"
+            unread = NormRecipe(kind="unknown", why=reason)
             return dataclasses.replace(recipe, query=unread, key=unread)
-        query, key = self._fit("q"), self._fit("k")
-        turns = [
-            rotation_of(fit, self.tolerance, self.rounding) for fit in (query, key)
-        ]
+        projected = {x: self._projected(x) for x in self.arrived}
+        fits = {x: self._fit(x, projected[x]) for x in self.arrived}
+        turns, norms, idle = [], [], list[str]()
+        for fit in fits.values():
+            turn = rotation_of(fit, self.tolerance, self.rounding)
+            turns.append(turn)
+            order = "" if turn is None else fit.recipe.order
+            norms.append(dataclasses.replace(fit.recipe, order=order))
+        for norm in self.trace.norms[site.name]:
+            title = f"{norm.name} ({type(norm.module).__name__})"
+            if not norm.received:
+                idle.append(f"{title} is never called")
+            for letter, fit in fits.items():
+                is_called = any(norm.called_on(x)[0] for x in projected[letter])
+                if fit.recipe.kind == "none" and is_called:
+                    idle.append(
+                        f"{title} is called on {letter}, and its result is not used"
+                    )
         scale, is_biased = self._scale(pairs)
         unknown = []
-        if math.isinf(query.error + key.error):
+        if any(math.isinf(fit.error) for fit in fits.values()):
             unknown.append("the rotation, because a norm is not known")
         elif (turns[0] is None) != (turns[1] is None):
             unknown.append("only one of q and k changes with position")
         if not scale:
-            unknown.append(
-                "the scale: logits were not q·k times a constant, or no row sees two keys"
-            )
-        norms = []
-        for fit, turn in ((query, turns[0]), (key, turns[1])):
-            norms.append(
-                fit.recipe
-                if turn is not None
-                else dataclasses.replace(fit.recipe, order="")
-            )
+            reason = "logits were not q·k times a constant, or no row sees two keys"
+            unknown.append(f"the scale: {reason}")
         return dataclasses.replace(
             recipe,
             query=norms[0],
@@ -188,14 +185,10 @@ class SiteEvidence:
             rotation=turns[0] or turns[1],
             latent=self._latent(),
             scale=scale,
-            scale_parameter=self._parameter_of(
-                torch.tensor(scale).double(), torch.clone, torch.exp
-            )
-            if scale
-            else "",
+            scale_parameter=self._parameter_of(torch.tensor(scale).double()),
             sinks=self._sinks(),
             bias=is_biased,
-            idle=self._idle({"q": query, "k": key}),
+            idle=tuple(idle),
             unknown=tuple(unknown),
         )
 
@@ -203,175 +196,118 @@ class SiteEvidence:
         """Returns what the projections output [b n t d], for each order of batch and tokens; empty if it was not
         seen."""
         batch, heads, tokens, _ = self.arrived[letter].shape
+        # Adapters give a path its last weight twice.
         parts = {}
         for term in self.site.terms:
-            weight_slice = (term.query if letter == "q" else term.key)[-1]
-            parts[
-                weight_slice.parameter,
-                weight_slice.index.shape,
-                int(weight_slice.index[0, 0]),
-            ] = weight_slice
-        readings = [
-            self.trace.outputs(weight_slice, batch, tokens)
-            for weight_slice in parts.values()
-        ]
+            last = (term.query if letter == "q" else term.key)[-1]
+            parts[last.parameter, last.index.shape, int(last.index[0, 0])] = last
+        outputs = [self.trace.outputs(part, batch, tokens) for part in parts.values()]
         assembled = []
-        for outputs in zip(*readings):
+        for pieces in zip(*outputs):
             # One key for all heads, as the rotated part of MLA's, belongs to each of them.
-            shared = [
-                x.expand(-1, heads, -1, -1) if x.shape[1] == 1 else x for x in outputs
+            pieces = [
+                x.expand(-1, heads if len(x[0]) == 1 else -1, -1, -1) for x in pieces
             ]
-            if all(x.shape[1] == heads for x in shared):
-                assembled.append(torch.cat(shared, -1))
+            if all(x.shape[1] == heads for x in pieces):
+                assembled.append(torch.cat(pieces, -1))
         return [x for x in assembled if x.shape == self.arrived[letter].shape]
 
-    def _fit(self, letter: Letter) -> NormFit:
+    def _fit(self, letter: Letter, readings: list[Tensor]) -> NormFit:
         """Returns the norm that explains q or k of the first sample."""
-        arrived = self.arrived[letter]
-        fit = unknown_norm(
-            arrived[0],
-            "the output of its projection was not seen as a product with the stored weight",
-        )
+        arrived = self.arrived[letter][0]
+        reason = "the output of its projection was not seen as a product with the stored weight"
+        fit = unknown_norm(arrived, reason)
         scope, module = self.trace.scopes[self.site.name]
-        projections = {
-            weight_slice.parameter
-            for weight_slice in (*self.site.query, *self.site.key)
-        }
+        weights = {part.parameter for part in (*self.site.query, *self.site.key)}
         parameters = {
             name: p
             for name, p in module.named_parameters()
-            if joined(scope, name) not in projections
+            if joined(scope, name) not in weights
         }
-        for projected in self._projected(letter):
-            candidates = gain_candidates(
-                parameters, self.trace.norms[self.site.name], projected
-            )
+        norms = self.trace.norms[self.site.name]
+        for projected in readings:
+            candidates = gain_candidates(parameters, norms, projected)
             fit = fit_norm(
-                projected[0], arrived[0], candidates, self.tolerance, self.rounding
+                projected[0], arrived, candidates, self.tolerance, self.rounding
             )
             if not math.isinf(fit.error):
                 break
         return fit
 
-    def _idle(self, fits: dict[Letter, NormFit]) -> tuple[str, ...]:
-        """Returns the norms without effect: those never called, and those called on a q or k that is not normed."""
-        sentences = []
-        for norm in self.trace.norms[self.site.name]:
-            title = f"{norm.name} ({type(norm.module).__name__})"
-            if not norm.received:
-                sentences.append(f"{title} is never called")
-            for letter, fit in fits.items():
-                is_plain = fit.recipe.kind == "none"
-                if is_plain and any(
-                    norm.called_on(x)[0] for x in self._projected(letter)
-                ):
-                    sentences.append(
-                        f"{title} is called on {letter}, and its result is not used"
-                    )
-        return tuple(sentences)
-
     def _scale(self, pairs: Tensor) -> tuple[tuple[float, ...], bool]:
         """Returns the factor on q·k of each head, empty if unknown, and whether something else is added."""
-        first = self.calls[0]
-        if isinstance(first, AttentionCall):
-            factor = float(
-                first.spec.scale.factor(torch.zeros(1), first.q.shape[-1], {})
-            )
-            bias = first.bias(slice(0, first.q.shape[2]), slice(0, first.k.shape[2]))
+        call = self.calls[0]
+        if isinstance(call, AttentionCall):
+            factor = call.spec.scale.factor(torch.zeros(1), call.q.shape[-1], {})
+            scale = (float(factor),) * self.site.n_heads
+            bias = call.bias(slice(0, call.q.shape[2]), slice(0, call.k.shape[2]))
             if bias is None:
-                return (factor,) * self.site.n_heads, False
-            visible_pairs_of_head, added = torch.broadcast_tensors(
-                pairs, bias.detach().cpu()
-            )
-            return (factor,) * self.site.n_heads, bool(
-                (added[visible_pairs_of_head] != 0).any()
-            )
+                return scale, False
+            pairs, added = torch.broadcast_tensors(pairs, bias.detach().cpu())
+            return scale, bool((added[pairs] != 0).any())
         # Two samples and the last queries say it all, and the scores of a long batch would not fit into memory.
         q, k = self.arrived["q"][:2, :, -_ROWS:], self.arrived["k"][:2]
-        scores = [
-            call.logits.detach()[:2, :, -_ROWS:]
-            for call in self.calls
-            if isinstance(call, ScoresCall)
-        ]
-        logits, pairs = torch.cat(scores, 1), pairs[:2, :, -_ROWS:]
-        logits, products = (
-            logits.double().cpu(),
-            q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT,
-        )
-        pairs = pairs.expand(products.shape)
+        products = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+        scores = [call.logits.detach() for call in self.calls]  # type: ignore[union-attr]
+        logits = torch.cat([x[:2, :, -_ROWS:].double().cpu() for x in scores], 1)
+        pairs = pairs[:2, :, -_ROWS:].expand(products.shape)
         tolerance = max(1e-3, 30 * self.rounding)
-        scale = _slope(_centred(products, pairs), _centred(logits, pairs), tolerance)
+        scale = _slope(products, logits, pairs, tolerance)
         if scale or len(q) == 1:
             return scale, False
         # What is added to the scores is the same in both samples.
-        shared_pairs = pairs[:1] & pairs[1:2]
-        products, logits = products[:1] - products[1:2], logits[:1] - logits[1:2]
-        scale = _slope(
-            _centred(products, shared_pairs), _centred(logits, shared_pairs), tolerance
-        )
+        products, logits = (x[:1] - x[1:2] for x in (products, logits))
+        scale = _slope(products, logits, pairs[:1] & pairs[1:2], tolerance)
         return scale, bool(scale)
 
-    def _parameter_of(
-        self, numbers: Tensor, *functions: Callable[[Tensor], Tensor]
-    ) -> str:
-        """Returns the name of the parameter near the site that holds these numbers [h], after one of the functions."""
+    def _parameter_of(self, numbers: Tensor) -> str:
+        """Returns the name of the parameter near the site that holds these numbers [h] or their logarithms, or ""."""
         for name, p in self.trace.scopes[self.site.name][1].named_parameters():
-            if p.numel() not in (1, len(numbers)) or p.is_meta:
-                continue
-            values = p.detach().double().cpu().flatten().expand_as(numbers)
-            if any(
-                torch.allclose(function(values), numbers, rtol=1e-3, atol=1e-6)
-                for function in functions
-            ):
-                return name
+            if len(numbers) and p.numel() in (1, len(numbers)) and not p.is_meta:
+                values = p.detach().double().cpu().flatten().expand_as(numbers)
+                if any(
+                    torch.allclose(x, numbers, rtol=1e-3, atol=1e-6)
+                    for x in (values, values.exp())
+                ):
+                    return name
         return ""
 
     def _sinks(self) -> str:
         """Describes columns of the softmax that are not keys."""
-        sink = self.calls[0].sink if isinstance(self.calls[0], ScoresCall) else None
-        if sink is None:
+        call = self.calls[0]
+        if not isinstance(call, ScoresCall) or call.sink is None:
             return ""
-        name = self._parameter_of(sink[0, :, 0].detach().double().cpu(), torch.clone)
-        return (
-            f"1 sink logit per head in the softmax ({name})"
-            if name
-            else "sink logits in the softmax"
-        )
+        name = self._parameter_of(call.sink[0, :, 0].detach().double().cpu())
+        return f"1 sink logit per head in the softmax{f' ({name})' if name else ''}"
 
     def _latent(self) -> str:
         """Describes MLA: which dimensions of a key come from which weight."""
+        if len(self.site.terms) < 2:
+            return ""
         parts = []
         for term in self.site.terms:
-            weight_slice = term.key[-1]
-            is_shared = weight_slice.n == 1 and self.site.n_heads > 1
-            weight = (
-                weight_slice.parameter.rpartition(".")[0].rpartition(".")[2]
-                or weight_slice.parameter
-            )
-            parts.append(
-                f"{weight_slice.index.shape[1]} from {weight}{', one key for all heads' if is_shared else ''}"
-            )
-        return f"MLA-like, q·k = {' + '.join(parts)}" if len(parts) > 1 else ""
+            key = term.key[-1]
+            weight = key.parameter.removesuffix(".weight").rpartition(".")[2]
+            shared = ", one key for all heads" if key.n == 1 < self.site.n_heads else ""
+            parts.append(f"{key.index.shape[1]} from {weight}{shared}")
+        return f"MLA-like, q·k = {' + '.join(parts)}"
 
 
-def _centred(scores: Tensor, pairs: Tensor) -> Tensor:
-    """Returns scores minus their mean over the visible keys of a row, and 0 elsewhere.
+def _slope(
+    products: Tensor, logits: Tensor, pairs: Tensor, tolerance: float
+) -> tuple[float, ...]:
+    """Fits s per head in logits = s · products for [b h t s], up to a constant of each row; empty if no s fits.
 
-    This removes what is equal for all keys of a row (a bias of k, a subtracted maximum), which the softmax does not
-    see.
+    A constant of a row (a bias of k, a subtracted maximum) is nothing that the softmax sees.
     """
     count = pairs.sum(-1, keepdim=True).clamp_min(1)
-    visible = torch.where(pairs, scores, 0.0)
-    return torch.where(pairs, visible - visible.sum(-1, keepdim=True) / count, 0.0)
-
-
-def _slope(x: Tensor, y: Tensor, tolerance: float) -> tuple[float, ...]:
-    """Fits s per head in y = s x for [b h t s]; empty if no s fits."""
-    x, y = x.transpose(0, 1).flatten(1), y.transpose(0, 1).flatten(1)
-    energy = x.square().sum(1)
-    if not bool((energy > 0).all()):
-        return ()  # no row sees two keys, so there is nothing to compare
-    slope = (x * y).sum(1) / energy
+    centred = []
+    for scores in (products, logits):
+        visible = torch.where(pairs, scores, 0.0)
+        visible = torch.where(pairs, visible - visible.sum(-1, keepdim=True) / count, 0)
+        centred.append(visible.transpose(0, 1).flatten(1))
+    x, y = centred
+    slope = (x * y).sum(1) / x.square().sum(1)  # NaN where no row sees two keys
     error = (y - slope[:, None] * x).abs().amax(1)
-    is_close = error <= tolerance * y.abs().amax(1).clamp_min(1e-30)
+    is_close = error <= tolerance * y.abs().amax(1)
     return tuple(slope.tolist()) if bool(is_close.all()) else ()

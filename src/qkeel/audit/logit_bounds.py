@@ -96,33 +96,52 @@ def measure(
     plan: SitePlan, gram: Mapping[Slice, Tensor], load: Load, geometry: Geometry
 ) -> SiteReport:
     """Returns the report of a site from its Gram matrices; `load` reads a small tensor (gain, bias) by name."""
-    heads = plan.n_heads
-    norms = {name: [] for name in ("query", "key")}
+    heads, sides = plan.n_heads, (*plan.queries, *plan.keys)
     finite = torch.ones(heads, dtype=torch.bool)
-    for name, sides in (("query", plan.queries), ("key", plan.keys)):
-        for side in sides:
-            products = _per_query_head(gram[side.weight], heads)
-            is_finite = products.isfinite().all(-1).all(-1)
-            finite &= is_finite
-            norms[name].append(
-                torch.where(is_finite[:, None, None], products, 0).double()
+    wide, frobenius, spectral = {}, {}, {}
+    for part in plan.slices():
+        is_finite = gram[part].isfinite().flatten(1).all(1)
+        products = torch.where(is_finite[:, None, None], gram[part], 0).double()
+        traces = products.diagonal(dim1=1, dim2=2).sum(1).clamp_min(0)
+        share = heads // len(part.starts)  # query heads that use one key head
+        wide[part], spectral[part], frobenius[part], is_finite = (
+            values.repeat_interleave(share, 0)
+            for values in (
+                products,
+                gram_spectral_norm(products),
+                traces.sqrt(),
+                is_finite,
             )
-    pairs = [gram_interaction_norms(q, k) for q in norms["query"] for k in norms["key"]]
-    frobenius = torch.stack([pair[0] for pair in pairs]).amax(0)
-    spectral = torch.stack([pair[1] for pair in pairs]).amax(0)
-    bounds = _Bounds(plan, gram, load, geometry)
-    logit_bound, gain_bound, interaction_bound = bounds.all(spectral)
+        )
+        finite &= is_finite
+    pairs = [
+        gram_interaction_norms(wide[query.weight], wide[key.weight])
+        for query in plan.queries
+        for key in plan.keys
+    ]
+    interaction = torch.stack([spectral_norm for _, spectral_norm in pairs]).amax(0)
+    lengths = _Lengths(plan, spectral, load, geometry)
+    logit_bound, gain_bound, interaction_bound, note = lengths.bounds(interaction)
     scale = geometry.scale_of(plan.head_dim)
     rotated = scale * geometry.rope_factor**2  # YaRN scales cos and sin of both sides
 
     def per_head(column: Tensor) -> tuple[float, ...]:
         return tuple(torch.where(finite, column.expand(heads), math.nan).tolist())
 
-    def largest(name: str, norm: Callable[[Tensor], Tensor]) -> tuple[float, ...]:
-        return per_head(
-            torch.stack([norm(products) for products in norms[name]]).amax(0)
-        )
+    def largest(
+        norms: Mapping[Slice, Tensor], streams: tuple[StreamWeights, ...]
+    ) -> tuple[float, ...]:
+        return per_head(torch.stack([norms[side.weight] for side in streams]).amax(0))
 
+    notes = [*plan.notes, note if not plan.notes or "MLA" in note else ""]
+    notes.append("" if finite.all() else "some weights are NaN or infinite")
+    kind, assumed = geometry.model_type, list(plan.assumed)
+    if kind not in VERIFIED and any(side.input or side.gain for side in sides):
+        assumed.append(
+            "no model_type: norms taken to precede attention, gains read as w, logits divided by √head_dim"
+            if kind is None
+            else f"the bounds of the model type {kind} have not been compared with the logits of its code"
+        )
     return SiteReport(
         name=plan.name,
         layout=plan.layout,
@@ -130,178 +149,126 @@ def measure(
         n_kv_heads=plan.n_kv_heads,
         head_dim=plan.head_dim,
         scale=scale,
-        query_frobenius=largest("query", _trace_root),
-        query_spectral=largest("query", gram_spectral_norm),
-        key_frobenius=largest("key", _trace_root),
-        key_spectral=largest("key", gram_spectral_norm),
-        interaction_frobenius=per_head(frobenius),
-        interaction_spectral=per_head(spectral),
+        query_frobenius=largest(frobenius, plan.queries),
+        query_spectral=largest(spectral, plan.queries),
+        key_frobenius=largest(frobenius, plan.keys),
+        key_spectral=largest(spectral, plan.keys),
+        interaction_frobenius=per_head(
+            torch.stack([norm for norm, _ in pairs]).amax(0)
+        ),
+        interaction_spectral=per_head(interaction),
         interaction_bound=per_head(rotated * interaction_bound),
         logit_bound=per_head(rotated * logit_bound),
         gain_bound=per_head(rotated * gain_bound),
-        query_gain_max=bounds.gain_max(plan.queries),
-        key_gain_max=bounds.gain_max(plan.keys),
-        notes=(
-            *plan.notes,
-            *bounds.notes(),
-            *(() if finite.all() else ("some weights are NaN or infinite",)),
-        ),
-        assumed=(*plan.assumed, *bounds.assumed()),
+        query_gain_max=lengths.gain_max(plan.queries),
+        key_gain_max=lengths.gain_max(plan.keys),
+        notes=tuple(filter(None, notes)),
+        assumed=tuple(assumed),
     )
 
 
-def _trace_root(gram: Tensor) -> Tensor:
-    return gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0).sqrt()
-
-
-def _per_query_head(values: Tensor, heads: int) -> Tensor:
-    """Repeats the values of key heads for their query heads."""
-    return values.repeat_interleave(heads // len(values), 0)
-
-
 @final
-class _Bounds:
-    """Bounds on |q·k| for each query head, before the scale."""
+class _Lengths:
+    """How long the queries and keys of each head can be, before the scale, and so their products."""
 
     def __init__(
         self,
         plan: SitePlan,
-        gram: Mapping[Slice, Tensor],
+        spectral: Mapping[Slice, Tensor],
         load: Load,
         geometry: Geometry,
     ) -> None:
-        self.plan, self.gram, self.load, self.geometry = plan, gram, load, geometry
-        sides = (*plan.queries, *plan.keys)
-        self.is_normed = any(side.gain is not None for side in sides)
-        self.is_mla = any(side.rope is not None for side in sides)
+        self.plan, self.spectral, self.load = plan, spectral, load
+        self.offset = 1.0 if geometry.one_plus else 0.0
 
-    def all(self, interaction: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the bound from weights, the bound from gains, and the bound without rotation, from ‖W_QᵀW_K‖₂."""
-        query, key = self.plan.queries[0], self.plan.keys[0]
-        unknown = torch.tensor(math.nan, dtype=torch.float64)
-        if self.is_mla and self.is_normed:
-            return unknown, unknown, unknown
+    def bounds(self, interaction: Tensor) -> tuple[Tensor, Tensor, Tensor, str]:
+        """Returns the bound from weights, the bound from gains, the bound without rotation, from ‖W_QᵀW_K‖₂, and why
+        there is none."""
+        plan, unknown = self.plan, torch.tensor(math.nan, dtype=torch.float64)
+        sides = (*plan.queries, *plan.keys)
+        is_normed = any(side.gain is not None for side in sides)
+        query, key = plan.queries[0], plan.keys[0]
+        note = ""
+        if any(side.gain is None and side.input is None for side in sides):
+            note = "no norm found before the projections: weights alone give no logit bound"
         radii = self._radius(query.input) * self._radius(key.input)
         if query.rope is not None and key.rope is not None:
-            bound = radii * interaction + self._rotated(
-                query.rope, query.input
-            ) * self._rotated(key.rope, key.rope_input)
-            return bound, unknown, bound
-        q, k = (self._longest(sides) for sides in (self.plan.queries, self.plan.keys))
-        if self.is_normed:
-            return unknown, q * k, unknown
-        if len(self.plan.queries) > 1:
-            return q * k, unknown, q * k
+            if is_normed:
+                return (
+                    unknown,
+                    unknown,
+                    unknown,
+                    "q/k norm on MLA: no bound is computed",
+                )
+            rotated = self._projected(query.rope, query.input)
+            rotated = rotated * self._projected(key.rope, key.rope_input)
+            bound = radii * interaction + rotated
+            return bound, unknown, bound, note
+        q, k = self._longest(plan.queries), self._longest(plan.keys)
+        if is_normed:
+            return unknown, q * k, unknown, note
+        if len(plan.queries) > 1:
+            return q * k, unknown, q * k, note
         # Biases add to both sides what they add to the product of the norms.
-        without = self._spectral(query.weight) * self._spectral(key.weight) * radii
-        return q * k, unknown, radii * interaction + (q * k - without)
+        without = self.spectral[query.weight] * self.spectral[key.weight] * radii
+        return q * k, unknown, radii * interaction + (q * k - without), note
 
-    def _longest(self, sides: tuple[StreamWeights, ...]) -> Tensor:
+    def _longest(self, streams: tuple[StreamWeights, ...]) -> Tensor:
         """Returns the largest L2 norm of a head's q (or k) over all streams of tokens; NaN if one has no bound."""
-        reaches = []
-        for side in sides:
-            if side.gain is not None:
-                reaches.append(self._normed(side.gain, len(side.weight.starts)))
-            else:
-                reaches.append(self._rotated(side.weight, side.input))
-        return torch.stack(
-            [_per_query_head(reach, self.plan.n_heads) for reach in reaches]
-        ).amax(0)
+        lengths = [
+            self._projected(side.weight, side.input)
+            if side.gain is None
+            else self._normed(side.gain, len(side.weight.starts))
+            for side in streams
+        ]
+        return torch.stack(lengths).amax(0)
 
-    def _spectral(self, weight_slice: Slice) -> Tensor:
-        products = self.gram[weight_slice]
-        is_finite = products.isfinite().all(-1).all(-1)[:, None, None]
-        return _per_query_head(
-            gram_spectral_norm(torch.where(is_finite, products, 0)).double(),
-            self.plan.n_heads,
-        )
-
-    def _rotated(self, weight_slice: Slice, gain: str | None) -> Tensor:
+    def _projected(self, part: Slice, gain: str | None) -> Tensor:
         """Returns ‖W_h‖₂ ρ + ‖b_h‖ for each query head, which no rotation changes."""
-        reach = self._spectral(weight_slice) * self._radius(gain)
-        if weight_slice.bias is None:
-            return reach
-        bias = self._vector(weight_slice.bias)
-        norms = torch.stack(
-            [
-                bias[start : start + weight_slice.rows].norm()
-                for start in weight_slice.starts
-            ]
-        )
-        return reach + _per_query_head(norms, self.plan.n_heads)
+        length = self.spectral[part] * self._radius(gain)
+        bias = None if part.bias is None else self.load(part.bias)
+        if bias is None:
+            return length
+        norms = [
+            bias[start : start + part.rows].double().norm() for start in part.starts
+        ]
+        return length + self._per_query_head(torch.stack(norms))
+
+    def _per_query_head(self, values: Tensor) -> Tensor:
+        return values.repeat_interleave(self.plan.n_heads // len(values))
 
     def _normed(self, name: str, heads: int) -> Tensor:
-        """Returns the largest L2 norm of a normed head, for each head."""
-        gain, offset, size = self._gain(name), self._offset(name), self.plan.head_dim
-        if gain.numel() == heads * size and heads > 1:
+        """Returns the largest L2 norm of a normed head, for each query head."""
+        gain, bias = self._gain(name)
+        width, rows = self.plan.head_dim, 1
+        if gain.numel() == heads * width and heads > 1:
+            rows = heads
             # A norm over all heads, or a bare parameter, which does not say; a module's [heads, d] is one per head.
-            is_flat = gain.ndim == 1 or not name.endswith((".weight", ".scale"))
-            width = gain.numel() if is_flat else size
-            added = (
-                offset.view(heads, -1).norm(dim=1)
-                if offset.numel() == gain.numel()
-                else offset.norm()
-            )
-            return width**0.5 * gain.view(heads, -1).abs().amax(1) + added
-        return (size**0.5 * gain.abs().amax() + offset.norm()).expand(heads)
+            if gain.ndim == 1 or not name.endswith((".weight", ".scale")):
+                width = gain.numel()
+        per_head = bias.view(rows if bias.numel() == gain.numel() else 1, -1)
+        lengths = width**0.5 * gain.view(rows, -1).abs().amax(1) + per_head.norm(dim=1)
+        return self._per_query_head(lengths)
 
     def _radius(self, name: str | None) -> float:
         """Returns ρ for the named norm, or NaN if there is no such norm."""
         if name is None:
             return math.nan
-        gain = self._gain(name)
-        return gain.numel() ** 0.5 * float(gain.abs().amax()) + float(
-            self._offset(name).norm()
-        )
+        gain, bias = self._gain(name)
+        return gain.numel() ** 0.5 * float(gain.abs().amax()) + float(bias.norm())
 
-    def gain_max(self, sides: tuple[StreamWeights, ...]) -> float | None:
+    def gain_max(self, streams: tuple[StreamWeights, ...]) -> float | None:
         """Returns max|g| over the streams, or None if there is no gain."""
-        largest = [
-            float(self._gain(side.gain).abs().amax())
-            for side in sides
-            if side.gain is not None
-        ]
-        return max(largest) if largest else None
+        gains = [self._gain(side.gain)[0] for side in streams if side.gain is not None]
+        return max((float(gain.abs().amax()) for gain in gains), default=None)
 
-    def _gain(self, name: str) -> Tensor:
-        return self._vector(name) + (1.0 if self.geometry.one_plus else 0.0)
-
-    def _vector(self, name: str) -> Tensor:
-        vector = self.load(name)
-        assert vector is not None, name  # the plan names only what is there
-        return vector.double()
-
-    def _offset(self, gain: str) -> Tensor:
-        is_module = gain.endswith((".weight", ".scale"))
+    def _gain(self, name: str) -> tuple[Tensor, Tensor]:
+        """Returns a norm's gain and bias."""
+        gain = self.load(name)
+        assert gain is not None, name  # the plan names only what is there
+        is_module = name.endswith((".weight", ".scale"))
         bias = self.load(
-            gain.rpartition(".")[0] + ".bias" if is_module else f"{gain}_bias"
+            f"{name.rpartition('.')[0]}.bias" if is_module else f"{name}_bias"
         )
-        return torch.zeros((), dtype=torch.float64) if bias is None else bias.double()
-
-    def assumed(self) -> list[str]:
-        """Returns the conventions that the bounds rest on."""
-        kind = self.geometry.model_type
-        sides = (*self.plan.queries, *self.plan.keys)
-        if kind in VERIFIED or not any(side.input or side.gain for side in sides):
-            return []
-        if kind is None:
-            return [
-                "no model_type: norms taken to precede attention, gains read as w, logits divided by √head_dim"
-            ]
-        return [
-            f"the bounds of the model type {kind} have not been compared with the logits of its code"
-        ]
-
-    def notes(self) -> list[str]:
-        """Returns the reasons for missing bounds."""
-        notes = []
-        has_norms = True
-        for side in (*self.plan.queries, *self.plan.keys):
-            has_norms = has_norms and (side.gain is not None or side.input is not None)
-        if self.is_mla and self.is_normed:
-            notes.append("q/k norm on MLA: no bound is computed")
-        elif not self.plan.notes and not has_norms:
-            notes.append(
-                "no norm found before the projections: weights alone give no logit bound"
-            )
-        return notes
+        bias = torch.zeros(1) if bias is None else bias
+        return gain.double() + self.offset, bias.double()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -30,37 +29,28 @@ LIMIT = (
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionMaps(Mapping[str, Weights]):
-    """Attention weights by layer: a mapping from the name of a site to weights [b h r s] in float32 or wider.
+class AttentionMaps(dict[str, Weights]):
+    """Attention weights by layer: a dict from the name of a site to weights [b h r s] in float32 or wider.
 
     A row sums to 1 over the keys, or to less where the attention has a sink or a sigmoid. A row that sees no key has
     weights of 0.
 
     Attributes:
-        weights: the weights of each site, on the device of the model.
         heads: the numbers of the heads in dimension 1, by site.
         rows: the numbers of the queries in dimension 2, by site.
     """
 
-    weights: dict[str, Weights]
-    heads: dict[str, tuple[int, ...]]
-    rows: dict[str, tuple[int, ...]]
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads: dict[str, tuple[int, ...]] = {}
+        self.rows: dict[str, tuple[int, ...]] = {}
 
-    def __getitem__(self, layer: str) -> Weights:
-        if layer not in self.weights:
-            raise unknown("layer of these attention maps", layer, self.weights)
-        return self.weights[layer]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.weights)
-
-    def __len__(self) -> int:
-        return len(self.weights)
+    def __missing__(self, layer: str) -> Weights:
+        raise unknown("layer of these attention maps", layer, self)
 
     def to_numpy(self) -> dict[str, np.ndarray]:
         """Returns the weights as NumPy arrays [b h r s] by layer."""
-        return {layer: weights.cpu().numpy() for layer, weights in self.weights.items()}
+        return {layer: weights.cpu().numpy() for layer, weights in self.items()}
 
     def plot(
         self, layer: str | None = None, *, sample: int = 0, columns: int = 4
@@ -82,7 +72,7 @@ class AttentionMaps(Mapping[str, Weights]):
         """
         with needed("a plot of attention maps", "'qkeel[plot]'"):
             from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-        layer = next(iter(self.weights)) if layer is None else layer
+        layer = next(iter(self)) if layer is None else layer
         weights = self[layer]
         if not 0 <= sample < len(weights):
             raise InvalidValueError(
@@ -153,40 +143,31 @@ def attention_maps(
             f"expected a torch.nn.Module, got {type(model).__name__}"
         )
     calls = captured_calls(model, batch)
-    chosen = list(calls) if layers is None else list(layers)
-    for layer in chosen:
+    maps, total = AttentionMaps(), 0
+    for layer in calls if layers is None else layers:
         if layer not in calls:
             raise unknown("layer with attention", layer, calls)
-    numbers_of_heads: dict[str, tuple[int, ...]] = {}
-    numbers_of_rows: dict[str, tuple[int, ...]] = {}
-    total = 0
-    for layer in chosen:
         b, h, t, s = weights_shape(calls[layer])
-        numbers_of_heads[layer] = _numbers("head", heads, h, layer)
-        numbers_of_rows[layer] = _numbers("row", rows, t, layer)
-        total += b * len(numbers_of_heads[layer]) * len(numbers_of_rows[layer]) * s
+        maps.heads[layer] = _numbers("head", heads, h, layer)
+        maps.rows[layer] = _numbers("row", rows, t, layer)
+        total += b * len(maps.heads[layer]) * len(maps.rows[layer]) * s
     if total > LIMIT:
         raise InvalidValueError(
             f"expected at most {LIMIT:,} weights ({LIMIT * 4 >> 30} GiB), got {total:,}: choose layers=, heads= or "
             "rows=, or give a shorter batch"
         )
-    weights = {}
     with torch.no_grad():
-        for layer in chosen:
-            weights[layer] = _weights(
-                calls[layer], numbers_of_heads[layer], numbers_of_rows[layer]
-            )
-    return AttentionMaps(weights=weights, heads=numbers_of_heads, rows=numbers_of_rows)
+        for layer in maps.heads:
+            maps[layer] = _weights(calls[layer], maps.heads[layer], maps.rows[layer])
+    return maps
 
 
 def _numbers(
     kind: str, wanted: Sequence[int] | slice | None, size: int, layer: str
 ) -> tuple[int, ...]:
     """The wanted numbers of heads or rows, counted from 0."""
-    if wanted is None:
-        return tuple(range(size))
-    if isinstance(wanted, slice):
-        return tuple(range(size)[wanted])
+    if wanted is None or isinstance(wanted, slice):
+        return tuple(range(size)[wanted or slice(None)])
     for number in wanted:
         if not -size <= number < size:
             raise InvalidValueError(
@@ -202,15 +183,13 @@ def _weights(
     b, h, _, s = weights_shape(calls)
     device = calls[0].query_device
     index = torch.tensor(heads, device=device)
-    largest = max(1, BLOCK // max(1, b * h * s))
-    blocks = []
+    # Nothing to join where no row is wanted.
+    blocks = [torch.zeros(b, len(heads), 0, s, device=device)]
     with torch.autocast(device.type, enabled=False):
-        for block in runs_of_rows(rows, largest):
+        for block in runs_of_rows(rows, max(1, BLOCK // max(1, b * h * s))):
             parts = [
                 block_weights(call, block).expand(b, h // len(calls), -1, s)
                 for call in calls
             ]
             blocks.append(torch.cat(parts, 1)[:, index])
-    if not blocks:
-        return torch.zeros(b, len(heads), 0, s, device=device)
-    return torch.cat(blocks, 2)
+    return torch.cat(blocks[1:] or blocks, 2)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -58,72 +58,51 @@ def gain_candidates(
     parameters: Mapping[str, Tensor], norms: Sequence[NormModule], projected: Tensor
 ) -> list[GainCandidate]:
     """Returns the parameters near a site that may be the gain of a norm of the projection [b n t d], each as g and as
-    1 + g."""
+    1 + g, those whose module was called on the projection first."""
     _, heads, _, size = projected.shape
+    shapes = {
+        1: ("scalar", (1, 1)),
+        size: ("per dim", (1, size)),
+        heads: ("per head", (heads, 1)),
+        heads * size: ("per head and dim", (heads, size)),
+    }
     families: dict[str, list[str]] = {}
     for name, p in parameters.items():
-        if (
-            not name.endswith("bias")
-            and not p.is_meta
-            and p.numel() in (1, heads, size, heads * size)
-        ):
+        if p.numel() in shapes and not (name.endswith("bias") or p.is_meta):
             # A ModuleList with one norm for each head is one gain.
             is_of_head = p.numel() == size and heads > 1
-            families.setdefault(
-                re.sub(r"\.\d+\.", ".#.", name) if is_of_head else name, []
-            ).append(name)
+            family = re.sub(r"\.\d+\.", ".#.", name) if is_of_head else name
+            families.setdefault(family, []).append(name)
     modules = {norm.name: norm for norm in norms}
     candidates = []
     for names in families.values():
-        groups = [names] if len(names) == heads else [[name] for name in names]
-        for group in groups:
-            gain = torch.stack(
-                [parameters[name].detach().double().cpu().flatten() for name in group]
-            )
-            shape = {
-                1: "scalar",
-                size: "per dim",
-                heads: "per head",
-                heads * size: "per head and dim",
-            }[gain.numel()]
-            view = {
-                "scalar": (1, 1),
-                "per dim": (1, size),
-                "per head": (heads, 1),
-                "per head and dim": (heads, size),
-            }
-            gain = gain.view(view[shape])
-            biases = [
-                name.removesuffix("weight") + "bias"
-                for name in group
-                if name.endswith("weight")
-            ]
-            bias = None
-            if biases and all(name in parameters for name in biases):
-                bias = torch.cat(
-                    [
-                        parameters[name].detach().double().cpu().flatten()
-                        for name in biases
-                    ]
-                )
-                bias = bias.view(gain.shape)
-            owner = modules.get(group[0].rpartition(".")[0])
+        for group in [names] if len(names) == heads else [[name] for name in names]:
+            gain = torch.cat([parameters[name].detach().flatten() for name in group])
+            shape, view = shapes[gain.numel()]
+            gain, bias = gain.double().cpu().view(view), None
+            biases = [name.removesuffix("weight") + "bias" for name in group]
+            if all(name in parameters for name in biases):
+                bias = torch.cat([parameters[name].detach() for name in biases])
+                bias = bias.double().cpu().view(view)
+                group = [*group, *biases]
+            module = modules.get(group[0].rpartition(".")[0])
             is_called, sees_rotated = (
-                (False, None) if owner is None else owner.called_on(projected)
+                (False, None) if module is None else module.called_on(projected)
             )
             for offset, suffix in ((0.0, ""), (1.0, ", 1 + w")):
                 value = f" {float(gain) + offset:.4g}" if shape == "scalar" else ""
-                candidate = GainCandidate(
-                    names=(*group, *(biases if bias is not None else ())),
-                    shape=f"{shape}{value}{suffix}",
-                    gain=gain + offset,
-                    bias=bias,
-                    eps=None if owner is None else owner.eps,
-                    is_called=is_called,
-                    sees_rotated=sees_rotated,
+                candidates.append(
+                    GainCandidate(
+                        names=tuple(group),
+                        shape=f"{shape}{value}{suffix}",
+                        gain=gain + offset,
+                        bias=bias,
+                        eps=None if module is None else module.eps,
+                        is_called=is_called,
+                        sees_rotated=sees_rotated,
+                    )
                 )
-                candidates.append(candidate)
-    return candidates
+    return sorted(candidates, key=lambda candidate: not candidate.is_called)
 
 
 def standardized(projected: Tensor, kind: str, over: str, eps: float) -> Tensor:
@@ -142,169 +121,130 @@ def fit_norm(
 ) -> NormFit:
     """Returns the norm between p and q, `projected` and `arrived` [n t d]; its kind is "unknown" if none explains q.
 
-    Gains whose module was called on the projection are tried first, then no gain, then all other parameters nearby.
-    `tolerance` is the relative error at which vectors count as equal, and `rounding` the eps of their dtype.
+    Gains whose module was called on the projection are tried first, then no gain, then all other parameters nearby:
+    numbers alone would take any parameter of ones for a gain. `tolerance` is the relative error at which vectors count
+    as equal, and `rounding` the eps of their dtype.
     """
-    linear = _fit(projected, arrived, NormRecipe())
+    linear = _compared(projected, arrived, NormRecipe())
     without_gain = list(_norms(projected, arrived, None))
-    best = min(without_gain, key=lambda fit: fit.error)
-    if linear.error <= tolerance and best.error <= tolerance:
-        return unknown_norm(
-            arrived,
-            "all vectors of this batch have the same length; use tokens that differ",
-        )
     if linear.error <= tolerance:
+        if any(fit.error <= tolerance for fit in without_gain):
+            reason = (
+                "all vectors of this batch have the same length; use tokens that differ"
+            )
+            return unknown_norm(arrived, reason)
         factor = linear.recipe.factor
         return dataclasses.replace(
             linear, recipe=NormRecipe(factor=1.0 if abs(factor - 1) < 1e-3 else factor)
         )
-    called = [
-        fit
-        for gain in candidates
-        if gain.is_called
-        for fit in _norms(projected, arrived, gain)
-    ]
-    nearby = [
-        fit
-        for gain in candidates
-        if not gain.is_called
-        for fit in _norms(projected, arrived, gain)
-    ]
-    for fits in (called, without_gain, nearby):
-        fitting = [fit for fit in fits if fit.error <= tolerance]
-        # Under an even gain, an RMS and a layer norm give equal lengths: the right one leaves no more than a rotation.
-        for fit in fitting:
+    n_called = sum(candidate.is_called for candidate in candidates)
+    gains = [*candidates[:n_called], None, *candidates[n_called:]]
+    reason = "its length follows neither its projection nor a norm of a head or layer"
+    for gain in gains:
+        for fit in without_gain if gain is None else _norms(projected, arrived, gain):
+            if fit.error > tolerance:
+                continue
+            # Under an even gain, an RMS and a layer norm give equal lengths: the right one leaves no more than a
+            # rotation. Lengths under a gain that varies before the rotation agree by no accident.
             rotation = rotation_of(fit, tolerance, rounding)
-            if rotation is None or rotation.pairing:
+            is_conclusive = (
+                fit.recipe.order == "before RoPE" and "dim" in fit.recipe.gain
+            )
+            is_short = arrived.shape[1] < 3
+            if rotation is None or rotation.pairing or is_conclusive or is_short:
                 return fit
-        if fitting:
-            return _of_length_alone(fitting[0], tolerance)
-    return unknown_norm(
-        arrived,
-        "its length follows neither its projection nor a norm of a head or layer",
-    )
-
-
-def _of_length_alone(fit: NormFit, tolerance: float) -> NormFit:
-    """Returns the answer where lengths fit, and what is left is no rotation or the batch is too short to show it.
-
-    Lengths under a gain that varies before the rotation agree by no accident. Otherwise an RMS norm and a layer norm
-    give vectors of the same length, but only those of a layer norm have a mean of 0.
-    """
-    recipe = fit.recipe
-    is_conclusive = recipe.order == "before RoPE" and "dim" in recipe.gain
-    if is_conclusive or fit.after.shape[1] < 3:
-        return fit
-    if float(fit.after.mean(-1).abs().max()) <= 10 * tolerance * float(
-        fit.after.abs().max()
-    ):
-        return dataclasses.replace(
-            fit, recipe=dataclasses.replace(recipe, kind="layer")
-        )
-    return unknown_norm(
-        fit.after,
-        "its length is that of a norm, but its direction follows no rotation of its projection",
-    )
+            reason = "its length is that of a norm, but no rotation of its projection leads to it"
+    return unknown_norm(arrived, reason)
 
 
 def unknown_norm(arrived: Tensor, reason: str) -> NormFit:
     """Returns the answer for q that nothing explains."""
+    recipe = NormRecipe(kind="unknown", why=reason)
     # A mistake that runs without an error: a norm over the wrong axis, where the mean square of q is then 1.
     for axis, dim in (("heads", 0), ("tokens", 1)):
-        if arrived.shape[dim] > 1 and bool(
-            ((arrived.square().mean(dim) - 1).abs() <= 1e-2).all()
-        ):
+        squares = arrived.square().mean(dim)
+        if arrived.shape[dim] > 1 and bool(((squares - 1).abs() <= 1e-2).all()):
             recipe = NormRecipe(kind="RMS", over=axis, gain="unknown")
-            return NormFit(recipe=recipe, error=math.inf, before=arrived, after=arrived)
-    recipe = NormRecipe(kind="unknown", why=reason)
+            break
     return NormFit(recipe=recipe, error=math.inf, before=arrived, after=arrived)
 
 
-def _fit(before: Tensor, after: Tensor, recipe: NormRecipe) -> NormFit:
+def _compared(before: Tensor, after: Tensor, recipe: NormRecipe) -> NormFit:
     """Compares lengths up to one factor, which YaRN or a scale folded into q may add."""
     lengths, expected = after.norm(dim=-1), before.norm(dim=-1)
-    factor = float(
-        (lengths * expected).sum() / expected.square().sum().clamp_min(1e-30)
-    )
-    error = float(
-        (lengths - factor * expected).abs().max() / lengths.max().clamp_min(1e-30)
-    )
-    error = math.inf if math.isnan(error) or factor <= 0 else error
+    factor = float((lengths * expected).sum() / expected.square().sum())
+    error = float((lengths - factor * expected).abs().max() / lengths.max())
+    error = error if factor > 0 and not math.isnan(error) else math.inf
     recipe = dataclasses.replace(recipe, factor=factor)
     return NormFit(recipe=recipe, error=error, before=factor * before, after=after)
 
 
 def _norms(
     projected: Tensor, arrived: Tensor, candidate: GainCandidate | None
-) -> Iterable[NormFit]:
-    """Yields the best eps of each kind of norm with this gain."""
-    alone = len(projected) == 1
-    for over in ("head",) if alone else ("head", "layer"):
+) -> Iterator[NormFit]:
+    """Yields each kind of norm with this gain, at the eps and in the order with the rotation that fit best."""
+    stated = None if candidate is None else candidate.eps
+    for over in ("head", "layer") if len(projected) > 1 else ("head",):
         for kind in ("RMS", "layer"):
-            fits = []
-            for eps in (
-                _EPS if candidate is None or candidate.eps is None else (candidate.eps,)
-            ):
+            fits: dict[float, NormFit] = {}
+            for eps in _EPS if stated is None else (stated,):
                 vectors = standardized(projected, kind, over, eps)
-                fits += [
-                    (eps, fit)
-                    for fit in _orders(vectors, arrived, kind, over, candidate)
-                ]
-            eps, best = min(fits, key=lambda pair: pair[1].error)
-            if candidate is None or candidate.eps is None:
-                # Vectors much larger than eps do not show it.
-                unseen = (
-                    min(fit.error for eps, fit in fits if eps == 0) < 4 * best.error
+                recipe = NormRecipe(kind=kind, over=over, eps=eps)
+                orders = (
+                    [_without_gain(vectors, arrived, recipe)]
+                    if candidate is None
+                    else _with_gain(vectors, arrived, recipe, candidate)
                 )
-                eps = None if unseen else eps
-            yield dataclasses.replace(
-                best, recipe=dataclasses.replace(best.recipe, eps=eps)
-            )
+                fits[eps] = min(orders, key=lambda fit: fit.error)
+            best = min(fits.values(), key=lambda fit: fit.error)
+            if stated is None and fits[0.0].error < 4 * best.error:
+                # Vectors much larger than eps do not show it.
+                best = dataclasses.replace(
+                    best, recipe=dataclasses.replace(best.recipe, eps=None)
+                )
+            yield best
 
 
-def _orders(
-    vectors: Tensor,
-    arrived: Tensor,
-    kind: str,
-    over: str,
-    candidate: GainCandidate | None,
-) -> Iterable[NormFit]:
-    """Yields the norm before and after the rotation."""
-    if candidate is None:
-        fit = _fit(vectors, arrived, NormRecipe(kind=kind, over=over))
-        factor, root = fit.recipe.factor, vectors.shape[-1] ** -0.5
-        order = EITHER_ORDER if kind == "RMS" else "order with RoPE unknown"
-        is_l2 = kind == "RMS" and over == "head" and abs(factor / root - 1) < 1e-3
-        gain = "none" if is_l2 or abs(factor - 1) < 1e-3 else f"scalar {factor:.4g}"
-        recipe = NormRecipe(
-            kind="L2" if is_l2 else kind, over=over, gain=gain, order=order
-        )
-        yield dataclasses.replace(fit, recipe=recipe)
-        return
-    named = NormRecipe(
-        kind=kind,
-        over=over,
+def _without_gain(vectors: Tensor, arrived: Tensor, recipe: NormRecipe) -> NormFit:
+    fit = _compared(vectors, arrived, recipe)
+    factor, unit = fit.recipe.factor, vectors.shape[-1] ** -0.5
+    is_rms = recipe.kind == "RMS"
+    is_l2 = is_rms and recipe.over == "head" and abs(factor / unit - 1) < 1e-3
+    recipe = dataclasses.replace(
+        recipe,
+        kind="L2" if is_l2 else recipe.kind,
+        gain="none" if is_l2 or abs(factor - 1) < 1e-3 else f"scalar {factor:.4g}",
+        order=EITHER_ORDER if is_rms else "order with RoPE unknown",
+    )
+    return dataclasses.replace(fit, recipe=recipe)
+
+
+def _with_gain(
+    vectors: Tensor, arrived: Tensor, recipe: NormRecipe, candidate: GainCandidate
+) -> Iterator[NormFit]:
+    """Yields the norm before and after the rotation, as far as its module may have been called there."""
+    recipe = dataclasses.replace(
+        recipe,
         gain=candidate.shape,
         bias=candidate.bias is not None,
         parameters=candidate.names,
     )
-    gain, bias = (
-        candidate.gain[:, None],
-        0.0 if candidate.bias is None else candidate.bias[:, None],
-    )
-    divided = (arrived - bias) / torch.where(gain == 0, torch.inf, gain)
-    for order, before, after in (
-        ("before RoPE", vectors * gain + bias, arrived),
-        ("after RoPE", vectors, divided),
-    ):
-        rotated = order == "after RoPE"
-        if candidate.sees_rotated in (None, rotated):
-            fit = _fit(before, after, dataclasses.replace(named, order=order))
-            # A gain is taken as it is: only a factor of both sides of the rotation, as YaRN's, may be left.
-            factor = 1.0 if abs(fit.recipe.factor - 1) < 1e-3 else fit.recipe.factor
-            yield dataclasses.replace(
-                fit, recipe=dataclasses.replace(fit.recipe, factor=factor)
-            )
+    gain, bias = candidate.gain[:, None], 0.0
+    if candidate.bias is not None:
+        bias = candidate.bias[:, None]
+    for is_rotated, order in enumerate(("before RoPE", "after RoPE")):
+        if candidate.sees_rotated not in (None, bool(is_rotated)):
+            continue
+        recipe = dataclasses.replace(recipe, order=order)
+        fit = (
+            _compared(vectors, (arrived - bias) / gain, recipe)
+            if is_rotated
+            else _compared(vectors * gain + bias, arrived, recipe)
+        )
+        # A gain is taken as it is: only a factor of both sides of the rotation, as YaRN's, may be left.
+        factor = 1.0 if abs(fit.recipe.factor - 1) < 1e-3 else fit.recipe.factor
+        recipe = dataclasses.replace(recipe, factor=factor)
+        yield dataclasses.replace(fit, recipe=recipe)
 
 
 def rotation_of(fit: NormFit, tolerance: float, rounding: float) -> Rotation | None:
@@ -316,104 +256,53 @@ def rotation_of(fit: NormFit, tolerance: float, rounding: float) -> Rotation | N
         rounding: the eps of the dtype of the vectors.
     """
     before, after = fit.before, fit.after
-    size = after.shape[-1]
+    size, scale = after.shape[-1], float(after.abs().max())
     if after.shape[1] < 3:
         return Rotation(dims=0, of=size, why="the batch has fewer than three tokens")
-    if math.isinf(fit.error):
-        return None
-    scale = float(after.abs().max())
     change = (after - before).abs().amax((0, 1))
-    moving = (
-        (change > max(min(tolerance / 100, 1e-2), 8 * rounding) * scale)
-        .nonzero()
-        .flatten()
-    )
+    least = max(min(tolerance / 100, 1e-2), 8 * rounding) * scale
+    moving = (change > least).nonzero().flatten()
     count = len(moving)
-    if count == 0:
+    if math.isinf(fit.error) or not count:
         return None
     if count % 2:
-        return Rotation(
-            dims=count,
-            of=size,
-            why=f"the {count} dimensions that change do not form pairs",
-        )
+        reason = f"the {count} dimensions that change do not form pairs"
+        return Rotation(dims=count, of=size, why=reason)
     x, y = before[..., moving], after[..., moving]
-    half = slice(None, count // 2), slice(count // 2, None)
-    interleaved = slice(None, None, 2), slice(1, None, 2)
-    # DeepSeek's weights hold interleaved pairs, which its code puts into halves.
-    pairings = (
-        ("half", half, half),
-        ("interleaved", interleaved, interleaved),
-        ("half", interleaved, half),
-    )
-    angles, fitting = None, []
-    for name, (first, second), (third, fourth) in pairings:
-        pair, turned = (x[..., first], x[..., second]), (y[..., third], y[..., fourth])
-        angle = _angles(pair, turned)
-        error = max(
-            float((a - b).abs().max()) for a, b in zip(_turned(pair, angle), turned)
-        )
-        if error <= 10 * tolerance * scale:
-            fitting.append(name)
-            angles = angle if angles is None else angles
-    if angles is None:
-        return Rotation(dims=count, of=size, why="it is no rotation of pairs")
-    base, reason = _base(angles)
-    pairing = "one pair" if count == 2 else fitting[0]
-    return Rotation(dims=count, of=size, pairing=pairing, base=base, why=reason)  # type: ignore[arg-type]
-
-
-Pair = tuple[Tensor, Tensor]
-
-
-def _angles(pair: Pair, turned: Pair) -> Tensor:
-    """Returns the angle [t pairs] by which all heads turn together at each token."""
-    (a, b), (c, d) = pair, turned
-    return torch.atan2((a * d - b * c).sum(0), (a * c + b * d).sum(0))
-
-
-def _turned(pair: Pair, angle: Tensor) -> Pair:
-    (a, b), cos, sin = pair, angle.cos(), angle.sin()
-    return a * cos - b * sin, a * sin + b * cos
-
-
-def _wrapped(angle: Tensor) -> Tensor:
-    return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
+    x_halves, y_halves = x.chunk(2, -1), y.chunk(2, -1)
+    x_neighbours, y_neighbours = (z.unflatten(-1, (-1, 2)).unbind(-1) for z in (x, y))
+    for pairing, (a, b), (c, d) in (
+        ("half", x_halves, y_halves),
+        ("interleaved", x_neighbours, y_neighbours),
+        # DeepSeek's weights hold interleaved pairs, which its code puts into halves.
+        ("half", x_neighbours, y_halves),
+    ):
+        # The angle [t pairs] by which all heads turn together at each token.
+        angle = torch.atan2((a * d - b * c).sum(0), (a * c + b * d).sum(0))
+        cos, sin = angle.cos(), angle.sin()
+        error = torch.cat([a * cos - b * sin - c, a * sin + b * cos - d]).abs().max()
+        if float(error) <= 10 * tolerance * scale:
+            base, reason = _base(angle)
+            shown = "one pair" if count == 2 else pairing
+            return Rotation(dims=count, of=size, pairing=shown, base=base, why=reason)  # type: ignore[arg-type]
+    return Rotation(dims=count, of=size, why="it is no rotation of pairs")
 
 
 def _base(angles: Tensor) -> tuple[float | None, str]:
-    """Estimates the base of frequencies base^(-2i/dims) from angles [t pairs], or returns None and the reason.
-
-    Positions of packed documents start again, so the longest stretch of tokens in which the first pair turns evenly is
-    read.
-    """
+    """Estimates the base of frequencies base^(-2i/dims) from angles [t pairs], or returns None and the reason."""
     pairs = angles.shape[1]
     if pairs == 1:
         return None, "one pair turns"
-    steps = _wrapped(angles[1:] - angles[:-1])
-    even = (steps[1:, 0] - steps[:-1, 0]).abs() < 0.02
-    first = longest = 0
-    start = 0
-    for end, is_even in enumerate([*even.tolist(), False]):
-        if not is_even:
-            if end - start > longest:
-                first, longest = start, end - start
-            start = end + 1
-    last = first + longest + 1
-    distance = last - first
-    near = steps[first:last].median(0).values.abs()
-    far = _wrapped(angles[last] - angles[first]).abs() / distance
-    speed = torch.where(near * distance < 2, far, near)
-    good = (speed * distance > 1e-4).nonzero().flatten()
-    if len(good) < 2 or int(good[0]) != 0:
-        return None, "positions are not 0, 1, 2, …" if len(
-            good
-        ) else "too slow for so few tokens"
-    logs = speed[good].log()
-    slope = float((logs[-1] - logs[0]) / good[-1])
-    if (
-        bool(((logs - logs[0] - slope * good).abs() > 0.02).any())
-        or abs(float(logs[0])) > 0.02
-    ):
+    steps = torch.remainder(angles.diff(dim=0) + math.pi, 2 * math.pi) - math.pi
+    # Positions of packed documents start again: only tokens at which the first pair turns as it mostly does count.
+    even = (steps[:, 0] - steps[:, 0].median()).abs() < 0.02
+    speed = steps[even].mean(0).abs()
+    visible = (speed * int(even.sum()) > 1e-4).nonzero().flatten()
+    if len(visible) < 2 or int(visible[0]) != 0:
+        return None, "positions are not 0, 1, 2, …, or too few to see the rotation"
+    logs = speed[visible].log()
+    slope = float((logs[-1] - logs[0]) / visible[-1])
+    deviation = (logs - logs[0] - slope * visible).abs().max()
+    if float(deviation) > 0.02 or abs(float(logs[0])) > 0.02:
         return None, "the frequencies do not fit a single base"
     return float(f"{math.exp(-slope * pairs):.3g}"), ""

@@ -31,17 +31,14 @@ class Rotation:
 
     def text(self) -> str:
         """Returns text such as `RoPE (half), base 10,000`."""
-        if self.why and not self.pairing:
+        if not self.pairing:
             return f"changes with the position in an unknown way: {self.why}"
-        dims = (
-            "" if self.dims == self.of else f" on {self.dims} of {self.of} dimensions"
-        )
-        base = (
-            f"base {self.base:,.6g}"
-            if self.base is not None
-            else f"base unknown ({self.why})"
-        )
-        if self.base is not None and self.dims < self.of:
+        is_partial = self.dims < self.of
+        dims = f" on {self.dims} of {self.of} dimensions" if is_partial else ""
+        if self.base is None:
+            return f"RoPE{dims} ({self.pairing}), base unknown ({self.why})"
+        base = f"base {self.base:,.6g}"
+        if is_partial:
             base += f" counted over these, {self.whole_base:,.3g} over all"
         return f"RoPE{dims} ({self.pairing}), {base}"
 
@@ -59,7 +56,7 @@ class NormRecipe:
     parameters: tuple[str, ...] = ()  #: names of the gain and bias parameters
     factor: float = 1.0  #: factor on q or k if it is not normed
     order: str = ""  #: before RoPE, after RoPE, either (they commute)
-    why: str = ""  #: what is unknown or unusual
+    why: str = ""  #: why it is unknown
 
     @property
     def acts(self) -> bool:
@@ -71,20 +68,20 @@ class NormRecipe:
         if self.kind == "unknown":
             return f"unknown: {self.why}"
         if not self.acts:
-            times = "" if abs(self.factor - 1) < 1e-3 else f"times {self.factor:.4g}"
-            return ", ".join(part for part in ("no norm", times, self.why) if part)
-        name = {"RMS": "RMS norm", "layer": "LayerNorm", "L2": "L2 norm"}[self.kind]
-        over = {"head": "each head", "layer": "all heads of the layer"}.get(
-            self.over, f"{self.over} (an unusual axis)"
-        )
+            return "no norm" + (
+                f", times {self.factor:.4g}" if self.factor != 1 else ""
+            )
+        over = _AXES.get(self.over, f"{self.over} (an unusual axis)")
         eps = "eps unknown" if self.eps is None else f"eps {self.eps:.2g}"
-        named = f" ({compress(self.parameters)})" if self.parameters else ""
-        gain = f"{'no gain' if self.gain == 'none' else f'gain {self.gain}'}{' and bias' if self.bias else ''}{named}"
-        return ", ".join(
-            part
-            for part in (f"{name} over {over}", eps, gain, self.order, self.why)
-            if part
-        )
+        gain = "no gain" if self.gain == "none" else f"gain {self.gain}"
+        gain += " and bias" if self.bias else ""
+        gain += f" ({compress(self.parameters)})" if self.parameters else ""
+        order = f", {self.order}" if self.order else ""
+        return f"{_NORMS[self.kind]} over {over}, {eps}, {gain}{order}"
+
+
+_NORMS = {"RMS": "RMS norm", "layer": "LayerNorm", "L2": "L2 norm"}
+_AXES = {"head": "each head", "layer": "all heads of the layer"}
 
 
 @final
@@ -134,62 +131,46 @@ class SiteRecipe:
 
     def lines(self) -> list[str]:
         """Returns the recipe as text, one part per line."""
-        same = dataclasses.replace(self.query, parameters=()) == dataclasses.replace(
-            self.key, parameters=()
-        )
         heads = f"{self.n_heads} heads of {self.head_dim}"
-        use = (
-            "query heads in blocks"
-            if self.key_heads is None
-            else f"used by the query heads as {self.key_heads}"
+        if self.n_kv_heads != self.n_heads:
+            use = "query heads in blocks"
+            if self.key_heads is not None:
+                use = f"used by the query heads as {self.key_heads}"
+            heads += f", {self.n_kv_heads} of keys, {use}"
+        heads += f"; {self.latent}" if self.latent else ""
+        rows = [("heads", heads)]
+        query, key = (
+            dataclasses.replace(side, parameters=()) for side in (self.query, self.key)
         )
-        groups = (
-            ""
-            if self.n_kv_heads == self.n_heads
-            else f", {self.n_kv_heads} of keys, {use}"
-        )
-        rows = [
-            f"heads     {heads}{groups}{f'; {self.latent}' if self.latent else ''}",
-            *(
-                [f"q, k      {self.query.text()}{_key_parameters(self.key)}"]
-                if same
-                else []
-            ),
-            *(
-                []
-                if same
-                else [f"q         {self.query.text()}", f"k         {self.key.text()}"]
-            ),
-            f"position  {'no rotation of q and k' if self.rotation is None else self.rotation.text()}",
-            f"logit     {self._logit()}",
-            f"visible   {self.visible or 'unknown'}",
-            *(
-                []
-                if self.layer_type == "full"
-                else [f"type      {self.layer_type}: {LAYER_TYPES[self.layer_type]}"]
-            ),
+        if query == key:
+            names = compress(self.key.parameters)
+            rows.append(
+                ("q, k", self.query.text() + (f", for k {names}" if names else ""))
+            )
+        else:
+            rows += [("q", self.query.text()), ("k", self.key.text())]
+        turned = "no rotation of q and k"
+        rows += [
+            ("position", turned if self.rotation is None else self.rotation.text()),
+            ("logit", self._logit()),
+            ("visible", self.visible or "unknown"),
         ]
-        rows += [f"idle      {text}" for text in self.idle]
-        return rows + [f"unknown   {text}" for text in self.unknown]
+        if self.layer_type != "full":
+            rows.append(("type", f"{self.layer_type}: {LAYER_TYPES[self.layer_type]}"))
+        rows += [("idle", text) for text in self.idle]
+        rows += [("unknown", text) for text in self.unknown]
+        return [f"{title:<10}{text}" for title, text in rows]
 
     def _logit(self) -> str:
-        s = scale_text(self.scale, self.head_dim)
-        if self.scale_parameter:
-            s += f" (learned: {self.scale_parameter})"
-        folded = self.query.factor * self.key.factor
-        z = f"z = {s} · q·k{' + a bias' if self.bias else ''}"
-        if abs(folded - 1) > 1e-3 and self.scale:
-            z += f" ({scale_text((self.total_scale,), self.head_dim)} in total, with the factors on q and k)"
-        cap = (
-            ""
-            if self.softcap is None
-            else f", capped: {self.softcap:g} tanh(z / {self.softcap:g})"
-        )
-        return f"{z}{cap}{f', {self.sinks}' if self.sinks else ''}"
-
-
-def _key_parameters(key: NormRecipe) -> str:
-    return f", for k {compress(key.parameters)}" if key.parameters else ""
+        logit = f"z = {scale_text(self.scale, self.head_dim)}"
+        logit += f" (learned: {self.scale_parameter})" if self.scale_parameter else ""
+        logit += f" · q·k{' + a bias' if self.bias else ''}"
+        if self.scale and abs(self.query.factor * self.key.factor - 1) > 1e-3:
+            total = scale_text((self.total_scale,), self.head_dim)
+            logit += f" ({total} in total, with the factors on q and k)"
+        if self.softcap is not None:
+            logit += f", capped: {self.softcap:g} tanh(z / {self.softcap:g})"
+        return logit + (f", {self.sinks}" if self.sinks else "")
 
 
 def scale_text(scale: Sequence[float], head_dim: int) -> str:
@@ -199,14 +180,8 @@ def scale_text(scale: Sequence[float], head_dim: int) -> str:
     low, high = min(scale), max(scale)
     if high - low > 1e-3 * abs(high):
         return f"{low:.4g} to {high:.4g} by head"
-    usual = {
-        f"1/√{head_dim}": head_dim**-0.5,
-        f"1/{head_dim}": 1 / head_dim,
-        "1": 1.0,
-        f"√{head_dim}": head_dim**0.5,
-    }
-    for text, value in usual.items():
-        if abs(low / value - 1) < 2e-3:
+    for text, power in ((f"1/√{head_dim}", -0.5), (f"1/{head_dim}", -1), ("1", 0)):
+        if abs(low / head_dim**power - 1) < 2e-3:
             return text
     return f"{low:.4g}"
 
@@ -227,50 +202,34 @@ class Explanation:
 
     def __str__(self) -> str:
         parts = [f"{self.model}: {len(self.sites)} attention layers"]
-        for names, recipe in self.grouped():
+        groups: dict[str, list[str]] = {}
+        for site in self.sites:
+            groups.setdefault("\n  ".join(site.lines()), []).append(site.name)
+        parts += [f"{compress(names)}\n  {text}" for text, names in groups.items()]
+        if self.linear:
             parts.append(
-                f"{names}\n" + "\n".join(f"  {line}" for line in recipe.lines())
+                f"{compress(self.linear)}\n  type      {LINEAR}: {LAYER_TYPES[LINEAR]}"
             )
-        parts += (
-            [f"{compress(self.linear)}\n  type      {LINEAR}: {LAYER_TYPES[LINEAR]}"]
-            if self.linear
-            else []
-        )
         parts += [f"differs from config: {text}" for text in self.differences]
         return "\n".join(parts)
-
-    def grouped(self) -> list[tuple[str, SiteRecipe]]:
-        """Returns each distinct recipe once, with the names of its layers."""
-        groups: dict[str, list[SiteRecipe]] = {}
-        for site in self.sites:
-            groups.setdefault("\n".join(site.lines()), []).append(site)
-        return [
-            (compress([site.name for site in sites]), sites[0])
-            for sites in groups.values()
-        ]
 
 
 def compress(names: Sequence[str]) -> str:
     """Joins names that differ in one number: `a.0.b, a.1.b, a.3.b` becomes `a.{0-1,3}.b`."""
-    families: dict[str, list[int]] = {}
+    families: dict[tuple[str, str], list[int]] = {}
     for name in names:
-        match = re.search(r"\d+", name)
-        key = (
-            name if match is None else f"{name[: match.start()]}\0{name[match.end() :]}"
-        )
-        families.setdefault(key, []).append(-1 if match is None else int(match[0]))
-    return ", ".join(
-        key.replace("\0", _numbers(numbers)) or "(the model)"
-        for key, numbers in families.items()
-    )
-
-
-def _numbers(numbers: list[int]) -> str:
-    runs: list[list[int]] = []
-    for n in sorted(numbers):
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return text if len(numbers) == 1 else f"{{{text}}}"
+        head, number, tail = re.fullmatch(r"(\D*)(\d*)(.*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
+        numbers = families.setdefault((head, tail), [])
+        numbers += [int(number)] if number else []
+    texts = []
+    for (head, tail), numbers in families.items():
+        runs: list[list[int]] = []
+        for number in sorted(numbers):
+            if runs and number == runs[-1][1] + 1:
+                runs[-1][1] = number
+            else:
+                runs.append([number, number])
+        text = ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in runs)
+        text = f"{{{text}}}" if len(numbers) > 1 else text
+        texts.append(f"{head}{text}{tail}" or "(the model)")
+    return ", ".join(texts)

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -38,18 +38,20 @@ def outliers(sites: Sequence[SiteReport]) -> list[tuple[bool, ...]]:
 
     z = 0.6745 (ln x - median ln x) / median |ln x - median|; an outlier has z > 3.5 and x > 2 · median, or is NaN.
     """
-    logs = [[_log(x * site.scale) for x in site.interaction_spectral] for site in sites]
+    logs = [
+        [
+            math.log(x * site.scale) if x > 0 else -math.inf if x == 0 else math.nan
+            for x in site.interaction_spectral
+        ]
+        for site in sites
+    ]
     finite = [x for row in logs for x in row if math.isfinite(x)]
-    if not finite:
-        return [tuple(math.isnan(x) for x in row) for row in logs]
-    middle = statistics.median(finite)
-    spread = max(statistics.median(abs(x - middle) for x in finite), 1e-12)
-    high = middle + max(Z_SCORE * spread / 0.6745, math.log(RATIO))
+    high = math.inf
+    if finite:
+        middle = statistics.median(finite)
+        spread = max(statistics.median(abs(x - middle) for x in finite), 1e-12)
+        high = middle + max(Z_SCORE * spread / 0.6745, math.log(RATIO))
     return [tuple(math.isnan(x) or x > high for x in row) for row in logs]
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0 else -math.inf if value == 0 else math.nan
 
 
 ScanProgress = Callable[[int, int], None]
@@ -115,37 +117,71 @@ def scan(
         (1.0, 1.0)
     """
     flags = flags or Geometry()
-    for name, value in (
-        ("n_heads", flags.n_heads),
-        ("n_kv_heads", flags.n_kv_heads),
-        ("head_dim", flags.head_dim),
-    ):
+    for name in ("n_heads", "n_kv_heads", "head_dim"):
+        value = getattr(flags, name)
         if value is not None and value < 1:
             raise InvalidValueError(
                 f"expected {name} to be at least 1, got {value}; give the model's actual number"
             )
     checkpoint = open_checkpoint(path)
-    sites: list[SitePlan | Unknown] = []
+
+    def geometry(name: str) -> Geometry:
+        return read_geometry(checkpoint.config, name, flags)
+
+    plans: list[SitePlan | Unknown] = []
     if heads:
-        sites = recognise(
-            checkpoint.tensors,
-            lambda name: read_geometry(checkpoint.config, name, flags),
-        )
-        if not sites:
+        plans = recognise(checkpoint.tensors, geometry)
+        if not plans:
             raise _nothing_known(checkpoint)
-    plans = [site for site in sites if isinstance(site, SitePlan)]
-    unknown = [site for site in sites if isinstance(site, Unknown)]
-    tensors, measured = _measured(checkpoint, plans, flags, on_progress)
-    reports = [measured[plan.name] for plan in plans]
-    marked = [
-        dataclasses.replace(site, outlier=marks)
-        for site, marks in zip(reports, outliers(reports))
-    ]
+    # Every tensor is read once, in the order of the files, and a site measured when its last weight has been read.
+    reader, small = TensorReader(), TensorReader()
+
+    def load(name: str) -> Tensor | None:
+        stored = checkpoint.tensors.get(name)
+        return None if stored is None else small.read(stored).clone()
+
+    reports: dict[str, SiteReport] = {}
+    waiting: dict[str, list[SitePlan]] = {}
+    for plan in plans:
+        if isinstance(plan, SitePlan):
+            for name in {part.tensor for part in plan.slices()}:
+                waiting.setdefault(name, []).append(plan)
+    gram: dict[Slice, Tensor] = {}
+    tensors = []
+    n_read, n_values = 0, sum(math.prod(t.shape) for t in checkpoint.tensors.values())
+    for tensor in checkpoint.tensors.values():
+        norm, non_finite = _norm(reader, tensor) if tensor.floating else (None, 0)
+        tensors.append(
+            TensorReport(
+                name=tensor.name,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                frobenius=norm,
+                non_finite=non_finite,
+            )
+        )
+        for plan in waiting.get(tensor.name, ()):
+            parts = plan.slices()
+            weight = reader.read(tensor)
+            for part in parts:
+                if part.tensor == tensor.name and part not in gram:
+                    gram[part] = grams(weight, part)
+            if all(part in gram for part in parts):
+                products = {part: gram.pop(part) for part in set(parts)}
+                sizes = geometry(plan.queries[0].weight.tensor)
+                reports[plan.name] = measure(plan, products, load, sizes)
+        n_read += math.prod(tensor.shape)
+        on_progress(round(checkpoint.size * n_read / max(n_values, 1)), checkpoint.size)
+    sites = [reports[plan.name] for plan in plans if isinstance(plan, SitePlan)]
+    unknown = [plan for plan in plans if isinstance(plan, Unknown)]
     return Scan(
         path=str(path),
         n_bytes=checkpoint.size,
-        sites=tuple(marked),
-        unknown=(*unknown, *missing_layers(checkpoint, sites)),
+        sites=tuple(
+            dataclasses.replace(site, outlier=marks)
+            for site, marks in zip(sites, outliers(sites))
+        ),
+        unknown=(*unknown, *missing_layers(checkpoint, plans)),
         tensors=tuple(tensors),
     )
 
@@ -157,62 +193,6 @@ def _nothing_known(checkpoint: Checkpoint) -> UnknownNameError:
         f"{checkpoint.path} holds no attention weights under a known name; expected one of {known}; "
         f"found {', '.join(matrices) or 'no matrices'}, … Rename them, or list the tensors alone with --tensors-only"
     )
-
-
-def _measured(
-    checkpoint: Checkpoint,
-    plans: Sequence[SitePlan],
-    flags: Geometry,
-    on_progress: ScanProgress,
-) -> tuple[list[TensorReport], dict[str, SiteReport]]:
-    """Reads every tensor once, in the order of the files, and measures a site when its last weight has been read."""
-    reader, small = TensorReader(), TensorReader()
-    waiting: dict[str, list[SitePlan]] = {}
-    for plan in plans:
-        for name in {part.tensor for part in plan.slices()}:
-            waiting.setdefault(name, []).append(plan)
-
-    def load(name: str) -> Tensor | None:
-        return (
-            small.read(checkpoint.tensors[name]).clone()
-            if name in checkpoint.tensors
-            else None
-        )
-
-    gram: dict[Slice, Tensor] = {}
-    sites: dict[str, SiteReport] = {}
-    reports = []
-    done, total = (
-        0,
-        sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()),
-    )
-    for tensor in checkpoint.tensors.values():
-        norm, non_finite = _norm(reader, tensor) if tensor.floating else (None, 0)
-        report = TensorReport(
-            name=tensor.name,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            frobenius=norm,
-            non_finite=non_finite,
-        )
-        reports.append(report)
-        for plan in waiting.get(tensor.name, ()):
-            weight = reader.read(tensor)
-            parts = set(plan.slices())
-            gram |= {
-                part: grams(weight, part)
-                for part in parts
-                if part.tensor == tensor.name and part not in gram
-            }
-            if all(part in gram for part in parts):
-                products = {part: gram.pop(part) for part in parts}
-                geometry = read_geometry(
-                    checkpoint.config, plan.queries[0].weight.tensor, flags
-                )
-                sites[plan.name] = measure(plan, products, load, geometry)
-        done += math.prod(tensor.shape)
-        on_progress(round(checkpoint.size * done / max(total, 1)), checkpoint.size)
-    return reports, sites
 
 
 def _norm(reader: TensorReader, tensor: StoredTensor) -> tuple[float, int]:
@@ -254,15 +234,15 @@ def as_json(scan: Scan) -> dict[str, Any]:
         >>> as_json(Scan(path="m", n_bytes=0, sites=(), unknown=(), tensors=()))["path"]
         'm'
     """
-    return {name: _plain(value) for name, value in dataclasses.asdict(scan).items()}
+    return cast("dict[str, Any]", _plain(dataclasses.asdict(scan)))
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _plain(v) for key, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str:
@@ -276,75 +256,63 @@ def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str
     size = f"{scan.n_bytes / 1e9:,.3f} GB, {len(scan.tensors)} tensors"
     parts = [f"{scan.path}: {size}, {len(scan.sites)} attention layers"]
     if scan.sites:
-        rows = [row for site in scan.sites for row in _rows(site, every_head)]
-        parts.append(text_table([("layer", "head", *_COLUMNS.values()), *rows]))
+        rows = [("layer", "head", *_COLUMNS.values())]
+        for site in scan.sites:
+            heads = range(site.n_heads) if every_head else [_largest_head(site)]
+            for head in heads:
+                mark = " !" if site.outlier[head] else ""
+                values = [getattr(site, name)[head] for name in _COLUMNS]
+                rows.append((site.name, f"{head}{mark}", *map(_number, values)))
+        parts.append(text_table(rows))
         parts.append(
             "bounds: no logit can be larger, for any input (nats); unrotated: without RoPE; -: not known"
         )
-    parts += [line for line in (_outlier_line(scan), *_notes(scan)) if line]
-    bad = [t for t in scan.tensors if t.non_finite]
+    if names := outlier_heads(scan):
+        others = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        parts.append(
+            f"outlier heads (marked !): {', '.join(names[:8])}{others}: |Wq'Wk|_2 far above the median of all heads"
+        )
+    layers: dict[str, list[str]] = {}
+    for site in scan.sites:
+        for note in (*site.notes, *site.assumed):
+            layers.setdefault(note, []).append(site.name)
+    for note, names in layers.items():
+        is_everywhere = len(names) == len(scan.sites)
+        where = "all layers" if is_everywhere else ", ".join(names[:3])
+        parts.append(f"note ({where}): {note}")
     parts += [
-        f"not finite: {t.name} has {t.non_finite:,} NaN or infinite values" for t in bad
+        f"not finite: {t.name} has {t.non_finite:,} NaN or infinite values"
+        for t in scan.tensors
+        if t.non_finite
     ]
     parts += [f"unknown: {u.name}: {u.reason}" for u in scan.unknown]
     if tensors:
-        head = ("tensor", "dtype", "shape", "|W|_F")
-        body = [
-            (t.name, t.dtype, "x".join(map(str, t.shape)) or "-", _number(t.frobenius))
-            for t in scan.tensors
-        ]
-        parts.append(text_table([head, *body]))
+        rows = [("tensor", "dtype", "shape", "|W|_F")]
+        for t in scan.tensors:
+            shape = "x".join(map(str, t.shape)) or "-"
+            rows.append((t.name, t.dtype, shape, _number(t.frobenius)))
+        parts.append(text_table(rows))
     return "\n".join(parts)
 
 
-def _rows(site: SiteReport, every_head: bool) -> list[tuple[str, ...]]:
-    values = dataclasses.asdict(site)
+def _largest_head(site: SiteReport) -> int:
+    """Returns the head with the largest bound, or norm where there is no bound; one that is not finite comes first."""
     sizes = site.bounds()
     if not any(map(math.isfinite, sizes)):
-        sizes = list(site.interaction_spectral)
-    sizes = [
-        math.inf if math.isnan(size) else size for size in sizes
-    ]  # a head that is not finite comes first
-    heads = (
-        range(site.n_heads)
-        if every_head
-        else [max(range(site.n_heads), key=sizes.__getitem__)]
-    )
+        sizes = site.interaction_spectral
+    sizes = [math.inf if math.isnan(size) else size for size in sizes]
+    return sizes.index(max(sizes))
+
+
+def outlier_heads(scan: Scan) -> list[str]:
+    """Returns the heads that are marked as outliers, by name."""
     return [
-        (
-            site.name,
-            f"{h}{' !' if site.outlier[h] else ''}",
-            *(_number(values[name][h]) for name in _COLUMNS),
-        )
-        for h in heads
+        f"{site.name} head {head}"
+        for site in scan.sites
+        for head, is_outlier in enumerate(site.outlier)
+        if is_outlier
     ]
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:,.4g}"
-
-
-def _outlier_line(scan: Scan) -> str:
-    heads = [
-        f"{site.name} head {h}"
-        for site in scan.sites
-        for h, out in enumerate(site.outlier)
-        if out
-    ]
-    if not heads:
-        return ""
-    others = f" and {len(heads) - 8} more" if len(heads) > 8 else ""
-    return f"outlier heads (marked !): {', '.join(heads[:8])}{others}: |Wq'Wk|_2 far above the median of all heads"
-
-
-def _notes(scan: Scan) -> list[str]:
-    """Returns each note once, with its layers."""
-    where: dict[str, list[str]] = {}
-    for site in scan.sites:
-        for note in (*site.notes, *site.assumed):
-            where.setdefault(note, []).append(site.name)
-    total = len(scan.sites)
-    return [
-        f"note ({'all layers' if len(names) == total else ', '.join(names[:3])}): {n}"
-        for n, names in where.items()
-    ]

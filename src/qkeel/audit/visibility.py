@@ -29,25 +29,27 @@ BORDERS = ("cu_seqlens", "cu_seq_lens_q", "cu_seqlens_q")
 HIDDEN_IF_TRUE = ("key_padding_mask", "src_key_padding_mask")
 
 
+Largest = tuple[float, int]  # the largest weight, and its head
+
+
 @final
 @dataclasses.dataclass(slots=True, kw_only=True)
 class SeenKeys:
     """The largest weight that a row of a layer gives to each kind of keys, with the head, and what the layer sees.
 
-    `length` is the number of its queries, 0 if its keys are another sequence. `later`, `documents`, `padding` and
-    `hidden` are (weight, head); `sees_earlier` and `sees_later` say whether any pair with an earlier or a later key has
-    weight. `empty` is the first sample and query that sees no key and is not padding.
+    `length` is the number of its queries, 0 if its keys are another sequence. `weights` has the kinds "later",
+    "earlier", "documents", "padding" and "hidden", as far as the layer and the batch have such keys. `empty` is the
+    first sample and query that sees no key and is not padding.
     """
 
     layer: str
     length: int = 0
-    later: tuple[float, int] = (0.0, 0)
-    documents: tuple[float, int] = (0.0, 0)
-    padding: tuple[float, int] = (0.0, 0)
-    hidden: tuple[float, int] = (0.0, 0)
-    sees_earlier: bool = False
-    sees_later: bool = False
+    weights: dict[str, Largest] = dataclasses.field(default_factory=dict)
     empty: tuple[int, int] | None = None
+
+    def weight(self, kind: str) -> float:
+        """The largest weight on keys of a kind, 0 if there are none."""
+        return self.weights.get(kind, (0.0, 0))[0]
 
 
 def read_visibility(
@@ -116,69 +118,49 @@ def _of_layer(
     ids: Int[Tensor, "b t"] | None,
     padding: Bool[Tensor, "b t"] | None,
 ) -> SeenKeys:
-    seen_keys = SeenKeys(layer=label)
+    call = calls[0]
+    length = call.query_shape[1]
+    layer = SeenKeys(layer=label)
     for rows, weights in blocks_of_weights(calls):
         b, _, _, s = weights.shape
         device = weights.device
-        queries = torch.arange(rows.start, rows.stop, device=device)
         keys = torch.arange(s, device=device)
-        call = calls[0]
-        t = call.query_shape[1]
-        if t == s:  # otherwise queries and keys may be different sequences
-            seen_keys.length = t
-            later = keys > queries[:, None]
-            seen_keys.later = max(seen_keys.later, _largest(weights * later))
-            seen_keys.sees_later |= bool(((weights > 0) & later).any())
-            seen_keys.sees_earlier |= bool(
-                ((weights > 0) & (keys < queries[:, None])).any()
-            )
-        if ids is not None and t == s and ids.shape in ((b, s), (1, s)):
-            numbers = ids.to(device)
-            is_foreign = (numbers[:, rows, None] != numbers[:, None]) & (
-                numbers[:, rows, None] >= 0
-            )
-            seen_keys.documents = max(
-                seen_keys.documents, _largest(weights * is_foreign[:, None])
-            )
+        queries = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        masks: dict[str, Tensor] = {}
+        is_self = length == s  # otherwise queries and keys may be different sequences
+        if is_self:
+            layer.length = length
+            masks |= {"later": keys > queries, "earlier": keys < queries}
+            if ids is not None and ids.shape in ((b, s), (1, s)):
+                numbers = ids.to(device)[:, None]
+                of_query = numbers.mT[:, rows]
+                masks["documents"] = ((of_query != numbers) & (of_query >= 0))[:, None]
+        padded_rows = None
         if padding is not None and padding.shape == (b, s):
-            hidden = padding.to(device)
-            if t == s:  # a query that is padding itself may see anything
-                weight = weights * (
-                    hidden[:, None, None] & ~hidden[:, None, rows, None]
-                )
-            else:
-                weight = weights * hidden[:, None, None]
-            seen_keys.padding = max(seen_keys.padding, _largest(weight))
-        if seen_keys.empty is None:
-            seen_keys.empty = _empty_row(weights, rows, padding if t == s else None)
+            padded = padding.to(device)[:, None, None]
+            if is_self:  # a query that is padding itself may see anything
+                padded_rows = padded.mT[:, :, rows]
+                padded = padded & ~padded_rows
+            masks["padding"] = padded
         if isinstance(call, ScoresCall) and call.hidden is not None and len(calls) == 1:
-            block = call.hidden[:, :, rows] if call.hidden.shape[2] > 1 else call.hidden
-            block = block & ~block.all(
-                -1, keepdim=True
-            )  # rows that see no key are spread over all of them
-            seen_keys.hidden = max(seen_keys.hidden, _largest(weights * block))
-    return seen_keys
-
-
-def _empty_row(
-    weights: Tensor, rows: slice, padding: Bool[Tensor, "b t"] | None
-) -> tuple[int, int] | None:
-    """The first sample and query of weights [b h r s] whose row has no weight at all."""
-    sums = weights.sum(-1)
-    empty = ((sums == 0) | sums.isnan()).any(1)
-    if padding is not None and len(padding) == len(empty):
-        empty &= ~padding.to(empty.device)[:, rows]
-    if not bool(empty.any()):
-        return None
-    sample, row = divmod(int(empty.flatten().int().argmax()), empty.shape[1])
-    return sample, rows.start + row
-
-
-def _largest(weights: Tensor) -> tuple[float, int]:
-    """The largest sum of a row's weights [b h r s], and its head."""
-    by_head = weights.sum(-1).nan_to_num(0.0).amax((0, 2))
-    head = int(by_head.argmax())
-    return float(by_head[head]), head
+            hidden = call.hidden[
+                :, :, rows if call.hidden.shape[2] > 1 else slice(None)
+            ]
+            # Rows that see no key are spread over all of them.
+            masks["hidden"] = hidden & ~hidden.all(-1, keepdim=True)
+        for kind, mask in masks.items():
+            by_head = (weights * mask).sum(-1).nan_to_num(0.0).amax((0, 2))
+            weight, head = by_head.max(0)
+            largest = float(weight), int(head)
+            layer.weights[kind] = max(layer.weights.get(kind, largest), largest)
+        sums = weights.sum(-1)
+        empty = ((sums == 0) | sums.isnan()).any(1)
+        if padded_rows is not None:
+            empty &= ~padded_rows[:, 0, :, 0]
+        if layer.empty is None and bool(empty.any()):
+            sample, row = divmod(int(empty.flatten().int().argmax()), empty.shape[1])
+            layer.empty = sample, rows.start + row
+    return layer
 
 
 def findings(
@@ -196,43 +178,29 @@ def findings(
     for layer in layers:
         if layer.length > 1:
             kinds.setdefault(re.sub(r"\d+", "*", layer.layer), []).append(layer)
-    length = next(
-        (x.shape[1] for x in tensors(arguments(batch, "batch")) if x.ndim > 1), 0
-    )
-    causal = is_causal_by_config(model)
+    batch_tensors = tensors(arguments(batch, "batch"))
+    length = next((x.shape[1] for x in batch_tensors if x.ndim > 1), 0)
     for kind in kinds.values():
-        backwards = [
-            layer for layer in kind if layer.sees_later and not layer.sees_earlier
+        inverted = [
+            layer
+            for layer in kind
+            if layer.weight("later") and not layer.weight("earlier")
         ]
-        leaking = [layer for layer in kind if layer.later[0] > LEAST_WEIGHT]
-        hiding = len([layer for layer in kind if not layer.sees_later])
-        if backwards:
+        leaking = [layer for layer in kind if layer.weight("later") > LEAST_WEIGHT]
+        hiding = [layer for layer in kind if not layer.weight("later")]
+        is_causal = is_causal_by_config(model) and kind[0].length == length
+        if inverted:
             sentences.append(
-                f"{_named(backwards)} sees later keys and no earlier one: its mask is inverted"
+                f"{_named(inverted)} sees later keys and no earlier one: its mask is inverted"
             )
-        elif leaking and (
-            hiding >= len(leaking) or (causal and leaking[0].length == length)
-        ):
-            weight, head = max(layer.later for layer in leaking)
+        elif leaking and (len(hiding) >= len(leaking) or is_causal):
             sentences.append(
-                f"{_named(leaking)} sees later keys (head {head} with a weight of {weight:.3g})"
+                f"{_named(leaking)} sees later keys {_largest(leaking, 'later')}"
             )
-    for field, words in (
-        ("documents", "documents of the packed batch see each other in"),
-        ("padding", "queries give weight to padding in"),
-        (
-            "hidden",
-            "hidden pairs have weight, as the mask's number is not low enough beside the logits, in",
-        ),
-    ):
-        affected = [
-            layer for layer in layers if getattr(layer, field)[0] > LEAST_WEIGHT
-        ]
+    for kind, words in _UNEXPECTED.items():
+        affected = [layer for layer in layers if layer.weight(kind) > LEAST_WEIGHT]
         if affected:
-            weight, head = max(getattr(layer, field) for layer in affected)
-            sentences.append(
-                f"{words} {_named(affected)} (head {head} with a weight of {weight:.3g})"
-            )
+            sentences.append(f"{words} {_named(affected)} {_largest(affected, kind)}")
     empty = [layer for layer in layers if layer.empty is not None]
     if empty and not finite:
         sample, query = empty[0].empty or (0, 0)
@@ -245,6 +213,18 @@ def findings(
     return sentences
 
 
+_UNEXPECTED = {
+    "documents": "documents of the packed batch see each other in",
+    "padding": "queries give weight to padding in",
+    "hidden": "hidden pairs have weight, as the mask's number is not low enough beside the logits, in",
+}
+
+
+def _largest(layers: Sequence[SeenKeys], kind: str) -> str:
+    weight, head = max(layer.weights[kind] for layer in layers)
+    return f"(head {head} with a weight of {weight:.3g})"
+
+
 def _named(layers: Sequence[SeenKeys]) -> str:
     more = len(layers) - 1
     return f"{layers[0].layer} and {more} more" if more else layers[0].layer
@@ -254,17 +234,57 @@ def is_causal_by_config(model: nn.Module) -> bool:
     """Whether a model says that it predicts later tokens from earlier ones: by its class or its configuration."""
     inner = unwrapped(model)
     config = getattr(inner, "config", None)
-    if config is None:
-        return False
-    read = (
-        config.get
-        if isinstance(config, Mapping)
-        else lambda key: getattr(config, key, None)
+
+    def says(key: str) -> bool:
+        if isinstance(config, Mapping):
+            return config.get(key) is True
+        return getattr(config, key, None) is True
+
+    is_named = config is not None and type(inner).__name__.endswith("ForCausalLM")
+    is_decoder = is_named or says("is_decoder") or says("is_causal")
+    return is_decoder and not says("is_encoder_decoder")
+
+
+def visible_pairs(call: Seen) -> Tensor:
+    """Returns which pairs [b h t s] of a call are visible; dimensions that all pairs share may be 1.
+
+    A call of packed sequences has one batch entry that holds them all.
+    """
+    if isinstance(call, ScoresCall):
+        shape = call.capped.shape
+        visible = (
+            torch.ones(shape, dtype=torch.bool)
+            if call.hidden is None
+            else ~call.hidden.cpu()
+        )
+        return visible.expand(shape)
+    t, s = call.q.shape[2], call.k.shape[2]
+    visible = call.visible(slice(0, t), slice(0, s))
+    visible = (
+        torch.ones(1, 1, t, s, dtype=torch.bool) if visible is None else visible.cpu()
     )
-    if read("is_encoder_decoder"):
-        return False
-    return (
-        type(inner).__name__.endswith("ForCausalLM")
-        or read("is_decoder") is True
-        or read("is_causal") is True
-    )
+    return visible.expand(*visible.shape[:2], t, s)
+
+
+def describe_visible(visible: Tensor) -> tuple[str, int | None]:
+    """Describes which keys are visible [h t s], and returns the window in tokens if this batch shows one."""
+    pairs = visible[0]
+    t, s = pairs.shape
+    if not bool((visible == pairs).all()):
+        return "a mask that differs by head", None
+    if bool(pairs.all()):
+        return "every key", None
+    distance = torch.arange(s - t, s)[:, None] - torch.arange(s)[None, :]
+    if torch.equal(pairs, distance >= 0):
+        return f"keys up to its own (of {s}; a wider window looks the same)", None
+    reach = int(distance[pairs].max()) + 1 if bool(pairs.any()) else 0
+    if torch.equal(pairs, (distance >= 0) & (distance < reach)):
+        return f"the last {reach} keys, including its own", reach
+    if torch.equal(pairs, distance.abs() < reach):
+        return f"keys less than {reach} away on both sides", reach
+    present = pairs.any(0)
+    if torch.equal(pairs, present[None, :].expand_as(pairs)):
+        return "every key that is not padding", None
+    if torch.equal(pairs, present[None, :] & (distance >= 0)):
+        return "keys up to its own that are not padding", None
+    return "another pattern of keys", None

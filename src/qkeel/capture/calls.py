@@ -152,35 +152,28 @@ class HeadLayout:
             else dataclasses.replace(self, groups=tuple(groups))
         )
 
-    def apply(self, x: Shaped[Tensor, ...]) -> Shaped[Tensor, "b h t s"]:
-        """Returns a tensor whose dimensions are those of the scores, rearranged to [b h t s]."""
-        if self.groups == ("b", "h", "t", "s"):
-            return x
-        sizes, order = self._single(x.shape)
-        letters = "".join(self.groups)
-        shape = [
-            math.prod([n for n, letter in zip(sizes, letters) if letter == role])
-            for role in "bhts"
-        ]
-        return x.reshape(sizes).permute(order).reshape(shape)
+    @property
+    def rows(self) -> int | None:
+        """The dimension of the queries, unless heads are merged with it."""
+        return self.groups.index("t") if "t" in self.groups else None
 
-    def apply_to_vectors(
-        self, x: Shaped[Tensor, "*scores d"]
-    ) -> Shaped[Tensor, "b h t s d"]:
-        """Returns a tensor of vectors, one for each score, rearranged like the scores."""
+    def apply(
+        self, x: Shaped[Tensor, ...], *, vectors: bool = False
+    ) -> Shaped[Tensor, "b h t s *d"]:
+        """Returns a tensor whose dimensions are those of the scores, rearranged to [b h t s]; with `vectors`, it has
+        one vector for each score."""
         if self.groups == ("b", "h", "t", "s"):
             return x
-        sizes, order = self._single(x.shape[:-1])
+        features = x.shape[-1:] if vectors else ()
+        sizes, order = self._single(x.shape[:-1] if vectors else x.shape)
         letters = "".join(self.groups)
         shape = [
             math.prod([n for n, letter in zip(sizes, letters) if letter == role])
             for role in "bhts"
         ]
-        return (
-            x.reshape([*sizes, x.shape[-1]])
-            .permute([*order, len(sizes)])
-            .reshape([*shape, x.shape[-1]])
-        )
+        last = [len(sizes)] if vectors else []
+        x = x.reshape([*sizes, *features]).permute([*order, *last])
+        return x.reshape([*shape, *features])
 
     def undo(
         self, x: Shaped[Tensor, "b h t s"], shape: Sequence[int]

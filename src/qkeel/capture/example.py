@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
-from torch.nn.modules import module as every
 
 from qkeel.capture.calls import fewest_keys
 from qkeel.capture.contents import CONTAINERS, ObjectContents
@@ -59,9 +58,9 @@ Caller = tuple[
 class ModuleCall:
     """A running call of a module. `inputs` holds its tensor arguments, which are kept only on request.
 
-    `batch` is the first size of its first tensor argument, `calls` the number of attention calls it has made so far,
-    `indexes` the number of times it has chosen keys, and `pads` whether it has padded a dimension of a tensor with
-    zeros. `captured` counts the attention calls that were reported inside it, those of its submodules included. `given`
+    `batch` is the first size of its first tensor argument, `calls` the number of attention calls it has made so far and
+    `indexes` the number of times it has chosen keys. `captured` counts the attention calls that were reported inside
+    it, those of its submodules included. `given`
     is what it was called with, if inputs are kept. `caller` says from where the module was called, if callers are told
     apart, and `children` counts the calls that it has made, by the name of the module.
     """
@@ -79,7 +78,6 @@ class ModuleCall:
         default_factory=collections.Counter
     )
     indexes: int = 0
-    pads: bool = False
 
     @property
     def is_outermost(self) -> bool:
@@ -145,31 +143,28 @@ class GivenArguments:
 
 
 class ModuleStack:
-    """Tracks the innermost running module of a model between `__enter__` and `__exit__`.
+    """Tracks the innermost running module of a model while its hooks are attached.
 
     Module calls are observed by hooks on each module, so that nothing outside the model is changed. Scripted modules
-    accept no hooks; if the model contains one, a global hook observes their calls. A module that runs inside compiled
-    or scripted code is not observed.
+    accept no hooks, and a module that runs inside compiled or scripted code is not observed.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
+        modules: Mapping[str, nn.Module] | None = None,
         keep_inputs: bool = False,
         guard: Guarded = unguarded,
-        hooked: bool = True,
     ) -> None:
-        """Prepares the hooks. `guard` calls what the hooks do.
+        """Prepares the hooks, which `guard` calls.
 
-        If `hooked` is False, no module gets a hook, because the caller knows which module is running.
+        modules: those that are tracked, by name; every module of the model by default.
         """
-        named = modules_of(model) if hooked else {}
-        self._names = {id(module): name for name, module in named.items()}
-        self._modules = [*named.values()]
-        self.called: collections.Counter[int] = (
-            collections.Counter()
-        )  # calls by the id of the module
+        self._named = dict(modules_of(model) if modules is None else modules)
+        self._names = {id(module): name for name, module in self._named.items()}
+        # Calls by the id of the module.
+        self.called: collections.Counter[int] = collections.Counter()
         # Other names of modules, by caller; None if callers are not told apart.
         self.by_caller: Mapping[Caller, str] | None = {} if keep_inputs else None
         self._keep = keep_inputs
@@ -179,33 +174,27 @@ class ModuleStack:
 
     def attach(self, undo: ExitStack) -> None:
         """Installs hooks on the modules until `undo` is closed."""
-        if any(isinstance(m, torch.jit.ScriptModule) for m in self._modules):
-            scripted = self._push_scripted, self._pop_scripted
-            push, pop = (in_this_thread(self._guarded(f)) for f in scripted)
-            undo.callback(every.register_module_forward_pre_hook(push).remove)
-            undo.callback(
-                every.register_module_forward_hook(pop, always_call=True).remove
-            )
-        push, pop = (in_this_thread(self._guarded(f)) for f in (self.push, self._pop))
+        push, pop = (
+            act if self._guard is unguarded else functools.partial(self._guard, act)
+            for act in (self.push, self.pop)
+        )
+        push, pop = in_this_thread(push), in_this_thread(pop)
         hooks: list[Hook] = []
         undo.callback(remove_hooks, hooks)
-        for module in (
-            m for m in self._modules if not isinstance(m, torch.jit.ScriptModule)
-        ):
-            hooks += put_hooks(module, push, pop)
-
-    def _guarded(self, act: Callable[..., None]) -> Callable[..., None]:
-        return act if self._guard is unguarded else functools.partial(self._guard, act)
+        for module in self._named.values():
+            if not isinstance(module, torch.jit.ScriptModule):
+                hooks += put_hooks(module, push, pop)
 
     def begun(self, args: Args, kwargs: Kwargs) -> None:
         """Call this before `attach` if the model's own call has already begun; the end of that call is then ignored."""
-        self._modules = [m for m in self._modules if m is not self.root.module]
-        self.push(self.root.module, args, kwargs)
+        model = self.root.module
+        del self._named[self._names[id(model)]]
+        self.push(model, args, kwargs)
 
     def push(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Records that a call of this module begins."""
-        plain = not kwargs and all([isinstance(x, Tensor) for x in args])
-        inputs = args if plain else tuple(tensors((args, kwargs)))
+        is_plain = not kwargs and all([isinstance(x, Tensor) for x in args])
+        inputs = args if is_plain else tuple(tensors((args, kwargs)))
         batch = 0
         for x in inputs:
             if x.ndim > 1:
@@ -227,17 +216,10 @@ class ModuleStack:
             given=GivenArguments(args, kwargs, inputs) if self._keep else None,
         )
 
-    def _push_scripted(self, module: nn.Module, args: Args) -> None:
-        if isinstance(module, torch.jit.ScriptModule) and id(module) in self._names:
-            self.push(module, args, {})
-
-    def _pop_scripted(self, module: nn.Module, args: object, output: object) -> None:
-        if isinstance(module, torch.jit.ScriptModule):
-            self._pop(module, args, output)
-
-    def _pop(self, module: nn.Module, args: object, output: object) -> None:
+    def pop(self, module: nn.Module, args: object, output: object) -> None:
+        """Records that a call of this module ends."""
         # A frame above this one remains if an exception ended a module without hooks.
-        for frame in (self.top,) if self.top.module is module else self.top.line():
+        for frame in self.top.line():
             if frame.module is module and frame.parent is not None:
                 self.top = frame.parent
                 return

@@ -77,8 +77,6 @@ class Product:
         added: the tensor that baddbmm adds.
         table: whether a factor is a parameter or has two dimensions, as a weight has; the product then counts as scores
             only if it is added to other scores, as with relative positions.
-        flat: whether both factors have two dimensions and neither is a parameter, so that these may be scores of one
-            head or features of a weight that was cast.
         followed: False if the scores were shifted or picked, so that `left` and `right` still have the form that they
             had before.
     """
@@ -88,15 +86,7 @@ class Product:
     factors: tuple[Tensor, Tensor]
     added: Tensor | None = None
     table: bool = False
-    flat: bool = False
     followed: bool = True
-
-    @property
-    def sides(self) -> tuple[Operand, Operand] | None:
-        """Both factors, if they are known."""
-        if self.left is None or self.right is None:
-            return None
-        return self.left, self.right
 
     def has_pairs(self) -> bool:
         """True if there is a dimension of queries and one of keys, along each of which one factor alone varies."""
@@ -107,6 +97,14 @@ class Product:
             for dim in range(self.left.x.ndim - 1)
         }
         return {(True, False), (False, True)} <= kinds
+
+    def may_be_keys(self, dim: int) -> bool:
+        """True if a dimension may be one of keys, because one factor alone varies along it or because there is only one
+        key."""
+        if self.left is None or self.right is None:
+            return False
+        sides = self.left.varies(dim), self.right.varies(dim)
+        return sides != (True, True)
 
     def unknown(self) -> Product:
         """The product without its vectors."""
@@ -148,17 +146,14 @@ def read_product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product 
         return None
     first, second = factors
     active = [x.ndim > 2 and not is_weight(x) for x in factors]
-    flat = out.ndim == 2 and not any(is_weight(x) for x in factors)
-    if not (flat or (out.ndim > 2 and any(active))):
+    if not any(active) and any(is_weight(x) for x in factors):
         return None
-    table = not flat and not all(active)
     product = Product(
         left=None,
         right=None,
         factors=(first, second),
         added=added,
-        table=table,
-        flat=flat,
+        table=not all(active),
     )
     if name == "einsum":
         letters = _letters(arguments[0], first.ndim, second.ndim)
@@ -353,28 +348,3 @@ def widened(product: Product, ndim: int) -> Product:
                 dataclasses.replace(side, x=side.x[(None,) * (ndim + 1 - side.x.ndim)])
             )
     return dataclasses.replace(product, left=sides[0], right=sides[1])
-
-
-def joined(products: Sequence[Product], columns: Sequence[int]) -> Product:
-    """The product of scores that were concatenated along the keys, of which each has a number of columns."""
-    if len(products) == 1:
-        return products[0]
-    sides = []
-    for name in ("left", "right"):
-        parts = [getattr(product, name) for product in products]
-        if any(part is None for part in parts) or not all(
-            product.followed for product in products
-        ):
-            return products[0].unknown()
-        first = parts[0]
-        if all(part.factor is first.factor and part.x.shape[-2] == 1 for part in parts):
-            sides.append(first)
-            continue
-        if len({(part.x.ndim, part.x.shape[-1]) for part in parts}) > 1:
-            return products[0].unknown()
-        lead = torch.broadcast_shapes(*(part.x.shape[:-2] for part in parts))
-        wide = [
-            part.x.expand(*lead, n, part.x.shape[-1]) for part, n in zip(parts, columns)
-        ]
-        sides.append(Operand(torch.cat(wide, -2), first.factor))
-    return dataclasses.replace(products[0], left=sides[0], right=sides[1])

@@ -7,13 +7,12 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-import itertools
 import math
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Literal
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +22,8 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.overrides import TorchFunctionMode
 
 from qkeel.capture.calls import HeadLayout, Seen, fewest_keys, flex_call, hides
-from qkeel.capture.named_calls import is_mask_object
 from qkeel.errors import QkeelError
-from qkeel.patching.forward import GUARD, Begun, CallArguments, exchange
+from qkeel.patching.forward import ObservedCall, exchanged
 from qkeel.patching.modes import (
     Args,
     Guarded,
@@ -41,10 +39,8 @@ from qkeel.spec.slot import PerRow
 # Attention functions that are not torch functions, observed by exchanging their code while there is an observer.
 #
 # flex_attention and flash-attn's functions are pure Python functions, whose calls a torch function mode does not see.
-# See `patching.exchanged_code` for how a call through any alias of such a function is observed.
 
-_FLEX = ("torch.nn.attention.flex_attention", "flex_attention")
-_VARLEN = ("torch.nn.attention.varlen", "varlen_attn")
+_FLEX = "flex_attention"
 # The names under which flash-attn, its Hopper version, the versions on the hub and wrappers around them provide it.
 FLASH = (
     "flash_attn_func",
@@ -54,15 +50,12 @@ FLASH = (
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
 )
-# The functions that these call internally, where they are Python functions (before flash-attn 2.7). Code that joins
-# several attention calls by their logsumexps, such as MoBA, calls them directly; the order of what they return is not
-# evident from their signatures.
-FLASH_FORWARD = ("_flash_attn_forward", "_flash_attn_varlen_forward")
-_ONE_HOME = (
-    ("qkeel.ops", "attention"),  # called by a module that is not one of qkeel's
-    ("qkeel.ops", "run"),  # attention with which a remedy replaced a model's own
-    ("qkeel.ops", "run_with_weights"),
-)
+_HOMES: dict[str, tuple[str, ...]] = {
+    "torch.nn.attention.flex_attention": (_FLEX,),
+    "torch.nn.attention.varlen": ("varlen_attn",),
+    # Attention called by a module that is not one of qkeel's, or with which a remedy replaced a model's own.
+    "qkeel.ops": ("attention", "run", "run_with_weights"),
+}
 # The devices on which flex_attention's kernel returns no maxima, and the kernels (by their name in kernel_options) that
 # do elsewhere.
 _WITHOUT_MAXIMA = ["cpu", "mps"]
@@ -89,10 +82,6 @@ class CallObserver(TorchFunctionMode, abc.ABC):
     def not_observable(self, name: str, error: Exception) -> None:
         """Called if the function `name` cannot be observed."""
 
-    @abc.abstractmethod
-    def suspended(self) -> AbstractContextManager[None]:
-        """A context in which the observer's modes see no calls."""
-
 
 # Per thread. Empty while an observed function runs, because the calls that it makes are part of it.
 _OBSERVERS: contextvars.ContextVar[tuple[CallObserver, ...]] = contextvars.ContextVar(
@@ -105,142 +94,110 @@ def observed_by(observer: CallObserver) -> Iterator[None]:
     """A context in which `observer` receives this thread's calls. Functions of modules that are not imported yet are
     missed."""
     with ExitStack() as undo:
-        for function in list(_functions()):
+        for function in _functions():
             try:
-                undo.callback(exchange(function, _begin, _unobserved).release)
-            except (
-                SyntaxError,
-                TypeError,
-                ValueError,
-            ) as error:  # code of an unexpected form
+                undo.enter_context(exchanged(function, _begin))
+            except (TypeError, ValueError) as error:  # code of an unexpected form
                 observer.not_observable(function.__name__, error)
-        _observe((*_OBSERVERS.get(), observer))
-        undo.callback(
-            lambda: _observe(tuple(o for o in _OBSERVERS.get() if o is not observer))
-        )
+        _OBSERVERS.set((*_OBSERVERS.get(), observer))
+        undo.callback(_drop, observer)
         yield
 
 
-def _observe(observers: tuple[CallObserver, ...]) -> None:
-    """Sets the observers of this thread's calls. A failure that belongs to no particular observer is attributed to the
-    innermost one."""
-    _OBSERVERS.set(observers)
-    GUARD.set(observers[-1].guard if observers else None)
+def _drop(observer: CallObserver) -> None:
+    # Not by a token: observers may end in another order than that in which they began.
+    _OBSERVERS.set(tuple(o for o in _OBSERVERS.get() if o is not observer))
 
 
-@functools.lru_cache(maxsize=1)
-def _flash_homes(count: int, last: str) -> list[str]:
-    """The loaded modules that are named after flash attention; the arguments are the number of all modules and the name
-    of the last one.
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """A context in which no observer of this thread sees any call."""
+    token = _OBSERVERS.set(())
+    try:
+        with without_modes(CallObserver):
+            yield
+    finally:
+        _OBSERVERS.reset(token)
 
-    The cached list is outdated only if as many modules were removed from sys.modules as were added and the last one has
-    the same name as before.
-    """
-    return [home for home in sys.modules if "flash_att" in home]
 
-
-def _functions() -> Iterator[types.FunctionType]:
-    """The attention functions of loaded modules: flash-attn's and others. Functions of modules that are not loaded
-    cannot be called."""
-    seen: set[int] = set()
-    places = [
-        (sys.modules.get(home), name) for home, name in (_VARLEN, _FLEX, *_ONE_HOME)
-    ]
-    for home in _flash_homes(len(sys.modules), next(reversed(sys.modules))):
-        places += [(sys.modules.get(home), name) for name in (*FLASH, *FLASH_FORWARD)]
-    for module, name in places:
-        function = None if module is None else vars(module).get(name)
-        if isinstance(function, types.FunctionType) and id(function) not in seen:
-            seen.add(id(function))
-            yield function
+def _functions() -> list[types.FunctionType]:
+    """The attention functions of loaded modules, each once; functions of other modules cannot be called."""
+    homes = dict(_HOMES)
+    homes |= {home: FLASH for home in list(sys.modules) if "flash_att" in home}
+    functions: dict[int, types.FunctionType] = {}
+    for home, names in homes.items():
+        for name in names if home in sys.modules else ():
+            function = vars(sys.modules[home]).get(name)
+            if isinstance(function, types.FunctionType):
+                functions[id(function)] = function
+    return list(functions.values())
 
 
 def _begin(
     function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
-) -> Begun | Literal[False]:
+) -> ObservedCall | None:
     """Called when a call of an observed function begins."""
     observers = _OBSERVERS.get()
-    if recomputing():
-        return False
-    given, own = _without_graph(observers, (args, kwargs)), None
-    if function.__name__ == _FLEX[1] and any(observer.maxima for observer in observers):
-        given, own = _with_maxima(function, given)
-    return (
-        given,
-        _suspended(observers),
-        functools.partial(_report, function, observers, (args, kwargs)),
-        own,
+    if not observers or recomputing():
+        return None
+    outside = ExitStack()
+    # flex_attention compiles itself, and the compiler refuses such modes.
+    outside.enter_context(unobserved())
+    call = ObservedCall(
+        args,
+        kwargs,
+        outside.close,
+        functools.partial(_report, function, observers, args, kwargs),
     )
+    if any(o.probing for o in observers):
+        # No gradients are traced through attention, and on a CPU flex_attention refuses inputs that require one.
+        call.args = [_detached(x) for x in args]
+        call.kwargs = {name: _detached(x) for name, x in kwargs.items()}
+    if function.__name__ == _FLEX and any(o.maxima for o in observers):
+        for observer in observers:
+            observer.guard(_ask_for_maxima, function, call)
+    return call
 
 
-def _unobserved() -> AbstractContextManager[None]:
-    """A context without the modes of any observer, for a call whose observation could not begin. The compiler with
-    which torch compiles flex_attention refuses such modes."""
-    return without_modes(CallObserver)
-
-
-def _with_maxima(
-    function: types.FunctionType, plain: CallArguments
-) -> tuple[CallArguments, Callable[[object], object] | None]:
-    """Returns arguments with which flex_attention also returns its rows' largest logits, where its kernel supports it,
-    and a function that removes these from the result."""
-    bound = inspect.signature(function).bind(*plain[0], **plain[1])
+def _ask_for_maxima(function: types.FunctionType, call: ObservedCall) -> None:
+    """Makes flex_attention also return its rows' largest logits, where its kernel supports it; the caller does not
+    receive them."""
+    bound = inspect.signature(function).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     given = bound.arguments
+    asked = given.get("return_aux")
     backend = (given["kernel_options"] or {}).get("BACKEND", "AUTO")
     if (
         given["query"].device.type in _WITHOUT_MAXIMA
         or backend not in _WITH_MAXIMA
-        or given.get("return_lse")
+        or given.get("return_lse")  # the older option, which torch accepts only alone
+        or (asked is not None and asked.max_scores)
     ):
-        return (
-            plain,
-            None,
-        )  # return_lse is the older option, which torch accepts only by itself
-    asked = given.get("return_aux")
+        return
     given["return_aux"] = (asked or AuxRequest())._replace(max_scores=True)
-    return (list(bound.args), bound.kwargs), functools.partial(_as_asked, asked)
+    call.args, call.kwargs = list(bound.args), bound.kwargs
+    report = call.finish
 
+    def finish(out: Any) -> Any:
+        report(out)
+        return out[0] if asked is None else (out[0], out[1]._replace(max_scores=None))
 
-def _as_asked(asked: AuxRequest | None, out: Any) -> object:
-    if asked is None:
-        return out[0]
-    return out if asked.max_scores else (out[0], out[1]._replace(max_scores=None))
-
-
-def _suspended(observers: tuple[CallObserver, ...]) -> ExitStack:
-    """Returns a stack. Until it is closed, no calls inside an observed function are observed."""
-    with ExitStack() as undo:
-        _observe(())
-        undo.callback(_observe, observers)
-        for observer in reversed(observers):
-            undo.enter_context(observer.suspended())
-        return undo.pop_all()
-
-
-def _without_graph(
-    observers: tuple[CallObserver, ...], given: CallArguments
-) -> CallArguments:
-    """The arguments, detached from the graph in a probe, because no gradients are traced through attention and
-    flex_attention on a CPU refuses inputs that require a gradient."""
-    if not any(o.probing for o in observers):
-        return given
-    return [_detached(x) for x in given[0]], {
-        name: _detached(x) for name, x in given[1].items()
-    }
+    call.finish = finish
 
 
 def _report(
     function: Callable[..., Any],
     observers: tuple[CallObserver, ...],
-    given: CallArguments,
+    args: list[Any],
+    kwargs: dict[str, Any],
     out: object,
-) -> None:
-    bound = inspect.signature(function).bind(*given[0], **given[1])
+) -> object:
+    bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
-    with _suspended(observers):
+    with unobserved():
         for observer in observers:
             observer.guard(observer.called, function.__name__, bound.arguments, out)
+    return out
 
 
 def _detached(value: Any) -> Any:
@@ -271,6 +228,7 @@ class CallGeometry:
 
 Reader = Callable[[Args, Kwargs, CallGeometry], Seen]
 
+SDPA = F.scaled_dot_product_attention
 _MHA = inspect.signature(inspect.unwrap(F.multi_head_attention_forward))
 
 
@@ -284,31 +242,8 @@ def _sdpa(given: Kwargs, geometry: CallGeometry) -> Seen:
     scale = given.get("scale")
     scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
     if q.is_nested:
-        return _nested(
-            q.unbind(), k.unbind(), AttentionSpec(scale=Fixed(scale)), causal
-        )
+        raise UnreadError("nested tensors")
     return _call(q, k, scale, given.get("attn_mask"), geometry, causal=causal)
-
-
-def _nested(
-    q: Sequence[Tensor], k: Sequence[Tensor], spec: AttentionSpec, causal: bool
-) -> AttentionCall:
-    """The call of sequences q [h t d] and k [g s d] that differ in length."""
-    whole, ends = zip(
-        *(
-            (
-                torch.cat(tuple(x), 1)[None],
-                torch.tensor(
-                    [0, *itertools.accumulate(one.shape[1] for one in x)], device="cpu"
-                ),
-            )
-            for x in (q, k)
-        )
-    )
-    cu_seqlens = tuple(x.to(whole[0].device, non_blocking=True) for x in ends)
-    return band_call(
-        make_call(spec, *whole, whole[1], causal=causal), cu_seqlens=cu_seqlens
-    )  # type: ignore[arg-type]
 
 
 def _call(
@@ -435,7 +370,7 @@ def _of_pairs(mask: Tensor | None, b: int, h: int, t: int, s: int) -> Tensor | N
 
 
 # The readers of torch's fused attention functions.
-SDPA: Mapping[str, Reader] = {
+FUSED: Mapping[str, Reader] = {
     "scaled_dot_product_attention": sdpa,
     "multi_head_attention_forward": mha,
 }
@@ -449,6 +384,12 @@ _DEFAULTS = {
     "scale": None,
     "enable_gqa": False,
 }
+
+
+def is_mask_object(mask: object) -> bool:
+    """True for the masks of torch.nn.attention.bias, whose own storage holds nothing."""
+    objects = sys.modules.get("torch.nn.attention.bias")
+    return objects is not None and isinstance(mask, objects.CausalBias)
 
 
 def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -635,5 +576,5 @@ FLASH_AND_FLEX: Mapping[str, Callable[[Kwargs], AttentionCall]] = {
     "run_with_weights": qkeel_call,
     "flex_attention": flex,
     "varlen_attn": flash,
-    **dict.fromkeys((*FLASH, *FLASH_FORWARD), flash),
+    **dict.fromkeys(FLASH, flash),
 }

@@ -18,6 +18,15 @@ from qkeel.metrics import (
 from qkeel.records import NON_FINITE, Heads, fold_heads
 
 
+def raised_alarms(events: Sequence[Row]) -> list[Row]:
+    """The alarms among the events of a run that are no notices."""
+    return [
+        event
+        for event in events
+        if event.get("event") == "alarm" and event.get("severity") != "notice"
+    ]
+
+
 def judge_run(
     heads: Heads, events: Sequence[Row], threshold: float = HARMFUL_LOGIT
 ) -> Health:
@@ -45,11 +54,6 @@ def judge_run(
     names = [
         name or "the model itself"
         for name in heads.layers or [f"layer {i}" for i in range(n_layers)]
-    ]
-    alarms = [
-        event
-        for event in events
-        if event.get("event") == "alarm" and event.get("severity") != "notice"
     ]
     has_acted = any(
         event.get("event") == "decision" and event.get("remedy") for event in events
@@ -83,7 +87,7 @@ def judge_run(
         lowest=names[lowest],
         broken=broken,
         threshold=threshold,
-        alarms=[] if is_mended else alarms,
+        alarms=[] if is_mended else raised_alarms(events),
     )
     tops, last = logits.max((0, 2)).tolist(), logits[-1].max(1).tolist()
     rows = []

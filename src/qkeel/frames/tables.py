@@ -16,7 +16,7 @@ from qkeel.errors import caution, check_known, needed
 from qkeel.options import lookup
 from qkeel.records import disk
 
-# HTML builders for pages and notebooks. Everything that is not yet Markup is escaped, so no caller can forget it.
+# HTML for pages and notebooks.
 
 
 class Markup(str):
@@ -25,30 +25,22 @@ class Markup(str):
     __slots__ = ()
 
 
-VOID = frozenset({"br", "hr", "meta"})
+def markup(template: str, *values: object, **named: object) -> Markup:
+    """Fills the fields of an HTML template. Everything that is not Markup is escaped, so no caller can forget it; the
+    items of an iterable are escaped one by one and follow one another.
 
-
-def tag(name: str, attributes: Mapping[str, str | None], *children: str) -> Markup:
-    """Returns one element. Children that are not Markup are escaped; an attribute whose value is None is written
-    without a value.
-
-    >>> tag("p", {"class": "note"}, "a < b")
-    '<p class="note">a &lt; b</p>'
+    >>> markup('<p class="note">{}{}</p>', "a < b", [Markup("<br>"), "&"])
+    '<p class="note">a &lt; b<br>&amp;</p>'
     """
-    head = name + "".join(
-        f" {key}" if value is None else f' {key}="{html.escape(value)}"'
-        for key, value in attributes.items()
-    )
-    if name in VOID:
-        return Markup(f"<{head}>")
-    return Markup(f"<{head}>{join(children)}</{name}>")
+    filled = {name: _escaped(value) for name, value in named.items()}
+    return Markup(template.format(*map(_escaped, values), **filled))
 
 
-def join(parts: Iterable[str], between: str = "") -> Markup:
-    """Concatenates parts; each is escaped unless it is Markup."""
-    return Markup(
-        between.join(p if isinstance(p, Markup) else html.escape(p) for p in parts)
-    )
+def _escaped(value: object) -> str:
+    if isinstance(value, str):
+        return value if isinstance(value, Markup) else html.escape(value)
+    assert isinstance(value, Iterable)
+    return "".join(map(_escaped, value))
 
 
 def plain_table(
@@ -65,24 +57,16 @@ def plain_table(
     >>> plain_table(["a"], [["<"]])
     '<table><tr><th>a</th></tr><tr><td>&lt;</td></tr></table>'
     """
-
-    def line(kind: str, cells: Iterable[str]) -> Markup:
-        sides = (
-            {"style": f"text-align:{'right' if i else 'left'}"} if aligned else {}
-            for i, _ in enumerate(cells)
-        )
-        return tag(
-            "tr", {}, *(tag(kind, side, text) for side, text in zip(sides, cells))
-        )
-
-    head, rows = list(head), map(list, rows)
-    style = {"style": "font-variant-numeric:tabular-nums"} if aligned else {}
-    return tag(
-        "table",
-        style,
-        *([line("th", head)] if head else []),
-        *(line("td", row) for row in rows),
-    )
+    lines = []
+    for kind, texts in (("th", head), *(("td", row) for row in rows)):
+        cells = []
+        for i, text in enumerate(texts):
+            side = f' style="text-align:{"right" if i else "left"}"' if aligned else ""
+            cells.append(markup(f"<{kind}{side}>{{}}</{kind}>", text))
+        if cells:
+            lines.append(markup("<tr>{}</tr>", cells))
+    style = ' style="font-variant-numeric:tabular-nums"' if aligned else ""
+    return markup(f"<table{style}>{{}}</table>", lines)
 
 
 # Tables of named columns, and the tables of a run: one row per step, per step and layer, or per step, layer and head.
@@ -136,8 +120,8 @@ class Frame:
         ]
         if n > len(rows):
             lines.insert(_SHOWN, ["…"] * len(self.columns))
-        return tag(
-            "div", {}, tag("p", {}, f"{n:,} rows"), plain_table(self.columns, lines)
+        return markup(
+            "<div><p>{} rows</p>{}</div>", f"{n:,}", plain_table(self.columns, lines)
         )
 
 
@@ -389,8 +373,23 @@ def draw_lines(
 def draw_heads(
     ax: Foreign, values: np.ndarray, names: Sequence[str], label: str
 ) -> None:
-    """Draws a heat map of one record [layers heads]; heads that a layer does not have stay empty."""
-    image = ax.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis")
+    """Draws a heat map of one record [layers heads]; heads that a layer does not have stay empty.
+
+    The colours are those of a symmetric logarithmic scale if both signs occur, and of a logarithmic one if positive
+    values span a factor of 10.
+    """
+    from matplotlib import colors  # pyright: ignore[reportMissingImports]
+
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    norm, cmap = colors.Normalize(low, high), "viridis"
+    if low < 0 < high:
+        most = max(-low, high, 1.0)
+        norm, cmap = colors.SymLogNorm(1.0, vmin=-most, vmax=most), "RdBu_r"
+    elif low > 0 and high > 10 * low:
+        norm = colors.LogNorm(low, high)
+    image = ax.imshow(
+        values, aspect="auto", interpolation="nearest", cmap=cmap, norm=norm
+    )
     ax.figure.colorbar(image, ax=ax, label=label)
     if len(names) <= 3 * _NAMED:
         ax.set_yticks(range(len(names)), names)

@@ -448,8 +448,10 @@ class _Factor:
     ) -> None:
         self.x, self.varies = operand.x, operand.varies
         self.walk: Walk | None = None
-        for around in frame.line() if self.x.grad_fn is not None else ():
-            behind = walk(self.x.grad_fn, nodes_of(around.inputs), names)
+        node = self.x.grad_fn
+        for around in () if node is None else frame.line():
+            assert node is not None
+            behind = walk(node, nodes_of(around.inputs), names)
             if behind.nearest:
                 self.walk = behind
                 break

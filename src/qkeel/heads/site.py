@@ -19,7 +19,7 @@ from qkeel.capture.calls import HeadLayout
 from qkeel.capture.visible_sets import KeyOrigin, LayerType, VisibleType, layer_type
 from qkeel.errors import InvalidValueError, ShapeError, check, check_known
 from qkeel.frames import Frame
-from qkeel.frames.tables import join, tag
+from qkeel.frames.tables import Markup, markup
 from qkeel.functional.bounds import repeat_groups
 from qkeel.spec import AttentionSpec
 
@@ -507,9 +507,8 @@ class Sites(list[AttentionSite]):
             name: np.array([row[i] for row in rows], dtype=object)
             for i, name in enumerate(names)
         }
-        return Frame(columns)._repr_html_() + join(
-            tag("p", {}, f"not understood: {one}") for one in self.missed
-        )
+        missed = [markup("<p>not understood: {}</p>", str(one)) for one in self.missed]
+        return markup("{}{}", Markup(Frame(columns)._repr_html_()), missed)
 
 
 INDEX = "#index"  # the suffix of the name of an indexer

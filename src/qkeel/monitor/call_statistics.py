@@ -21,8 +21,8 @@ from qkeel.kernels.statistics import (
     plain_rows,
 )
 from qkeel.monitor.alarms import Setting
-from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
-from qkeel.monitor.pass_values import PassValues
+from qkeel.monitor.gather import Reduction
+from qkeel.monitor.pass_numbers import Number, PassNumbers
 from qkeel.monitor.token_classes import PassTokens
 from qkeel.spec import AttentionCall, Sink
 
@@ -163,64 +163,42 @@ def _both(site: AttentionSite) -> tuple[NormGain, ...]:
     )
 
 
-@final
-class RowSums(PassValues[tuple[str, str], Tensor]):
-    """Collects, by site, the `row_moments` of the logsumexps of a step's query rows and of the gates that learned sinks
-    compute from them: lse_mean, lse_std, lse_min, sink_logit, gate_mean, gate_std [h]."""
+@torch.no_grad()
+def add_gates(numbers: PassNumbers, site: str, call: Seen) -> None:
+    """Adds the moments of the logsumexps of a call's query rows, and of the gates that learned sinks compute from them.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._sinks: dict[str, Tensor] = {}
+    lse_mean, lse_square, lse_min, sink_logit, gate_mean, gate_square [h]
+    """
+    lse = call_logsumexp(call)
+    counted = lse != -torch.inf  # NaN must remain visible
+    if call.query_mask is not None:
+        counted = counted & call.query_mask[:, None]
 
-    @torch.no_grad()
-    def add(self, site: str, call: Seen) -> None:
-        """Adds the rows of one more call."""
-        lse = call_logsumexp(call)
-        over = lse != -torch.inf  # NaN must remain visible
-        if call.query_mask is not None:
-            over = over & call.query_mask[:, None]
-        self._count((site, "lse"), lse, over)
-        self.count((site, "lse_min"), lse.masked_fill(~over, torch.inf).amin((0, 2)))
-        sink = self._sink(call)
-        if sink is not None:
-            self._sinks[site] = sink.mean((0, 2)).expand(lse.shape[1])
-            self._count((site, "gate"), sink_gate(lse, sink), over)
+    def add(name: str, value: Tensor, weight: Tensor, how: Reduction = "mean") -> None:
+        numbers.add((site, name), Number(value, weight, how, own=True))
 
-    def _sink(self, call: Seen) -> Tensor | None:
-        """The logit of each head's learned sink, which broadcasts to [b h t]; None if there is no learned sink."""
-        if isinstance(call, ScoresCall):
-            return None if call.sink is None else call.sink.to(widest(call.sink.device))
-        normalizer = call.spec.normalizer
-        if not isinstance(normalizer, Sink) or not normalizer.learned:
-            return None
-        return (
-            call.params["sink"]
-            .detach()
-            .flatten()
-            .to(widest(call.q.device))[None, :, None]
-        )
+    def add_moments(name: str, x: Tensor) -> Tensor:
+        n, total, squares = row_moments(x, counted)
+        add(f"{name}_mean", total / n.clamp_min(1), n)
+        add(f"{name}_square", squares / n.clamp_min(1), n)
+        return n
 
-    def _count(self, of: tuple[str, str], x: Tensor, over: Tensor) -> None:
-        self.count(of, row_moments(x, over))
+    n = add_moments("lse", lse)
+    least = lse.masked_fill(~counted, torch.inf).amin((0, 2))
+    add("lse_min", least.to(n.dtype), n, "min")
+    sink = _learned_sink(call)
+    if sink is not None:
+        logit = sink.mean((0, 2)).expand(lse.shape[1])
+        add("sink_logit", logit, torch.ones_like(logit))
+        add_moments("gate", sink_gate(lse, sink))
 
-    def joined(self, key: tuple[str, str], old: Tensor, new: Tensor) -> Tensor:
-        return torch.minimum(old, new) if key[1] == "lse_min" else old + new
 
-    def read(self) -> SiteNumbers:
-        """The numbers since the last read, once."""
-        found = dict[NumberKey, Tensor | PartialValue]()
-        for (site, of), value in self.taken().items():
-            if of == "lse_min":
-                found[site, of] = value
-                continue
-            n, total, squares = value
-            for name, x in (("mean", total), ("square", squares)):
-                found[site, f"{of}_{name}"] = PartialValue(
-                    value=x / n.clamp_min(1), weight=n, own=True
-                )
-        for site, sink in self._sinks.items():
-            found[site, "sink_logit"] = PartialValue(
-                value=sink, weight=torch.ones_like(sink), own=True
-            )
-        self._sinks = {}
-        return found
+def _learned_sink(call: Seen) -> Tensor | None:
+    """The logit of each head's learned sink, which broadcasts to [b h t]; None if there is no learned sink."""
+    if isinstance(call, ScoresCall):
+        return None if call.sink is None else call.sink.to(widest(call.sink.device))
+    normalizer = call.spec.normalizer
+    if not isinstance(normalizer, Sink) or not normalizer.learned:
+        return None
+    sink = call.params["sink"].detach().flatten().to(widest(call.q.device))
+    return sink[None, :, None]

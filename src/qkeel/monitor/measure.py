@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -16,10 +15,10 @@ from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import tensors
 from qkeel.capture.visible_sets import LayerType
 from qkeel.errors import caution
-from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Sites
-from qkeel.monitor.call_statistics import Extra, RowSums
+from qkeel.monitor.call_statistics import Extra, add_gates
+from qkeel.monitor.gain_bounds import GainBounds
 from qkeel.monitor.gather import (
     WHOLE_MODEL,
     NumberKey,
@@ -28,28 +27,30 @@ from qkeel.monitor.gather import (
     Stats,
     merged,
 )
+from qkeel.monitor.hidden_states import HiddenStates
 from qkeel.monitor.logit_changes import LogitChanges
-from qkeel.monitor.pass_values import Means, PassValues
-from qkeel.monitor.residual_stream import ResidualStream
-from qkeel.monitor.sparse_attention import ChosenKeys, IndexSums
-from qkeel.monitor.token_classes import HiddenNorms, PassTokens
+from qkeel.monitor.pass_numbers import Number, PassNumbers
+from qkeel.monitor.sparse_attention import SparseAttention
+from qkeel.monitor.token_classes import PassTokens
 from qkeel.monitor.watched_sites import WatchedSites
-from qkeel.monitor.weight_norms import GainBounds, StepSpectra, WeightNorms
+from qkeel.monitor.weight_norms import StepSpectra, WeightNorms
 from qkeel.patching.modes import Guarded, ModuleTree
 from qkeel.patching.roles import Phase
 from qkeel.sites.find import all_sites, within
 from qkeel.sites.tap import Tap, Visitor
 
-# The numbers of a step other than the statistics of its attention calls: hidden states, losses, weights, gradients.
+NOT_COMPARED = (
+    "the change that a step causes is not measured for {}: the q and k weights are unknown, computed from other "
+    "weights, split across processes, or not matrices that are multiplied together"
+)
 
 
 @final
 class StepNumbers(Visitor):
-    """Collects the numbers of a step by (site, name): means over its passes, and values read before and after its
-    update.
+    """Collects the numbers of a step by (site, name) other than the statistics of its attention calls: means over its
+    passes, such as the loss, and values read before and after its update.
 
-    Each training pass adds the norms of hidden states and the loss. Before each pass, it is determined which of its
-    tokens count, and before the first pass, which sites there are.
+    Before each pass, it is determined which of its tokens count, and before the first pass, which sites there are.
     """
 
     def __init__(
@@ -63,125 +64,75 @@ class StepNumbers(Visitor):
         tree: ModuleTree,
         extras: frozenset[Extra] = frozenset(),
     ) -> None:
-        self._sites, self._tokens, self._changes = sites, tokens, changes
-        self._rows = RowSums() if "gates" in extras else None
-        self._indexes = IndexSums(tokens)
-        self._chosen = ChosenKeys(tokens) if "chosen" in extras else None
-        self._spectra: StepSpectra | None = None  # created when the sites are known
-        self._updates, self._residual = "updates" in extras, "residual" in extras
-        self._stream: ResidualStream | None = None  # created when the sites are known
-        self._optimizer, self._guard = optimizer, guard
-        self.pass_over: Callable[[Phase], None] | None = (
-            None  # called when the role of a measured pass is known
-        )
-        self.counted: Callable[[Phase], None] = lambda phase: (
-            None
-        )  # called when the role of any pass is known
-        self._means, self._tree = Means(), tree
-        several: list[PassValues[Any, Any] | None] = [
-            self._means,
-            self._indexes,
-            self._rows,
-            self._chosen,
-        ]
-        self._collected = [values for values in several if values is not None]
-        self._hidden: HiddenNorms | None = None  # from the first measured pass on
-        self._readers: tuple[WeightNorms, GainBounds] | None = (
-            None  # created when the sites are known
-        )
+        self.sites, self._tokens, self._changes = sites, tokens, changes
+        self._optimizer, self._guard, self._tree = optimizer, guard, tree
+        self._extras = extras
+        # Called with the role of each pass, and whether it was measured.
+        self.role_known: Callable[[Phase, bool], None] = lambda phase, measured: None
+        self._numbers, self._is_loss_summed = PassNumbers(), False
+        compares = "chosen" in extras
+        self._sparse = SparseAttention(tokens, self._numbers, compares=compares)
+        # Those below are made when the sites are known.
+        self._hidden: HiddenStates | None = None
+        self._readers: tuple[WeightNorms, GainBounds] | None = None
+        self._spectra: StepSpectra | None = None
         self._read: SiteNumbers = {}
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
-        for values in self._collected:
-            values.begin()
+        self._numbers.begin()
+        self._sparse.begin()
         # Such a loss is a sum over the pass's tokens, divided by those of all passes of the step.
-        self._means.summed = (
-            {("", "train_loss")}
-            if kwargs.get("num_items_in_batch") is not None
-            else set()
-        )
+        self._is_loss_summed = kwargs.get("num_items_in_batch") is not None
         self._tokens.begin(args, kwargs)
         if self._hidden is None:
-            self._hidden = self._norms(())
-            if not self._sites.find(args, kwargs):
-                self._hidden = None
-                return False
-            self._hidden = self._norms([site.name for site in self._sites.weighed])
-        if self._residual and self._stream is None:
-            names = [site.name for site in self._sites.all]
-            self._stream = ResidualStream(
-                self._sites.model, names, self._means.add, self._guard, self._tree
+            self.sites.find(args, kwargs)
+            self._hidden = HiddenStates(
+                self.sites.model,
+                [site.name for site in self.sites.all],
+                self._numbers.add,
+                self._guard,
+                self._tree,
+                inputs_too="residual" in self._extras,
             )
         return True
 
-    def _norms(self, sites: list[str] | tuple[()]) -> HiddenNorms:
-        return HiddenNorms(
-            self._sites.model, sites, self._means.add, self._guard, self._tree
-        )
-
     def looking(self, candidate: bool) -> Handle | None:
-        if self._hidden is None or not candidate:
-            return None
-        norms = self._hidden.attach()
-        if self._stream is None:
-            return norms
-        stream = self._stream.attach()
-
-        def detach() -> None:
-            norms.remove()
-            stream.remove()
-
-        return Handle(detach)
+        return self._hidden.attach() if self._hidden is not None and candidate else None
 
     def call(self, name: str, call: Seen, candidate: bool) -> None:
-        self._sites.see(name, call)
-        if self._rows is not None and candidate:
-            self._rows.add(name, self._tokens.on(call))
-        if self._chosen is not None and candidate and self._sites.is_sparse(name):
-            self._chosen.add(name, call)
+        self.sites.see(name, call)
+        if candidate and "gates" in self._extras:
+            add_gates(self._numbers, name, self._tokens.on(call))
+        if candidate and self.sites.is_sparse(name):
+            self._sparse.compare(name, call)
 
     def index(self, layer: str, call: ScoresCall, candidate: bool) -> None:
         if candidate:
-            self._indexes.add(layer, call)
-            if self._chosen is not None:
-                self._chosen.scored(layer, call)
+            self._sparse.index(layer, call)
 
-    def after(self, output: object, seen: bool) -> list[dict[Any, Any]]:
+    def after(self, output: object, seen: bool) -> dict[NumberKey, Number]:
         self._tokens.end()
-        self._sites.pass_over()
-        self._sites.report(seen)
+        self.sites.pass_over()
+        self.sites.report(seen)
         losses = [
             x
             for x in tensors(output)
             if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)
         ]
         if len(losses) == 1:
-            self._means.add(("", "train_loss"), losses[0].detach(), 1)
-        return [values.end() for values in self._collected]
+            how = "total" if self._is_loss_summed else "mean"
+            self._numbers.add(("", "train_loss"), Number(losses[0].detach(), 1, how))
+        return self._numbers.end()
 
     def settled(self, phase: Phase, collected: Any, measured: bool) -> None:
-        self.counted(phase)
         if measured and phase == "train" and collected is not None:
-            for values, of_pass in zip(self._collected, collected):
-                values.keep(of_pass)
-        if measured and self.pass_over is not None:
-            self.pass_over(phase)
-
-    @property
-    def types(self) -> Mapping[str, LayerType]:
-        """The types of the observed layers."""
-        return self._sites.types
+            self._numbers.keep(collected)
+        self.role_known(phase, measured)
 
     def failed(self) -> None:
-        for values in self._collected:
-            values.begin()
-        if self._sites.pass_failed():
+        self._numbers.begin()
+        if self.sites.pass_failed():
             self._hidden = None
-
-    @property
-    def errors(self) -> int:
-        """The number of failed searches for sites."""
-        return self._sites.errors
 
     def before_step(self, gradient_scale: Tensor | None) -> None:
         """Reads weights and gradients before the step; gradients are divided by the loss scale if they are still
@@ -189,9 +140,9 @@ class StepNumbers(Visitor):
         if self._changes is not None:
             self._changes.before()
         self.read_weights()
-        if self._updates and self._spectra is None and self._readers is not None:
-            self._spectra = self._compared(self._readers[0].multiplied)
-        if self._spectra is not None:
+        if "updates" in self._extras and self._readers is not None:
+            if self._spectra is None:
+                self._spectra = self._compared(self._readers[0].multiplied)
             self._spectra.before()
         if gradient_scale is not None:
             self._read = {
@@ -201,72 +152,53 @@ class StepNumbers(Visitor):
 
     def _compared(self, sites: list[AttentionSite]) -> StepSpectra:
         """The object that compares the weights of these sites; warns if those of other sites cannot be compared."""
-        others = [
-            site.name or "the model itself"
-            for site in self._sites.all
-            if site not in sites
-        ]
+        compared = {site.name for site in sites}
+        others = [site.name for site in self.sites.all if site.name not in compared]
         if others:
-            caution(
-                f"the change that a step causes is not measured for {', '.join(others)}: the q and k weights are "
-                "unknown, computed from other weights, split across processes, or not matrices that are multiplied "
-                "together"
-            )
-        return StepSpectra(self._sites.model, sites)
+            names = ", ".join(name or "the model itself" for name in others)
+            caution(NOT_COMPARED.format(names))
+        return StepSpectra(self.sites.model, sites)
 
     def read_weights(self, *, gradients: bool = True) -> None:
         """Reads the norms of the weights, and those of the gradients unless the gradients belong to another pass."""
-        if self._readers is None and self._sites.weighed:
-            model, sites = self._sites.model, self._sites.weighed
-            self._readers = (
-                WeightNorms(model, sites, self._optimizer),
-                GainBounds(model, sites),
-            )
-        if self._readers is not None:
-            read = {**self._readers[0].read(), **self._readers[1].read()}
-            self._read = {
-                key: x for key, x in read.items() if gradients or "grad" not in key[1]
-            }
+        if self._hidden is None:
+            return
+        if self._readers is None:
+            model, sites = self.sites.model, self.sites.all
+            weights = WeightNorms(model, sites, self._optimizer)
+            self._readers = weights, GainBounds(model, sites)
+        for reader in self._readers:
+            self._read = {**self._read, **reader.read()}
+        if not gradients:
+            self._read = {k: x for k, x in self._read.items() if "grad" not in k[1]}
 
     def after_step(self) -> None:
         """Reads how much the step has changed the weights and the logits of the probe batch."""
         if self._spectra is not None:
             self._read = {**self._read, **self._spectra.after()}
         if self._changes is not None:
-            changes = self._changes.after().items()
-            partial = {
+            changes = {
                 key: PartialValue(value=x, weight=torch.ones_like(x), own=True)
-                for key, x in changes
+                for key, x in self._changes.after().items()
             }
-            self._read = {**self._read, **partial}
+            self._read = {**self._read, **changes}
 
     def take(self) -> SiteNumbers:
         """Returns all numbers of the step, and forgets them."""
         read, self._read = self._read, {}
-        for values in self._collected:
-            read = {**read, **values.read()}
-        return read
+        return {**read, **self._numbers.read()}
 
 
 def _unscaled(x: Tensor | PartialValue, scale: Tensor) -> Tensor | PartialValue:
-    return (
-        dataclasses.replace(x, value=x.value / scale)
-        if isinstance(x, PartialValue)
-        else x / scale
-    )
-
-
-# The models that a monitor watches together; usually there is only one.
-
-
-def _renamed(stats: Mapping[str, LogitStats], model: str) -> dict[str, LogitStats]:
-    """The statistics of the sites of one of several models, with their names among all models."""
-    return {within(model, name): of_site for name, of_site in stats.items()}
+    if isinstance(x, PartialValue):
+        return dataclasses.replace(x, value=x.value / scale)
+    return x / scale
 
 
 @final
 class WatchedModels:
-    """Combines the measurements of several models, under names that begin with the name of the model.
+    """Combines the measurements of several models, under names that begin with the name of the model; usually there is
+    only one, whose name is "".
 
     If several models have a value for the whole model, such as the loss, the value of the last model is used.
     """
@@ -276,8 +208,7 @@ class WatchedModels:
         to be, which determine the order of the models."""
         self.whole = whole
         self._stages = stages
-        self._taps: dict[str, Tap] = {}
-        self._numbers: dict[str, StepNumbers] = {}
+        self._models: dict[str, tuple[Tap, StepNumbers]] = {}
         self._passed: dict[Phase, set[str]] = {"train": set(), "eval": set()}
 
     def add(
@@ -285,82 +216,83 @@ class WatchedModels:
         name: str,
         tap: Tap,
         numbers: StepNumbers,
-        counted: Callable[[Phase], None],
+        counted: Callable[[str, Phase], None],
         round_over: Callable[[Phase], None] | None,
     ) -> None:
         """Adds a model. counted: called when the role of one of its passes is known. round_over: ends a step, which
         without an optimizer is one pass of each model."""
-        self._taps[name], self._numbers[name], tap.visitor = tap, numbers, numbers
-        numbers.counted = counted
-        if round_over is not None:
-            numbers.pass_over = functools.partial(self._pass_over, name, round_over)
+        self._models[name], tap.visitor = (tap, numbers), numbers
 
-    def _pass_over(
-        self, name: str, round_over: Callable[[Phase], None], phase: Phase
-    ) -> None:
-        self._passed[phase].add(name)
-        if len(self._passed[phase]) == len(self._taps) and self.has(phase):
-            self._passed[phase].clear()
-            round_over(phase)
+        def role_known(phase: Phase, measured: bool) -> None:
+            counted(name, phase)
+            if measured and round_over is not None:
+                self._passed[phase].add(name)
+                if len(self._passed[phase]) == len(self._models) and self.has(phase):
+                    self._passed[phase].clear()
+                    round_over(phase)
+
+        numbers.role_known = role_known
 
     @property
     def taps(self) -> list[Tap]:
         """The tap of each model."""
-        return [*self._taps.values()]
+        return [tap for tap, _ in self._models.values()]
+
+    def _in_order(self) -> Iterator[tuple[str, Tap, StepNumbers]]:
+        for name in sorted(self._models, key=lambda name: self._stages.get(name) or 0):
+            yield name, *self._models[name]
 
     @property
     def sites(self) -> Sites:
         """The sites of all models."""
-        return all_sites({name: self._taps[name].sites for name in self._order()})
+        return all_sites({name: tap.sites for name, tap, _ in self._in_order()})
 
     def include(self, sites: Sequence[AttentionSite]) -> None:
         """Adds sites that were described by hand, each to the model that contains it."""
         for site in sites:
-            holders = (
-                tap
-                for tap in self.taps
-                if any(m is site.module for m in tap.model.modules())
-            )
-            next(holders, self.taps[0]).sites.append(site)
+            holders = [t for t in self.taps if site.module in t.model.modules()]
+            (holders or self.taps)[0].sites.append(site)
 
     def has(self, phase: Phase) -> bool:
         """Returns whether there are statistics to read."""
-        return any([tap.has(phase) for tap in self._taps.values()])
+        return any([tap.has(phase) for tap in self.taps])
 
     def read(self, phase: Phase) -> Stats:
         """The statistics of all sites since the last read."""
-        return merged(
-            [_renamed(self._taps[name].take(phase), name) for name in self._order()]
-        )
-
-    def settle(self, *, decide: bool) -> None:
-        """Sorts the passes whose role is known, or, to `decide`, all passes; see `Tap.settle`."""
-        for tap in self._taps.values():
-            tap.settle(decide=decide)
+        return self._merged(lambda tap: tap.take(phase))
 
     def peek(self, phase: Phase | None) -> Stats:
         """The statistics of passes whose role is open, taken for trained if the model was in training mode."""
-        return merged(
-            [_renamed(self._taps[name].peek(phase), name) for name in self._order()]
-        )
+        return self._merged(lambda tap: tap.peek(phase))
+
+    def _merged(self, read: Callable[[Tap], Stats]) -> Stats:
+        parts = []
+        for name, tap, _ in self._in_order():
+            parts.append({within(name, site): x for site, x in read(tap).items()})
+        return merged(parts)
+
+    def settle(self, *, decide: bool) -> None:
+        """Sorts the passes whose role is known, or, to `decide`, all passes; see `Tap.settle`."""
+        for tap in self.taps:
+            tap.settle(decide=decide)
 
     @property
     def types(self) -> Mapping[str, LayerType]:
         """The types of the observed layers of all models."""
-        if len(self._numbers) == 1 and "" in self._numbers:
-            return self._numbers[""].types
-        return {
-            within(name, site): of
-            for name, one in self._numbers.items()
-            for site, of in one.types.items()
-        }
+        if "" in self._models:
+            # The same object while nothing changes, by which a change is noticed.
+            return self._models[""][1].sites.types
+        types: dict[str, LayerType] = {}
+        for name, (_, numbers) in self._models.items():
+            types |= {within(name, site): x for site, x in numbers.sites.types.items()}
+        return types
 
     def coverage(self, phase: Phase, stats: Stats) -> dict[str, float]:
         """How much of the models these statistics cover, keyed by the names in records.MONITOR_FIELDS; calls are
         counted from the start."""
         known = [
-            site.name if not name else within(name, site.name)
-            for name, tap in self._taps.items()
+            within(name, site.name)
+            for name, (tap, _) in self._models.items()
             for site in tap.sites
         ]
         return {
@@ -368,14 +300,19 @@ class WatchedModels:
             "calls": sum([tap.calls_seen[phase] for tap in self.taps]),
             "missed": sum([len(tap.sites.missed) for tap in self.taps]),
             "silent": len(set(known).difference(stats)),
-            "errors": sum([numbers.errors for numbers in self._numbers.values()]),
+            "errors": sum([x.sites.errors for _, x in self._models.values()]),
         }
 
     def before_step(self, gradient_scale: Tensor | None) -> None:
         """Reads weights and gradients before a step; gradients are divided by the loss scale if they are still
         scaled."""
-        for numbers in self._numbers.values():
+        for _, numbers in self._models.values():
             numbers.before_step(gradient_scale)
+
+    def after_step(self) -> None:
+        """Reads what a step has changed."""
+        for _, numbers in self._models.values():
+            numbers.after_step()
 
     def look_again(self) -> bool:
         """Measures all models in their current state, each on the batch of its last training pass; returns False if a
@@ -387,27 +324,18 @@ class WatchedModels:
         except Exception:
             self.read("train")  # discards the measurements of all models
             raise
-        for numbers in self._numbers.values():
+        for _, numbers in self._models.values():
             numbers.read_weights(gradients=False)
         return seen and self.has("train")
-
-    def after_step(self) -> None:
-        """Reads what a step has changed."""
-        for numbers in self._numbers.values():
-            numbers.after_step()
 
     def take(self, rate: Tensor | None) -> SiteNumbers:
         """Returns all numbers of the step and forgets them. rate: the learning rate of the step, or None if there is no
         optimizer."""
-        numbers: dict[NumberKey, Tensor | PartialValue] = (
-            {} if rate is None else {("", "lr"): rate}
-        )
-        for name in self._order():
-            for (site, number), x in self._numbers[name].take().items():
-                if name:
-                    site = "" if number in WHOLE_MODEL else within(name, site)
-                numbers[site, number] = x
-        return numbers
-
-    def _order(self) -> list[str]:
-        return sorted(self._taps, key=lambda name: self._stages.get(name) or 0)
+        every: dict[NumberKey, Tensor | PartialValue] = {}
+        if rate is not None:
+            every["", "lr"] = rate
+        for model, _, numbers in self._in_order():
+            for (site, name), x in numbers.take().items():
+                of_all = name in WHOLE_MODEL and site == ""
+                every["" if of_all else within(model, site), name] = x
+        return every

@@ -479,12 +479,11 @@ class Monitor(Handle):
                 tree=tap.tree,
                 extras=extras,
             )
-            counted = functools.partial(self._steps.counted, name)
             self._models.add(
                 name,
                 tap,
                 numbers,
-                counted,
+                self._steps.counted,
                 self._step_end.pass_over if optimizer is None else None,
             )
         self._hooks: StepHooks | None = None

@@ -16,7 +16,7 @@ from torch import nn
 
 from qkeel import distributed as dist
 from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.frames.tables import plain_table, tag
+from qkeel.frames.tables import markup, plain_table
 from qkeel.heads.site import AttentionSite, Sites, UnrecognizedAttention
 from qkeel.metrics import text_table
 from qkeel.monitor.cadence import Cadence
@@ -356,11 +356,17 @@ def sample_html(
     '<div><p>step 5</p></div>'
     """
     head, rows = _rows(sample, root)
-    table = [plain_table(head, rows, aligned=True)] if rows else []
-    warned = [tag("li", {}, str(alarm)) for alarm in _gravest(alarms)]
-    notes = [tag("p", {}, one) for one in (monitor_line(sample), note) if one]
-    listed = [*notes, *([tag("ul", {}, *warned)] if warned else [])]
-    return tag("div", {}, tag("p", {}, sample_line(sample, root)), *table, *listed)
+    table = plain_table(head, rows, aligned=True) if rows else ""
+    texts = filter(None, (monitor_line(sample), note))
+    notes = [markup("<p>{}</p>", text) for text in texts]
+    gravest = [markup("<li>{}</li>", str(alarm)) for alarm in _gravest(alarms)]
+    return markup(
+        "<div><p>{}</p>{}{}{}</div>",
+        sample_line(sample, root),
+        table,
+        notes,
+        markup("<ul>{}</ul>", gravest) if gravest else "",
+    )
 
 
 def _columns() -> dict[str, str]:

@@ -24,7 +24,7 @@ from qkeel.errors import (
     unknown,
 )
 from qkeel.frames import Foreign, Frame, heads_frame, steps_frame
-from qkeel.frames.tables import Markup, tag
+from qkeel.frames.tables import Markup, markup
 from qkeel.monitor.history import History, number
 from qkeel.monitor.record import Sample, sample_line
 from qkeel.monitor.rules import Alarm, Severity
@@ -435,8 +435,8 @@ class Run:
         return f"<Run {self.path}: {self.config.get('model', '') or 'run'}, {span}, {self.status}>"
 
     def _repr_html_(self) -> str:
-        return tag(
-            "div", {}, tag("p", {}, repr(self)), Markup(self.steps._repr_html_())
+        return markup(
+            "<div><p>{}</p>{}</div>", repr(self), Markup(self.steps._repr_html_())
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
@@ -11,24 +10,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen
-from qkeel.capture.example import tensors
 from qkeel.errors import InvalidTypeError, InvalidValueError, caution
 from qkeel.functional.class_statistics import TokenClasses, check_classes, one_hot
-from qkeel.functional.norms import wide
-from qkeel.handle import Handle
 from qkeel.patching.forward import unwrapped
-from qkeel.patching.modes import (
-    Guarded,
-    Hook,
-    ModuleTree,
-    in_this_thread,
-    put_hooks,
-    remove_hooks,
-    unguarded,
-    without_gradients,
-)
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key
 
@@ -145,141 +130,6 @@ def with_query_mask(call: Seen, mask: Tensor | None) -> Seen:
     if mask is None or tuple(mask.shape) != (x.shape[0], x.shape[2]):
         return call
     return dataclasses.replace(call, query_mask=mask.to(x.device))
-
-
-# Norms of the hidden states that leave each block, and of the hidden states that enter the output layer.
-
-
-@final
-class HiddenNorms:
-    """Computes the mean L2 norm of hidden states [b t m] over tokens and passes while the handle from `attach()` is
-    active.
-
-    A block is the innermost element of an nn.ModuleList, nn.Sequential or numbered nn.ModuleDict that contains a site.
-    The final hidden state is the output of the first module after the last block that returns the same shape (a final
-    norm), or else the last block's output.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        sites: Sequence[str],
-        add: Callable[[tuple[str, str], Tensor, int], None],
-        guard: Guarded = unguarded,
-        tree: ModuleTree | None = None,
-    ) -> None:
-        """add: receives each mean norm and the number of tokens that it covers. guard: runs the hooks' code."""
-        self.model, self._take_norm, self._guard = model, add, guard
-        self.blocks = blocks_of(model, sites)
-        self._sites = {
-            block: tuple(s for s, of in self.blocks.items() if of == block)
-            for block in self.blocks.values()
-        }
-        self._tree = ModuleTree(model) if tree is None else tree
-        self._looked: tuple[object, list[tuple[nn.Module, tuple[str, ...]]]] = (
-            None,
-            [],
-        )
-        self._found: list[
-            tuple[tuple[str, ...], Tensor]
-        ] = []  # sites, or () for the final state, and norms by token
-        self._last: Tensor | None = None
-        self._final = False
-
-    def attach(self) -> Handle:
-        """Starts measuring the outputs in the next pass; remove the handle when the pass is over."""
-        self._last, self._final, self._found = None, False, []
-        hooks: list[Hook] = []
-        for module, sites in self._places():
-            take = in_this_thread(functools.partial(self._guard, self._take, sites))
-            hooks += put_hooks(module, None, take)
-
-        def detach() -> None:
-            remove_hooks(hooks)
-            self._over()
-
-        return Handle(detach)
-
-    def _places(self) -> list[tuple[nn.Module, tuple[str, ...]]]:
-        """The modules whose outputs are examined, each with the sites of which it is the block; modules outside of
-        blocks may return the final hidden state."""
-        named = self._tree.named()
-        if self._looked[0] is not named:
-            inside = tuple(f"{name}." for name in self._sites)
-            found = [
-                (module, self._sites.get(name, ()))
-                for name, module in (named if self.blocks else ())
-                # Not on the model itself, because torch is iterating over its hooks when its pass fails. Scripted
-                # modules do not accept hooks.
-                if name and not isinstance(module, torch.jit.ScriptModule)
-                if name in self._sites or not name.startswith(inside)
-            ]
-            self._looked = named, found
-        return self._looked[1]
-
-    def _take(
-        self, sites: tuple[str, ...], module: nn.Module, args: object, output: object
-    ) -> None:
-        state = output if isinstance(output, Tensor) else next(tensors(output), None)
-        state = state if state is None else dist.local(state)
-        if state is None or state.ndim != 3 or not state.is_floating_point():
-            return
-        if sites:
-            self._last, self._final = state.detach(), False
-            self._found.append((sites, _norms(self._last)))
-        elif (
-            self._last is not None
-            and not self._final
-            and state.shape == self._last.shape
-        ):
-            self._final = True
-            self._found.append(((), _norms(state.detach())))
-
-    @without_gradients
-    def _over(self) -> None:
-        """Ends the pass."""
-        states, self._found, last, self._last = self._found, [], self._last, None
-        if last is not None and not self._final:
-            states.append(
-                ((), next(norms for sites, norms in reversed(states) if sites))
-            )
-        for sites, norms in states:
-            for of in [(site, "block_output_norm") for site in sites] or [
-                ("", "final_hidden_norm")
-            ]:
-                self._take_norm(of, norms.mean(), norms.numel())
-
-
-def _norms(state: Tensor) -> Tensor:
-    """The norm of each token's state, in float32 or wider."""
-    kind = wide(state.dtype)
-    return torch.linalg.vector_norm(
-        state, dim=-1, dtype=None if state.dtype == kind else kind
-    )
-
-
-def blocks_of(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:
-    """Returns the name of each site's block, the innermost list element that contains it; sites without a block are
-    left out.
-
-    Args:
-        model: the model. sites: the names of the sites.
-    """
-    found = {}
-    for site in sites:
-        parts = site.partition("#")[0].split(".")
-        for i in (
-            *range(len(parts) - 1, 0, -1),
-            len(parts),
-        ):  # last of all, the site itself
-            holder = model.get_submodule(".".join(parts[: i - 1]))
-            numbered = isinstance(holder, nn.ModuleDict) and all(
-                map(str.isdigit, holder)
-            )
-            if numbered or isinstance(holder, (nn.ModuleList, nn.Sequential)):
-                found[site] = ".".join(parts[:i])
-                break
-    return found
 
 
 # The class of each token in a pass, such as image or text; the statistics are split by class.

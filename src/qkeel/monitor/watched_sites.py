@@ -19,18 +19,19 @@ from qkeel.capture.visible_sets import (
     visible_sets,
 )
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
-from qkeel.heads.site import AttentionSite, Sites, share
+from qkeel.heads.site import Sites, share
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.sites.find import found_sites
 
 
 @final
 class WatchedSites:
-    """Finds the sites of a model in one more forward pass, or reports why it cannot.
+    """The sites of a model: those described by hand or given from the start, and all others once they are found.
 
-    `all` contains the sites that were described by hand or given from the start, and all other sites once they are
-    found. `weighed` contains the sites whose weights can be read. `all.missed` contains attention layers that were
-    found but not recognized.
+    Attributes:
+        all: the sites; `all.missed` has the attention layers that were found but not recognized.
+        types: the types of the layers whose calls were seen; replaced by a new object when one changes.
+        errors: how many searches have failed.
     """
 
     def __init__(
@@ -44,110 +45,80 @@ class WatchedSites:
         """name: the name of the model, "" if there is only one. described: the sites described by hand, which are
         extended in place. given: the sites that were found earlier, or None."""
         self._name, self.model, self.all = name, model, described
-        self.weighed: list[AttentionSite] = []
-        self._silent = (
-            False  # a warning was raised that a measured pass showed no attention
-        )
-        self._group = group
-        self._given = given is not None
+        self._group, self._is_given = group, given is not None
+        self.types: Mapping[str, LayerType] = {}
+        self.errors = 0
         if given is not None:
-            self.all += given
-            self.all.missed, self.all.indexers, self.all.linear = (
-                given.missed,
-                given.indexers,
-                given.linear,
-            )
-            self.weighed = self.all
-        self.types: Mapping[
-            str, LayerType
-        ] = {}  # of the observed sites; replaced by a new object when one changes
-        self._sets: dict[
-            str, VisibleSets
-        ] = {}  # by site, for the call with the most queries so far
-        self._fresh = False  # whether there are sets that `types` does not include yet
-        self._error: QkeelError | None = (
-            None  # reported after the pass if the pass succeeds
-        )
-        self._seen = False
-        self.errors = 0  # searches that failed
+            self._add(given)
+        # By site, of the call with the most queries so far, and whether `types` lacks some of them.
+        self._sets: dict[str, VisibleSets] = {}
+        self._is_stale = False
+        self._error: QkeelError | None = None  # of the search, told after the pass
+        self._has_attention = self._told_silent = False
 
-    def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
-        """Finds the sites from the arguments of a pass that is about to begin. Returns whether that pass can be
-        measured.
+    def _add(self, sites: Sites) -> None:
+        described = {site.name for site in self.all}
+        self.all += [site for site in sites if site.name not in described]
+        self.all.missed, self.all.indexers = sites.missed, sites.indexers
+        self.all.linear = sites.linear
+
+    def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Finds the sites from the arguments of a pass that is about to begin, in one more forward pass.
 
         Raises: InvalidValueError if this requires a pass in all processes, and not all of them watch the model.
         """
-        split = dist.world() > 1 and any(map(dist.is_split, self.model.parameters()))
-        self._group.begin(self._name, gathers=split)
-        if split and not self._given and not self._group.several:
+        is_split = dist.world() > 1 and any(map(dist.is_split, self.model.parameters()))
+        self._group.begin(self._name, gathers=is_split)
+        if self._is_given:
+            return
+        if is_split and not self._group.several:
             raise InvalidValueError(
                 "expected every process of this run to watch the model: its weights are split, and the search for its "
                 "attention runs a forward pass in all processes"
             )
-        if self._given:
-            return True
-        found = Sites()
+        sites = Sites()
         try:
-            found, _ = found_sites(self.model, args, kwargs)
+            sites, _ = found_sites(self.model, args, kwargs)
         except QkeelError as error:
             self._error = error
-        self.all.missed, self.all.indexers, self.all.linear = (
-            found.missed,
-            found.indexers,
-            found.linear,
-        )
-        if found.missed:
-            others = "; ".join(map(str, found.missed))
+        if sites.missed:
+            others = "; ".join(map(str, sites.missed))
             caution(
-                f"{found.share} of {type(self.model).__name__} are watched. Not understood: {others}"
+                f"{sites.share} of {type(self.model).__name__} are watched. Not understood: {others}"
             )
-        if (
-            dist.splits_heads(self.model)
-            and found
-            and not any(site.terms for site in found)
-        ):
+        has_weights = any(site.terms for site in sites)
+        if sites and not has_weights and dist.splits_heads(self.model):
             caution(
                 "the weights behind the heads are unknown in a model whose heads are split across processes, so they "
                 "are not watched; the logits are. Give the sites that find_sites(model, batch) found before the "
                 "split: qkeel.watch(..., sites=sites)"
             )
-        described = {site.name for site in self.all}
-        self.all += [site for site in found if site.name not in described]
-        self.weighed = self.all
-        return True
+        self._add(sites)
 
     def see(self, name: str, call: Seen) -> None:
         """Records a call of a site. Its visible sets are examined if it has more queries than any previous call,
         because a window that is longer than the sequence does not hide any keys."""
-        known = self._sets.get(name)
-        if known is None or call.query_shape[1] > known.queries:
-            origins: dict[str, KeyOrigin] = {
-                site.name: site.origin for site in self.all
-            }
-            self._sets[name], self._fresh = (
-                visible_sets(call, origins.get(name, "tokens")),
-                True,
-            )
+        earlier = self._sets.get(name)
+        if earlier is None or call.query_shape[1] > earlier.queries:
+            origins: dict[str, KeyOrigin] = {x.name: x.origin for x in self.all}
+            self._sets[name] = visible_sets(call, origins.get(name, "tokens"))
+            self._is_stale = True
 
     def is_sparse(self, name: str) -> bool:
         """True if the queries of a site are known to see only some of the keys, with hidden keys between them."""
-        return any(
-            [site.name == name and site.visible == "sparse" for site in self.all]
-        )
+        return any([x.name == name and x.visible == "sparse" for x in self.all])
 
     def pass_over(self) -> None:
         """Updates the type of sites whose visible sets have changed."""
-        if not self._fresh:
+        if not self._is_stale:
             return
-        self._fresh, seen = False, told_apart(self._sets)
+        self._is_stale, visible = False, told_apart(self._sets)
+        types = {name: layer_type(x, "tokens") for name, x in visible.items()}
         for i, site in enumerate(self.all):
-            if seen.get(site.name, site.visible) != site.visible:
-                self.all[i] = dataclasses.replace(site, visible=seen[site.name])
-        unknown: dict[str, LayerType] = {
-            name: layer_type(visible, "tokens") for name, visible in seen.items()
-        }
-        known: dict[str, LayerType] = {site.name: site.layer_type for site in self.all}
-        self.types = unknown | known
+            if visible.get(site.name, site.visible) != site.visible:
+                self.all[i] = dataclasses.replace(site, visible=visible[site.name])
+            types[site.name] = self.all[i].layer_type
+        self.types = types
 
     def pass_failed(self) -> bool:
         """Returns whether the search failed too; in that case the pass itself was the cause, and the search must be
@@ -162,25 +133,29 @@ class WatchedSites:
         Raises: QkeelError if there is only one model, no attention was seen in this pass or an earlier pass, and no
             site was found.
         """
-        if not seen and (self._seen or self.all) and not self._silent:
-            self._silent = True
+        error, self._error = self._error, None
+        self._has_attention = self._has_attention or seen
+        if not seen and (self._has_attention or self.all) and not self._told_silent:
+            self._told_silent = True
             caution(
                 f"a pass that should have been measured made no attention call, although {share(len(self.all), 0)} of "
                 f"{type(self.model).__name__} are known; such passes are not recorded"
             )
-        self._seen = self._seen or seen
-        error, self._error = self._error, None
-        if not self._seen and (error is not None or not self.all):
+        if not self._has_attention and (error is not None or not self.all):
             error = error or RefusedError("no attention was seen in this forward pass")
-            if not self._group.records_jointly and not self._name:
-                raise error
             if self._group.records_jointly:
-                self._group.unseen, error = error, None  # other processes may have some
+                # Other processes may have some.
+                self._group.unseen, error = error, None
+            elif not self._name:
+                raise error
             else:
-                error, self._silent = (
-                    None if self._silent else RefusedError(f"{self._name}: {error}"),
-                    True,
+                # Another of the models may have some.
+                error = (
+                    None
+                    if self._told_silent
+                    else RefusedError(f"{self._name}: {error}")
                 )
+                self._told_silent = True
         if error is not None:
             self.errors += 1
             caution(

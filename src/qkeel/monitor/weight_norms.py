@@ -1,7 +1,8 @@
-"""Norms by head of query and key weights, of their products, of gains, and of weights split across processes."""
+"""Norms by head of the query and key weights, of their gradients and products, and what a step adds to them."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
@@ -14,400 +15,108 @@ from qkeel.distributed.layout import counted, local
 from qkeel.distributed.sharding import local_block
 from qkeel.functional.bounds import interaction_norm, spectrum, step_products
 from qkeel.functional.norms import wide, widest
-from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct
+from qkeel.heads.site import AttentionSite, HeadSlice, NormGain
 from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
-from qkeel.nn.attention import SpecModule
 from qkeel.patching.modes import without_gradients
-from qkeel.spec.slot import ParameterSizes, Params
 
-# Products of the weights on the paths of q and k from the input to a head's logits.
-
-Chain = tuple[HeadSlice, ...]
+Chain = tuple[HeadSlice, ...]  # the weights of one term on the path of q or k
 RowsOfHeads = Callable[[HeadSlice], Tensor]  # the rows of each head [n r m]
 
 
-def own_rows(chains: Sequence[Chain]) -> list[HeadSlice]:
-    """The last weight of each path (the one whose rows belong to the head), without duplicates."""
-    found: list[HeadSlice] = []
+def chains_of(site: AttentionSite) -> dict[str, list[Chain]]:
+    """The weights on the paths of q and of k, one chain for each term."""
+    return {
+        "query": [term.query for term in site.terms],
+        "key": [term.key for term in site.terms],
+    }
+
+
+def last_weights(chains: Sequence[Chain]) -> list[HeadSlice]:
+    """The weights whose rows belong to the heads, without duplicates."""
+    lasts: list[HeadSlice] = []
+    for *_, last in chains:
+        if not any(last.parameter == x.parameter and last.same(x) for x in lasts):
+            lasts.append(last)
+    return lasts
+
+
+def matrix(chains: Sequence[Chain], rows: RowsOfHeads) -> Tensor:
+    """Stacks the products of all terms [heads R m], so that their sum of products is one product.
+
+    Inputs of unequal width, such as MLA's normed latent and the tokens, get columns of
+    their own, because they share nothing.
+    """
+    products = []
     for chain in chains:
-        if not any(
-            chain[-1].parameter == f.parameter and chain[-1].same(f) for f in found
-        ):
-            found.append(chain[-1])
-    return found
-
-
-def gram(chains: Sequence[Chain], weight: RowsOfHeads) -> Tensor:
-    """W Wᵀ [heads R R], where W stacks the products of all terms; weights that add up count as terms too."""
-    if len(chains) == 1:
-        return _product(chains[0], chains[0], weight)
-    products = [[_product(a, b, weight) for b in chains] for a in chains]
-    heads = max(len(x) for line in products for x in line)
-    return torch.cat(
-        [torch.cat([x.expand(heads, -1, -1) for x in line], -1) for line in products],
-        -2,
-    )
-
-
-def _product(a: Chain, b: Chain, weight: RowsOfHeads) -> Tensor:
-    """(product of a)(product of b)ᵀ [heads r r'], computed from the input's side, so that no matrix of the input's
-    width is kept. Inputs of unequal width (MLA's normed latent and the tokens) count as two inputs that share
-    nothing."""
-    first = weight(a[0])
-    second = first if a is b else weight(b[0])
-    if first.shape == second.shape:
-        inner = torch.bmm(
-            first, second.mT
-        )  # what @ calls, between five other operators
-    elif first.shape[-1] == second.shape[-1]:
-        inner = first @ second.mT
-    else:
-        inner = first.new_zeros(
-            max(len(first), len(second)), first.shape[1], second.shape[1]
-        )
-    for part in a[1:]:
-        inner = _after(weight(part), inner)
-    for part in b[1:]:
-        inner = _after(weight(part), inner.mT).mT
-    return inner
-
-
-def matrix(chains: Sequence[Chain], weight: RowsOfHeads) -> Tensor:
-    """Stacks the products of all terms [heads R m]; inputs of unequal width get separate columns."""
-    found = []
-    for chain in chains:
-        x = weight(chain[0])
+        product = rows(chain[0])
         for part in chain[1:]:
-            x = _after(weight(part), x)
-        found.append(x)
-    widths = list(dict.fromkeys(x.shape[-1] for x in found))
-    heads = max(len(x) for x in found)
-    lines = []
-    for x in found:
+            weight = rows(part)
+            # A weight with one column, such as gains, multiplies row by row.
+            product = weight * product if weight.shape[-1] == 1 else weight @ product
+        products.append(product)
+    if len(products) == 1:
+        return products[0]
+    widths = list(dict.fromkeys(x.shape[-1] for x in products))
+    n_heads = max(len(x) for x in products)
+    stacked = []
+    for x in products:
         before = sum(widths[: widths.index(x.shape[-1])])
-        placed = torch.nn.functional.pad(
-            x, (before, sum(widths) - before - x.shape[-1])
+        after = sum(widths) - before - x.shape[-1]
+        x = torch.nn.functional.pad(x, (before, after))
+        stacked.append(x.repeat_interleave(n_heads // len(x), 0))
+    return torch.cat(stacked, -2)
+
+
+def frobenius_norm(parts: Sequence[Tensor], site: AttentionSite) -> Tensor:
+    """The Frobenius norm [h] of each query head's rows of several weights as one matrix."""
+    norms = [
+        site.per_query_head(
+            torch.linalg.vector_norm(x, dim=(1, 2), dtype=wide(x.dtype))
         )
-        lines.append(
-            placed if len(x) == heads else placed.repeat_interleave(heads // len(x), 0)
-        )
-    return torch.cat(lines, -2)
-
-
-def _after(weight: Tensor, inner: Tensor) -> Tensor:
-    """A weight times what comes before it; a weight with one column, such as gains, multiplies row by row."""
-    return weight * inner if weight.shape[-1] == 1 else weight @ inner
-
-
-# The norms of the weights behind the heads of one site, computed from the part of them that this process holds.
-
-NORMS = {"query": "query_weight_norm", "key": "key_weight_norm"}
+        for x in parts
+    ]
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
 @final
-class SplitWeights:
-    """The statistics of one site's weights if they are split across processes. Squares of norms add up over the
-    processes, but a singular value is known only to a process that has all rows of a head.
+class HeldRows:
+    """The rows of each head of a weight, as far as this process holds them.
 
-    Nothing is gathered. The statistics are those of WeightNorms, [h] per query head of the whole model.
+    Attributes:
+        counts: whether this process's rows count; those of a replica count once.
+        held: which rows [n r] are on this process, or None for a weight that is not split.
+        complete: the heads [n] whose rows are here with all their columns.
     """
 
-    def __init__(
-        self,
-        site: AttentionSite,
-        parameters: Mapping[str, Tensor],
-        counted: Callable[[Tensor], bool],
-        eps: float | None,
-        multiplies: bool,
-    ) -> None:
-        """counted: whether this process's part of a parameter counts. eps: the optimizer's eps, if it has one.
-        multiplies: whether the weights are matrices that are multiplied by one another."""
-        self.site, self._parameters, self._eps, self._multiplies = (
-            site,
-            parameters,
-            eps,
-            multiplies,
+    def __init__(self, part: HeadSlice, p: Tensor, counts: bool) -> None:
+        self.part, self.counts = part, counts
+        self.held: Tensor | None = None
+        self.complete = torch.ones(part.n, dtype=torch.bool)
+        block = local_block(part.parameter, p)
+        if block is None:
+            return
+        axis = part.axis if p.ndim > 1 else 0
+        first, last = block.spans[axis]
+        held = (part.index >= first) & (part.index < last)
+        has_columns = all(
+            span == (0, n)
+            for i, (span, n) in enumerate(zip(block.spans, p.shape))
+            if i != axis
         )
-        self._parts = {
-            s.parameter: local_block(s.parameter, parameters[s.parameter])
-            for s in (*site.query, *site.key)
-        }
-        sides = {
-            "query": [t.query for t in site.terms],
-            "key": [t.key for t in site.terms],
-        }
-        self._rows = {
-            side: [self._local(s, counted) for s in own_rows(chains)]
-            for side, chains in sides.items()
-        }
-        self._whole = self._whole_heads(sides["query"] + sides["key"])
+        self.complete = held.all(1) & has_columns
+        self._at = (part.index - first).clamp(0, max(last - first - 1, 0)).to(p.device)
+        self.held = held.to(p.device)
 
-    def shares(self) -> dict[str, PartialValue]:
-        """Returns all current statistics of the site."""
-        found: dict[str, PartialValue] = {}
-        grads = {}
-        for side, rows in self._rows.items():
-            if not self.site.reparametrised:
-                found[NORMS[side]] = self._norm(
-                    rows, [self._parameters[s.parameter] for s, _, _ in rows]
-                )
-            of = [self._parameters[s.parameter].grad for s, _, _ in rows]
-            if all(grad is not None for grad in of):
-                grads[f"{side}_grad_rms"] = self._norm(rows, of, root_mean=True)  # type: ignore[arg-type]
-        found |= grads
-        if self._eps and len(grads) == 2:
-            eps = torch.full((1,), self._eps, dtype=self._dtype, device=self._device)
-            found["eps"] = PartialValue(
-                value=eps, weight=torch.ones_like(eps), of="weights"
-            )
-        if self._multiplies:
-            found["qk_spectral_norm"] = self._spectral()
-        return found
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """The widest dtype that the device supports."""
-        return widest(self._device)
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self._parameters.values())).device
-
-    def _local(
-        self, s: HeadSlice, counted: Callable[[Tensor], bool]
-    ) -> tuple[HeadSlice, Tensor, Tensor]:
-        """Returns a weight, the head of each row on this process, and how many elements of each query head are on
-        it."""
-        p = self._parameters[s.parameter]
-        here = s.rows_of(local(p))
-        part = self._parts[s.parameter]
-        first = 0 if part is None else part.spans[s.axis if p.ndim > 1 else 0][0]
-        at = s.index - first
-        heads = torch.full((len(here),), s.n)
-        inside = (at >= 0) & (at < len(here))
-        if counted(p):
-            heads[at[inside]] = torch.arange(s.n)[:, None].expand_as(at)[inside]
-        count = (
-            torch.zeros(s.n + 1).index_add_(0, heads, torch.ones(len(here)))[: s.n]
-            * here.shape[1]
-        )
-        return s, heads.to(p.device), self.site.per_query_head(count).to(p.device)
-
-    def _norm(
-        self,
-        rows: Sequence[tuple[HeadSlice, Tensor, Tensor]],
-        of: Sequence[Tensor],
-        *,
-        root_mean: bool = False,
-    ) -> PartialValue:
-        squares, counts = [], []
-        for (s, heads, count), x in zip(rows, of, strict=True):
-            here = s.rows_of(local(x))
-            norms = torch.linalg.vector_norm(here.to(wide(here.dtype)), dim=1)
-            total = torch.zeros(
-                s.n + 1, dtype=self._dtype, device=norms.device
-            )  # keeps the squares finite
-            total = total.index_add_(0, heads, norms.to(self._dtype).square())[: s.n]
-            squares.append(self.site.per_query_head(total))
-            counts.append(count)
-        square, count = torch.stack(squares).sum(0), torch.stack(counts).sum(0)
-        if root_mean:
-            value = (square / count.clamp_min(1)).sqrt()
-            return PartialValue(
-                value=value, weight=count, how="root_mean", of="weights"
-            )
-        return PartialValue(value=square.sqrt(), weight=count, how="root", of="weights")
-
-    def _whole_heads(self, chains: Sequence[Chain]) -> Tensor:
-        """The query heads for which all weights on both paths are on this process."""
-        whole = torch.ones(self.site.n_heads, dtype=torch.bool)
-        for s in (s for chain in chains for s in chain):
-            part = self._parts[s.parameter]
-            if part is not None:
-                p = self._parameters[s.parameter]
-                axis = s.axis if p.ndim > 1 else 0
-                first, last = part.spans[axis]
-                here = ((s.index >= first) & (s.index < last)).all(1)
-                others = all(
-                    part.spans[i] == (0, n) for i, n in enumerate(p.shape) if i != axis
-                )
-                whole &= here[self.site.used(s.n)] & others
-        return whole.nonzero().flatten()
-
-    def _spectral(self) -> PartialValue:
-        value = torch.zeros(self.site.n_heads, dtype=self._dtype, device=self._device)
-        weight = torch.zeros_like(value)
-        if len(self._whole):
-            at = self._whole.to(self._device)
-            a, b = (
-                gram([getattr(t, side) for t in self.site.terms], self._heads)
-                for side in ("query", "key")
-            )
-            n = len(at)
-            norms = interaction_norm(a.expand(n, -1, -1), b.expand(n, -1, -1))
-            value[at], weight[at] = norms.to(value.dtype), 1.0
-        return PartialValue(value=value, weight=weight, of="weights")
-
-    def _heads(self, s: HeadSlice) -> Tensor:
-        """The rows [n r m] of the query heads that are entirely on this process."""
-        p, part = self._parameters[s.parameter], self._parts[s.parameter]
-        first = 0 if part is None else part.spans[s.axis if p.ndim > 1 else 0][0]
-        here = s.rows_of(local(p)).detach()
-        at = s.index[self.site.used(s.n)[self._whole]] - first
-        return here[at.to(here.device)].to(wide(here.dtype))
-
-
-# Bounds on the largest logit of each head from the gains of a q/k norm, for any weights before the norm.
-
-
-@final
-class GainBounds:
-    """Reads `gain_bound` [h] for the sites whose q and k are both outputs of a norm.
-
-    The bound is |scale| · ‖q‖max · ‖k‖max with ‖x‖max = factor · (length · max|g| + ‖b‖) per head, where length is √n
-    for an RMS or layer norm over n elements and 1 for an L2 norm (Cauchy–Schwarz; a rotation preserves norms). The
-    bound is in nats, before any cap, and excludes what a mask or a position bias adds. It is reached by a head whose q
-    and k lie along the dimension of the largest gain. For scales that grow with the position (LogN,
-    FloorLogTemperature), it is valid up to the training length, below the first floor.
-    """
-
-    def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
-        self._parameters = dict(model.named_parameters())
-        self.sites = [
-            site
-            for site in sites
-            if site.query_gains and site.key_gains and not self._unknown(site)
-        ]
-        self._placed: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
-        self._in_order: set[tuple[int, torch.device]] = (
-            set()
-        )  # those that are all elements, in their order
-
-    @without_gradients
-    def read(self) -> SiteNumbers:
-        """Returns the bound of each site for the current gains; for gains that are split across processes, returns this
-        process's part of the factors of query and key."""
-        numbers: dict[NumberKey, Tensor | PartialValue] = {}
-        for site in self.sites:
-            query = self._longest_heads(site.query_gains, site.n_heads)
-            key = site.per_query_head(
-                self._longest_heads(site.key_gains, site.n_kv_heads)
-            )
-            query = query * _scale(site, query)
-            if self._is_split(site):
-                numbers[site.name, "query_bound"] = _largest(query)
-                numbers[site.name, "key_bound"] = _largest(key)
-            else:
-                numbers[site.name, "gain_bound"] = query * key
-        return numbers
-
-    def _longest_heads(self, norms: tuple[NormGain, ...], n_heads: int) -> Tensor:
-        """The largest norm [heads] of each head's vectors."""
-        lengths = [
-            self._longest(norm)
-            if norm.factor == 1
-            else norm.factor * self._longest(norm)
-            for norm in norms
-        ]
-        if len(norms) == 1:
-            return lengths[0].expand(n_heads)
-        of_heads = lengths[0].new_zeros(n_heads)
-        for norm, length in zip(norms, lengths):
-            of_heads[list(norm.heads)] = length
-        return of_heads
-
-    def _is_split(self, site: AttentionSite) -> bool:
-        norms = (*site.query_gains, *site.key_gains)
-        return any(
-            n.parameter is not None and dist.is_split(self._parameters[n.parameter])
-            for n in norms
-        )
-
-    def _longest(self, norm: NormGain) -> Tensor:
-        """‖x‖max [n] behind a norm, before later operations stretch it."""
-        if norm.parameter is None or norm.index is None:
-            length = torch.full(
-                (1,), norm.length, device=next(iter(self._parameters.values())).device
-            )
-        else:
-            gains = self._gains(norm.parameter, norm.index, norm.offset)
-            gains = gains.to(wide(gains.dtype))
-            gains = gains + norm.offset if norm.offset else gains
-            length = gains.abs().amax(-1) * norm.length
-        if norm.bias is not None and norm.bias_index is not None:
-            bias = self._gains(norm.bias, norm.bias_index, 0.0)
-            length = length + bias.to(wide(bias.dtype)).norm(dim=-1)
-        return length
-
-    def _gains(self, name: str, index: Tensor, offset: float) -> Tensor:
-        """The elements of a parameter for each head [n r], or -offset for elements that another process has."""
-        p = self._parameters[name]
-        x = local(p).detach()
-        part = local_block(name, p)
-        key = id(index), x.device
-        if key not in self._placed:
-            first, last = (
-                (0, p.numel())
-                if part is None
-                else (n * (p.numel() // len(p)) for n in part.spans[0])
-            )
-            at = index.to(x.device)
-            self._placed[key] = (
-                (at - first).clamp(0, max(x.numel() - 1, 0)),
-                (at >= first) & (at < last),
-            )
-            if (
-                part is None
-                and index.numel() == x.numel()
-                and index.flatten().equal(torch.arange(x.numel()))
-            ):
-                self._in_order.add(key)
-        if key in self._in_order:
-            return x.view(index.shape)
-        x = x.flatten()
-        at, here = self._placed[key]
-        if not len(x):
-            return x.new_full(at.shape, -offset)
-        return x[at] if part is None else x[at].masked_fill(~here, -offset)
-
-    def _unknown(self, site: AttentionSite) -> bool:
-        """Returns whether no process can compute the bound, because a part of its scale or of a bias is on another
-        process."""
-        biases = [
-            norm.bias
-            for norm in (*site.query_gains, *site.key_gains)
-            if norm.bias is not None
-        ]
-        learned = _scale_params(site).values()
-        return any(
-            map(dist.is_split, (*learned, *(self._parameters[name] for name in biases)))
-        )
-
-
-def _largest(value: Tensor) -> PartialValue:
-    return PartialValue(
-        value=value, weight=torch.ones_like(value), how="max", of="weights"
-    )
-
-
-def _scale_params(site: AttentionSite) -> Params:
-    """The parameters from which a learned scale is computed, or {} if the scale is not learned."""
-    heads = ParameterSizes(
-        n_heads=site.n_heads, n_kv_heads=site.n_kv_heads, head_dim=site.head_dim
-    )
-    if not isinstance(site.module, SpecModule) or not site.spec.scale.parameters(heads):
-        return {}
-    return site.module.spec_params()
-
-
-def _scale(site: AttentionSite, like: Tensor) -> Tensor:
-    """|scale|, as one value or as one value for each head."""
-    at = torch.full((1, 1), site.spec.scale.last_position, device=like.device)
-    factor = site.spec.scale.factor(at, site.head_dim, _scale_params(site))
-    return torch.as_tensor(factor, dtype=like.dtype, device=like.device).abs().flatten()
-
-
-# Statistics of the weights behind a head: their norms, the largest singular value of W_QᵀW_K, their gradients.
+    def of(self, x: Tensor) -> Tensor:
+        """The rows [n r m] of the weight or of its gradient, with 0 for those that are elsewhere."""
+        if self.held is None:
+            return self.part.heads(x)
+        rows = self.part.rows_of(local(x))
+        if not len(rows):
+            return rows.new_zeros(*self.held.shape, rows.shape[1])
+        return rows[self._at].masked_fill(~self.held[..., None], 0.0)
 
 
 @final
@@ -421,8 +130,16 @@ class WeightNorms:
         small. It is missing if q or k is not a plain matrix product of the input, as with a convolution over positions
         or with additional learned keys.
     query_grad_rms, key_grad_rms [h]: the root mean square of the gradient of those rows, as the optimizer receives it.
-    grad_over_eps [h]: the smaller of the two divided by the optimizer's eps; near or below 1, Adam's step shrinks
+    eps [1]: the optimizer's eps, from which a record computes grad_over_eps; near or below 1, Adam's step shrinks
         (Wortsman et al. 2023, arXiv 2309.14322, section 3.4).
+
+    Of weights that are split across processes, each process reads its part, and nothing is gathered: squares of norms
+    add up, and a singular value is read by the process that has all rows of a head.
+
+    Attributes:
+        sites: the sites whose weights are known.
+        multiplied: those whose stored weights are entirely on this process and are matrices that are multiplied by one
+            another.
     """
 
     def __init__(
@@ -432,130 +149,164 @@ class WeightNorms:
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self._parameters = dict(model.named_parameters())
-        self._eps = _eps_by_parameter(optimizer)
-        known = [site for site in sites if site.terms]
-        split = [
-            site
-            for site in known
-            if any(self._is_split(s) for s in (*site.query, *site.key))
-        ]
-        self.sites = [site for site in known if site not in split]
-        counts = counted(model) if split else None
-        self._split = [
-            SplitWeights(
-                s, self._parameters, counts, self._eps_of(s), self._has_products(s)
-            )
-            for s in split
-            if counts is not None
-        ]
-        self._own = {
-            site.name: {side: own_rows(chains) for side, chains in _sides(site)}
-            for site in self.sites
-        }
-        self._squared = [site for site in self.sites if self._has_products(site)]
-
-    @property
-    def multiplied(self) -> list[AttentionSite]:
-        """The sites whose stored q and k weights are entirely on this process and are matrices that are multiplied by
-        one another."""
-        return self._squared
+        self.sites = [site for site in sites if site.terms]
+        self._rows: dict[HeadSlice, HeldRows] = {}
+        self._split: set[AttentionSite] = set()
+        self._eps: dict[AttentionSite, Tensor] = {}
+        counts, eps = counted(model), _eps_by_weight(optimizer)
+        for site in self.sites:
+            chains = itertools.chain(*chains_of(site).values())
+            for part in itertools.chain(*chains):
+                p = self._parameters[part.parameter]
+                self._rows[part] = HeldRows(part, p, counts(p))
+                if self._rows[part].held is not None:
+                    self._split.add(site)
+            weight = self._parameters[site.terms[0].query[-1].parameter]
+            if id(weight) in eps:
+                self._eps[site] = torch.full(
+                    (1,),
+                    eps[id(weight)],
+                    dtype=widest(weight.device),
+                    device=weight.device,
+                )
+        products = [site for site in self.sites if self._has_products(site)]
+        self._heads = {site: self._complete_heads(site) for site in products}
+        self.multiplied = [site for site in products if site not in self._split]
 
     @without_gradients
     def read(self) -> SiteNumbers:
-        """Returns the current statistics of all sites; for weights that are split across processes, this process's
+        """Returns the current numbers of all sites; for weights that are split across processes, this process's
         part."""
         numbers: dict[NumberKey, Tensor | PartialValue] = {}
-        for split in self._split:
-            numbers |= {
-                (split.site.name, name): share for name, share in split.shares().items()
-            }
         for site in self.sites:
-            grads = []
-            for side, parts in self._own[site.name].items():
+            n_gradients = 0
+            for side, chains in chains_of(site).items():
+                lasts = last_weights(chains)
+                weights = [self._parameters[part.parameter] for part in lasts]
+                gradients = [p.grad for p in weights if p.grad is not None]
                 if not site.reparametrised:
-                    weights = [
-                        part.heads(self._parameters[part.parameter]) for part in parts
-                    ]
-                    numbers[site.name, NORMS[side]] = _length(weights, site)
-                of_grad = [self._parameters[part.parameter].grad for part in parts]
-                if all(grad is not None for grad in of_grad):
-                    rows = [
-                        part.heads(grad)
-                        for part, grad in zip(parts, of_grad)
-                        if grad is not None
-                    ]
-                    size = sum(x.shape[1] * x.shape[2] for x in rows)
-                    grads.append(_length(rows, site) / size**0.5)
-                    numbers[site.name, f"{side}_grad_rms"] = grads[-1]
-            eps = self._eps_of(site)
-            if eps and len(grads) == 2:
-                numbers[site.name, "grad_over_eps"] = torch.minimum(*grads) / eps
-        numbers |= self._products()
-        return numbers
+                    norm = self._norm(site, lasts, weights)
+                    numbers[site.name, f"{side}_weight_norm"] = norm
+                if len(gradients) == len(weights):
+                    rms = self._norm(site, lasts, gradients, is_mean=True)
+                    numbers[site.name, f"{side}_grad_rms"] = rms
+                    n_gradients += 1
+            if site in self._eps and n_gradients == 2:
+                numbers[site.name, "eps"] = self._eps[site]
+        return numbers | self._products()
 
-    def _products(self) -> dict[NumberKey, Tensor]:
+    def _norm(
+        self,
+        site: AttentionSite,
+        lasts: Sequence[HeadSlice],
+        tensors: Sequence[Tensor],
+        *,
+        is_mean: bool = False,
+    ) -> Tensor | PartialValue:
+        """The Frobenius norm of the heads' rows of these tensors, or the root mean square of their entries."""
+        rows = [self._rows[part].of(x) for part, x in zip(lasts, tensors)]
+        if site not in self._split:
+            size = sum(x.shape[1] * x.shape[2] for x in rows)
+            norm = frobenius_norm(rows, site)
+            return norm / size**0.5 if is_mean else norm
+        value = weight = rows[0].new_zeros(site.n_heads, dtype=widest(rows[0].device))
+        for part, x in zip(lasts, rows):
+            held = self._rows[part]
+            if held.counts:
+                n_rows = x.shape[1] if held.held is None else held.held.sum(1)
+                sizes = torch.as_tensor(n_rows * x.shape[2], device=x.device)
+                weight = weight + site.per_query_head(sizes.expand(len(x)))
+                value = torch.hypot(value, frobenius_norm([x], site).to(value.dtype))
+        if not is_mean:
+            return PartialValue(value=value, weight=weight, how="root", of="weights")
+        value = value / weight.clamp_min(1).sqrt()
+        return PartialValue(value=value, weight=weight, how="root_mean", of="weights")
+
+    def _products(self) -> dict[NumberKey, Tensor | PartialValue]:
         """The largest singular values; heads of one size are decomposed together, because each call is expensive."""
         grams: dict[object, list[tuple[AttentionSite, Tensor, Tensor]]] = {}
-        for site in self._squared:
-            query, key = (
-                site.per_query_head(gram(chains, self._weight))
-                for _, chains in _sides(site)
-            )
-            grams.setdefault(
-                (query.shape[-1], key.shape[-1], query.dtype, query.device), []
-            ).append((site, query, key))
-        numbers: dict[NumberKey, Tensor] = {}
+        for site, heads in self._heads.items():
+            sides = []
+            for chains in chains_of(site).values():
+                x = matrix(chains, functools.partial(self._weight, site))
+                n_heads = site.n_heads if heads is None else len(heads)
+                gram = torch.bmm(x, x.mT)
+                sides.append(
+                    site.per_query_head(gram)
+                    if heads is None
+                    else gram.expand(n_heads, -1, -1)
+                )
+            query, key = sides
+            alike = (query.shape[-1], key.shape[-1], query.dtype, query.device)
+            grams.setdefault(alike, []).append((site, query, key))
+        numbers: dict[NumberKey, Tensor | PartialValue] = {}
         for group in grams.values():
             norms = interaction_norm(
                 torch.cat([query for _, query, _ in group]),
                 torch.cat([key for *_, key in group]),
             )
-            for (site, *_), values in zip(
-                group, norms.split([site.n_heads for site, *_ in group])
-            ):
-                numbers[site.name, "qk_spectral_norm"] = values
+            n_heads = [len(query) for _, query, _ in group]
+            for (site, *_), values in zip(group, norms.split(n_heads)):
+                heads = self._heads[site]
+                spectral: Tensor | PartialValue = values
+                if heads is not None:
+                    value = values.new_zeros(site.n_heads, dtype=widest(values.device))
+                    weight = torch.zeros_like(value)
+                    value[heads], weight[heads] = values.to(value.dtype), 1.0
+                    spectral = PartialValue(value=value, weight=weight, of="weights")
+                numbers[site.name, "qk_spectral_norm"] = spectral
         return numbers
 
+    def _weight(self, site: AttentionSite, part: HeadSlice) -> Tensor:
+        """The rows [n r m] in float32 or wider; of a split site, those of the query heads that are complete here."""
+        rows = self._rows[part].of(self._parameters[part.parameter].detach())
+        heads = self._heads[site]
+        if heads is not None:
+            rows = rows[site.used(part.n).to(rows.device)[heads]]
+        return rows.to(wide(rows.dtype))
+
+    def _complete_heads(self, site: AttentionSite) -> Tensor | None:
+        """The query heads of a split site for which all weights on both paths are on this process; None if the site is
+        not split."""
+        if site not in self._split:
+            return None
+        complete = torch.ones(site.n_heads, dtype=torch.bool)
+        for part in (*site.query, *site.key):
+            complete &= self._rows[part].complete[site.used(part.n)]
+        device = self._parameters[site.query[0].parameter].device
+        return complete.nonzero().flatten().to(device)
+
     def _has_products(self, site: AttentionSite) -> bool:
-        return not site.reparametrised and all(map(self._multiplies, site.terms))
-
-    def _multiplies(self, term: QKProduct) -> bool:
-        """True if the weights of a product are matrices with a row for each feature, multiplied one after the other."""
-        parts = {s: self._parameters[s.parameter] for s in (*term.query, *term.key)}
-        if term.query[-1].index.shape[1] != term.key[-1].index.shape[1]:
+        """Whether all weights are matrices with a row for each feature, multiplied one after the other."""
+        if site.reparametrised:
             return False
-        if any(
-            p.ndim > 2 and s.axis == 0 and s.index.shape[1] == 1
-            for s, p in parts.items()
-        ):
-            return False  # the row is itself a matrix
-        pairs = [
-            pair for path in (term.query, term.key) for pair in itertools.pairwise(path)
-        ]
-        widths = [
-            (a.index.shape[1], self._columns(b)) for a, b in pairs if parts[b].ndim > 1
-        ]
-        return all(rows == width for rows, width in widths)
-
-    def _eps_of(self, site: AttentionSite) -> float | None:
-        return self._eps.get(id(self._parameters[site.terms[0].query[-1].parameter]))
-
-    def _is_split(self, part: HeadSlice) -> bool:
-        return dist.is_split(self._parameters[part.parameter])
-
-    def _weight(self, part: HeadSlice) -> Tensor:
-        """The heads' rows [n r m] in float32 or wider."""
-        x = part.heads(self._parameters[part.parameter].detach())
-        return x.to(wide(x.dtype))
-
-    def _columns(self, part: HeadSlice) -> int:
-        p = self._parameters[part.parameter]
-        return p.numel() // _lines(part, p)
+        for term in site.terms:
+            if term.query[-1].index.shape[1] != term.key[-1].index.shape[1]:
+                return False
+            for path in (term.query, term.key):
+                weights = [self._parameters[part.parameter] for part in path]
+                for part, p in zip(path, weights):
+                    if p.ndim > 2 and part.axis == 0 and part.index.shape[1] == 1:
+                        return False  # the row is itself a matrix
+                for (first, second), p in zip(itertools.pairwise(path), weights[1:]):
+                    width = p.numel() // len(second.rows_of(p)) if p.ndim > 1 else 0
+                    if width and width != first.index.shape[1]:
+                        return False
+        return True
 
 
-_ENTRIES = (
-    1 << 27
-)  # the number of elements of the small matrices whose spectra are computed at once: 1 GiB
+def _eps_by_weight(optimizer: torch.optim.Optimizer | None) -> dict[int, float]:
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {
+        id(p): group["eps"]
+        for group in groups
+        if isinstance(group.get("eps"), float) and group["eps"]
+        for p in group["params"]
+    }
+
+
+# Elements of the small matrices whose spectra are computed at once: 1 GiB.
+_ENTRIES = 1 << 27
 
 
 @final
@@ -573,135 +324,80 @@ class StepSpectra:
     def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
         self._parameters = dict(model.named_parameters())
         self._sites = sites
-        weights = [
-            part.parameter for site in sites for part in (*site.query, *site.key)
-        ]
-        gains = [
-            norm.parameter
-            for site in sites
-            for norm in (*site.query_gains, *site.key_gains)
-        ]
-        self._names = list(
-            dict.fromkeys([*weights, *(name for name in gains if name is not None)])
-        )
-        self._kept: dict[str, Tensor] = {}
+        self._names: set[str] = set()
+        for site in sites:
+            self._names |= {part.parameter for part in (*site.query, *site.key)}
+            for norm in (*site.query_gains, *site.key_gains):
+                self._names |= {norm.parameter} - {None}  # type: ignore[arg-type]
+        self._before: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def before(self) -> None:
         """Called before the step."""
-        self._kept = {
-            name: self._parameters[name].detach().clone() for name in self._names
-        }
+        for name in self._names:
+            self._before[name] = self._parameters[name].detach().clone()
 
     @torch.no_grad()
     def after(self) -> dict[NumberKey, Tensor | PartialValue]:
         """Must be called after the step; returns what the step added, or nothing if `before` was not called."""
-        kept, self._kept = self._kept, {}
-        found: dict[NumberKey, Tensor | PartialValue] = {}
-        products: dict[
-            tuple[int, ...], list[tuple[str, str, Tensor]]
-        ] = {}  # by shape, for many sites at once
-        for site in self._sites if kept else ():
+        weights_before, self._before = self._before, {}
+        numbers: dict[NumberKey, Tensor | PartialValue] = {}
+        products: dict[tuple[int, ...], list[tuple[NumberKey, Tensor]]] = {}
+        for site in self._sites if weights_before else ():
             factors: list[Tensor] = []
-            for side, chains in _sides(site):
-                now = matrix(
-                    chains, lambda part: _rows(part, self._parameters[part.parameter])
-                )
-                old = matrix(chains, lambda part: _rows(part, kept[part.parameter]))
+            for side, chains in chains_of(site).items():
                 norms = site.query_gains if side == "query" else site.key_gains
-                own_heads = site.n_heads if side == "query" else site.n_kv_heads
-                if len(site.terms) == 1 and norms:
-                    old, now = (
-                        _gained(x, norms, own_heads, of)
-                        for x, of in ((old, kept), (now, self._parameters))
-                    )
-                factors += [site.per_query_head(x) for x in (old, now - old)]
-                own = own_rows(chains)
-                news, olds = (
-                    [_rows(part, of[part.parameter]) for part in own]
-                    for of in (self._parameters, kept)
-                )
-                moved = _length([new - was for new, was in zip(news, olds)], site)
-                found[site.name, f"{side}_update_ratio"] = moved / _length(olds, site)
+                n_heads = site.n_heads if side == "query" else site.n_kv_heads
+                stacks, lasts = [], []
+                for weights in (weights_before, self._parameters):
+
+                    def rows(part: HeadSlice) -> Tensor:
+                        # As wide as possible, because steps are small differences.
+                        x = part.heads(weights[part.parameter].detach())  # noqa: B023
+                        return x.to(widest(x.device))
+
+                    stack = matrix(chains, rows)
+                    if len(site.terms) == 1 and norms:
+                        stack = _times_gains(stack, norms, n_heads, weights)
+                    stacks.append(site.per_query_head(stack))
+                    lasts.append([rows(part) for part in last_weights(chains)])
+                factors += [stacks[0], stacks[1] - stacks[0]]
+                moved = [new - old for old, new in zip(*lasts)]
+                ratio = frobenius_norm(moved, site) / frobenius_norm(lasts[0], site)
+                numbers[site.name, f"{side}_update_ratio"] = ratio
             for name, product in zip(("delta2", "delta3"), step_products(*factors)):
-                products.setdefault(tuple(product.shape[1:]), []).append(
-                    (site.name, name, product)
-                )
+                shape = tuple(product.shape[1:])
+                products.setdefault(shape, []).append(((site.name, name), product))
         for alike in products.values():
-            most = max(1, _ENTRIES // max(1, alike[0][2].numel()))
-            for some in (alike[i : i + most] for i in range(0, len(alike), most)):
-                spectra = spectrum(torch.cat([product for _, _, product in some]))
-                counts = [len(product) for _, _, product in some]
-                for of, values in spectra._asdict().items():
-                    for (site_name, name, _), x in zip(some, values.split(counts)):
-                        found[site_name, f"{name}_{of}"] = x
-        return found
+            # Each decomposition waits for the device once, so many sites share one.
+            n_sites = max(1, _ENTRIES // max(1, alike[0][1].numel()))
+            for i in range(0, len(alike), n_sites):
+                batch = alike[i : i + n_sites]
+                spectra = spectrum(torch.cat([product for _, product in batch]))
+                counts = [len(product) for _, product in batch]
+                for summary, values in spectra._asdict().items():
+                    for ((site_name, name), _), x in zip(batch, values.split(counts)):
+                        numbers[site_name, f"{name}_{summary}"] = x
+        return numbers
 
 
-def _gained(
-    x: Tensor, norms: tuple[NormGain, ...], heads: int, of: Mapping[str, Tensor]
+def _times_gains(
+    x: Tensor,
+    norms: tuple[NormGain, ...],
+    n_heads: int,
+    weights: Mapping[str, Tensor],
 ) -> Tensor:
     """Multiplies the rows of weights [n r m] by the gains of the norm behind them, as diagonal matrices.
 
     If the gains of the norm do not correspond to these rows, the rows are unchanged.
     """
-    gains = torch.ones(heads, x.shape[1], dtype=x.dtype, device=x.device)
+    gains = torch.ones(n_heads, x.shape[1], dtype=x.dtype, device=x.device)
     for norm in norms:
-        if (
-            norm.parameter is None
-            or norm.index is None
-            or norm.index.shape[1] not in (1, x.shape[1])
-        ):
+        if norm.parameter is None or norm.index is None or n_heads % len(x):
             return x
-        p = of[norm.parameter].detach()
-        if dist.is_split(p):
+        p = weights[norm.parameter].detach()
+        if norm.index.shape[1] not in (1, x.shape[1]) or dist.is_split(p):
             return x
-        own = norm.offset + p.flatten()[norm.index.to(p.device)].to(x.dtype)
-        gains[list(norm.heads)] = norm.factor * own.expand(len(norm.heads), x.shape[1])
-    if heads % len(x):
-        return x
-    return x.repeat_interleave(heads // len(x), 0) * gains[..., None]
-
-
-def _rows(part: HeadSlice, x: Tensor) -> Tensor:
-    """The heads' rows [n r m], in the widest dtype that the device supports, because steps are small differences."""
-    return part.heads(x.detach()).to(widest(x.device))
-
-
-def _length(parts: Sequence[Tensor], site: AttentionSite) -> Tensor:
-    """The Frobenius norm [h] of each query head's rows of several weights as one matrix."""
-    norms = [
-        site.per_query_head(
-            torch.linalg.vector_norm(x, dim=(1, 2), dtype=wide(x.dtype))
-        )
-        for x in parts
-    ]
-    return (
-        norms[0]
-        if len(norms) == 1
-        else torch.linalg.vector_norm(torch.stack(norms), dim=0)
-    )
-
-
-def _sides(
-    site: AttentionSite,
-) -> tuple[tuple[str, list[Chain]], tuple[str, list[Chain]]]:
-    return ("query", [t.query for t in site.terms]), (
-        "key",
-        [t.key for t in site.terms],
-    )
-
-
-def _lines(part: HeadSlice, x: Tensor) -> int:
-    """The number of rows or columns of a weight."""
-    return x.shape[0] if part.axis == 0 else x.shape[1:].numel()
-
-
-def _eps_by_parameter(optimizer: torch.optim.Optimizer | None) -> Mapping[int, float]:
-    groups = [] if optimizer is None else optimizer.param_groups
-    return {
-        id(p): group["eps"]
-        for group in groups
-        if isinstance(group.get("eps"), float)
-        for p in group["params"]
-    }
+        gain = norm.offset + p.flatten()[norm.index.to(p.device)].to(x.dtype)
+        gains[list(norm.heads)] = norm.factor * gain.expand(len(norm.heads), -1)
+    return x.repeat_interleave(n_heads // len(x), 0) * gains[..., None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextvars
+import dataclasses
 import functools
 import inspect
 import os
@@ -11,8 +12,8 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Literal, final
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,161 +45,92 @@ from qkeel.patching.modes import (
 # wrappers, so replacing one attribute would miss most callers. Here the function object stays the same, and the
 # original code object still runs in the end, so code compiled for it is reused.
 
-# Name of a global in the function's module that the new code calls.
+# Name of a global in the function's module that the new code calls, and of the function's attribute for its users.
 _NAME = "_qkeel_exchanged_"
 _LOCK = threading.Lock()
 
-CallArguments = tuple[list[Any], dict[str, Any]]  # by position and by name
-# Arguments; a stack to close when the call ends; a function that receives the result; and a function that converts the
-# result for the caller, if needed.
-Begun = tuple[
-    CallArguments,
-    ExitStack,
-    Callable[[object], None],
-    Callable[[object], object] | None,
-]
-# Receives the function and the arguments of a call; returns False for a call that is not observed.
-Begin = Callable[
-    [types.FunctionType, list[Any], dict[str, Any]], Begun | Literal[False]
-]
 
-# Per thread: the guard that calls `begin` and the callbacks, or None if calls are not observed.
-GUARD: contextvars.ContextVar[Guarded | None] = contextvars.ContextVar(
-    "qkeel_guard_of_calls", default=None
-)
+@dataclasses.dataclass(slots=True)
+class ObservedCall:
+    """One call of an observed function: the arguments that the original code receives, and what follows it.
 
-
-@final
-class ExchangedCode:
-    """A function whose code is replaced.
-
-    If there is a GUARD, calls run `begin`, the original code, and the callbacks that `begin` returned. torch.compile
-    does not trace what the guard calls. If `begin` fails, the original code runs inside `unobserved`.
+    close: called when the original code has ended, in whatever way. finish: called with its result afterwards; returns
+    what the caller receives.
     """
 
-    def __init__(
-        self,
-        function: types.FunctionType,
-        begin: Begin,
-        unobserved: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self.function, self.code = function, function.__code__
-        self.original = types.FunctionType(
-            self.code,
-            function.__globals__,
-            function.__name__,
-            function.__defaults__,
-            function.__closure__,
-        )
-        self.original.__kwdefaults__ = function.__kwdefaults__
-        self._holders = 0
-        name = _NAME + function.__name__
-        uncompiled = (
-            torch.compiler.disable(unguarded) if compiler_loaded() else unguarded
-        )
-        forward, enter = (
-            _forwarding(self.code, name),
-            self._entrance(begin, unobserved, uncompiled),
-        )
-        if compiler_loaded():
-            # If a compiled wrapper calls it, the compiler should trace the original function, not this entrance.
-            run_uncompiled(forward, enter.__code__)
-        function.__globals__[name] = enter
-        vars(function)[_NAME] = self
-        function.__code__ = forward
-
-    def _entrance(
-        self,
-        begin: Begin,
-        unobserved: Callable[[], AbstractContextManager[None]],
-        uncompiled: Guarded,
-    ) -> types.FunctionType:
-        function, original = self.function, self.original
-
-        def enter(args: list[Any], kwargs: dict[str, Any]) -> Any:
-            guard = None if torch.compiler.is_compiling() else GUARD.get()
-            begun = guard is not None and uncompiled(
-                guard, begin, function, args, kwargs
-            )
-            if begun is False:
-                return original(*args, **kwargs)
-            if begun is None:  # a fault
-                with unobserved():
-                    return original(*args, **kwargs)
-            (given, named), over, report, own = begun
-            try:
-                out = original(*given, **named)
-            finally:
-                uncompiled(guard, over.close)
-            uncompiled(guard, report, out)
-            return out if own is None else uncompiled(own, out)
-
-        return enter  # type: ignore[return-value]
-
-    def release(self) -> None:
-        """Drops one user; restores the function after the last one."""
-        with _LOCK:
-            self._holders -= 1
-            if self._holders == 0:
-                self.function.__code__ = self.code
-                del (
-                    self.function.__globals__[_NAME + self.function.__name__],
-                    vars(self.function)[_NAME],
-                )
-
-    def hold(self) -> ExchangedCode:
-        """Adds one user."""
-        self._holders += 1
-        return self
+    args: list[Any]
+    kwargs: dict[str, Any]
+    close: Callable[[], None]
+    finish: Callable[[Any], Any]
 
 
-def exchange(
-    function: types.FunctionType,
-    begin: Begin,
-    unobserved: Callable[[], AbstractContextManager[None]],
-) -> ExchangedCode:
-    """Replaces a function's code, or adds a user to an existing replacement. `release()` undoes this.
+# Receives a function and the arguments of a call; returns None for a call that is not observed. It must not fail.
+Begin = Callable[[types.FunctionType, list[Any], dict[str, Any]], ObservedCall | None]
 
-    Args:
-        function: the function to observe.
-        begin: the function that receives its calls, unless an earlier replacement is still installed.
-        unobserved: a context for calls on which `begin` has failed.
 
-    Raises:
-        SyntaxError, TypeError, ValueError: the function's signature is not supported.
+@contextmanager
+def exchanged(function: types.FunctionType, begin: Begin) -> Iterator[None]:
+    """A context in which calls of a function, by whatever name, go through `begin`; contexts may overlap.
+
+    torch.compile does not trace `begin` and what it returns.
     """
+    key = _NAME + function.__name__
     with _LOCK:
-        held: ExchangedCode = vars(function).get(_NAME) or ExchangedCode(
-            function, begin, unobserved
-        )
-        return held.hold()
+        users = vars(function).setdefault(_NAME, [])
+        if not users:
+            users.append(function.__code__)
+            function.__globals__[key] = _entrance(function, begin)
+            # The signature that callers inspect stays that of the function.
+            function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+            function.__code__ = _forwarding(key, function.__code__)
+        users.append(None)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            users.pop()
+            if len(users) == 1:
+                function.__code__ = users[0]
+                del function.__globals__[key], vars(function)[_NAME]
+                del function.__signature__  # type: ignore[attr-defined]
+
+
+def _entrance(function: types.FunctionType, begin: Begin) -> Callable[..., Any]:
+    """Returns what the new code of a function calls with the arguments as a tuple and a dict."""
+    original = types.FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    original.__kwdefaults__ = function.__kwdefaults__
+    uncompiled = torch.compiler.disable(unguarded) if compiler_loaded() else unguarded
+
+    def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = None
+        if not torch.compiler.is_compiling():
+            call = uncompiled(begin, function, list(args), kwargs)
+        if call is None:
+            return original(*args, **kwargs)
+        try:
+            out = original(*call.args, **call.kwargs)
+        finally:
+            uncompiled(call.close)
+        return uncompiled(call.finish, out)
+
+    if compiler_loaded():
+        # If a compiled wrapper calls the function, the compiler should trace the original code, not this entrance.
+        run_uncompiled(_forwarding(_NAME + function.__name__, function.__code__))
+        run_uncompiled(enter.__code__)
+    return enter
 
 
 @functools.lru_cache(maxsize=32)
-def _forwarding(code: types.CodeType, name: str) -> types.CodeType:
-    """Compiles code with the same parameters as `code` that passes them to `name` as a list and a dict."""
-    n = code.co_argcount + code.co_kwonlyargcount
-    first, named = (
-        code.co_varnames[: code.co_argcount],
-        code.co_varnames[code.co_argcount : n],
-    )
-    rest = list(code.co_varnames[n:])
-    more = rest.pop(0) if code.co_flags & inspect.CO_VARARGS else ""
-    others = rest.pop(0) if code.co_flags & inspect.CO_VARKEYWORDS else ""
-    parameters = [
-        *first,
-        *([f"*{more}"] if more or named else []),
-        *named,
-        *([f"**{others}"] if others else []),
-    ]
-    args = "".join(f"{x}, " for x in first) + (f"*{more}" if more else "")
-    kwargs = ", ".join(
-        [*(f"{x!r}: {x}" for x in named), *([f"**{others}"] if others else [])]
-    )
-    made: types.FunctionType = eval(
-        f"lambda {', '.join(parameters)}: {name}([{args}], {{{kwargs}}})"
-    )
-    return made.__code__.replace(co_freevars=code.co_freevars, co_name=code.co_name)
+def _forwarding(name: str, code: types.CodeType) -> types.CodeType:
+    """Returns code that passes its arguments to the global `name`; `code` is what it takes the place of."""
+    forward: types.FunctionType = eval(f"lambda *args, **kwargs: {name}(args, kwargs)")
+    return forward.__code__.replace(co_freevars=code.co_freevars, co_name=code.co_name)
 
 
 # Replaces one module's forward by an attribute of the instance.

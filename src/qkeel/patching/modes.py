@@ -853,19 +853,6 @@ def function_name(function: Function) -> str:
 
 
 @contextmanager
-def suspended(functions: TorchFunctionMode) -> Iterator[None]:
-    """Disables a mode inside the context if it is the innermost one."""
-    mine = _get_current_function_mode() is functions
-    if mine:
-        _pop_mode()
-    try:
-        yield
-    finally:
-        if mine:
-            _push_mode(functions)
-
-
-@contextmanager
 def without_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
     """Disables all modes of this class inside the context, wherever they are in the stack."""
     before = _get_current_function_mode_stack()
@@ -881,19 +868,6 @@ def _enter_only(modes: list[TorchFunctionMode]) -> None:
         _pop_mode()
     for mode in modes:
         _push_mode(mode)
-
-
-def leave(mode: TorchFunctionMode) -> None:
-    """Leaves a mode, even if it is not the innermost one, since an interrupt may have left other modes inside it."""
-    inner = []
-    while _get_current_function_mode() not in (mode, None):
-        inner.append(_pop_mode())
-    try:
-        if _get_current_function_mode() is mode:
-            mode.__exit__(None, None, None)
-    finally:
-        for other in reversed(inner):
-            _push_mode(other)
 
 
 def number_of_modes() -> int:

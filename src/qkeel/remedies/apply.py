@@ -14,7 +14,8 @@ from qkeel.handle import Handle
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import owners, unwrapped
 from qkeel.patching.optimizers import listed
-from qkeel.remedies.apply_now import Asked, active_remedies, apply_now, forget
+from qkeel.remedies.active import active_remedies, forget
+from qkeel.remedies.apply_now import Asked, apply_now
 from qkeel.remedies.base import Remedy
 from qkeel.remedies.next_pass import AtNextPass
 from qkeel.remedies.table import (

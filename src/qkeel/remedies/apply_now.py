@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,13 +15,23 @@ from qkeel import distributed as dist
 from qkeel.capture.example import arguments
 from qkeel.errors import AlreadyAppliedError, RefusedError
 from qkeel.handle import Handle
-from qkeel.heads.site import APPLIED, AttentionSite, Sites
+from qkeel.heads.site import AttentionSite, Sites
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import compile_again
 from qkeel.patching.optimizers import listed
-from qkeel.remedies.base import NoRemedy, Remedy, Target, active_at, compose_all, where
-from qkeel.remedies.head_weights import StepRemedy, check_weights, innermost, stepped
+from qkeel.remedies.active import active_remedies, drop, record
+from qkeel.remedies.base import (
+    NoRemedy,
+    Remedy,
+    Target,
+    active_at,
+    active_on,
+    compose_all,
+    where,
+)
+from qkeel.remedies.head_weights import check_weights, stepped
 from qkeel.remedies.idle_steps import notice_idle_steps
+from qkeel.remedies.optimizer_trials import innermost
 from qkeel.remedies.processes import (
     WHAT,
     agreed,
@@ -30,6 +40,7 @@ from qkeel.remedies.processes import (
     check_wrapper,
     refused_under_zero,
 )
+from qkeel.remedies.step_remedy import StepRemedy
 from qkeel.remedies.table import RemedySpec, parse
 from qkeel.remedies.weights_in_use import check_weights_in_use
 from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
@@ -59,68 +70,58 @@ def apply_now(
     sites: object = None,
 ) -> Handle:
     """Applies remedies immediately; see `apply`."""
-    train_length, partial = more.train_length, more.partial
 
-    def asked() -> tuple[tuple[Remedy, ...], list[tuple[Target, Sites | None]]]:
+    def prepared() -> tuple[tuple[Remedy, ...], list[tuple[Target, Sites | None]]]:
         remedies = parse(remedy, **more.options)
-        optimizers = listed(optimizer)
         models = (
             {"": model}
             if isinstance(model, nn.Module)
             else named_models(model, "apply remedies to")
         )
-        shown, known = (
-            of_each(batch, [*models], "batches"),
-            sites_of_each(sites, models),
-        )
-        bare: list[tuple[Target, Sites | None]] = []
+        batches = of_each(batch, [*models], "batches")
+        sites_by_model = sites_of_each(sites, models)
+        targets: list[tuple[Target, Sites | None]] = []
         for name, single in models.items():
-            shown_arguments = (
-                ((), {}) if shown[name] is None else arguments(shown[name])
-            )
             target = Target(
                 model=unwrapped(single),
-                optimizer=optimizers[0] if optimizers else None,
+                optimizer=next(iter(listed(optimizer)), None),
                 sites=[],
-                batch=shown_arguments,
-                train_length=train_length,
+                batch=((), {}) if batches[name] is None else arguments(batches[name]),
+                train_length=more.train_length,
             )
-            bare.append((target, known[name]))
-        for target, _ in bare:
             check_wrapper(target.model, remedies)
-        return remedies, bare
+            targets.append((target, sites_by_model[name]))
+        return remedies, targets
 
-    def said(request: tuple[tuple[Remedy, ...], Sequence[object]]) -> str:
+    def description(request: tuple[tuple[Remedy, ...], Sequence[object]]) -> str:
+        """What must be the same on all processes."""
         arguments = {"optimizer": optimizer, "batch": batch, "sites": sites}
-        parts = [
+        present = [
             name if x is not None else f"no {name}" for name, x in arguments.items()
         ]
-        several = [] if isinstance(model, nn.Module) else [f"{len(request[1])} models"]
-        return ", ".join(
-            [
-                f"{list(request[0])}",
-                *several,
-                *parts,
-                f"train_length={train_length}, partial={partial}",
-            ]
+        return (
+            f"{list(request[0])} to {len(request[1])} model(s), {', '.join(present)}, "
+            f"train_length={more.train_length}, partial={more.partial}"
         )
 
-    found, bare = dist.agree(WHAT, asked, said)
-    optimizers = listed(optimizer)
+    # Whatever one process refuses, all refuse, before any of them changes its model.
+    remedies, targets = dist.agree(WHAT, prepared, description)
 
     def applied() -> Handle:
         handles = (
-            compose_all(_apply_all(found, target, known, optimizers, partial=partial))
-            for target, known in bare
+            compose_all(
+                _apply_all(
+                    remedies, target, known, listed(optimizer), partial=more.partial
+                )
+            )
+            for target, known in targets
         )
         return next(handles) if isinstance(model, nn.Module) else compose_all(handles)
 
     handle = dist.agree(WHAT, applied, lambda _: "applied", Handle.remove)
-    for target, _ in bare:
-        handle = refused_under_zero(
-            handle, target.model, found, optimizers[0] if optimizers else None
-        )
-    handle.about = "+".join(parsed.name for parsed in found)
+    for target, _ in targets:
+        handle = refused_under_zero(handle, target.model, remedies, target.optimizer)
+    handle.about = "+".join(parsed.name for parsed in remedies)
     return handle
 
 
@@ -163,6 +164,7 @@ def _apply_all(
             )
         )
         for target in _by_optimizer(remedy, target_of_all, optimizers):
+            # Compared afterwards: a wrapper reduces no gradients of parameters that it has not seen.
             before = dict(bare.model.named_parameters())
             inner = remedy.apply(target)
             try:
@@ -178,7 +180,7 @@ def _apply_all(
             except BaseException:
                 inner.remove()
                 raise
-            yield _marked(remedy, target, inner)
+            yield _recorded(remedy, target, inner)
 
 
 def _by_optimizer(
@@ -192,62 +194,41 @@ def _by_optimizer(
         return [target]
     if not remedy.on_steps:
         for optimizer in optimizers:
-            if any(
-                p.ndim < 2 for group in optimizer.param_groups for p in group["params"]
-            ):
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            if any(p.ndim < 2 for p in held):
                 return [dataclasses.replace(target, optimizer=optimizer)]
         return [target]
-    sites_of: dict[int, list[AttentionSite]] = {}
+    sites_of: list[list[AttentionSite]] = [[] for _ in optimizers]
     for site in target.sites:
-        weights = [
-            target.parameter(s.parameter)
-            for term in site.terms
-            for s in (*term.query, *term.key)
+        weights = [target.parameter(s.parameter) for s in (*site.query, *site.key)]
+        holders = [
+            i
+            for i, optimizer in enumerate(optimizers)
+            if any(stepped(innermost(optimizer), p) is not None for p in weights)
         ]
-        holds = (
-            any(stepped(innermost(optimizer), p) is not None for p in weights)
-            for optimizer in optimizers
-        )
-        sites_of.setdefault(
-            next((i for i, held in enumerate(holds) if held), 0), []
-        ).append(site)
-    parts = [
-        dataclasses.replace(target, optimizer=optimizers[i], sites=sites)
-        for i, sites in sorted(sites_of.items())
+        sites_of[(holders or [0])[0]].append(site)
+    targets = [
+        dataclasses.replace(target, optimizer=optimizer, sites=sites)
+        for optimizer, sites in zip(optimizers, sites_of)
+        if sites
     ]
-    return parts or [target]
+    return targets or [target]
 
 
 def _check(
     remedy: Remedy, target: Target, sites: Sites, *, partial: bool, given: bool
 ) -> None:
     """Raises RefusedError if a remedy cannot be applied to the sites, which were found on a batch or `given`."""
-    if not partial:
-        _check_whole(remedy, sites)
-    _check_supported(remedy, target)
-    if given and remedy.on_attention and not remedy.on_steps:
-        raise RefusedError(
-            f"{remedy.name} changes what a pass computes, so give a batch in place of the sites"
-        )
-
-
-def _check_whole(remedy: Remedy, sites: Sites) -> None:
-    """Raises RefusedError if a remedy for all attention would leave out attention that is not understood."""
-    if sites.missed and remedy.on_attention:
+    if sites.missed and remedy.on_attention and not partial:
         missed = "; ".join(map(str, sites.missed))
         raise RefusedError(
             f"{remedy.name}: {sites.share} of this model are understood, and the remedy would leave out the others. "
             f"{missed}. With partial=True the remedy is applied to the attention that is understood"
         )
-
-
-def _check_supported(remedy: Remedy, target: Target) -> None:
-    """Raises unless the remedy can be applied at every site."""
+    if any(x.on_steps for site in target.sites for x in active_at(site).values()):
+        # An optimizer that the script deleted may still exist, and its remedies with it.
+        gc.collect()
     for site in target.sites:
-        if any(active.on_steps for active in active_at(site).values()) and (
-            remedy.name in active_at(site) or remedy.supports(site) is not None
-        ):
-            gc.collect()  # an optimizer that the script deleted may still exist, and its remedies with it
         if remedy.name in active_at(site):
             raise AlreadyAppliedError(
                 f"{remedy.name} is already applied to {where(site)}; remove() its handle first"
@@ -259,71 +240,56 @@ def _check_supported(remedy: Remedy, target: Target) -> None:
         check_weights(target, remedy.name, per_head=remedy.on_steps)
     if isinstance(remedy, StepRemedy):
         check_weights_in_use(target, remedy)
+    if given and remedy.on_attention and not remedy.on_steps:
+        raise RefusedError(
+            f"{remedy.name} changes what a pass computes, so give a batch in place of the sites"
+        )
 
 
-def _marked(remedy: Remedy, target: Target, inner: Handle) -> Handle:
+def _recorded(remedy: Remedy, target: Target, inner: Handle) -> Handle:
     """Records the active remedy on each site's module. The returned handle removes the record and the change.
 
     A remedy for steps ends with its optimizer, so its record does too."""
-    modules = {
-        id(site.module): site.module for site in target.sites
-    }.values()  # a module may have several sites
-    for module in modules:
-        marks = module.__dict__.get(APPLIED)
-        module.__dict__[APPLIED] = record = (
-            marks if isinstance(marks, _Marks) else _Marks(marks or {})
-        )
-        record[remedy.name] = remedy
-    compiled = not (remedy.on_steps or isinstance(remedy, NoRemedy))
-    if compiled:
-        compile_again()  # code compiled earlier does not detect new hooks
-
-    ends = warning = None
+    # A module may have several sites.
+    modules = list({id(site.module): site.module for site in target.sites}.values())
+    record(modules, remedy)
+    is_in_model = not (remedy.on_steps or isinstance(remedy, NoRemedy))
+    if is_in_model:
+        # Code that was compiled earlier does not detect new hooks.
+        compile_again()
+    ends = idle = None
     if remedy.on_steps and target.optimizer is not None:
-        warning = notice_idle_steps(target, remedy)
+        idle = notice_idle_steps(target, remedy)
+        references = [weakref.ref(module) for module in modules]
         ends = weakref.finalize(
-            innermost(target.optimizer),
-            _unmark,
-            [weakref.ref(module) for module in modules],
-            remedy,
+            innermost(target.optimizer), _drop_all, references, remedy
         )
         ends.atexit = False
 
     def undo() -> None:
-        if warning is not None:
-            warning.remove()
-        if ends is not None and ends.detach() is None:  # its optimizer no longer exists
-            inner.remove()
-            return
-        marks = [(module, module.__dict__.get(APPLIED, {})) for module in modules]
-        if any(
-            record.get(remedy.name) is not remedy for _, record in marks
-        ):  # already folded into the weights
+        if idle is not None:
+            idle.remove()
+        has_ended = ends is not None and ends.detach() is None
+        if not has_ended and any(
+            active_on(module).get(remedy.name) is not remedy for module in modules
+        ):
+            # The remedy has been folded into the weights, and there is nothing left to undo.
             return
         inner.remove()
-        if compiled:
+        if is_in_model:
             compile_again()
-        for module, _ in marks:
-            _drop(module, remedy)
+        for module in modules:
+            drop(module, lambda active: active is remedy)
 
     return Handle(undo, state=inner.state, load=inner.load)
 
 
-def _drop(module: nn.Module, remedy: Remedy) -> None:
-    """Drops the record of a remedy on a module, if it is there."""
-    record = module.__dict__.get(APPLIED, {})
-    if record.get(remedy.name) is remedy:
-        del record[remedy.name]
-        if not record:
-            del module.__dict__[APPLIED]
-
-
-def _unmark(modules: Sequence[weakref.ref[nn.Module]], remedy: Remedy) -> None:
+def _drop_all(modules: Sequence[weakref.ref[nn.Module]], remedy: Remedy) -> None:
     """Drops the records of a remedy whose optimizer no longer exists."""
-    for module in [
-        site_module for ref in modules if (site_module := ref()) is not None
-    ]:
-        _drop(module, remedy)
+    for reference in modules:
+        module = reference()
+        if module is not None:
+            drop(module, lambda active: active is remedy)
 
 
 def _sites(remedy: Remedy, bare: Target) -> tuple[Sites, ModelTrace | None]:
@@ -335,38 +301,6 @@ def _sites(remedy: Remedy, bare: Target) -> tuple[Sites, ModelTrace | None]:
         if args or kwargs:
             raise
         raise RefusedError(f"{error} {GIVE_BATCH.format(remedy.name)}") from error
-
-
-class _Marks(dict[str, Remedy]):
-    """The active remedies of a module. Copies keep only the remedies that changed the module itself."""
-
-    def __deepcopy__(self, memo: object) -> _Marks:
-        return _Marks(
-            {name: remedy for name, remedy in self.items() if not remedy.on_steps}
-        )
-
-    def __reduce__(self) -> tuple[type, tuple[dict[str, Remedy]] | tuple[()]]:
-        kept = {name: remedy for name, remedy in self.items() if not remedy.on_steps}
-        return (
-            (_Marks, (kept,)) if kept else (dict, ())
-        )  # a model with step remedies only loads without qkeel
-
-
-def active_remedies(model: nn.Module) -> set[str]:
-    """Returns the names of the remedies that are active on this model."""
-    return {
-        name for module in model.modules() for name in module.__dict__.get(APPLIED, {})
-    }
-
-
-def forget(model: nn.Module, folded: Callable[[Remedy], bool]) -> None:
-    """Drops the records of remedies that are now folded into the weights. Their handles then undo nothing."""
-    for module in model.modules():
-        marks = module.__dict__.get(APPLIED, {})
-        for name in [name for name, remedy in marks.items() if folded(remedy)]:
-            del marks[name]
-            if not marks:
-                del module.__dict__[APPLIED]
 
 
 def _check_others(remedy: Remedy, sites: Iterable[AttentionSite]) -> None:

@@ -20,15 +20,13 @@ from qkeel.heads.site import APPLIED, AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.options import Bound, annotations, check_bound, checked
 from qkeel.patching.forward import extra_pass
-from qkeel.remedies.optimizer_trials import check_one_optimizer
+from qkeel.remedies.optimizer_trials import check_one_optimizer, innermost
 from qkeel.sites.trace import ModelTrace, seen
 
-# The interface of a remedy, and of what it is applied to.
-
-HeadsBySite = tuple[
-    tuple[str, tuple[int, ...]], ...
-]  # heads by site name; () for all heads of a site
-Args = tuple[Any, ...]  # arguments of a call of code from other libraries
+#: Heads by site name; () for all heads of a site.
+HeadsBySite = tuple[tuple[str, tuple[int, ...]], ...]
+# Arguments of a call of code from other libraries.
+Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
@@ -39,19 +37,14 @@ class Target:
     model: nn.Module  #: the whole model
     optimizer: Optimizer | None  #: the model's optimizer, if given
     sites: list[AttentionSite]  #: the model's attention, as far as it is known
-    batch: Arguments = (
-        (),
-        {},
-    )  #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
-    train_length: int | None = (
-        None  #: tokens per training sequence, for formulas that need it
-    )
-    trace: ModelTrace | None = (
-        None  #: the pass that revealed the sites; None if all are qkeel's own, or were given
-    )
-    all_sites: Sequence[
-        AttentionSite
-    ] = ()  #: all attention of the model; `sites` may be a part of it
+    #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
+    batch: Arguments = ((), {})
+    #: tokens per training sequence, for formulas that need it
+    train_length: int | None = None
+    #: the pass that revealed the sites; None if all are qkeel's own, or were given
+    trace: ModelTrace | None = None
+    #: all attention of the model; `sites` may be a part of it
+    all_sites: Sequence[AttentionSite] = ()
     #: the last weights on the path to each site's values, or why they are unknown; empty if no pass has shown them
     values: Mapping[str, tuple[HeadSlice, ...] | str] = dataclasses.field(
         default_factory=dict
@@ -104,22 +97,19 @@ class Target:
         return False
 
     def need_optimizer(self, remedy: str) -> Optimizer:
-        """Returns the optimizer, or raises RefusedError if there is none."""
+        """Returns the optimizer that takes the steps, or raises RefusedError if there is none."""
         if self.optimizer is None:
             raise RefusedError(
                 f"{remedy} acts on optimizer steps: call qkeel.apply(model, {remedy!r}, optimizer)"
             )
         check_one_optimizer(self.optimizer, remedy)
-        return self.optimizer
+        return innermost(self.optimizer)
 
     def returned(self) -> object:
         """Returns the model's output for the batch, from a pass that leaves the model unchanged."""
         args, kwargs = self.batch
-        with (
-            extra_pass(self.model),
-            torch.no_grad(),
-            undisturbed(self.model),
-        ):  # which no monitor counts
+        # An extra pass is counted by no monitor.
+        with extra_pass(self.model), torch.no_grad(), undisturbed(self.model):
             return self.model(*copied(args), **copied(kwargs))
 
     def logit_slices(self) -> Iterator[HeadSlice]:
@@ -226,27 +216,33 @@ def unconfirmed(site: AttentionSite) -> Refusal:
     )
 
 
-def check_heads(remedy: str, value: object) -> None:
+def check_heads(remedy: str, heads: object) -> None:
     """Raises InvalidTypeError unless the value of an option names heads by site or is None."""
-    for pair in (
-        value if isinstance(value, tuple) else () if value is None else (value,)
-    ):
-        site, heads = (
-            pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
+    if heads is None:
+        return
+    is_valid = isinstance(heads, tuple) and bool(heads)
+    for pair in heads if isinstance(heads, tuple) else ():
+        is_pair = isinstance(pair, tuple) and len(pair) == 2
+        is_valid &= (
+            is_pair
+            and isinstance(pair[0], str)
+            and isinstance(pair[1], tuple)
+            and all(type(head) is int and head >= 0 for head in pair[1])
         )
-        if (
-            not isinstance(site, str)
-            or not isinstance(heads, tuple)
-            or not all(type(h) is int and h >= 0 for h in heads)
-        ):
-            raise InvalidTypeError(
-                f"expected heads of {remedy} by site, as ((site.name, (0, 3)),) with () for all of them, got {value!r}"
-            )
+    if not is_valid:
+        raise InvalidTypeError(
+            f"expected heads of {remedy} by site, as ((site.name, (0, 3)),) with () for all of them, got {heads!r}"
+        )
+
+
+def active_on(module: nn.Module) -> dict[str, Remedy]:
+    """Returns the remedies that are active on a module, by name."""
+    return vars(module).get(APPLIED, {})
 
 
 def active_at(site: AttentionSite) -> dict[str, Remedy]:
     """Returns the remedies that are active at a site, by name."""
-    return site.module.__dict__.get(APPLIED, {})
+    return active_on(site.module)
 
 
 def where(site: AttentionSite) -> str:
@@ -262,9 +258,6 @@ def module_name(site: AttentionSite) -> str:
 def inside(module: str, name: str) -> str:
     """Returns the model-wide name of something that a module (possibly the model itself) calls `name`."""
     return f"{module}.{name}" if module else name
-
-
-# The baseline.
 
 
 @final

@@ -20,8 +20,7 @@ from torch.overrides import (
 )
 
 from qkeel.capture.calls import HIDES, HeadLayout
-from qkeel.capture.named_calls import SDPA
-from qkeel.capture.readers import hiding, mha_mask, sdpa_arguments, unpacked
+from qkeel.capture.readers import SDPA, hiding, mha_mask, sdpa_arguments, unpacked
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
 from qkeel.nn import functional_attention

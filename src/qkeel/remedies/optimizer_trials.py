@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel.errors import RefusedError, caution
+from qkeel.patching.optimizers import runs_step_hooks
 from qkeel.remedies.saved_state import GROUP_KEY
 
 ParamGroup = dict[str, Any]
 
 # Entries of a parameter group that belong to its parameters, its scheduler or a remedy, not to the update rule.
 _NOT_OPTIONS = ("params", "param_names", "initial_lr", GROUP_KEY)
-_SLOW_COPY_STEPS = (
-    12  # steps after which a slow copy of the weights has overwritten them
-)
-_LATE_STEP = 1_000_000  # the step of the trial, since schedules inside an optimizer act late (Adafactor's 1/√t)
+# Steps after which a slow copy of the weights has overwritten them.
+_SLOW_COPY_STEPS = 12
+# The step of the trial, since schedules inside an optimizer act late (Adafactor's 1/√t).
+_LATE_STEP = 1_000_000
 
 
 def optimizers_inside(optimizer: object) -> list[Optimizer]:
     """Returns the optimizers that an object holds in its attributes, alone or in lists, tuples and dicts."""
     inner: list[Optimizer] = []
     for value in vars(optimizer).values():
-        held = (
-            value.values()
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, (list, tuple))
-            else [value]
-        )
-        inner.extend(entry for entry in held if isinstance(entry, Optimizer))
+        held = value.values() if isinstance(value, dict) else value
+        entries = held if isinstance(value, (list, tuple, dict)) else [value]
+        inner.extend(entry for entry in entries if isinstance(entry, Optimizer))
     return inner
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """Returns the optimizer that takes the steps, inside any wrappers that run no hooks, such as accelerate's.
+
+    A wrapper that runs hooks and calls another optimizer inside its own step is itself returned, since it may do
+    more than that."""
+    while not runs_step_hooks(optimizer):
+        inner = optimizers_inside(optimizer)
+        if len(inner) != 1:
+            break
+        optimizer = inner[0]
+    return optimizer
 
 
 def check_one_optimizer(optimizer: Optimizer, remedy: str) -> None:
@@ -73,80 +82,115 @@ def check_steps(
             accepted with a warning.
         needs_decoupled_decay: whether weight decay must be separable from the rest of the step.
     """
+    kind = type(optimizer).__name__
     if not is_scaled and isinstance(optimizer, torch.optim.LBFGS):
         raise RefusedError(
             f"{remedy} changes weights after the step, and LBFGS mistakes every change of the weights for its own "
             "step when it estimates the curvature; use a first-order optimizer, such as AdamW"
         )
-    for group, device in _groups_of(optimizer, tensors):
-        with _undisturbed(device):
+    changed = {id(tensor) for tensor in tensors if tensor is not None}
+    for group in optimizer.param_groups:
+        device = next((p.device for p in group["params"] if id(p) in changed), None)
+        if device is None:
+            continue
+        on_device = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=on_device), torch.enable_grad():
+            trial = functools.partial(_Trial, optimizer, group, device)
             if is_scaled:
-                _check_linear(optimizer, remedy, group, device)
-            _check_keeps_changes(optimizer, remedy, group, device)
+                _check_linear(trial, remedy, kind)
+            _check_keeps_changes(trial, remedy, kind, "weight_decay" in group)
             if (
                 needs_decoupled_decay
                 and group.get("weight_decay")
-                and not _is_decoupled(optimizer, group, device)
+                and not _is_decoupled(trial)
             ):
                 raise RefusedError(
-                    f"{remedy} can leave decoupled weight decay at its full size, but "
-                    f"{type(optimizer).__name__} adds its weight decay to the gradient; use decay=scaled or AdamW"
+                    f"{remedy} can leave decoupled weight decay at its full size, but {kind} adds its weight decay to "
+                    "the gradient; use decay=scaled or AdamW"
                 )
 
 
-def _groups_of(
-    optimizer: Optimizer, tensors: Iterable[Tensor | None]
-) -> Iterator[tuple[ParamGroup, torch.device]]:
-    """Yields the groups that contain any of the tensors, and the device of these tensors."""
-    chosen = {id(tensor) for tensor in tensors if tensor is not None}
-    for group in optimizer.param_groups:
-        devices = [p.device for p in group["params"] if id(p) in chosen]
-        if devices:
-            yield group, devices[0]
+@final
+class _Trial:
+    """A small matrix, which a new optimizer of the same class steps without any hooks."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: ParamGroup,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        **options: float,
+    ) -> None:
+        self.weight = nn.Parameter((torch.eye(4, dtype=dtype) + 0.1).to(device))
+        gradient = torch.linspace(-1, 1, 16, dtype=dtype).view(4, 4).sin()
+        self._gradient = gradient.to(device)
+        self.optimizer = optimizer_like(
+            optimizer, self.weight, {**_plain(group), **options}
+        )
+        step = type(self.optimizer).step
+        # The class's step without the hooks that are registered for all optimizers.
+        self._step: Callable[[Optimizer], object] = (
+            vars(step)["__wrapped__"] if vars(step).get("hooked") else step
+        )
+
+    def run(self, steps: int, size: float = 1.0) -> Tensor:
+        """Takes steps with a gradient of this size and returns the weight after them."""
+        for _ in range(steps):
+            self.weight.grad = self._gradient * size
+            self._step(self.optimizer)
+        return self.weight.detach().clone()
 
 
-@contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """A context that restores random number generators, in which gradients are enabled."""
-    with (
-        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        torch.enable_grad(),
-    ):
-        yield
+def _check_linear(trial: Callable[..., _Trial], remedy: str, kind: str) -> None:
+    """Raises RefusedError unless a step at half the rate, from the same state late in training, is half as long."""
 
+    def step_at(share: float, dtype: torch.dtype) -> Tensor:
+        stepped = trial(dtype=dtype)
+        before = stepped.run(2)
+        for state in stepped.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"] * 0 + _LATE_STEP
+        for options in stepped.optimizer.param_groups:
+            options["lr"] = options["lr"] * share
+        return stepped.run(1) - before
 
-def _check_linear(
-    optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.device
-) -> None:
-    kind = type(optimizer).__name__
     failure: Exception | None = None
-    for dtype in (
-        torch.float64,
-        torch.float32,
-    ):  # some optimizers and some devices support only float32
+    # Some optimizers and some devices support only float32, in which half a step is less exact.
+    for dtype, tolerance in ((torch.float64, 1e-4), (torch.float32, 5e-2)):
         try:
-            is_linear = _is_linear(optimizer, group, device, dtype)
+            full, half = step_at(1.0, dtype), step_at(0.5, dtype)
         except Exception as error:
             failure = error
             continue
-        if not is_linear:
-            raise RefusedError(
-                f"{remedy} needs an optimizer whose step is proportional to the learning rate; a probe step of "
-                f"{kind} at half the rate was not half as long. Use AdamW, SGD, Muon, …"
-            )
-        return
+        longest = float(full.abs().max())
+        if longest > 0 and torch.allclose(
+            full * 0.5, half, rtol=tolerance, atol=tolerance * longest * 1e-3
+        ):
+            return
+        raise RefusedError(
+            f"{remedy} needs an optimizer whose step is proportional to the learning rate; a probe step of {kind} at "
+            "half the rate was not half as long. Use AdamW, SGD, Muon, …"
+        )
     raise RefusedError(
-        f"{remedy} needs an optimizer whose step is proportional to the learning rate, and a probe step of "
-        f"{kind} failed: {failure}. Use AdamW, SGD, Muon, …; if it wraps another optimizer, pass that one"
+        f"{remedy} needs an optimizer whose step is proportional to the learning rate, and a probe step of {kind} "
+        f"failed: {failure}. Use AdamW, SGD, Muon, …; if it wraps another optimizer, pass that one"
     ) from failure
 
 
 def _check_keeps_changes(
-    optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.device
+    trial: Callable[..., _Trial], remedy: str, kind: str, decays: bool
 ) -> None:
-    kind = type(optimizer).__name__
+    """Raises RefusedError if a matrix that is halved between two steps, at a rate of almost 0, does not stay halved."""
     try:
-        keeps = _keeps_changes(optimizer, group, device)
+        # At such a rate whatever moves the matrix is a copy, and decay would be taken for one.
+        stepped = trial(lr=1e-7, **({"weight_decay": 0.0} if decays else {}))
+        halved = stepped.run(2) / 2
+        stepped.weight.data.copy_(halved)
+        keeps = torch.allclose(
+            stepped.run(_SLOW_COPY_STEPS), halved, rtol=1e-2, atol=1e-2
+        )
     except Exception as error:
         caution(
             f"{remedy} changes weights after the step. It is unknown whether {kind} keeps the change: a trial on a "
@@ -161,88 +205,11 @@ def _check_keeps_changes(
         )
 
 
-def _is_linear(
-    optimizer: Optimizer, group: ParamGroup, device: torch.device, dtype: torch.dtype
-) -> bool:
-    """Steps a small matrix at two rates from the same state, late in training, and compares the two steps."""
-    steps: list[Tensor] = []
-    for factor in (1.0, 0.5):
-        weight, gradient = _matrix(device, dtype)
-        trial = TrialOptimizer(optimizer, weight, _plain(group))
-        for _ in range(2):
-            trial.step(gradient)
-        for state in trial.optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"] * 0 + _LATE_STEP
-        before = weight.detach().clone()
-        for options in trial.optimizer.param_groups:
-            options["lr"] = options["lr"] * factor
-        trial.step(gradient)
-        steps.append(weight.detach() - before)
-    full, half = steps
-    longest = float(full.abs().max())
-    tolerance = 1e-4 if dtype == torch.float64 else 5e-2
-    return longest > 0 and torch.allclose(
-        full * 0.5, half, rtol=tolerance, atol=tolerance * longest * 1e-3
-    )
-
-
-def _is_decoupled(
-    optimizer: Optimizer, group: ParamGroup, device: torch.device
-) -> bool:
+def _is_decoupled(trial: Callable[..., _Trial]) -> bool:
     """True if steps with a zero gradient are w ← (1 - ηλ)·w. Two steps are checked, because of possible momentum."""
-    weight, gradient = _matrix(device, torch.float32)
-    trial = TrialOptimizer(
-        optimizer, weight, {**_plain(group), "lr": 0.01, "weight_decay": 0.5}
-    )
-    start = weight.detach().clone()
-    for _ in range(2):
-        trial.step(torch.zeros_like(gradient))
-    return torch.allclose(weight.detach(), start * (1 - 0.01 * 0.5) ** 2, rtol=1e-5)
-
-
-def _keeps_changes(
-    optimizer: Optimizer, group: ParamGroup, device: torch.device
-) -> bool:
-    """Halves a small matrix between two steps at a rate of almost 0, and returns whether it stays halved."""
-    weight, gradient = _matrix(device, torch.float32)
-    options = {**_plain(group), "lr": 1e-7}
-    if "weight_decay" in group:
-        options["weight_decay"] = 0.0
-    trial = TrialOptimizer(optimizer, weight, options)
-    for _ in range(2):
-        trial.step(gradient)
-    with torch.no_grad():
-        weight.mul_(0.5)
-    halved = weight.detach().clone()
-    for _ in range(_SLOW_COPY_STEPS):
-        trial.step(gradient)
-    return torch.allclose(weight.detach(), halved, rtol=1e-2, atol=1e-2)
-
-
-def _matrix(device: torch.device, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
-    """Returns a small matrix and a gradient for it."""
-    weight = nn.Parameter((torch.eye(4, dtype=dtype) + 0.1).to(device))
-    return weight, torch.linspace(-1, 1, 16, dtype=dtype).view(4, 4).sin().to(device)
-
-
-class TrialOptimizer:
-    """A new optimizer of the same class with one parameter, whose steps run without any hooks."""
-
-    def __init__(
-        self, optimizer: Optimizer, weight: nn.Parameter, group: ParamGroup
-    ) -> None:
-        self.optimizer, self._weight = optimizer_like(optimizer, weight, group), weight
-        step = type(self.optimizer).step
-        # The class's step without the hooks that are registered for all optimizers.
-        self._step: Callable[[Optimizer], object] = (
-            vars(step)["__wrapped__"] if vars(step).get("hooked") else step
-        )
-
-    def step(self, gradient: Tensor) -> None:
-        """Takes one step with this gradient."""
-        self._weight.grad = gradient.clone()
-        self._step(self.optimizer)
+    stepped = trial(lr=0.01, weight_decay=0.5)
+    expected = stepped.weight.detach() * (1 - 0.01 * 0.5) ** 2
+    return torch.allclose(stepped.run(2, size=0.0), expected, rtol=1e-5)
 
 
 def optimizer_like(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from qkeel import distributed as dist
 from qkeel.errors import RefusedError
@@ -68,35 +70,33 @@ def check_added(
     also be applied to new modules. Under tensor parallelism each process has only the gradient from its own heads.
     Tensor parallelism may be applied later, so every pass checks for it until the returned handle is removed.
     """
-    old, model = {id(p) for p in before.values()}, target.model
+    model = target.model
     zero = dist.zero_stage(model) > 0
-    several = zero or dist.world() > 1
-    new = (
-        {
-            n: p
-            for n, p in model.named_parameters()
-            if n not in before and id(p) not in old
-        }
-        if several
-        else {}
-    )
+    if not zero and dist.world() == 1:
+        return handle
+    old = {id(p) for p in before.values()}
+    new = {
+        name: p
+        for name, p in model.named_parameters()
+        if name not in before and id(p) not in old
+    }
     if not new:
         return handle
-    added, wrapper, reduced = (
-        [*new],
+    first = next(iter(new))
+    count = f" and {len(new) - 1} more" if len(new) > 1 else ""
+    wrapper, reduced = (
         "ZeRO" if zero else dist.wrapped_by(model),
         dist.gathered_axes(model),
     )
     if wrapper and not all(id(p) in reduced for p in new.values()):
-        more = f" and {len(added) - 1} more" if len(added) > 1 else ""
         raise RefusedError(
-            f"{remedy} adds parameters ({added[0]}{more}) to a model that {wrapper} has already spread across "
+            f"{remedy} adds parameters ({first}{count}) to a model that {wrapper} has already spread across "
             "processes: their gradients would not be averaged, and the processes would diverge. Apply it before the "
             "model is wrapped or split, and create the optimizer after that"
         )
     if wrapper and any(map(is_compiled, model.modules())):
         raise RefusedError(
-            f"{remedy} adds modules ({added[0]}) to a model that has compiled parts: fully_shard's hooks on them "
+            f"{remedy} adds modules ({first}) to a model that has compiled parts: fully_shard's hooks on them "
             "break a compiled part into pieces, or make it fail if fullgraph=True. Apply it before parts are "
             "compiled, or compile the whole model afterwards"
         )
@@ -107,7 +107,7 @@ def check_added(
             return False
         if dist.head_axes(model, held):
             raise RefusedError(
-                f"{remedy} has added parameters ({added[0]}) that all heads share, and tensor parallelism has split "
+                f"{remedy} has added parameters ({first}) that all heads share, and tensor parallelism has split "
                 "the heads across processes: each process would update them from its own heads only. Use fully_shard "
                 "or DistributedDataParallel, or a remedy without parameters"
             )
@@ -121,12 +121,7 @@ def check_added(
             hook.remove()
 
     hook = model.register_forward_pre_hook(look)
-
-    def undo() -> None:
-        hook.remove()
-        handle.remove()
-
-    return Handle(undo, state=handle.state, load=handle.load)
+    return _with_hook(handle, hook)
 
 
 def check_peers(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
@@ -167,22 +162,16 @@ def refused_under_zero(
         or not any(remedy.on_steps for remedy in remedies)
     ):
         return handle
-    verdict: list[RefusedError | None] = []
+    # The look through the model is done once; a refusal, which is not cached, is found again in every step.
+    check = functools.cache(lambda: check_wrapper(model, remedies))
+    hook = optimizer.register_step_pre_hook(in_real_steps(lambda *_: check()))
+    # Before the remedies read weights, of which stage 3 keeps none between passes.
+    go_first(hook)
+    return _with_hook(handle, hook)
 
-    def look(*_: object) -> None:
-        if not verdict:
-            try:
-                check_wrapper(model, remedies)
-                verdict.append(None)
-            except RefusedError as error:
-                verdict.append(error)
-        if verdict[0] is not None:
-            raise verdict[0]
 
-    hook = optimizer.register_step_pre_hook(in_real_steps(look))
-    go_first(
-        hook
-    )  # before the remedies read weights, of which stage 3 keeps none between passes
+def _with_hook(handle: Handle, hook: RemovableHandle) -> Handle:
+    """Returns the handle of a change that also removes a hook."""
 
     def undo() -> None:
         hook.remove()

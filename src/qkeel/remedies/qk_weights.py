@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Literal, final
 
@@ -11,26 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qkeel import distributed as dist
 from qkeel.errors import RefusedError
 from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite, HeadSlice, NormGain
+from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.modes import parameters_of
-from qkeel.patching.optimizers import before_change, go_first, in_real_steps
+from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import Target, inside, where
-from qkeel.remedies.head_rows import HeadRows, factor_per_row, views_by_tensor
-from qkeel.remedies.head_weights import (
-    HeadWeights,
-    StepRemedy,
-    check_whole,
-    found_inf,
-    innermost,
-    stepped,
+from qkeel.remedies.head_weights import HeadWeights, found_inf
+from qkeel.remedies.optimizer_steps import (
+    decay_before_steps,
+    rows_of,
+    scale_steps,
+    with_one,
 )
-from qkeel.remedies.optimizer_steps import DecayFactors, scalable, scale_steps
 from qkeel.remedies.optimizer_trials import check_steps
+from qkeel.remedies.step_remedy import StepRemedy
 
 
 @final
@@ -46,17 +44,13 @@ class QKLearningRate(StepRemedy):
     rule = "each step: lr(W_Q) = lr(W_K) = {factor} · η, η the optimizer's rate"
 
     def apply(self, target: Target) -> Handle:
-        optimizer, weights = (
-            innermost(target.need_optimizer(self.name)),
-            HeadWeights.of(target),
-        )
-        tensors = scalable(optimizer, weights, self.name)
+        optimizer = target.need_optimizer(self.name)
+        weights = HeadWeights(target, optimizer, self.name)
         return scale_steps(
             optimizer,
             weights,
-            lambda ones: ones * self.factor,
+            lambda: weights.row(self.factor),
             remedy=self.name,
-            tensors=tensors,
             freezes=self.factor == 0,
         )
 
@@ -91,20 +85,15 @@ class FrozenQK(StepRemedy):
         return refusal
 
     def apply(self, target: Target) -> Handle:
-        optimizer = innermost(target.need_optimizer(self.name))
-        weights = HeadWeights.of(target)
-        extras = list(_biases_and_gains(target))
-        tensors = weights.of_optimizer(optimizer, self.name)
-        tensors += [
-            stepped(optimizer, target.parameter(extra.parameter)) for extra in extras
-        ]
-        check_steps(optimizer, self.name, tensors, is_scaled=False)
+        optimizer = target.need_optimizer(self.name)
+        weights = HeadWeights(
+            target, optimizer, self.name, extras=_biases_and_gains(target)
+        )
         return scale_steps(
             optimizer,
-            weights.followed_by(target, extras),
-            torch.zeros_like,
+            weights,
+            lambda: weights.row(0.0),
             remedy=self.name,
-            tensors=tensors,
             freezes=True,
         )
 
@@ -120,31 +109,21 @@ def _vectors_of_norms(attention: nn.Module) -> Iterator[str]:
 
 
 def _biases_and_gains(target: Target) -> Iterator[HeadSlice]:
-    """Returns the biases of query and key weights, and the gains and biases of norms on q and k, each of them once."""
-    gains = (
-        gain for site in target.sites for gain in (*site.query_gains, *site.key_gains)
-    )
-    biases = (bias for s in target.logit_slices() if (bias := s.bias_of()) is not None)
-    slices: list[HeadSlice] = []
-    for s in (
-        *biases,
-        *(gain_rows for gain in gains for gain_rows in _of_gain(target, gain)),
-    ):
-        if not any(s.parameter == f.parameter and s.same(f) for f in slices):
-            slices.append(s)
-    return iter(slices)
-
-
-def _of_gain(target: Target, gain: NormGain) -> Iterator[HeadSlice]:
-    """Returns the rows of a norm's gain and bias as one head, all of which are frozen."""
-    for name, index in ((gain.parameter, gain.index), (gain.bias, gain.bias_index)):
-        if name is not None and index is not None:
-            p = target.parameter(name)
-            yield HeadSlice(
-                parameter=name,
-                axis=0,
-                index=(index // max(1, p[0].numel())).unique()[None],
-            )
+    """Yields the biases of query and key weights, and the gains and biases of norms on q and k."""
+    for s in target.logit_slices():
+        if (bias := s.bias_of()) is not None:
+            yield bias
+    for site in target.sites:
+        for gain in (*site.query_gains, *site.key_gains):
+            for name, index in (
+                (gain.parameter, gain.index),
+                (gain.bias, gain.bias_index),
+            ):
+                if name is not None and index is not None:
+                    # All rows of a gain are frozen, so they count as one head. The index is of single entries.
+                    entries = max(1, target.parameter(name)[0].numel())
+                    rows = (index // entries).unique()[None]
+                    yield HeadSlice(parameter=name, axis=0, index=rows)
 
 
 @final
@@ -166,38 +145,13 @@ class QKWeightDecay(StepRemedy):
     rule = "before each step: W_Q ← (1 - {decay} · η) · W_Q, W_K ← (1 - {decay} · η) · W_K, η the optimizer's rate"
 
     def apply(self, target: Target) -> Handle:
-        optimizer = innermost(target.need_optimizer(self.name))
-        weights = HeadWeights.of(target)
-        tensors = weights.in_full_precision(
-            optimizer, self.name, "shrinks weights by a few parts in ten thousand"
+        optimizer = target.need_optimizer(self.name)
+        weights = HeadWeights(target, optimizer, self.name)
+        weights.check_precision(
+            self.name, "shrinks weights by a few parts in ten thousand"
         )
-        check_steps(optimizer, self.name, tensors, is_scaled=False)
-        views = [
-            view
-            for _, _, views_of_tensor in views_by_tensor(tensors, weights.slices)
-            for view in views_of_tensor
-        ]
-        rows = HeadRows(
-            [(view, view.weight) for view in views],
-            [view.places(weights.counts) for view in views],
-        )
-        decay = DecayFactors(
-            optimizer, tensors, weights.counts, lambda group: group["lr"] * self.decay
-        )
-        dtype = functools.reduce(
-            torch.promote_types, (view.weight.dtype for view in views)
-        )
-
-        @torch.no_grad()
-        def before(_: Optimizer) -> None:
-            decay.read(dtype, views[0].weight.device)
-            rows.scale(decay.row(lambda w: w.grad is not None, found_inf(optimizer)))
-
-        hook = optimizer.register_step_pre_hook(in_real_steps(before_change(before)))
-        go_first(
-            hook
-        )  # before lalr and qk_lr read weights: they scale the optimizer's step
-        return Handle(hook.remove)
+        check_steps(optimizer, self.name, weights.tensors, is_scaled=False)
+        return decay_before_steps(optimizer, weights, self.decay)
 
 
 @final
@@ -230,60 +184,57 @@ class SpectralCap(StepRemedy):
     if_computed = "capping the stored weight would not cap the weight in use"
 
     def apply(self, target: Target) -> Handle:
-        optimizer = innermost(target.need_optimizer(self.name))
-        weights = HeadWeights.of(target)
-        tensors = weights.in_full_precision(optimizer, self.name, "makes small changes")
-        for s, p in zip(weights.slices, weights.parameters):
-            check_whole(s.parameter, p, self.name)
-            rounding = (
-                8 * torch.finfo(p.dtype).eps
-            )  # a weight that was capped before may be over the cap by that
-            if not p.requires_grad and bool(
-                (self.factors(s.heads(p.detach())) < 1 - rounding).any()
+        optimizer = target.need_optimizer(self.name)
+        weights = HeadWeights(target, optimizer, self.name)
+        weights.check_precision(self.name, "makes small changes")
+        self._check(target, weights)
+        check_steps(optimizer, self.name, weights.tensors, is_scaled=False)
+        rows = rows_of(weights)
+
+        @torch.no_grad()
+        def after(stepped: Optimizer, *_: object) -> None:
+            factors = weights.row(1.0)
+            for s, p, tensor, values in zip(
+                weights.slices,
+                weights.parameters,
+                weights.tensors,
+                factors.split(weights.counts),
             ):
+                # A frozen weight that has no gradient is moved by no step.
+                if tensor is not None and (
+                    p.requires_grad or p.grad is not None or tensor.grad is not None
+                ):
+                    values.copy_(self.factors(s.heads(tensor)))
+            infinite = found_inf(stepped)
+            if infinite is not None:
+                factors = torch.where(infinite.to(factors.device) != 0, 1.0, factors)
+            rows.scale(with_one(factors))
+
+        return Handle(optimizer.register_step_post_hook(in_real_steps(after)).remove)
+
+    @torch.no_grad()
+    def _check(self, target: Target, weights: HeadWeights) -> None:
+        """Raises RefusedError for weights that are in parts, frozen over the cap, or make values too."""
+        for s, p in zip(weights.slices, weights.parameters):
+            if dist.is_split(p):
+                raise RefusedError(
+                    f"{s.parameter} is split across processes, and {self.name} needs all rows and columns of a head at "
+                    "once; use lalr or qk_clip, which work with parts, or DistributedDataParallel, which keeps weights "
+                    "whole"
+                )
+            # A weight that was capped before may be over the cap by some rounding.
+            least = 1 - 8 * torch.finfo(p.dtype).eps
+            if not p.requires_grad and bool((self.factors(s.heads(p)) < least).any()):
                 raise RefusedError(
                     f"spectral_cap never changes frozen weights, and {s.parameter} is frozen with a singular value "
                     f"over {self.cap:g}. Choose a larger cap, or train the weight"
                 )
-        check_steps(optimizer, self.name, tensors, is_scaled=False)
-        for s in weights.slices:
             for site in target.all_sites or target.sites:
-                if any(
-                    target.overlap(s, value) for value in target.value_weights(site)
-                ):
+                if any(target.overlap(s, v) for v in target.value_weights(site)):
                     raise RefusedError(
                         f"spectral_cap at {where(site)}: {s.parameter} makes values too, which the cap would change; "
                         "use qk_clip, which scales the other side of the logit"
                     )
-        owners = [
-            (tensor, entries)
-            for tensor, entries, _ in views_by_tensor(tensors, weights.slices)
-        ]
-
-        @torch.no_grad()
-        def after(stepped: Optimizer, *_: object) -> None:
-            infinite = found_inf(stepped)
-            for p, entries in owners:
-                weight = weights.parameters[entries[0]]
-                if (
-                    not weight.requires_grad and weight.grad is None and p.grad is None
-                ):  # so that no step moves it
-                    continue
-                shares = [
-                    (
-                        weights.slices[i],
-                        self.factors(weights.slices[i].heads(p.detach())),
-                    )
-                    for i in entries
-                ]
-                factor = factor_per_row(shares, p)
-                if infinite is not None:
-                    factor = torch.where(
-                        torch.as_tensor(infinite).to(p.device) != 0, 1.0, factor
-                    )
-                p.detach().mul_(factor.to(p.dtype))
-
-        return Handle(optimizer.register_step_post_hook(in_real_steps(after)).remove)
 
     def factors(self, heads: Tensor) -> Tensor:
         """Returns the factors min(1, cap/σ) for each head of [n r m], or 1 if σ is not finite."""

@@ -9,13 +9,14 @@ from typing import final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from qkeel.errors import caution
+from qkeel.errors import InvalidValueError, caution
+from qkeel.handle import State, check_taken
 from qkeel.patching.optimizers import in_real_steps
 
-GROUP_KEY = "qkeel"  # of the entry in the first parameter group: the state of each remedy by name
-_LIVE: weakref.WeakKeyDictionary[Optimizer, set[str]] = (
-    weakref.WeakKeyDictionary()
-)  # the states in use, by name
+#: The entry in the first parameter group: the state of each remedy by name.
+GROUP_KEY = "qkeel"
+#: The names of the states in use.
+_LIVE: weakref.WeakKeyDictionary[Optimizer, set[str]] = weakref.WeakKeyDictionary()
 
 
 @final
@@ -38,7 +39,7 @@ class SavedState:
         >>> import torch
         >>> weight, factor = torch.nn.Parameter(torch.ones(2)), torch.tensor([0.5])
         >>> optimizer = torch.optim.SGD([weight], lr=0.1)
-        >>> saved = SavedState(optimizer, "lalr", {"weight": factor}, lambda: None)
+        >>> saved = SavedState(optimizer, "lalr", {"weight": factor})
         >>> optimizer.state_dict()["param_groups"][0]["qkeel"]
         {'lalr': {'weight': tensor([0.5000])}}
         >>> saved.remove()
@@ -49,7 +50,7 @@ class SavedState:
         optimizer: Optimizer,
         remedy: str,
         values: Mapping[str, Tensor],
-        after_load: Callable[[], None],
+        after_load: Callable[[], None] = lambda: None,
     ) -> None:
         self._optimizer, self._remedy = weakref.ref(optimizer), remedy
         self._values, self._after_load = dict(values), after_load
@@ -63,7 +64,7 @@ class SavedState:
         self._is_missing = False
         self._take(optimizer)
         self._hooks = [
-            optimizer.register_load_state_dict_post_hook(self._loaded),
+            optimizer.register_load_state_dict_post_hook(self._note_load),
             optimizer.register_step_pre_hook(in_real_steps(self._tell)),
         ]
 
@@ -80,11 +81,33 @@ class SavedState:
             if not group.get(GROUP_KEY, True):
                 del group[GROUP_KEY]
 
-    def note_loaded(self) -> None:
-        """Notes that the state has been loaded by the remedy's handle."""
+    def state(self) -> State:
+        """Returns copies of the tensors."""
+        return {name: x.clone() for name, x in self._values.items()}
+
+    def load(self, state: State) -> None:
+        """Continues from what `state` returned.
+
+        Raises:
+            InvalidValueError: the state is that of another model or remedy.
+        """
+        check_taken(state, self._values, self._remedy)
+        for name, x in self._values.items():
+            if name not in state or state[name].shape != x.shape:
+                shape = tuple(state[name].shape) if name in state else "none"
+                raise InvalidValueError(
+                    f"expected a state of {self._remedy} with {tuple(x.shape)} values for {name}, got {shape}; load "
+                    "the state of the same model and remedy"
+                )
+        self._copy(state)
         self._is_missing = False
 
-    def _loaded(self, optimizer: Optimizer) -> None:
+    def _copy(self, state: Mapping[str, Tensor]) -> None:
+        for name, x in self._values.items():
+            x.copy_(state[name])
+        self._after_load()
+
+    def _note_load(self, optimizer: Optimizer) -> None:
         self._is_missing = not self._take(optimizer)
 
     def _take(self, optimizer: Optimizer) -> bool:
@@ -96,9 +119,7 @@ class SavedState:
         shapes = {name: value.shape for name, value in self._values.items()}
         fits = shapes == {name: value.shape for name, value in saved.items()}
         if fits:
-            for name, value in saved.items():
-                self._values[name].copy_(value)
-            self._after_load()
+            self._copy(saved)
         optimizer.param_groups[0].setdefault(GROUP_KEY, {})[self._name] = self._values
         return fits
 

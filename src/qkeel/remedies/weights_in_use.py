@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +11,15 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from qkeel import distributed as dist
-from qkeel.capture.example import undisturbed
 from qkeel.errors import RefusedError
 from qkeel.heads.site import HeadSlice
 from qkeel.patching.modes import hooks_before, parameters_of
-from qkeel.remedies.base import Target
-from qkeel.remedies.head_weights import WEIGHT_IN_USE, StepRemedy, WeightInUse
+from qkeel.remedies.base import Target, evaluating
 from qkeel.remedies.sigma_reparam import stored
+from qkeel.remedies.step_remedy import WEIGHT_IN_USE, StepRemedy, WeightInUse
 
-_WEIGHT_HOOKS = (
-    SpectralNorm,
-    WeightNorm,
-    prune.BasePruningMethod,
-)  # each stores its weight's name in a string
+# Hooks of torch's; each stores its weight's name in a string.
+_WEIGHT_HOOKS = (SpectralNorm, WeightNorm, prune.BasePruningMethod)
 
 
 def check_weights_in_use(target: Target, remedy: StepRemedy) -> None:
@@ -64,23 +58,18 @@ def _computed(
     owner, is_parametrized, original = parameter.partition(".parametrizations.")
     if is_parametrized:
         return model.get_submodule(owner), original.partition(".")[0], None
-    name, _, local = parameter.rpartition(".")
+    name, _, local_name = parameter.rpartition(".")
     layer = model.get_submodule(name)
     for hook in hooks_before(layer).values():
         if isinstance(hook, _WEIGHT_HOOKS):
             attribute = str(vars(hook).get("name") or vars(hook).get("_tensor_name"))
-            if local.rpartition("_")[0] == attribute:
+            if local_name.rpartition("_")[0] == attribute:
                 return layer, attribute, hook
-    if hooks_before(layer):
-        # A hook of somebody else leaves its result in a plain attribute. It may do more, so it is not tried.
-        held = parameters_of(layer)[local]
-        for attribute, value in vars(layer).items():
-            if (
-                isinstance(value, Tensor)
-                and held is not None
-                and value.shape == held.shape
-            ):
-                return layer, attribute, None
+    # A hook of somebody else leaves its result in a plain attribute. It may do more, so it is not tried.
+    shape = model.get_parameter(parameter).shape
+    for attribute, value in vars(layer).items() if hooks_before(layer) else ():
+        if isinstance(value, Tensor) and value.shape == shape:
+            return layer, attribute, None
     return None
 
 
@@ -89,12 +78,11 @@ def _relation(
     layer: nn.Module, attribute: str, hook: Hook | None, model: nn.Module, s: HeadSlice
 ) -> WeightInUse:
     """Returns how a layer's weight in use follows the stored one, by scaling its heads by different factors."""
-    owner, _, local = s.parameter.rpartition(".")
-    held: MutableMapping[str, Any] = parameters_of(model.get_submodule(owner))
-    parameter = held[local]
-    assert parameter is not None
+    owner, _, local_name = s.parameter.rpartition(".")
+    parameters = parameters_of(model.get_submodule(owner))
+    stored_weight = model.get_parameter(s.parameter)
     is_parametrized = ".parametrizations." in s.parameter
-    if dist.is_split(parameter) or (hook is None and not is_parametrized):
+    if dist.is_split(stored_weight) or (hook is None and not is_parametrized):
         return "is not scaled with"
 
     def in_use() -> Tensor:
@@ -103,40 +91,27 @@ def _relation(
         weight: Tensor = getattr(layer, attribute)
         return weight.detach().clone()
 
-    factors = torch.linspace(0.5, 1.5, s.n + 1)[1:]
-    with _evaluating(layer):
+    factors = torch.linspace(0.5, 1.5, s.n + 1)[1:].to(stored_weight)
+    # Power iterations stand still in evaluation mode, and would hide the factors.
+    with evaluating(layer):
         before = in_use()
         # Another parameter takes its place, because a pending backward pass may need the values of this one.
-        held[local] = nn.Parameter(
-            parameter.detach() * s.expand(factors.to(parameter), parameter)
+        parameters[local_name] = nn.Parameter(
+            stored_weight * s.expand(factors, stored_weight)
         )
         try:
             after = in_use()
         finally:
-            held[local] = parameter
-    expected = before * s.expand(factors.to(before), before)
-    tolerance = 1e-4 * float(before.abs().max())
-    if after.shape != expected.shape or not torch.allclose(
-        after, expected, rtol=1e-4, atol=tolerance
-    ):
+            parameters[local_name] = stored_weight
+
+    def near(a: Tensor, b: Tensor) -> bool:
+        tolerance = 1e-4 * float(before.abs().max())
+        return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=tolerance)
+
+    if not near(after, before * s.expand(factors, before)):
         return "is not scaled with"
-    if torch.equal(before, parameter):
+    if torch.equal(before, stored_weight):
         return "is"
-    multiple = (before * parameter).sum() / parameter.square().sum()
-    is_multiple = torch.allclose(
-        before, multiple * parameter, rtol=1e-4, atol=tolerance
-    )
+    multiple = (before * stored_weight).sum() / stored_weight.square().sum()
+    is_multiple = near(before, multiple * stored_weight)
     return "is a multiple of" if is_multiple else "is scaled with"
-
-
-@contextmanager
-def _evaluating(layer: nn.Module) -> Iterator[None]:
-    """A context in which a layer is in evaluation mode, where power iterations stand still, and is then restored."""
-    modes = [(module, module.training) for module in layer.modules()]
-    with undisturbed(layer):
-        layer.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from qkeel.metrics import PairedEffect, paired_effect
 from qkeel.report import html as h
@@ -75,8 +75,12 @@ class Cell:
     part: str
     remedy: str
     lr: float
-    runs: Sequence[RunData]
+    runs: list[RunData]
     gain: Difference | None = None
+
+    def over(self, baseline: Cell) -> Difference | None:
+        """Returns the held-out loss of a baseline minus that of this cell."""
+        return difference(baseline.values("val_loss"), self.values("val_loss"))
 
     def values(self, name: str) -> dict[int, float]:
         """Returns a number of the table by seed."""
@@ -104,29 +108,20 @@ def cells(study: StudyData) -> list[Cell]:
     """Returns every remedy at every rate with a finished run, part by part, in the study's order."""
     table = []
     for name, part_of_study in study.parts().items():
+        cell_of = {}
+        for run in part_of_study.finished:
+            key = (run.remedy, run.lr)
+            empty = Cell(part=name, remedy=run.remedy, lr=run.lr, runs=[])
+            cell_of.setdefault(key, empty).runs.append(run)
         for remedy in study.remedies:
             for lr in part_of_study.lrs():
-                runs = [
-                    run
-                    for run in part_of_study.finished
-                    if run.remedy == remedy and run.lr == lr
-                ]
-                same_rate = [
-                    run
-                    for run in part_of_study.finished
-                    if run.remedy == study.baseline and run.lr == lr
-                ]
-                baseline = Cell(
-                    part=name, remedy=study.baseline, lr=lr, runs=same_rate
-                ).values("val_loss")
-                if runs:
-                    cell = Cell(part=name, remedy=remedy, lr=lr, runs=runs)
-                    gain = (
-                        None
-                        if remedy == study.baseline
-                        else difference(baseline, cell.values("val_loss"))
-                    )
-                    table.append(dataclasses.replace(cell, gain=gain))
+                cell, baseline = (
+                    cell_of.get((r, lr)) for r in (remedy, study.baseline)
+                )
+                if cell is not None and baseline is not None and cell is not baseline:
+                    cell = dataclasses.replace(cell, gain=cell.over(baseline))
+                if cell is not None:
+                    table.append(cell)
     return table
 
 
@@ -138,23 +133,19 @@ def primary_cell(study: StudyData) -> tuple[Cell, Cell] | None:
     parts, it is in the first part. None if no two remedies have finished runs of the same seed and rate.
     """
     table = cells(study)
-    table = [cell for cell in table if cell.part == table[0].part]
-    named = study.primary or {}
-    baseline = str(named.get("baseline") or study.baseline)
-    below = {cell.lr: cell for cell in table if cell.remedy == baseline}
-    if named.get("lr") is not None:
-        rates: list[float] = [float(named["lr"])]
-    else:
-        rates = sorted(below, key=lambda lr: _mean_loss(below[lr]))
-    for lr in rates:
-        for cell in table:
-            is_compared = (
-                cell.remedy == named["remedy"] if named else cell.remedy != baseline
-            )
-            if is_compared and cell.lr == lr and lr in below:
-                gain = difference(below[lr].values("val_loss"), cell.values("val_loss"))
+    first_part = [cell for cell in table if cell.part == table[0].part]
+    primary = study.primary or {}
+    name = str(primary.get("baseline") or study.baseline)
+    baselines = [cell for cell in first_part if cell.remedy == name]
+    if primary.get("lr") is not None:
+        baselines = [cell for cell in baselines if cell.lr == float(primary["lr"])]
+    for baseline in sorted(baselines, key=_mean_loss):
+        for cell in first_part:
+            is_compared = cell.remedy == primary.get("remedy", cell.remedy) != name
+            if is_compared and cell.lr == baseline.lr:
+                gain = cell.over(baseline)
                 if gain is not None:
-                    return dataclasses.replace(cell, gain=gain), below[lr]
+                    return dataclasses.replace(cell, gain=gain), baseline
     return None
 
 
@@ -191,27 +182,22 @@ def long_cells(study: StudyData) -> list[LongCell]:
     table = []
     for name, part_of_study in study.parts().items():
         measured: dict[tuple[str, str, int], dict[str, dict[int, float]]] = {}
-        for form in study.remedies:
-            for run in part_of_study.runs:
-                for line in run.long if run.remedy == form else ():
-                    if (
-                        line.get("kept_nonrepeat") is not None
-                    ):  # else the form refused the method
-                        key = (form, str(line["posthoc"]), int(line["test_length"]))
-                        for field, value in line.items():
-                            if isinstance(value, float):
-                                measured.setdefault(key, {}).setdefault(field, {})[
-                                    run.seed
-                                ] = value
+        for run in sorted(
+            part_of_study.runs, key=lambda run: study.remedies.index(run.remedy)
+        ):
+            for line in run.long:
+                if line.get("kept_nonrepeat") is None:
+                    continue  # the form refused the method
+                key = (run.remedy, str(line["posthoc"]), int(line["test_length"]))
+                for field, value in line.items():
+                    if isinstance(value, float):
+                        by_seed = measured.setdefault(key, {}).setdefault(field, {})
+                        by_seed[run.seed] = value
         for (form, method, length), values in measured.items():
-            kept = measured.get((study.baseline, method, length), {}).get(
-                "kept_nonrepeat", {}
-            )
-            gain = (
-                None
-                if form == study.baseline
-                else difference(values["kept_nonrepeat"], kept)
-            )
+            gain, baseline = None, measured.get((study.baseline, method, length))
+            if form != study.baseline and baseline is not None:
+                kept = baseline["kept_nonrepeat"]
+                gain = difference(values["kept_nonrepeat"], kept)
             table.append(
                 LongCell(
                     part=name,

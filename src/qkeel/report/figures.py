@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from qkeel.errors import InvalidValueError, RunDirectoryError, check_known, needed
-from qkeel.frames import Foreign
+from qkeel.frames import Foreign, tables
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.records import fold_heads
 from qkeel.records.disk import make_directory
@@ -117,8 +117,6 @@ Drawing = Iterator[
 
 
 def _of_watched(run: Watched) -> Drawing:
-    if not run.records:
-        return
     names = [
         f"layer {name}" if name.isdigit() else name for name in short_names(run.layers)
     ]
@@ -128,95 +126,26 @@ def _of_watched(run: Watched) -> Drawing:
         "query_norm": "mean norm of queries",
         "key_norm": "mean norm of keys",
     }
-    for field, label in labels.items():
-        if field in run.measured():
-            about = {
-                "steps": run.steps,
-                "lines": fold_heads(field, run.heads.values[field]),
-                "names": names,
-            }
-            yield (
-                field,
-                functools.partial(
-                    _layers, **about, label=label, alarm=field == "max_logit"
-                ),
-            )
-    if "max_logit" in run.measured():
+
+    def draw(ax: Foreign, field: str) -> None:
+        lines = fold_heads(field, run.heads.values[field])
+        tables.draw_lines(ax, np.array(run.steps), lines, names, labels[field])
+        if field == "max_logit":
+            _draw_alarm(ax)
+
+    fields = [name for name in labels if run.records and name in run.measured()]
+    for field in fields:
+        yield field, functools.partial(draw, field=field)
+    if "max_logit" in fields:
+        label, last = f"largest logit at step {run.steps[-1]:,}", run.heads.values
         yield (
             "heads",
-            lambda ax: _heads(
-                ax, run.heads.values["max_logit"][-1], names, run.steps[-1]
-            ),
+            lambda ax: tables.draw_heads(ax, last["max_logit"][-1], names, label),
         )
 
 
-def _layers(
-    ax: Foreign,
-    steps: Sequence[int],
-    lines: np.ndarray,
-    names: Sequence[str],
-    label: str,
-    *,
-    alarm: bool,
-) -> None:
-    """Draws lines [n layers], coloured by depth and, if there are few, with names at their ends."""
-    shades = np.linspace(0.05, 0.85, max(2, len(names)))
-    from matplotlib import colormaps  # pyright: ignore[reportMissingImports]
-
-    finite = lines[np.isfinite(lines)]
-    for line, name, shade in zip(lines.T, names, shades, strict=False):
-        colour = colormaps["viridis"](shade)
-        ax.plot(
-            steps,
-            line,
-            color=colour,
-            marker="." if len(steps) < 3 else None,
-        )
-        known = np.flatnonzero(np.isfinite(line))
-        if len(known) and len(names) <= 6:
-            at = (steps[known[-1]], line[known[-1]])
-            ax.annotate(
-                name,
-                at,
-                xytext=(3, 0),
-                textcoords="offset points",
-                color=colour,
-                va="center",
-                fontsize=6.5,
-            )
-    if alarm:
-        ax.axhline(ALARM_THRESHOLD, color="#b3261e", linewidth=0.7, linestyle=":")
-    if len(finite) and finite.min() > 0 and finite.max() > 10 * finite.min():
-        ax.set_yscale("log")
-    ax.set(xlabel="optimizer step", ylabel=label)
-
-
-def _heads(ax: Foreign, values: np.ndarray, names: Sequence[str], step: int) -> None:
-    """Draws the last record as a heat map, on a symmetric logarithmic scale if both signs occur."""
-    from matplotlib import colors  # pyright: ignore[reportMissingImports]
-
-    low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    crosses_zero = low < 0 < high
-    most = max(-low, high, 1.0)
-    norm = (
-        colors.SymLogNorm(1.0, vmin=-most, vmax=most)
-        if crosses_zero
-        else colors.Normalize(low, high)
-    )
-    if not crosses_zero and low > 0 and high > 10 * low:
-        norm = colors.LogNorm(low, high)
-    image = ax.imshow(
-        values,
-        aspect="auto",
-        cmap="RdBu_r" if crosses_zero else "viridis",
-        norm=norm,
-        interpolation="nearest",
-    )
-    ax.figure.colorbar(image, ax=ax, label=f"largest logit at step {step:,}")
-    if len(names) <= 24:
-        ax.set_yticks(range(len(names)), names)
-    ax.set(xlabel="head", ylabel="layer")
-    ax.xaxis.get_major_locator().set_params(integer=True)
+def _draw_alarm(ax: Foreign) -> None:
+    ax.axhline(ALARM_THRESHOLD, color="#b3261e", linewidth=0.7, linestyle=":")
 
 
 def _of_study(study: StudyData) -> Drawing:
@@ -264,19 +193,12 @@ def _by_rate(
 ) -> None:
     """Draws means over seeds with their ranges."""
     for remedy in study.remedies:
-        by_rate = {
-            cell.lr: list(cell.values(field).values())
-            for cell in table
-            if cell.remedy == remedy
-        }
-        rates = [lr for lr, values in by_rate.items() if values]
-        if rates:
-            means = [np.mean(by_rate[lr]) for lr in rates]
-            ends = (
-                [min(by_rate[lr]) for lr in rates],
-                [max(by_rate[lr]) for lr in rates],
-            )
-            colour = _colour(study, remedy)
+        seeds = {c.lr: [*c.values(field).values()] for c in table if c.remedy == remedy}
+        seeds = {lr: values for lr, values in seeds.items() if values}
+        means = [np.mean(values) for values in seeds.values()]
+        ends = [[end(values) for values in seeds.values()] for end in (min, max)]
+        if seeds:
+            rates, colour = list(seeds), _colour(study, remedy)
             ax.plot(
                 rates, means, marker="o", markersize=2.5, color=colour, label=remedy
             )
@@ -306,7 +228,7 @@ def _courses(ax: Foreign, study: StudyData, lr: float) -> None:
                 linewidth=0.8,
                 label=label,
             )
-    ax.axhline(ALARM_THRESHOLD, color="#b3261e", linewidth=0.7, linestyle=":")
+    _draw_alarm(ax)
     ax.set_yscale("log")
     ax.set(
         xlabel="optimizer step", ylabel="largest logit (nats)", title=f"LR {rate(lr)}"
@@ -318,16 +240,12 @@ def _gains(ax: Foreign, study: StudyData, table: Sequence[Cell]) -> None:
     """Draws gains with 95 % intervals, with one line per remedy and rate, grouped by remedy."""
     ordered = table[::-1]  # from the bottom of the figure to its top
     for y, cell in enumerate(ordered):
-        assert cell.gain is not None
-        assert cell.gain.effect is not None
-        colour = _colour(study, cell.remedy)
-        if np.isfinite(cell.gain.effect.high):
-            ax.plot(
-                [cell.gain.effect.low, cell.gain.effect.high],
-                [y, y],
-                color=colour,
-            )
-        ax.plot([cell.gain.mean], [y], marker="o", markersize=3, color=colour)
+        gain, colour = cell.gain, _colour(study, cell.remedy)
+        assert gain is not None
+        assert gain.effect is not None
+        if np.isfinite(gain.effect.high):
+            ax.plot([gain.effect.low, gain.effect.high], [y, y], color=colour)
+        ax.plot([gain.mean], [y], marker="o", markersize=3, color=colour)
     ax.axvline(0, color="0.5", linewidth=0.6)
     ax.set_yticks(
         range(len(ordered)),

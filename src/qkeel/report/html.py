@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from qkeel.frames.tables import Markup, join, tag
+from qkeel.frames.tables import Markup, markup
+
+__all__ = ["Markup", "markup"]
 
 # Numbers as text and as chart data, which is rounded and thinned by omitting records.
 
@@ -28,23 +30,12 @@ def number(value: float | None, digits: int = 3) -> str:
     """
     if value is None:
         return "–"
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "∞" if value > 0 else f"{MINUS}∞"
-    if value == 0:
-        return "0"
-    rounded = float(f"{abs(value):.{digits - 1}e}")
-    sign = MINUS if value < 0 else ""
-    if not 1e-4 <= rounded < 1e5:
-        mantissa, exponent = f"{rounded:.{digits - 1}e}".split("e")
-        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        return (
-            f"{sign}{mantissa}e{MINUS if int(exponent) < 0 else ''}{abs(int(exponent))}"
-        )
-    places = max(0, digits - 1 - math.floor(math.log10(rounded)))
-    text = f"{rounded:,.{places}f}"
-    return sign + (text.rstrip("0").rstrip(".") if "." in text else text)
+    if not math.isfinite(value):
+        return {math.inf: "∞", -math.inf: f"{MINUS}∞"}.get(value, "NaN")
+    short = float(f"{value:.{digits}g}") or 0.0  # -0.0 is written as 0
+    if short == 0 or 1e-4 <= abs(short) < 1e5:
+        return f"{short:,}".removesuffix(".0").replace("-", MINUS)
+    return _short_exponent(f"{value:.{digits}g}")
 
 
 def loss(value: float | None) -> str:
@@ -66,9 +57,8 @@ def signed(value: float, places: int = 3) -> str:
     """
     if not math.isfinite(value):
         return number(value)
-    rounded = round(value, places)
-    sign = "+" if rounded > 0 else MINUS if rounded < 0 else ""
-    return f"{sign}{abs(rounded):.{places}f}"
+    short = round(value, places) or 0.0
+    return f"{short:{'+' if short else ''}.{places}f}".replace("-", MINUS)
 
 
 def rate(value: float) -> str:
@@ -77,11 +67,11 @@ def rate(value: float) -> str:
     >>> [rate(x) for x in (0.1, 0.003, 3e-5, 1.0)]
     ['0.1', '0.003', '3e−5', '1']
     """
-    text = f"{value:g}"
-    if "e" not in text:
-        return text
-    mantissa, exponent = text.split("e")
-    return f"{mantissa}e{MINUS if int(exponent) < 0 else ''}{abs(int(exponent))}"
+    return _short_exponent(f"{value:g}")
+
+
+def _short_exponent(text: str) -> str:
+    return re.sub(r"e\+?(-?)0*", r"e\1", text).replace("-", MINUS)
 
 
 def count(n: int, noun: str) -> str:
@@ -99,13 +89,7 @@ def listing(words: Sequence[str]) -> str:
     >>> listing(["a", "b", "c"])
     'a, b and c'
     """
-    return (
-        words[0]
-        if len(words) == 1
-        else ", ".join(words[:-1]) + " and " + words[-1]
-        if words
-        else ""
-    )
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 MAX_RECORDS = 300  # per run
@@ -131,95 +115,61 @@ def series(values: np.ndarray, digits: int = 4) -> list[float | int | None]:
 def thin(heights: Sequence[float | None], limit: int = MAX_RECORDS) -> list[int]:
     """Returns at most `limit` indices: the first, the last, and that of the largest value in each interval between.
 
+    NaN counts as larger than any number, and a missing value as smaller.
+
     >>> thin([0.0, 1.0, 5.0, 2.0, 1.0, 0.0], limit=4)
     [0, 2, 3, 5]
     """
     if len(heights) <= limit:
         return list(range(len(heights)))
+    levels = np.array([-math.inf if x is None else x for x in heights])
+    levels[np.isnan(levels)] = math.inf
+    edges = np.linspace(1, len(heights) - 1, limit - 1).astype(int).tolist()
     # The largest value of each interval preserves spikes, which averaging would hide.
-    edges = np.linspace(1, len(heights) - 1, limit - 1).astype(int)
-    present = [-math.inf if height is None else height for height in heights]
-    sortable = [math.inf if math.isnan(height) else height for height in present]
-    middle = [
-        max(range(a, b), key=sortable.__getitem__)
-        for a, b in itertools.pairwise(edges)
-        if b > a
-    ]
-    return [0, *middle, len(heights) - 1]
+    peaks = [a + int(levels[a:b].argmax()) for a, b in itertools.pairwise(edges)]
+    return [0, *peaks, len(heights) - 1]
 
 
-# Tables of a page, sortable by the numbers in their cells, and data for its scripts.
-
-__all__ = [
-    "NOTHING", "Markup", "cell", "columns", "join", "json_script", "measured", "table", "table_row", "tag", "words",
-]  # fmt: skip
+# Tables of a page, sortable by the numbers in their cells.
 
 
-def json_script(identifier: str, value: object) -> Markup:
-    r"""Returns data for the page's scripts, escaped so that strings cannot end the element.
-
-    >>> json_script("d", ["</script>"])
-    '<script type="application/json" id="d">["\\u003c/script>"]</script>'
-    """
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
-    for character in "<\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(
-        f'<script type="application/json" id="{html.escape(identifier)}">{text}</script>'
-    )
-
-
-def table(
-    caption: str,
-    head: Sequence[Markup],
-    body: Sequence[Markup],
-    *,
-    sortable: bool = False,
-) -> Markup:
-    """Returns a table that scrolls within its own frame."""
-    inner = tag(
-        "table",
-        {"class": "sortable"} if sortable else {},
-        tag("caption", {"class": "hidden"}, caption),
-        tag("thead", {}, tag("tr", {}, *head)),
-        tag("tbody", {}, *body),
-    )
-    return tag(
-        "div",
-        {"class": "scroll", "tabindex": "0", "role": "region", "aria-label": caption},
-        inner,
+def table(caption: str, head: Iterable[Markup], rows: Iterable[Markup]) -> Markup:
+    """Returns a sortable table that scrolls within its own frame."""
+    return markup(
+        '<div class="scroll" tabindex="0" role="region" aria-label="{0}"><table class="sortable">'
+        '<caption class="hidden">{0}</caption><thead><tr>{1}</tr></thead><tbody>{2}</tbody></table></div>',
+        caption,
+        head,
+        rows,
     )
 
 
 def columns(*texts: str, kind: str = "num") -> list[Markup]:
     """Returns column headings, for numbers or, with kind "text", for text."""
-    return [tag("th", {"scope": "col", "class": kind}, text) for text in texts]
+    return [markup('<th scope="col" class="{}">{}</th>', kind, text) for text in texts]
 
 
 def table_row(head: str, *cells: Markup) -> Markup:
     """Returns a row with its heading."""
-    return tag("tr", {}, tag("th", {"scope": "row"}, head), *cells)
+    return markup('<tr><th scope="row">{}</th>{}</tr>', head, cells)
 
 
 def words(text: str) -> Markup:
     """Returns a text cell."""
-    return tag("td", {"class": "text"}, text)
+    return markup('<td class="text">{}</td>', text)
 
 
 def cell(text: str, key: float, small: str = "", kind: str = "") -> Markup:
     """Returns a number cell, where `key` is the sort key and `small` is shown below the text."""
     sort = "inf" if math.isnan(key) else f"{key:g}"
-    attributes = {"class": f"num {kind}".strip(), "data-sort": sort}
-    return tag("td", attributes, text, tag("small", {}, small) if small else "")
+    below = markup("<small>{}</small>", small) if small else ""
+    classes = f"num {kind}".strip()
+    return markup('<td class="{}" data-sort="{}">{}{}</td>', classes, sort, text, below)
 
 
 def measured(value: float, small: str = "") -> Markup:
     """Returns the cell of a measured value, or a dash for NaN, which means not measured."""
-    return cell(
-        "–" if math.isnan(value) else number(value),
-        value,
-        "" if math.isnan(value) else small,
-    )
+    return NOTHING if math.isnan(value) else cell(number(value), value, small)
 
 
 NOTHING = cell("–", math.inf)
@@ -256,146 +206,108 @@ class Page:
 
     def html(self, *, refresh: float | None = None) -> str:
         """Returns the HTML; with `refresh`, browsers load the file again after this number of seconds."""
-        head = join(
-            [
-                tag("meta", {"charset": "utf-8"}),
-                tag(
-                    "meta",
-                    {
-                        "name": "viewport",
-                        "content": "width=device-width, initial-scale=1",
-                    },
-                ),
-                tag(
-                    "meta", {"http-equiv": "Content-Security-Policy", "content": POLICY}
-                ),
-                ""
-                if refresh is None
-                else tag("meta", {"http-equiv": "refresh", "content": f"{refresh:g}"}),
-                tag("meta", {"name": "color-scheme", "content": "light dark"}),
-                tag("title", {}, f"{self.title} · qkeel"),
-                Markup(f"<style>\n{_asset('report.css')}</style>"),
-            ]
-        )
-        scripts = []
-        if self.data is not None:
-            scripts = [
-                json_script("report-data", self.data),
-                *map(_script, ("plot.min.js", "kit.js", self.drawing)),
-            ]
-        scripts.append(_script("page.js"))
-        sections = []
-        for section in self.sections:
-            if section.content:
-                title = tag("h2", {}, section.title) if section.title else ""
-                names = {"id": f"section-{section.name}", "class": "part"}
-                sections.append(tag("section", names, title, section.content))
-        needs_script = tag(
-            "p", {}, "The charts need JavaScript; the tables are complete without it."
-        )
-        footer = tag(
-            "footer",
-            {},
-            "" if self.data is None else tag("noscript", {}, needs_script),
-            tag("p", {}, f"{self.made} This file loads nothing."),
-        )
-        body = join([self._header(refresh), tag("main", {}, *sections), footer])
-        page = tag("body", {}, "\n", body, "\n", join(scripts), "\n")
-        return (
-            f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n{page}\n</html>\n'
-        )
-
-    def _header(self, refresh: float | None) -> Markup:
-        lead = (
-            tag("p", {"class": "lead"}, self.lead)
-            if self.lead and not isinstance(self.lead, Markup)
-            else self.lead
-        )
-        cautions = [tag("li", {"class": "caution"}, text) for text in self.cautions]
-        return tag(
-            "header",
-            {},
-            tag(
-                "p",
-                {"class": "live"},
-                f"The run goes on; this page reloads every {refresh:g} s.",
+        lead = self.lead
+        if lead and not isinstance(lead, Markup):
+            lead = markup('<p class="lead">{}</p>', lead)
+        cautions = [markup('<li class="caution">{}</li>', x) for x in self.cautions]
+        reload, live, scripts, noscript = "", "", [], ""
+        if refresh:
+            reload = markup('<meta http-equiv="refresh" content="{}">', f"{refresh:g}")
+            live = markup(
+                '<p class="live">The run goes on; this page reloads every {} s.</p>',
+                f"{refresh:g}",
             )
-            if refresh
+        if self.data is not None:
+            names = ("plot.min.js", "kit.js", self.drawing)
+            scripts = [json_script("report-data", self.data), *map(_script, names)]
+            noscript = Markup(
+                "<noscript><p>The charts need JavaScript; the tables are complete without it.</p></noscript>"
+            )
+        return markup(
+            _PAGE,
+            policy=POLICY,
+            reload=reload,
+            title=self.title,
+            style=Markup(_asset("report.css")),
+            live=live,
+            meta=markup('<p class="meta">{}</p>', self.meta) if self.meta else "",
+            summary="summary columns" if lead and cautions else "summary",
+            lead=markup("<div>{}</div>", lead) if lead else "",
+            findings=markup('<ul class="findings">{}</ul>', cautions)
+            if cautions
             else "",
-            tag("p", {"class": "brand"}, "qkeel"),
-            tag("h1", {}, self.title),
-            tag("p", {"class": "meta"}, self.meta) if self.meta else "",
-            tag(
-                "div",
-                {"class": "summary columns" if lead and cautions else "summary"},
-                tag("div", {}, lead) if lead else "",
-                tag("ul", {"class": "findings"}, *cautions) if cautions else "",
-            ),
+            sections=map(_section, self.sections),
+            noscript=noscript,
+            made=self.made,
+            scripts=[*scripts, _script("page.js")],
         )
 
 
-def empty_note(text: str) -> Markup:
-    """Returns the note of a page that has nothing to show."""
-    return tag("p", {"class": "empty"}, text)
+_PAGE = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">\
+<meta http-equiv="Content-Security-Policy" content="{policy}">{reload}<meta name="color-scheme" content="light dark">\
+<title>{title} · qkeel</title><style>
+{style}</style></head>
+<body>
+<header>{live}<p class="brand">qkeel</p><h1>{title}</h1>{meta}<div class="{summary}">{lead}{findings}</div></header>\
+<main>{sections}</main><footer>{noscript}<p>{made} This file loads nothing.</p></footer>
+{scripts}
+</body>
+</html>
+"""
+
+
+def _section(section: Section) -> Markup:
+    if not section.content:
+        return Markup("")
+    title = markup("<h2>{}</h2>", section.title) if section.title else ""
+    return markup(
+        '<section id="section-{}" class="part">{}{}</section>',
+        section.name,
+        title,
+        section.content,
+    )
+
+
+def json_script(identifier: str, value: object) -> Markup:
+    r"""Returns data for the page's scripts, escaped so that strings cannot end the element.
+
+    >>> json_script("d", ["</script>"])
+    '<script type="application/json" id="d">["\\u003c/script>"]</script>'
+    """
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+    text = text.replace("<", "\\u003c")
+    return markup(
+        '<script type="application/json" id="{}">{}</script>', identifier, Markup(text)
+    )
 
 
 def note(text: str) -> Markup:
     """Returns a note that explains the content after it."""
-    return tag("p", {"class": "note"}, text)
+    return markup('<p class="note">{}</p>', text)
 
 
-def details(title: str, content: Markup, *, shown: bool = False) -> Markup:
-    """Returns content that expands when its title is clicked; with `shown`, it is expanded from the start."""
-    return tag(
-        "details",
-        {"open": None} if shown else {},
-        tag("summary", {}, title),
-        content,
-    )
+def details(title: str, content: Markup) -> Markup:
+    """Returns content that expands when its title is clicked."""
+    return markup("<details><summary>{}</summary>{}</details>", title, content)
 
 
-def facts(
-    values_of_name: Mapping[str, str | Sequence[str]], *, code: bool = False
-) -> Markup:
-    """Returns a list of names, each with a sentence or several values; with `code`, names are formatted as code."""
-    lines: list[Markup] = []
-    for name, value in values_of_name.items():
-        values = (
-            [value]
-            if isinstance(value, str)
-            else [tag("span", {"class": "value"}, text) for text in value]
-        )
-        lines += [
-            tag(
-                "dt",
-                {},
-                tag("code", {}, name) if code else name,
-            ),
-            tag(
-                "dd",
-                {},
-                join(
-                    values,
-                    " ",
-                ),
-            ),
-        ]
-    return tag("dl", {"class": "facts"}, *lines) if lines else Markup("")
+def facts(values_of_name: Mapping[str, Sequence[str]]) -> Markup:
+    """Returns a list of names, each with its values."""
+    lines = []
+    for name, values in values_of_name.items():
+        spans = [markup('<span class="value">{}</span> ', text) for text in values]
+        lines.append(markup("<dt>{}</dt><dd>{}</dd>", name, spans))
+    return markup('<dl class="facts">{}</dl>', lines) if lines else Markup("")
 
 
 def command_block(text: str, label: str = "Copy") -> Markup:
     """Returns a command with a button that copies it."""
-    button = tag("button", {"type": "button", "class": "copy", "hidden": None}, label)
-    return join([tag("pre", {"class": "command-text"}, text), button])
-
-
-def make_again(text: str) -> Markup:
-    """Returns the command that reproduces the runs of a page; empty if there is none."""
-    block = tag("div", {}, command_block(text))
-    return (
-        tag("div", {"class": "command"}, tag("h3", {}, "Make it again"), block)
-        if text
-        else Markup("")
+    return markup(
+        '<pre class="command-text">{}</pre><button type="button" class="copy" hidden>{}</button>',
+        text,
+        label,
     )
 
 
@@ -409,14 +321,7 @@ def _asset(name: str) -> str:
 
 
 def _script(name: str) -> Markup:
-    return Markup(f"<script>\n{_asset(name)}</script>")
-
-
-_SAVE: Mapping[str, str | None] = {
-    "type": "button",
-    "class": "save",
-    "hidden": None,
-}
+    return markup("<script>\n{}</script>", Markup(_asset(name)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -431,45 +336,36 @@ class Chart:
     def figure(self, note: str = "") -> Markup:
         """Returns the figure, empty until the script fills it; `note` follows the caption."""
         saves = [
-            tag(
-                "button",
-                {**_SAVE, "data-save": self.name, "data-kind": kind, "title": title},
-                kind.upper(),
-            )
+            markup(_SAVE, self.name, kind, title, kind.upper())
             for kind, title in (
                 ("svg", "The figure"),
                 ("png", "The figure"),
                 ("csv", "The numbers of the figure"),
             )
         ]
-        title = tag("h3", {"id": f"{self.name}-title"}, self.title)
-        frame = {
-            "class": "chart",
-            "id": f"chart-{self.name}",
-            "data-chart": self.name,
-            "data-label": self.label,
-        }
-        return tag(
-            "figure",
-            {
-                "class": "figure",
-                "id": self.name,
-                "aria-labelledby": f"{self.name}-title",
-            },
-            tag(
-                "div",
-                {"class": "figure-head"},
-                title,
-                tag("div", {"class": "saves"}, *saves),
-            ),
-            choices(self.name),
-            choices(f"{self.name}-view"),
-            tag("div", {"class": "legend", "data-legend": self.name}),
-            tag("div", frame),
-            tag("figcaption", {}, self.caption + note),
+        return markup(
+            '<figure class="figure" id="{name}" aria-labelledby="{name}-title"><div class="figure-head">'
+            '<h3 id="{name}-title">{title}</h3><div class="saves">{saves}</div></div>'
+            '<div class="controls" data-controls="{name}"></div>'
+            '<div class="controls" data-controls="{name}-view"></div>'
+            '<div class="legend" data-legend="{name}"></div>'
+            '<div class="chart" id="chart-{name}" data-chart="{name}" data-label="{label}"></div>'
+            "<figcaption>{caption}{note}</figcaption></figure>",
+            name=self.name,
+            title=self.title,
+            saves=saves,
+            label=self.label,
+            caption=self.caption,
+            note=note,
         )
+
+
+_SAVE = (
+    '<button type="button" class="save" hidden data-save="{}" data-kind="{}" title="{}">'
+    "{}</button>"
+)
 
 
 def choices(name: str) -> Markup:
     """Returns the container for the choices with that name."""
-    return tag("div", {"class": "controls", "data-controls": name})
+    return markup('<div class="controls" data-controls="{}"></div>', name)

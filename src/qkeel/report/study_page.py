@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY, Row
 from qkeel.records import RunStatus
@@ -18,8 +18,8 @@ from qkeel.report.compare import (
     long_cells,
     primary_cell,
 )
-from qkeel.report.html import Chart, Markup, Page, Section
-from qkeel.report.study_runs import DRIFT, GRID, RunData, StudyData
+from qkeel.report.html import Chart, Markup, Page, Section, markup
+from qkeel.report.study_runs import DRIFT, GRID, RunData, StudyData, as_number
 
 TITLES = {
     "extrapolation": "Length extrapolation",
@@ -28,67 +28,50 @@ TITLES = {
     "mla": "Latent-attention study",
     "multimodal": "Text and images in one sequence",
 }
+EMPTY = Markup("")
 
 
 def study_page(study: StudyData) -> Page:
     """Returns the page about a study or about runs of the lab."""
     # charts.js draws one part at a time, so a study in parts shows only charts for which every part has data.
-    parts = study.parts()
-    drawn = {
-        name: part_of_study
-        for name, part_of_study in parts.items()
-        if charts(part_of_study)
-    } or {"": study}
+    drawn = {name: part for name, part in study.parts().items() if charts(part)}
+    drawn = drawn or {"": study}
     present = [
         chart
         for chart in charts(study)
-        if all(chart in charts(part_of_study) for part_of_study in drawn.values())
+        if all(chart in charts(part) for part in drawn.values())
     ]
     several = len(drawn) > 1
     data = (
-        {
-            "parts": {
-                name: chart_data(part_of_study) for name, part_of_study in drawn.items()
-            }
-        }
+        {"parts": {name: chart_data(part) for name, part in drawn.items()}}
         if several
         else chart_data(study)
     )
-    versions = sorted(
-        {str(run.env["qkeel"]) for run in study.runs if run.env.get("qkeel")}
-    )
+    long_table = long_cells(study)
+    versions = sorted({str(run.env.get("qkeel") or "") for run in study.runs} - {""})
+    origin = f" from runs of version {h.listing(versions)}" if versions else ""
+    choice = [h.choices("part")] if several else []
     return Page(
         title=heading(study),
         meta=_meta(study),
-        lead=_long_lead(study) or _lead(study),
+        lead=_long_lead(study, long_table) or _lead(study),
         cautions=_cautions(study),
         sections=[
             Section(
-                "nothing",
-                "Nothing to draw yet",
-                Markup("") if present else _nothing(study),
+                "nothing", "Nothing to draw yet", EMPTY if present else _nothing(study)
             ),
             Section(
-                "charts",
-                "Charts",
-                h.join(
-                    [h.choices("part") if several else "", *_figures(study, present)]
-                ),
+                "charts", "Charts", markup("{}{}", choice, _figures(study, present))
             ),
-            Section("table", "Every form and length", _long_table(study)),
-            Section(
-                "table",
-                "Every remedy and rate",
-                Markup("") if long_cells(study) else _table(study),
-            ),
+            Section("table", "Every form and length", _long_table(study, long_table))
+            if long_table
+            else Section("table", "Every remedy and rate", _table(study)),
             Section("without", "Runs without a result", _without_result(study)),
             Section("provenance", "Provenance", _provenance(study)),
         ],
         data=data if present else None,
         drawing="charts.js",
-        made=f"Made by qkeel from runs of version {h.listing(versions)}."
-        if versions
-        else "Made by qkeel.",
+        made=f"Made by qkeel{origin}.",
     )
 
 
@@ -97,80 +80,65 @@ def heading(study: StudyData) -> str:
     if study.name:
         return TITLES.get(study.name, f"{study.name[0].upper()}{study.name[1:]} study")
     if len(study.runs) == 1:
-        run = study.runs[0]
-        return f"{run.remedy} at LR {h.rate(run.lr)}"
+        return f"{study.runs[0].remedy} at LR {h.rate(study.runs[0].lr)}"
     return f"{len(study.runs)} runs compared"
 
 
 def _meta(study: StudyData) -> str:
     """Returns the size of the study in one line."""
     runs = [run for run in study.runs if run.role != DRIFT]
-    sizes = [h.count(len(study.runs), "run")]
-    for noun, values in (
-        ("variant", {r.remedy for r in runs}),
-        ("learning rate", {r.lr for r in runs}),
-    ):
-        sizes.append(h.count(len(values), noun))
-    return " · ".join([*sizes, h.count(len({run.seed for run in runs}), "seed")])
+    sizes = {
+        "run": len(study.runs),
+        "variant": len({run.remedy for run in runs}),
+        "learning rate": len({run.lr for run in runs}),
+        "seed": len({run.seed for run in runs}),
+    }
+    return " · ".join(h.count(size, noun) for noun, size in sizes.items())
 
 
 # The lead: the one comparison, with its interval.
 
 
 def _lead(study: StudyData) -> str:
-    compared = primary_cell(study)
-    unit = study.loss_unit()
+    compared, unit = primary_cell(study), study.loss_unit()
     if compared is None:
-        if len(study.runs) != 1 or study.runs[0].row is None:
+        row = study.runs[0].row if len(study.runs) == 1 else None
+        if row is None:
             return ""
-        row = study.runs[0].row
         return (
             f"Held-out loss {h.loss(row['val_loss'])} {unit}; it was {h.loss(row['init_loss'])} before training. "
             f"The largest attention logit was {h.number(row['max_logit'])}."
         )
     cell, baseline = compared
-    assert cell.gain is not None
-    side, interval = _less(cell.gain)
-    several = len(study.parts()) > 1
-    setting = (
-        f"{cell.part}, LR {h.rate(cell.lr)}: the"
-        if several
-        else f"At LR {h.rate(cell.lr)}, the"
-    )
+    gain = cell.gain
+    assert gain is not None
+    side, interval = "higher" if gain.mean < 0 else "lower", gain.interval()
+    if gain.effect is not None and math.isfinite(gain.effect.high):
+        sign = -1 if side == "higher" else 1
+        low, high = map(
+            h.loss, sorted((sign * gain.effect.low, sign * gain.effect.high))
+        )
+        interval = f"95 % interval {low} to {high}, {h.count(gain.n, 'seed')}"
+    setting = f"LR {h.rate(cell.lr)}"
+    setting = f"{cell.part}, {setting}:" if len(study.parts()) > 1 else f"At {setting},"
     return (
-        f"{setting} largest attention logit is {h.number(cell.max_logit)} with {cell.remedy} and "
-        f"{h.number(baseline.max_logit)} with {baseline.remedy}; held-out loss is {h.loss(abs(cell.gain.mean))} {unit} "
+        f"{setting} the largest attention logit is {h.number(cell.max_logit)} with {cell.remedy} and "
+        f"{h.number(baseline.max_logit)} with {baseline.remedy}; held-out loss is {h.loss(abs(gain.mean))} {unit} "
         f"{side} with {cell.remedy} ({interval})."
     )
 
 
-def _less(gain: Difference) -> tuple[str, str]:
-    """Returns whether a loss is lower or higher, and the interval of how much."""
-    side = "higher" if gain.mean < 0 else "lower"
-    if gain.effect is None or math.isinf(gain.effect.high):
-        return side, gain.interval()
-    ends = sorted(
-        [gain.effect.low, gain.effect.high]
-        if side == "lower"
-        else [-gain.effect.high, -gain.effect.low]
-    )
-    low, high = (h.loss(end) for end in ends)
-    return side, f"95 % interval {low} to {high}, {h.count(gain.n, 'seed')}"
-
-
-def _long_lead(study: StudyData) -> str:
+def _long_lead(study: StudyData, table: Sequence[LongCell]) -> str:
     """Returns the share of accuracy that the second form keeps at the longest texts, compared with the first."""
-    table = [cell for cell in long_cells(study) if cell.method == "none"]
-    longest = max((cell.length for cell in table), default=0)
+    trained = [cell for cell in table if cell.method == "none"]
+    longest = max((cell.length for cell in trained), default=0)
     # The first form in the study's order that is not the baseline, so that it does not depend on how the forms did.
-    for cell in table:
+    for cell in trained:
         if cell.length == longest and cell.gain is not None:
-            interval = cell.gain.interval()
-            if cell.gain.effect is not None:
-                interval = f"95 % interval {interval}"
+            level = "95 % interval " if cell.gain.effect is not None else ""
             return (
                 f"Tested on {longest:,} tokens, {cell.form} keeps {cell.kept:.2f} of its accuracy at the training "
-                f"length, {h.signed(cell.gain.mean, 2)} against {study.baseline} ({interval})."
+                f"length, {h.signed(cell.gain.mean, 2)} against {study.baseline} ({level}{cell.gain.interval()})."
             )
     return ""
 
@@ -245,16 +213,15 @@ def charts(study: StudyData) -> list[Chart]:
     """Returns the charts that have data, in reading order."""
     runs = [run for run in study.runs if run.metrics]
     grid = any(run.role != DRIFT for run in runs)
-    long = any(run.long for run in runs)
-    present = [
-        (LENGTHS, any(line.get("segments") for run in runs for line in run.long)),
-        (LOSS, len(study.finished) > 1 and not long),
-        (LOGITS, grid),
-        (LONGER, any(run.role == DRIFT for run in runs)),
-        (ENTROPY, grid),
-        (TRAIN, grid),
-    ]
-    return [chart for chart, has_data in present if has_data]
+    present = {
+        LENGTHS: any(line.get("segments") for run in runs for line in run.long),
+        LOSS: len(study.finished) > 1 and not any(run.long for run in runs),
+        LOGITS: grid,
+        LONGER: any(run.role == DRIFT for run in runs),
+        ENTROPY: grid,
+        TRAIN: grid,
+    }
+    return [chart for chart, has_data in present.items() if has_data]
 
 
 def _figures(study: StudyData, present: Sequence[Chart]) -> list[Markup]:
@@ -268,13 +235,11 @@ def _figures(study: StudyData, present: Sequence[Chart]) -> list[Markup]:
 
 def chart_data(study: StudyData) -> dict[str, object]:
     """Returns everything that the charts need, as plain JSON values."""
-    rows = [run.row for run in study.finished if run.row is not None]
-    counted = [
-        run.env["counted_bigrams"]
-        for run in study.finished
-        if run.env.get("counted_bigrams") is not None
+    finished = [(run.row, run.env) for run in study.finished if run.row is not None]
+    counted = [as_number(env.get("counted_bigrams")) for _, env in finished]
+    starts = [
+        row["init_loss"] for row, _ in finished if math.isfinite(row["init_loss"])
     ]
-    starts = [row["init_loss"] for row in rows if math.isfinite(row["init_loss"])]
     # Lists instead of objects: the names of fields would be most of the page.
     losses = [
         [
@@ -285,7 +250,7 @@ def chart_data(study: StudyData) -> dict[str, object]:
             h.rounded(row["max_logit"]),
             bool(row["collapsed"]),
         ]
-        for row in rows
+        for row, _ in finished
     ]
     return {
         "remedies": list(study.remedies),
@@ -293,116 +258,96 @@ def chart_data(study: StudyData) -> dict[str, object]:
         "alarm": ALARM_THRESHOLD,
         "losses": losses,
         "start": h.rounded(statistics.fmean(starts)) if starts else None,
-        "counted": h.rounded(statistics.fmean(counted))
-        if counted and len(counted) == len(rows)
-        else None,
+        "counted": h.rounded(statistics.fmean(counted)) if counted else None,
         "runs": [_curves(study, run) for run in study.runs if run.metrics],
         **_accuracy_curves(study),
     }
 
 
 def _curves(study: StudyData, run: RunData) -> dict[str, object]:
-    records = [
-        run.metrics[i]
-        for i in h.thin([record.get("max_logit") for record in run.metrics])
-    ]
+    rows = h.thin([record.get("max_logit") for record in run.metrics])
     held_out = [
-        (record["step"], record["val_loss"])
+        [int(record["step"]), h.rounded(record["val_loss"])]
         for record in run.metrics
         if record.get("val_loss") is not None
     ]
-    return {
+    curves: dict[str, object] = {
         "remedy": study.remedies.index(run.remedy),
         "lr": run.lr,
         "seed": run.seed,
         "role": run.role,
         "status": str(run.status),
-        "step": [int(record["step"]) for record in records],
-        "val_loss": [
-            [int(step), h.rounded(value)]
-            for step, value in held_out[:: max(1, len(held_out) // 60)]
-        ],
-        **{
-            name: [h.rounded(record.get(name)) for record in records] for name in SERIES
-        },
+        "step": [int(run.metrics[i]["step"]) for i in rows],
+        "val_loss": held_out[:: max(1, len(held_out) // 60)],
     }
+    for name in SERIES:
+        curves[name] = [h.rounded(run.metrics[i].get(name)) for i in rows]
+    return curves
 
 
 def _accuracy_curves(study: StudyData) -> dict[str, object]:
     """Returns the accuracy by position in long texts, one curve per form, method and length, averaged over seeds; {} if
     it was not measured."""
     segments: dict[tuple[str, str, int], list[Sequence[float]]] = {}
+    context = 0
     for run in study.runs:
         for line in run.long:
+            context = run.config["data"]["context"]
             if line.get("segments"):
                 key = (run.remedy, line["posthoc"], line["test_length"])
                 segments.setdefault(key, []).append(line["segments"])
-    if not segments:
-        return {}
-    curves = [
-        {
-            "remedy": study.remedies.index(form),
-            "method": method,
-            "length": length,
-            "share": [
-                h.rounded(statistics.fmean(values), 4) for values in zip(*several)
-            ],
-        }
-        for (form, method, length), several in segments.items()
-    ]
-    return {
-        "long": curves,
-        "context": next(
-            run.config["data"]["context"] for run in study.runs if run.long
-        ),
-    }
+    curves = []
+    for (form, method, length), of_seeds in segments.items():
+        share = [h.rounded(statistics.fmean(values), 4) for values in zip(*of_seeds)]
+        index = study.remedies.index(form)
+        curves.append(
+            {"remedy": index, "method": method, "length": length, "share": share}
+        )
+    return {"long": curves, "context": context} if curves else {}
 
 
 # The one table.
 
-Read = Callable[[RunData], float | None]
-
-
-def _at_end(name: str) -> Read:
-    return lambda run: run.metrics[-1].get(name) if run.metrics else None
-
-
-def _ratio_at_end(above: str, below: str) -> Read:
-    def read(run: RunData) -> float | None:
-        last = run.metrics[-1] if run.metrics else {}
-        top, bottom = last.get(above), last.get(below)
-        return top / bottom if top is not None and bottom else None
-
-    return read
-
-
-# Columns that only some tasks have: accuracy of images, and numbers by modality.
-_TASK_COLUMNS: Mapping[str, Read] = {
-    "Held-out accuracy": lambda run: (run.row or {}).get("val_accuracy"),
-    "BLEU": lambda run: (run.row or {}).get("val_bleu"),
-    "Image loss": _at_end("val_loss/image"),
-    "Caption loss": _at_end("val_loss/caption"),
-    "Text loss": _at_end("val_loss/text"),
-    "|q|, image / text": _ratio_at_end("query_norm/image", "query_norm/text"),
-    "|k|, image / text": _ratio_at_end("key_norm/image", "key_norm/text"),
-    "Text's weight on images, / even": _ratio_at_end(
-        "attention_mass/text>image", "uniform_mass/text>image"
-    ),
-    "Images' weight on text, / even": _ratio_at_end(
-        "attention_mass/image>text", "uniform_mass/image>text"
-    ),
+# Columns that only some tasks have, with the number that they show or the two numbers whose ratio they show.
+_TASK_COLUMNS: Mapping[str, Sequence[str]] = {
+    "Held-out accuracy": ["val_accuracy"],
+    "BLEU": ["val_bleu"],
+    "Image loss": ["val_loss/image"],
+    "Caption loss": ["val_loss/caption"],
+    "Text loss": ["val_loss/text"],
+    "|q|, image / text": ["query_norm/image", "query_norm/text"],
+    "|k|, image / text": ["key_norm/image", "key_norm/text"],
+    "Text's weight on images, / even": [
+        "attention_mass/text>image",
+        "uniform_mass/text>image",
+    ],
+    "Images' weight on text, / even": [
+        "attention_mass/image>text",
+        "uniform_mass/image>text",
+    ],
 }
+
+
+def _task_value(cell: Cell, names: Sequence[str]) -> float | None:
+    """Returns a number at the end of training, or the ratio of two, averaged over the runs that measured it."""
+    values = []
+    for run in cell.runs:
+        last = {**(run.metrics[-1] if run.metrics else {}), **(run.row or {})}
+        numbers = [as_number(last.get(name)) for name in names]
+        if 0 not in numbers[1:] and not any(map(math.isnan, numbers)):
+            values.append(numbers[0] / math.prod(numbers[1:]))
+    return statistics.fmean(values) if values else None
 
 
 def _table(study: StudyData) -> Markup:
     """Returns one row per part, remedy and rate; empty if no run has finished."""
     table = cells(study)
     if not table:
-        return Markup("")
-    shown = {
-        title: read
-        for title, read in _TASK_COLUMNS.items()
-        if any(read(run) is not None for cell in table for run in cell.runs)
+        return EMPTY
+    tasks = {
+        title: names
+        for title, names in _TASK_COLUMNS.items()
+        if any(_task_value(cell, names) is not None for cell in table)
     }
     in_parts = len({cell.part for cell in table}) > 1
     head = h.columns("Remedy", *["Part"] * in_parts, kind="text")
@@ -412,9 +357,26 @@ def _table(study: StudyData) -> Markup:
         f"Better than {study.baseline} by",
         "Collapsed",
         "Largest logit",
-        *shown,
+        *tasks,
     )
-    body = [_row(study, cell, shown, in_parts=in_parts) for cell in table]
+    rows = []
+    for cell in table:
+        losses = list(cell.values("val_loss").values())
+        mean, spread = statistics.fmean(losses), ""
+        if len(losses) > 1:
+            spread = f"{h.loss(min(losses))} to {h.loss(max(losses))}"
+        row = [
+            *[h.words(cell.part)] * in_parts,
+            h.cell(h.rate(cell.lr), cell.lr),
+            h.cell(h.loss(mean), mean, spread),
+            _gain_cell(cell.gain, collapsed=bool(cell.collapsed)),
+            h.cell(f"{cell.collapsed} of {len(cell.runs)}", cell.collapsed),
+            h.cell(h.number(cell.max_logit), cell.max_logit),
+        ]
+        for names in tasks.values():
+            value = _task_value(cell, names)
+            row.append(h.measured(math.nan if value is None else value))
+        rows.append(h.table_row(swatch(study, cell.remedy), *row))
     text = (
         f"Held-out loss in {study.loss_unit()}: the mean over seeds, with their range below. Better by: held-out loss "
         f"of {study.baseline} minus that of the remedy, paired by seed (the same weights and batches), with a 95 % "
@@ -422,53 +384,14 @@ def _table(study: StudyData) -> Markup:
         f"Collapsed: mean attention entropy under {COLLAPSE_ENTROPY:g} nats, or a loss that is NaN or no better than "
         "before training."
     )
-    return h.join(
-        [
-            h.note(text),
-            h.table(
-                "Every remedy and rate",
-                head,
-                body,
-                sortable=True,
-            ),
-        ]
-    )
-
-
-def _row(
-    study: StudyData, cell: Cell, shown: Mapping[str, Read], *, in_parts: bool
-) -> Markup:
-    losses = list(cell.values("val_loss").values())
-    spread = (
-        f"{h.loss(min(losses))} to {h.loss(max(losses))}" if len(losses) > 1 else ""
-    )
-    parts = [
-        *([h.words(cell.part)] if in_parts else []),
-        h.cell(h.rate(cell.lr), cell.lr),
-        h.cell(
-            h.loss(statistics.fmean(losses)),
-            statistics.fmean(losses),
-            spread,
-        ),
-        _gain_cell(cell.gain, collapsed=bool(cell.collapsed)),
-        h.cell(f"{cell.collapsed} of {len(cell.runs)}", cell.collapsed),
-        h.cell(h.number(cell.max_logit), cell.max_logit),
-    ]
-    for read in shown.values():
-        values = [value for run in cell.runs if (value := read(run)) is not None]
-        parts.append(h.measured(statistics.fmean(values)) if values else h.NOTHING)
-    return h.table_row(swatch(study, cell.remedy), *parts)
+    return markup("{}{}", h.note(text), h.table("Every remedy and rate", head, rows))
 
 
 def _gain_cell(gain: Difference | None, *, collapsed: bool = False) -> Markup:
     if gain is None:
         return h.NOTHING
-    return h.cell(
-        h.signed(gain.mean),
-        gain.mean,
-        gain.interval(),
-        "" if gain.clear and not collapsed else "faint",
-    )
+    kind = "" if gain.clear and not collapsed else "faint"
+    return h.cell(h.signed(gain.mean), gain.mean, gain.interval(), kind)
 
 
 _LONG_COLUMNS = {
@@ -478,11 +401,8 @@ _LONG_COLUMNS = {
 }
 
 
-def _long_table(study: StudyData) -> Markup:
-    """Returns one row per form, post-hoc method and length; empty if the study has no long texts."""
-    table = long_cells(study)
-    if not table:
-        return Markup("")
+def _long_table(study: StudyData, table: Sequence[LongCell]) -> Markup:
+    """Returns one row per form, post-hoc method and length."""
     shown = [
         name for name in _LONG_COLUMNS if any(name in cell.values for cell in table)
     ]
@@ -494,44 +414,25 @@ def _long_table(study: StudyData) -> Markup:
         "Kept",
         f"More than {study.baseline} by",
     )
-    body = [_long_row(study, cell, shown, in_parts=in_parts) for cell in table]
+    rows = []
+    for cell in table:
+        row = [
+            *[h.words(cell.part)] * in_parts,
+            h.words(cell.method),
+            h.cell(f"{cell.length:,}", cell.length),
+        ]
+        for name in shown:
+            values = cell.values.get(name)
+            mean = 100 * statistics.fmean(values.values()) if values else math.nan
+            row.append(h.cell(f"{mean:.1f}", mean) if values else h.NOTHING)
+        row += [h.cell(f"{cell.kept:.2f}", cell.kept), _gain_cell(cell.gain)]
+        rows.append(h.table_row(swatch(study, cell.form), *row))
     text = (
         "Share of next tokens predicted, in %, as means over seeds. Kept: accuracy at this length divided by that at "
         "the training length, as trained; with the difference from the first form, paired by seed, and its 95 % "
         "interval."
     )
-    return h.join(
-        [
-            h.note(text),
-            h.table(
-                "Every form and length",
-                head,
-                body,
-                sortable=True,
-            ),
-        ]
-    )
-
-
-def _long_row(
-    study: StudyData, cell: LongCell, shown: Sequence[str], *, in_parts: bool
-) -> Markup:
-    parts = [
-        *([h.words(cell.part)] if in_parts else []),
-        h.words(cell.method),
-        h.cell(f"{cell.length:,}", cell.length),
-    ]
-    for name in shown:
-        values = cell.values.get(name)
-        mean = math.nan if values is None else 100 * statistics.fmean(values.values())
-        parts.append(h.NOTHING if values is None else h.cell(f"{mean:.1f}", mean))
-    kept = h.cell(f"{cell.kept:.2f}", cell.kept)
-    return h.table_row(
-        swatch(study, cell.form),
-        *parts,
-        kept,
-        _gain_cell(cell.gain),
-    )
+    return markup("{}{}", h.note(text), h.table("Every form and length", head, rows))
 
 
 TABLE_SERIES = 8  # number of colours in assets/report.css
@@ -539,14 +440,13 @@ TABLE_SERIES = 8  # number of colours in assets/report.css
 
 def swatch(study: StudyData, remedy: str) -> Markup:
     """Returns the remedy's name with its colour, which is the same everywhere on the page."""
-    index = study.remedies.index(remedy)
-    attributes = {
-        "class": "swatch",
-        "data-series": str(index % TABLE_SERIES),
-        "data-round": str(index // TABLE_SERIES),
-        "aria-hidden": "true",
-    }
-    return h.join([h.tag("span", attributes), remedy])
+    turn, series = divmod(study.remedies.index(remedy), TABLE_SERIES)
+    return markup(
+        '<span class="swatch" data-series="{}" data-round="{}" aria-hidden="true"></span>{}',
+        str(series),
+        str(turn),
+        remedy,
+    )
 
 
 # Runs without a result.
@@ -565,62 +465,46 @@ _WAITING = {
 
 def _without_result(study: StudyData) -> Markup:
     """Returns the failed, unfinished and missing runs with what is known about them; empty if there are none."""
-    list_entries = []
+    entries = []
     for run in study.runs:
         if run.status is RunStatus.FAILED:
-            lines = [line for line in run.error.strip().splitlines() if line.strip()]
-            title = h.join(
-                [
+            error = run.error.strip()
+            last = error.rpartition("\n")[2] or "no message was written"
+            trace = markup("<pre>{}</pre>", error)
+            entries.append(
+                markup(
+                    '<li>{}: <strong>failed{}</strong><p class="error"><code>{}</code></p>{}</li>',
                     _run_name(study, run),
-                    ": ",
-                    h.tag("strong", {}, f"failed{_reached(run)}"),
-                ]
-            )
-            last = h.tag(
-                "p",
-                {"class": "error"},
-                h.tag("code", {}, lines[-1] if lines else "no message was written"),
-            )
-            trace = (
-                h.details("Traceback", h.tag("pre", {}, run.error.strip()))
-                if len(lines) > 1
-                else ""
-            )
-            list_entries.append(h.tag("li", {}, title, last, trace))
-    for status, (word, hint) in _WAITING.items():
-        runs = [run for run in study.runs if run.status is status]
-        if runs:
-            names = [
-                h.tag("span", {"class": "run"}, _run_name(study, run), _reached(run))
-                for run in runs
-            ]
-            head = h.tag(
-                "strong",
-                {},
-                f"{h.count(len(runs), 'run')} {word}",
-            )
-            below = h.tag("p", {"class": "runs"}, *names)
-            list_entries.append(
-                h.tag(
-                    "li",
-                    {"class": "waiting"},
-                    head,
-                    h.tag("p", {}, hint),
-                    below,
+                    _reached(run),
+                    last,
+                    h.details("Traceback", trace) if "\n" in error else "",
                 )
             )
-    return (
-        h.tag("ul", {"class": "failures"}, *list_entries)
-        if list_entries
-        else Markup("")
-    )
+    for status, (word, hint) in _WAITING.items():
+        names = [
+            markup(
+                '<span class="run">{}{}</span>', _run_name(study, run), _reached(run)
+            )
+            for run in study.runs
+            if run.status is status
+        ]
+        if names:
+            entries.append(
+                markup(
+                    '<li class="waiting"><strong>{} {}</strong><p>{}</p><p class="runs">{}</p></li>',
+                    h.count(len(names), "run"),
+                    word,
+                    hint,
+                    names,
+                )
+            )
+    return markup('<ul class="failures">{}</ul>', entries) if entries else EMPTY
 
 
 def _run_name(study: StudyData, run: RunData) -> Markup:
     role = "" if run.role == GRID else f" ({run.role})"
-    return h.join(
-        [swatch(study, run.remedy), f", LR {h.rate(run.lr)}, seed {run.seed}{role}"]
-    )
+    setting = f", LR {h.rate(run.lr)}, seed {run.seed}{role}"
+    return markup("{}{}", swatch(study, run.remedy), setting)
 
 
 def _reached(run: RunData) -> str:
@@ -628,56 +512,36 @@ def _reached(run: RunData) -> str:
 
 
 def _nothing(study: StudyData) -> Markup:
-    text = (
-        f"None of the {h.count(len(study.runs), 'run')} has written a record."
-        if study.runs
-        else "No run is listed."
-    )
-    advice = (
-        " Run the command below again: finished runs are kept, and all others resume."
-        if study.command
-        else ""
-    )
-    return h.empty_note(f"{text}{advice} Then create this page again.")
+    text = "No run is listed."
+    if study.runs:
+        text = (
+            f"None of the {h.count(len(study.runs), 'run')} has written a record. Run the command that made them "
+            "again: finished runs are kept, and all others resume."
+        )
+    return markup('<p class="empty">{} Then create this page again.</p>', text)
 
 
 # Provenance.
 
 _MAX_VALUES = 8  # of one kind in the provenance; further values are counted
 
-
-def _settings(value: object) -> str | None:
-    if not isinstance(value, dict):
-        return None
-    texts = {
-        k: json.dumps(v) if isinstance(v, (dict, list)) else str(v)
-        for k, v in value.items()
-        if v is not None
-    }
-    return ", ".join(f"{name} {text}" for name, text in texts.items() if name != "lr")
-
-
-def _corpus(run: RunData, name: str) -> object:
-    corpus = run.env.get("corpus")
-    return corpus.get(name) if isinstance(corpus, dict) else None
-
-
-_FACTS: Mapping[str, Callable[[RunData], object]] = {
-    "qkeel": lambda run: run.env.get("qkeel"),
-    "Commit": lambda run: run.env.get("commit"),
-    "Python": lambda run: run.env.get("python"),
-    "torch": lambda run: run.env.get("torch"),
-    "System": lambda run: run.env.get("system"),
-    "Processor": lambda run: run.env.get("cpu"),
-    "Device": lambda run: run.env.get("device"),
-    "Dtype": lambda run: run.env.get("dtype"),
-    "Compiled kernels": lambda run: run.env.get("compiled_kernels"),
-    "Corpus": lambda run: _corpus(run, "name"),
-    "Corpus SHA-256": lambda run: _corpus(run, "sha256"),
-    "Model": lambda run: _settings(run.config.get("model")),
-    "Parameters": lambda run: run.env.get("n_parameters"),
-    "Optimizer": lambda run: _settings(run.config.get("optim")),
-    "Steps": lambda run: run.config.get("steps"),
+# Where each fact is found: in the environment or the configuration of a run.
+_FACTS: Mapping[str, Sequence[str]] = {
+    "qkeel": ("env", "qkeel"),
+    "Commit": ("env", "commit"),
+    "Python": ("env", "python"),
+    "torch": ("env", "torch"),
+    "System": ("env", "system"),
+    "Processor": ("env", "cpu"),
+    "Device": ("env", "device"),
+    "Dtype": ("env", "dtype"),
+    "Compiled kernels": ("env", "compiled_kernels"),
+    "Corpus": ("env", "corpus", "name"),
+    "Corpus SHA-256": ("env", "corpus", "sha256"),
+    "Model": ("config", "model"),
+    "Parameters": ("env", "n_parameters"),
+    "Optimizer": ("config", "optim"),
+    "Steps": ("config", "steps"),
 }
 # Runs whose losses are compared must agree in these facts.
 _ALIKE = (
@@ -692,32 +556,45 @@ _ALIKE = (
 )
 
 
+def _fact(run: RunData, name: str) -> str:
+    """Returns a fact about a run as text; "" if it is unknown."""
+    value: object = {"env": run.env, "config": run.config}
+    for key in _FACTS[name]:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping):
+        settings = []
+        for key, setting in value.items():
+            # A rate is what a study varies, so it is no fact about all of its runs.
+            if setting is not None and key != "lr":
+                is_nested = isinstance(setting, (dict, list))
+                settings.append(
+                    f"{key} {json.dumps(setting) if is_nested else setting}"
+                )
+        return ", ".join(settings)
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    return "" if value is None else f"{value:,}" if is_count else str(value)
+
+
 def _provenance(study: StudyData) -> Markup:
     """Returns the versions, machine, corpus, model, and the commands that reproduce the page's runs."""
-    facts: dict[str, str | list[str]] = {}
-    for name, read in _FACTS.items():
-        values: list[str] = []
-        for run in study.runs:
-            value = read(run)
-            is_count = isinstance(value, int) and not isinstance(value, bool)
-            text = f"{value:,}" if is_count else str(value)
-            if value is not None and text not in values:
-                values.append(text)
-        if len(values) > _MAX_VALUES:
-            values = [
-                *values[:_MAX_VALUES],
-                f"and {h.count(len(values) - _MAX_VALUES, 'more value')}",
-            ]
+    facts: dict[str, list[str]] = {}
+    for name in _FACTS:
+        values = list(dict.fromkeys(_fact(run, name) for run in study.runs))
+        values = [value for value in values if value]
+        more = len(values) - _MAX_VALUES
+        if more > 0:
+            values[_MAX_VALUES:] = [f"and {h.count(more, 'more value')}"]
         if values:
             facts[name] = values
     if study.tuned:
-        facts["Rates, chosen on other seeds"] = [
-            _chosen(choice) for choice in study.tuned
-        ]
-    commands = dict.fromkeys(
-        str(run.env["command"]) for run in study.runs if run.env.get("command")
+        facts["Rates, chosen on other seeds"] = list(map(_chosen, study.tuned))
+    commands = dict.fromkeys(str(run.env.get("command") or "") for run in study.runs)
+    command = study.command or "\n".join(filter(None, commands))
+    again = markup(
+        '<div class="command"><h3>Make it again</h3><div>{}</div></div>',
+        h.command_block(command),
     )
-    return h.join([h.facts(facts), h.make_again(study.command or "\n".join(commands))])
+    return markup("{}{}", h.facts(facts), again if command else "")
 
 
 def _chosen(choice: Row) -> str:
@@ -729,18 +606,11 @@ def _chosen(choice: Row) -> str:
 
 def _unlike(study: StudyData) -> str:
     """Returns the facts in which runs of one part differ, so that their losses are not comparable; "" if none."""
-    names = [
-        name
-        for name in _ALIKE
-        if not (name == "Model" and any(run.long for run in study.runs))
-    ]
-    differing = []
-    for part_of_study in study.parts().values():
-        differing += [
-            name
-            for name in names
-            if len({str(_FACTS[name](run)) for run in part_of_study.finished}) > 1
-        ]
-    return h.listing(
-        [name if name == "torch" else name.lower() for name in dict.fromkeys(differing)]
-    )
+    differing = dict[str, None]()
+    for part in study.parts().values():
+        for name in _ALIKE:
+            # A study of lengths compares forms of attention, which differ as models.
+            may_differ = name == "Model" and any(run.long for run in study.runs)
+            if not may_differ and len({_fact(run, name) for run in part.finished}) > 1:
+                differing[name if name == "torch" else name.lower()] = None
+    return h.listing(list(differing))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from qkeel.errors import InvalidTypeError, RunDirectoryError, unknown
@@ -111,32 +110,24 @@ def read_study(
         UnknownNameError: the baseline is not "none" and does not occur in any run.
     """
     studies = [_open(path) for path in as_paths(paths)]
-    runs = _distinct(
-        list(
-            {
-                run.path.resolve(): run for study in studies for run in study.runs
-            }.values()
-        )
-    )
-    used = {run.remedy for run in runs}
+    by_path = {run.path.resolve(): run for study in studies for run in study.runs}
+    runs = _distinct(list(by_path.values()))
+    used = dict.fromkeys(run.remedy for run in runs)
     stated = [
         remedy for study in studies for remedy in study.remedies if remedy in used
     ]
-    remedies = list(dict.fromkeys([*stated, *(run.remedy for run in runs)]))
+    remedies = list(dict.fromkeys([*stated, *used]))
     if baseline not in remedies:
         if baseline != BASELINE:
             raise unknown("baseline", baseline, remedies)
-        baseline = (
-            remedies[0] if remedies else BASELINE
-        )  # forms of attention are compared with the first
+        # Forms of attention are compared with the first.
+        baseline = remedies[0] if remedies else BASELINE
+    names = dict.fromkeys(study.name for study in studies if study.name)
+    commands = dict.fromkeys(study.command for study in studies if study.command)
     return StudyData(
-        name=" + ".join(dict.fromkeys(study.name for study in studies if study.name)),
-        command="\n".join(
-            dict.fromkeys(study.command for study in studies if study.command)
-        ),
-        remedies=sorted(
-            remedies, key=lambda remedy: remedy != baseline
-        ),  # the baseline first, the others in order
+        name=" + ".join(names),
+        command="\n".join(commands),
+        remedies=sorted(remedies, key=lambda remedy: remedy != baseline),
         runs=runs,
         tuned=[choice for study in studies for choice in study.tuned],
         baseline=baseline,
@@ -164,14 +155,10 @@ def _open(path: Path) -> StudyData:
     file = path / "study.json"
     if file.exists():
         about = read_object(file)
-        runs = [
-            _run(
-                RunDirectory(path / "runs" / refuse_path(planned["run_id"], str(file))),
-                planned,
-                path.name,
-            )
-            for planned in about["runs"]
-        ]
+        runs = []
+        for planned in about["runs"]:
+            folder = path / "runs" / refuse_path(planned["run_id"], str(file))
+            runs.append(_run(RunDirectory(folder), planned, path.name))
         return StudyData(
             name=str(about.get("study") or path.name),
             command=str(about.get("command") or ""),
@@ -182,32 +169,31 @@ def _open(path: Path) -> StudyData:
         )
     directory = RunDirectory(path)
     if directory.status is RunStatus.MISSING:
-        got = (
-            "a file"
-            if path.is_file()
-            else "a directory with neither"
-            if path.is_dir()
-            else "no such directory"
-        )
+        kind = "a directory with neither" if path.is_dir() else "no such directory"
         raise RunDirectoryError(
             f"cannot read {path}: expected the directory of a study or of a run, with study.json or config.json, "
-            f"got {got}. Give the directory that `qkeel study` or `qkeel run` printed; if it is a folder of runs, "
+            f"got {kind}. Give the directory that `qkeel study` or `qkeel run` printed; if it is a folder of runs, "
             "give each run."
         )
-    run = _run(directory, {}, path.name)
+    config = directory.config()
+    optim = config.get("optim")
+    planned = {
+        "run_id": path.name,
+        "lr": optim.get("lr") if isinstance(optim, dict) else None,
+    }
+    planned |= {name: config.get(name) for name in ("remedy", "seed")}
+    missing = [name for name, value in planned.items() if value is None]
+    if missing:
+        raise RunDirectoryError(
+            f"{path / 'config.json'} lacks {', '.join(missing)}; it was not written by qkeel, or it was damaged later. "
+            "Restore it, or delete the directory and run again."
+        )
+    run = _run(directory, planned, path.name)
     return StudyData(name="", command="", remedies=[run.remedy], runs=[run])
 
 
 def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
     status, path = directory.status, directory.path
-    config = {} if status is RunStatus.MISSING else directory.config()
-    if not planned:
-        file = path / "config.json"
-        _need(config, ("remedy", "optim", "seed"), file)
-        _need(config["optim"], ("lr",), file)
-        planned = {
-            "run_id": path.name, "remedy": config["remedy"], "seed": config["seed"], "lr": config["optim"]["lr"],
-        }  # fmt: skip
     run = RunData(
         path=path,
         source=source,
@@ -217,12 +203,12 @@ def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
         seed=int(planned["seed"]),
         role=str(planned.get("role") or GRID),
         status=status,
-        config=config,
     )
     if status is RunStatus.MISSING:
         return run
     return dataclasses.replace(
         run,
+        config=directory.config(),
         metrics=directory.metrics(),
         row=_row(directory.summary(), run) if status is RunStatus.DONE else None,
         env=directory.env() if (path / "env.json").exists() else {},
@@ -231,26 +217,10 @@ def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
     )
 
 
-def _need(value: Row, names: Iterable[str], file: Path) -> None:
-    missing = [name for name in names if value.get(name) is None]
-    if missing:
-        raise RunDirectoryError(
-            f"{file} lacks {', '.join(missing)}; it was not written by qkeel, or it was damaged later. "
-            "Restore it, or delete the directory and run again."
-        )
-
-
 def _row(summary: Row, run: RunData) -> Row:
     """Returns the run's table row, with names from the study, missing values as NaN and `collapsed` filled in."""
-    row = dict(summary)
-    row.update(
-        remedy=run.remedy,
-        lr=run.lr,
-        seed=run.seed,
-        run_id=run.run_id,
-        status=str(run.status),
-    )
-    for name in ("val_loss", "max_logit", "end_entropy", "init_loss", "cpu_seconds"):
+    row = {**summary, "remedy": run.remedy, "lr": run.lr, "seed": run.seed}
+    for name in ("val_loss", "max_logit", "end_entropy", "init_loss"):
         row[name] = as_number(row.get(name))
     if not isinstance(row.get("collapsed"), bool):
         start = math.inf if math.isnan(row["init_loss"]) else row["init_loss"]
@@ -276,43 +246,27 @@ _NOT_SETTINGS = frozenset(
 
 
 def _distinct(runs: Sequence[RunData]) -> list[RunData]:
-    """Labels runs with equal remedy, LR and seed by the settings in which they differ, otherwise by directory."""
-
-    def cell(run: RunData) -> tuple[str, float, int, str]:
-        return run.remedy, run.lr, run.seed, run.role
-
-    times = Counter(map(cell, runs))
-    ambiguous = [run for run in runs if times[cell(run)] > 1]
-    settings = dict(
-        zip(
-            [run.path for run in ambiguous],
-            differences([run.config for run in ambiguous]),
-        )
-    )
-    labels = (
-        lambda run: settings.get(run.path, ""),
-        lambda run: run.source,
-        lambda run: run.run_id,
-    )
-    for label in (
-        labels
-    ):  # each is applied only to runs that are still ambiguous after the previous one
-        times = Counter(map(cell, runs))
-        labelled = []
-        for run in runs:
-            name = label(run) if times[cell(run)] > 1 else ""
-            labelled.append(
-                dataclasses.replace(run, remedy=f"{run.remedy} ({name})")
-                if name
-                else run
-            )
-        runs = labelled
-    return [
-        run
-        if run.row is None
-        else dataclasses.replace(run, row={**run.row, "remedy": run.remedy})
-        for run in runs
-    ]
+    """Labels runs with equal remedy, LR and seed by the settings in which they differ, then by directory, then by id."""
+    groups: dict[object, list[RunData]] = {}
+    for run in runs:
+        key = (run.remedy, run.lr, run.seed, run.role)
+        groups.setdefault(key, []).append(run)
+    remedies = {}
+    for group in groups.values():
+        settings = differences([run.config for run in group])
+        names = [
+            run.remedy + (f" ({x})" if x else "") for run, x in zip(group, settings)
+        ]
+        for labels in ([run.source for run in group], [run.run_id for run in group]):
+            if len(set(names)) < len(names):
+                names = [f"{name} ({label})" for name, label in zip(names, labels)]
+        remedies |= {run.path: name for run, name in zip(group, names)}
+    named = []
+    for run in runs:
+        remedy = remedies[run.path]
+        row = None if run.row is None else {**run.row, "remedy": remedy}
+        named.append(dataclasses.replace(run, remedy=remedy, row=row))
+    return named
 
 
 def differences(settings: Sequence[Mapping[str, object]]) -> list[str]:
@@ -323,35 +277,34 @@ def differences(settings: Sequence[Mapping[str, object]]) -> list[str]:
     >>> differences([{"command": "train.py --lr 3e-2"}, {"command": "train.py --lr 3e-3 --compile"}])
     ['--lr 3e-2', '--compile, --lr 3e-3']
     """
-    of_runs = [dict(_settings(run)) for run in settings]
-    names = sorted({name for run in of_runs for name in run})
-    apart = [name for name in names if len({run.get(name) for run in of_runs}) > 1]
+    of_runs = []
+    for run in settings:
+        of_run: dict[str, str] = {}
+        for name, value in flat(run).items():
+            if name in ("command", "watcher"):
+                of_run |= _options(str(value))
+            elif value is not None and not _NOT_SETTINGS.intersection(name.split(".")):
+                of_run[name] = str(value)
+        of_runs.append(of_run)
     labels = []
     for run in of_runs:
-        words = [
-            f"{name.rpartition('.')[2]} {run[name]}".strip()
-            for name in apart
-            if run.get(name) is not None
-        ]
+        words = []
+        for name in sorted(run):
+            if any(other.get(name) != run[name] for other in of_runs):
+                words.append(f"{name.rpartition('.')[2]} {run[name]}".strip())
         labels.append(", ".join(words[:_MAX_SETTINGS]))
     return labels
 
 
-def _settings(settings: Mapping[str, object]) -> Iterator[tuple[str, str | None]]:
-    for name, value in flat(settings).items():
-        if name in ("command", "watcher"):
-            yield from _options(str(value))
-        elif not _NOT_SETTINGS.intersection(name.split(".")):
-            yield name, None if value is None else str(value)
-
-
-def _options(command: str) -> Iterator[tuple[str, str]]:
-    """Yields the options of a command line with their values."""
+def _options(command: str) -> dict[str, str]:
+    """Returns the options of a command line with their values."""
     try:
         words = shlex.split(command)
     except ValueError:
-        return
+        return {}
+    options = {}
     for word, following in zip(words, [*words[1:], ""]):
         name, _, value = word.partition("=")
         if word.startswith("--") and word != "--" and name not in ("--out", "--jobs"):
-            yield name, value or ("" if following.startswith("-") else following)
+            options[name] = value or ("" if following.startswith("-") else following)
+    return options

@@ -5,9 +5,10 @@ Shapes: n samples, layers, heads.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,26 +20,25 @@ from qkeel.records import (
     HEAD_FIELDS,
     LAYER_FIELDS,
     LINEAR,
-    MONITOR_EXTREMES,
-    MONITOR_FIELDS,
-    VALUE_FIELDS,
     RunStatus,
     head_field,
     measured_field,
 )
 from qkeel.report import html as h
-from qkeel.report.html import Chart, Markup, Page, Section
+from qkeel.report.html import Chart, Markup, Page, Section, markup
 from qkeel.report.watched_runs import Watched, overall
+
+EMPTY = Markup("")
 
 
 def watch_page(runs: Sequence[Watched]) -> Page:
     """Returns the page about watched runs."""
     present = charts(runs)
-    empty = h.empty_note(
-        "Nothing is recorded yet: no forward pass in training mode was seen."
-    )
     models = list(dict.fromkeys(str(run.about.get("model") or "model") for run in runs))
     several = len(runs) > 1
+    nothing = Markup(
+        '<p class="empty">Nothing is recorded yet: no forward pass in training mode was seen.</p>'
+    )
     return Page(
         title=f"{h.count(len(runs), 'watched run')} of {h.listing(models)}"
         if several
@@ -49,14 +49,14 @@ def watch_page(runs: Sequence[Watched]) -> Page:
         if several
         else cautions(runs[0]),
         sections=[
-            Section("nothing", "Nothing to draw yet", Markup("") if present else empty),
-            Section("alarms", "Alarms", _alarms(runs)),
-            Section("interventions", "What the autopilot did", _interventions(runs)),
+            Section("nothing", "Nothing to draw yet", EMPTY if present else nothing),
+            Section("alarms", "Alarms", _list(runs, _alarm_cards)),
+            Section("interventions", "What the autopilot did", _list(runs, _actions)),
             Section("charts", "Charts", _figures(runs, present)),
-            Section("compared", "The runs", _compared(runs) if several else Markup("")),
-            Section("layers", "Layer by layer, last sample", _layers(runs)),
+            Section("compared", "The runs", _compared(runs))
+            if several
+            else Section("layers", "Layer by layer, last sample", _layers(runs[0])),
             Section("watched", "What was watched", _facts(runs)),
-            Section("definitions", "Definitions", _definitions(runs)),
         ],
         data=chart_data(runs) if present else None,
         drawing="watch.js",
@@ -70,7 +70,7 @@ def _meta(runs: Sequence[Watched]) -> str:
         )
     run = runs[0]
     size, optimizer = run.about.get("parameters"), run.about.get("optimizer")
-    parts = [
+    phrases = [
         h.count(size, "parameter") if isinstance(size, int) else "",
         h.count(len(run.layers or run.about.get("sites") or ()), "attention layer"),
         optimizer if isinstance(optimizer, str) else "",
@@ -78,7 +78,7 @@ def _meta(runs: Sequence[Watched]) -> str:
         h.count(len(run.records), "sample"),
         f"run {run.name}",
     ]
-    return " · ".join(phrase for phrase in parts if phrase)
+    return " · ".join(filter(None, phrases))
 
 
 # The verdict, and the fix of the most severe alarm.
@@ -107,28 +107,18 @@ def verdict(run: Watched) -> tuple[str, str]:
     else:
         health = judge_run(run.heads, [*run.alarms, *run.interventions])
         status, sentence, largest = health.status, health.sentence, health.largest
-    light = {
-        Status.HEALTHY: "good",
-        Status.NOT_HEALTHY: "bad",
-        Status.NOT_KNOWN: "none",
-    }[status]
+    light = {Status.NOT_HEALTHY: "bad", Status.NOT_KNOWN: "none"}.get(status, "good")
     if status is Status.HEALTHY and largest > ALARM_THRESHOLD:
         light = "large"
-    return light, f"{sentence[0].upper()}{sentence[1:]}."
+    return light, f"{_capital(sentence)}."
 
 
-def _grave(run: Watched) -> list[Row]:
-    return [alarm for alarm in run.alarms if alarm.get("severity") != "notice"]
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
-def _place(alarm: Row) -> str:
-    """Returns the location of an alarm, like `, h.3.attn head 5`, as far as it is known."""
-    layer, head = alarm.get("layer"), alarm.get("head")
-    return (
-        ""
-        if layer is None
-        else f", {layer}" + ("" if head is None else f" head {head}")
-    )
+def _grave(alarms: Sequence[Row]) -> list[Row]:
+    return [alarm for alarm in alarms if alarm.get("severity") != "notice"]
 
 
 def fix(run: Watched) -> list[str]:
@@ -136,7 +126,7 @@ def fix(run: Watched) -> list[str]:
 
     The list is empty if there is nothing to do or if an autopilot is already active.
     """
-    lines = [str(alarm["remedy"]) for alarm in _grave(run) if alarm.get("remedy")]
+    lines = [str(a["remedy"]) for a in _grave(run.alarms) if a.get("remedy")]
     if run.acted or not lines:
         return []
     applied = _APPLY.search(lines[0])
@@ -149,47 +139,33 @@ def fix(run: Watched) -> list[str]:
 def _lead(run: Watched) -> Markup:
     """Returns the traffic light, its sentence, and the fix with a button that copies it."""
     light, text = verdict(run)
-    dot = h.tag("span", {"class": "light", "aria-hidden": "true"})
-    parts = [
-        h.tag(
-            "p",
-            {"class": f"lead signal signal-{light}"},
-            dot,
-            h.tag("span", {}, text),
-        )
-    ]
+    why = fixes = EMPTY
     if light in ("large", "bad"):
-        parts.append(h.tag("p", {"class": "why"}, _WHY))
+        why = markup('<p class="why">{}</p>', _WHY)
     lines = fix(run)
     if lines:
-        todo = (
-            "start the run again with this command:"
-            if len(lines) > 1
-            else "after the optimizer is created:"
-        )
-        fixes = [
-            h.tag(
-                "p",
-                {"class": "todo"},
-                h.tag("strong", {}, "What to do:"),
-                f" {todo}",
-            ),
-            h.tag(
-                "div", {"class": "remedy-line"}, h.command_block(lines[0], "Copy fix")
-            ),
-        ]
-        if len(lines) > 1:
-            code = h.tag("code", {}, lines[1])
-            fixes.append(
-                h.tag(
-                    "p",
-                    {"class": "source"},
-                    "Or in the script, after the optimizer is created: ",
-                    code,
-                )
+        line, *code = lines
+        todo, script = "after the optimizer is created:", EMPTY
+        if code:
+            todo = "start the run again with this command:"
+            script = markup(
+                '<p class="source">Or in the script, after the optimizer is created: <code>{}</code></p>',
+                code,
             )
-        parts.append(h.tag("div", {"class": "fix"}, *fixes))
-    return h.join(parts)
+        fixes = markup(
+            '<div class="fix"><p class="todo"><strong>What to do:</strong> {}</p>'
+            '<div class="remedy-line">{}</div>{}</div>',
+            todo,
+            h.command_block(line, "Copy fix"),
+            script,
+        )
+    return markup(
+        '<p class="lead signal signal-{}"><span class="light" aria-hidden="true"></span><span>{}</span></p>{}{}',
+        light,
+        text,
+        why,
+        fixes,
+    )
 
 
 def cautions(run: Watched) -> list[str]:
@@ -197,13 +173,14 @@ def cautions(run: Watched) -> list[str]:
     texts = []
     missed = [site for site in run.about.get("missed") or () if isinstance(site, dict)]
     if missed:
-        watched = len(run.about.get("sites") or ())
+        n = len(run.about.get("sites") or ())
         reasons = "; ".join(
             f"{site.get('module') or 'the model itself'}: {site.get('reason')}"
             for site in missed
         )
-        text = f"{watched} of {watched + len(missed)} attention layers were watched. Not understood: {reasons}."
-        texts.append(text)
+        texts.append(
+            f"{n} of {n + len(missed)} attention layers were watched. Not understood: {reasons}."
+        )
     linear = [name for name, kind in run.types.items() if kind == LINEAR]
     if linear:
         texts.append(
@@ -222,114 +199,92 @@ def cautions(run: Watched) -> list[str]:
 _GRAVITY = ("notice", "alarm", "critical")
 
 
-def _alarms(runs: Sequence[Watched]) -> Markup:
+def _list(
+    runs: Sequence[Watched], cards: Callable[[Watched, str], list[Markup]]
+) -> Markup:
+    several = len(runs) > 1
+    entries = [cards(run, f", {run.name}" if several else "") for run in runs]
+    return markup('<ul class="alarms">{}</ul>', entries) if any(entries) else EMPTY
+
+
+def _alarm_cards(run: Watched, of_run: str) -> list[Markup]:
     """Returns one card per cause: since when it has existed, what was observed at which step, and the fix."""
-    entries = []
-    for run in runs:
-        causes: dict[str, list[Row]] = {}
-        for alarm in run.alarms:
-            causes.setdefault(str(alarm.get("cause") or CAUSE), []).append(alarm)
-        entries += [
-            _card(run, cause, alarms, run.name if len(runs) > 1 else "")
-            for cause, alarms in causes.items()
+    causes: dict[str, list[Row]] = {}
+    for alarm in run.alarms:
+        causes.setdefault(str(alarm.get("cause") or CAUSE), []).append(alarm)
+    cards = []
+    for cause, alarms in causes.items():
+        gravest = max((str(a.get("severity")) for a in alarms), key=_gravity)
+        course = []
+        for alarm in alarms:
+            layer, head = alarm.get("layer"), alarm.get("head")
+            place = "" if layer is None else f", {layer}"
+            place += "" if layer is None or head is None else f" head {head}"
+            trend = f"; {alarm['trend']}" if alarm.get("trend") else ""
+            text = f"Step {alarm['step']:,}{place}: {alarm.get('meaning')}{trend}."
+            course.append(markup("<li>{}</li>", text))
+        remedies = [a["remedy"] for a in _grave(alarms) or alarms if a.get("remedy")]
+        fixes = [
+            markup('<div class="remedy-line">{}</div>', h.command_block(str(remedy)))
+            for remedy in remedies[:1]
         ]
-    return h.tag("ul", {"class": "alarms"}, *entries) if entries else Markup("")
-
-
-def _card(run: Watched, cause: str, alarms: Sequence[Row], name: str) -> Markup:
-    gravest = max(
-        (str(alarm.get("severity")) for alarm in alarms),
-        key=lambda s: (*_GRAVITY, s).index(s),
-    )
-    since = f"since step {alarms[0]['step']:,}" + (f", {name}" if name else "")
-    title = (
-        h.tag("strong", {"class": "severity"}, gravest),
-        f" {cause[0].upper()}{cause[1:]} {since}",
-    )
-    course = []
-    for alarm in alarms:
-        trend = f"; {alarm['trend']}" if alarm.get("trend") else ""
-        course.append(
-            h.tag(
-                "li",
-                {},
-                f"Step {alarm['step']:,}{_place(alarm)}: {alarm.get('meaning')}{trend}.",
+        if run.acted and cause == CAUSE:
+            fixes = [
+                Markup(
+                    '<p class="source">The autopilot responds to this alarm; its actions are listed below.</p>'
+                )
+            ]
+        sources = dict.fromkeys(str(a["source"]) for a in alarms if a.get("source"))
+        origins = [markup('<li class="source">{}</li>', text) for text in sources]
+        cards.append(
+            markup(
+                '<li class="alarm-{0}"><p><strong class="severity">{0}</strong> {1}</p>'
+                '<ol class="course">{2}</ol>{3}{4}</li>',
+                gravest,
+                f"{_capital(cause)} since step {alarms[0]['step']:,}{of_run}",
+                course,
+                fixes,
+                h.details(
+                    "Where the thresholds come from", markup("<ul>{}</ul>", origins)
+                )
+                if origins
+                else "",
             )
         )
-    grave = [alarm for alarm in alarms if alarm.get("severity") != "notice"] or alarms
-    advised = list(
-        dict.fromkeys(str(alarm["remedy"]) for alarm in grave if alarm.get("remedy"))
-    )
-    fixes = [
-        h.tag("div", {"class": "remedy-line"}, h.command_block(line))
-        for line in advised[:1]
-    ]
-    if run.acted and cause == CAUSE:
-        fixes = [
-            h.tag(
-                "p",
-                {"class": "source"},
-                "The autopilot responds to this alarm; its actions are listed below.",
-            )
-        ]
-    sources = dict.fromkeys(
-        str(alarm["source"]) for alarm in alarms if alarm.get("source")
-    )
-    about = h.tag(
-        "ul",
-        {},
-        *(h.tag("li", {"class": "source"}, source) for source in sources),
-    )
-    thresholds = h.details("Where the thresholds come from", about) if sources else ""
-    body = (
-        h.tag("p", {}, *title),
-        h.tag("ol", {"class": "course"}, *course),
-        *fixes,
-        thresholds,
-    )
-    return h.tag("li", {"class": f"alarm-{gravest}"}, *body)
+    return cards
 
 
-def _interventions(runs: Sequence[Watched]) -> Markup:
-    """Returns each decision, refusal and effect; equal decisions at several sites share one entry."""
+def _gravity(severity: str) -> int:
+    return (*_GRAVITY, severity).index(severity)
+
+
+def _actions(run: Watched, of_run: str) -> list[Markup]:
+    """Returns each decision, refusal and effect of an autopilot; equal decisions at several sites share one entry."""
+    by_action: dict[object, list[Row]] = {}
+    for event in run.interventions:
+        names = ("event", "step", "action", "release", "reason")
+        key = tuple(event.get(name) for name in names)
+        by_action.setdefault(key, []).append(event)
     entries = []
-    for run in runs:
-        by_action: dict[object, list[Row]] = {}
-        for event in run.interventions:
-            key = tuple(
-                event.get(name)
-                for name in ("event", "step", "action", "release", "reason")
+    for first, *others in by_action.values():
+        kind = first.get("action") or first.get("event")
+        kind = "release" if first.get("release") else str(kind)
+        sentences = [
+            markup('<p class="source">{}</p>', str(event.get("text")))
+            for event in others
+        ]
+        folded = markup("{}", sentences)
+        entries.append(
+            markup(
+                '<li class="alarm-notice"><p><strong class="severity">{}</strong> {}</p>{}</li>',
+                kind.replace("_", " "),
+                str(first.get("text")),
+                h.details(f"at {h.count(len(others), 'more site')}", folded)
+                if others
+                else "",
             )
-            by_action.setdefault(key, []).append(event)
-        for events in by_action.values():
-            first = events[0]
-            kind = (
-                "release"
-                if first.get("release")
-                else str(first.get("action") or first.get("event"))
-            )
-            strong = h.tag("strong", {"class": "severity"}, kind.replace("_", " "))
-            sentences = [
-                h.tag("p", {"class": "source"}, str(event.get("text")))
-                for event in events[1:]
-            ]
-            folded = (
-                [
-                    h.details(
-                        f"at {h.count(len(sentences), 'more site')}", h.join(sentences)
-                    )
-                ]
-                if sentences
-                else []
-            )
-            text = h.tag(
-                "p",
-                {},
-                strong,
-                f" {first.get('text')}",
-            )
-            entries.append(h.tag("li", {"class": "alarm-notice"}, text, *folded))
-    return h.tag("ul", {"class": "alarms"}, *entries) if entries else Markup("")
+        )
+    return entries
 
 
 # The charts and their data; assets/watch.js draws them. Long runs are thinned by omitting records, not by averaging.
@@ -409,97 +364,102 @@ def charts(runs: Sequence[Watched]) -> list[Chart]:
     def has(name: str) -> bool:
         return any(np.isfinite(run.overall(name)).any() for run in shown)
 
-    present = [
-        (RUNS, len(shown) > 1),
-        (GROWTH, has("max_logit")),
-        (MAP, bool(measured)),
-        (ENTROPY, has("entropy")),
-        (NORMS, bool({"query_norm", "key_norm"} & measured)),
-        (MORE, any(more_fields(run) for run in shown)),
-        (LOSS, has("train_loss")),
-    ]
-    return [chart for chart, has_data in present if has_data]
+    present = {
+        RUNS: len(shown) > 1,
+        GROWTH: has("max_logit"),
+        MAP: bool(measured),
+        ENTROPY: has("entropy"),
+        NORMS: bool({"query_norm", "key_norm"} & measured),
+        MORE: any(more_fields(run) for run in shown),
+        LOSS: has("train_loss"),
+    }
+    return [chart for chart, has_data in present.items() if has_data]
+
+
+_MORE_OF_HEADS = ("cos_max", "logit_change_rms", "gain_bound")
 
 
 def more_fields(run: Watched) -> list[str]:
     """Returns the further values by layer that were measured: those of the monitor's table, of token classes, layers
     and blocks."""
     heads = [
-        n
-        for n, field in HEAD_FIELDS.items()
-        if n not in LINES and (field.column or n in _MORE_OF_HEADS)
+        name
+        for name, field in HEAD_FIELDS.items()
+        if name not in LINES and (field.column or name in _MORE_OF_HEADS)
     ]
-    classes = [
-        name for name in run.measured() if name.partition("/")[0] in CLASS_FIELDS
-    ]
-    names = []
-    for name in (*heads, *LAYER_FIELDS, *BLOCK_FIELDS, *classes):
-        values = run.by_layer(name)
-        if values is not None and not np.isnan(values).all():
-            names.append(name)
-    return names
+    names = (*heads, *LAYER_FIELDS, *BLOCK_FIELDS, *_class_fields(run))
+    return [name for name in names if run.by_layer(name) is not None]
 
 
-_MORE_OF_HEADS = ("cos_max", "logit_change_rms", "gain_bound")
+def _class_fields(run: Watched) -> list[str]:
+    return [name for name in run.measured() if name.partition("/")[0] in CLASS_FIELDS]
 
 
 def _figures(runs: Sequence[Watched], present: Sequence[Chart]) -> Markup:
     # The first chart shows all runs; the others show the run that the reader chooses.
     choice = h.choices("run") if sum(bool(run.records) for run in runs) > 1 else ""
-    first = [chart.figure() for chart in present if chart is RUNS]
-    return h.join(
-        [
-            *first,
-            choice,
-            *(chart.figure() for chart in present if chart is not RUNS),
-        ]
+    figures = [chart.figure() for chart in present]
+    return markup(
+        "{}{}{}", figures[: RUNS in present], choice, figures[RUNS in present :]
     )
 
 
 def chart_data(runs: Sequence[Watched]) -> dict[str, object]:
     """Returns everything that the charts need, as plain JSON values."""
     shown = [run for run in runs if run.records]
-    width = sum(
-        max(1, len(run.layers)) * len((*LINES, *more_fields(run))) for run in shown
-    )
+    names = {run.name: [*LINES, *more_fields(run)] for run in shown}
+    n_lines = sum(max(1, len(run.layers)) * len(names[run.name]) for run in shown)
     # Large models show fewer records, so that the size of the page stays bounded.
-    most = int(min(h.MAX_RECORDS, max(MIN_RECORDS, MAX_LINES // max(1, width))))
+    most = min(h.MAX_RECORDS, max(MIN_RECORDS, MAX_LINES // max(1, n_lines)))
     fields = {}
-    for name in dict.fromkeys(
-        name for run in shown for name in (*LINES, *run.heads.values, *more_fields(run))
-    ):
-        field = head_field(name) or {**LAYER_FIELDS, **BLOCK_FIELDS}.get(name)
-        if field is not None:
-            meaning = ": ".join(filter(None, (field.meaning, name.partition("/")[2])))
-            fields[name] = {"meaning": meaning, "unit": field.unit}
-    data = [_run_data(run, most, MAX_CELLS // len(shown)) for run in shown]
+    for run in shown:
+        for name in (*names[run.name], *run.heads.values):
+            field = head_field(name) or {**LAYER_FIELDS, **BLOCK_FIELDS}.get(name)
+            if field is not None:
+                classes = name.partition("/")[2]
+                meaning = f"{field.meaning}: {classes}" if classes else field.meaning
+                fields[name] = {"meaning": meaning, "unit": field.unit}
+    data = [
+        _run_data(run, names[run.name], most, MAX_CELLS // len(shown)) for run in shown
+    ]
     return {"alarm": ALARM_THRESHOLD, "fields": fields, "runs": data}
 
 
-def _run_data(run: Watched, most: int, cells: int) -> dict[str, object]:
+def _run_data(
+    run: Watched, names: Sequence[str], most: int, cells: int
+) -> dict[str, object]:
     rows = np.array(h.thin(run.overall("max_logit").tolist(), most))
-    leader = run.leader()
-    lines = {name: run.by_layer(name) for name in (*more_fields(run), *LINES)}
+    values, lines = {}, {}
+    for name in VALUES:
+        course = run.overall(name)
+        if np.isfinite(course).any():
+            values[name] = h.series(course[rows])
+    for name in names:
+        by_layer = run.by_layer(name)
+        if by_layer is not None:
+            lines[name] = [h.series(line) for line in by_layer[rows].T]
+    alarms = [
+        {
+            "step": int(alarm["step"]),
+            "severity": str(alarm.get("severity")),
+            "rule": str(alarm.get("rule")),
+            "layer": run.layers.index(alarm["layer"])
+            if alarm.get("layer") in run.layers
+            else None,
+            "head": alarm.get("head"),
+        }
+        for alarm in run.alarms
+    ]
     return {
         "name": run.name,
         "status": str(run.status),
         "step": [run.steps[i] for i in rows],
-        "values": {
-            name: h.series(values[rows])
-            for name in VALUES
-            if np.isfinite(values := run.overall(name)).any()
-        },
+        "values": values,
         "layers": short_names(run.layers),
-        "lines": {
-            name: [h.series(line) for line in values[rows].T]
-            for name, values in lines.items()
-            if values is not None and not np.isnan(values).all()
-        },
-        "leader": None
-        if leader is None
-        else {"layer": leader.layer, "head": leader.head},
+        "lines": lines,
+        "leader": run.leader(),
         "last": _last_sample(run, cells),
-        "alarms": [_alarm_mark(run, alarm) for alarm in run.alarms],
+        "alarms": alarms,
         "interventions": _intervention_marks(run),
         "eval": _evaluations(run),
     }
@@ -512,80 +472,61 @@ def short_names(layers: Sequence[str]) -> list[str]:
     ['0', '1']
     """
     parts = [name.split(".") for name in layers]
-    if len(parts) < 2:
-        return list(layers)
-    shortest = min(map(len, parts))
-    front = 0
-    while front < shortest and len({words[front] for words in parts}) == 1:
-        front += 1
-    back = 0
-    while back < shortest - front and len({words[-1 - back] for words in parts}) == 1:
-        back += 1
-    short = [".".join(words[front : len(words) - back]) for words in parts]
-    # Fall back to the full names if shortening makes them empty or ambiguous.
-    return short if all(short) and len(set(short)) == len(short) else list(layers)
+    for end in (0, -1):
+        while len({words[end] for words in parts if len(words) > 1}) == 1 and all(
+            len(words) > 1 for words in parts
+        ):
+            parts = [words[1:] if end == 0 else words[:-1] for words in parts]
+    short = [".".join(words) for words in parts]
+    # A single layer keeps its name, and so do layers that would become alike.
+    return short if len(set(short)) == len(short) > 1 else list(layers)
 
 
 def _last_sample(run: Watched, cells: int) -> dict[str, object] | None:
     """Returns [layer][head] of each field in the last sample, fields of LINES first, as many as fit into `cells`."""
-    measured = [
-        name
-        for name in run.measured()
-        if not np.isnan(run.heads.values[name][-1]).all()
-    ]
-    if not measured:
+    last = {}
+    for name in run.measured():
+        values = run.heads.values[name][-1]
+        if not np.isnan(values).all():
+            last[name] = values
+    if not last:
         return None
     # The map starts with the fields that have a chart; a large model has room for few others.
-    ordered = sorted(
-        measured, key=lambda name: LINES.index(name) if name in LINES else len(LINES)
+    names = sorted(
+        last,
+        key=lambda name: (*LINES, name).index(name) if name in LINES else len(LINES),
     )
-    shown = ordered[: max(2, cells // run.heads.values[ordered[0]][-1].size)]
-    fields = {
-        name: [h.series(line, 3) for line in run.heads.values[name][-1]]
-        for name in shown
-    }
+    fields = {}
+    for name in names[: max(2, cells // last[names[0]].size)]:
+        fields[name] = [h.series(line, 3) for line in last[name]]
     return {"step": run.steps[-1], "fields": fields}
-
-
-def _alarm_mark(run: Watched, alarm: Row) -> dict[str, object]:
-    layer = alarm.get("layer")
-    return {
-        "step": int(alarm["step"]),
-        "severity": str(alarm.get("severity")),
-        "rule": str(alarm.get("rule")),
-        "layer": run.layers.index(layer) if layer in run.layers else None,
-        "head": alarm.get("head"),
-    }
 
 
 def _intervention_marks(run: Watched) -> list[dict[str, object]]:
     """Returns, for each step, the decisions that changed something, with their sentences."""
-    steps: dict[int, list[Row]] = {}
-    for event in run.interventions:
-        if event.get("event") == "decision" and event.get("action") != "watch_closer":
-            steps.setdefault(int(event["step"]), []).append(event)
+    decisions = [
+        event
+        for event in run.interventions
+        if event.get("event") == "decision" and event.get("action") != "watch_closer"
+    ]
     marks = []
-    for step, events in steps.items():
-        labels = [
-            f"{h.MINUS if event.get('release') else ''}{event.get('action')}"
-            for event in events
-        ]
-        text = "\n".join(str(event.get("text")) for event in events)
+    for step, events in itertools.groupby(decisions, lambda event: int(event["step"])):
+        labels, texts = dict[str, None](), []
+        for event in events:
+            labels[
+                f"{h.MINUS if event.get('release') else ''}{event.get('action')}"
+            ] = None
+            texts.append(str(event.get("text")))
         marks.append(
-            {
-                "step": step,
-                "label": ", ".join(dict.fromkeys(labels)),
-                "text": text,
-            }
+            {"step": step, "label": ", ".join(labels), "text": "\n".join(texts)}
         )
     return marks
 
 
 def _evaluations(run: Watched) -> dict[str, object]:
     every = max(1, len(run.eval_records) // h.MAX_RECORDS)
-    series: dict[str, object] = {
-        "step": [int(record["step"]) for record in run.eval_records][::every]
-    }
+    steps = [int(record["step"]) for record in run.eval_records]
+    series: dict[str, object] = {"step": steps[::every]}
     for name in ("max_logit", "entropy", "val_loss"):
         values = overall(run.eval_records, run.eval_heads, name)
         if np.isfinite(values).any():
@@ -595,213 +536,108 @@ def _evaluations(run: Watched) -> dict[str, object]:
 
 # The tables.
 
-COLUMNS = {
-    "max_logit": "Largest logit",
-    "min_logit": "Smallest logit",
-    "entropy": "Entropy",
-    "entropy_min": "Lowest row entropy",
-    "query_norm": "|q|",
-    "key_norm": "|k|",
-    "cos_max": "Largest cosine",
-    "sink_head_ratio": "Share of sink heads",
-    "logit_change_rms": "Logit change",
-    "gain_bound": "Bound by gains",
-}
-# They are followed by the values in the monitor's table, with the headings of that table.
-COLUMNS |= {
-    name: field.column
-    for name, field in {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS}.items()
-    if field.column and name not in COLUMNS
-}
-_CLASS_COLUMNS = {"query_competition": "|q| ratio", "key_competition": "|k| ratio"}
-_FOLDS = {
-    "max": "the largest head",
-    "min": "the smallest head",
-    "mean": "the mean over heads",
-}
+_FIELDS = {**HEAD_FIELDS, **LAYER_FIELDS, **BLOCK_FIELDS, **CLASS_FIELDS}
+# The values of a layer in the table; each is a column if it was measured.
+_SHOWN = [
+    name
+    for name, field in _FIELDS.items()
+    if field.column or name in ("min_logit", "entropy_min", "gain_bound")
+]
 
 
 def _compared(runs: Sequence[Watched]) -> Markup:
     """Returns one row per run."""
     head = h.columns("Run", kind="text")
-    head += h.columns(
-        "Steps",
-        "Alarms",
-        "First alarm",
-        "Largest logit, last",
-        "… of the run",
-        "Entropy, last",
-    )
-    body = []
+    head += h.columns("Steps", "Alarms", "First alarm", "Largest logit, last")
+    head += h.columns("… of the run", "Entropy, last", "Training loss, last")
+    rows = []
     for run in runs:
-        peak = float(np.fmax.reduce(run.overall("max_logit"), initial=np.nan))
-        body.append(
+        first = run.alarms[0]["step"] if run.alarms else math.inf
+        last = {
+            name: h.measured(float(run.overall(name)[-1]) if run.records else math.nan)
+            for name in ("max_logit", "entropy", "train_loss")
+        }
+        peak = float(np.fmax.reduce(run.overall("max_logit"), initial=math.nan))
+        rows.append(
             h.table_row(
                 run.name,
                 h.cell(f"{run.steps[-1]:,}", run.steps[-1])
                 if run.records
                 else h.cell("–", -1),
                 h.cell(str(len(run.alarms)), len(run.alarms)),
-                h.cell(f"{run.alarms[0]['step']:,}", run.alarms[0]["step"])
-                if run.alarms
-                else h.NOTHING,
-                _last(run, "max_logit"),
+                h.cell(f"{first:,}", first) if run.alarms else h.NOTHING,
+                last["max_logit"],
                 h.measured(peak),
-                _last(run, "entropy"),
-                _last(run, "train_loss"),
+                last["entropy"],
+                last["train_loss"],
             )
         )
-    return h.table(
-        "The watched runs",
-        [*head, *h.columns("Training loss, last")],
-        body,
-        sortable=True,
-    )
+    return h.table("The watched runs", head, rows)
 
 
-def _last(run: Watched, name: str) -> Markup:
-    return h.measured(float(run.overall(name)[-1]) if run.records else math.nan)
+def _layers(run: Watched) -> Markup:
+    """Returns the table with one row per layer, for the last sample."""
+    if not run.records or not run.layers:
+        return EMPTY
+    last = {}
+    for name in dict.fromkeys((*_SHOWN, *_class_fields(run))):
+        values = run.by_layer(name)
+        if values is not None and not np.isnan(values[-1]).all():
+            last[name] = values[-1]
+    typed = any(kind != "full" for kind in run.types.values())
+    head = h.columns("Layer", *["Type"] * typed, kind="text")
+    head += h.columns(*map(_heading, last))
+    rows = []
+    for i, layer in enumerate(run.layers):
+        cells = [h.words(run.types.get(layer, ""))] if typed else []
+        for name, values in last.items():
+            cells.append(h.measured(float(values[i]), _extreme_head(run, name, i)))
+        rows.append(h.table_row(layer, *cells))
+    for name, kind in run.types.items():
+        if kind == LINEAR:
+            rows.append(h.table_row(name, h.words(LINEAR), *[h.NOTHING] * len(last)))
+    title = f"Step {run.steps[-1]:,}: {h.count(len(run.layers), 'layer')}"
+    return h.details(title, h.table(title, head, rows))
 
 
-def _layers(runs: Sequence[Watched]) -> Markup:
-    """Returns a table per run with one row per layer, for its last sample."""
-    parts = []
-    for run in runs:
-        if not run.records or not run.layers:
-            continue
-        last = {}
-        for name in (
-            *COLUMNS,
-            *(
-                name
-                for name in run.measured()
-                if name.partition("/")[0] in CLASS_FIELDS
-            ),
-        ):
-            values = run.by_layer(name)
-            if values is not None and not np.isnan(values[-1]).all():
-                last[name] = values[-1]
-        typed = any(kind != "full" for kind in run.types.values())
-        head = h.columns("Layer", *["Type"] * typed, kind="text")
-        head += h.columns(*(COLUMNS.get(name) or _class_column(name) for name in last))
-        body = [_layer(run, i, last, typed=typed) for i in range(len(run.layers))]
-        for name, kind in run.types.items():
-            if kind == LINEAR:
-                body.append(
-                    h.table_row(
-                        name,
-                        h.words(LINEAR),
-                        *[h.NOTHING] * len(last),
-                    )
-                )
-        inner = h.table(
-            f"Layers of {run.name} at step {run.steps[-1]:,}",
-            head,
-            body,
-            sortable=True,
-        )
-        title = (
-            f"{run.name}, step {run.steps[-1]:,}"
-            if len(runs) > 1
-            else f"Step {run.steps[-1]:,}"
-        )
-        parts.append(h.details(f"{title}: {h.count(len(run.layers), 'layer')}", inner))
-    return h.join(parts)
+def _heading(name: str) -> str:
+    field = _FIELDS.get(name)
+    if field is not None and field.column:
+        return field.column
+    return name.replace("_", " ").replace("/", ", ").replace("->", " → ")
 
 
-def _class_column(name: str) -> str:
-    field, _, classes = name.partition("/")
-    return (
-        _CLASS_COLUMNS.get(name)
-        or f"{field.replace('_', ' ')}, {classes.replace('->', ' → ')}"
-    )
-
-
-def _layer(
-    run: Watched, i: int, last: Mapping[str, np.ndarray], *, typed: bool
-) -> Markup:
-    cells = [h.words(run.types.get(run.layers[i], ""))] if typed else []
-    for name, values in last.items():
-        heads = run.heads.values.get(measured_field(name))
-        field = head_field(name)
-        which = ""
-        if (
-            heads is not None
-            and field is not None
-            and field.fold != "mean"
-            and not np.isnan(heads[-1][i]).all()
-        ):
-            head = (
-                np.nanargmax(heads[-1][i])
-                if field.fold == "max"
-                else np.nanargmin(heads[-1][i])
-            )
-            which = f"head {int(head)}"
-        cells.append(h.measured(float(values[i]), which))
-    return h.table_row(run.layers[i], *cells)
+def _extreme_head(run: Watched, name: str, layer: int) -> str:
+    """Returns the head that a layer's largest or smallest value belongs to; "" for means and other values."""
+    heads, field = run.heads.values.get(measured_field(name)), head_field(name)
+    if heads is None or field is None or field.fold == "mean":
+        return ""
+    values = heads[-1][layer]
+    if np.isnan(values).all():
+        return ""
+    find = np.nanargmax if field.fold == "max" else np.nanargmin
+    return f"head {int(find(values))}"
 
 
 def _facts(runs: Sequence[Watched]) -> Markup:
     """Returns the settings and versions that the runs recorded, by name."""
     facts: dict[str, dict[str, None]] = {}
     for run in runs:
-        versions = run.env.get("versions")
-        recorded = {
-            k: v
-            for k, v in run.about.items()
-            if k not in ("kind", "sites", "missed", "fields")
-        }
-        recorded |= versions if isinstance(versions, dict) else {}
-        recorded |= {
-            name: run.env.get(name) for name in ("system", "commit", "command")
-        }
+        recorded = {**run.about, **(run.env.get("versions") or {})}
+        for name in ("system", "commit", "command"):
+            recorded[name] = run.env.get(name)
         for name, value in {**recorded, "directory": str(run.path)}.items():
-            if value is not None and value != "":
-                facts.setdefault(name.replace("_", " "), {})[_word(value)] = None
+            is_shown = name not in ("kind", "sites", "missed", "fields")
+            if is_shown and value is not None and value != "":
+                facts.setdefault(name.replace("_", " "), {})[_text(value)] = None
     return h.facts({name: list(values) for name, values in facts.items()})
 
 
-def _word(value: object) -> str:
+def _text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_word(inner)}" for key, inner in value.items())
-    return (
-        ", ".join(map(_word, value)) if isinstance(value, (list, tuple)) else str(value)
-    )
-
-
-def _definitions(runs: Sequence[Watched]) -> Markup:
-    definitions = {}
-    measured = dict.fromkeys(
-        name.partition("/")[0] for run in runs for name in run.measured()
-    )
-    for name in measured:
-        field = head_field(name)
-        if field is not None:
-            definitions[name] = (
-                f"{field.meaning} [{field.unit}]; of a layer: {_FOLDS[field.fold]}"
-            )
-    recorded = dict.fromkeys(
-        name.partition("/")[0]
-        for run in runs
-        for record in run.records[-1:]
-        for name in record
-    )
-    monitor = {
-        f"monitor_{name}": field
-        for name, field in {**MONITOR_FIELDS, **MONITOR_EXTREMES}.items()
-    }
-    for name, field in {
-        **LAYER_FIELDS,
-        **VALUE_FIELDS,
-        **BLOCK_FIELDS,
-        **monitor,
-    }.items():
-        if name in recorded or (
-            name in LAYER_FIELDS and LAYER_FIELDS[name].of in measured
-        ):
-            definitions[name] = f"{field.meaning} [{field.unit}]"
-    return h.facts(definitions, code=True)
+        return ", ".join(f"{key} {_text(inner)}" for key, inner in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_text, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)

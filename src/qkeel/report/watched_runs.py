@@ -33,15 +33,6 @@ INTERVENTIONS = (
 )  # effects in runs of earlier versions
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Leader:
-    """The head with the largest logit in the last sample."""
-
-    layer: int
-    head: int
-    name: str
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Watched:
     """A watched run; `records` [n] and `heads` [n layers heads] belong to the same n steps."""
@@ -85,15 +76,20 @@ class Watched:
         ]
 
     def by_layer(self, name: str) -> np.ndarray | None:
-        """Returns [n layers], a head field folded over heads or a value of each layer or block; None if unknown."""
-        if of_layers(name):
-            values = [
-                [as_number(record.get(f"{name}/{layer}")) for layer in self.layers]
-                for record in self.records
-            ]
-            return np.array(values).reshape(len(self.records), len(self.layers))
+        """Returns [n layers], a head field folded over heads or a value of each layer or block; None if it was not
+        measured."""
         heads = self.heads.values.get(measured_field(name))
-        return None if heads is None or not len(heads) else fold_heads(name, heads)
+        if of_layers(name):
+            columns = [
+                [as_number(record.get(f"{name}/{layer}")) for record in self.records]
+                for layer in self.layers
+            ]
+            values = np.array(columns).reshape(len(self.layers), -1).T
+        elif heads is not None:
+            values = fold_heads(name, heads)
+        else:
+            return None
+        return None if np.isnan(values).all() else values
 
     def overall(self, name: str) -> np.ndarray:
         """Returns [n], a value of the entire model, as recorded or computed from its heads; NaN if neither exists."""
@@ -107,26 +103,13 @@ class Watched:
             for event in self.interventions
         )
 
-    def leader(self, sample: int = -1) -> Leader | None:
-        """Returns the head with the largest logit in a sample, by default the last; None if no head was measured."""
+    def leader(self) -> dict[str, int] | None:
+        """Returns the layer and the head with the largest logit in the last sample; None if none was measured."""
         values = self.heads.values.get("max_logit")
-        if (
-            values is None
-            or not -len(values) <= sample < len(values)
-            or np.isnan(values[sample]).all()
-        ):
+        if values is None or not len(values) or np.isnan(values[-1]).all():
             return None
-        layer, head = (
-            int(i)
-            for i in np.unravel_index(
-                int(np.nanargmax(values[sample])), values[sample].shape
-            )
-        )
-        return Leader(
-            layer=layer,
-            head=head,
-            name=self.layers[layer] if self.layers else f"layer {layer}",
-        )
+        layer, head = divmod(int(np.nanargmax(values[-1])), values.shape[-1])
+        return {"layer": layer, "head": head}
 
 
 def overall(records: Sequence[Row], heads: Heads, name: str) -> np.ndarray:
@@ -154,25 +137,25 @@ def read_watched(paths: Sequence[Path]) -> list[Watched]:
     """
     runs = [_read(path) for path in paths]
     times = Counter(run.name for run in runs)
-    apart = (
-        differences([{**run.about, **run.env} for run in runs])
-        if len(runs) > 1
-        else [""]
-    )
-    names = [str(run.path) if times[run.name] > 1 else run.name for run in runs]
-    return [
-        dataclasses.replace(r, name=f"{n} ({d})" if d else n)
-        for r, n, d in zip(runs, names, apart, strict=True)
-    ]
+    settings = differences([{**run.about, **run.env} for run in runs])
+    renamed = []
+    for run, setting in zip(runs, settings, strict=True):
+        name = str(run.path) if times[run.name] > 1 else run.name
+        name += f" ({setting})" if setting else ""
+        renamed.append(dataclasses.replace(run, name=name))
+    return renamed
 
 
 def _read(path: Path) -> Watched:
     directory = RunDirectory(path)
     events = directory.events()
-    records, heads = _aligned(directory.metrics(), _heads(directory, "heads"))
-    eval_records, eval_heads = _aligned(
-        directory.eval_metrics(), _heads(directory, "eval_heads")
+    empty = Heads(steps=np.zeros(0, np.int64), values={})
+    heads = directory.heads() if (path / "heads.json").exists() else empty
+    eval_heads = (
+        directory.eval_heads() if (path / "eval_heads.json").exists() else empty
     )
+    records, heads = _aligned(directory.metrics(), heads)
+    eval_records, eval_heads = _aligned(directory.eval_metrics(), eval_heads)
     return Watched(
         path=path,
         name=path.resolve().name,
@@ -193,12 +176,6 @@ def _read(path: Path) -> Watched:
             if event.get("event") not in ("alarm", *INTERVENTIONS)
         ],
     )
-
-
-def _heads(directory: RunDirectory, name: str) -> Heads:
-    if not (directory.path / f"{name}.json").exists():
-        return Heads(steps=np.zeros(0, np.int64), values={})
-    return directory.heads() if name == "heads" else directory.eval_heads()
 
 
 def _aligned(records: Sequence[Row], heads: Heads) -> tuple[Sequence[Row], Heads]:

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, maxima
 from qkeel.capture.example import ModuleCall
-from qkeel.capture.intercept import SDPA_ALONE, CapturedCall, CaptureMode, name_of
-from qkeel.capture.readers import FLASH_AND_FLEX
+from qkeel.capture.intercept import CapturedCall, CaptureMode, PlainCall, name_of
+from qkeel.capture.readers import FLASH_AND_FLEX, SDPA
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.heads.site import layer_of
 from qkeel.kernels.logits import compiled as logit_pass
-from qkeel.kernels.statistics import CallRows
+from qkeel.kernels.statistics import CallRows, bounded_max_stats
 from qkeel.nn import functional_attention
 from qkeel.nn.attention import Observer, RowObserver, SpecModule
 from qkeel.patching.forward import extra_of_another
@@ -38,7 +38,7 @@ MeasurePlain = Callable[[Tensor, Tensor, float, bool], LogitStats | CallRows | N
 MeasureCall = Callable[[Seen], LogitStats | CallRows | None]
 MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
 
-_FUSED = SDPA_ALONE | frozenset({F.multi_head_attention_forward, functional_attention})
+_FUSED = frozenset({SDPA, F.multi_head_attention_forward, functional_attention})
 # For each function by whose name a call was observed, the torch functions to look for in the calling module; None for
 # all of them.
 _FUNCTIONS: dict[str, frozenset[Function] | None] = {
@@ -139,6 +139,8 @@ class ObservedPass:
             and logit_pass.ready()
         ):
             watcher.plain = self._plain
+        if only_in is not None and self.tap.threshold is not None:
+            watcher.bounded = self._bounded
         watcher.look(around)
 
     def over(self) -> None:
@@ -183,7 +185,7 @@ class ObservedPass:
         ):
             self.places[name] = None
         else:
-            only = SDPA_ALONE if captured.named else _FUNCTIONS[captured.how]
+            only = _FUNCTIONS[captured.how]
             if name not in self.places:
                 self.places[name] = captured.frame.module, only
                 return
@@ -224,6 +226,18 @@ class ObservedPass:
         self.sites.add(
             frame.name if ordinal == 0 else name_of(frame, ordinal), stats, None
         )
+        self.calls += 1
+        return True
+
+    def _bounded(self, name: str, lse: Tensor, plain: PlainCall | None) -> bool:
+        """Takes the logsumexps of a call's rows for the largest logits of heads that they keep under the threshold."""
+        threshold = self.tap.threshold
+        if threshold is None or not self.tap.active or extra_of_another(self.tap):
+            return False
+        stats = bounded_max_stats(lse, threshold, plain)
+        if stats is None:
+            return False
+        self.sites.add(name, stats, None)
         self.calls += 1
         return True
 

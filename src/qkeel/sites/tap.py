@@ -121,6 +121,8 @@ class Tap(Handle):
         measure_rows: the function that computes the statistics from what a kernel returned for each row.
         measure_plain: the function that computes the statistics from q, k, the scale and whether the call is causal,
             for calls of torch's function without a mask at a known site; it returns None if it cannot.
+        threshold: above which logits are wanted. Heads whose logits stay under it by the logsumexps that their kernel
+            hands out anyway are not measured further: their statistics hold the largest logsumexp instead of the logit.
         keeps: whether to keep the batch of the latest training pass, for `look_again`.
         guard: the guard that reports the first failure in the tap with a warning and switches the tap off.
 
@@ -141,6 +143,7 @@ class Tap(Handle):
         measure: MeasureCall = statistics,
         measure_rows: MeasureRows | None = None,
         measure_plain: MeasurePlain | None = None,
+        threshold: float | None = None,
         keeps: bool = False,
         guard: FaultGuard | None = None,
     ) -> None:
@@ -150,6 +153,7 @@ class Tap(Handle):
             if measure is statistics and measure_plain is None
             else measure_plain
         )
+        self.threshold = threshold
         self.visitor = Visitor()
         self.sites = (
             Sites()

@@ -196,6 +196,9 @@ def smallest_rerun(
     raise (failures or [RefusedError("no module of the model holds its weights")])[0]
 
 
+COPY_MARK = "_qkeel_copy_for_rerun"  # an attribute of the copies that a Rerun makes
+
+
 class _EnoughError(BaseException):
     """Ends a rerun after the calls that were wanted."""
 
@@ -238,6 +241,9 @@ class Rerun:
                 self._parameters[name] = nn.Parameter(p.detach(), p.requires_grad)
                 memo[id(p)] = self._parameters[name]
             self.module = copy.deepcopy(frame.module, memo)
+            # It holds weights of the model's until a garbage collection, and whoever
+            # looks through all live modules must not take it for the model.
+            vars(self.module)[COPY_MARK] = True
         names = {id(module): name for name, module in modules_of(frame.module).items()}
         within = {name_of_call(call.captured, names) for call in calls}
         self._layouts = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -32,56 +33,27 @@ from qkeel.spec.rope import NoPosition, Position, Rope, SlidingWindow, XPos
 Specs = tuple[AttentionSpec, ...]
 
 
-def _everywhere(spec: AttentionSpec, n_layers: int, position: Position) -> Specs:
-    return (spec.replace(position=position),) * n_layers
+def _rope(*, base: float = 10_000.0, rotary: float = 1.0) -> Position:
+    return Rope(base=base, rotary=rotary)
 
 
-def _rope(
-    spec: AttentionSpec,
-    n_layers: int,
-    /,
-    *,
-    base: float = 10_000.0,
-    rotary: float = 1.0,
-) -> Specs:
-    return _everywhere(spec, n_layers, Rope(base=base, rotary=rotary))
-
-
-def _xpos(
-    spec: AttentionSpec,
-    n_layers: int,
-    /,
-    *,
-    base: float = 10_000.0,
-    scale: float = 512.0,
-) -> Specs:
-    return _everywhere(spec, n_layers, XPos(base=base, scale=scale))
-
-
-def _plain(position: Position) -> Callable[..., Specs]:
-    def build(spec: AttentionSpec, n_layers: int, /) -> Specs:
-        return _everywhere(spec, n_layers, position)
-
-    return build
+def _xpos(*, base: float = 10_000.0, scale: float = 512.0) -> Position:
+    return XPos(base=base, scale=scale)
 
 
 def _inv_leaky(
-    spec: AttentionSpec,
-    n_layers: int,
-    /,
-    *,
-    train_length: int,
-    window: int | None = None,
-    leak: float = 1 / 16,
-) -> Specs:
+    *, train_length: int, window: int | None = None, leak: float = 1 / 16
+) -> Position:
     width = _under("inv_leaky", window, train_length // 4, train_length)
-    return _everywhere(spec, n_layers, LeakyReRope(window=width, factor=leak))
+    return LeakyReRope(window=width, factor=leak)
+
+
+def _windowed(spec: AttentionSpec, window: int) -> AttentionSpec:
+    return spec.replace(position=SlidingWindow(window=window, inner=spec.position))
 
 
 def _window(spec: AttentionSpec, n_layers: int, /, *, window: int) -> Specs:
-    return (
-        spec.replace(position=SlidingWindow(window=window, inner=spec.position)),
-    ) * n_layers
+    return (_windowed(spec, window),) * n_layers
 
 
 def _hwfa(
@@ -92,20 +64,18 @@ def _hwfa(
     train_length: int,
     window: int | None = None,
 ) -> Specs:
-    _deep_enough("hwfa", n_layers)
+    if n_layers < 2:
+        raise InvalidValueError(
+            f"hwfa mixes layers with and without a window, so it needs at least 2 layers, got {n_layers}"
+        )
     width = _under(
-        "hwfa",
-        window,
-        int(0.75 * train_length / (n_layers - 1)),
-        train_length,
+        "hwfa", window, int(0.75 * train_length / (n_layers - 1)), train_length
     )
-    near = spec.replace(position=SlidingWindow(window=width, inner=spec.position))
-    scale = (
-        spec.scale
-        if isinstance(spec.scale, LogN)
-        else LogN(inner=spec.scale, train_length=train_length)
-    )
-    return (*(near,) * (n_layers - 1), spec.replace(position=NoPosition(), scale=scale))
+    scale = spec.scale
+    if not isinstance(scale, LogN):
+        scale = LogN(inner=scale, train_length=train_length)
+    last = spec.replace(position=NoPosition(), scale=scale)
+    return (*(_windowed(spec, width),) * (n_layers - 1), last)
 
 
 def _hwfa2(
@@ -117,19 +87,13 @@ def _hwfa2(
     window: int | None = None,
     full: int = 1,
 ) -> Specs:
-    _deep_enough("hwfa2", n_layers)
     check(
         1 <= full < n_layers,
-        f"1 to {n_layers - 1} full layers of {n_layers}",
+        f"2 or more layers, and fewer full ones than {n_layers}",
         full,
     )
-    width = _under(
-        "hwfa2",
-        window,
-        min(3 * train_length // n_layers, train_length // 2),
-        train_length,
-    )
-    near = spec.replace(position=SlidingWindow(window=width, inner=spec.position))
+    default = min(3 * train_length // n_layers, train_length // 2)
+    near = _windowed(spec, _under("hwfa2", window, default, train_length))
     full_layers = {n_layers * j // (full + 1) for j in range(1, full + 1)}
     return tuple(spec if i in full_layers else near for i in range(n_layers))
 
@@ -144,29 +108,21 @@ def _under(name: str, window: int | None, default: int, train_length: int) -> in
     return width
 
 
-def _deep_enough(name: str, n_layers: int) -> None:
-    if n_layers < 2:
-        raise InvalidValueError(
-            f"{name} mixes layers with and without a window, so it needs at least 2 layers, got {n_layers}"
-        )
-
-
-# Names that are not listed here may be methods of `AttentionSpec.extrapolate`, which are then used in training.
-POSITIONS: dict[str, Recipe[Specs]] = {
+# A row builds the position of every layer or, from the form and the number of layers, the specs of all of them. Names that
+# are not listed here may be methods of `AttentionSpec.extrapolate`, which are then used in training.
+POSITIONS: dict[str, Recipe[Position | Specs]] = {
     "rope": Recipe(
         "rotary; base=, rotary= (fraction of each head)", "arXiv 2104.09864", _rope
     ),
-    "nope": Recipe(
-        "none: the causal mask alone", "arXiv 2305.19466", _plain(NoPosition())
-    ),
-    "alibi": Recipe("- m_h|i - j| on the logit", "arXiv 2108.12409", _plain(ALiBi())),
+    "nope": Recipe("none: the causal mask alone", "arXiv 2305.19466", NoPosition),
+    "alibi": Recipe("- m_h|i - j| on the logit", "arXiv 2108.12409", ALiBi),
     "kerple_log": Recipe(
-        "- p ln(1 + a|i - j|), learned per head", "arXiv 2205.09921", _plain(Kerple())
+        "- p ln(1 + a|i - j|), learned per head", "arXiv 2205.09921", Kerple
     ),
     "kerple_power": Recipe(
         "- a|i - j|^p, learned per head",
         "arXiv 2205.09921",
-        _plain(Kerple(kind="power")),
+        functools.partial(Kerple, kind="power"),
     ),
     "xpos": Recipe("RoPE that fades; base=, scale=", "arXiv 2212.10554", _xpos),
     "inv_leaky": Recipe(
@@ -270,7 +226,12 @@ def _placed(
         raise InvalidValueError(
             "window needs the number of tokens that a query sees: window:window=128"
         )
-    return build(f"position {name!r}", make, options, spec, n_layers)
+    by_layer = make in (_window, _hwfa, _hwfa2)
+    form = (spec, n_layers) if by_layer else ()
+    built = build(f"position {name!r}", make, options, *form)
+    if isinstance(built, Position):
+        return (spec.replace(position=built),) * n_layers
+    return built
 
 
 # Every published recipe is one row. All constants from papers and models are listed here, with their source.

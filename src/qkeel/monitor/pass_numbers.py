@@ -1,0 +1,94 @@
+"""Numbers by (site, name) that are collected in each pass, and kept for the step if the pass was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from qkeel.monitor.gather import NumberKey, PartialValue, Reduction, SiteNumbers
+
+
+class Number(NamedTuple):
+    """A value over some of the data, its weight, and how it is combined with others; see PartialValue.
+
+    A total is added up over the passes of a step, and is a mean over processes.
+    """
+
+    value: Tensor
+    weight: Tensor | int
+    how: Reduction | Literal["total"] = "mean"
+    own: bool = False
+
+
+def joined(old: Number, new: Number) -> Number:
+    """Combines the numbers of two sets of data.
+
+    >>> value = joined(Number(torch.tensor(1.0), 3, "root_mean"), Number(torch.tensor(7.0), 3, "root_mean"))
+    >>> value.value, value.weight
+    (tensor(5.), 6)
+    """
+    if old.value.shape != new.value.shape:  # another number of heads
+        return new
+    weight = old.weight + new.weight
+    if new.how == "total":
+        return old._replace(value=old.value + new.value)
+    if new.how in ("max", "min"):
+        extreme = torch.maximum if new.how == "max" else torch.minimum
+        return old._replace(value=extreme(old.value, new.value), weight=weight)
+    share = new.weight / (
+        weight.clamp_min(1) if isinstance(weight, Tensor) else max(weight, 1)
+    )
+    if new.how == "root_mean":
+        value = torch.lerp(old.value.square(), new.value.square(), share).sqrt()
+    else:
+        value = torch.lerp(old.value, new.value, share)
+    return old._replace(value=value, weight=weight)
+
+
+@final
+class PassNumbers:
+    """Collects numbers on their device, without waiting for it."""
+
+    def __init__(self) -> None:
+        self._of_pass: dict[NumberKey, Number] = {}
+        self._of_step: dict[NumberKey, Number] = {}
+
+    def begin(self) -> None:
+        """Begins a pass; the numbers of a pass that has not ended are dropped."""
+        self._of_pass = {}
+
+    def add(self, key: NumberKey, number: Number) -> None:
+        """Adds a number to those of the running pass."""
+        _join(self._of_pass, key, number)
+
+    def end(self) -> dict[NumberKey, Number]:
+        """Ends a pass and returns its numbers."""
+        numbers, self._of_pass = self._of_pass, {}
+        return numbers
+
+    def keep(self, numbers: Mapping[NumberKey, Number]) -> None:
+        """Adds the numbers of a pass that was trained to those of the step."""
+        for key, number in numbers.items():
+            _join(self._of_step, key, number)
+
+    def read(self) -> SiteNumbers:
+        """Returns the numbers of the step so far, and forgets them."""
+        numbers, self._of_step = self._of_step, {}
+        return {
+            key: PartialValue(
+                value=value,
+                weight=weight
+                if isinstance(weight, Tensor)
+                else torch.full_like(value, weight),
+                how="mean" if how == "total" else how,
+                own=own,
+            )
+            for key, (value, weight, how, own) in numbers.items()
+        }
+
+
+def _join(numbers: dict[NumberKey, Number], key: NumberKey, number: Number) -> None:
+    numbers[key] = joined(numbers[key], number) if key in numbers else number

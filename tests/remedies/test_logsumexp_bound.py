@@ -1,0 +1,222 @@
+"""QK-Clip reads what the kernel hands out: largest logsumexps bound the logits, and heads over them are exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qkeel
+from qkeel.capture import logsumexp
+from qkeel.capture.logsumexp import attention_with_logsumexp
+
+CALLS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "full": {},
+    "scaled": {"is_causal": True, "scale": 0.7},
+    "bool mask": {"attn_mask": torch.ones(7, 7, dtype=torch.bool).tril(2)},
+    "grouped": {"is_causal": True, "enable_gqa": True},
+}
+
+
+def drawn(seed: int, dtype: torch.dtype, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(2, n, 7, 16, generator=generator).to(dtype).requires_grad_()
+        for n in (4, groups, groups)
+    )
+    return q, k, v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", CALLS)
+def test_output_and_gradients_are_the_same_bits_and_the_logsumexp_is_right(
+    kind: str, dtype: torch.dtype
+) -> None:
+    q, k, v = drawn(3, dtype, 2 if kind == "grouped" else 4)
+    rows = attention_with_logsumexp((q, k, v), CALLS[kind])
+    assert rows is not None
+    out, lse = rows
+    expected = F.scaled_dot_product_attention(q, k, v, **CALLS[kind])
+    assert torch.equal(out, expected)
+    above = torch.linspace(-1, 1, out.numel(), dtype=torch.float64)
+    gradients = [
+        torch.autograd.grad(
+            x, (q, k, v), above.view(out.shape).to(dtype), retain_graph=True
+        )
+        for x in (out, expected)
+    ]
+    assert all(map(torch.equal, *gradients))
+    scale = CALLS[kind].get("scale", 16**-0.5)
+    keys = k.repeat_interleave(4 // k.shape[1], 1)
+    logits = (q.double() @ keys.double().mT) * scale
+    if "attn_mask" in CALLS[kind]:
+        logits = logits.masked_fill(~CALLS[kind]["attn_mask"], -torch.inf)
+    if "is_causal" in CALLS[kind]:
+        hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
+        logits = logits.masked_fill(hidden, -torch.inf)
+    assert lse.double() == pytest.approx(logits.logsumexp(-1).detach(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["dropout", "float mask", "narrow values", "autocast", "mode", "meta", "vmap"],
+)
+def test_where_torch_has_no_logsumexp_or_another_may_change_the_call_it_is_left_alone(
+    change: str,
+) -> None:
+    q, k, v = drawn(4, torch.float32, 4)
+    kwargs: dict[str, Any] = {}
+    if change == "dropout":
+        kwargs = {"dropout_p": 0.1}
+    if change == "float mask":  # adds numbers that are no part of the logit
+        kwargs = {"attn_mask": torch.zeros(7, 7)}
+    if change == "narrow values":
+        v = v[..., :8]
+    if change == "meta":
+        q, k, v = (x.to("meta") for x in (q, k, v))
+    if change == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            assert attention_with_logsumexp((q, k, v), kwargs) is None
+    elif change == "mode":
+        with torch.device("cpu"):
+            assert attention_with_logsumexp((q, k, v), kwargs) is None
+    elif change == "vmap":
+        torch.func.vmap(lambda x: _none(x, k, v))(q[None])
+    else:
+        assert attention_with_logsumexp((q, k, v), kwargs) is None
+
+
+def _none(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    assert attention_with_logsumexp((q, k, v), {}) is None
+    return q
+
+
+class Layer(nn.Module):
+    """Attention of four heads over two of keys; `size` scales the logits, `width` narrows the values."""
+
+    def __init__(
+        self, width: int = 8, dropout: float = 0.0, padded: bool = False
+    ) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        self.v, self.out = nn.Linear(32, 4 * width), nn.Linear(4 * width, 32)
+        self.dropout, self.padded = dropout, padded
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (
+            layer(x).view(b, t, 4, -1).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        mask = None
+        if self.padded:
+            mask = torch.ones(b, 1, t, t, dtype=torch.bool).tril()
+            mask[0, ..., :2] = False  # the first two rows see nothing
+        y = F.scaled_dot_product_attention(
+            q, k, v, mask, self.dropout if self.training else 0.0, not self.padded
+        )
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+def largest(model: nn.Module, x: Tensor) -> Tensor:
+    """The largest logit of each head of each layer over visible pairs, in float64."""
+    tops = []
+    for layer in model:
+        q, k = (
+            f(x).view(*x.shape[:2], 4, -1).transpose(1, 2).double()
+            for f in (layer.q, layer.k)
+        )
+        logits = q @ k.mT * q.shape[-1] ** -0.5
+        visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        if layer.padded:
+            visible = visible.repeat(len(x), 1, 1, 1)
+            visible[0, ..., :2] = False
+        tops.append(logits.masked_fill(~visible, -torch.inf).amax((0, 2, 3)))
+        x = layer(x)
+    return torch.stack(tops).detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", "padded", "dropout", "narrow values"])
+def test_heads_over_the_threshold_are_clipped_to_it_and_the_others_keep_their_bits(
+    kind: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(
+        *(
+            Layer(
+                4 if kind == "narrow values" else 8,
+                0.1 if kind == "dropout" else 0.0,
+                kind == "padded",
+            )
+            for _ in range(2)
+        )
+    )
+    with torch.no_grad():  # heads 1 and 2 of the second layer are far over
+        model[1].q.weight[8:24] *= 20
+    model.to(dtype)
+    x = torch.randn(3, 9, 32).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    tau = 2.0
+    qkeel.apply(model, f"qk_clip:threshold={tau}", optimizer, batch=x)
+    torch.manual_seed(6)
+    for _ in range(4):  # the first three passes are searched everywhere
+        torch.manual_seed(6)
+        before, weights = largest(model, x), model[1].q.weight.clone()
+        torch.manual_seed(6)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+    over = before > tau
+    assert not over[0].any()
+    rest = ~over[1].repeat_interleave(8)
+    assert torch.equal(model[1].q.weight[rest], weights[rest])
+    torch.manual_seed(6)
+    after = largest(model, x)
+    assert after[1].max() == pytest.approx(
+        tau, rel=1e-4 if dtype is torch.float32 else 2e-2
+    )
+
+
+def test_a_reference_pass_between_two_trained_ones_does_not_clip() -> None:
+    torch.manual_seed(7)
+    model = nn.Sequential(Layer())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.randn(2, 9, 32)
+    qkeel.apply(model, "qk_clip:threshold=5", optimizer, batch=x)
+    for _ in range(4):
+        weight = model[0].q.weight.clone()
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            model(100 * x)  # logits ten thousand times as large
+        model(x).square().mean().backward()
+        optimizer.step()
+        assert torch.equal(model[0].q.weight, weight)
+
+
+def test_an_idle_clip_makes_no_pass_over_q_and_k(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(8)
+    model = nn.Sequential(Layer(), Layer())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(2, 9, 32)
+    qkeel.apply(model, "qk_clip:threshold=100", optimizer, batch=x)
+    calls = []
+    operator = logsumexp._FLASH_ON_CPU
+    monkeypatch.setattr(
+        logsumexp, "_FLASH_ON_CPU", lambda *a, **k: calls.append(1) or operator(*a, **k)
+    )
+    monkeypatch.setattr(
+        "qkeel.kernels.logits.compiled.plain_extremes",
+        lambda *_: pytest.fail("q and k were read again"),
+    )
+    for _ in range(6):
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert (
+        len(calls) == 2 * 2
+    )  # of two layers; passes 0, 1, 2 and 4 are searched everywhere

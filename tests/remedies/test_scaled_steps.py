@@ -1,0 +1,289 @@
+"""A step under a remedy is the optimizer's own times a factor for each head, for any optimizer; factors by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.remedies import REMEDIES
+
+from .models import Make, attention, gradients, mla, step_by
+
+TAU, RATE, DECAY = 0.3, 0.01, 0.1
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda p, lr: torch.optim.AdamW(p, lr, weight_decay=DECAY),
+    "adamw_fused": lambda p, lr: torch.optim.AdamW(
+        p, lr, weight_decay=DECAY, fused=True
+    ),
+    "adamw_foreach": lambda p, lr: torch.optim.AdamW(p, lr, foreach=True),
+    "adam_l2": lambda p, lr: torch.optim.Adam(p, lr, weight_decay=0.1),
+    "sgd": lambda p, lr: torch.optim.SGD(
+        p, lr, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
+    "rmsprop": lambda p, lr: torch.optim.RMSprop(p, lr, momentum=0.5),
+    "adagrad": lambda p, lr: torch.optim.Adagrad(p, lr, weight_decay=0.1),
+    "radam": lambda p, lr: torch.optim.RAdam(p, lr),
+    "adadelta": lambda p, lr: torch.optim.Adadelta(p, 100 * lr),
+    # It makes one step of a whole matrix, of which each head's rows are scaled.
+    "muon": lambda p, lr: torch.optim.Muon(p, lr, weight_decay=DECAY),
+}
+
+
+def qk_factors(start: dict[str, Tensor], now: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Algorithm 1 with grouped keys: 4 query heads, 2 key heads; norms by name."""
+    q0, k0, q, k = (n[w] for n in (start, now) for w in ("q", "k"))
+    groups = [x.view(2, 2).amax(1) for x in (q0, q)]
+    return {"q": (k0 / k).repeat_interleave(2), "k": groups[0] / groups[1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, "") for name in OPTIMIZERS),
+        *((name, ",decay=plain") for name in ("adamw", "adamw_fused", "muon")),
+        ("sgd", ",norm=spectral"),
+    ],
+)
+def test_each_head_takes_its_factor_of_the_optimizers_own_step(
+    name: str, options: str
+) -> None:
+    order = 2 if "spectral" in options else "fro"
+    model, plain = attention(), attention()
+    optimizer, other = (
+        OPTIMIZERS[name]([p for p in m.parameters() if p.ndim == 2], RATE)
+        for m in (model, plain)
+    )
+    weights = {"q": (model.q_proj.weight, 4), "k": (model.k_proj.weight, 2)}
+
+    def norms() -> dict[str, Tensor]:
+        return {
+            side: torch.linalg.matrix_norm(w.detach().unflatten(0, (n, -1)), order)
+            for side, (w, n) in weights.items()
+        }
+
+    *warm_up, last = gradients(model, 6)
+    for grads in warm_up[:2]:
+        step_by(model, optimizer, grads)
+        step_by(plain, other, grads)
+    start = norms()
+    handle = qkeel.apply(model, f"lalr:tau={TAU}{options}", optimizer)
+    for grads in warm_up[2:]:
+        with torch.no_grad():  # weights that are not the start's times a number
+            for w, _ in weights.values():
+                w.add_(torch.randn_like(w))
+            for p, source in zip(plain.parameters(), model.parameters()):
+                p.copy_(source)
+        old = {n: p.detach().clone() for n, p in model.named_parameters()}
+        factors = qk_factors(start, norms())
+        step_by(model, optimizer, grads)
+        step_by(plain, other, grads)
+        for n, p in plain.named_parameters():
+            expected = p.detach()
+            if n[0] in factors:
+                factor = TAU * factors[n[0]].repeat_interleave(4)[:, None]
+                base = old[n] * (1 - RATE * DECAY if "plain" in options else 1)
+                expected = base + factor * (p.detach() - base)
+            torch.testing.assert_close(
+                model.get_parameter(n).detach(), expected, rtol=1e-12, atol=1e-14
+            )
+    handle.remove()
+    step_by(model, optimizer, last)
+
+
+def factors(
+    model: nn.Module, changes: dict[str, float], remedy: str = "lalr:tau=1"
+) -> dict[str, Tensor]:
+    """The factor of each row after weights were multiplied, read off one step of plain SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with qkeel.apply(model, remedy, optimizer):
+        with torch.no_grad():
+            for name, factor in changes.items():
+                model.get_parameter(name).mul_(factor)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    moved = {n: (before[n] - p.detach()) / 0.5 for n, p in model.named_parameters()}
+    return {name: m if m.ndim == 1 else m[:, 0] for name, m in moved.items()}
+
+
+def latent(rope: float = 1.0, **options: Any) -> nn.Module:
+    """Latent attention; `rope` sizes the rotated key, so that its term binds for W_dq or not."""
+    model = mla(**options).double()
+    with torch.no_grad():
+        model.k_rope.weight.mul_(rope)
+    return model
+
+
+def tied() -> nn.Module:
+    """One weight makes q and k."""
+    model = attention(n_kv_heads=4)
+    model.k_proj.weight = model.q_proj.weight
+    return model
+
+
+def zero() -> nn.Module:
+    """W_Q starts at 0, as in full µ-parametrisation."""
+    model = attention(n_kv_heads=4)
+    nn.init.zeros_(model.q_proj.weight)
+    return model
+
+
+def twice() -> nn.Module:
+    """One module that stands in two places is one site."""
+    layer = attention(n_kv_heads=4)
+    return nn.ModuleList([layer, layer])
+
+
+Q, K = "q_proj", "k_proj"
+# A model, by what its weights are multiplied after the start, τ, and the factors: by hand from algorithms 1 and 2.
+CASES: list[tuple[Callable[[], nn.Module], dict[str, float], float, dict[str, float]]]
+CASES = [
+    (attention, {}, 0.25, {Q: 0.25, K: 0.25, "v_proj": 1, "o_proj": 1}),
+    (lambda: attention(n_kv_heads=4), {Q: 5, K: 3}, 1, {Q: 1 / 3, K: 1 / 5}),
+    (tied, {Q: 4}, 1, {Q: 1 / 4}),
+    (zero, {}, 0.5, {K: 0.5}),
+    (lambda: attention(n_kv_heads=4), {Q: 0}, 0.5, {K: 0.5}),
+    (twice, {"0.k_proj": 2}, 1, {"0.q_proj": 0.5}),
+    (
+        lambda: latent(0.01),
+        {"q_up": 2},
+        1,
+        {"q_up": 1, "k_up": 0.5, "q_down": 0.5, "kv_down": 0.5, "k_rope": 1},
+    ),
+    (lambda: latent(100.0), {"q_up": 2}, 1, {"q_down": 1, "kv_down": 0.5, "q_rope": 1}),
+    (
+        latent,
+        {"q_down": 2},
+        1,
+        {"q_up": 0.5, "k_up": 0.5, "q_rope": 0.5, "q_down": 1, "k_rope": 0.5},
+    ),
+    # A norm on the latents takes the down-projections out.
+    (
+        lambda: latent(latent_norm=True),
+        {"q_down": 7, "kv_down": 3, "q_up": 2},
+        0.5,
+        {"q_down": 1, "kv_down": 1, "k_up": 0.25, "q_up": 0.5},
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "changes", "tau", "expected"), CASES)
+def test_rates_are_those_of_the_published_algorithms(
+    build: Callable[[], nn.Module],
+    changes: dict[str, float],
+    tau: float,
+    expected: dict[str, float],
+) -> None:
+    changes = {f"{name}.weight": x for name, x in changes.items()}
+    rates = factors(build(), changes, f"lalr:tau={tau}")
+    for name, factor in expected.items():
+        rate = rates[f"{name}.weight"]
+        torch.testing.assert_close(rate, torch.full_like(rate, factor), msg=name)
+
+
+def test_the_term_that_binds_may_change_between_start_and_now() -> None:
+    model = latent(0.01)  # at the start the plain term binds for W_dq …
+    with torch.no_grad():
+        nope = max(
+            a.norm() * b.norm() * model.kv_down.weight.norm()
+            for a, b in zip(model.q_up.weight.chunk(4), model.k_up.weight.chunk(4))
+        )
+        rope = (
+            max(r.norm() for r in model.q_rope.weight.chunk(4))
+            * model.k_rope.weight.norm()
+        )
+    rate = factors(model, {"k_rope.weight": 1e4})["q_down.weight"]  # … later the other
+    torch.testing.assert_close(rate, (nope / (rope * 1e4)).expand_as(rate))
+
+
+def test_layers_that_share_a_weight_scale_its_step_once_by_all_the_logits_it_makes() -> (
+    None
+):
+    a, b = attention(n_kv_heads=4), attention(n_kv_heads=4)
+    b.q_proj.weight = a.q_proj.weight
+    with torch.no_grad():
+        b.k_proj.weight.mul_(5)
+    # The largest partner at the start is layer 1's, now layer 0's, ten times as large.
+    rates = factors(
+        nn.ModuleList([a, b]), {"0.k_proj.weight": 50, "1.k_proj.weight": 2}
+    )
+    assert torch.allclose(rates["0.q_proj.weight"], torch.tensor(0.1).double())
+    assert torch.allclose(rates["1.k_proj.weight"], torch.ones(16).double())
+
+
+def test_biases_keep_the_base_rate_and_so_do_weights_that_were_zero_at_the_start() -> (
+    None
+):
+    rates = factors(attention(bias=True), {}, "lalr:tau=0.1")
+    assert torch.allclose(rates["q_proj.bias"], torch.ones(16).double())
+    assert torch.allclose(rates["k_proj.bias"], torch.ones(8).double())
+    model = zero()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with qkeel.apply(model, "lalr:tau=0.5", optimizer):
+        nn.init.constant_(model.q_proj.weight, 3.0)  # nothing to be compared with
+        keys = model.k_proj.weight.detach() - 0.25
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    torch.testing.assert_close(model.k_proj.weight.detach(), keys)
+
+
+@pytest.mark.parametrize("factor", [0, 0.25, 2])
+def test_qk_lr_is_a_factor_on_the_rate_of_queries_and_keys_only(factor: float) -> None:
+    model, reference = attention(bias=True), attention(bias=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    qk = [reference.q_proj.weight, reference.k_proj.weight]
+    others = [p for p in reference.parameters() if all(p is not w for w in qk)]
+    groups = [{"params": qk, "lr": 0.01 * factor}, {"params": others}]
+    other = torch.optim.AdamW(groups, lr=0.01)
+    with qkeel.apply(model, "qk_lr", optimizer, factor=factor):
+        for grads in gradients(model, 20):
+            step_by(model, optimizer, grads)
+            step_by(reference, other, grads)
+    for name, p in reference.named_parameters():
+        assert (model.get_parameter(name) - p).abs().max() < 1e-13, name
+
+
+def test_the_factors_of_two_remedies_multiply() -> None:
+    weights = []
+    for remedy in (
+        "lalr:tau=0.25",
+        "lalr:tau=0.5+qk_lr:factor=0.5",
+        "qk_lr:factor=0.5+lalr:tau=0.5",
+    ):
+        model = attention()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        qkeel.apply(model, remedy, optimizer)
+        for grads in gradients(model, 5):
+            step_by(model, optimizer, grads)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    for other in weights[1:]:
+        assert torch.allclose(other, weights[0], rtol=0, atol=1e-14)
+
+
+def test_the_settings_of_step_remedies_where_nothing_is_said_are_those_of_the_documents() -> (
+    None
+):
+    settings = {
+        name: [getattr(REMEDIES[name](), option) for option in options.split()]
+        for name, options in {
+            "lalr": "tau norm decay",
+            "qk_clip": "threshold groups frozen steps",
+            "qk_lr": "factor",
+            "qk_weight_decay": "decay",
+            "spectral_cap": "cap per",
+        }.items()
+    }
+    assert settings == {
+        "lalr": [0.1, "frobenius", "scaled"],
+        "qk_clip": [100.0, "query", "refuse", "full"],
+        "qk_lr": [0.1],
+        "qk_weight_decay": [0.1],
+        "spectral_cap": [4.0, "head"],
+    }
