@@ -189,18 +189,6 @@ def test_every_way_to_write_causal_attention_gives_the_oracles_numbers() -> None
         assert stats.n_queries.tolist() == [B * T] * H, name
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_the_rows_of_each_head_are_found_whatever_the_way(name: str) -> None:
-    module = nn.Sequential(Block(WAYS[name]))
-    (site,) = find_sites(module, torch.randn(B, T, H * D))
-    assert (site.name, site.n_heads, site.n_kv_heads, site.head_dim) == ("0", H, H, D)
-    (query,), (key,) = site.query, site.key
-    assert query.parameter == key.parameter == "0.c_attn.weight"
-    assert torch.equal(query.index, torch.arange(H * D).view(H, D))
-    assert torch.equal(key.index, H * D + torch.arange(H * D).view(H, D))
-    assert query.bias == "0.c_attn.bias"
-
-
 def test_a_cap_is_seen_and_the_logits_are_those_before_it() -> None:
     def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = 20 * q @ k.mT / math.sqrt(D)
@@ -460,34 +448,6 @@ def test_what_stopped_the_scores_is_named_where_nothing_is_found() -> None:
         ) as refusal:
             find_sites(Block(way), torch.randn(B, T, H * D))
         assert "describe it by hand" in str(refusal.value)
-
-
-def test_an_adapter_of_low_rank_is_a_term_of_its_own() -> None:
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(16, 16, bias=False).requires_grad_(False)
-            self.down, self.up = (
-                nn.Linear(16, 2, bias=False),
-                nn.Linear(2, 16, bias=False),
-            )
-            nn.init.zeros_(self.up.weight)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.base(x) + self.up(self.down(x))
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = Adapted(), nn.Linear(16, 16, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k = (p(x).unflatten(2, (4, 4)).transpose(1, 2) for p in (self.q, self.k))
-            return F.scaled_dot_product_attention(q, k, k)
-
-    (site,) = find_sites(Attention(), torch.randn(1, 3, 16))
-    ways = sorted([s.parameter for s in term.query] for term in site.terms)
-    assert ways == [["q.base.weight"], ["q.down.weight", "q.up.weight"]]
 
 
 @torch.no_grad()
