@@ -7,7 +7,6 @@ import collections
 import copy
 import dataclasses
 import functools
-import operator
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,11 +18,10 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from qkeel.capture.calls import fewest_keys
-from qkeel.capture.contents import CONTAINERS, ObjectContents
+from qkeel.capture.contents import CONTAINERS, ObjectContents, is_same, keep_values
 from qkeel.capture.user_hooks import hooks_held_back
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
 from qkeel.heads.site import AttentionSite, Description, HeadSlice, QKProduct, Reading
-from qkeel.patching.autograd import version_of
 from qkeel.patching.modes import (
     TABLES,
     Args,
@@ -282,22 +280,12 @@ def arguments(batch: object, what: str = "batch") -> Arguments:
     )
 
 
-ROWS, TOKENS = (1, 2), 32
+ROWS, TOKENS = 2, 32
 # Arguments with one value per token, which remain valid when the sequence is cut.
-OF_TOKENS = frozenset(
-    {
-        "input_ids",
-        "attention_mask",
-        "labels",
-        "position_ids",
-        "token_type_ids",
-        "idx",
-        "tokens",
-        "targets",
-        "x",
-        "y",
-    }
-)
+OF_TOKENS = {
+    *("input_ids", "attention_mask", "labels", "position_ids", "token_type_ids"),
+    *("idx", "tokens", "targets", "x", "y"),
+}
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
@@ -312,65 +300,54 @@ class ShortExample:
 
 
 def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
-    """Yields shorter examples, the shortest first: with one row if that may suffice, then with two rows, which make it
-    possible to tell heads from the batch. Yields nothing if it is unclear which dimension is the batch, or if the
-    example has at most two short rows of tokens, because examining the full example is then faster than examining a
-    part and running a pass over the full example afterwards.
+    """Yields shorter examples, the shortest first: two rows, which are needed to tell heads from the batch, of few
+    tokens, and two full rows. Yields nothing if it is unclear which dimension is the batch, or if the example has at
+    most two short rows of tokens.
 
     Dimension 0 of every tensor is the batch dimension, whose size is the same for all tensors or 1. The next dimension
     of the first tensor that has one is the sequence, unless another dimension of that tensor has the same size. An
-    index beyond the end raises an exception on the CPU but ends the process on other devices. On other devices, all
-    integer tensors must therefore have the same shape [b t], as tokens have, and a sequence is cut only if the integer
-    tensors are tokens, targets, masks or positions according to their names (OF_TOKENS), or if at most two are passed
-    by position.
+    index beyond the end raises an exception on the CPU but ends the process on other devices. There, all integer
+    tensors must therefore have the same shape [b t], as tokens have, and a sequence is cut only if they are tokens,
+    targets, masks or positions according to their names (OF_TOKENS), or if at most two are passed by position.
     """
     given = [x for x in tensors((args, dict(kwargs))) if x.ndim]
-    if (
-        not given
-        or not _is_plain((args, dict(kwargs)))
-        or any(x.is_nested for x in given)
-    ):
+    if not _is_plain((args, dict(kwargs))) or any(x.is_nested for x in given):
         return
-    on_cpu = all(x.is_cpu for x in given)
-    whole = {x.shape for x in given if not x.is_floating_point()}
-    if not on_cpu and (len(whole) > 1 or any(len(shape) != 2 for shape in whole)):
-        return
-    batch, rows = _rows(given)
-    size = next(
-        (
-            x.shape[1]
-            for x in given
-            if x.ndim > 1 and x.shape[1:].count(x.shape[1]) == 1
-        ),
-        0,
-    )
-    if (
-        batch <= ROWS[-1]
-        and size <= 2 * TOKENS
-        and all(x.ndim == 2 and not x.is_floating_point() for x in given)
-    ):
-        return
-    if (on_cpu or _of_tokens(args, kwargs)) and size > 2 * TOKENS:
-        yield from (_example(args, kwargs, n, size) for n in rows)
-    yield from (_example(args, kwargs, n, None) for n in rows if n < batch)
+    batch, may_cut = _batch_size(given), True
+    integers = {x.shape for x in given if not x.is_floating_point()}
+    if not all(x.is_cpu for x in given):
+        if len(integers) > 1 or any(len(shape) != 2 for shape in integers):
+            return
+        named = {
+            name
+            for name, x in kwargs.items()
+            if isinstance(x, Tensor) and not x.is_floating_point()
+        }
+        placed = [x for x in tensors(tuple(args)) if not x.is_floating_point()]
+        may_cut = named <= OF_TOKENS and len(placed) <= 2
+    size = 0
+    for x in given:
+        if x.ndim > 1 and x.shape[1:].count(x.shape[1]) == 1:
+            size = x.shape[1]
+            break
+    if batch and may_cut and size > 2 * TOKENS:
+        yield _example(args, kwargs, min(batch, ROWS), size)
+    is_tokens = all(x.ndim == 2 and not x.is_floating_point() for x in given)
+    if batch > ROWS or (batch and not is_tokens and size <= 2 * TOKENS):
+        yield _example(args, kwargs, min(batch, ROWS), None)
 
 
 def first_row(args: Args, kwargs: Kwargs) -> ShortExample:
     """The first full sequence of a batch, or all sequences if it is unclear which dimension is the batch."""
-    return _example(
-        args,
-        kwargs,
-        _rows([x for x in tensors((args, dict(kwargs))) if x.ndim])[1][0],
-        None,
-    )
+    given = [x for x in tensors((args, dict(kwargs))) if x.ndim]
+    rows = 1 if _batch_size(given) else max(map(len, given))
+    return _example(args, kwargs, rows, None)
 
 
-def _rows(given: Sequence[Tensor]) -> tuple[int, list[int]]:
-    """The size of the batch, and the numbers of rows that may suffice."""
-    batch = max(map(len, given))
-    return batch, [
-        n for n in ROWS if n <= batch and {*map(len, given)} <= {1, batch}
-    ] or [batch]
+def _batch_size(given: Sequence[Tensor]) -> int:
+    """The size of the batch, or 0 if it is unclear which dimension that is."""
+    sizes = {len(x) for x in given}
+    return max(sizes) if sizes and sizes <= {1, max(sizes)} else 0
 
 
 def _example(args: Args, kwargs: Kwargs, rows: int, size: int | None) -> ShortExample:
@@ -381,32 +358,20 @@ def _example(args: Args, kwargs: Kwargs, rows: int, size: int | None) -> ShortEx
             x = x.narrow(dim, 0, TOKENS) if x.shape[dim] == size else x
         return x[:rows]
 
-    own, named = mapped((tuple(args), dict(kwargs)), short)
-    return ShortExample(args=own, kwargs=named, rows=rows, cut=size is not None)
-
-
-def _of_tokens(args: Args, kwargs: Kwargs) -> bool:
-    """True if, judging by the names and the number of the arguments, no integer tensor holds indices of tokens, which
-    would point beyond the end after a cut."""
-    whole = {
-        name
-        for name, x in kwargs.items()
-        if isinstance(x, Tensor) and not x.is_floating_point()
-    }
-    placed = [x for x in tensors(tuple(args)) if not x.is_floating_point()]
-    return whole <= OF_TOKENS and len(placed) <= 2
+    cut_args, cut_kwargs = mapped((tuple(args), dict(kwargs)), short)
+    return ShortExample(
+        args=cut_args, kwargs=cut_kwargs, rows=rows, cut=size is not None
+    )
 
 
 def _is_plain(value: object) -> bool:
     """True for tensors, numbers and strings in tuples, lists and dicts, that is, for values that cannot hold the batch
     in a form of their own."""
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return all(map(_is_plain, value))
-    return (
-        all(map(_is_plain, value.values()))
-        if type(value) is dict
-        else isinstance(value, _PLAIN)
-    )
+    if type(value) in (tuple, list):
+        return all(map(_is_plain, value))  # type: ignore[arg-type]
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN)
 
 
 # --- The state of a model that a forward pass may change, restored afterwards; and its arguments, kept to repeat it
@@ -415,19 +380,14 @@ def _is_plain(value: object) -> bool:
 def copied(value: Any) -> Any:
     """Returns the arguments with copies of everything that a forward pass may change (caches), and with the same
     tensors."""
-    return mapped(value, _copy)
 
+    def copy_of(x: object) -> object:
+        if isinstance(x, Tensor):
+            # No graph can be built on an inference tensor.
+            return x.clone() if x.is_inference() else x
+        return x if isinstance(x, _PLAIN) else copy.deepcopy(x)
 
-def _copy(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return (
-            value.clone() if value.is_inference() else value
-        )  # no graph can be built on an inference tensor
-    return (
-        value
-        if value is None or isinstance(value, (bool, int, float, str))
-        else copy.deepcopy(value)
-    )
+    return mapped(value, copy_of)
 
 
 @contextmanager
@@ -454,14 +414,22 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
     devices = sorted(
         {p.device.index or 0 for p in parameters if p.device.type == "cuda"}
     )
+    # Those that every module has, such as hooks and parameters, which sharded models exchange in a pass.
+    torchs_own = vars(nn.Module()).keys()
     with ExitStack() as undo:
         undo.enter_context(hooks_held_back(model))
         streams = undo.enter_context(ExitStack())
         streams.enter_context(same_random_streams(devices))
-        torchs_own = (
-            vars(nn.Module()).keys()
-        )  # such as hooks and parameters, which sharded models exchange in a pass
-        kept = [restore for module in modules for restore in _keep(module, torchs_own)]
+        kept = [
+            restore for module in modules for restore in _state_of(module, torchs_own)
+        ]
+        containers = [
+            value
+            for module in modules
+            for name, value in vars(module).items()
+            if name not in torchs_own and isinstance(value, _WITH_CONTENTS)
+        ]
+        kept.append(ObjectContents(containers, owns=lambda _: False).restore)
 
         def again() -> None:
             streams.close()
@@ -479,34 +447,34 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
         yield again
 
 
-def _keep(
+_WITH_CONTENTS = (*CONTAINERS, torch.Generator)
+
+
+def _state_of(
     module: nn.Module, torchs_own: Collection[str]
 ) -> Iterator[Callable[[], None]]:
-    """Yields functions that restore the module's tensors and attributes, and the contents of its lists, dicts, sets and
-    generators; `torchs_own` are the names of attributes that every module has."""
+    """Yields functions that restore a module's tensors, and its attributes and hooks."""
     if isinstance(module, torch.jit.ScriptModule):
-        yield _keep_values(list(module.buffers(recurse=False)))
+        yield keep_values(module.buffers(recurse=False))
         return
     before, buffers = dict(vars(module)), dict(buffers_of(module))
-    own = [v for name, v in before.items() if name not in torchs_own]
-    held = [v for v in (*own, *buffers.values()) if isinstance(v, torch.Tensor)]
-    values = _keep_values(held) if held else None
-    hooks = set(hooks_after(module))
-    names, objects = [*before], [*before.values()]
+    own = [value for name, value in before.items() if name not in torchs_own]
+    held = [x for x in (*own, *buffers.values()) if isinstance(x, Tensor)]
+    if held:
+        yield keep_values(held)
+    hooks = dict(hooks_after(module))
 
     def restore() -> None:
         state = vars(module)
-        # Most modules have nothing to restore.
-        plain = not (buffers or held or hooks_after(module) or buffers_of(module))
         if (
-            plain
-            and [*state] == names
-            and all(map(operator.is_, state.values(), objects))
+            is_same(state, before)
+            and is_same(buffers_of(module), buffers)
+            and is_same(hooks_after(module), hooks)
         ):
             return
         # A model may register hooks in its first pass and note that in an attribute (transformers does so to record
         # hidden states). Both are removed, because otherwise the next pass would register the hooks a second time.
-        drop_hooks_after(module, kept=hooks)
+        drop_hooks_after(module, kept=set(hooks))
         for name in attributes_of(module).keys() - before.keys():
             del state[name]
         state.update(
@@ -514,58 +482,8 @@ def _keep(
         )
         buffers_of(module).clear()
         buffers_of(module).update(buffers)
-        if values is not None:
-            values()
 
     yield restore
-    kept = [(x, x.copy()) for x in own if type(x) in CONTAINERS]
-    streams = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
-
-    def restore_contents() -> None:
-        for x, contents in kept:
-            if [*map(id, x)] != [*map(id, contents)] or (
-                isinstance(x, dict) and _values(x) != _values(contents)
-            ):
-                x.clear()
-                x.extend(contents) if isinstance(x, list) else x.update(contents)
-        for generator, stream in streams:
-            generator.set_state(stream)
-
-    if kept or streams:
-        yield restore_contents
-
-
-def _values(x: Any) -> list[int]:
-    return [*map(id, x.values())]
-
-
-def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:
-    """Returns a function that restores the values. Tensors on the meta device have no values, and inference tensors
-    cannot change."""
-    plain, others = [], []
-    for x in tensors:
-        if not (x.is_inference() or x.is_meta):
-            comparable = (
-                x.layout is torch.strided
-                and not x.is_nested
-                and type(x) in (Tensor, nn.Parameter)
-            )
-            (plain if comparable else others).append(
-                (x, x.detach().clone(), version_of(x))
-            )
-
-    @torch.no_grad()
-    def restore() -> None:
-        for x, value, _ in plain:
-            # Compares values, not versions, because batch norm's kernels write their averages without raising them.
-            if not torch.equal(x, value):
-                x.copy_(value)
-        for x, value, version in others:
-            # Sparse, nested and other kinds of tensors can't be compared, but a write to them raises their version.
-            if version_of(x) != version:
-                x.copy_(value)
-
-    return restore
 
 
 @final
