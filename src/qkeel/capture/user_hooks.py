@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from qkeel.capture.contents import ObjectContents
-from qkeel.patching.modes import get_idle, hooks_after, hooks_before, modules_of
+from qkeel.patching.modes import hooks_after, hooks_before, idle, modules_of
 
 # Packages whose hooks the model may need: they move weights, gather them, or compute them.
 _LIBRARIES = {
@@ -37,7 +37,6 @@ def hooks_held_back(model: nn.Module) -> Iterator[None]:
     A hook that returns a value changes what the model computes, so it runs; the lists, dicts, sets, attributes and
     counters that it and the modules' forward reach through closures, globals and objects are put back afterwards.
     """
-    idle = get_idle()
     functions: list[Callable[..., Any]] = []
     held: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]] = []
     for module in modules_of(model).values():
