@@ -133,6 +133,7 @@ WRONG = [
     ),
     (["--", "python", "."], "cannot read .: Is a directory. Expected a readable file"),
     (["--", "python", "-m", "nope.at_all"], "expected a module that Python can find"),
+    (["--evry", "5", "--", "python", "s.py"], "did you mean --every?"),
     (["--every", "0", "--", "python", "s.py"], "at least 1 step"),
     (["--every", "2", "--adaptive", "--", "python", "s.py"], "expected one of --every"),
     (["--sink", "wandbb", "--", "python", "s.py"], "Did you mean 'wandb'"),
