@@ -38,12 +38,10 @@ class Examples:
 
     def to(self, device: torch.device) -> Examples:
         """Returns the examples on a device."""
-        return Examples(
-            *(
-                None if x is None else x.to(device, non_blocking=True)
-                for x in self._all()
-            )
-        )  # type: ignore[arg-type]
+        parts = [
+            x if x is None else x.to(device, non_blocking=True) for x in self._all()
+        ]
+        return Examples(*parts)  # type: ignore[arg-type]
 
     def split(self, count: int) -> list[Examples]:
         """Returns pieces of `count` examples."""

@@ -480,6 +480,7 @@ class Attention(SpecModule):
                 )
             finally:
                 self.observers.remove(note)
+            assert isinstance(out, Tensor)
             return out, stats_of_calls[-1]
         check_input(x, self.d_model, self.q_proj)
         if context is not None:

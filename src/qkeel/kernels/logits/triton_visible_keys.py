@@ -73,10 +73,9 @@ def span(starts, stops, row, ok, length, KEYS: constexpr) -> Any:
     # A row that sees nothing shares no tile.
     shared = tl.min(tl.where(sees_a_key, high, tl.where(ok, begin, length)), 0)
     begins_alike = tl.max(tl.where(sees_a_key, low, begin), 0) == begin
-    shared_end = (
-        begin + tl.where(begins_alike, tl.maximum(shared - begin, 0), 0) // KEYS * KEYS
-    )  # pyright: ignore[reportOperatorIssue]
-    return low, high, begin, shared_end, stop
+    shared = tl.where(begins_alike, tl.maximum(shared, begin), begin)
+    whole_tiles = (shared - begin) // KEYS * KEYS  # pyright: ignore[reportOperatorIssue]
+    return low, high, begin, begin + whole_tiles, stop
 
 
 @triton.jit

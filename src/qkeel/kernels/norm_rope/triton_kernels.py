@@ -537,7 +537,7 @@ def _shared_strides(gain: Tensor | None, cos: Tensor | None) -> Numbers:
 def _operands(
     stand_in: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None
 ) -> list[Tensor]:
-    """Returns gain and table for a kernel; `like` in place of what there is not, which the kernel does not read."""
+    """Returns gain and table for a kernel; `stand_in` in place of what there is not, which the kernel does not read."""
     return [
         stand_in if gain is None else gain,
         *(stand_in if x is None else x.contiguous() for x in (cos, sin)),
