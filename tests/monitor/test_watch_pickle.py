@@ -49,28 +49,3 @@ def test_a_watched_model_pickles_to_the_bytes_that_it_has_without_a_watcher() ->
     assert not copied._forward_hooks
     assert pickle.dumps(optimizer) == optimizer_during
     assert "__getstate__" not in vars(net)
-
-
-def test_a_second_watcher_that_outlives_the_first_leaves_no_trace_either() -> None:
-    inner = model()
-    outer = nn.Sequential(inner)
-    first, second = qkeel.watch(inner), qkeel.watch(outer)
-    first.remove()
-    assert not names(pickle.dumps(outer))
-    second.remove()
-    assert "__getstate__" not in {*vars(inner), *vars(outer)}
-
-
-class Own(nn.Linear):
-    def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "added": 1}
-
-
-def test_a_state_that_a_class_makes_itself_is_kept_but_for_the_hooks() -> None:
-    net = Own(2, 2)
-    with qkeel.watch(net):
-        state = net.__getstate__()
-    assert isinstance(state, dict)
-    assert state["added"] == 1
-    assert state["_forward_hooks"] == {}
-    assert "__getstate__" not in state
