@@ -103,6 +103,7 @@ def heldout_numbers(
         for chunk in examples.split(count):
             logits = model(chunk.inputs)
             kind = widest(logits.device)
+            # The last chunk may be shorter, so means count by their length.
             losses.append(
                 token_loss(logits, chunk.targets).to(kind) * len(chunk.inputs)
             )
@@ -363,21 +364,14 @@ class RunRecord:
     def __init__(
         self, config: RunConfig, directory: RunDirectory, watcher: Watcher, claim: Claim
     ) -> None:
-        self.config, self.directory, self.watcher, self._claim = (
-            config,
-            directory,
-            watcher,
-            claim,
-        )
+        self.config, self.directory = config, directory
+        self.watcher, self._claim = watcher, claim
         self._clock = time.process_time()
         self.state = RunState(config)
         self.step = 0
         self.stopped = False  # True after a loss or gradient that is not finite
         # Steps and wall time since the last record.
-        self._trained, self._seconds = (
-            0,
-            0.0,
-        )
+        self._trained, self._seconds = 0, 0.0
         self._noted = 0  # number of autopilot events already written
         self._skipped = 0  # number of skipped steps already reported
 
@@ -407,6 +401,7 @@ class RunRecord:
         )
         if checkpoint is not None:
             self.step = checkpoint.progress.step
+            # Time goes on where the killed process was when it saved.
             self._clock -= checkpoint.progress.cpu_seconds
             self._noted, self._skipped = (
                 len(self.state.events),
