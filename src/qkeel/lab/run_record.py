@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from qkeel import metrics
 from qkeel.capture.calls import Seen, statistics
 from qkeel.errors import DamagedFileError, RefusedError, RunDirectoryError, caution
+from qkeel.functional.bounds import repeat_groups
 from qkeel.functional.class_statistics import ClassStats, TokenClasses
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import LogitStats
@@ -222,15 +223,11 @@ def probe(
 def summed_up(stats: Sequence[LogitStats]) -> ProbeStatistics:
     """Reduces the statistics of all layers to the recorded fields."""
     n_heads = len(stats[0].max_logit)
-    fields = []
-    for name in PROBE_FIELDS:
-        values = [_named(s, name) for s in stats]
-        # The value of a key head is repeated for each query head of its group.
-        fields.append(
-            torch.stack(
-                [value.repeat_interleave(n_heads // len(value)) for value in values]
-            )
-        )
+    # The value of a key head is repeated for each query head of its group.
+    fields = [
+        torch.stack([repeat_groups(_named(s, name), n_heads) for s in stats])
+        for name in PROBE_FIELDS
+    ]
     heads = torch.stack(fields).float().cpu().numpy()
     top = {
         name: torch.stack([_named(s, name).amax() for s in stats]).amax()
@@ -258,28 +255,25 @@ def by_class(
 
     `norms` are the norms [b t] of the hidden states after the last block. Classes absent from the probe get no values.
     """
+
+    def mean(field: str, *at: int) -> float:
+        by_layer = [_named(s, field)[:, *at].mean() for s in stats]
+        return float(torch.stack(by_layer).mean())
+
     values: dict[str, float] = {}
     for i, name in enumerate(classes.names):
         mine = classes.query == i
         if bool(mine.any()):
-            for field in ("query_norm", "key_norm"):
-                values[f"{field}/{name}"] = float(
-                    torch.stack([_named(s, field)[:, i].mean() for s in stats]).mean()
-                )
+            values[f"query_norm/{name}"] = mean("query_norm", i)
+            values[f"key_norm/{name}"] = mean("key_norm", i)
             values[f"last_block_norm/{name}"] = float(norms[mine].mean())
     pairs = itertools.product(enumerate(classes.names), repeat=2)
     for (i, query), (j, key) in pairs:
         if all(bool(s.n_pairs[:, i, j].any()) for s in stats):
-            at = f"{query}>{key}"
-            values[f"max_logit/{at}"] = float(
-                torch.stack([s.max_logit[:, i, j].amax() for s in stats]).amax()
-            )
-            for field, statistic in (
-                ("attention_mass", "mass"),
-                ("uniform_mass", "uniform_mass"),
-            ):
-                means = [_named(s, statistic)[:, i, j].mean() for s in stats]
-                values[f"{field}/{at}"] = float(torch.stack(means).mean())
+            largest_logits = torch.stack([s.max_logit[:, i, j] for s in stats])
+            values[f"max_logit/{query}>{key}"] = float(largest_logits.amax())
+            values[f"attention_mass/{query}>{key}"] = mean("mass", i, j)
+            values[f"uniform_mass/{query}>{key}"] = mean("uniform_mass", i, j)
     return values
 
 
