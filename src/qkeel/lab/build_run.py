@@ -132,8 +132,7 @@ def canonical(text: str) -> str:
     """Returns the canonical spelling of a run's remedy: an autopilot with its options, or a `qkeel.apply` spec.
 
     Raises:
-        InvalidValueError: an autopilot is combined with other remedies, or it may add parameters that cannot be stored
-            in a run's checkpoint.
+        InvalidValueError: an autopilot is combined with other remedies.
 
     >>> canonical("autopilot:tau=0.10")
     'autopilot:tau=0.1'
@@ -146,7 +145,7 @@ def canonical(text: str) -> str:
             f"expected autopilot without other remedies, because the autopilot chooses the remedies, got {text!r}"
         )
     ladder = str(Term(POLICY, term.options))
-    named_policy(ladder, parameters=False)
+    named_policy(ladder)
     return ladder.replace(POLICY, AUTOPILOT, 1)
 
 
