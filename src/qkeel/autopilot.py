@@ -686,8 +686,6 @@ class Autopilot(Handle):
 
     def close(self, *, complete: bool = True) -> None:
         """Stops watching, as `Monitor.close` does; `complete` says whether training ended as planned."""
-        if complete:
-            self.monitor.training_over()  # before the remedies are removed
         self._end()
         self.remedies.remove()
         self.monitor.close(complete=complete)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests import forked
 from tests.contract.cli.scripts import Start, Watch, run, script, watched
@@ -239,82 +238,6 @@ def test_each_model_has_a_directory_and_what_is_there_stays(
     }
     assert models == {"r-2": "Net", "r-3": "Net", "r-Critic": "Critic"}
     assert [path.name for path in (tmp_path / "r").iterdir()] == ["mine"]
-
-
-# What main() has made is rubbish after it, and can be measured as long as no search for rubbish has taken it away.
-ENDS = """
-import gc
-
-gc.disable()
-torch.manual_seed(0)
-
-def main():
-    net = Net(2)
-    train(net, torch.optim.AdamW(net.parameters()), 4)
-    net.eval()
-    print(total(net), torch.rand(()))
-
-main()
-loaded = Critic()
-train(loaded, torch.optim.AdamW(loaded.parameters()), 4)
-for p in loaded.parameters():
-    p.data.mul_(2)
-"""
-
-DROPPED = """
-import gc
-
-net = Net(2)
-train(net, torch.optim.AdamW(net.parameters()), 4)
-del net
-gc.collect()
-"""
-
-
-def test_the_end_of_a_script_is_measured_of_the_weights_that_its_last_step_left(
-    tmp_path: Path,
-) -> None:
-    text = "class Critic(Net):\n    pass\n" + ENDS
-    result = watched(
-        ["python", script(tmp_path, text).name],
-        tmp_path,
-        "--every",
-        "3",
-        start=forked.python,
-    )
-    assert result.stdout == forked.python(["train.py"], tmp_path).stdout != ""
-    held, changed = (
-        RunDirectory(tmp_path / "qkeel-runs" / name)
-        for name in ("train", "train-Critic")
-    )
-    assert [line["step"] for line in held.metrics()] == [0, 3]  # step 3 is the last
-    assert [line["step"] for line in changed.metrics()] == [0, 3]
-    result = watched(
-        ["python", "train.py"], tmp_path, "--every", "2", start=forked.python
-    )
-    held, changed = (
-        RunDirectory(tmp_path / "qkeel-runs" / name)
-        for name in ("train-2", "train-Critic-2")
-    )
-    assert [line["step"] for line in held.metrics()] == [0, 2, 4]
-    assert np.isfinite(held.heads().values["max_logit"]).all()
-    assert [line["step"] for line in changed.metrics()] == [0, 2]
-    assert (
-        "qkeel: Critic is measured up to step 2 of 4: its weights were changed"
-        in result.stderr
-    )
-    assert result.stderr.count("measured up to") == 1
-    result = watched(
-        ["python", script(tmp_path, DROPPED).name],
-        tmp_path,
-        "--every",
-        "2",
-        start=forked.python,
-    )
-    assert (
-        "qkeel: Net is measured up to step 2: the script deleted the model before ending"
-        in result.stderr
-    )
 
 
 REASONS = [

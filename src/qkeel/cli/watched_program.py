@@ -744,13 +744,6 @@ class WatchSession:
         """
         self._finder.remove()
         seen = [monitor for run in self._runs if (monitor := run.monitor()) is not None]
-        for run in self._runs if complete else ():
-            if (monitor := run.monitor()) is not None:
-                monitor.training_over(self.writer)
-            elif not run.over and (last := run.message_sink.last) is not None:
-                self.writer(
-                    f"{run.model} is measured up to step {last:,}: the script deleted the model before ending"
-                )
         broken = any(monitor.passes and not monitor.active for monitor in seen)
         for one in (
             *self._pilots(),
