@@ -25,7 +25,7 @@ from qkeel.errors import (
 from qkeel.frames import Frame
 from qkeel.handle import Handle
 from qkeel.integrations.trackers import CSVSink
-from qkeel.monitor import History, RunDirectorySink
+from qkeel.monitor import History, RunDirectorySink, Sample
 from qkeel.monitor.monitor import Monitor
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from qkeel import attention, preset
 from qkeel.functional import statistics
-from qkeel.functional.bounds import change_rows, no_change_rows, reduce_changes
+from qkeel.functional.bounds import change_rows, reduce_changes
 from qkeel.functional.statistics import KernelRows, VisibleKeys, reduce_kernel_rows
 from qkeel.kernels.statistics import logit_stats
 from qkeel.spec import AttentionSpec, Fixed
@@ -138,8 +138,8 @@ def test_rows_of_a_kernel_by_hand_some_see_no_key_and_some_do_not_count() -> Non
 
 def test_changes_of_rows_by_hand() -> None:
     change = torch.tensor([[[[3.0, 4.0], [0.0, -1.0]]]], dtype=torch.float64)
-    like = torch.ones(1, 1, 2, dtype=torch.float64)
-    nothing = no_change_rows(like)
+    hidden = VisibleKeys(torch.zeros(1, 1, 2, 1, dtype=torch.bool), 0, 1)
+    nothing = change_rows(torch.zeros(1, 1, 2, 1, dtype=torch.float64), hidden)
     rows = change_rows(change.clone(), VisibleKeys(None, 2, 2))
     single = change_rows(change[:, :, :1, :1].clone(), VisibleKeys(None, 1, 1))
     for parts, mask, numbers in (

@@ -435,15 +435,6 @@ def change_rows(change: Tensor, visible_keys: VisibleKeys) -> dict[str, Tensor]:
     return {"norm": norm, "total": size.sum(-1), "most": size.amax(-1), "n": count}
 
 
-def no_change_rows(template: Tensor) -> dict[str, Tensor]:
-    """Returns the result of `change_rows` for rows that see no key, one row for each entry of `like` [b h r]."""
-    zeros, none = (
-        torch.zeros_like(template),
-        torch.zeros_like(template, dtype=torch.int64),
-    )
-    return {"norm": zeros, "total": zeros, "most": zeros, "n": none}
-
-
 def reduce_changes(
     parts: list[dict[str, Tensor]], counted: Bool[Tensor, "b t"] | None
 ) -> LogitChange:

@@ -344,23 +344,6 @@ class RowStats:
     class_keys: PerRowAndClass | None = None  #: visible keys of each class
 
     @classmethod
-    def nothing(cls, template: PerRow, members: Members | None = None) -> RowStats:
-        """Returns the statistics of rows that see no key, one row for each entry of `like`."""
-        zeros = torch.zeros_like(template)
-        split = (
-            None
-            if members is None
-            else template.new_zeros(*template.shape, members.shape[-1])
-        )
-        fields = {
-            f.name: split if f.name.startswith("class") else zeros
-            for f in dataclasses.fields(cls)
-        }
-        return cls(
-            **{**fields, "n_keys": torch.zeros_like(template, dtype=torch.int64)}
-        )  # type: ignore[arg-type]
-
-    @classmethod
     def cat(cls, parts: list[RowStats], dim: int = 2) -> RowStats:
         """Concatenates rows or, with dim=1, the heads of several calls."""
         tensors_of_blocks = [tensors(block) for block in parts]
@@ -478,7 +461,7 @@ def product_rows(
 
 
 def no_product_rows(template: Tensor) -> dict[str, Tensor]:
-    """Returns the fields of `product_rows` if q and k are unknown; `like` is [b h rows]."""
+    """Returns the fields of `product_rows` if q and k are unknown; `template` is [b h rows]."""
     return dict.fromkeys(
         ("product_norm", "cos_total", "cos_max"), torch.zeros_like(template)
     )

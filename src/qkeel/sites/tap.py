@@ -19,12 +19,13 @@ from qkeel.handle import Handle
 from qkeel.heads.site import INDEX, AttentionSite, Sites
 from qkeel.kernels.statistics import plain_rows
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import ForwardPasses, extra_pass, get_idle, idle
+from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.modes import (
     Args,
     FaultGuard,
     Kwargs,
     ModuleTree,
+    Uncopied,
     in_function_transform,
     is_fake,
     recomputing,
@@ -123,7 +124,7 @@ class Tap(Handle):
             for calls of torch's function without a mask at a known site; it returns None if it cannot.
         threshold: above which logits are wanted. Heads whose logits stay under it by the logsumexps that their kernel
             hands out anyway are not measured further: their statistics hold the largest logsumexp instead of the logit.
-        keeps: whether to keep the batch of the latest training pass, for `look_again`.
+        keeps: whether to keep the batch of the latest training pass, as `latest`.
         guard: the guard that reports the first failure in the tap with a warning and switches the tap off.
 
     Attributes:
@@ -323,33 +324,6 @@ class Tap(Handle):
             raise look.error
         return kept
 
-    def look_again(self) -> bool:
-        """Measures the model in an additional pass over the batch that was kept; the model is left unchanged.
-
-        Returns:
-            False if no batch was kept.
-
-        Raises:
-            Exception: whatever the model raises.
-        """
-        last, look = self._latest, ObservedPass(self)
-        if last is None or not self.visitor.before(last.args, last.kwargs):
-            return False
-        with last.setting(self.model):
-            output = self._extra_pass(look, last.args, last.kwargs)
-        if look.error is not None:
-            self.visitor.failed()
-            raise look.error
-        held = _HeldPass(
-            training=self.model.training,
-            counts=True,
-            calls=look.calls,
-            stats=look.sites,
-        )
-        held.collected = self.visitor.after(output, bool(look.sites))
-        self._sort(held, "train")
-        return True
-
     @property
     def facts(self) -> KnownSites:
         """The facts known about the sites, which are collected again whenever `sites` has changed."""
@@ -512,7 +486,7 @@ class _HeldPass:
     collected: object = None
 
 
-class Connection:
+class Connection(Uncopied):
     """Connects one of qkeel's modules to a tap, for calls outside a pass. Copies of the module are not connected."""
 
     def __init__(self, tap: Tap, name: str, module: SpecModule) -> None:
@@ -530,12 +504,6 @@ class Connection:
     def read(self, call: AttentionCall, rows: KernelRows) -> None:
         """Receives a call and the statistics of its rows, from code that runs the module's calls in its place."""
         self.tap.guard(self.tap.take_part, self.name, call, self.module.training, rows)
-
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return idle
-
-    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        return get_idle, ()
 
 
 def is_empty(args: Args, kwargs: Kwargs) -> bool:

@@ -44,15 +44,17 @@ class Sdpa(Kernel):
                 "torch's fused attention has no forward-mode derivative", out
             )
         if _rounds_mask(call):
+            assert call.mask is not None
             return Refusal(
                 f"SDPA would round the {call.mask.dtype} mask to {call.q.dtype}", out
-            )  # type: ignore[union-attr]
+            )
         return None
 
     def __call__(self, call: AttentionCall) -> Outputs:
         q, k, v, scale = folded(call)
         if not (q.shape[2] and k.shape[2]):
             return without_pairs(q, k, v)
+        # torch knows this mask by a flag, without a T×T tensor.
         if call.causal and call.whole:
             return _with_nan_of_an_only_key(
                 _sdpa(call, (q, k, v), scale, causal=True), q, k, causal=True
