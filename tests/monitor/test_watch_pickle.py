@@ -35,17 +35,43 @@ def names(stored: bytes) -> set[str]:
     }
 
 
-def test_a_watched_model_pickles_to_the_bytes_that_it_has_without_a_watcher() -> None:
+def test_a_watched_model_is_stored_without_a_name_of_qkeel() -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
-    before = pickle.dumps(net)
     with qkeel.watch(net, optimizer):
-        assert pickle.dumps(net) == before
         step(net, optimizer)
         during, copied = pickle.dumps(net), copy.deepcopy(net)
         optimizer_during = pickle.dumps(optimizer)
-    assert pickle.dumps(net) == during
+    assert not names(during)
     assert not names(pickle.dumps(copied))
-    assert not copied._forward_hooks
     assert pickle.dumps(optimizer) == optimizer_during
-    assert "__getstate__" not in vars(net)
+    x = torch.randn(2, 5, 16)
+    for stored in (copied, pickle.loads(during)):
+        assert torch.equal(stored.eval()(x), net.eval()(x))
+
+
+def test_a_second_watcher_that_outlives_the_first_leaves_no_trace_either() -> None:
+    inner = model()
+    outer = nn.Sequential(inner)
+    first, second = qkeel.watch(inner), qkeel.watch(outer)
+    before = pickle.dumps(inner)
+    first.remove()
+    assert not names(pickle.dumps(outer))
+    second.remove()
+    assert not inner._forward_hooks
+    assert len(pickle.dumps(inner)) < len(before)
+
+
+class Own(nn.Linear):
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "added": 1}
+
+
+def test_a_state_that_a_class_makes_itself_is_kept_but_for_the_hooks() -> None:
+    net = Own(2, 2)
+    with qkeel.watch(net):
+        state = net.__getstate__()
+    assert isinstance(state, dict)
+    assert state["added"] == 1
+    assert state["_forward_hooks"] == {}
+    assert "__getstate__" not in state

@@ -28,8 +28,9 @@ from qkeel.capture.calls import (
     fewest_keys,
     known_keys,
 )
+from qkeel.capture.described import DescribedSiteHooks
 from qkeel.capture.eager import EagerAttentionTracer, products_of
-from qkeel.capture.example import DescribedSiteHooks, ModuleCall, ModuleStack
+from qkeel.capture.example import ModuleCall, ModuleStack
 from qkeel.capture.logsumexp import attention_with_logsumexp
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,

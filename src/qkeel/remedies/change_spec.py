@@ -370,12 +370,6 @@ def _check_masks(target: Target, sites: list[AttentionSite]) -> None:
                 f"{where(site)}: a sink, or another column that is no key, is joined to the scores before the softmax, "
                 "where it can't be told from a key; use the model's fused attention, or qk_clip or lalr"
             )
-        if (low := trace.minima.get(site.name, math.inf)) <= HIDES:
-            raise RefusedError(
-                f"{where(site)}: an unmasked logit is {low:.3g} on this example, but in hand-written attention, scores "
-                f"up to {HIDES:.0f} are treated as masked. Use the model's fused attention, or reduce "
-                "the logits first"
-            )
         if trace.hidden_by_small.get(site.name, 0):
             raise RefusedError(
                 f"{where(site)}: its mask hides keys by a number above {HIDES:.0f} (such as -100), which the softmax "
