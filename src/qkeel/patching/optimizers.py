@@ -102,14 +102,6 @@ class StepHooks(Handle):
             for hook in self._hooks:
                 hook.remove()
 
-    def come_first(self) -> None:
-        """Moves the hook `after` ahead of the other post-step hooks."""
-        go_first(self._hooks[-1])
-
-    def come_last(self) -> None:
-        """Moves the hook `after` behind the other post-step hooks. No post-step hook may call this method."""
-        _move(self._hooks[-1], last=True)
-
     def _idle_once_removed(self, act: Act) -> Callable[..., None]:
         return lambda optimizer, *_: (
             act(optimizer)
