@@ -111,7 +111,7 @@ def test_the_type_is_that_of_the_visible_sets(
         visible=visible, blocks=blocks, queries=T
     )  # type: ignore[arg-type]
     monkeypatch.setattr(
-        "qkeel.capture.visible_sets._ROWS", 5 * 2 * mask.shape[-1]
+        "qkeel.capture.visible_sets._PAIRS", 5 * 2 * mask.shape[-1]
     )  # five rows at a time
     assert visible_sets(call_of(mask, written)) == VisibleSets(
         visible=visible, blocks=blocks, queries=T
