@@ -61,7 +61,6 @@ from qkeel.patching.optimizers import StepHooks, listed, stepping, when_hooks_ar
 from qkeel.remedies import apply
 from qkeel.remedies import parse as parse_remedies
 from qkeel.remedies.optimizer_trials import innermost
-from qkeel.remedies.retrofit import Retrofit, RetrofitConfig, retrofit
 from qkeel.sites.find import find_sites
 
 __all__ = [
@@ -82,14 +81,13 @@ __all__ = [
 class Action(StrEnum):
     """The actions of an autopilot, from cheapest to most expensive.
 
-    WATCH: measure more often. CLIP: qk_clip on heads. RATES: lalr, lower rates for the q and k weights of heads. NORM:
-    a q/k norm with fitted gains throughout the model. NONE: no action is left.
+    WATCH: measure more often. CLIP: qk_clip on heads. RATES: lalr, lower rates for the q and k weights of heads. NONE: no
+    action is left.
     """
 
     WATCH = "watch_closer"
     CLIP = "qk_clip"
     RATES = "lalr"
-    NORM = "calibrated_norm"
     NONE = "nothing_left"
 
 
@@ -110,7 +108,7 @@ class Refused:
 
     step: int  #: step of the decision; -1 if the site was asked before any decision
     action: str  #: name of the action
-    site: str | None  #: name of the site; None for the whole model
+    site: str | None  #: name of the site; None for all
     reason: str  #: error message of the refusal
 
 
@@ -181,7 +179,7 @@ def active_actions(
 ) -> Active:
     """Returns the actions that are active after these decisions, with their remedies and heads.
 
-    A decision that was refused when its step came has no effect. A norm replaces all remedies for optimizer steps.
+    A decision that was refused when its step came has no effect.
 
     >>> rates = Decision(step=1, action=Action.RATES, site="a", remedy="lalr", rule="", reason="")
     >>> active_actions([rates])
@@ -195,10 +193,6 @@ def active_actions(
         if decision.release:
             active.pop(key, None)
         elif (decision.step, str(decision.action), decision.site) not in not_taken:
-            if decision.action is Action.NORM:
-                for other in [*active]:
-                    if other[0] in (Action.CLIP, Action.RATES):
-                        del active[other]
             joined = {*heads, *decision.heads} if heads and decision.heads else ()
             active[key] = decision.remedy, tuple(sorted(joined))
     return active
@@ -283,19 +277,18 @@ def _crossing(history: History) -> Forecast | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
-    """Escalates per head and site: watch closer, qk_clip or lalr, and a calibrated norm.
+    """Escalates per head and site: watch closer, then qk_clip or lalr.
 
     *Watch closer* measures every `every` steps, during the first `calm` records, while an action is active, and while a
     head is rising: its logit is over 8 nats, has doubled, and is forecast to end above `limit`. *qk_clip* at
     `threshold` starts when a head is rising or an alarm of RULES fires. It is applied to the heads that are rising or
     over the threshold, and to the head that the alarm names. Its steps are matched, unless the site refuses lalr, as it
-    does if steps cannot be scaled. *lalr* takes its place at sites that refuse qk_clip. *Norm*, which is for the whole
-    model and requires `allow_new_parameters`, follows after 2 · `patience` records if a logit of a site exceeds three
-    times the threshold in spite of the remedy, or its entropy is below 0.05 nats. Actions that a site refuses are
-    skipped; a site with no action left is reported once.
+    does if steps cannot be scaled. *lalr* takes its place at sites that refuse qk_clip. A site is reported once, with
+    *nothing left*, if it refuses both, or if after 2 · `patience` records its logit exceeds three times the threshold
+    in spite of the remedy, or its entropy is below 0.05 nats.
 
-    A remedy stays until the end of the run: matched steps would become long again without it, and the model was trained
-    with a norm. The closer watch ends after `calm` records in which nothing grows and no action is active.
+    A remedy stays until the end of the run, because matched steps would become long again without it. The closer watch
+    ends after `calm` records in which nothing grows and no action is active.
     """
 
     threshold: Positive = 15.0
@@ -304,7 +297,6 @@ class Ladder:
     every: Count = 2
     patience: Count = 3
     calm: Count = 20
-    allow_new_parameters: bool = False
 
     def __post_init__(self) -> None:
         settle(self, "the policy ladder")
@@ -321,14 +313,7 @@ class Ladder:
         alarm = None
         for rule in RULES:
             alarm = alarm or rule.check(history)
-        decisions = step.watch()
-        if not any(action is Action.NORM for action, _ in step.active):
-            decisions += [*step.clips(alarm), *step.escalations()]
-        for decision in decisions:
-            # One change to the whole model, which replaces all other actions.
-            if decision.action is Action.NORM:
-                return (decision,)
-        return tuple(decisions)
+        return (*step.watch(), *step.clips(alarm), *step.not_enough())
 
 
 class _Step:
@@ -362,7 +347,6 @@ class _Step:
             Action.WATCH: f"watch:every={ladder.every}",
             Action.CLIP: f"qk_clip:threshold={ladder.threshold:g}{matched}",
             Action.RATES: f"lalr:tau={ladder.tau:g}",
-            Action.NORM: "qk_norm",
         }
         remedy, _ = self.active.get((action, site), (remedies.get(action, ""), ()))
         return Decision(
@@ -418,15 +402,24 @@ class _Step:
                 rule = "over the threshold"
                 reason = f"{largest} at a site that is already clipped"
             heads -= set(clipped or ())
-            if heads:
-                actions = (Action.CLIP, Action.RATES)
-                decisions += self.next_action(
-                    actions, site.name, rule, reason, tuple(sorted(heads))
-                )
+            if not heads:
+                continue
+            refusals = []
+            for action in (Action.CLIP, Action.RATES):
+                if refusal := self.records.refuses(action, site.name):
+                    refusals.append(f"{action}: {refusal}")
+                    continue
+                # lalr is for a whole site. It only takes the place of a clip: the rates that it sets rise as the clip
+                # shrinks the weights, which undoes matched steps.
+                chosen = tuple(sorted(heads)) if action is Action.CLIP else ()
+                decisions.append(self.decision(action, site.name, rule, reason, chosen))
+                break
+            else:
+                decisions += self.nothing_left(site.name, rule, reason, refusals)
         return decisions
 
-    def escalations(self) -> list[Decision]:
-        """Escalates at each site where the active action is not enough."""
+    def not_enough(self) -> list[Decision]:
+        """Says at which sites the active action is not enough."""
         decisions = []
         entropies = self.history.series("entropy")
         for i, site in self.sites.items():
@@ -445,33 +438,16 @@ class _Step:
             elif entropy < thresholds.ENTROPY:
                 reason = f"its mean attention entropy is {entropy:.3g} nats"
             if reason:
-                decisions += self.next_action((), site.name, "not enough", reason)
+                decisions += self.nothing_left(site.name, "not enough", reason, [])
         return decisions
 
-    def next_action(
-        self,
-        actions: tuple[Action, ...],
-        site: str,
-        rule: str,
-        reason: str,
-        heads: tuple[int, ...] = (),
+    def nothing_left(
+        self, site: str, rule: str, reason: str, refusals: Sequence[str]
     ) -> list[Decision]:
-        """Returns the first that the site accepts of these actions and of those for the whole model that are allowed.
-
-        lalr only takes the place of a clip: the rates that it sets rise as the clip shrinks the weights, which undoes
-        matched steps.
-        """
-        refusals = []
-        for action in (*actions, *[Action.NORM] * self.ladder.allow_new_parameters):
-            if refusal := self.records.refuses(action, site):
-                refusals.append(f"{action}: {refusal}")
-                continue
-            of_site = None if action is Action.NORM else site
-            heads = heads if action is Action.CLIP else ()
-            return [self.decision(action, of_site, rule, reason, heads)]
-        if (Action.NONE, site) in self.active:  # it was said
+        """Says once that no action is left for a site, and why each was refused."""
+        if (Action.NONE, site) in self.active:
             return []
-        reason = "; ".join([f"{reason}, and no other action is allowed", *refusals])
+        reason = "; ".join([f"{reason}, and no other action is left", *refusals])
         return [self.decision(Action.NONE, site, rule, reason)]
 
     def _records_since(self, action: Action, site: str | None) -> int:
@@ -483,45 +459,32 @@ class _Step:
         return int((self.history.steps > max(steps)).sum())
 
 
-def named_policy(spec: str | Ladder, *, parameters: bool = True) -> Ladder:
+def named_policy(spec: str | Ladder) -> Ladder:
     """Returns the policy that a string specifies, or the given policy itself.
 
     Args:
         spec: "ladder", with options if needed ("ladder:threshold=50"), or a Ladder.
-        parameters: if False, a policy that may add parameters is refused.
 
     Raises:
         UnknownNameError: the policy or an option does not exist.
         InvalidTypeError: `spec` is neither a string nor a Ladder.
-        InvalidValueError: the policy may add parameters although `parameters` is False.
 
     >>> named_policy("ladder:threshold=50").threshold
     50.0
     """
-    if isinstance(spec, str):
-        terms = parse(spec)
-        if len(terms) != 1:
-            raise InvalidValueError(
-                f"expected one policy, got {len(terms)} in {spec!r}"
-            )
-        ladder = build(
-            "policy 'ladder'",
-            lookup("policy", {"ladder": Ladder}, terms[0].name),
-            terms[0].options,
-        )
-    else:
-        ladder = spec
-    if not isinstance(ladder, Ladder):
+    if isinstance(spec, Ladder):
+        return spec
+    if not isinstance(spec, str):
         raise InvalidTypeError(
             f"expected the name of a policy or a Ladder, got {type(spec).__name__}"
         )
-    if ladder.allow_new_parameters and not parameters:
+    term, *others = parse(spec)
+    if others:
         raise InvalidValueError(
-            "expected a policy without allow_new_parameters, because the checkpoints of this trainer cannot store "
-            "parameters that are added during training; use it in your own training loop, with "
-            "qkeel.autopilot(model, optimizer, batch=batch)"
+            f"expected one policy, got {1 + len(others)} in {spec!r}"
         )
-    return ladder
+    policy = lookup("policy", {"ladder": Ladder}, term.name)
+    return build("policy 'ladder'", policy, term.options)
 
 
 # The remedies of a run. No other code in this file changes the model.
@@ -541,12 +504,9 @@ class ActiveRemedies:
     refuses, the previous remedies are restored, so that no remedy remains partially applied.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], batch: object
-    ) -> None:
-        self.model, self.optimizers, self.batch = model, optimizers, batch
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.model, self.optimizers = model, optimizers
         self.handles: dict[RemedyKey, tuple[Handle, SiteHeads]] = {}
-        self.norm: tuple[str, Retrofit] | None = None
         self.sites: list[AttentionSite] = []
         self._optimizer_of: dict[str, int] = {}
 
@@ -578,20 +538,12 @@ class ActiveRemedies:
                 key = str(action), self._optimizer_of[site.name]
                 if reason := self._refusal(key, {site.name: ()}):
                     refusals.append((action, site.name, reason))
-        if self.batch is None:
-            reason = (
-                "its gains are fitted on a batch: pass batch=batch to the autopilot"
-            )
-            refusals.append((Action.NORM, None, reason))
         return refusals
 
     def set(self, active: Active) -> Refusals:
         """Applies exactly the remedies that should be active; returns what was refused."""
         remedies: dict[RemedyKey, SiteHeads] = {}
         for (action, site), (spec, heads) in active.items():
-            is_new = action is Action.NORM and self.norm is None
-            if is_new and (reason := self.insert_norm(spec)):
-                return [(action, None, reason)]
             if action in (Action.CLIP, Action.RATES) and site is not None:
                 remedies.setdefault((spec, self._optimizer_of[site]), {})[site] = heads
         for key in self.handles.keys() - remedies.keys():
@@ -639,48 +591,21 @@ class ActiveRemedies:
         self.handles.pop(key)[0].remove()
         return ""
 
-    def insert_norm(self, spec: str) -> str:
-        """Replaces all remedies by a norm with fitted gains throughout the model, once; returns why it is refused, or
-        "".
-
-        The gains are added to the first optimizer that accepts them.
-        """
-        before = {key: (x, handle.state()) for key, (handle, x) in self.handles.items()}
-        self.remove()
-        # Without balance, only gains are changed, so that a removal leaves the weights as they were trained.
-        config, reasons = RetrofitConfig(balance=False), []
-        for optimizer in self.optimizers:
-            try:
-                fitted = retrofit(
-                    self.model, spec, [self.batch], optimizer=optimizer, config=config
-                )
-                self.norm = spec, fitted
-                return ""
-            except QkeelError as error:
-                reasons.append(str(error))
-        for key, (heads_of, state) in before.items():
-            self.put_on(key, heads_of, state)
-        return reasons[0]
-
-    def remove(self, *, norm: bool = True) -> None:
-        """Removes everything, the latest change first; norm=False keeps a norm, which is part of the trained model."""
+    def remove(self) -> None:
+        """Removes everything, the latest change first."""
         while self.handles:
             self.handles.popitem()[1][0].remove()
-        if norm and self.norm is not None:
-            self.norm[1].remove()
-            self.norm = None
 
     @property
     def together(self) -> Handle:
         """One handle for the state of all that is applied, in an order that does not depend on when it was applied."""
-        handles = [self.handles[key][0] for key in sorted(self.handles)]
-        return compose(handles if self.norm is None else [*handles, self.norm[1]])
+        return compose([self.handles[key][0] for key in sorted(self.handles)])
 
 
 # The handle calls the policy after each measured step and carries out its decisions.
 
 EVERY = 10  # steps
-WITH_REMEDY = (Action.CLIP, Action.RATES, Action.NORM)
+WITH_REMEDY = (Action.CLIP, Action.RATES)
 FIELDS = ("max_logit", "entropy")  # the fields per head that the policy reads
 _OFF = (
     "the autopilot failed and changes nothing further: {}. Remedies that it has applied stay active until remove(); "
@@ -692,10 +617,10 @@ _OFF = (
 class Autopilot(Handle):
     """Watches a training run and carries out the decisions of its policy; created by `qkeel.autopilot`.
 
-    `remove()` undoes everything and stops watching. `close()` stops watching and removes remedies for optimizer steps,
-    but keeps a norm, because the model was trained with it. `decisions` and `refused` list what the policy decided and
-    what sites refused; `events` lists every action, as the run's event log does. To checkpoint the autopilot, save its
-    `state_dict()`, and after loading the checkpoint pass it to `load_state_dict()` before the next step.
+    `remove()` undoes everything and stops watching, as `close()` does at the end of training. `decisions` and `refused`
+    list what the policy decided and what sites refused; `events` lists every action, as the run's event log does. To
+    checkpoint the autopilot, save its `state_dict()`, and after loading the checkpoint pass it to `load_state_dict()`
+    before the next step.
 
     The policy bases its decisions on the measurements of step s and makes them when step s + 1 is complete. By then,
     the measurements have arrived from the device and from all processes, so that no waiting is needed and every process
@@ -719,7 +644,7 @@ class Autopilot(Handle):
         self.warns = True  # whether each decision raises a warning, as alarms do
         self.recording = Recording(planned=monitor.history.planned)
         self.sites: tuple[SiteFacts, ...] | None = None  # None until the first record
-        self.remedies = ActiveRemedies(monitor.model, self.optimizers, batch)
+        self.remedies = ActiveRemedies(monitor.model, self.optimizers)
         self._carried: Sample | None = (
             None  # measured before a checkpoint; the decision is made after it
         )
@@ -753,9 +678,6 @@ class Autopilot(Handle):
     def load_state_dict(self, state: State) -> None:
         """Continues from a state that `state_dict()` returned; call it before the first step.
 
-        If a norm was active, it is added again with new gains; to restore the gains, load the state dicts of the model
-        and of the optimizer afterwards.
-
         Raises:
             InvalidValueError: the state is not that of an autopilot with this policy.
             RefusedError: remedies were active and the sites are not known; pass a batch to the autopilot.
@@ -764,10 +686,8 @@ class Autopilot(Handle):
 
     def close(self, *, complete: bool = True) -> None:
         """Stops watching, as `Monitor.close` does; `complete` says whether training ended as planned."""
-        if complete:
-            self.monitor.training_over()  # before the remedies are removed
         self._end()
-        self.remedies.remove(norm=False)
+        self.remedies.remove()
         self.monitor.close(complete=complete)
 
     def __exit__(self, *exc: object) -> None:
@@ -1021,12 +941,12 @@ def autopilot(
     Args:
         model: see `qkeel.watch`.
         optimizer: the optimizer or optimizers of the model; only the steps of the first one are counted.
-        policy: "ladder", with options if needed ("ladder:threshold=50,allow_new_parameters=true"), or a Ladder.
+        policy: "ladder", with options if needed ("ladder:threshold=50,patience=5"), or a Ladder.
         planned: the learning rates of the run, if known; they let the autopilot act earlier.
         sinks: where records and events are written; see `qkeel.watch`.
         every: at which steps the run is measured while there is no problem; see `qkeel.watch`.
         query_mask: which query rows count; see `qkeel.watch`.
-        batch: an input that the model accepts; needed for a calibrated norm and to resume with active remedies.
+        batch: an input that the model accepts; needed to resume with active remedies.
 
     Returns:
         The Autopilot, a context manager with `events`, `decisions`, `state_dict()`, `load_state_dict()` and `close()`;

@@ -23,13 +23,6 @@ CONFIGS = {
         n_embd=32, n_layer=2, n_head=4, vocab_size=32, bos_token_id=0, eos_token_id=0
     ),
     "gpt_neox": transformers.GPTNeoXConfig(**HEADS, vocab_size=32),
-    "qwen3": transformers.Qwen3Config(
-        **HEADS, num_key_value_heads=2, head_dim=16, vocab_size=32
-    ),
-    "gemma3_text": transformers.Gemma3TextConfig(
-        **HEADS, num_key_value_heads=2, head_dim=16, vocab_size=32
-    ),
-    "olmo2": transformers.Olmo2Config(**HEADS, num_key_value_heads=2, vocab_size=32),
     "phi3": transformers.Phi3Config(
         **HEADS, num_key_value_heads=2, vocab_size=32, pad_token_id=0
     ),
@@ -83,25 +76,24 @@ def save(name: str, folder: Path, **options: object) -> torch.nn.Module:
 def projections(name: str, model: torch.nn.Module, layer: int) -> tuple[Tensor, Tensor]:
     """W_Q, W_K [heads rows inputs] in float64, cut out as each modeling file cuts its outputs."""
     weights = {k: v.double() for k, v in model.state_dict().items()}
+
+    def weight(end: str) -> Tensor:
+        return next(
+            v for k, v in weights.items() if f".{layer}." in k and k.endswith(end)
+        )
+
     if name == "gpt2":
-        q, k, _ = weights[f"transformer.h.{layer}.attn.c_attn.weight"].T.chunk(3)
-        return q.reshape(4, 8, 32), k.reshape(4, 8, 32)
-    if name == "gpt_neox":
-        fused = weights[
-            f"gpt_neox.layers.{layer}.attention.query_key_value.weight"
-        ].reshape(4, 3, 8, 32)
-        return fused[:, 0], fused[:, 1]
-    if name == "falcon":
-        fused = weights[
-            f"transformer.h.{layer}.self_attention.query_key_value.weight"
-        ].reshape(2, 4, 8, 32)
-        return fused[:, :2].reshape(4, 8, 32), fused[:, 2].repeat_interleave(2, 0)
-    at = f"model.layers.{layer}.self_attn."
-    if name == "phi3":
-        q, k, _ = weights[at + "qkv_proj.weight"].split([32, 16, 16])
-        return q.reshape(4, 8, 32), k.reshape(2, 8, 32).repeat_interleave(2, 0)
-    if name == "deepseek_v3":
-        q = weights[at + "q_b_proj.weight"].reshape(4, 12, 12)[:, :8]
-        return q, weights[at + "kv_b_proj.weight"].reshape(4, 14, 10)[:, :8]
-    q = weights[at + "q_proj.weight"].reshape(4, -1, 32)
-    return q, weights[at + "k_proj.weight"].reshape(2, -1, 32).repeat_interleave(2, 0)
+        q, k, _ = weight("c_attn.weight").T.reshape(3, 4, 8, 32)
+    elif name == "gpt_neox":
+        q, k, _ = weight("query_key_value.weight").reshape(4, 3, 8, 32).unbind(1)
+    elif name == "falcon":
+        fused = weight("query_key_value.weight").reshape(2, 4, 8, 32)
+        q, k = fused[:, :2].flatten(0, 1), fused[:, 2]
+    elif name == "phi3":
+        q, k, _ = weight("qkv_proj.weight").reshape(8, 8, 32).split([4, 2, 2])
+    elif name == "deepseek_v3":
+        q = weight("q_b_proj.weight").reshape(4, 12, 12)[:, :8]
+        k = weight("kv_b_proj.weight").reshape(4, 14, 10)[:, :8]
+    else:
+        q, k = (weight(f"{x}_proj.weight").reshape(-1, 8, 32) for x in "qk")
+    return q, k.repeat_interleave(4 // len(k), 0)

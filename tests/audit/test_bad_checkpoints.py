@@ -16,7 +16,6 @@ from qkeel.audit.scan import scan
 from qkeel.errors import (
     DataError,
     InvalidValueError,
-    QkeelError,
     RefusedError,
     UnknownNameError,
 )
@@ -65,15 +64,14 @@ def test_a_damaged_header_is_told(tmp_path: Path) -> None:
             scan(tmp_path / "x.safetensors")
 
 
-def test_a_missing_file_folder_or_shard_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_folder_without_weights_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         scan(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"does not contain a \.safetensors file"):
         scan(tmp_path)
-    save("llama", tmp_path, max_shard_size="8KB")
-    shard = sorted(tmp_path.glob("*.safetensors"))[1]
-    shard.unlink()
-    with pytest.raises(DataError, match=shard.name):
+    (tmp_path / "unet").mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "unet" / "x.safetensors")
+    with pytest.raises(DataError, match="unet"):  # a pipeline of diffusers
         scan(tmp_path)
 
 
@@ -90,49 +88,32 @@ def test_head_counts_below_one_are_refused(tmp_path: Path) -> None:
         scan(tmp_path, flags=Geometry(n_heads=0))
 
 
-def test_a_config_that_is_no_json_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "[1]", '{"num_attention_heads": "four"}'])
+def test_a_config_that_cannot_be_read_is_told(text: str, tmp_path: Path) -> None:
     save("llama", tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(QkeelError, match=r"config\.json"):
-        scan(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps([1]))
-    with pytest.raises(QkeelError, match=r"config\.json"):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(DataError, match=r"config\.json"):
         scan(tmp_path)
 
 
 def test_an_index_that_lies_is_told(tmp_path: Path) -> None:
     save("llama", tmp_path, max_shard_size="8KB")
     file = tmp_path / "model.safetensors.index.json"
-    index = json.loads(file.read_text())
-    for text, expected in (
-        ("{", "not complete JSON"),
-        ("[]", "not a JSON object"),
-        ("{}", "weight_map"),
-        (json.dumps({"weight_map": {"a": 1}}), "weight_map"),
-        (
-            json.dumps(
-                {"weight_map": {**index["weight_map"], "lamp": "model-9.safetensors"}}
-            ),
-            r"lacks model-9",
-        ),
-        (
-            json.dumps(
-                {
-                    "weight_map": {
-                        **index["weight_map"],
-                        "lamp": next(iter(index["weight_map"].values())),
-                    }
-                }
-            ),
-            "lamp",
-        ),
+    weights = json.loads(file.read_text())["weight_map"]
+    for value, expected in (
+        ([], "not a JSON object"),
+        ({}, "weight_map"),
+        ({"weight_map": {"a": 1}}, "weight_map"),
+        ({"weight_map": {"a": "../model.safetensors"}}, "weight_map"),
+        ({"weight_map": {**weights, "lamp": "model-9.safetensors"}}, "lacks model-9"),
+        ({"weight_map": {**weights, "lamp": min(weights.values())}}, "lamp"),
     ):
-        file.write_text(text)
+        file.write_text(json.dumps(value))
         with pytest.raises(DataError, match=expected):
             scan(tmp_path)
 
 
-def test_a_shard_cut_short_or_a_pickle_is_named(tmp_path: Path) -> None:
+def test_a_shard_that_is_gone_cut_short_or_a_pickle_is_named(tmp_path: Path) -> None:
     save("llama", tmp_path, max_shard_size="8KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[2]
     whole = shard.read_bytes()
@@ -141,6 +122,9 @@ def test_a_shard_cut_short_or_a_pickle_is_named(tmp_path: Path) -> None:
         scan(tmp_path)
     shard.write_bytes(b"\x80\x04" + whole)
     with pytest.raises(RefusedError, match=shard.name):
+        scan(tmp_path)
+    shard.unlink()
+    with pytest.raises(DataError, match=shard.name):
         scan(tmp_path)
 
 

@@ -1,126 +1,208 @@
-"""explain says what attention really does, found by experiment."""
+"""explain says what attention really does: of published architectures, and of layers that are right or broken."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
 
 import qkeel
-from audit.explained import MODELS, RECIPES, ByHand, batch_for
-from qkeel.audit import Explanation
+from qkeel.audit import Explanation, SiteRecipe
 from qkeel.audit.recipes import compress
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 
-# Per model and attention: norm of q (kind, over, eps, gain, bias, order), rotation (dims, pairing, base), scale, cap,
-# heads of keys. From the modeling files of transformers 5.23.
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+WINDOW = {"head_dim": 16, "sliding_window": 4}
+LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+VQ = {
+    "embed_dim": 8,
+    "num_embeddings": 8,
+    "latent_channels": 8,
+    "base_channels": 32,
+    "channel_multiplier": [1, 1],
+}
 NONE = ("none", "", None, "none", False, "")
-FULL, QUARTER, HALF = (8, "half", 1e4), (2, "one pair", None), (4, "half", 1e4)
-EXPECTED: dict[str, list[tuple[Any, ...]]] = {
-    "llama": [(NONE, FULL, 8**-0.5, None, 2)],
-    "qwen3": [
-        (
-            ("RMS", "head", 1e-6, "per dim", False, "before RoPE"),
-            (16, "half", 1e4),
-            0.25,
-            None,
-            2,
-        )
-    ],
-    "olmo2": [
-        (
-            ("RMS", "layer", 1e-5, "per head and dim", False, "before RoPE"),
-            FULL,
-            8**-0.5,
-            None,
-            2,
-        )
-    ],
-    "gemma2": [(NONE, (16, "half", 1e4), 0.125, 50.0, 2)],
-    "gemma3": [
-        (
-            ("RMS", "head", 1e-6, "per dim, 1 + w", False, "before RoPE"),
-            (16, "half", base),
-            1 / 16,
-            None,
-            2,
-        )
-        for base in (1e4, 1e6)
-    ],
-    "gpt2": [(NONE, None, 8**-0.5, None, 4)],
-    "gpt_neox": [(NONE, QUARTER, 8**-0.5, None, 4)],
-    "cohere": [
-        (
-            ("layer", "head", 1e-5, "per head and dim", False, "before RoPE"),
-            (8, "interleaved", 5e5),
-            8**-0.5,
-            None,
-            2,
-        )
-    ],
-    "stablelm": [
-        (
-            ("layer", "head", 1e-5, "per head and dim", False, "before RoPE"),
-            HALF,
-            8**-0.5,
-            None,
-            2,
-        )
-    ],
-    "chameleon": [
-        (
-            ("layer", "head", 1e-5, "per head and dim", True, "before RoPE"),
-            FULL,
-            8**-0.5,
-            None,
-            2,
-        )
-    ],
-    "deepseek_v3": [(NONE, HALF, 12**-0.5, None, 4)],
-    "gpt_oss": [(NONE, (16, "half", None), 0.25, None, 2)],
-    "opt": [(NONE, None, 1.0, None, 4)],
-    "t5": [(NONE, None, 1.0, None, 4)] * 3,
-    "bert": [(NONE, None, 8**-0.5, None, 4)],
-    "vit": [(NONE, None, 8**-0.5, None, 4)],
-    "swinv2": [(("L2", "head", None, "none", False, ""), None, 10.0, None, 4)],
+ROPE = (8, "half", 1e4)
+LAYER = ("layer", "head", 1e-5, "per head and dim")
+# Per architecture its sizes, and of each attention: the norm of q (kind, over, eps, gain, bias, order), the rotation
+# (dims, pairing, base), scale, cap and heads of keys. From the modeling files of transformers 5.23.
+Recipe = tuple[Any, ...]
+ARCHITECTURES: dict[str, tuple[dict[str, Any], list[Recipe]]] = {
+    "Llama": (GROUPED, [(NONE, ROPE, 8**-0.5, None, 2)]),
+    "Qwen3": (
+        {**GROUPED, "head_dim": 16},
+        [
+            (
+                ("RMS", "head", 1e-6, "per dim", False, "before RoPE"),
+                (16, "half", 1e4),
+                0.25,
+                None,
+                2,
+            )
+        ],
+    ),
+    "Olmo2": (
+        GROUPED,
+        [
+            (
+                ("RMS", "layer", 1e-5, "per head and dim", False, "before RoPE"),
+                ROPE,
+                8**-0.5,
+                None,
+                2,
+            )
+        ],
+    ),
+    "Gemma2": (
+        {**GROUPED, **WINDOW, "query_pre_attn_scalar": 64},
+        [(NONE, (16, "half", 1e4), 0.125, 50.0, 2)],
+    ),
+    "Gemma3Text": (
+        {
+            **GROUPED,
+            **WINDOW,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        [
+            (
+                ("RMS", "head", 1e-6, "per dim, 1 + w", False, "before RoPE"),
+                (16, "half", base),
+                1 / 16,
+                None,
+                2,
+            )
+            for base in (1e4, 1e6)
+        ],
+    ),
+    "GPT2": (
+        {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 32},
+        [(NONE, None, 8**-0.5, None, 4)],
+    ),
+    "GPTNeoX": (SIZES, [(NONE, (2, "one pair", None), 8**-0.5, None, 4)]),
+    "Cohere": (
+        {**GROUPED, "use_qk_norm": True},
+        [
+            (
+                (*LAYER, False, "before RoPE"),
+                (8, "interleaved", 5e5),
+                8**-0.5,
+                None,
+                2,
+            )
+        ],
+    ),
+    "StableLm": (
+        {**GROUPED, "qk_layernorm": True, "partial_rotary_factor": 0.5},
+        [((*LAYER, False, "before RoPE"), (4, "half", 1e4), 8**-0.5, None, 2)],
+    ),
+    "Chameleon": (
+        {**GROUPED, "vq_config": VQ, "vocabulary_map": {"<image>": 3}},
+        [((*LAYER, True, "before RoPE"), ROPE, 8**-0.5, None, 2)],
+    ),
+    "DeepseekV3": (
+        {**SIZES, **LATENT, "num_key_value_heads": 4},
+        [(NONE, (4, "half", 1e4), 12**-0.5, None, 4)],
+    ),
+    "GptOss": (
+        {**GROUPED, **WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1},
+        [(NONE, (16, "half", None), 0.25, None, 2)],
+    ),
+    "OPT": (
+        {
+            **SIZES,
+            "ffn_dim": 16,
+            "word_embed_proj_dim": 32,
+            "max_position_embeddings": 16,
+        },
+        [(NONE, None, 1.0, None, 4)],
+    ),
+    "T5": (
+        {
+            "d_model": 32,
+            "d_kv": 16,
+            "d_ff": 16,
+            "num_layers": 1,
+            "num_heads": 4,
+            "vocab_size": 32,
+        },
+        [(NONE, None, 1.0, None, 4)] * 3,
+    ),
+    "Bert": (SIZES, [(NONE, None, 8**-0.5, None, 4)]),
+    "Swinv2": (
+        {
+            "image_size": 32,
+            "patch_size": 4,
+            "embed_dim": 32,
+            "depths": [1],
+            "num_heads": [4],
+            "window_size": 4,
+        },
+        [(("L2", "head", None, "none", False, ""), None, 10.0, None, 4)],
+    ),
+}
+IDS = torch.randint(4, 32, (2, 12), generator=torch.Generator().manual_seed(0))
+BATCHES: Mapping[str, Any] = {
+    "T5": {"input_ids": IDS, "decoder_input_ids": IDS},
+    "Swinv2": torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
 }
 
 
-def explain(name: str) -> Explanation:
+def built(name: str) -> nn.Module:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
-    return qkeel.explain(MODELS[name](), batch_for(name))
+    config = getattr(transformers, f"{name}Config")(**ARCHITECTURES[name][0])
+    is_decoder = name not in ("Bert", "T5", "Swinv2", "Chameleon")
+    auto = transformers.AutoModelForCausalLM if is_decoder else transformers.AutoModel
+    return auto.from_config(config)
 
 
-def by_hand(name: str) -> Explanation:
-    torch.manual_seed(0)
-    return qkeel.explain(nn.Sequential(ByHand(RECIPES[name])), torch.randn(2, 12, 32))
+def sites_of(name: str) -> tuple[SiteRecipe, ...]:
+    return qkeel.explain(built(name), BATCHES.get(name, IDS)).sites
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_recipe_of_a_published_architecture_is_found(name: str) -> None:
-    found = explain(name)
-    assert len(found.sites) == len(EXPECTED[name])
-    for site, (norm, rotation, scale, cap, groups) in zip(found.sites, EXPECTED[name]):
+    found = qkeel.explain(built(name), BATCHES.get(name, IDS))
+    expected = ARCHITECTURES[name][1]
+    for site, (norm, rotation, scale, cap, groups) in zip(
+        found.sites, expected, strict=True
+    ):
         for side in (site.query, site.key):
-            assert (
-                side.kind,
-                side.over,
-                side.eps,
-                side.gain,
-                side.bias,
-                side.order,
-            ) == norm
-        turned = site.rotation and (
-            site.rotation.dims,
-            site.rotation.pairing,
-            site.rotation.base,
-        )
-        assert turned == rotation
+            fields = ("kind", "over", "eps", "gain", "bias", "order")
+            assert tuple(getattr(side, field) for field in fields) == norm
+        turned = site.rotation
+        assert rotation == (turned and (turned.dims, turned.pairing, turned.base))
         assert site.scale == pytest.approx([scale] * site.n_heads, rel=1e-3)
         assert (site.n_heads, site.n_kv_heads, site.softcap) == (4, groups, cap)
         assert site.idle == site.unknown == ()
@@ -128,195 +210,261 @@ def test_the_recipe_of_a_published_architecture_is_found(name: str) -> None:
 
 
 def test_what_only_some_architectures_have_is_found() -> None:
-    sites = {
-        name: explain(name).sites
-        for name in ("gemma3", "gpt_oss", "opt", "deepseek_v3", "swinv2", "t5")
-    }
-    assert [site.window for site in sites["gemma3"]] == [4, None]
-    assert sites["gpt_oss"][0].sinks == "1 sink logit per head in the softmax (sinks)"
-    assert sites["gpt_oss"][0].query.factor == pytest.approx(
-        1.34657, rel=1e-4
-    )  # YaRN: 0.1 ln 32 + 1
-    assert sites["opt"][0].query.factor == pytest.approx(
-        8**-0.5, rel=1e-4
-    )  # the scale is folded into q
-    assert sites["opt"][0].total_scale == pytest.approx(8**-0.5, rel=1e-4)
-    latent = sites["deepseek_v3"][0].latent
-    assert (
-        "8 from kv_b_proj + 4 from kv_a_proj_with_mqa, one key for all heads" in latent
-    )
-    assert sites["swinv2"][0].scale_parameter == "logit_scale"
-    assert [site.bias for site in sites["t5"]] == [True, True, False]
-    assert [site.visible[:5] for site in sites["t5"]] == ["every", "keys ", "every"]
+    assert [site.window for site in sites_of("Gemma3Text")] == [4, None]
+    (oss,) = sites_of("GptOss")
+    assert oss.sinks == "1 sink logit per head in the softmax (sinks)"
+    yarn = 1.34657  # 0.1 ln 32 + 1
+    assert oss.query.factor == pytest.approx(yarn, rel=1e-4)
+    (opt,) = sites_of("OPT")  # the scale is folded into q
+    assert opt.query.factor == pytest.approx(8**-0.5, rel=1e-4)
+    assert opt.total_scale == pytest.approx(8**-0.5, rel=1e-4)
+    (deepseek,) = sites_of("DeepseekV3")
+    latent = "8 from kv_b_proj + 4 from kv_a_proj_with_mqa, one key for all heads"
+    assert latent in deepseek.latent
+    assert sites_of("Swinv2")[0].scale_parameter == "logit_scale"
+    t5 = sites_of("T5")
+    assert [site.bias for site in t5] == [True, True, False]
+    assert [site.visible[:5] for site in t5] == ["every", "keys ", "every"]
+    (stable,) = sites_of("StableLm")
+    norms = tuple(f"q_layernorm.norms.{i}.weight" for i in range(4))
+    assert stable.query.parameters == norms
+    assert "q_layernorm.norms.{0-3}.weight" in stable.query.text()
+    (chameleon,) = sites_of("Chameleon")
+    assert chameleon.key.parameters == ("k_norm.weight", "k_norm.bias")
 
 
-def test_gains_are_named_by_the_parameter_that_moves_them() -> None:
-    (site,) = explain("stablelm").sites
-    assert site.query.parameters == tuple(
-        f"q_layernorm.norms.{i}.weight" for i in range(4)
-    )
-    assert "q_layernorm.norms.{0-3}.weight" in site.query.text()
-    (site,) = explain("chameleon").sites
-    assert site.key.parameters == ("k_norm.weight", "k_norm.bias")
+def rope(x: Tensor) -> Tensor:
+    """[b t h d] turned in halves, base 10,000."""
+    d = x.shape[-1]
+    angle = torch.arange(x.shape[1])[:, None] * 10000.0 ** (-torch.arange(0, d, 2) / d)
+    c, s = angle.cos()[:, None], angle.sin()[:, None]
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * c + b * s, b * c - a * s], -1)
+
+
+Step = Callable[[Tensor, nn.Module], Tensor]
+
+
+class ByHand(nn.Module):
+    """Attention whose q and k [b t h d] go through `step(x, norm)` before the scores."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+        self.wq, self.wk, self.wv = (nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.q_norm, self.k_norm = nn.RMSNorm(8, eps=1e-6), nn.RMSNorm(8, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b t 32] to the same shape."""
+        q, k, v = (w(x).unflatten(-1, (4, 8)) for w in (self.wq, self.wk, self.wv))
+        q, k = self.step(q, self.q_norm), self.step(k, self.k_norm)
+        q, k, v = (z.transpose(1, 2) for z in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten(2)
+
+
+def hand_written(step: Step) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(ByHand(step))
+
+
+def by_hand(step: Step, tokens: int = 12) -> SiteRecipe:
+    return qkeel.explain(hand_written(step), torch.randn(2, tokens, 32)).sites[0]
+
+
+EITHER = "before or after RoPE (equivalent without a gain per dim)"
+
+
+def norm_then_rope(x: Tensor, norm: nn.Module) -> Tensor:
+    return rope(norm(x))
 
 
 @pytest.mark.parametrize(
-    ("name", "norm"),
+    ("step", "norm"),
     [
         (
-            "nanochat",
-            (
-                "RMS",
-                "head",
-                1e-5,
-                "scalar 1.2",
-                "before or after RoPE (equivalent without a gain per dim)",
-            ),
+            lambda x, norm: 1.2 * F.rms_norm(rope(x), (8,), eps=1e-5),  # nanochat
+            ("RMS", "head", 1e-5, "scalar 1.2", EITHER),
         ),
-        ("norm then rope", ("RMS", "head", 1e-6, "per dim", "before RoPE")),
-        ("rope then norm", ("RMS", "head", 1e-6, "per dim", "after RoPE")),
-        ("l2", ("L2", "head", None, "none", "")),
-        ("no norm", ("none", "", None, "none", "")),
+        (norm_then_rope, ("RMS", "head", 1e-6, "per dim", "before RoPE")),
+        (
+            lambda x, norm: norm(rope(x)),
+            ("RMS", "head", 1e-6, "per dim", "after RoPE"),
+        ),
+        (lambda x, norm: F.normalize(x, dim=-1), ("L2", "head", None, "none", "")),
+        (lambda x, norm: 3 * x, ("none", "", None, "none", "")),
+        # A norm over the wrong axis runs without an error.
+        (
+            lambda x, norm: F.rms_norm(x.mT, (4,)).mT,
+            ("RMS", "heads", None, "unknown", ""),
+        ),
+        (
+            lambda x, norm: F.rms_norm(x.transpose(1, 3), x.shape[1:2]).transpose(1, 3),
+            ("RMS", "tokens", None, "unknown", ""),
+        ),
+        # Of a part of a head, clamped, and convolved: what fits no recipe is unknown, not guessed.
+        *(
+            (step, ("unknown", "", None, "none", ""))
+            for step in (
+                lambda x, norm: torch.cat(
+                    [F.rms_norm(x[..., :4], (4,)), x[..., 4:]], -1
+                ),
+                lambda x, norm: x.clamp(-1, 1),
+                lambda x, norm: x + F.pad(x, (0, 0, 0, 0, 1, 0))[:, :-1],
+            )
+        ),
     ],
 )
-def test_a_hand_written_recipe_is_found(name: str, norm: tuple[Any, ...]) -> None:
-    (site,) = by_hand(name).sites
+def test_a_hand_written_recipe_is_found_or_unknown(
+    step: Step, norm: tuple[Any, ...]
+) -> None:
+    site = by_hand(step)
     for side in (site.query, site.key):
         assert (side.kind, side.over, side.eps, side.gain, side.order) == norm
-    assert (site.rotation is not None) == ("rope" in name or name == "nanochat")
+    assert (site.rotation is not None) == ("RoPE" in norm[-1])
+    assert ("unusual axis" in site.query.text()) == (norm[1] in ("heads", "tokens"))
+    expected = 3.0 if norm[0] == "none" else 1.0
+    assert site.query.factor == pytest.approx(expected)
+
+
+def thrown_away(x: Tensor, norm: nn.Module) -> Tensor:
+    norm(x)
+    return x
 
 
 def test_a_norm_that_does_nothing_is_told() -> None:
-    (site,) = by_hand("never called").sites
-    assert site.idle == (
-        "q_norm (RMSNorm) is never called",
-        "k_norm (RMSNorm) is never called",
-    )
-    (site,) = by_hand("thrown away").sites
-    assert site.idle == (
-        "q_norm (RMSNorm) is called on q, and its result is not used",
-        "k_norm (RMSNorm) is called on k, and its result is not used",
-    )
-    assert not site.query.acts
-    assert by_hand("norm then rope").sites[0].idle == ()
+    never = tuple(f"{x}_norm (RMSNorm) is never called" for x in "qk")
+    assert by_hand(lambda x, norm: rope(x)).idle == never
+    unused = "{0}_norm (RMSNorm) is called on {0}, and its result is not used".format
+    assert by_hand(thrown_away).idle == (unused("q"), unused("k"))
+    assert by_hand(norm_then_rope).idle == ()
+    assert "fewer than three tokens" in "\n".join(by_hand(norm_then_rope, 1).lines())
 
 
-@pytest.mark.parametrize("axes", ["tokens", "heads"])
-def test_a_norm_over_the_wrong_axis_is_told(axes: str) -> None:
-    (site,) = by_hand(f"over {axes}").sites
-    assert (site.query.kind, site.query.over, site.key.over) == ("RMS", axes, axes)
-    assert "unusual axis" in site.query.text()
-
-
-def test_what_fits_no_recipe_is_unknown_instead_of_guessed() -> None:
-    (site,) = by_hand("half a head").sites
-    assert site.query.kind == site.key.kind == "unknown"
-    (site,) = by_hand("clamped").sites
-    assert site.query.kind == site.key.kind == "unknown"
-    (site,) = by_hand("convolved").sites
-    assert site.query.kind == site.key.kind == "unknown"
-    one_token = qkeel.explain(
-        nn.Sequential(ByHand(RECIPES["norm then rope"])), torch.randn(1, 1, 32)
-    )
-    assert "fewer than three tokens" in str(one_token)
+def test_weights_that_are_computed_from_stored_ones_are_followed() -> None:
+    model, x = hand_written(norm_then_rope), torch.randn(2, 12, 32)
+    plain = str(qkeel.explain(model, x))
+    qkeel.apply(model, "sigma_reparam", batch=x)
+    assert str(qkeel.explain(model, x)) == plain
 
 
 def test_the_model_is_bit_for_bit_what_it_was() -> None:
-    model = MODELS["qwen3"]().train()
+    model = built("Qwen3").train()
     model.requires_grad_(False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
-    qkeel.explain(model, batch_for("qwen3"))
+    qkeel.explain(model, IDS)
     assert model.training
     assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
     assert torch.equal(random, torch.get_rng_state())
-    assert all(
-        torch.equal(value, before[name]) for name, value in model.state_dict().items()
-    )
+    after = model.state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_where_the_config_says_something_else_it_is_a_sentence() -> None:
-    model = nn.Sequential(ByHand(RECIPES["never called"]))
-    model.config = {"use_qk_norm": True}
+@dataclasses.dataclass
+class Config:
+    use_qk_norm: bool
+
+
+@pytest.mark.parametrize(
+    "config", [{"use_qk_norm": True}, Config(True), SimpleNamespace(use_qk_norm=True)]
+)
+def test_a_norm_of_the_config_that_is_not_applied_is_a_difference(config: Any) -> None:
+    model = hand_written(lambda x, norm: rope(x))
+    model.config = config
     (said,) = qkeel.explain(model, torch.randn(1, 6, 32)).differences
-    assert (
-        said
-        == "config.use_qk_norm is true, but no norm is applied to q or k (everywhere)"
-    )
-    gemma = MODELS["gemma2"]()
-    changes = {
-        "attn_logit_softcapping": 30.0,
-        "query_pre_attn_scalar": 16,
-        "sliding_window": 9,
-    }  # after it was built
-    for name, value in changes.items():
+    assert said.startswith("config.use_qk_norm is true, but no norm is applied to q or")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attn_logit_softcapping": 30.0}, ["softcapping is 30.0", "cap is 50"]),
+        ({"query_pre_attn_scalar": 16}, ["means logits 0.25", "scale is 0.125"]),
+        ({"num_attention_heads": 8}, ["num_attention_heads is 8", "observed: 4"]),
+        ({"head_dim": 8}, ["head_dim is 8", "observed: 16"]),
+        ({"rope_parameters": {"rope_theta": 5e5}}, ["500,000", "10,000"]),
+        ({"qk_norm": False}, []),
+    ],
+)
+def test_where_the_config_says_something_else_it_is_a_sentence(
+    changes: dict[str, Any], words: list[str]
+) -> None:
+    gemma = built("Gemma2")
+    for name, value in changes.items():  # after it was built
         setattr(gemma.config, name, value)
-    found = qkeel.explain(gemma, batch_for("gemma2")).differences
-    assert (
-        "config.attn_logit_softcapping is 30.0, but the observed cap is 50 (everywhere)"
-        in found
-    )
-    assert (
-        "config.query_pre_attn_scalar 16 means logits 0.25 · q·k, but the observed scale is 0.125 (everywhere)"
-        in found
-    )
+    found = qkeel.explain(gemma, IDS).differences
+    assert len(found) == bool(words)
+    assert all(word in found[0] for word in words)
 
 
-def test_other_arguments_and_failures_are_told() -> None:
-    model = MODELS["llama"]().eval()
-    batch = {
-        "input_ids": batch_for("llama"),
-        "attention_mask": torch.ones(2, 12, dtype=torch.int64),
-    }
-    assert (
-        qkeel.explain(model, batch).sites
-        == qkeel.explain(model, (batch["input_ids"],)).sites
-    )
-    with pytest.raises(InvalidTypeError, match="expected the batch as a tensor"):
-        qkeel.explain(model, "lamp")
-    with pytest.raises(InvalidValueError, match="forward pass"):
-        qkeel.explain(model, torch.zeros(2, 3))
+class Windowed(ByHand):
+    def __init__(self, window: int) -> None:
+        super().__init__(norm_then_rope)
+        row = torch.arange(12)
+        self.mask = (row[:, None] >= row) & (row[:, None] - row < window)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (4, 8)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (z.transpose(1, 2) for z in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("config", "window", "differs"),
+    [
+        ({"sliding_window": 4}, 12, True),
+        ({"sliding_window": 11}, 12, False),  # the batch does not show it
+        ({"sliding_window": 4, "use_sliding_window": False}, 12, False),
+        ({"sliding_window": 4, "layer_types": ["full_attention"]}, 12, False),
+        ({"sliding_window": 4, "layer_types": ["sliding_attention"]}, 12, True),
+        ({"sliding_window": 9}, 4, True),
+        ({"sliding_window": None}, 4, True),
+        ({"sliding_window": 5}, 4, False),  # with or without its own token
+        ({}, 4, False),
+    ],
+)
+def test_a_window_of_the_config_is_compared(
+    config: dict[str, Any], window: int, differs: bool
+) -> None:
+    model = nn.Sequential(Windowed(window))
+    model.config = config
+    found = qkeel.explain(model, torch.randn(1, 12, 32))
+    assert found.sites[0].window == (window if window < 12 else None)
+    assert len(found.differences) == differs
+
+
+def test_arguments_and_failures() -> None:
+    model = built("Llama").eval()
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    by_name = qkeel.explain(model, {"input_ids": IDS, "attention_mask": mask})
+    assert by_name.sites == qkeel.explain(model, (IDS,)).sites
+    for batch, error in (
+        ("lamp", InvalidTypeError),
+        (None, InvalidTypeError),
+        (torch.zeros(2, 3), InvalidValueError),
+    ):
+        with pytest.raises(error):
+            qkeel.explain(model, batch)
     with pytest.raises(RefusedError, match="no attention"):
         qkeel.explain(nn.Linear(4, 4), torch.ones(2, 4))
     own = qkeel.nn.Attention(32, 4, spec=qkeel.preset("qwen3"))
-    with pytest.raises(RefusedError, match="explain"):
+    with pytest.raises(RefusedError, match="spec"):
         qkeel.explain(own, torch.randn(1, 4, 32))
 
 
 def test_the_report_groups_layers_that_work_alike() -> None:
-    found = explain("gemma3")
-    text = str(found)
-    assert text.startswith(
-        "Gemma3ForCausalLM: 2 attention layers\nmodel.layers.0.self_attn\n  heads "
-    )
+    (first, second) = sites_of("Gemma3Text")
+    text = str(Explanation(model="Gemma", sites=(first, second)))
+    head = "Gemma: 2 attention layers\nmodel.layers.0.self_attn\n  heads     4 heads of 16, 2 of keys"
+    assert text.startswith(head)
     assert "base 1e+06" in text
-    same = dataclasses.replace(
-        found,
-        sites=(
-            found.sites[0],
-            dataclasses.replace(found.sites[0], name="model.layers.1.self_attn"),
-        ),
-    )
-    assert "model.layers.{0-1}.self_attn" in str(same)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        found.sites = ()  # type: ignore[misc]
+    second = dataclasses.replace(first, name="model.layers.1.self_attn")
+    text = str(Explanation(model="Gemma", sites=(first, second)))
+    assert "model.layers.{0-1}.self_attn" in text
 
 
 def test_names_that_differ_in_a_number_are_written_once() -> None:
     assert compress(["a.0.b", "a.1.b", "a.3.b"]) == "a.{0-1,3}.b"
     assert compress(["a.7.b"]) == "a.7.b"
     assert compress(["x", ""]) == "x, (the model)"
-
-
-def test_weights_that_are_computed_from_stored_ones_are_followed() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(ByHand(RECIPES["norm then rope"]))
-    x = torch.randn(2, 12, 32)
-    plain = qkeel.explain(model, x)
-    qkeel.apply(model, "sigma_reparam", batch=x)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert str(qkeel.explain(model, x)) == str(plain)
-    assert all(
-        torch.equal(before[name], value) for name, value in model.state_dict().items()
-    )

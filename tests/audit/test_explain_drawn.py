@@ -16,22 +16,14 @@ TOKENS = 11
 
 def rotated(x: Tensor, dims: int, pairing: str, base: float) -> Tensor:
     """[b t h d] with the last `dims` of a head turned by its position."""
-    still, turning = x[..., : x.shape[-1] - dims], x[..., x.shape[-1] - dims :]
+    still, turning = x.split([x.shape[-1] - dims, dims], -1)
     speed = base ** (-torch.arange(0, dims, 2) / dims)
     angle = torch.arange(x.shape[1])[:, None, None] * speed
-    halves = (
-        turning.chunk(2, -1)
-        if pairing == "half"
-        else (turning[..., ::2], turning[..., 1::2])
-    )
-    a, b = halves
+    sizes = (2, -1) if pairing == "half" else (-1, 2)
+    axis = -2 if pairing == "half" else -1
+    a, b = turning.unflatten(-1, sizes).unbind(axis)
     turned = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()
-    joined = (
-        torch.cat(turned, -1)
-        if pairing == "half"
-        else torch.stack(turned, -1).flatten(-2)
-    )
-    return torch.cat([still, joined], -1)
+    return torch.cat([still, torch.stack(turned, axis).flatten(-2)], -1)
 
 
 class Drawn(nn.Module):
@@ -122,33 +114,21 @@ def test_what_was_drawn_is_explained(seed: int) -> None:
     scale = layer.size**-0.5 if layer.scale is None else layer.scale
     assert site.scale == pytest.approx([scale] * layer.heads, rel=1e-3)
     assert site.window == layer.window
+    # A rotation changes the mean that a layer norm took away, and so what precedes it cannot be computed.
+    is_lost = layer.kind == "layer" and layer.order == "after RoPE" and layer.dims
     for side, heads in ((site.query, layer.heads), (site.key, layer.groups)):
+        # Keys of one head cannot show over what they are normed.
         if side.kind == "unknown":
-            # Keys of one head cannot show over what they are normed; a gain per dimension does not commute with RoPE.
-            assert layer.kind != "none"
-            continue
+            assert is_lost or heads == 1
+            return
         assert side.kind == layer.kind
         if layer.kind != "none" and heads > 1:
             assert side.over == layer.over
             assert ("1 + w" in side.gain) == layer.one_plus
             assert not layer.dims or side.order == layer.order
-    if "unknown" not in (site.query.kind, site.key.kind):
-        if layer.kind == "layer" and layer.order == "after RoPE" and layer.dims:
-            return  # what precedes the rotation cannot be computed from the norm's output, whose mean is gone
+    if not is_lost:
         turned = site.rotation and (site.rotation.dims, site.rotation.pairing)
         assert turned == ((layer.dims, layer.pairing) if layer.dims else None)
         assert not layer.dims or site.rotation.base == pytest.approx(
             layer.base, rel=0.02
         )
-
-
-def test_most_norms_are_known() -> None:
-    unknown = 0
-    for seed in range(24):
-        torch.manual_seed(seed)
-        layer = Drawn(random.Random(seed))
-        (site,) = qkeel.explain(nn.Sequential(layer), torch.randn(2, TOKENS, 32)).sites
-        unknown += site.query.kind == "unknown"
-    assert (
-        unknown <= 6
-    )  # a layer norm after a rotation among them, whose mean the rotation changes

@@ -54,7 +54,6 @@ def test_what_an_autopilot_of_a_run_cannot_be() -> None:
     assert canonical("autopilot:tau=0.10") == "autopilot:tau=0.1"
     for error, text in (
         (InvalidValueError, "autopilot+z_loss"),
-        (InvalidValueError, "autopilot:allow_new_parameters=true"),
         (UnknownNameError, "autopilot:treshold=3"),
     ):
         with pytest.raises(error):

@@ -18,9 +18,9 @@ from qkeel.autopilot import (
 )
 from qkeel.monitor.recording import Recording
 
-WATCH, CLIP, RATES, NORM, NONE = Action
+WATCH, CLIP, RATES, NONE = Action
 SITES = (SiteFacts(name="a", n_heads=2), SiteFacts(name="b", n_heads=2))
-WIDE = Ladder(calm=4, allow_new_parameters=True)
+CALM = Ladder(calm=4)
 MATCHED = "qk_clip:threshold=15,steps=matched"
 
 
@@ -30,7 +30,7 @@ def refuses(*actions: Action) -> list[Refused]:
 
 def decided(
     logits: Any,
-    ladder: Ladder = WIDE,
+    ladder: Ladder = CALM,
     *,
     sites: Any = SITES,
     refused: Any = (),
@@ -133,38 +133,40 @@ def test_it_never_acts_where_the_weights_are_not_confirmed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refused", "ladder", "actions"),
+    ("refused", "actions"),
     [
         # A logit that grows in spite of the clip; lalr would undo it.
-        ([], WIDE, [CLIP, NORM]),
-        ([CLIP], WIDE, [RATES, NORM]),
-        ([CLIP, RATES], WIDE, [NORM]),
-        ([CLIP, RATES, NORM], WIDE, [NONE]),
-        ([CLIP, RATES], Ladder(), [NONE]),  # no parameters are added unasked
+        ([], [CLIP, NONE]),
+        ([CLIP], [RATES, NONE]),
+        ([CLIP, RATES], [NONE]),
     ],
 )
 def test_what_is_refused_gives_way_to_the_next_action_and_the_end_is_said_once(
-    refused: list[Action], ladder: Ladder, actions: list[Action]
+    refused: list[Action], actions: list[Action]
 ) -> None:
-    found = decided(grown(40), ladder, refused=refuses(*refused))
+    found = decided(grown(40), refused=refuses(*refused))
     assert [d.action for d in found if d.action is not WATCH] == actions
+    assert found[-1].site == "b"
+    assert all(
+        f"{action}: no" in found[-1].reason for action in refused if len(refused) > 1
+    )
 
 
-def test_a_norm_takes_the_place_of_all_others() -> None:
+def test_a_logit_far_over_the_threshold_under_a_clip_is_said() -> None:
     logits = grown(40, 1.0)
     logits[8:, 1, 1] = 900.0  # the clip does not limit it
     found = decided(logits)
-    assert [d.action for d in found] == [WATCH, CLIP, NORM]
-    assert list(active_actions(found)) == [(WATCH, None), (NORM, None)]
-    assert found[-1].site is None
+    assert [d.action for d in found] == [WATCH, CLIP, NONE]
     # 2 · patience records after the clip.
     assert found[-1].step == found[1].step + 6
+    logits[4:, 1, 1] = 44.0  # under three times the threshold of 15
+    assert [d.action for d in decided(logits)] == [WATCH, CLIP]
 
 
-def test_low_entropy_under_a_clip_asks_for_more() -> None:
+def test_low_entropy_under_a_clip_is_said() -> None:
     entropy = np.full((30, 2, 2), 2.0)
     entropy[6:, 0] = 0.01
     found = decided(np.full((30, 2, 2), 3.0), entropy=entropy)
-    clipped, norm = (d for d in found if d.action is not WATCH)
+    clipped, end = (d for d in found if d.action is not WATCH)
     assert (clipped.action, clipped.site, clipped.heads) == (CLIP, "a", (0, 1))
-    assert (norm.action, norm.step) == (NORM, clipped.step + 6)
+    assert (end.action, end.step) == (NONE, clipped.step + 6)

@@ -50,9 +50,8 @@ def test_a_benchmark_runs_at_toy_size(
 ) -> None:
     if name in NEEDS_A_COMPILER:
         request.getfixturevalue("_compiler")
-    monkeypatch.setenv(
-        "QKEEL_NATIVE", "0"
-    )  # what a benchmark changes is put back afterwards
+    # What a benchmark changes is put back afterwards.
+    monkeypatch.setenv("QKEEL_NATIVE", "0")
     monkeypatch.chdir(tmp_path)  # where one writes its results
     monkeypatch.setattr(sys, "argv", [name, "--toy"])
     importlib.import_module(f"benchmarks.{name}").main()
@@ -84,9 +83,8 @@ def test_a_benchmark_restarts_itself_steady_and_an_import_restarts_nothing(
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     importlib.reload(benchmarks)
     assert started == []
-    monkeypatch.setattr(
-        sys, "argv", ["-m", "--toy"]
-    )  # as Python has it while it looks for the module
+    # As Python has it while it looks for the module.
+    monkeypatch.setattr(sys, "argv", ["-m", "--toy"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "benchmarks.watch", "--toy"])
     importlib.reload(benchmarks)
     assert [words[1:] for words in started] == [["-m", "benchmarks.watch", "--toy"]]

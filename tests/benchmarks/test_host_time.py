@@ -10,10 +10,11 @@ from benchmarks.measure import median_interval
 def test_the_interval_of_a_median_is_made_of_order_statistics() -> None:
     # Fewer than 6 of 20 values are below the median with probability 21,700 / 2^20 = 0.0207, fewer than 7 with 0.0577.
     assert median_interval([float(x) for x in reversed(range(1, 21))]) == (6.0, 15.0)
+    # Too few for any.
     assert median_interval([float("nan")] * 5) == (
         float("-inf"),
         float("inf"),
-    )  # too few for any
+    )
 
 
 def test_a_goal_is_decided_by_a_whole_interval() -> None:

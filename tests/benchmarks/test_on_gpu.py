@@ -96,9 +96,8 @@ def test_every_section_runs_at_toy_size_and_has_the_cases_that_goals_are_about(
 def test_recipes_train_in_pieces_to_the_table_of_longer_texts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked = itertools.count(
-        1.0
-    )  # a second passes whenever the clock is read, so a piece ends at a step that is known
+    # A second passes whenever the clock is read, so a piece ends at a step that is known.
+    asked = itertools.count(1.0)
     monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: next(asked)))
     words = [
         "--toy",

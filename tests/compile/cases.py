@@ -81,9 +81,8 @@ def chosen(preset: str, impl: str, backend: str) -> float:
     logging.getLogger("qkeel").setLevel(logging.DEBUG)
     module = attention(preset, impl)
     compiled = torch.compile(module, fullgraph=True, backend=backend)
-    gaps = [
-        difference(module, compiled, length) for length in (12, 140, 1)
-    ]  # a kernel is logged once: when compiled
+    # A kernel is logged once: when compiled.
+    gaps = [difference(module, compiled, length) for length in (12, 140, 1)]
     said = [record.getMessage().partition(",")[0] for record in log.buffer]
     assert said == [
         f"kernel {'native' if ready() else 'sdpa'} for a call with as many queries as keys",
@@ -148,9 +147,8 @@ CASES = {
 
 if __name__ == "__main__":
     warnings.simplefilter("error", UserWarning)
-    warnings.filterwarnings(
-        "ignore", message="The .grad attribute"
-    )  # dynamo's own look at what a break left behind
+    # Dynamo's own look at what a break left behind.
+    warnings.filterwarnings("ignore", message="The .grad attribute")
     torch.set_num_threads(1)
     for i in range(1, len(sys.argv), 4):
         kind, preset, impl, backend = sys.argv[i : i + 4]

@@ -41,10 +41,11 @@ def check(model: nn.Module, x: torch.Tensor, remedy: str, backend: str) -> float
     worst = max(worst, gap(out(compiled, x), changed))  # compiled before
     out(compiled, x).square().sum().backward()
     torch._dynamo.reset()
+    # After.
     worst = max(
         worst,
         gap(out(torch.compile(model, fullgraph=True, backend=backend), x), changed),
-    )  # after
+    )
     again = torch.compile(model, fullgraph=True, backend=backend)
     worst = max(worst, gap(out(again, x), changed))
     with torch.no_grad():  # where torch's own encoder would take its fast path

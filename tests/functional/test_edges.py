@@ -98,9 +98,8 @@ def test_a_forward_mode_derivative_is_that_of_the_backward_pass(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     x, v = torch.randn(2, 6, generator=generator, dtype=torch.float64).unbind()
-    angles = torch.randn(
-        2, generator=generator, dtype=torch.float64
-    )  # the last two numbers do not turn
+    # The last two numbers do not turn.
+    angles = torch.randn(2, generator=generator, dtype=torch.float64)
     of = (
         formula
         if callable(formula)
@@ -126,9 +125,8 @@ def test_one_number_that_is_none_makes_the_norm_of_its_head_none_and_of_no_other
 
 
 def test_what_a_formula_takes_where_nothing_is_said() -> None:
-    small = torch.tensor(
-        [1e-3, -1e-3, 1e-3, -1e-3], dtype=torch.float64
-    )  # RMS 1e-3, L2 norm 2e-3
+    # RMS 1e-3, L2 norm 2e-3.
+    small = torch.tensor([1e-3, -1e-3, 1e-3, -1e-3], dtype=torch.float64)
     for of, expected in (
         (l2_norm, 0.5),
         (rms_norm, 1e-3 / math.sqrt(1e-6 + 1e-6)),
@@ -169,9 +167,8 @@ def test_the_smallest_number_of_keys_heads_layers_and_tokens_that_a_formula_take
     assert deepnorm(48) == pytest.approx(
         ((2 * 24) ** 0.25, (8 * 24) ** -0.25), rel=1e-15
     )
-    assert deepnorm(48) == pytest.approx(
-        (2.632, 0.2686), abs=5e-4
-    )  # as published for 24 layers of two sublayers
+    # As published for 24 layers of two sublayers.
+    assert deepnorm(48) == pytest.approx((2.632, 0.2686), abs=5e-4)
     assert floor_log_temperature(
         torch.tensor([-5, -1, 0]), 1.0, 1, torch.float64
     ).tolist() == pytest.approx([1.0, 1.0, 1 + math.log(2)])

@@ -83,7 +83,8 @@ def test_norms_have_second_derivatives_and_the_factor_has_derivatives_of_its_own
     mean: bool,
 ) -> None:
     x = randn(0, 2, 5).requires_grad_()
-    for eps in (1e-6, 10.0):  # larger than the vectors
+    # Larger than the vectors.
+    for eps in (1e-6, 10.0):
 
         def parts(x: Tensor, eps: float = eps) -> tuple[Tensor, Tensor, Tensor]:
             return _Resize.apply(x, eps, mean)  # type: ignore[no-any-return]

@@ -98,9 +98,10 @@ def test_it_is_the_solvers_within_the_stated_bound(kind: str) -> None:
                 assert (found / true - 1).abs().max() <= 5e-6, r
         if not crowded:
             continue
+        # A bound that binds.
         assert (
             squared_eigenvalue(a.float(), squarings=4) < single * (1 - 1e-7)
-        ).any() or r == 2  # a bound that binds
+        ).any() or r == 2
 
 
 def test_nothing_is_zero_and_what_is_not_finite_is_nan() -> None:

@@ -17,71 +17,69 @@ import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.functional import class_statistics, statistics
 from qkeel.functional.class_statistics import ClassStats, Merge
-from qkeel.functional.statistics import TENSORS, LogitStats, merge
+from qkeel.functional.statistics import TENSORS, LogitStats, merge, of_key_heads
 
 from .properties import few, randn, seeds
 
 HEADS, GROUPS = 4, 2
 counts = st.integers(0, 5)
+# What is reduced in each way, of each kind of samples; every field once.
+FIELDS = {
+    "n_pairs": "max_logit capped_max_logit min_logit mean_logit share_above logit_spread",
+    "n_products": "cos_max cos_mean qk_frobenius",
+    "n_queries": "entropy entropy_min query_norm query_norm_max",
+    "n_free": "normalized_entropy sink_share logit_gap",
+    "n_keys": "key_norm key_norm_max",
+}
+REDUCTIONS = {
+    "max": lambda x: x.amax(1),
+    "min": lambda x: x.amin(1),
+    "mean": lambda x: x.mean(1),
+    "root": lambda x: x.norm(dim=1),
+}
 
 
-def stats_of(logits: Tensor, entropy: Tensor, q: Tensor, k: Tensor) -> LogitStats:
-    """Statistics from samples: logits [h pairs], entropy and query norms [h queries], key norms [g keys]."""
-    empty = LogitStats.empty(HEADS, GROUPS, logits)
-    found: dict[str, Tensor] = {}
-    free = entropy.repeat(1, 2)
-    for x, names in (
-        (
-            logits,
-            {
-                "max": "max_logit",
-                "min": "min_logit",
-                "mean": "mean_logit",
-                "root": "qk_frobenius",
-            },
-        ),
-        ((logits > 10).to(logits.dtype), {"mean": "share_above"}),
-        (30 * torch.tanh(logits / 30), {"max": "capped_max_logit"}),
-        (torch.tanh(logits / 30), {"max": "cos_max", "mean": "cos_mean"}),
-        (entropy, {"mean": "entropy", "min": "entropy_min"}),
-        (free, {"mean": "normalized_entropy"}),
-        (free.square(), {"mean": "sink_share"}),
-        (q, {"mean": "query_norm", "max": "query_norm_max"}),
-        (k, {"mean": "key_norm", "max": "key_norm_max"}),
-    ):
-        if x.shape[1]:
-            reduced = {
-                "max": x.amax(1),
-                "min": x.amin(1),
-                "mean": x.mean(1),
-                "root": x.norm(dim=1),
-            }
-            found.update({name: reduced[how] for how, name in names.items()})
-    sizes = {
-        "n_pairs": logits,
-        "n_products": logits,
-        "n_queries": entropy,
-        "n_free": free,
-        "n_keys": k,
+def samples(seed: int, n: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Samples [heads n] of every field; key heads have their own."""
+    return {
+        name: randn(seed + i, GROUPS if of_key_heads(name) else HEADS, n).to(dtype)
+        for i, name in enumerate(TENSORS)
     }
-    found.update({name: torch.full((len(x),), x.shape[1]) for name, x in sizes.items()})
-    return dataclasses.replace(empty, **found)
 
 
-def samples(seed: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        20 * randn(seed, HEADS, 3 * n),
-        randn(seed + 1, HEADS, n).abs(),
-        randn(seed + 2, HEADS, n).abs(),
-        randn(seed + 3, GROUPS, n).abs(),
-    )
+def stats_of(x: dict[str, Tensor]) -> LogitStats:
+    """Statistics from samples, by the rule of each field."""
+    empty = LogitStats.empty(HEADS, GROUPS, x["max_logit"])
+    fields: dict[str, Tensor] = {}
+    for count, names in FIELDS.items():
+        fields[count] = torch.full_like(getattr(empty, count), x[count].shape[1])
+        for name in names.split():
+            # Largest norms are never below 0.
+            values = x[name].abs() if name.endswith("norm_max") else x[name]
+            if values.shape[1]:
+                fields[name] = REDUCTIONS[statistics.MERGES[name].how](values)
+    return dataclasses.replace(empty, **fields)
 
 
 def same(a: LogitStats, b: LogitStats, rtol: float = 0.0) -> None:
     for field in TENSORS:
-        torch.testing.assert_close(
-            getattr(a, field), getattr(b, field), rtol=rtol, atol=0, msg=field
-        )
+        values = getattr(a, field), getattr(b, field)
+        torch.testing.assert_close(*values, rtol=rtol, atol=rtol, msg=field)
+
+
+def test_every_tensor_of_the_statistics_has_one_rule_by_which_it_merges() -> None:
+    named = [*FIELDS, *(name for names in FIELDS.values() for name in names.split())]
+    assert sorted(named) == sorted(TENSORS)
+    kinds: list[tuple[Any, dict[str, Merge]]] = [
+        (LogitStats, statistics.MERGES),
+        (ClassStats, class_statistics.MERGES),
+    ]
+    for kind, rules in kinds:
+        fields = [field.name for field in dataclasses.fields(kind)]
+        assert [x for x in fields if x not in ("classes", "names")] == list(rules)
+        for rule in rules.values():
+            assert (rule.how == "mean") == bool(rule.count)
+            assert not rule.count or rules[rule.count].how == "sum"
 
 
 @few
@@ -89,208 +87,115 @@ def same(a: LogitStats, b: LogitStats, rtol: float = 0.0) -> None:
 def test_merging_parts_gives_the_statistics_of_the_whole(
     seed: int, a: int, b: int
 ) -> None:
-    x, y = samples(seed, a), samples(seed + 10, b)
-    whole = stats_of(*(torch.cat(pair, dim=1) for pair in zip(x, y)))
-    same(merge(stats_of(*x), stats_of(*y)), whole, rtol=1e-12)
+    x, y = samples(seed, a), samples(seed + 100, b)
+    whole = stats_of({name: torch.cat([x[name], y[name]], 1) for name in x})
+    same(merge(stats_of(x), stats_of(y)), whole, rtol=1e-12)
 
 
 @few
 @given(seed=seeds, n=counts)
 def test_the_empty_statistics_are_neutral_bit_for_bit(seed: int, n: int) -> None:
-    x = stats_of(*samples(seed, n))
+    x = stats_of(samples(seed, n))
     empty = LogitStats.empty(HEADS, GROUPS, x.max_logit)
     same(merge(empty, x), x)
     same(merge(x, empty), x)
     same(merge(empty, empty), empty)
-
-
-def test_empty_statistics_hold_no_nan_and_no_magnitude() -> None:
-    empty = LogitStats.empty(HEADS, GROUPS, torch.zeros(1))
-    for field in TENSORS:
-        assert not getattr(empty, field).isnan().any(), field
-    assert empty.max_logit.tolist() == [-torch.inf] * HEADS
+    assert not any(value.isnan().any() for value in empty.tensors().values())
     assert empty.max_abs_logit.tolist() == [0.0] * HEADS
-    assert empty.key_norm.shape == (GROUPS,)
-
-
-def test_max_logit_is_signed_and_max_abs_logit_is_not() -> None:
-    x = stats_of(-1 - randn(0, HEADS, 5).abs(), *samples(1, 5)[1:])
-    assert (x.max_logit < 0).all()
-    assert torch.equal(x.max_abs_logit, -x.min_logit)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_merging_keeps_dtype_and_counts_stay_integers(dtype: torch.dtype) -> None:
-    x = stats_of(*(part.to(dtype) for part in samples(0, 3)))
-    merged = merge(x, x)
-    for field in TENSORS:
-        kind = getattr(merged, field).dtype
-        assert kind == (torch.int64 if field.startswith("n_") else dtype), field
-
-
-def test_one_sample_merged_with_none_is_that_sample_and_two_are_their_mean() -> None:
-    x, y, nothing = (
-        stats_of(*samples(seed, n)) for seed, n in ((0, 1), (10, 1), (20, 0))
-    )
-    for one in (x, y):
-        same(merge(one, nothing), one)
-        same(merge(nothing, one), one)
-    both = merge(x, y)
-    for name in (
-        "mean_logit",
-        "entropy",
-        "query_norm",
-        "key_norm",
-        "sink_share",
-        "cos_mean",
-    ):
-        mean = (getattr(x, name) + getattr(y, name)) / 2
-        torch.testing.assert_close(
-            getattr(both, name), mean, rtol=1e-12, atol=0, msg=name
-        )
-
-
-def test_statistics_of_different_sites_are_not_merged() -> None:
-    a = LogitStats.empty(4, 2, torch.zeros(1))
-    for other in (
-        LogitStats.empty(8, 2, torch.zeros(1)),
-        LogitStats.empty(4, 4, torch.zeros(1)),
-    ):
-        with pytest.raises(
-            InvalidValueError, match="merge only statistics of the same site"
-        ):
-            merge(a, other)
-
-
-@pytest.mark.parametrize(
-    ("kind", "rules"),
-    [(LogitStats, statistics.MERGES), (ClassStats, class_statistics.MERGES)],
-)
-def test_every_tensor_of_the_statistics_has_one_rule_by_which_it_merges(
-    kind: Any, rules: dict[str, Merge]
-) -> None:
-    fields = [field.name for field in dataclasses.fields(kind)]
-    assert [name for name in fields if name not in ("classes", "names")] == list(rules)
-    for rule in rules.values():
-        assert (rule.how == "mean") == bool(rule.count)
-        assert not rule.count or rules[rule.count].how == "sum"
-
-
-def test_a_statistic_is_read_by_its_recorded_name() -> None:
-    stats = stats_of(*samples(0, 3))
-    for name in (*TENSORS, "max_abs_logit", "non_finite"):
-        found = stats.value(name)
-        assert found is not None
-        assert torch.equal(found, getattr(stats, name)), name
-    assert stats.value("merge") is None
-    assert stats.value("classes") is None
-
-
-def test_a_head_is_not_finite_where_a_logit_or_the_entropy_is_not_and_what_was_not_measured_does_not_count() -> (
-    None
-):
-    nan, inf = math.nan, math.inf
-    rows = [  # maximum, minimum, entropy, pairs, not finite
-        (3.0, -1.0, 0.5, 4, 0.0),
-        (3.0, inf, 0.5, 0, 0.0),  # a kernel's: minima were not measured
-        (3.0, -inf, 0.5, 4, 1.0),
-        (inf, -1.0, 0.5, 4, 1.0),
-        (nan, nan, nan, 4, 1.0),
-        (3.0, -1.0, nan, 4, 1.0),
-        (3.0, nan, 0.5, 1, 1.0),
-    ]
-    top, low, entropy, pairs, expected = (torch.tensor(x) for x in zip(*rows))
-    stats = dataclasses.replace(
-        LogitStats.empty(len(rows), 1, top),
-        max_logit=top,
-        min_logit=low,
-        entropy=entropy,
-        n_pairs=pairs,
-    )
-    assert stats.non_finite.tolist() == expected.tolist()
-
-
-def classes_of(
-    heads: int, groups: int, names: tuple[str, ...] = ("text", "image")
-) -> ClassStats:
-    """Statistics by class of so many heads, all of them 1."""
-    c = len(names)
-    shapes = {
-        name: (groups if "key" in name else heads, c)
-        for name in class_statistics.TENSORS
-    }
-    shapes |= dict.fromkeys(
-        ("max_logit", "mass", "uniform_mass", "n_pairs"), (heads, c, c)
-    )
-    return ClassStats(
-        names=names,
-        **{
-            n: torch.ones(shape, dtype=torch.int64 if n.startswith("n_") else None)
-            for n, shape in shapes.items()
-        },  # type: ignore[arg-type]
-    )
-
-
-def test_statistics_by_class_are_merged_and_joined_where_classes_and_heads_are_the_same() -> (
-    None
-):
-    one = classes_of(4, 2)
-    for other in (
-        classes_of(4, 2, ("text", "sound")),
-        classes_of(2, 2),
-        classes_of(4, 4),
-    ):
-        with pytest.raises(
-            InvalidValueError,
-            match="merge only statistics of the same site and classes",
-        ):
-            class_statistics.merge_classes(one, other)
-    assert class_statistics.joined_classes([one, None]) is None
-    joined = class_statistics.joined_classes([one, classes_of(3, 1)])
-    assert joined is not None
-    assert (joined.names, joined.mass.shape, joined.key_norm.shape) == (
-        ("text", "image"),
-        (7, 2, 2),
-        (3, 2),
-    )
-
-
-def test_classes_of_tokens_are_whole_numbers_from_minus_1_to_the_last() -> None:
-    for right in (
-        torch.tensor([[-1, 0, 2]]),
-        torch.tensor([[2]], dtype=torch.int8),
-        torch.empty(2, 0, dtype=torch.long),
-    ):
-        class_statistics.check_classes(right, 3)
-    for wrong, says in (
-        (
-            torch.tensor([[0, 3]]),
-            "from 0 to 2, or -1 for a token without a class, got 0 to 3",
-        ),
-        (
-            torch.tensor([[-2, 1]]),
-            "from 0 to 2, or -1 for a token without a class, got -2 to 1",
-        ),
-    ):
-        with pytest.raises(InvalidValueError, match=says):
-            class_statistics.check_classes(wrong, 3)
-    for kind in (torch.float32, torch.complex64):
-        with pytest.raises(InvalidTypeError, match=f"as whole numbers, got {kind}"):
-            class_statistics.check_classes(torch.zeros(1, 2, dtype=kind), 3)
+    x = stats_of(samples(0, 3, dtype))
+    for field, value in merge(x, x).tensors().items():
+        assert value.dtype == (torch.int64 if field.startswith("n_") else dtype), field
 
 
 def test_many_statistics_merge_as_two_by_two() -> None:
-    def part(seed: int) -> LogitStats:
+    def of_call(seed: int) -> LogitStats:
         torch.manual_seed(seed)
         q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
         return qkeel.attention(q, k, k, spec=qkeel.AttentionSpec(), stats=True)[1]
 
-    parts = [LogitStats.empty(2, 2, torch.zeros(())), *map(part, range(5))]
-    pairs = functools.reduce(merge, parts)
-    for name, x in merge(*parts).tensors().items():
-        torch.testing.assert_close(x, pairs.tensors()[name], rtol=1e-5, atol=1e-6)
-    same = merge(parts[1], parts[1], parts[1])
+    stats = [LogitStats.empty(2, 2, torch.zeros(())), *map(of_call, range(5))]
+    pairs = functools.reduce(merge, stats).tensors()
+    for name, x in merge(*stats).tensors().items():
+        torch.testing.assert_close(x, pairs[name], rtol=1e-5, atol=1e-6)
+    again = merge(stats[1], stats[1], stats[1])
     for name in ("mean_logit", "entropy", "query_norm", "sink_share"):
-        assert torch.equal(
-            same.tensors()[name], parts[1].tensors()[name]
-        )  # the mean of equal values is that value
+        # The mean of equal values is that value.
+        assert torch.equal(getattr(again, name), getattr(stats[1], name))
+
+
+def test_a_statistic_is_read_by_its_recorded_name() -> None:
+    stats = stats_of(samples(0, 3))
+    for name in (*TENSORS, "max_abs_logit", "non_finite"):
+        value = stats.value(name)
+        assert value is not None
+        assert torch.equal(value, getattr(stats, name)), name
+    assert stats.value("merge") is stats.value("classes") is None
+
+
+def test_a_head_is_not_finite_where_a_logit_or_the_entropy_is_not() -> None:
+    nan, inf = math.nan, math.inf
+    rows = [  # maximum, minimum, entropy, pairs, largest magnitude, not finite
+        (3.0, -4.0, 0.5, 4, 4.0, 0.0),
+        (-3.0, -4.0, 0.5, 4, 4.0, 0.0),
+        # A kernel's: minima were not measured.
+        (3.0, inf, 0.5, 0, 3.0, 0.0),
+        (3.0, -inf, 0.5, 4, inf, 1.0),
+        (inf, -1.0, 0.5, 4, inf, 1.0),
+        (nan, nan, nan, 4, nan, 1.0),
+        (3.0, -1.0, nan, 4, 3.0, 1.0),
+        (3.0, nan, 0.5, 1, nan, 1.0),
+    ]
+    top, low, entropy, pairs, magnitude, broken = (torch.tensor(x) for x in zip(*rows))
+    fields = {"max_logit": top, "min_logit": low, "entropy": entropy, "n_pairs": pairs}
+    stats = dataclasses.replace(LogitStats.empty(len(rows), 1, top), **fields)
+    assert stats.non_finite.tolist() == broken.tolist()
+    torch.testing.assert_close(stats.max_abs_logit, magnitude, equal_nan=True)
+
+
+# Statistics by class.
+
+
+def classes_of(heads: int, groups: int, names: str = "text image") -> ClassStats:
+    """Statistics by class of so many heads, all of them 1."""
+    c, pairs = len(names.split()), ("max_logit", "mass", "uniform_mass", "n_pairs")
+    fields = {}
+    for name in class_statistics.TENSORS:
+        shape = (
+            (heads, c, c) if name in pairs else (groups if "key" in name else heads, c)
+        )
+        dtype = torch.int64 if name.startswith("n_") else None
+        fields[name] = torch.ones(shape, dtype=dtype)
+    return ClassStats(names=tuple(names.split()), **fields)  # type: ignore[arg-type]
+
+
+def test_statistics_are_merged_and_joined_where_sites_and_classes_are_the_same() -> (
+    None
+):
+    stats = LogitStats.empty(4, 2, torch.zeros(1))
+    for heads, groups in ((8, 2), (4, 4)):
+        with pytest.raises(InvalidValueError, match="statistics of the same site"):
+            merge(stats, LogitStats.empty(heads, groups, torch.zeros(1)))
+    split = classes_of(4, 2)
+    for other in (classes_of(4, 2, "text sound"), classes_of(2, 2), classes_of(4, 4)):
+        with pytest.raises(InvalidValueError, match="the same site and classes"):
+            class_statistics.merge_classes(split, other)
+    assert class_statistics.joined_classes([split, None]) is None
+    joined = class_statistics.joined_classes([split, classes_of(3, 1)])
+    assert joined is not None
+    assert (joined.names, joined.mass.shape) == (("text", "image"), (7, 2, 2))
+    assert joined.key_norm.shape == (3, 2)
+
+
+def test_classes_of_tokens_are_whole_numbers_from_minus_1_to_the_last() -> None:
+    for right in ([[-1, 0, 2]], [[2]], [[]]):
+        class_statistics.check_classes(torch.tensor(right, dtype=torch.int8), 3)
+    for wrong in ([[0, 3]], [[-2, 1]]):
+        with pytest.raises(InvalidValueError, match="from 0 to 2, or -1"):
+            class_statistics.check_classes(torch.tensor(wrong), 3)
+    for kind in (torch.float32, torch.complex64):
+        with pytest.raises(InvalidTypeError):
+            class_statistics.check_classes(torch.zeros(1, 2, dtype=kind), 3)

@@ -1,36 +1,18 @@
-"""Constructors, remedies, kernels and modules with options and sizes of any kind."""
+"""Constructors with options of any kind."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
-import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from tests.conformance.cases import allowed_error, truth_of
-from tests.contract.conformance.cases import (
-    MASKS,
-    SPECS,
-    Geometry,
-    fits,
-    masking,
-    random_params,
-    tensors,
-)
 from tests.fuzz.hostile import NUMBERS, numbers, plain, texts
 from tests.fuzz.hunt import Hunt
-from torch import nn
 
-import qkeel
 from qkeel import spec
 from qkeel.lab import Grid, LongContexts, RunConfig
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig
-from qkeel.nn import GAU, MLA, Attention, Decoder, DecoderConfig, LatentSizes
-from qkeel.ops import KERNELS
-from qkeel.remedies.apply import REMEDIES
-from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.norm import Norm
 
 # Constructors of the slots, the modules' sizes and the configurations, with options of any kind.
@@ -134,220 +116,6 @@ def check_built_objects(case: tuple[str, dict[str, Any]]) -> None:
         spec.AttentionSpec(norm=made).explain()
 
 
-# Names and options of remedies on small models: applied, run, taken away again, or refused.
-
-
-_remedy_OPTIONS = [
-    "tau",
-    "cap",
-    "threshold",
-    "over",
-    "gain",
-    "factor",
-    "eps",
-    "alpha",
-    "ratio",
-    "rate",
-]
-_remedy_OPTIONS += ["p", "decay", "weight"]
-
-
-def applied_remedies_inputs() -> SearchStrategy[
-    tuple[str, str, bool, dict[str, Any], int | None]
-]:
-    """A model, a remedy, whether there is an optimizer, options, the training length."""
-    name = st.one_of(
-        st.sampled_from(sorted(REMEDIES)),
-        st.lists(st.sampled_from(sorted(REMEDIES)), min_size=2, max_size=2).map(
-            "+".join
-        ),
-    )
-    value = st.one_of(
-        numbers(),
-        texts(),
-        st.booleans(),
-        st.sampled_from(["head", "layer", "dim", "scalar", "none"]),
-    )
-    options = st.dictionaries(st.sampled_from(_remedy_OPTIONS), value, max_size=2)
-    length = st.one_of(st.none(), st.integers(-1, 64))
-    return st.tuples(
-        st.sampled_from(["attention", "mla", "decoder", "linear"]),
-        name,
-        st.booleans(),
-        options,
-        length,
-    )
-
-
-def _remedy_model(kind: str) -> torch.nn.Module:
-    torch.manual_seed(0)
-    if kind == "attention":
-        return Attention(16, 4, 2)
-    if kind == "mla":
-        return MLA(16, 2)
-    return (
-        Decoder(DecoderConfig(vocab_size=11, d_model=16, n_heads=2, n_layers=1))
-        if kind == "decoder"
-        else torch.nn.Linear(4, 4)
-    )
-
-
-def check_applied_remedies(
-    case: tuple[str, str, bool, dict[str, Any], int | None],
-) -> None:
-    """Trains one step under the remedy; afterwards the model is bit for bit what it would be without."""
-    kind, name, stepped, options, length = case
-    model = _remedy_model(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if stepped else None
-    x = (
-        torch.zeros(1, 5, dtype=torch.long)
-        if kind == "decoder"
-        else torch.linspace(-1, 1, 80).view(1, 5, 16)
-    )
-    before = {n: p.clone() for n, p in model.state_dict().items()}
-    handle = qkeel.apply(model, name, optimizer, train_length=length, **options)
-    try:
-        if kind != "linear":
-            model(x).square().mean().backward()
-        if optimizer is None:
-            model.zero_grad()
-    finally:
-        handle.remove()
-    after = model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[n], after[n]) for n in before)
-
-
-# Calls of attention: every kernel that takes one gives the oracle's numbers in float64, statistics too.
-
-
-_kernel_DTYPES = {
-    "f64": torch.float64,
-    "f32": torch.float32,
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-}
-
-
-def kernels_float64_inputs() -> SearchStrategy[dict[str, Any]]:
-    """A spec, sizes, a kind of mask, a dtype, how large q is, and a seed."""
-    return st.fixed_dictionaries(
-        {
-            "spec": st.sampled_from(sorted(SPECS)),
-            "groups": st.integers(1, 3),
-            "shared": st.integers(1, 3),
-            "t": st.one_of(st.integers(1, 9), st.sampled_from([16, 17, 33, 64, 130])),
-            "s": st.one_of(st.integers(1, 9), st.sampled_from([16, 17, 33, 64, 130])),
-            "d": st.sampled_from([2, 4, 8, 16, 24, 32, 64]),
-            "values": st.sampled_from([0, 1, 8, 20]),
-            "mask": st.sampled_from(MASKS),
-            "dtype": st.sampled_from(sorted(_kernel_DTYPES)),
-            "large": st.sampled_from([0.0, 0.1, 1.0, 1.0, 5.0, 30.0]),
-            "seed": st.integers(0, 2**20),
-        }
-    )
-
-
-@torch.no_grad()
-def check_kernels_float64(case: dict[str, Any]) -> None:
-    """Compares the output of each kernel; the tolerance is that of the conformance tests."""
-    call = _kernel_call(case)
-    if call is None:
-        return
-    truth = truth_of(call)
-    allowed = (
-        1e-10 * (1 + truth.out.abs().max().item())
-        if case["dtype"] == "f64"
-        else allowed_error(call, truth)
-    )
-    for name, kernel in KERNELS.items():
-        if kernel.supports(call) is None:
-            out = kernel(call)
-            assert out.dtype == call.q.dtype, name
-            assert out.shape == truth.out.shape, name
-            error = (out.double() - truth.out).abs().max().item()
-            assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
-
-
-def _kernel_call(case: dict[str, Any]) -> AttentionCall | None:
-    spec, dtype = SPECS[case["spec"]], _kernel_DTYPES[case["dtype"]]
-    g = case["groups"]
-    x = Geometry(2, g * case["shared"], g, case["t"], case["s"], case["d"])
-    if not fits(spec, x):
-        return None
-    rng = torch.Generator().manual_seed(case["seed"])
-    q, k, v = tensors(x, dtype, rng)
-    if case["values"]:
-        v = torch.randn(2, g, x.s, case["values"], generator=rng).to(dtype)
-    q = q * case["large"]
-    params = random_params(spec, x, dtype, rng)
-    call = make_call(
-        spec, q, k, v, params=params, **masking(case["mask"], x, dtype, rng)
-    )
-    return dataclasses.replace(call)
-
-
-# Attention, latent attention and gated units with caches: in pieces, in one pass, in float32 and float64 alike.
-
-
-def modules_float64_inputs() -> SearchStrategy[dict[str, Any]]:
-    """A module, its spec and sizes, lengths of the pieces, a seed."""
-    return st.fixed_dictionaries(
-        {
-            "kind": st.sampled_from(["attention", "mla", "gau"]),
-            "spec": st.sampled_from(sorted(SPECS)),
-            "heads": st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]),
-            "d": st.sampled_from([2, 4, 8, 16]),
-            "latent": st.sampled_from([1, 5, 24]),
-            "norm": st.booleans(),
-            "pieces": st.lists(st.integers(1, 6), min_size=1, max_size=6),
-            "reserved": st.booleans(),
-            "seed": st.integers(0, 2**20),
-        }
-    )
-
-
-def _module_module(case: dict[str, Any]) -> nn.Module:
-    spec, (h, g), d = SPECS[case["spec"]], case["heads"], case["d"]
-    if case["kind"] == "attention":
-        return Attention(16, h, g, d, spec=spec, bias=True)
-    if case["kind"] == "gau":
-        return GAU(16, hidden=12, size=d, spec=spec, bias=True)
-    sizes = LatentSizes(
-        q_latent=case["latent"],
-        kv_latent=case["latent"],
-        rope_dim=d,
-        nope_dim=d,
-        value_dim=5,
-    )
-    return MLA(16, h, sizes=sizes, spec=spec, latent_norm=case["norm"])
-
-
-@torch.no_grad()
-def check_modules_float64(case: dict[str, Any]) -> None:
-    """A cache changes nothing but rounding; nor does float32."""
-    torch.manual_seed(case["seed"])
-    module = _module_module(case).eval()
-    wide = copy.deepcopy(module).double()
-    total = sum(case["pieces"])
-    x = torch.randn(2, total, 16)
-    whole = wide(x.double())
-    scale = 1 + whole.abs().max().item()
-    narrow = module(x)
-    assert (narrow.double() - whole).abs().max().item() <= 2e-4 * scale, "float32"
-    cache, start, parts = wide.new_cache(total if case["reserved"] else None), 0, []
-    for size in case["pieces"]:
-        parts.append(wide(x.double()[:, start : start + size], cache=cache))
-        start += size
-    # Dynamic NTK rotates by the length of the text so far: only the last piece is rotated as in one pass.
-    since = total - case["pieces"][-1] if case["spec"] == "dynamic_ntk" else 0
-    error = (torch.cat(parts, dim=1) - whole)[:, since:].abs().max().item()
-    assert error <= 1e-9 * scale, f"in pieces: error {error:.3g}"
-
-
 CLASSES: dict[str, Hunt] = {
     "objects": Hunt(inputs=built_objects_inputs, check=check_built_objects),
-    "apply": Hunt(inputs=applied_remedies_inputs, check=check_applied_remedies),
-    "kernels": Hunt(inputs=kernels_float64_inputs, check=check_kernels_float64),
-    "modules": Hunt(inputs=modules_float64_inputs, check=check_modules_float64, few=50),
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.test_norm_rope import LAYOUTS, NORMS, POSITIONS, check, given, run
+from kernels.test_norm_rope import NORMS, case_of, check, position_of, run
 from torch import nn
 
 import qkeel
@@ -27,7 +27,7 @@ from qkeel.spec import (
     Softcap,
 )
 from qkeel.spec.call import make_call
-from qkeel.spec.norm import NoNorm, Norm
+from qkeel.spec.norm import Norm
 
 DEVICE = "cuda"
 pytestmark = [
@@ -53,22 +53,13 @@ def test_tensors_here_go_through_triton() -> None:
 
 @pytest.mark.parametrize("norm", NORMS, ids=repr)
 def test_norm_and_rotation_of_every_norm_length_and_layout(norm: Norm) -> None:
-    for i, t in enumerate(LENGTHS):
+    for i, (t, d) in enumerate(zip(LENGTHS, SIZES)):
         turn = i + NORMS.index(norm)
-        layout, position = (
-            list(LAYOUTS)[turn % len(LAYOUTS)],
-            POSITIONS[turn % len(POSITIONS)],
-        )
-        position = POSITIONS[0] if isinstance(norm, NoNorm) else position
-        dtype = DTYPES[
-            (turn + i // len(DTYPES)) % len(DTYPES)
-        ]  # all three would be compiled for minutes
-        case = given(norm, position, t, SIZES[i], dtype, layout)
-        check(
-            case,
-            f"T {t}, d {SIZES[i]}, {layout}, {position.formula()}, {dtype}",
-            DEVICE,
-        )
+        # All three dtypes of each would be compiled for minutes.
+        dtype = DTYPES[(turn + i // len(DTYPES)) % len(DTYPES)]
+        position = position_of(turn, norm)
+        case = case_of(norm, position, t, d, dtype, turn)
+        check(case, f"T {t}, d {d}, {position.formula()}, {dtype}", DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -76,27 +67,19 @@ def test_x_made_anew_from_the_result(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encode, "_keeps", lambda x, gain: False)
-    gains: list[Any] = (
-        ["none", "dim", "head_dim"] if dtype == torch.float32 else ["none"]
-    )
-    for gain in gains:
-        for norm in (RMSNorm(gain=gain), LayerNorm(gain=gain)):
-            check(
-                given(norm, Rope(), 129, 128, dtype, "heads beside each other"),
-                f"{norm!r}, {dtype}",
-                DEVICE,
-            )
-    check(given(L2Norm(), Rope(), 129, 128, dtype), f"L2, {dtype}", DEVICE)
+    gains: Any = ["none", "dim", "head_dim"] if dtype == torch.float32 else ["none"]
+    norms = [kind(gain=gain) for gain in gains for kind in (RMSNorm, LayerNorm)]
+    for norm in (*norms, L2Norm()):
+        check(case_of(norm, Rope(), 129, 128, dtype, 0), f"{norm}, {dtype}", DEVICE)
 
 
 def test_the_gradient_of_a_gain_is_the_same_in_every_run() -> None:
-    case = given(RMSNorm(gain="dim"), Rope(), 2048, 128, torch.bfloat16)
-    above = [torch.randn_like(x) for x in case[1:3]]
+    case = case_of(RMSNorm(gain="dim"), Rope(), 2048, 128, torch.bfloat16)
+    above = [torch.randn_like(x) for x in case[1:3]]  # type: ignore[arg-type]
     first = run(encoded, case, torch.bfloat16, above, DEVICE)
-    assert all(
-        all(map(torch.equal, first, run(encoded, case, torch.bfloat16, above, DEVICE)))
-        for _ in range(3)
-    )
+    for _ in range(3):
+        again = run(encoded, case, torch.bfloat16, above, DEVICE)
+        assert all(map(torch.equal, first, again))
 
 
 def test_a_module_is_one_graph_when_compiled() -> None:
@@ -301,7 +284,7 @@ def test_tensors_on_two_devices_get_one_clear_error() -> None:
 
 
 def test_a_thousand_calls_keep_no_memory() -> None:
-    case = given(RMSNorm(gain="dim"), Rope(), 64, 64, torch.float32)
+    case = case_of(RMSNorm(gain="dim"), Rope(), 64, 64)
     above = [torch.randn_like(x) for x in case[1:3]]
     run(encoded, case, torch.float32, above, DEVICE)
     before = torch.cuda.memory_allocated()

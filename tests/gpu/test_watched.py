@@ -115,9 +115,8 @@ def test_watching_leaves_every_bit_of_training(
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before, losses = torch.are_deterministic_algorithms_enabled(), []
-    torch.use_deterministic_algorithms(
-        True
-    )  # two runs that nobody watches would differ without
+    # Two runs that nobody watches would differ without.
+    torch.use_deterministic_algorithms(True)
     try:
         for stats in (None, True, "max"):
             model, optimizer, tokens = made(name, "cuda")

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings(
 def trained(
     folder: Path, *sinks: Any, owner: Any = None, accumulate: int = 2
 ) -> dict[int, float]:
-    """Goes on from step 20 to 31, where each third and the end are measured; the largest logit by step of the run."""
+    """Goes on from step 20 to 31, where each third is measured; the largest logit by step of the run."""
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rule = Ceiling(threshold=-100.0)
@@ -44,7 +44,7 @@ def trained(
     run = RunDirectory(folder / "run")
     assert len(run.events()) == 1
     found = {record["step"]: record["max_logit"] for record in run.metrics()}
-    assert list(found) == [21, 24, 27, 30, 32]
+    assert list(found) == [21, 24, 27, 30]
     return found
 
 
@@ -77,11 +77,7 @@ def test_csv_and_parquet_have_every_head(tmp_path: Path) -> None:
             heads.values[name].reshape(-1),
             rtol=1e-6,
         ), name
-    assert rows[-1]["query_grad_rms"] in (
-        "",
-        "nan",
-    )  # the pass at the end has no gradients
-    assert np.isfinite(float(rows[-5]["query_grad_rms"]))
+    assert np.isfinite(float(rows[-1]["query_grad_rms"]))
     assert (tmp_path / "csv" / "alarms.csv").read_text().count("ceiling -100") == 1
     parquet = pytest.importorskip("pyarrow.parquet")
     table = parquet.read_table(tmp_path / "parquet" / "heads.parquet")

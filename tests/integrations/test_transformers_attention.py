@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ import qkeel
 from qkeel.errors import RefusedError
 from qkeel.integrations import register_attention
 from qkeel.integrations.huggingface import attend
-from qkeel.kernels.attention.compiled import Native
 
 NO_DROPOUT = {
     "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -60,19 +58,6 @@ def _registered() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The calls that the compiled attention computed."""
-    calls: list[Any] = []
-    inner = Native.__call__
-    monkeypatch.setattr(
-        Native,
-        "__call__",
-        lambda self, call: (calls.append(call), inner(self, call))[1],
-    )
-    return calls
-
-
 def results(
     entry: Entry, implementation: str, state: dict[str, Tensor] | None
 ) -> tuple[nn.Module, list[Tensor]]:
@@ -107,7 +92,7 @@ def check(entry: Entry) -> str:
 
 @pytest.mark.parametrize("entry", [e for e in ALL if e.name in FEW], ids=named)
 def test_logits_and_gradients_are_those_of_eager_attention(
-    entry: Entry, taken: list[Any]
+    entry: Entry,
 ) -> None:
     assert check(entry) == ""
 
@@ -123,16 +108,6 @@ def test_every_causal_model_has_the_logits_and_gradients_of_eager_attention(
     if refused:
         assert any(reason in refused for reason in REFUSED), refused
         pytest.skip(refused)
-
-
-@pytest.mark.usefixtures("_compiler")
-def test_it_is_the_compiled_kernel_that_computes(taken: list[Any]) -> None:
-    model, x = hf("llama", "qkeel"), example("llama")
-    out(model, x).sum().backward()
-    assert len(taken) == 2
-    assert all(
-        call.k.shape[1] == 2 for call in taken
-    )  # keys are not repeated for the heads that share them
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
@@ -161,29 +136,6 @@ def test_a_model_is_watched_as_with_sdpa(kind: str) -> None:
                     atol=1e-4,
                 )
     assert losses == pytest.approx([losses[0]] * 2, rel=1e-4)
-
-
-def test_a_watched_model_computes_the_same_bits() -> None:
-    x, found = example("llama", batch=2, tokens=24), []
-    for every in (None, 1, 2):
-        model = hf("llama", "qkeel").train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        monitor = (
-            None
-            if every is None
-            else qkeel.watch(
-                model, optimizer, every=qkeel.monitor.Adaptive(least=every, most=9)
-            )
-        )
-        for _ in range(3):
-            out(model, x).square().mean().backward()
-            optimizer.step()
-        if monitor is not None:
-            assert monitor.active
-            monitor.close()
-        found.append([p.detach().clone() for p in model.parameters()])
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
 
 
 def test_remedies_reach_it_as_they_reach_sdpa() -> None:
@@ -230,28 +182,6 @@ def test_what_a_caller_gives_the_model_for_its_loss_changes_nothing(name: str) -
     assert torch.equal(model(**x, **{name: given}).logits, model(**x).logits)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_trainer_trains_to_the_loss_that_sdpa_gives(
-    kind: str, tmp_path: Path
-) -> None:
-    pytest.importorskip("accelerate")
-    from transformers import Trainer, TrainingArguments
-
-    losses = []
-    for implementation in ("sdpa", "qkeel"):
-        model = hf(kind, implementation, **NO_DROPOUT.get(kind, {})).train()
-        tokens = torch.randint(
-            model.config.vocab_size, (8, 12), generator=torch.Generator().manual_seed(0)
-        )
-        data = [{"input_ids": row, "labels": row} for row in tokens]
-        options = TrainingArguments(
-            str(tmp_path), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True,
-            save_strategy="no", logging_strategy="no",
-        )  # fmt: skip
-        losses.append(Trainer(model, options, train_dataset=data).train().training_loss)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v32", "gemma2"])
 def test_sinks_chosen_keys_and_a_softcap_are_watched_as_with_eager_attention(
     kind: str,
@@ -277,39 +207,6 @@ def test_sinks_chosen_keys_and_a_softcap_are_watched_as_with_eager_attention(
             )
 
 
-def test_the_watched_softcap_computes_the_same_bits_and_remedies_on_steps_reach_it() -> (
-    None
-):
-    entry, found = next(e for e in ALL if e.name == "gemma2"), []
-    for every in (None, 1):
-        model = build(entry, "qkeel").train()
-        given, optimizer = (
-            entry.maker(model),
-            torch.optim.SGD(model.parameters(), lr=0.1),
-        )
-        monitor = None if every is None else qkeel.watch(model, optimizer, every=every)
-        for _ in range(2):
-            model(**given).logits.cos().sum().backward()
-            optimizer.step()
-        if monitor is not None:
-            assert monitor.active
-            first = next(iter(monitor.read()))
-            monitor.remove()
-        found.append([p.detach().clone() for p in model.parameters()])
-    assert all(map(torch.equal, *found))
-    clipped = build(entry, "qkeel").train()
-    given, optimizer = (
-        entry.maker(clipped),
-        torch.optim.SGD(clipped.parameters(), lr=0.0),
-    )
-    qkeel.apply(clipped, "qk_clip:threshold=0.05", optimizer, batch=given)
-    clipped(**given).logits.cos().sum().backward()
-    optimizer.step()
-    with torch.no_grad(), qkeel.watch(clipped) as monitor:
-        clipped(**given)
-    assert float(monitor.read()[first].max_logit.max()) == pytest.approx(0.05, rel=0.01)
-
-
 def test_generated_tokens_are_those_of_sdpa() -> None:
     tokens = []
     for implementation in ("sdpa", "qkeel"):
@@ -320,24 +217,6 @@ def test_generated_tokens_are_those_of_sdpa() -> None:
             model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
         )
     assert torch.equal(*tokens)
-
-
-@pytest.mark.slow
-def test_a_compiled_and_an_exported_model_give_what_the_model_gives() -> None:
-    model, x = hf("llama", "qkeel").eval(), example("llama")
-    ids = x["input_ids"] if isinstance(x, dict) else x
-    with torch.no_grad():
-        expected = model(input_ids=ids, use_cache=False).logits
-        compiled = torch.compile(model, backend="aot_eager")(
-            input_ids=ids, use_cache=False
-        ).logits
-        exported = torch.export.export(
-            model, (), {"input_ids": ids, "use_cache": False}, strict=False
-        )
-        torch.testing.assert_close(compiled, expected)
-        torch.testing.assert_close(
-            exported.module()(input_ids=ids, use_cache=False).logits, expected
-        )
 
 
 @pytest.mark.slow

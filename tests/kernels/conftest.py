@@ -70,9 +70,8 @@ def _interpreter() -> Iterator[None]:
     def patch(package: Any, *how: Any) -> None:
         for name in builtins_of(package):
             member = getattr(package, name)
-            if interpreter.tl.core.is_builtin(
-                member
-            ):  # it is not where this is a call inside another
+            # It is not where this is a call inside another.
+            if interpreter.tl.core.is_builtin(member):
                 interpreter._patch_attr(package, name, member, *how)
 
     # At each call of a function Triton asks each member of the language whether it is a builtin: a quarter of the time.

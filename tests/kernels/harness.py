@@ -44,7 +44,7 @@ def laid(x: Tensor, layout: int) -> Tensor:
     return list(LAYOUTS.values())[layout % len(LAYOUTS)](x)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Case:
     """One call of a kernel; `mask` is a kind of the contract's `masking`, or one of additive masks below."""
 

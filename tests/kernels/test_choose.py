@@ -63,9 +63,8 @@ def test_each_kind_of_call_has_its_own_order(
 
 def test_a_preference_names_every_kernel_and_its_reason() -> None:
     for preference in PREFERENCES:
-        assert set(preference.order) == set(KERNELS) - {
-            "flex"
-        }  # not timed on a GPU yet
+        # Not timed on a GPU yet.
+        assert set(preference.order) == set(KERNELS) - {"flex"}
         assert preference.reason
     assert PREFERENCES[-1].order == tuple(name for name in KERNELS if name != "flex")
 

@@ -20,7 +20,8 @@ from qkeel.kernels.choose import explain_choice
 from qkeel.spec import ALiBi, AttentionSpec, SlidingWindow, Softcap, logits
 from qkeel.spec.call import make_call
 
-pytestmark = [  # of torch about its own form on a CPU
+# Of torch about its own form on a CPU.
+pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
     pytest.mark.filterwarnings(
         "ignore:The .grad attribute of a Tensor that is not a leaf"
@@ -81,9 +82,8 @@ def test_output_gradients_logsumexps_and_maxima_are_those_of_the_oracle() -> Non
         )
         for mine, truth in zip(made, exact):
             near(mine, truth, told)
-        z = reference.attend_call(
-            call
-        ).logits  # before the cap, -inf where a row does not see
+        # Before the cap, -inf where a row does not see.
+        z = reference.attend_call(call).logits
         z = spec.cap.apply(z).masked_fill(z == -torch.inf, -torch.inf)
         _, lse, top = Flex().with_maxima(call)
         near(lse, z.logsumexp(-1), told)

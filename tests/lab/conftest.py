@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from qkeel.lab import DataConfig, ModelConfig, OptimConfig, RunConfig
+from qkeel.lab.config import with_values
 
 TINY = RunConfig(
     model=ModelConfig(d_model=16, n_layers=2, n_heads=2),
@@ -24,17 +25,9 @@ TINY = RunConfig(
 
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., RunConfig]:
-    """A tiny configuration; keywords replace fields, those of the optimizer as `optim_lr=…`."""
+    """A tiny configuration; keywords are those of `with_values`."""
 
-    def make(**fields: object) -> RunConfig:
-        optim = {
-            k.removeprefix("optim_"): v
-            for k, v in fields.items()
-            if k.startswith("optim_")
-        }
-        plain = {k: v for k, v in fields.items() if not k.startswith("optim_")}
-        return dataclasses.replace(
-            TINY, optim=dataclasses.replace(TINY.optim, **optim), **plain
-        )
+    def make(**fields: Any) -> RunConfig:
+        return with_values(TINY, **fields)
 
     return make

@@ -15,8 +15,6 @@ from tests.forked import forkserver
 from qkeel.lab import RunConfig, Watcher, run
 from qkeel.lab.executors import Job, Outcome, work
 
-KILLS = 5
-
 
 def session(leader: int) -> list[int]:
     """Living processes of a session, from /proc."""
@@ -40,26 +38,23 @@ def survivors(leader: int, seconds: float) -> list[int]:
 
 
 def kill_until_done(
-    work: Callable[..., None], args: tuple[Any, ...], *, longest: float, seed: int
+    work: Callable[..., None],
+    args: tuple[Any, ...],
+    *,
+    longest: float,
+    seed: int,
+    kills: int,
 ) -> None:
-    """Run `work` in processes of its own, the first five killed within `longest` seconds, until one ends well."""
-    context = forkserver()
-    instants = random.Random(seed)
-    kills, child = 0, None
-    for _ in range(60):
+    """Runs `work` in processes of its own, the first of them killed within `longest` seconds, until one ends well."""
+    context, instants = forkserver(), random.Random(seed)
+    for attempt in range(kills + 1):
         child = context.Process(target=work, args=args)
         child.start()
-        child.join(instants.uniform(0.02, longest) if kills < KILLS else None)
+        child.join(instants.uniform(0.02, longest) if attempt < kills else None)
         if child.exitcode is None:
-            assert child.pid is not None
-            os.kill(child.pid, signal.SIGKILL)
+            child.kill()
             child.join()
-            kills += 1
-        elif child.exitcode == 0:
-            break
-    assert child is not None
     assert child.exitcode == 0
-    assert kills >= 3, "the study was over before it could be killed"
 
 
 def die_in_the_first_run(job: Job) -> Outcome:

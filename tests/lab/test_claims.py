@@ -28,95 +28,69 @@ from qkeel.lab.claims import EXPIRY, claimed
 from qkeel.records import RunDirectory, RunStatus
 
 Make = Callable[..., RunConfig]
-GRID = Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=[0, 1, 2])
+GRID = Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=[0, 1])
 
 
-def claim_of_another_machine(
-    run_directory: RunDirectory, number: int, age: float = 0.0
-) -> Path:
+def foreign_claim(directory: RunDirectory, number: int, age: float = 0.0) -> Path:
     """Leaves a claim that another machine touched `age` seconds ago."""
-    run_directory.path.mkdir(exist_ok=True)
-    path = run_directory.path / f"claim.{number}"
+    directory.path.mkdir(exist_ok=True)
+    path = directory.path / f"claim.{number}"
     path.write_text("another-machine 12ab")
     touched = path.stat().st_mtime - age
     os.utime(path, (touched, touched))
     return path
 
 
-def test_a_claim_of_another_machine_holds_until_it_expires(
+def test_a_claim_holds_until_it_expires_or_its_process_on_this_machine_ends(
     tiny: Make, tmp_path: Path
 ) -> None:
     directory = RunDirectory(tmp_path / "r")
-    claim = claim_of_another_machine(directory, 3, age=EXPIRY / 2)
+    foreign_claim(directory, 3, age=EXPIRY / 2)
     with pytest.raises(RunInUseError, match="in use by another machine"):
         run(tiny(), directory.path)
     assert [path.name for path in directory.path.iterdir()] == ["claim.3"]
-    claim_of_another_machine(directory, 3, age=EXPIRY + 5)
+    foreign_claim(directory, 3, age=EXPIRY + 5)
     assert run(tiny(), directory.path).status is RunStatus.DONE
-    assert not claim.exists()
     assert not list(directory.path.glob("claim.*")), "a claim ends with its holder"
-
-
-def test_a_claim_that_this_machine_left_behind_ends_with_its_process(
-    tiny: Make, tmp_path: Path
-) -> None:
-    directory = RunDirectory(tmp_path / "r")
-    claim_of_another_machine(directory, 1).write_text(f"{claims.machine()} 12ab")
-    assert run(tiny(), directory.path).status is RunStatus.DONE
-    with (
-        directory.lock(),
-        pytest.raises(RunInUseError, match="in use by another process"),
-        claimed(directory),
-    ):
-        pass
+    left = RunDirectory(tmp_path / "left")
+    foreign_claim(left, 1).write_text(f"{claims.machine()} 12ab")
+    assert run(tiny(), left.path).status is RunStatus.DONE
 
 
 def test_a_process_whose_claim_was_taken_over_writes_nothing_more(
     tiny: Make, tmp_path: Path
 ) -> None:
-    steps: list[int] = []
+    directory = RunDirectory(tmp_path / "r")
 
     def take_over(record: Mapping[str, Any]) -> None:
-        steps.append(record["step"])
         if record["step"] == 4:
-            (path,) = (tmp_path / "r").glob("claim.*")
-            claim_of_another_machine(
-                RunDirectory(tmp_path / "r"), int(path.suffix[1:]) + 1
-            )
+            (path,) = directory.path.glob("claim.*")
+            foreign_claim(directory, int(path.suffix[1:]) + 1)
 
     with pytest.raises(RunInUseError, match="taken over by another machine"):
-        run(tiny(), tmp_path / "r", watcher=Watcher(on_record=take_over))
-    assert steps == [0, 2, 4]
-    assert [record["step"] for record in RunDirectory(tmp_path / "r").metrics()] == [
-        0,
-        2,
-        4,
-    ]
-    assert not (tmp_path / "r" / "FAILED").exists()
-    claim_of_another_machine(RunDirectory(tmp_path / "r"), 2, age=EXPIRY + 5)
-    run(tiny(), tmp_path / "whole")
-    assert (
-        RunDirectory(tmp_path / "whole").metrics()[-1]["val_loss"]
-        == run(tiny(), tmp_path / "r").metrics()[-1]["val_loss"]
-    )
+        run(tiny(), directory.path, watcher=Watcher(on_record=take_over))
+    assert [record["step"] for record in directory.metrics()] == [0, 2, 4]
+    assert not (directory.path / "FAILED").exists()
+    foreign_claim(directory, 2, age=EXPIRY + 5)
+    whole = run(tiny(), tmp_path / "whole").metrics()[-1]
+    assert run(tiny(), directory.path).metrics()[-1]["val_loss"] == whole["val_loss"]
 
 
 def test_of_two_that_see_an_expired_claim_one_gets_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = RunDirectory(tmp_path / "r")
-    claim_of_another_machine(directory, 1, age=EXPIRY + 5)
-    real = claims._newest
-    seen = []
+    foreign_claim(directory, 1, age=EXPIRY + 5)
+    newest, looks = claims._newest, []
 
-    def newest(run_directory: RunDirectory) -> object:
-        claim = real(run_directory)
-        seen.append(claim)
-        if len(seen) == 2:  # between the look and the claim
-            claim_of_another_machine(run_directory, 2)
+    def look(run_directory: RunDirectory) -> object:
+        claim = newest(run_directory)
+        looks.append(claim)
+        if len(looks) == 2:  # between the look and the claim
+            foreign_claim(run_directory, 2)
         return claim
 
-    monkeypatch.setattr(claims, "_newest", newest)
+    monkeypatch.setattr(claims, "_newest", look)
     with (
         pytest.raises(RunInUseError, match="in use by another machine"),
         claimed(directory),
@@ -124,46 +98,44 @@ def test_of_two_that_see_an_expired_claim_one_gets_the_run(
         pass
 
 
-def test_a_holder_gives_signs_of_life(
+def test_a_holder_gives_signs_of_life_and_keeps_others_of_its_machine_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "HEARTBEAT", 0.01)
-    with claimed(RunDirectory(tmp_path / "r")) as claim:
+    directory = RunDirectory(tmp_path / "r")
+    with claimed(directory) as claim:
+        with pytest.raises(RunInUseError), claimed(directory):
+            pass
         os.utime(claim.path, (1, 1))
-        beat = threading.Event()
         for _ in range(1000):
             if claim.path.stat().st_mtime > 1:
                 break
-            beat.wait(0.01)
+            threading.Event().wait(0.01)
         assert claim.path.stat().st_mtime > 1
 
 
 def command(config: RunConfig, out: Path) -> None:
     result = run_plan(make_plan("lr", config, GRID), out)
     assert not result.failures
-    assert [row["status"] for row in result.table] == ["done"] * 6
+    assert [row["status"] for row in result.table] == ["done"] * 4
 
 
 def test_two_commands_on_one_folder_share_the_runs_and_both_end_with_the_whole_table(
-    tiny: Make, tmp_path: Path
+    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(execute, "BUSY_WAIT", 0.05)
     others: list[Any] = []
 
     def start_another(outcome: object) -> None:
         if not others:
-            others.append(
-                forkserver().Process(target=command, args=(tiny(), tmp_path / "shared"))
-            )
+            arguments = (tiny(), tmp_path / "shared")
+            others.append(forkserver().Process(target=command, args=arguments))
             others[0].start()
 
-    result = run_plan(
-        make_plan("lr", tiny(), GRID),
-        tmp_path / "shared",
-        Execution(on_outcome=start_another),
-    )
+    execution = Execution(on_outcome=start_another)
+    run_plan(make_plan("lr", tiny(), GRID), tmp_path / "shared", execution)
     others[0].join()
     assert others[0].exitcode == 0
-    assert [row["status"] for row in result.table] == ["done"] * 6
     command(tiny(), tmp_path / "alone")
     assert table(tmp_path / "shared") == table(tmp_path / "alone")
 
@@ -177,8 +149,7 @@ def test_a_run_that_another_process_trains_is_waited_for(
     )
     busy = plan.runs[1].config
     directory = RunDirectory(out / "runs" / busy.run_id)
-    claim = claim_of_another_machine(directory, 1)
-    looks: list[float] = []
+    claim, looks, ended = foreign_claim(directory, 1), [], []
 
     def look(seconds: float) -> None:
         looks.append(seconds)
@@ -187,7 +158,6 @@ def test_a_run_that_another_process_trains_is_waited_for(
             run(busy, directory.path)
 
     monkeypatch.setattr(execute.time, "sleep", look)
-    ended: list[object] = []
     result = run_plan(plan, out, Execution(on_outcome=ended.append))
-    assert [row["status"] for row in result.table] == ["done"] * 6
-    assert (len(ended), len(looks)) == (5, 2)
+    assert [row["status"] for row in result.table] == ["done"] * 4
+    assert (len(ended), len(looks)) == (3, 2)

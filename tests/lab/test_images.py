@@ -1,155 +1,366 @@
-"""Images: what is shipped, what users give, how they are split, and one clear error each for what does not fit."""
+"""Images: those that are shipped or given, how they enter a sequence with text, and what is learned from them."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from qkeel.errors import DataError
+from qkeel.errors import DataError, QkeelError, ShapeError
+from qkeel.lab import Grid, RunConfig, Watcher, make_plan, run, run_plan
+from qkeel.lab.config import with_values
 from qkeel.lab.images import grey, load_pictures, patches
+from qkeel.lab.studies import MIXES, mixed
+from qkeel.lab.tasks import (
+    BEGIN,
+    CAPTION,
+    IMAGE,
+    NEAR_IMAGE,
+    TEXT,
+    FusedTask,
+    VisionTask,
+)
+from qkeel.lab.text import batch, load
+from qkeel.nn import DecoderConfig, FusedEmbedding, ViT
 
+Make = Callable[..., RunConfig]
 Save = Callable[..., Path]
+
+
+def test_the_digits_are_the_1797_of_the_set_a_tenth_of_each_held_out() -> None:
+    digits = load_pictures("digits", 8)
+    assert digits.pixels.shape == (1797, 8, 8, 1)
+    assert set(np.unique(digits.pixels * 16)) == set(range(17))
+    counts = np.bincount(digits.labels).tolist()
+    assert counts == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert digits.captions[:3] == ["zero", "one", "two"]
+    shares = [digits.held[digits.labels == label].mean() for label in range(10)]
+    assert 0.09 < min(shares) <= max(shares) < 0.12
+    sides = [{x.tobytes() for x in digits.pixels[digits.held == s]} for s in (0, 1)]
+    assert not sides[0] & sides[1]
+
+
+def test_patches_are_cut_row_by_row_and_grey_is_the_luma_of_colour() -> None:
+    image = np.arange(16, dtype=np.float32).reshape(1, 4, 4, 1)
+    assert patches(image, 2)[0].tolist() == [
+        [[0, 1, 4, 5], [2, 3, 6, 7]],
+        [[8, 9, 12, 13], [10, 11, 14, 15]],
+    ]
+    assert grey(np.ones((1, 1, 1, 3), np.float32)).item() == pytest.approx(1.0)
+    green = np.array([[[[0, 1, 0]]]], np.float32)
+    assert grey(green).item() == pytest.approx(0.587)
 
 
 @pytest.fixture
 def save(tmp_path: Path) -> Save:
     image = pytest.importorskip("PIL.Image")
 
-    def make(
-        name: str, seed: int = 0, size: tuple[int, int] = (8, 8), mode: str = "L"
-    ) -> Path:
+    def save(name: str, seed: int = 0, size: int = 8, mode: str = "L") -> Path:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        channels = {"L": (), "RGB": (3,), "RGBA": (4,), "CMYK": (4,)}[mode]
-        pixels = np.random.default_rng(seed).integers(
-            0, 256, (*size[::-1], *channels), dtype=np.uint8
-        )
+        channels = {"L": (), "RGB": (3,), "RGBA": (4,)}[mode]
+        shape = (size, size, *channels)
+        pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
         image.fromarray(pixels, mode).save(path)
         return path
+
+    return save
+
+
+def test_folders_are_classes(save: Save, tmp_path: Path) -> None:
+    for i, name in enumerate(("cat", "dog")):
+        for j in range(3):
+            save(f"{name}/{j}.png", 3 * i + j, mode="RGB")
+    pictures = load_pictures(str(tmp_path), 8)
+    assert pictures.classes == ("cat", "dog")
+    assert pictures.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert pictures.pixels.shape == (6, 8, 8, 3)
+    assert pictures.held.sum() == 2
+
+
+# What is in a folder of classes -> what is said of it.
+WRONG: dict[str, Callable[[Save], object]] = {
+    r"0\.png is 9 × 9 pixels; expected 8 × 8": lambda save: save("cat/0.png", size=9),
+    "has mode RGBA; expected 8-bit grey": lambda save: save("cat/1.png", mode="RGBA"),
+    "mixes grey and RGB": lambda save: (
+        save("cat/0.png"),
+        save("cat/1.png", mode="RGB"),
+    ),
+    r"cannot read .*0\.png as an image": lambda save: save("cat/0.png").write_bytes(
+        b"no image"
+    ),
+    "class 'dog' has no image": lambda save: (
+        save("cat/0.png"),
+        save("cat/1.png", 1).parent.with_name("dog").mkdir(),
+    ),
+    "class 'cat' has 1 different images": lambda save: save("cat/0.png"),
+    "has no subfolder": lambda save: None,
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(
+    words: str, save: Save, tmp_path: Path
+) -> None:
+    WRONG[words](save)
+    with pytest.raises(DataError, match=words):
+        load_pictures(str(tmp_path), 8)
+
+
+def test_a_source_that_is_none_is_refused() -> None:
+    with pytest.raises(DataError, match="8 × 8"):
+        load_pictures("digits", 16)
+    with pytest.raises(DataError, match="cannot find images 'nowhere'"):
+        load_pictures("nowhere", 8)
+
+
+# Images and text in one sequence.
+
+
+@pytest.fixture(scope="module")
+def fused(tiny: Make) -> Make:
+    """A run on images and text; keywords are fields of the images."""
+    data = {"task": "multimodal", "context": 96, "batch": 4}
+    return lambda **images: tiny(
+        data=data, images=images, steps=4, eval_sequences=8, probe_sequences=8
+    )
+
+
+def test_a_batch_is_a_function_of_seed_and_step_with_targets_and_their_kinds(
+    fused: Make,
+) -> None:
+    task = FusedTask(fused(image_share=1.0))
+    first = task.batch(3, 5)
+    assert torch.equal(first.inputs, task.batch(3, 5).inputs)
+    assert not torch.equal(first.inputs, task.batch(4, 5).inputs)
+    assert first.inputs.shape == first.targets.shape == (4, 96)
+    assert torch.equal(first.inputs[:, 1:], first.targets[:, :-1])
+    assert first.kinds is not None
+    assert torch.equal(first.kinds == IMAGE, first.targets >= BEGIN)
+    assert {CAPTION, NEAR_IMAGE} <= set(first.kinds.unique().tolist())
+    text = fused(image_share=0.0)
+    alone = FusedTask(text).batch(1, 2)
+    windows = batch(load(text.data), text.data, 1, 2)
+    assert np.array_equal(alone.inputs.numpy(), windows[:, :-1])
+    assert set(alone.kinds.unique().tolist()) == {TEXT}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("first", [0.0, 1.0])
+def test_an_image_stands_before_its_caption_or_after(fused: Make, first: float) -> None:
+    task = FusedTask(fused(image_share=1.0, image_first=first, canvas=1))
+    words = [f"{word}\n" for word in load_pictures("digits", 8).classes]
+    for row in task.batch(0, 0).inputs.tolist():
+        start = row.index(BEGIN)
+        assert all(token > BEGIN for token in row[start + 1 : start + 17])
+        assert row[start + 17] < BEGIN
+        text = bytes(t for t in row if t < BEGIN).decode(errors="replace")
+        assert any(text.startswith(word) for word in words)
+        assert (start == 0) == (first == 1.0)
+
+
+def test_the_share_of_sequences_with_an_image_is_as_asked(fused: Make) -> None:
+    task = FusedTask(fused(image_share=0.4))
+    counts = [
+        int((task.batch(0, step).inputs == BEGIN).any(1).sum()) for step in range(200)
+    ]
+    assert np.mean(counts) == pytest.approx(1.6, abs=0.1)
+
+
+def test_a_code_says_what_its_patch_looks_like(fused: Make) -> None:
+    task = FusedTask(fused(levels=17, patch=1, canvas=1))
+    digits = load_pictures("digits", 8)
+    assert np.array_equal(task.codes, (digits.pixels[..., 0] * 16).round().astype(int))
+    task = FusedTask(fused(canvas=1, image_input="patches"))
+    pixels = task.build(torch.Generator().manual_seed(0)).get_buffer("embedding.pixels")
+    assert pixels.shape == (256, 4)
+    trained = pixels[task.codes[~digits.held].ravel()]
+    assert abs(float(trained.mean())) < 1e-5
+    assert float(trained.std()) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_held_out_images_are_never_trained_on_and_the_probe_is_the_same_for_every_mix(
+    fused: Make,
+) -> None:
+    task = FusedTask(fused())
+    assert not set(task.train) & set(task.held)
+    assert load_pictures("digits", 8).held[task.held].all()
+    probes = [FusedTask(mixed(fused(), name)).heldout(8) for name in MIXES]
+    assert all(torch.equal(probe.inputs, probes[0].inputs) for probe in probes)
+    assert int((probes[0].inputs == BEGIN).any(1).sum()) == 4
+
+
+@pytest.mark.parametrize("way", ["codes", "patches"])
+def test_image_embeddings_start_with_the_variance_asked_for(
+    fused: Make, way: str
+) -> None:
+    """So do queries: E‖q‖² = σ² ‖W_q‖_F², but for a norm before them."""
+    config = with_values(
+        fused(image_input=way, image_variance=16.0), model={"d_model": 64}
+    )
+    task = FusedTask(config)
+    model = task.build(torch.Generator().manual_seed(0))
+    images = torch.from_numpy(task.codes[task.train].ravel()) + BEGIN + 1
+    block = model.get_submodule("blocks.0")
+    project = block.get_submodule("attention.q_proj")
+    with torch.no_grad():
+        inputs = [
+            model.get_submodule("embedding")(tokens[None])
+            for tokens in (images, torch.arange(256))
+        ]
+        normed = [block.get_submodule("attention_norm")(x) for x in inputs]
+        queries = [float(project(x).square().mean()) for x in (*inputs, *normed)]
+    variances = [float(x.square().mean()) for x in inputs]
+    assert variances == pytest.approx([16.0, 1.0], rel=0.15)
+    assert queries[0] / queries[1] == pytest.approx(16.0, rel=0.25)
+    assert queries[2] / queries[3] == pytest.approx(1.0, rel=0.25)
+
+
+def test_a_fused_embedding_maps_pixels_and_leaves_text_to_the_table() -> None:
+    table, pixels = torch.nn.Embedding(7, 5), torch.randn(3, 2)
+    embedding = FusedEmbedding(table, pixels)
+    out = embedding(torch.tensor([[0, 3, 4, 6]]))[0]
+    assert torch.equal(out[:2], table.weight[[0, 3]])
+    torch.testing.assert_close(out[2:], pixels[[0, 2]] @ embedding.patch.weight.T)
+    names = [name for name, _ in embedding.named_parameters()]
+    assert names == ["weight", "patch.weight"]
+
+
+def test_a_run_records_losses_norms_logits_and_weights_by_modality(
+    fused: Make, tmp_path: Path
+) -> None:
+    place = run(fused(), tmp_path / "r")
+    first, last = place.metrics()[0], place.metrics()[-1]
+    names = ("query_norm/image", "key_norm/text", "last_block_norm/image")
+    assert all(math.isfinite(last[name]) for name in names)
+    pairs = [(a, b) for a in ("text", "image") for b in ("text", "image")]
+    masses = [first[f"attention_mass/{a}>{b}"] for a, b in pairs]
+    assert (masses[0] + masses[1], masses[2] + masses[3]) == pytest.approx((1.0, 1.0))
+    logits = [first[f"max_logit/{a}>{b}"] for a, b in pairs]
+    assert max(logits) == pytest.approx(first["max_logit"])
+    losses = [first[f"val_loss/{kind}"] for kind in FusedTask.kinds]
+    assert min(losses) < first["val_loss"] < max(losses)
+    assert place.summary()["query_norm/image"] == last["query_norm/image"]
+    # val_loss is over what training holds.
+    last = run(mixed(fused(), "text"), tmp_path / "text").metrics()[-1]
+    assert last["val_loss"] == last["val_loss/text"]
+
+
+def test_dropout_is_a_function_of_seed_and_step_so_a_stopped_run_goes_on_to_the_same_bits(
+    fused: Make, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(fused(), remedy="dropout:rate=0.5")
+    whole = run(config, tmp_path / "whole").metrics()[-1]
+    answers = iter([False, False, True])
+    watcher = Watcher(should_stop=lambda: next(answers))
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "cut", watcher=watcher)
+    cut = run(config, tmp_path / "cut").metrics()[-1]
+    plain = run(fused(), tmp_path / "plain").metrics()[-1]
+    assert cut["val_loss"] == whole["val_loss"]
+    assert plain["train_loss"] != whole["train_loss"]
+
+
+def test_the_study_has_a_part_for_each_mix_and_its_table_the_modalities(
+    fused: Make, tmp_path: Path
+) -> None:
+    mixes = ["text", "patches:norm=none"]
+    grid = Grid(remedies=["none"], lrs=[0.01], seeds=[0], mixes=mixes)
+    plan = make_plan("multimodal", fused(), grid)
+    assert [r.role for r in plan.runs] == mixes
+    assert [r.config.model.norm_order for r in plan.runs] == ["pre", "none"]
+    table = run_plan(plan, tmp_path / "s").table
+    assert [row["mix"] for row in table] == mixes
+    assert all(math.isfinite(row["query_norm/image"]) for row in table)
+    head = (tmp_path / "s" / "table.csv").read_text().splitlines()[0]
+    assert "val_loss/image" in head
+
+
+def test_what_does_not_fit_is_refused_with_the_reason(
+    fused: Make, tmp_path: Path
+) -> None:
+    np.arange(4000, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    cases: list[tuple[Callable[[], object], str]] = [
+        (
+            lambda: FusedTask(with_values(fused(), data={"context": 60})),
+            "a canvas of 4 images needs 65 tokens",
+        ),
+        (lambda: FusedTask(fused(levels=17)), "4 pixels make 83,521 codes"),
+        (lambda: mixed(fused(), "mixx"), "unknown data mix"),
+        (lambda: mixed(fused(), "mix:size=3"), "unknown option of mix"),
+        (
+            lambda: FusedTask(
+                with_values(fused(), data={"source": str(tmp_path / "a.bin")})
+            ),
+            "contains tokens",
+        ),
+    ]
+    for make, words in cases:
+        with pytest.raises(QkeelError, match=words):
+            make()
+
+
+# Classes of images.
+
+
+@pytest.fixture
+def vision(tiny: Make) -> Make:
+    def make(**fields: Any) -> RunConfig:
+        model = {"d_model": 32, "n_layers": 1, "attention": "vit"}
+        data = {"task": "vision", "batch": 32, "context": 16}
+        sizes = {"steps": 60, "log_every": 20, "eval_sequences": 256, **fields}
+        return tiny(model=model, data=data, optim={"lr": 0.01}, **sizes)
 
     return make
 
 
-def test_the_digits_are_the_1797_of_the_set() -> None:
-    digits = load_pictures("digits", 8)
-    assert digits.pixels.shape == (1797, 8, 8, 1)
-    assert set(np.unique(digits.pixels * 16)) == set(range(17))
-    assert np.bincount(digits.labels).tolist() == [
-        178,
-        182,
-        177,
-        183,
-        181,
-        182,
-        181,
-        179,
-        174,
-        180,
-    ]
-    assert digits.captions[:3] == ["zero", "one", "two"]
-
-
-def test_a_tenth_of_each_class_is_held_out_and_no_image_stands_on_both_sides() -> None:
-    digits = load_pictures("digits", 8)
-    for label in range(10):
-        mine = digits.held[digits.labels == label]
-        assert 0.09 < mine.mean() < 0.12
-    sides = [
-        {image.tobytes() for image in digits.pixels[side]}
-        for side in (digits.held, ~digits.held)
-    ]
-    assert not sides[0] & sides[1]
-
-
-def test_patches_are_cut_row_by_row() -> None:
-    image = np.arange(16, dtype=np.float32).reshape(1, 4, 4, 1)
-    assert patches(image, 2)[0].tolist() == [
-        [[0, 1, 4, 5], [2, 3, 6, 7]],
-        [[8, 9, 12, 13], [10, 11, 14, 15]],
-    ]
-
-
-def test_grey_is_the_luma_of_colour() -> None:
-    assert grey(np.ones((1, 1, 1, 3), np.float32))[0, 0, 0] == pytest.approx(1.0)
-    assert grey(np.array([[[[0, 1, 0]]]], np.float32)).item() == pytest.approx(0.587)
-
-
-def test_folders_are_classes(save: Save, tmp_path: Path) -> None:
-    for name in ("cat", "dog"):
-        for i in range(3):
-            save(f"{name}/{i}.png", hash((name, i)) % 1000, mode="RGB")
-    found = load_pictures(str(tmp_path), 8)
-    assert found.classes == ("cat", "dog")
-    assert found.labels.tolist() == [0, 0, 0, 1, 1, 1]
-    assert found.pixels.shape == (6, 8, 8, 3)
-    assert found.held.sum() == 2
-
-
-# What is in a folder of classes -> what is said of it.
-WRONG: dict[str, tuple[Callable[[Save], object], str]] = {
-    "another size": (
-        lambda save: save("cat/0.png", size=(9, 8)),
-        r"0\.png is 9 × 8 pixels; expected 8 × 8",
-    ),
-    "transparency": (
-        lambda save: save("cat/1.png", mode="RGBA"),
-        "has mode RGBA; expected 8-bit grey",
-    ),
-    "inks": (
-        lambda save: (made := save("cat/1.tiff", mode="CMYK")).rename(
-            made.with_suffix(".png")
-        ),
-        "has mode CMYK; expected 8-bit grey",
-    ),
-    "grey and colour": (
-        lambda save: (save("cat/0.png"), save("cat/1.png", mode="RGB")),
-        "mixes grey and RGB",
-    ),
-    "no image": (
-        lambda save: save("cat/0.png").write_bytes(b"no image"),
-        r"cannot read .*0\.png as an image",
-    ),
-    "an empty class": (
-        lambda save: (
-            save("cat/0.png", 0),
-            save("cat/1.png", 1).parent.with_name("dog").mkdir(),
-        ),
-        "class 'dog' has no image",
-    ),
-    "a class of copies": (
-        lambda save: [
-            save(f"{name}/{i}.png", seed)
-            for i in range(2)
-            for name, seed in (("cat", i), ("dog", 7))
-        ],
-        "class 'dog' has 1 different images; expected at least 2",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(
-    name: str, save: Save, tmp_path: Path
+def test_training_images_are_a_function_of_seed_and_step_and_never_held_out(
+    vision: Make,
 ) -> None:
-    make, message = WRONG[name]
-    make(save)
-    with pytest.raises(DataError, match=message):
-        load_pictures(str(tmp_path), 8)
+    task = VisionTask(vision())
+    assert torch.equal(task.batch(0, 1).inputs, task.batch(0, 1).inputs)
+    assert task.batch(0, 1).inputs.shape == (32, 16, 4)
+    held = {image.numpy().tobytes() for image in task.heldout(1000).inputs}
+    batches = [task.batch(0, step).inputs for step in range(20)]
+    assert not held & {image.numpy().tobytes() for x in batches for image in x}
+    assert set(task.heldout(64).targets.tolist()) == set(range(10))
 
 
-@pytest.mark.parametrize(
-    ("source", "size", "message"),
-    [
-        ("digits", 16, "the images of digits are 8 × 8"),
-        ("nowhere", 8, "cannot find images 'nowhere'"),
-        (".", 8, "has no subfolder|has no image"),
-    ],
-)
-def test_a_source_that_is_none_is_refused(
-    source: str, size: int, message: str, tmp_path: Path
+def test_a_small_vit_learns_the_digits(vision: Make, tmp_path: Path) -> None:
+    place = run(vision(), tmp_path / "r")
+    first, last = place.metrics()[0], place.metrics()[-1]
+    assert first["val_accuracy"] < 0.3
+    assert last["val_accuracy"] > 0.7
+    assert place.summary()["val_accuracy"] == last["val_accuracy"]
+    assert place.env()["corpus"]["loss_unit"] == "image"
+    assert last["tokens"] == 60 * 32 * 16
+
+
+def test_attention_sees_the_whole_image(vision: Make) -> None:
+    model = VisionTask(vision()).build(torch.Generator().manual_seed(0))
+    x, hidden = torch.randn(1, 16, 4), []
+    block = model.get_submodule("blocks.0")
+    block.register_forward_hook(lambda _, __, out: hidden.append(out))
+    with torch.no_grad():
+        model(x)
+        x[0, -1] += 1.0
+        model(x)
+    assert not torch.equal(hidden[0][0, 0], hidden[1][0, 0]), "the first sees the last"
+
+
+def test_patches_of_another_shape_and_images_of_one_class_are_refused(
+    vision: Make, save: Save, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match=message):
-        load_pictures(str(tmp_path) if source == "." else source, size)
+    model = ViT(DecoderConfig(vocab_size=3, d_model=8, n_heads=2), patches=4, width=2)
+    assert model(torch.zeros(2, 4, 2)).shape == (2, 3)
+    with pytest.raises(ShapeError):
+        model(torch.zeros(2, 5, 2))
+    for i in range(3):
+        save(f"cat/{i}.png", i)
+    with pytest.raises(DataError, match="vision expects at least 2"):
+        VisionTask(vision(images={"images": str(tmp_path)}))

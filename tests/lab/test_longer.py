@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from qkeel import reference
 from qkeel.errors import (
@@ -20,27 +21,13 @@ from qkeel.errors import (
     RunDirectoryError,
     UnknownNameError,
 )
-from qkeel.lab import (
-    Execution,
-    Grid,
-    LongContexts,
-    Plan,
-    RunConfig,
-    make_plan,
-    run_plan,
-)
-from qkeel.lab.angles import Range, cosine_ranges, outside
+from qkeel.lab import Grid, LongContexts, Plan, RunConfig, make_plan, run_plan
+from qkeel.lab.angles import Range, cosine_ranges, observed, outside
 from qkeel.lab.build_run import layers
-from qkeel.lab.checkpoint import RunState
+from qkeel.lab.checkpoint import RunState, load
 from qkeel.lab.lengths import changed, measure, missing, stretched, trained_on
 from qkeel.lab.plan import Method
-from qkeel.lab.studies import (
-    CONTEXTS,
-    EXTRAPOLATION_BASE,
-    EXTRAPOLATION_GRID,
-    by_position,
-    continued,
-)
+from qkeel.lab.studies import by_position, continued
 from qkeel.lab.text import Corpus, long_texts
 from qkeel.nn.attention import SpecModule
 from qkeel.records import RunDirectory, read_json
@@ -48,24 +35,17 @@ from qkeel.spec import ALiBi, AttentionCall, Fixed, L2Norm, NoPosition, ReRope
 from qkeel.spec.presets import attention_spec
 
 Make = Callable[..., RunConfig]
-CLIPPED = Method.parse("rerope:window=3")
-CONTEXT = LongContexts(
-    posthoc=("none", "rerope:window=3"), test_lengths=(32, 16), sequences=3
-)
+CLIPPED = "rerope:window=3"
+CONTEXTS = LongContexts(posthoc=("none", CLIPPED), test_lengths=(32, 16), sequences=3)
 
 
 def plan(
     tiny: Make,
     forms: tuple[str, ...] = ("baseline", "kna"),
-    contexts: LongContexts = CONTEXT,
+    contexts: LongContexts = CONTEXTS,
 ) -> Plan:
-    base = dataclasses.replace(tiny(), steps=4)
-    return make_plan(
-        "extrapolation",
-        base,
-        Grid(remedies=forms, lrs=(0.1,), seeds=(0,), blocks=("gau",)),
-        contexts,
-    )
+    grid = Grid(remedies=forms, lrs=(0.1,), seeds=(0,), blocks=("gau",))
+    return make_plan("extrapolation", tiny(steps=4), grid, contexts)
 
 
 def table(out: Path) -> list[dict[str, str]]:
@@ -76,7 +56,7 @@ def table(out: Path) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def once(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("once") / "s"
-    assert not run_plan(plan(tiny), out, Execution()).failures
+    assert not run_plan(plan(tiny), out).failures
     return out
 
 
@@ -85,67 +65,50 @@ def done(once: Path, tmp_path: Path) -> Path:
     return shutil.copytree(once, tmp_path / "s")
 
 
-def test_the_numbers_are_those_of_the_weights_token_by_token(done: Path) -> None:
-    row = next(
-        r
-        for r in table(done)
-        if (r["form"], r["posthoc"], r["test_length"])
-        == ("kna", "rerope:window=3", "32")
-    )
+def hits(model: nn.Module, windows: Tensor) -> float:
+    """The share of tokens that are predicted rightly, one text after the other."""
+    shares = [
+        (model(text[None, :-1])[0].argmax(-1) == text[1:]).double().mean()
+        for text in windows
+    ]
+    return float(torch.stack(shares).mean())
+
+
+@torch.no_grad()
+def test_the_numbers_are_those_of_the_weights_text_by_text(done: Path) -> None:
+    (row,) = [
+        row
+        for row in table(done)
+        if (row["form"], row["posthoc"], row["test_length"]) == ("kna", CLIPPED, "32")
+    ]
     place = RunDirectory(done / "runs" / row["run_id"])
     run = RunState(RunConfig.from_dict(place.config()))
-    from qkeel.lab.checkpoint import load
-
     load(place, run)
-    model, windows = (
-        run.model.eval(),
-        torch.from_numpy(long_texts(run.task.corpus, 32, 3)),
-    )
-    hits: dict[str, list[bool]] = {
-        name: [] for name in ("train", "posthoc", "long", "repeat")
-    }
-    with torch.no_grad():
-        for text in windows:
-            for start in range(0, 32, 8):
-                piece = text[start : start + 9]
-                hits["train"] += (
-                    model(piece[None, :8])[0].argmax(-1) == piece[1:]
-                ).tolist()
-                with changed(model, CLIPPED, 8, 32):
-                    hits["posthoc"] += (
-                        model(piece[None, :8])[0].argmax(-1) == piece[1:]
-                    ).tolist()
-            again = torch.tensor([text[i % 8] for i in range(33)])
-            with changed(model, CLIPPED, 8, 32):
-                long = (model(text[None, :32])[0].argmax(-1) == text[1:]).tolist()
-                hits["repeat"] += (
-                    model(again[None, :32])[0].argmax(-1) == again[1:]
-                ).tolist()
-            hits["long"] += long
-    share = {name: sum(values) / len(values) for name, values in hits.items()}
-    assert [len(values) for values in hits.values()] == [96, 96, 96, 96]
-    for column, name in (
-        ("accuracy_train", "train"),
-        ("accuracy_train_posthoc", "posthoc"),
-        ("accuracy_nonrepeat", "long"),
-        ("accuracy_repeat", "repeat"),
-    ):
-        assert float(row[column]) == pytest.approx(share[name], abs=1e-12), column
+    model, method = run.model.eval(), Method.parse(CLIPPED)
+    texts = torch.from_numpy(long_texts(run.task.corpus, 32, 3))
+    pieces = texts.unfold(1, 9, 8).flatten(0, 1)
+    repeated = texts[:, torch.arange(33) % 8]
+    shares = {"accuracy_train": hits(model, pieces)}
+    with changed(model, method, 8, 32):
+        shares["accuracy_train_posthoc"] = hits(model, pieces)
+        shares["accuracy_nonrepeat"] = hits(model, texts)
+        shares["accuracy_repeat"] = hits(model, repeated)
+    assert {name: float(row[name]) for name in shares} == pytest.approx(shares)
 
 
 def test_a_killed_study_measures_what_is_missing_and_trains_nothing_again(
     done: Path, tiny: Make
 ) -> None:
-    before, runs = (done / "table.csv").read_bytes(), [r["run_id"] for r in table(done)]
-    place = RunDirectory(done / "runs" / runs[0])
+    before = (done / "table.csv").read_bytes()
+    place = RunDirectory(done / "runs" / table(done)[0]["run_id"])
     weights, file = (
         place.checkpoint.stat().st_mtime_ns,
         place.path / "extrapolation.jsonl",
     )
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(lines[0] + lines[1][:20])  # torn in the middle of a line
-    assert len(missing(place, CONTEXT)) == 3
-    run_plan(plan(tiny), done, Execution())
+    assert len(missing(place, CONTEXTS)) == 3
+    run_plan(plan(tiny), done)
     assert (done / "table.csv").read_bytes() == before
     assert place.checkpoint.stat().st_mtime_ns == weights
     assert len(place.long_contexts()) == 4
@@ -154,93 +117,87 @@ def test_a_killed_study_measures_what_is_missing_and_trains_nothing_again(
 def test_the_directory_takes_more_forms_methods_and_lengths_but_not_another_measure(
     done: Path, tiny: Make
 ) -> None:
-    first = {tuple(r.values()) for r in table(done)}
+    first = {tuple(row.values()) for row in table(done)}
     more = LongContexts(posthoc=("ntk",), test_lengths=(24,), sequences=3)
-    run_plan(plan(tiny, ("cosa",), more), done, Execution())
-    assert read_json(done / "study.json")["contexts"]["posthoc"] == [
-        "none",
-        "rerope:window=3",
-        "ntk",
-    ]
+    run_plan(plan(tiny, ("cosa",), more), done)
+    methods = read_json(done / "study.json")["contexts"]["posthoc"]
+    assert methods == ["none", CLIPPED, "ntk"]
     rows = table(done)
-    assert first <= {tuple(r.values()) for r in rows}
+    assert first <= {tuple(row.values()) for row in rows}
     assert len(rows) == 3 * 3 * 3
-    known = [r for r in rows if r["accuracy_train"]]
-    assert len(known) == len(first) + 1  # what nobody asked of the others is empty
+    # What nobody asked of the others is empty.
+    assert sum(bool(row["accuracy_train"]) for row in rows) == len(first) + 1
+    other = dataclasses.replace(CONTEXTS, sequences=4)
     with pytest.raises(RunDirectoryError, match="3 held-out sequences, not 4"):
-        run_plan(
-            plan(tiny, contexts=dataclasses.replace(CONTEXT, sequences=4)),
-            done,
-            Execution(),
-        )
+        run_plan(plan(tiny, contexts=other), done)
 
 
-def test_what_a_form_refuses_is_an_empty_row_with_the_reason_on_record(
+def test_what_a_form_refuses_is_an_empty_row_and_a_method_may_be_for_one_form(
     tiny: Make, tmp_path: Path
 ) -> None:
-    contexts = LongContexts(posthoc=("log_n",), test_lengths=(16,), sequences=1)
-    result = run_plan(
-        plan(tiny, ("kna_logn", "kna"), contexts), tmp_path / "s", Execution()
+    contexts = LongContexts(
+        posthoc=("kna_logn/log_n", "kna/ntk"), test_lengths=(16,), sequences=1
     )
-    assert not result.failures
-    assert [bool(row["accuracy_nonrepeat"]) for row in table(tmp_path / "s")] == [
-        False,
-        True,
+    assert contexts.of("baseline").posthoc == ("none",)
+    assert not run_plan(plan(tiny, ("kna_logn", "kna"), contexts), tmp_path).failures
+    rows = table(tmp_path)
+    assert [(row["posthoc"], bool(row["accuracy_nonrepeat"])) for row in rows] == [
+        ("log_n", False),
+        ("ntk", True),
     ]
-    place = RunDirectory(tmp_path / "s" / "runs" / table(tmp_path / "s")[0]["run_id"])
-    assert "the scale already contains log_n" in place.long_contexts()[0]["refused"]
-    measure(RunConfig.from_dict(place.config()), place, contexts)
+    place = RunDirectory(tmp_path / "runs" / rows[0]["run_id"])
+    assert "already contains log_n" in place.long_contexts()[0]["refused"]
+    measure(RunConfig.from_dict(place.config()), place, contexts.of("kna_logn"))
     assert len(place.long_contexts()) == 1
 
 
-def test_blocks_have_the_sizes_that_are_compared(tiny: Make) -> None:
+def test_blocks_have_the_sizes_that_are_compared() -> None:
     grid = Grid(
-        remedies=("kna", "qwen3"),
-        lrs=(0.1,),
-        seeds=(0,),
-        blocks=("gau", "mha1", "mha4"),
+        remedies=("kna",), lrs=(0.1,), seeds=(0,), blocks=("gau", "mha1", "mha4")
     )
-    runs = make_plan("extrapolation", EXTRAPOLATION_BASE, grid, CONTEXTS).runs
-    sizes = {run.role: run.config.model for run in runs if run.form == "kna"}
+    runs = make_plan("extrapolation", grid=grid).runs
+    models = {run.role: run.config.model for run in runs}
     assert {
-        role: (m.block, m.n_layers, m.n_heads, m.head_dim) for role, m in sizes.items()
+        role: (m.block, m.n_layers, m.n_heads, m.head_dim, m.attention)
+        for role, m in models.items()
     } == {
-        "gau": ("gau", 6, 1, 64),
-        "mha1": ("mha", 3, 1, None),
-        "mha4": ("mha", 3, 4, None),
+        "gau": ("gau", 6, 1, 64, "kna:train_length=64"),
+        "mha1": ("mha", 3, 1, None, "kna:train_length=64"),
+        "mha4": ("mha", 3, 4, None, "kna:train_length=64"),
     }
-    assert {run.config.model.attention for run in runs} == {
-        "kna:train_length=64",
-        "qwen3",
-    }
-    assert len(make_plan("extrapolation").runs) == len(EXTRAPOLATION_GRID.remedies) * 2
+    assert len(make_plan("extrapolation").runs) == 8 * 2
 
 
-def test_a_method_is_undone_and_changes_every_layer(tiny: Make) -> None:
-    model = RunState(plan(tiny).runs[0].config).model
-    specs = [module.spec for module in model.modules() if hasattr(module, "spec")]
-    with changed(model, Method.parse("ntk"), 8, 32):
-        assert all(
-            "NTK" in m.spec.position.formula()
-            for m in model.modules()
-            if hasattr(m, "spec")
-        )
-    assert [m.spec for m in model.modules() if hasattr(m, "spec")] == specs
-    with (
-        pytest.raises(RefusedError, match="an unmodified RoPE"),
-        changed(model, Method.parse("ntk"), 8, 32),
-        changed(model, Method.parse("pi"), 8, 32),
-    ):
-        pass
+def formulas(model: nn.Module) -> set[str]:
+    modules = [m for m in model.modules() if isinstance(m, SpecModule)]
+    return {module.spec.position.formula() for module in modules}
+
+
+def test_a_method_changes_every_layer_and_is_undone(tiny: Make) -> None:
+    run = RunState(plan(tiny).runs[0].config)
+    model, ntk, before = run.model, Method.parse("ntk"), formulas(run.model)
+    with changed(model, ntk, 8, 32):
+        assert all("NTK" in formula for formula in formulas(model))
+        with pytest.raises(RefusedError, match="an unmodified RoPE"):
+            changed(model, Method.parse("pi"), 8, 32).__enter__()
+    assert formulas(model) == before
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    longer = trained_on(run, Method.parse("pi@32"), 2)
+    assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
+    changes = [
+        not torch.equal(x, weights[name]) for name, x in longer.state_dict().items()
+    ]
+    assert any(changes)
+    assert formulas(longer) == {"RoPE(base 10000, PI ×4)"}
+    methods = ["kna/none", "baseline/none", "baseline/pi", "baseline/abf"]
+    assert continued(256) == [f"{method}@256" for method in methods]
 
 
 def test_long_texts_never_cross_from_one_document_into_the_next() -> None:
     lengths = [5, 40, 9, 33, 32, 100]
-    tokens = np.concatenate(
-        [np.full(n, i, dtype=np.uint8) for i, n in enumerate(lengths)]
-    )
-    held = {"train": tokens, "heldout": tokens, "ends": np.cumsum(lengths)}
-    corpus = Corpus(name="six", vocab_size=256, loss_unit="byte", sha256="", **held)
+    tokens = np.repeat(np.arange(6, dtype=np.uint8), lengths)
+    sides = {"train": tokens, "heldout": tokens, "ends": np.cumsum(lengths)}
+    corpus = Corpus(name="six", vocab_size=256, loss_unit="byte", sha256="", **sides)
     windows = long_texts(corpus, 32, 10)
     assert windows.shape == (5, 33)
     assert windows[:, 0].tolist() == [1, 3, 5, 5, 5]
@@ -249,124 +206,74 @@ def test_long_texts_never_cross_from_one_document_into_the_next() -> None:
         long_texts(corpus, 128, 1)
 
 
-def test_a_method_may_be_for_one_form_only(tiny: Make, tmp_path: Path) -> None:
-    contexts = LongContexts(
-        posthoc=("none", "baseline/ntk"), test_lengths=(16,), sequences=2
-    )
-    assert contexts.of("kna").posthoc == ("none",)
-    assert LongContexts(posthoc=("baseline/ntk",)).of("kna").posthoc == ("none",)
-    run_plan(plan(tiny, contexts=contexts), tmp_path / "s", Execution())
-    assert [(r["form"], r["posthoc"]) for r in table(tmp_path / "s")] == [
-        ("baseline", "none"),
-        ("baseline", "ntk"),
-        ("kna", "none"),
-    ]
-
-
 def test_methods_joined_by_a_plus_are_applied_one_after_the_other(tiny: Make) -> None:
-    method = Method.parse("kna/rerope:window=3+log_n@32")
-    assert (str(method), method.label) == (
-        "kna/rerope:window=3+log_n@32",
-        "rerope:window=3+log_n@32",
-    )
+    method = Method.parse(f"kna/{CLIPPED}+log_n@32")
+    assert str(method) == f"kna/{CLIPPED}+log_n@32"
+    assert method.label == f"{CLIPPED}+log_n@32"
     spec = attention_spec("qwen3")
     once = spec.extrapolate("rerope", factor=4, train_length=8, window=3)
-    both = stretched(spec, Method.parse("rerope:window=3+log_n"), 8, 32)
+    both = stretched(spec, Method.parse(f"{CLIPPED}+log_n"), 8, 32)
     assert both == once.extrapolate("log_n", factor=4, train_length=8)
     assert both not in (once, spec)
-    with pytest.raises(UnknownNameError, match="log_n"):
-        plan(tiny, contexts=dataclasses.replace(CONTEXT, posthoc=("rerope+logn",)))
-    with pytest.raises(InvalidValueError, match="empty name"):
-        Method.parse("rerope+")
-
-
-def test_training_on_changes_a_copy_of_the_weights_under_the_method(tiny: Make) -> None:
-    run = RunState(plan(tiny).runs[0].config)
-    before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    model = trained_on(run, Method.parse("pi@32"), 2)
-    assert all(
-        torch.equal(value, before[name])
-        for name, value in run.model.state_dict().items()
-    )
-    assert any(
-        not torch.equal(value, before[name])
-        for name, value in model.state_dict().items()
-    )
-    formulas = {
-        m.spec.position.formula() for m in model.modules() if isinstance(m, SpecModule)
-    }
-    assert formulas == {"RoPE(base 10000, PI ×4)"}
-    assert continued(256) == [
-        "kna/none@256",
-        "baseline/none@256",
-        "baseline/pi@256",
-        "baseline/abf@256",
-    ]
+    for posthoc, error in (
+        ("rerope+logn", UnknownNameError),
+        ("rerope+", InvalidValueError),
+        ("pi@0", InvalidValueError),
+        ("pi@12", InvalidValueError),
+    ):
+        with pytest.raises(error):
+            plan(tiny, contexts=LongContexts(posthoc=(posthoc,), test_lengths=(16,)))
 
 
 def test_forms_take_other_positions_and_gains(tiny: Make) -> None:
-    forms = (
-        *by_position(["kna"], ["rope", "nope", "kerple_log", "hwfa", "rerope"]),
-        "cosa:gain=true",
-    )
-    runs = {run.form: run.config for run in plan(tiny, forms).runs}
-    assert (runs["kna+rerope"].model.attention, runs["kna+rerope"].model.position) == (
-        "kna:train_length=8",
-        "rerope",
-    )
-    assert runs["cosa:gain=true"].model.attention == "cosa:gain=true,train_length=8"
+    positions = ["rope", "nope", "hwfa", "rerope"]
+    forms = (*by_position(["kna"], positions), "cosa:gain=true")
+    models = {run.form: run.config.model for run in plan(tiny, forms).runs}
+    assert models["kna+rerope"].attention == "kna:train_length=8"
+    assert models["cosa:gain=true"].attention == "cosa:gain=true,train_length=8"
     assert attention_spec("cosa:gain=true").norm == L2Norm(gain="dim")
-    formulas = [
-        [spec.position.formula() for spec in layers(runs[form].model, 8)]
-        for form in ("kna+nope", "kna+hwfa")
-    ]
-    assert formulas[0] == ["no position"] * 4
-    assert formulas[1][-1] == "no position"
-    assert "|i - j| < 2" in formulas[1][0]
-    assert layers(runs["kna+rerope"].model, 8)[0].position == ReRope(window=4)
+    specs = {form: layers(model, 8) for form, model in models.items()}
+    assert {s.position.formula() for s in specs["kna+nope"]} == {"no position"}
+    assert specs["kna+hwfa"][-1].position.formula() == "no position"
+    assert "|i - j| < 2" in specs["kna+hwfa"][0].position.formula()
+    assert specs["kna+rerope"][0].position == ReRope(window=4)
 
 
-@pytest.mark.parametrize("form", ["baseline", "cosa_logn", "kna+alibi"])
-@pytest.mark.parametrize("method", ["none", "rerope:window=3"])
+@pytest.mark.parametrize(
+    ("form", "method"),
+    [
+        ("baseline", "none"),
+        ("baseline", CLIPPED),
+        ("cosa_logn", CLIPPED),
+        ("kna+alibi", "none"),
+    ],
+)
+@torch.no_grad()
 def test_angles_are_those_of_all_visible_pairs(
     tiny: Make, form: str, method: str
 ) -> None:
-    if "+" in form and method != "none":
-        pytest.skip("only RoPE is clipped after training")
     run = RunState(plan(tiny, (form,)).runs[0].config)
-    model, tokens = (
-        run.model,
-        torch.from_numpy(long_texts(run.task.corpus, 256, 2))[:, :-1],
-    )
-    cosines: list[torch.Tensor] = []
+    tokens = torch.from_numpy(long_texts(run.task.corpus, 256, 2))[:, :-1]
+    cosines: list[Tensor] = []
 
-    def see(call: AttentionCall) -> None:
-        full = dataclasses.replace(call.spec, scale=Fixed(1.0), norm=L2Norm())
-        if isinstance(full.position, ALiBi):
-            full = dataclasses.replace(full, position=NoPosition())
-        cos = reference.attend(
-            full, call.q.double(), call.k.double(), call.v.double()
-        ).logits
-        cosines.append(cos[torch.ones_like(cos, dtype=torch.bool).tril()])
+    def keep(layer: int, call: AttentionCall) -> None:
+        spec = dataclasses.replace(call.spec, scale=Fixed(1.0), norm=L2Norm())
+        if isinstance(spec.position, ALiBi):
+            spec = dataclasses.replace(spec, position=NoPosition())
+        q, k, v = (x.double() for x in (call.q, call.k, call.v))
+        logits = reference.attend(spec, q, k, v).logits
+        cosines.append(logits[torch.ones_like(logits, dtype=torch.bool).tril()])
 
     ranges = [Range(torch.tensor([-0.1]), torch.tensor([0.3]))] * 4
-    with torch.no_grad(), changed(model, Method.parse(method), 8, 256):
-        found, met = (
-            outside(model, [tokens[:1], tokens[1:]], ranges),
-            cosine_ranges(model, [tokens]),
-        )
-        for module in model.modules():
-            if isinstance(module, SpecModule):
-                module.observers.append(see)
-        model(tokens)
+    with changed(run.model, Method.parse(method), 8, 256):
+        counted = outside(run.model, [tokens[:1], tokens[1:]], ranges)
+        extremes = cosine_ranges(run.model, [tokens])
+        with observed(run.model, keep):
+            run.model(tokens)
     shares = [((c < -0.1) | (c > 0.3)).double().mean().item() for c in cosines]
-    assert (found.outside / found.pairs)[:, 0].tolist() == pytest.approx(
-        shares, abs=1e-4
-    )
-    assert found.pairs.unique().tolist() == [2 * 256 * 257 / 2]
-    assert [float(r.low[0]) for r in met] == pytest.approx(
-        [float(c.min()) for c in cosines], abs=1e-5
-    )
-    assert [float(r.high[0]) for r in met] == pytest.approx(
-        [float(c.max()) for c in cosines], abs=1e-5
-    )
+    ours = (counted.outside / counted.pairs)[:, 0].tolist()
+    assert ours == pytest.approx(shares, abs=1e-4)
+    assert counted.pairs.unique().tolist() == [2 * 256 * 257 / 2]
+    for found, cosine in zip(extremes, cosines, strict=True):
+        exact = [float(cosine.min()), float(cosine.max())]
+        assert [float(found.low), float(found.high)] == pytest.approx(exact, abs=1e-5)

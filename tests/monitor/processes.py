@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -16,13 +15,11 @@ from tests.contract.processes.ending import end
 from tests.contract.watch.small import Small, batch, hooks, small
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from qkeel import watch
 from qkeel.distributed.reduce import SharedTable
 from qkeel.errors import QkeelWarning, RefusedError
-from qkeel.functional.statistics import TENSORS, LogitStats
 from qkeel.monitor import Layout, processes
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.weight_norms import WeightNorms
@@ -79,41 +76,6 @@ def unwatched() -> list[Tensor]:
     return state(train(lambda m, o: None)[0])
 
 
-def close(a: LogitStats, b: LogitStats) -> None:
-    for field in TENSORS:
-        torch.testing.assert_close(
-            getattr(a, field).double(), getattr(b, field).double(), rtol=2e-5, atol=1e-5
-        )
-
-
-def numbers_are_those_of_one_process() -> None:
-    reads, norms = [], []
-
-    def during(step: int, monitor: Monitor) -> None:
-        if step:
-            reads.append(monitor.read())
-            assert monitor.sample is not None
-            norms.append(torch.tensor(monitor.sample.heads["query_grad_rms"]))
-
-    model, monitor, warned = train(lambda m, o: watch(m, o), during=during)
-    assert warned == [], warned
-    assert monitor.history.steps.tolist() == [*range(STEPS)]
-    assert same(state(model), unwatched())
-    alone, alone_reads = small(), []
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
-    with watch(alone) as single:
-        for step in range(STEPS - 1):
-            for micro in (0, 1):
-                (alone(batch(2 * step + micro, b=4)).square().mean() / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            alone_reads.append(single.read())
-    for ours, theirs in zip(reads, alone_reads, strict=True):
-        assert list(ours) == list(theirs)
-        for name in ours:
-            close(ours[name], theirs[name])
-
-
 def unlike_sites_switch_all_off() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -156,26 +118,6 @@ def faults_on_one_process_switch_all_off() -> None:
     a_fault_on_one_process(0, None, "measure")
     a_fault_on_one_process(2, WeightNorms, "read")
     a_fault_on_one_process(2, SharedTable, "split")
-
-
-def a_fault_after_the_exchange_switches_all_off_at_the_next() -> None:
-    def during(step: int, monitor: Monitor) -> None:
-        if step == 2 and dist.get_rank() == 1:
-            monitor._journal.add = boom  # type: ignore[method-assign]
-
-    model, monitor, warned = train(lambda m, o: watch(m, o), during=during)
-    assert not monitor.active
-    assert len(warned) == 1, warned
-    assert same(state(model), unwatched())
-    assert len(monitor.history) == (2 if dist.get_rank() == 1 else 3)
-
-
-def faults_on_both_at_once() -> None:
-    def during(step: int, monitor: Any) -> None:
-        if step == 2:
-            monitor._models.taps[0].measure = boom
-
-    off(train(lambda m, o: watch(m, o, every=2), during=during), "boom", 1)
 
 
 def a_process_that_is_not_watched_makes_nobody_wait() -> None:
@@ -244,17 +186,6 @@ def what_changes_its_form_switches_all_off() -> None:
     assert "measured at first" in warned[0] or "another process" in warned[0]
 
 
-def a_read_in_the_middle_of_a_step_is_of_this_process_and_disturbs_nobody() -> None:
-    def during(step: int, monitor: Monitor) -> None:
-        if step == 2 and dist.get_rank() == 0:
-            monitor.read()
-
-    _, monitor, warned = train(lambda m, o: watch(m, o), during=during)
-    assert warned == []
-    assert len(monitor.history) == STEPS
-    monitor.remove()
-
-
 def a_fault_in_the_search_of_a_sharded_model_is_one_of_all() -> None:
     """In one process, before its first pass is measured: in what begins it, before the search's passes, within one."""
     from torch.distributed.fsdp import fully_shard
@@ -295,22 +226,6 @@ def one_process_closes() -> None:
     assert len(monitor.history) == 2
     assert len(warned) == (dist.get_rank() == 0), warned
     assert all("was closed there" in one for one in warned)
-
-
-def all_processes_close_and_go_on_and_watch_again() -> None:
-    found = []
-
-    def during(step: int, monitor: Monitor) -> None:
-        if step == 2:
-            monitor.close()
-
-    model, monitor, warned = train(lambda m, o: watch(m, o), during=during)
-    assert warned == [], warned
-    assert same(state(model), unwatched())
-    assert len(monitor.history) == 2
-    _, again, warned = train(lambda m, o: found.append(watch(m, o)) or found[0])
-    assert warned == [], warned
-    assert len(again.history) == STEPS
 
 
 def models_that_are_trained_apart_are_recorded_apart() -> None:
@@ -357,28 +272,6 @@ def a_process_without_attention_takes_part() -> None:
     assert "no attention" in off[2][0]
 
 
-def ends_of_unequal_length_under_join_are_recorded_alone() -> None:
-    from torch.distributed.algorithms.join import Join
-
-    model = DistributedDataParallel(small())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    steps = 5 - 2 * dist.get_rank()
-    with (
-        warnings.catch_warnings(record=True) as record,
-        watch(model, optimizer) as monitor,
-    ):
-        warnings.simplefilter("always")
-        with Join([model]):
-            for step in range(steps):
-                model(part(step)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    assert len(monitor.history) == steps
-    assert [
-        "Join" in str(w.message) for w in record if isinstance(w.message, QkeelWarning)
-    ] == [True]
-
-
 def a_sharded_model_that_one_process_watches_makes_nobody_wait() -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -394,23 +287,6 @@ def a_sharded_model_that_one_process_watches_makes_nobody_wait() -> None:
         assert "expected every process of this run to watch" in warned[-1]
 
 
-def a_process_that_watches_a_sharded_model_too_late_switches_all_off() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    def late(model: nn.Module, optimizer: torch.optim.Optimizer) -> Monitor:
-        if dist.get_rank() == 1:
-            time.sleep(2)
-        return watch(model, optimizer)
-
-    patience, processes.PATIENCE = processes.PATIENCE, 0.5
-    try:
-        _, monitor, warned = train(late, wrap=fully_shard)
-    finally:
-        processes.PATIENCE = patience
-    assert not monitor.active
-    assert "expected every process of this run to watch" in warned[-1]
-
-
 def flat_weights_are_refused_untouched() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -421,46 +297,7 @@ def flat_weights_are_refused_untouched() -> None:
     assert hooks(model) == before
 
 
-def split_heads_without_known_weights_have_their_logits_watched() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    mesh = init_device_mesh("cpu", (2,))
-
-    def split(model: nn.Module) -> nn.Module:
-        columns = {f"blocks.{i}.{n}": ColwiseParallel() for i in (0, 1) for n in "qkv"}
-        rows = {f"blocks.{i}.o": RowwiseParallel() for i in (0, 1)}
-        return parallelize_module(model, mesh, {**columns, **rows})
-
-    def both(seed: int) -> Tensor:
-        return batch(seed)
-
-    globals()["part"] = both  # tensor parallel processes work on the same batch
-    model, monitor, warned = train(lambda m, o: watch(m, o), wrap=split)
-    assert monitor.active
-    assert len(warned) == 1, warned
-    assert "split across processes" in warned[0]
-    plain = train(lambda m, o: None, wrap=split)[0]
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(
-            *(x.to_local() if isinstance(x, DTensor) else x for x in (a, b))
-        )
-    stats = monitor.read()
-    assert [s.n_queries.tolist() for s in stats.values()] == [
-        [STEPS * 2 * 10] * 2
-    ] * 2  # both heads
-    _, whole, _ = train(lambda m, o: watch(m, None), wrap=lambda m: m)
-    for i, ours in enumerate(stats.values()):
-        theirs = torch.tensor(whole.history.heads["max_logit"]).amax(0)[i]
-        torch.testing.assert_close(ours.max_logit.float(), theirs, rtol=0, atol=1e-3)
-
-
 FAST: tuple[Callable[[], None], ...] = (
-    numbers_are_those_of_one_process,
     faults_on_one_process_switch_all_off,
     a_process_with_nothing_to_add_takes_part,
     one_process_closes,
@@ -469,18 +306,11 @@ FAST: tuple[Callable[[], None], ...] = (
 )
 SLOW: tuple[Callable[[], None], ...] = (
     unlike_sites_switch_all_off,
-    a_fault_after_the_exchange_switches_all_off_at_the_next,
-    faults_on_both_at_once,
     what_changes_its_form_switches_all_off,
-    a_read_in_the_middle_of_a_step_is_of_this_process_and_disturbs_nobody,
-    all_processes_close_and_go_on_and_watch_again,
-    ends_of_unequal_length_under_join_are_recorded_alone,
     a_fault_in_the_search_of_a_sharded_model_is_one_of_all,
     flat_weights_are_refused_untouched,
-    a_process_that_watches_a_sharded_model_too_late_switches_all_off,
     models_that_are_trained_apart_are_recorded_apart,
     a_sharded_model_that_one_process_watches_makes_nobody_wait,
-    split_heads_without_known_weights_have_their_logits_watched,
 )
 
 if __name__ == "__main__":

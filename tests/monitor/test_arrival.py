@@ -16,8 +16,6 @@ from qkeel.monitor.gather import (
     PartialValue,
     StepRecord,
     Transfer,
-    merged,
-    merged_records,
 )
 from qkeel.monitor.record_arrays import COMPUTED, RecordArrays
 from qkeel.records import HEAD_FIELDS
@@ -170,32 +168,3 @@ def test_a_record_keeps_the_sites_and_heads_that_it_began_with(seed: int) -> Non
     for name, table in part.items():
         assert np.isnan(table[0]).all()
         np.testing.assert_array_equal(table[1:], whole[name][::2, :1])
-
-
-@pytest.mark.parametrize("seed", SEEDS[::4])
-def test_steps_of_one_form_merge_as_any_steps_do(seed: int) -> None:
-    rng, measured = random.Random(seed), random_measurement(random.Random(seed))
-    steps = []
-    for _ in range(5):
-        again = {}
-        for site, stats in measured.stats.items():
-            fresh = random_stats(
-                rng, len(stats.max_logit), len(stats.key_norm), stats.max_logit.dtype
-            )
-            finite = {
-                name: fresh.tensors()[name].nan_to_num(1.0, 2.0, 2.0) for name in MERGES
-            }
-            again[site] = LogitStats(**finite)  # type: ignore[arg-type]
-        steps.append(record_of(Measurement(stats=again, numbers={})))
-    assert len({step.table for step in steps}) == 1
-    stacked, one_by_one = merged_records(steps), merged([step.stats for step in steps])
-    assert tuple(stacked) == tuple(one_by_one)
-    for site, stats in one_by_one.items():
-        for name, values in stats.tensors().items():
-            torch.testing.assert_close(
-                stacked[site].tensors()[name],
-                values,
-                rtol=1e-9,
-                atol=1e-9,
-                equal_nan=True,
-            )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.monitor import History, PlannedRates, replay
+from qkeel.monitor import PlannedRates
 from qkeel.monitor.history import Forecast, clock, forecast
 
 STEPS = np.arange(1.0, 201.0)
@@ -190,50 +190,6 @@ def test_the_clock_of_a_plan_is_read_both_ways() -> None:
 def test_rates_that_are_none_are_refused(rates: list) -> None:
     with pytest.raises((InvalidValueError, ShapeError), match="rate"):
         PlannedRates.of(rates)
-
-
-def test_a_function_needs_the_number_of_steps() -> None:
-    with pytest.raises(InvalidValueError, match="steps="):
-        PlannedRates.of(lambda step: 0.1)
-    with pytest.raises(ShapeError, match="5 steps"):
-        PlannedRates.of([0.1, 0.1], steps=5)
-
-
-def test_a_long_flat_start_does_not_bend_the_fit() -> None:
-    steps = np.arange(1.0, 1001.0)
-    rates = np.minimum(steps / 500, 1.0)
-    ticks = clock(steps, rates)
-    values = np.maximum(
-        4.0, 2 * ticks**0.9
-    )  # at the beginning the logit is what it was before training
-    ahead = forecast(steps, values, 2 * (ticks[-1] + 600) ** 0.9, rates=rates)
-    assert ahead is not None
-    assert ahead.step == pytest.approx(1600)
-
-
-@pytest.mark.parametrize("first", [1_000, 10_000, 100_000])
-def test_flat_logits_of_a_run_that_is_watched_from_its_middle_have_no_forecast(
-    first: int,
-) -> None:
-    """Over a small part of the clock, noise has slopes of 20 to 160."""
-    steps = first + np.arange(0.0, 400.0, 10.0)
-    seed = np.random.SeedSequence().entropy
-    noise = np.random.default_rng(seed).standard_normal(len(steps))
-    values = 50.0 * (1 + 0.05 * noise)
-    rates = np.full(len(steps), 1e-3)
-    for n in range(1, len(steps) + 1):
-        assert forecast(steps[:n], values[:n], 1e3, rates=rates[:n]) is None, (
-            f"seed {seed}"
-        )
-    alarms = replay(
-        History.of(
-            [
-                {"step": int(s), "lr": 1e-3, "max_logit": float(v)}
-                for s, v in zip(steps, 3 * values)
-            ]
-        )
-    )
-    assert {alarm.rule for alarm in alarms} <= {"ceiling 100"}, f"seed {seed}"
 
 
 def test_growth_in_a_run_that_is_watched_from_its_middle_is_forecast() -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
-from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.contract.watch.small import batch, small, train
-from torch import nn
 
 from qkeel import watch
-from qkeel.autopilot import attach
-from qkeel.errors import QkeelWarning, RefusedError
+from qkeel.errors import QkeelWarning
 from qkeel.monitor import PlannedRates
 from qkeel.monitor.monitor import Monitor
 
@@ -102,47 +97,6 @@ def test_the_numbers_of_steps_go_on_where_watching_begins_late_unless_they_are_s
             )
 
 
-def test_the_end_of_a_training_is_measured_once_by_a_pass_that_changes_nothing() -> (
-    None
-):
-    model, weights = small(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    plain = small()
-    with (
-        watch(model, optimizer, every=4) as monitor,
-        pytest.raises(RefusedError, match="no finished step"),
-    ):
-        monitor.measure_end()
-    with watch(model, optimizer, every=4) as monitor:
-        for step in range(8):
-            with torch.autocast("cpu", enabled=step > 5):
-                model(batch(step)).float().square().mean().backward()
-            optimizer.step()
-            weights.append([p.clone() for p in model.parameters()])
-            if step == 4:
-                monitor.measure_end()  # the state after five steps, although the fifth was measured from its beginning
-            if step == 5:
-                monitor.measure_end()  # and so step 6, which begins with these weights, is not measured again
-            optimizer.zero_grad()
-        model.eval()
-        state = torch.get_rng_state()
-        monitor.measure_end()
-        monitor.measure_end()
-        assert not model.training
-        assert torch.equal(torch.get_rng_state(), state)
-        assert monitor.history.steps.tolist() == [0, 4, 5, 6, 8]
-        end = monitor.sample
-    plain.load_state_dict(model.state_dict())
-    with watch(plain, every=1) as others, torch.autocast("cpu"):
-        plain(batch(7))
-    assert end is not None
-    assert others.sample is not None
-    assert end.overall("max_logit") == others.sample.overall("max_logit")
-    assert "query_grad_rms" not in end.heads
-    assert "query_weight_norm" in end.heads
-    assert all(map(torch.equal, weights[-1], model.parameters()))
-
-
 def loop(
     monitor: Monitor,
     optimizer: torch.optim.Optimizer,
@@ -152,145 +106,6 @@ def loop(
         monitor.model(batch(seed)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def watched(**how: Any) -> tuple[Any, torch.optim.Optimizer, Monitor]:
-    """The small model, with a hook behind the step that was put on later than the monitor, as a clip may be."""
-
-    def shrink(*_: object) -> None:
-        with torch.no_grad():
-            model.blocks[0].q.weight.mul_(0.9)
-            model.norm.bias.add_(0.1)
-
-    model: Any = small()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    monitor = watch(model, optimizer, **how)
-    optimizer.register_step_post_hook(shrink)
-    return model, optimizer, monitor
-
-
-def test_a_plain_loop_ends_with_the_record_that_a_cadence_would_make() -> None:
-    """By the end of `with`, by close() and by an autopilot; it changes nothing, and the last batch is let go."""
-    model, optimizer, cadence = watched(every=6)
-    loop(cadence, optimizer, [*range(6), 5])
-    expected = cadence.sample
-    for way in ("with", "close", "autopilot", "with autopilot"):
-        model, optimizer, monitor = watched(every=4)
-        with ExitStack() as around:
-            if way == "with":
-                around.enter_context(monitor)
-            elif "autopilot" in way:
-                pilot = attach(monitor, optimizer)
-                around.callback(
-                    pilot.close
-                ) if way == "autopilot" else around.enter_context(pilot)
-            else:
-                around.callback(monitor.close)
-            loop(monitor, optimizer)
-            before, state = (
-                [p.clone() for p in model.parameters()],
-                torch.get_rng_state(),
-            )
-            model.eval()
-            (tap,) = monitor._models.taps
-            assert tap.latest is not None
-        monitor.close()
-        assert tap.latest is None
-        assert not model.training
-        assert torch.equal(torch.get_rng_state(), state)
-        assert all(map(torch.equal, before, model.parameters()))
-        assert all(p.grad is None for p in model.parameters())
-        assert monitor.history.steps.tolist()[-2:] == [4, 6]
-        assert monitor.sample is not None
-        assert expected is not None
-        assert monitor.sample.heads.keys() == {
-            name for name in expected.heads if "grad" not in name
-        }
-        for name, values in monitor.sample.heads.items():
-            assert np.array_equal(values, expected.heads[name], equal_nan=True), (
-                way,
-                name,
-            )
-
-
-def test_where_the_end_is_not_measured_one_sentence_says_so() -> None:
-    def interrupted(monitor: Monitor, model: Any) -> None:
-        with pytest.raises(KeyboardInterrupt), monitor:
-            raise KeyboardInterrupt
-
-    def handled(monitor: Monitor, model: Any) -> None:
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            monitor.close()
-
-    def averaged(monitor: Monitor, model: Any) -> None:
-        for p in model.parameters():
-            p.data.mul_(0.5)
-        monitor.close()
-        monitor.close()
-
-    def no_more_passes(monitor: Monitor, model: Any) -> None:
-        model.forward = None
-        monitor.close()
-
-    def in_a_step(monitor: Monitor, model: Any) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        optimizer.register_step_pre_hook(lambda *_: monitor.close())
-        optimizer.step()
-
-    def removed(monitor: Monitor, model: Any) -> None:
-        monitor.remove()
-
-    ends = {
-        interrupted: None,
-        handled: "an exception is being handled",
-        averaged: "its weights were changed after its last step",
-        no_more_passes: "the model failed in an extra pass: TypeError",
-        in_a_step: "no finished step",
-        removed: None,
-    }
-    for end, reason in ends.items():
-        model, optimizer, monitor = watched(every=4)
-        loop(monitor, optimizer)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            end(monitor, model)
-        assert monitor.history.steps.tolist() == [0, 4], end
-        expected = (
-            [] if reason is None else [f"Small is measured up to step 4 of 6: {reason}"]
-        )
-        assert [
-            str(one.message)[: len(expected[0])] if expected else str(one.message)
-            for one in said
-        ] == expected, end
-
-
-def test_a_model_that_fails_in_the_pass_at_the_end_is_watched_on() -> None:
-    class Once(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.closed = small(), False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.closed:
-                raise KeyError("closed")
-            return self.inner(x)
-
-    model = Once()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    with watch(model, optimizer, every=4) as monitor:
-        for step in range(3):
-            model.closed = False
-            model(batch(step)).square().mean().backward()
-            optimizer.step()
-            model.closed = True
-            if step == 1:
-                with pytest.raises(RefusedError, match="KeyError: 'closed'"):
-                    monitor.measure_end()
-        model.closed = False
-        monitor.measure_end()
-        assert monitor.history.steps.tolist() == [0, 3]
 
 
 class StepsInBackward(torch.optim.Optimizer):

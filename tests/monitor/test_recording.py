@@ -78,7 +78,7 @@ def test_records_that_do_not_fit_are_refused_and_leave_no_trace() -> None:
 def test_a_logit_beyond_float32_is_infinite() -> None:
     recording = Recording()
     recording.append({"step": 0}, {"max_logit": np.array([[1e39]])})
-    assert recording.history.tops["max_logit"][0] == math.inf
+    assert recording.history.heads["max_logit"][0, 0, 0] == math.inf
 
 
 def test_a_replay_raises_what_was_raised_live_however_long_the_run() -> None:

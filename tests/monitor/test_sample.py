@@ -12,7 +12,6 @@ from tests.each_row import each_row
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.monitor import (
     Sample,
-    pad_layers,
     repeat_groups,
     sample_html,
     sample_line,
@@ -94,11 +93,6 @@ def test_a_key_heads_value_stands_at_the_heads_of_its_group() -> None:
     assert repeat_groups(np.array([1.0, 2.0]), 6).tolist() == [1, 1, 1, 2, 2, 2]
     with pytest.raises(ShapeError, match="divides 6 heads, got 4"):
         repeat_groups(np.ones(4), 6)
-
-
-def test_unlike_layers_are_padded() -> None:
-    out = pad_layers([np.array([1.0]), None, np.array([2.0, 3.0])], 2)
-    assert np.array_equal(out, [[1, np.nan], [np.nan, np.nan], [2, 3]], equal_nan=True)
 
 
 def test_a_sample_that_fits_no_layers_is_refused() -> None:

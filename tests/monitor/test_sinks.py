@@ -6,24 +6,18 @@ import json
 import logging
 import shutil
 import warnings
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from qkeel import __version__
 from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.monitor import History, LoggingSink, RunDirectorySink, Severity
-from qkeel.monitor.watch import watch
-from qkeel.nn import Attention
 from qkeel.records import (
     HEAD_FIELDS,
     RunDirectory,
     RunStatus,
     disk,
-    explain_field,
     fresh_directory,
 )
 
@@ -75,14 +69,6 @@ def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
         summary["max_logit"],
         summary["alarms"],
     ) == (20, 3, 20.0, 1)
-
-
-def test_its_history_knows_the_layers_by_name(tmp_path: Path) -> None:
-    sink = opened(tmp_path / "watch")
-    sink.write(sample(0))
-    history = History.read(RunDirectory(tmp_path / "watch"))
-    assert history.layers == LAYERS
-    assert history.values["train_loss"].tolist() == [2.5]
 
 
 def test_a_run_stays_where_it_began_when_the_program_changes_its_folder(
@@ -167,13 +153,6 @@ def test_killed_at_any_byte_it_can_be_read(tmp_path: Path) -> None:
             shutil.rmtree(torn)
 
 
-def test_an_incomplete_run_is_not_done(tmp_path: Path) -> None:
-    sink = opened(tmp_path / "watch")
-    sink.write(sample(0))
-    sink.close(complete=False)
-    assert RunDirectory(tmp_path / "watch").status is RunStatus.STARTED
-
-
 def test_a_field_that_turns_up_late_keeps_the_records_whole_and_is_told_once(
     tmp_path: Path,
 ) -> None:
@@ -248,23 +227,3 @@ def test_the_log_gets_samples_and_alarms_by_severity(
     ]
     assert caplog.messages[0] == "watching 2 attention layers of Toy"
     assert "max logit 14.2 (h.1.attn head 1)" in caplog.messages[1]
-
-
-def test_a_layers_own_number_is_explained_by_its_field() -> None:
-    assert explain_field("block_output_norm/h.3.attn") == explain_field(
-        "block_output_norm"
-    )
-
-
-def test_a_checkout_that_nobody_installed_is_watched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_such(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", no_such)
-    module = Attention(8, 2)
-    with watch(module, sinks=tmp_path / "run") as monitor:
-        module(torch.ones(1, 3, 8))
-        assert monitor.read()
-    assert RunDirectory(tmp_path / "run").env()["versions"]["qkeel"] == __version__

@@ -29,112 +29,86 @@ def make(**choices: object) -> Decoder:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("attention", ["mha", "mla"])
-@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+@pytest.mark.parametrize(("attention", "mlp"), [("mha", "swiglu"), ("mla", "gelu")])
 def test_loss_at_the_start_is_near_that_of_guessing(
     tied: bool, attention: str, mlp: str
 ) -> None:
     tokens = torch.randint(VOCAB, (8, 33), generator=torch.Generator().manual_seed(1))
-    for norm_order in NORM_ORDERS:
-        if tied and norm_order in ("post", "none"):
+    for order in NORM_ORDERS:
+        if tied and order in ("post", "none"):
             continue  # these leave x near the embedding, so a tied head first guesses the last token
-        model = make(
-            tied=tied, attention=attention, mlp=mlp, norm_order=norm_order, d_model=128
-        )
+        sizes = {"tied": tied, "attention": attention, "mlp": mlp, "d_model": 128}
         with torch.no_grad():
-            logits = model(tokens[:, :-1])
+            logits = make(norm_order=order, **sizes)(tokens[:, :-1])
         assert logits.shape == (8, 32, VOCAB)
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), tokens[:, 1:].flatten()
-        ).item()
+        loss = torch.nn.functional.cross_entropy(logits.mT, tokens[:, 1:]).item()
         # Logits of variance 1 cost half a nat at most over ln(vocab).
-        assert math.log(VOCAB) - 0.1 < loss < math.log(VOCAB) + 0.8, norm_order
+        assert math.log(VOCAB) - 0.1 < loss < math.log(VOCAB) + 0.8, order
 
 
 def test_a_tied_head_is_the_embedding_and_learns_with_it() -> None:
     tied, untied = make(tied=True), make()
     assert tied.head.weight is tied.embedding.weight
-    assert untied.head.weight is not untied.embedding.weight
-    difference = sum(p.numel() for p in untied.parameters()) - sum(
-        p.numel() for p in tied.parameters()
-    )
-    assert difference == VOCAB * 64
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (tied, untied)]
+    assert sizes[1] - sizes[0] == VOCAB * 64
     assert "head.weight" in tied.state_dict()
 
 
-@pytest.mark.parametrize("attention", ["mha", "mla"])
-@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+@pytest.mark.parametrize(("attention", "mlp"), [("mha", "swiglu"), ("mla", "gelu")])
 def test_matrices_start_at_one_over_root_fan_in_and_residual_writers_smaller(
     attention: str, mlp: str
 ) -> None:
-    layers = 3
-    model = make(d_model=128, n_layers=layers, attention=attention, mlp=mlp)
+    model = make(d_model=128, n_layers=3, attention=attention, mlp=mlp)
     assert model.embedding.weight.std().item() == pytest.approx(1.0, rel=0.05)
+    tied = make(tied=True, d_model=128).embedding.weight.std().item()
+    assert tied == pytest.approx(128**-0.5, rel=0.05)
     writers = 0
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             writes = name.endswith((".attention.o_proj", ".mlp.down"))
             writers += writes
-            expected = module.in_features**-0.5 / (
-                math.sqrt(2 * layers) if writes else 1.0
-            )
+            expected = (module.in_features * (6 if writes else 1)) ** -0.5
             assert module.weight.std().item() == pytest.approx(expected, rel=0.15), name
             assert abs(module.weight.mean().item()) < 0.2 * expected, name
-    assert writers == 2 * layers
-
-
-def test_tied_embedding_starts_at_one_over_root_width() -> None:
-    assert make(tied=True, d_model=128).embedding.weight.std().item() == pytest.approx(
-        128**-0.5, rel=0.05
-    )
+    assert writers == 2 * 3
 
 
 def test_the_same_generator_gives_the_same_weights_and_another_does_not() -> None:
-    one, same, other = make(), make(), make()
+    first, same, other = make(), make(), make()
     other.init_weights(torch.Generator().manual_seed(1))
-    for (name, a), b, c in zip(
-        one.state_dict().items(),
-        same.state_dict().values(),
-        other.state_dict().values(),
-    ):
-        assert torch.equal(a, b), name
-        assert "norm" in name or not torch.equal(a, c), name
+    for name, weight in first.state_dict().items():
+        assert torch.equal(weight, same.state_dict()[name]), name
+        assert "norm" in name or not torch.equal(weight, other.state_dict()[name]), name
 
 
 def test_later_tokens_never_change_earlier_logits() -> None:
-    for attention, norm_order in itertools.product(("mha", "mla"), NORM_ORDERS):
-        model = make(
-            attention=attention, norm_order=norm_order, spec=preset("baseline_logn")
-        ).double()
+    for attention, order in itertools.product(("mha", "mla"), NORM_ORDERS):
+        spec = preset("baseline_logn")
+        model = make(attention=attention, norm_order=order, spec=spec).double()
         tokens = torch.randint(VOCAB, (2, 9))
         changed = tokens.clone()
         changed[:, 5:] = (changed[:, 5:] + 1) % VOCAB
-        one, other = model(tokens), model(changed)
-        assert torch.equal(one[:, :5], other[:, :5])
-        assert not torch.allclose(one[:, 5:], other[:, 5:])
+        logits, others = model(tokens), model(changed)
+        assert torch.equal(logits[:, :5], others[:, :5])
+        assert not torch.allclose(logits[:, 5:], others[:, 5:])
 
 
 def test_left_padding_leaves_the_logits_of_the_real_tokens_alone() -> None:
     model = make(spec=preset("qwen3"), n_kv_heads=2).double()
-    tokens = torch.randint(VOCAB, (2, 7))
-    pad = torch.tensor([0, 3])[:, None]
-    pos, real = (torch.arange(7) - pad).clamp_min(0), torch.arange(7) >= pad
-    padded = model(tokens, pos=pos, mask=real)
-    assert torch.allclose(padded[1, 3:], model(tokens[1:, 3:])[0], rtol=0, atol=1e-11)
+    tokens, padding = torch.randint(VOCAB, (2, 7)), torch.tensor([0, 3])[:, None]
+    pos, real = (torch.arange(7) - padding).clamp_min(0), torch.arange(7) >= padding
+    padded, alone = model(tokens, pos=pos, mask=real), model(tokens[1:, 3:])
+    torch.testing.assert_close(padded[1, 3:], alone[0], rtol=0, atol=1e-11)
 
 
-def test_every_parameter_gets_a_gradient() -> None:
-    for attention, latent_norm in (("mha", False), ("mla", True)):
-        model = make(
-            attention=attention,
-            latent_norm=latent_norm,
-            spec=preset("qwen3"),
-            mlp="swiglu",
-        )
-        model(torch.randint(VOCAB, (2, 9))).square().mean().backward()
-        for name, p in model.named_parameters():
-            assert p.grad is not None, name
-            assert p.grad.abs().max() > 0, name
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+def test_every_parameter_gets_a_gradient(attention: str) -> None:
+    extra = {"latent_norm": True} if attention == "mla" else {}
+    model = make(attention=attention, spec=preset("qwen3"), mlp="swiglu", **extra)
+    model(torch.randint(VOCAB, (2, 9))).square().mean().backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        assert p.grad.abs().max() > 0, name
 
 
 @pytest.mark.parametrize(
@@ -160,8 +134,7 @@ def test_bad_choices_are_refused_when_the_configuration_is_made(
 
 
 def test_bad_tokens_are_refused() -> None:
-    model = make()
-    with pytest.raises(ShapeError, match=r"\[batch tokens\].*\(3,\)"):
-        model(torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(InvalidTypeError, match=r"integer.*float32"):
-        model(torch.zeros(2, 3))
+    with pytest.raises(ShapeError):
+        make()(torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(InvalidTypeError):
+        make()(torch.zeros(2, 3))

@@ -187,9 +187,8 @@ def test_a_notebook_that_plots_heads(folder: Path) -> None:
         cell["outputs"] for cell in json.loads(Path("a.ipynb").read_text())["cells"]
     )
     page = "".join(live[-1]["data"]["text/html"])
-    assert (
-        "step 50" in page
-    )  # the live view ends with the last sample, its table and its curve
+    # The live view ends with the last sample, its table and its curve.
+    assert "step 50" in page
     assert "polyline" in page
     assert "<td" in "".join(monitor[0]["data"]["text/html"])
     assert all(

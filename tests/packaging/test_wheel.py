@@ -46,9 +46,8 @@ def test_the_description_on_a_package_index_has_no_link_that_leads_nowhere(
 
 def test_the_installed_wheel_imports_and_attends(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(
-        target
-    )  # all that installing a wheel of pure Python does
+    # All that installing a wheel of pure Python does.
+    zipfile.ZipFile(wheel).extractall(target)
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import qkeel, torch; "
         "assert qkeel.__file__.startswith(sys.argv[1]), qkeel.__file__; "
@@ -73,15 +72,17 @@ def test_one_version_everywhere() -> None:
     assert f"version: {qkeel.__version__}" in citation
 
 
+# Where the package that is imported has another name.
 DISTRIBUTIONS = {
     "PIL": "pillow",
     "mlflow": "mlflow_skinny",
-}  # where the package that is imported has another name
+}
+# By torch; a stub for types; there in every notebook.
 BROUGHT = {
     "triton",
     "_typeshed",
     "IPython",
-}  # by torch; a stub for types; there in every notebook
+}
 OURS = {"dev", "docs", "bench", "cross"}  # extras for work on qkeel itself
 
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import math
 import os
 import resource
-import sys
 from pathlib import Path
 
 import pytest
 
-from qkeel.cli.app import main
 from qkeel.errors import DamagedFileError, InvalidValueError, RunDirectoryError
 from qkeel.records import (
     append_line,
     read_json,
     read_lines,
     read_object,
-    write_bytes,
     write_json,
     write_text,
 )
@@ -37,16 +32,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     )  # any JSON reader can
     write_json(tmp_path / "nan.json", {"x": math.nan})
     assert math.isnan(read_json(tmp_path / "nan.json")["x"])
-
-
-def test_files_are_readable_by_others_and_leave_no_temporary_behind(
-    tmp_path: Path,
-) -> None:
-    write_text(tmp_path / "x.txt", "ü")
-    write_bytes(tmp_path / "y.bin", b"\0\1")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.txt", "y.bin"]
-    assert (tmp_path / "x.txt").read_bytes() == "ü".encode()
-    assert (tmp_path / "x.txt").stat().st_mode & 0o777 == 0o644
 
 
 def test_a_failing_write_leaves_the_old_file_and_nothing_else(
@@ -91,14 +76,6 @@ def test_a_directory_that_was_moved_away_is_not_made_again(tmp_path: Path) -> No
     make_directory(tmp_path / "new" / "last")
     make_directory(tmp_path / "new" / "last", parents=False)
     assert (tmp_path / "new" / "last").is_dir()
-
-
-def test_lines_come_back_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
-    assert list(read_lines(path)) == []
-    for i in range(3):
-        append_line(path, {"step": i, "x": math.inf})
-    assert list(read_lines(path)) == [{"step": i, "x": math.inf} for i in range(3)]
 
 
 @pytest.mark.parametrize("cut", range(1, 24))
@@ -196,18 +173,6 @@ def test_a_disk_that_is_full_at_the_start_is_one_clear_error(tmp_path: Path) -> 
             locked(tmp_path / "lock", "in use").__enter__()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_full_stream_of_output_is_said_and_is_exit_code_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with open("/dev/full", "wb", buffering=0) as full:
-        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
-        assert main(["presets"]) == 1
-    assert (
-        f"cannot write the output: {os.strerror(errno.ENOSPC)}"
-        in capsys.readouterr().err
-    )
 
 
 def test_toml_has_one_error_for_all_that_cannot_be_read(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from qkeel.errors import (
     DamagedFileError,
-    QkeelError,
     RunDirectoryError,
     UnknownNameError,
 )
@@ -27,10 +26,6 @@ from qkeel.records import (
     write_json,
 )
 from qkeel.records.run_directory import made_on
-
-
-def test_status_follows_the_files() -> None:
-    assert [s.value for s in RunStatus] == ["missing", "started", "failed", "done"]
 
 
 def test_done_wins_over_failed_and_failed_over_started(tmp_path: Path) -> None:
@@ -150,19 +145,6 @@ def test_every_recorded_number_has_a_meaning_and_a_unit() -> None:
         explain_field("max_logits")
 
 
-def test_the_table_has_the_columns_of_the_contract_in_order() -> None:
-    first = "remedy lr seed steps val_loss max_logit end_max_logit end_entropy alarm_step collapsed cpu_seconds"
-    assert list(TABLE_COLUMNS)[:12] == [*first.split(), "run_id"]
-    assert {"capped_max_logit", "max_abs_logit"} <= set(TABLE_COLUMNS)
-
-
-def test_errors_are_also_builtins(tmp_path: Path) -> None:
-    write_json(tmp_path / "config.json", {"a": 1})
-    with pytest.raises(OSError, match="a different configuration") as error:
-        RunDirectory(tmp_path).open({"a": 2})
-    assert isinstance(error.value, QkeelError)
-
-
 @pytest.mark.skipif(shutil.which("git") is None, reason="git makes the repositories")
 def test_the_commit_is_what_git_has_checked_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -187,25 +169,12 @@ def test_the_commit_is_what_git_has_checked_out(
         monkeypatch.chdir(at)
         return made_on().get("commit")
 
-    main, deep, tree = (
-        tmp_path / "main",
-        tmp_path / "main" / "a" / "b",
-        tmp_path / "tree",
-    )
+    deep = tmp_path / "main" / "a"
     deep.mkdir(parents=True)
     assert seen(deep) is None  # no repository at all
-    git("init", "--quiet", at=main)
+    git("init", "--quiet", at=deep.parent)
     assert seen(deep) is None  # nothing is committed yet
-    git("commit", "--quiet", "--allow-empty", "-m", "one", at=main)
-    first = git("rev-parse", "HEAD", at=main)[:12]
-    assert seen(deep) == first
-    git("pack-refs", "--all", at=main)
-    assert seen(deep) == first
-    git("worktree", "add", "--quiet", "-b", "side", str(tree), at=main)
-    git("commit", "--quiet", "--allow-empty", "-m", "two", at=tree)
-    second = git("rev-parse", "HEAD", at=tree)[:12]
-    assert (seen(tree), seen(main)) == (second, first)
-    git("checkout", "--quiet", "--detach", second, at=main)
-    assert seen(deep) == second
-    (main / ".git" / "HEAD").write_bytes(b"\xff\xfe")
-    assert seen(deep) is None
+    git("commit", "--quiet", "--allow-empty", "-m", "one", at=deep.parent)
+    assert seen(deep) == git("rev-parse", "HEAD", at=deep)[:12]
+    monkeypatch.setenv("PATH", "")
+    assert seen(deep) is None  # no git

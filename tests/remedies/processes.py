@@ -21,13 +21,6 @@ from tests.contract.processes.pipelines import INTERLEAVED, pipelined
 from tests.contract.processes.setups import SETUPS
 from tests.contract.processes.watching import Collectives, context_step, made, passes
 from torch import Tensor, distributed, nn
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.func import functional_call
 from torch.nn import functional as F
 
@@ -431,52 +424,6 @@ def refused_before_anything() -> None:
             )
 
 
-def save(folder: Path) -> None:
-    """A run that is saved after four steps and goes on for three."""
-    model, optimizer, handle = started("three at once", "fsdp2")
-    for number in range(4):
-        step(model, optimizer, "fsdp2", number)
-    checkpoint.save(
-        state(model, optimizer, handle), checkpoint_id=str(folder / "checkpoint")
-    )
-    saved = weights(model)
-    for number in range(4, 7):
-        step(model, optimizer, "fsdp2", number)
-    end = weights(model)
-    if dist.rank() == 0:
-        torch.save((saved, end), folder / "weights")
-    distributed.barrier()
-
-
-def go_on(folder: Path) -> None:
-    """The same run from its checkpoint: bit for bit by as many processes, and by others up to the order of sums."""
-    setup = {1: "one", 2: "fsdp2", 4: "hsdp"}[dist.world()]
-    model, optimizer, handle = started("three at once", setup)
-    with torch.no_grad():
-        for p in model.parameters():
-            dist.local(p).mul_(1.5)  # the checkpoint brings all of it back
-    held = state(model, optimizer, handle)
-    checkpoint.load(held, checkpoint_id=str(folder / "checkpoint"))
-    set_model_state_dict(model, held["model"])
-    set_optimizer_state_dict(model, optimizer, held["optimizer"])
-    handle.load(held["remedy"])
-    saved, end = torch.load(folder / "weights")
-    assert farthest(weights(model), saved) == 0
-    for number in range(4, 7):
-        step(model, optimizer, setup, number)
-    assert farthest(weights(model), end) <= (0 if dist.world() == 2 else 1e-12)
-
-
-def state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle
-) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-        "remedy": handle.state(),
-    }
-
-
 FUNCTIONS: tuple[Callable[[], None], ...] = (
     collectives,
     misuses,
@@ -484,7 +431,6 @@ FUNCTIONS: tuple[Callable[[], None], ...] = (
     refused_before_anything,
     heads_that_fully_shard_cuts,
 )
-WITH_FOLDER = (save, go_on)
 
 
 def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
@@ -529,9 +475,6 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         for act in FUNCTIONS:
             if act.__name__ == case:
                 act()
-        for with_folder in WITH_FOLDER:
-            if with_folder.__name__ == case:
-                with_folder(folder)
     end("well")
 
 

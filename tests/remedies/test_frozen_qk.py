@@ -10,7 +10,7 @@ from torch import nn
 
 import qkeel
 
-from .models import attention, decoder, gradients, mla, step_by, train
+from .models import attention, decoder, gradients, step_by, train
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "fused adamw": lambda m: torch.optim.AdamW(
@@ -70,20 +70,3 @@ def test_gains_of_norms_on_q_and_k_stay_and_those_of_v_do_not() -> None:
     assert moved(model, before) == before.keys() - stay
     train(model, optimizer, 1)  # the handle is gone
     assert moved(model, before) == before.keys()
-
-
-def test_every_weight_of_a_latent_logit_stays() -> None:
-    model = mla()
-    optimizer, before = torch.optim.AdamW(model.parameters(), lr=0.1), values(model)
-    on_logit = {
-        s.parameter
-        for site in qkeel.find_sites(model)
-        for s in (*site.query, *site.key)
-    }
-    qkeel.apply(model, "frozen_qk", optimizer)
-    for grads in gradients(model, 3):
-        step_by(model, optimizer, grads)
-    shared = (
-        moved(model, before) & on_logit
-    )  # the latent of keys also makes values: its rows for keys stay
-    assert not shared, shared

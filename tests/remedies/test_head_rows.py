@@ -170,10 +170,7 @@ def test_squares_of_the_parts_add_up_to_those_of_the_heads(
             torch.testing.assert_close(norms[5:], whole)
     assert len(sent) == 2
     squares = torch.cat([s.heads(WHOLE).square().sum((1, 2)) for s in (ROWS, COLUMNS)])
-    torch.testing.assert_close((sent[0] + sent[1])[:5], squares)
-    # What both hold alike is counted once.
-    assert sent[1][5:].eq(0).all()
-    assert sent[0][5:].gt(0).all()
+    torch.testing.assert_close(sent[0] + sent[1], squares)
 
 
 @pytest.mark.parametrize(("s", "dim"), [(ROWS, 0), (ROWS, 1), (COLUMNS, 0), (COLUMNS, 1)])  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
+from qkeel.errors import RefusedError
 
 
 def encoder() -> nn.Module:
@@ -133,19 +133,3 @@ def test_what_is_refused_is_refused_in_the_pass_and_the_model_is_as_it_was() -> 
         qkeel.apply(
             model, "softcap:cap=30"
         )  # nothing would notice if the model were never called
-
-
-def test_the_usual_slips_are_named_in_one_short_sentence() -> None:
-    model = encoder()
-    with pytest.raises(InvalidTypeError, match="got AdamW; write"):
-        qkeel.apply(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
-    with pytest.raises(
-        InvalidTypeError,
-        match=r"got the class AdamW; make one: AdamW\(model.parameters\(\)\)",
-    ):
-        qkeel.apply(model, "lalr", torch.optim.AdamW)  # type: ignore[arg-type]
-    with pytest.raises(
-        InvalidValueError,
-        match="expected an option after the colon of 'qk_norm:', got none",
-    ):
-        qkeel.apply(model, "qk_norm:")

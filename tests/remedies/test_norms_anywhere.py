@@ -339,7 +339,7 @@ def test_projections_whose_weights_a_module_uses_itself_are_normed_as_if_it_call
 @pytest.mark.parametrize(
     "options", ["", ":kind=rms,over=layer,gain=head_dim", ":gain=scalar"]
 )
-def test_an_identity_in_the_place_of_a_norm_is_replaced_and_put_back(
+def test_an_identity_in_the_place_of_a_norm_is_left_there(
     how: str, options: str
 ) -> None:
     class Spare(Hand):
@@ -354,22 +354,10 @@ def test_an_identity_in_the_place_of_a_norm_is_replaced_and_put_back(
             return self.q_norm(q), self.k_norm(k), v
 
     model, plain, x = Spare(), Hand("fused", how), torch.randn(2, 6, 16)
-    y, parts = model(x), list(model.named_modules())
+    y, names = model(x), list(model.state_dict())
     handle = qkeel.apply(model, f"qk_norm{options}", batch=x)
     qkeel.apply(plain, f"qk_norm{options}", batch=x)
     assert torch.equal(model(x), plain(x))
-    assert {n for n, _ in model.named_parameters()} == {
-        n for n, _ in plain.named_parameters()
-    }
     handle.remove()
-    assert list(model.named_modules()) == parts
+    assert list(model.state_dict()) == names
     assert torch.equal(model(x), y)
-
-
-def test_a_name_that_is_taken_is_refused() -> None:
-    model, x = Hand("linear"), torch.randn(2, 6, 16)
-    model.k_norm = nn.LayerNorm(4)
-    before = everything(model)
-    with pytest.raises(RefusedError, match="already has an attribute k_norm"):
-        qkeel.apply(model, "qk_norm", batch=x)
-    assert everything(model) == before

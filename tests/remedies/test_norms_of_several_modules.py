@@ -110,7 +110,7 @@ def test_the_logits_are_those_of_heads_normed_where_they_are_made(kind: str) -> 
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("adapter", "are summed to give q"), ("adapter at zero", "is zero")],
+    [("adapter", "a sum of several outputs"), ("adapter at zero", "is zero")],
 )
 def test_outputs_of_several_modules_that_are_added_up_are_refused(
     kind: str, reason: str

@@ -94,16 +94,6 @@ def test_four_processes_on_meshes_of_two_axes(tmp_path: Path) -> None:
     run(tmp_path, 4, with_remedies(quick=False, processes=4), limit=900)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_checkpoint_of_two_processes_goes_on_on_two_four_and_one(
-    tmp_path: Path,
-) -> None:
-    run(tmp_path, 2, ["save", "go_on"])
-    run(tmp_path, 4, ["go_on"])
-    run(tmp_path, 1, ["go_on"])
-
-
 def test_a_head_is_clipped_by_the_largest_logit_of_all_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -184,23 +174,13 @@ def test_under_deepspeeds_zero_what_cannot_act_is_refused_by_its_name(
     optimizer = torch.optim.AdamW(model.parameters())
     handle = qkeel.apply(model, "lalr", optimizer)
     engine = Engine(model, stage)  # as deepspeed.initialize makes it afterwards
-    for _ in range(2):
-        engine.module(torch.randn(1, 5, 16, dtype=torch.float64)).sum().backward()
-        if stage:
-            whole = [p.data for p in model.parameters()]
-            for p in (
-                model.parameters() if stage == 3 else ()
-            ):  # which keeps none between passes
-                p.data = p.data[:0]
+    engine.module(torch.randn(1, 5, 16, dtype=torch.float64)).sum().backward()
+    if stage:
+        for p in model.parameters() if stage == 3 else ():
+            p.data = p.data[:0]  # which keeps none between passes
+        for _ in range(2):
             with refused:
                 optimizer.step()
-            for p, data in zip(model.parameters(), whole):
-                p.data = data
-        else:
-            optimizer.step()
-    handle.remove()
-    if stage == 3:
-        with pytest.raises(RefusedError, match="ZeRO"):
-            qkeel.watch(engine)
     else:
-        qkeel.watch(engine).close()
+        optimizer.step()
+    handle.remove()

@@ -270,3 +270,25 @@ def test_a_model_that_is_cast_to_half_precision_after_apply_is_refused_in_the_st
     optimizer.zero_grad()
     with pytest.raises(RefusedError, match="bfloat16"):
         trained(model, optimizer, 1)
+
+
+def test_a_model_that_is_cast_to_double_precision_after_apply_takes_exact_steps() -> (
+    None
+):
+    model = decoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with qkeel.apply(model, "lalr:tau=0.25", optimizer):
+        trained(model, optimizer, 1)
+        model.double()
+        weight = model.get_parameter("blocks.0.attention.v_proj.weight")
+        query = model.get_parameter("blocks.0.attention.q_proj.weight")
+        key = model.get_parameter("blocks.0.attention.k_proj.weight")
+        before = [p.detach().clone() for p in (weight, query, key)]
+        optimizer.zero_grad()
+        trained(model, optimizer, 1)
+    for p, old, exact in zip((weight, query, key), before, (True, False, False)):
+        full = old - 0.5 * p.grad  # type: ignore[operator]
+        assert torch.allclose(p, full, rtol=1e-12) is exact
+        # Norms have changed little since the start, in float32 then and in float64 now.
+        near = old - 0.125 * p.grad  # type: ignore[operator]
+        assert exact or (p - near).abs().max() < 0.05 * (near - old).abs().max()

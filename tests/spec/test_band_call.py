@@ -143,6 +143,7 @@ BANDS: list[tuple[int, int, list[tuple[int, int, int, int]]]] = [
     (7, 4, [(0, 7, 0, 4)]),
     (9, 9, [(0, 3, 0, 3), (3, 3, 3, 3), (3, 8, 3, 8)]),
     (8, 9, [(0, 2, 0, 5), (2, 6, 5, 6), (6, 7, 6, 9)]),
+    (7, 9, [(0, 3, 0, 3), (3, 6, 3, 6)]),
 ]
 SIDES = ((-1, -1), (2, 0), (0, 3), (1, -1), (-1, 1), (2, 2))
 
@@ -200,7 +201,7 @@ def test_who_sees_whom_and_with_which_bias_pair_by_pair(
     )
     lengths = None
     if is_packed:
-        lengths = ends[0] if ends[0].equal(ends[1]) and t == s else tuple(ends)
+        lengths = ends[0] if ends[0].equal(ends[1]) else tuple(ends)
     for window in SIDES:
         call = band_call(plain, window=window, slopes=slopes, cu_seqlens=lengths)
         if not isinstance(call, BandCall):

@@ -20,8 +20,8 @@ from qkeel.cli.commands import (
     command_line,
     commands,
     example,
+    group,
 )
-from qkeel.cli.commands import group as in_help
 from qkeel.cli.output import printable
 from qkeel.cli.retired import retired
 from qkeel.errors import QkeelError
@@ -29,6 +29,7 @@ from qkeel.errors import QkeelError
 USAGES = {
     "watch": "Usage: qkeel watch [OPTIONS] -- COMMAND"
 }  # where cyclopts' own would mislead
+ALL_OPTIONS = f"{HELP_ALL} shows every option.\n\n"
 _FULL = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -48,69 +49,33 @@ def make_app(words: Sequence[str]) -> App:
         version=qkeel.__version__,
         suppress_keyboard_interrupt=False,
     )
-    groups = {title: Group(title, sort_key=i) for i, title in enumerate(GROUPS)}
-    about = "Many runs, one table and one report."
+    titles = {title: Group(title, sort_key=i) for i, title in enumerate(GROUPS)}
+    example_of = {command: f"Example: {example(command)}" for command in commands()}
     study = app.command(
         App(
             name="study",
-            group=groups["Compare"],
-            help=about,
-            help_epilogue=_example("study"),
+            group=titles["Compare"],
+            help="Many runs, one table and one report.",
+            help_epilogue=f"{ALL_OPTIONS}Example: {example('study')}",
         )
     )
     for command, (place, line) in commands().items():
-        group, _, name = command.rpartition(" ")
-        shown = None if name in words else line
-        title = groups[in_help(command)]
-        (study if group else app).command(
+        parent, _, name = command.rpartition(" ")
+        has_more = parent or command in ("run", "demo")
+        (study if parent else app).command(
             place,
             name=name,
-            help=shown,
-            help_epilogue=_example(command),
+            help=None if name in words else line,
+            help_epilogue=(ALL_OPTIONS if has_more else "") + example_of[command],
             usage=USAGES.get(command),
-            group=title,
+            group=titles[group(command)],
         )
     return app
-
-
-def _example(command: str) -> str:
-    more = (
-        f"{HELP_ALL} shows every option.\n\n"
-        if command in ("run", "demo") or " " in command
-        else ""
-    )
-    return f"{more}Example: {example(command)}"
 
 
 def _before_dashes(arguments: Sequence[str]) -> Sequence[str]:
     """The words that belong to qkeel itself; the words after -- are another command."""
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
-
-
-def _about_commas(words: Sequence[str], error: str) -> str:
-    """Returns the error, with a hint added if it quotes a value with commas, as several values may have been meant."""
-    values = [
-        word.partition("=")[2] if word.startswith("--") else word for word in words
-    ]
-    meant = next(
-        (
-            v.split(",")
-            for v in values
-            if "," in v and v in error and "=" not in v.partition(",")[2]
-        ),
-        [],
-    )
-    hint = f". If an option takes several values, separate them with spaces: {' '.join(meant)}"
-    return error.rstrip(".") + hint if meant else error
-
-
-def _in_words(error: CycloptsError) -> str:
-    """What is wrong with a command line and what to type, reworded if the message of cyclopts is hard to understand."""
-    command = " ".join(error.command_chain or ())
-    if isinstance(error, MissingArgumentError) and error.argument is not None:
-        name = error.argument.name
-        return f"qkeel {command} needs {name}; for example: {example(command)}"
-    return str(error)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -129,14 +94,11 @@ def main(arguments: Sequence[str]) -> int:
         )
         sys.stdout.flush()  # here a full disk can still be reported; at the interpreter's end it cannot
     except (CycloptsError, QkeelError) as error:
-        said = _in_words(error) if isinstance(error, CycloptsError) else str(error)
-        print(
-            "error: "
-            + printable(
-                _about_commas(_before_dashes(arguments), " ".join(said.split()))
-            ),
-            file=sys.stderr,
-        )
+        text = str(error)
+        if isinstance(error, MissingArgumentError) and error.argument is not None:
+            command = " ".join(error.command_chain or ())
+            text = f"qkeel {command} needs {error.argument.name}; for example: {example(command)}"
+        print(f"error: {printable(' '.join(text.split()))}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print(f"interrupted. Resume with: {command_line()}", file=sys.stderr)
@@ -145,16 +107,13 @@ def main(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except OSError as error:
-        if (
-            error.filename is not None or error.errno == errno.ENOENT
-        ):  # without a name: the current folder is gone
-            what = (
-                "the current folder"
-                if error.filename is None
-                else repr(str(error.filename))
-            )
+        # Without a name, the current folder is gone.
+        if error.filename is not None or error.errno == errno.ENOENT:
+            path = "the current folder"
+            if error.filename is not None:
+                path = repr(str(error.filename))
             print(
-                f"error: cannot use {what}: {error.strerror}. Give a different path.",
+                f"error: cannot use {path}: {error.strerror}. Give a different path.",
                 file=sys.stderr,
             )
             return USAGE

@@ -74,28 +74,22 @@ EXAMPLES = {
 
 def commands() -> dict[str, tuple[str, str]]:
     """Returns the location and the summary of each command: those in COMMANDS, `qkeel demo` and `qkeel study NAME`."""
-    found = {
-        command: (place, _summary(*place.split(":")))
+    places = {
+        command: (f"qkeel.cli.{place}", _summary(*place.split(":")))
         for command, place in COMMANDS.items()
     }
     for name, study in STUDIES.items():
-        found["demo" if name == "demo" else f"study {name}"] = f"run:{name}", study.line
-    return {
-        command: (f"qkeel.cli.{place}", line)
-        for command, (place, line) in found.items()
-    }
+        command = "demo" if name == "demo" else f"study {name}"
+        places[command] = f"qkeel.cli.run:{name}", study.line
+    return places
 
 
 @functools.cache
 def _summary(module: str, name: str) -> str:
     """Returns the first line of a command's docstring, read from the file because an import would load torch."""
     text = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
-    return (
-        text.partition(f"\ndef {name}(")[2]
-        .partition('"""')[2]
-        .partition("\n")[0]
-        .removesuffix('"""')
-    )
+    docstring = text.partition(f"\ndef {name}(")[2].partition('"""')[2]
+    return docstring.partition("\n")[0].removesuffix('"""')
 
 
 def example(command: str) -> str:
@@ -114,27 +108,17 @@ def overview() -> str:
     """Returns the text of `qkeel --help`: the commands by purpose, with one line each, and examples to start with."""
     lines = {command: line for command, (_, line) in commands().items()}
     width = max(map(len, lines)) + 4
-    parts = []
+    parts = [
+        "Usage: qkeel COMMAND [OPTIONS]",
+        "",
+        "Keeps attention logits on an even keel. For help on a command: qkeel COMMAND --help",
+    ]
     for name, members in GROUPS.items():
-        own = [
-            *members,
-            *sorted(c for c in lines if c not in members and group(c) == name),
-        ]
-        rows = (f"  {command:<{width - 2}}{lines[command]}" for command in own)
-        parts += [
-            "",
-            f"{name}:",
-            *(textwrap.fill(row, 100, subsequent_indent=" " * width) for row in rows),
-        ]
-    first = (EXAMPLES[name] for name in ("demo", "watch", "report"))
-    return "\n".join(
-        [
-            "Usage: qkeel COMMAND [OPTIONS]",
-            "",
-            "Keeps attention logits on an even keel. For help on a command: qkeel COMMAND --help",
-            *parts,
-            "",
-            "Examples:",
-            *(f"  {line}" for line in first),
-        ]
-    )
+        others = [c for c in lines if c not in members and group(c) == name]
+        parts += ["", f"{name}:"]
+        for command in (*members, *sorted(others)):
+            row = f"  {command:<{width - 2}}{lines[command]}"
+            parts.append(textwrap.fill(row, 100, subsequent_indent=" " * width))
+    parts += ["", "Examples:"]
+    parts += [f"  {EXAMPLES[name]}" for name in ("demo", "watch", "report")]
+    return "\n".join(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from rich.console import Console
 from rich.markup import escape
@@ -40,12 +40,10 @@ def spent(seconds: float) -> str:
     """
     if seconds < 60:
         return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return (
-        f"{minutes} min {rest:02d} s"
-        if minutes < 60
-        else f"{minutes // 60} h {minutes % 60:02d} min"
-    )
+    minutes, seconds = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 @final
@@ -56,40 +54,35 @@ class StudyView:
         self.console = console
         self.runs = {str(run_directory(out, run)): run for run in runs}
         self.over: set[str] = set()
-        self.before = sum(
-            last_step(Path(place)) for place in self.runs
-        )  # steps that earlier processes took
+        # Steps that earlier processes took.
+        self.before = sum(last_step(Path(directory)) for directory in self.runs)
         self.started = time.monotonic()
 
     def on_outcome(self, outcome: Outcome) -> None:
-        """Prints the line of a run that has ended."""
+        """Prints the line of a run that has ended, with the time left by the steps that all runs took since the start
+        if that is 10 s or more."""
         self.over.add(outcome.directory)
         run = self.runs[outcome.directory]
-        name = f"[{len(self.over)}/{len(self.runs)}] {run.title}"
-        self.console.print(
-            escape(f"{name}: {self._result(outcome)}{self._left()}"),
-            highlight=False,
-            soft_wrap=True,
-        )
-
-    def _left(self) -> str:
-        """Returns the time left by the steps that all runs took since the start, or "" if unknown or below 10 s."""
-        steps = {
-            place: run.config.steps if place in self.over else last_step(Path(place))
-            for place, run in self.runs.items()
-        }
-        done = sum(steps.values())
-        rest = sum(run.config.steps for run in self.runs.values()) - done
-        here = done - self.before
-        seconds = (time.monotonic() - self.started) * rest / max(here, 1)
-        return f"; about {spent(seconds)} left" if here > 0 and seconds >= 10 else ""
-
-    def _result(self, outcome: Outcome) -> str:
         if outcome.error:
-            return f"failed: {outcome.error.splitlines()[0] if outcome.error else ''}"
-        row = RunDirectory(Path(outcome.directory)).summary()
-        collapsed = ", collapsed" if row["collapsed"] else ""
-        return f"val_loss {row['val_loss']:.3f}, max logit {number(row['max_logit'])}{collapsed}"
+            text = f"failed: {outcome.error.splitlines()[0]}"
+        else:
+            row = RunDirectory(Path(outcome.directory)).summary()
+            text = (
+                f"val_loss {row['val_loss']:.3f}, max logit {number(row['max_logit'])}"
+            )
+            text += ", collapsed" if row["collapsed"] else ""
+        taken, total = -self.before, 0
+        for directory, planned in self.runs.items():
+            is_over = directory in self.over
+            steps = planned.config.steps
+            taken += steps if is_over else last_step(Path(directory))
+            total += steps
+        left = total - self.before - taken
+        seconds = (time.monotonic() - self.started) * left / max(taken, 1)
+        if taken > 0 and seconds >= 10:
+            text += f"; about {spent(seconds)} left"
+        line = f"[{len(self.over)}/{len(self.runs)}] {run.title}: {text}"
+        self.console.print(escape(line), highlight=False, soft_wrap=True)
 
 
 @final
@@ -124,61 +117,58 @@ class RunView:
 
 def extrapolated(table: Sequence[Row]) -> Table:
     """Returns a table of accuracies and the shares of accuracy retained, by block, form, method and length."""
-    shown = Table(box=None, pad_edge=False)
-    names = (
-        "accuracy_train",
-        "accuracy_nonrepeat",
-        "accuracy_repeat",
-        "kept_nonrepeat",
-    )
-    for head in ("block", "form", "post hoc"):
-        shown.add_column(head)
-    for head in ("length", "trained", "non-repeat", "repeat", "kept", "seeds"):
-        shown.add_column(head, justify="right")
-    keys = ("block", "form", "posthoc", "test_length")
-    for key in dict.fromkeys(tuple(row[k] for k in keys) for row in table):
-        rows = [
-            row
-            for row in table
-            if tuple(row[k] for k in keys) == key
-            and row["accuracy_nonrepeat"] is not None
-        ]
-        means = (
-            [100 * sum(row[name] or 0 for row in rows) / len(rows) for name in names]
-            if rows
-            else []
-        )
-        cells = (
-            [*(f"{mean:.1f}" for mean in means), str(len(rows))] if rows else ["–"] * 5
-        )
+    shown = _table("block", "form", "post hoc")
+    for title in ("length", "trained", "non-repeat", "repeat", "kept", "seeds"):
+        shown.add_column(title, justify="right")
+    names = ("train", "nonrepeat", "repeat")
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in table:
+        key = tuple(row[k] for k in ("block", "form", "posthoc", "test_length"))
+        rows = groups.setdefault(key, [])
+        if row["accuracy_nonrepeat"] is not None:
+            rows.append(row)
+    for key, rows in groups.items():
+        cells = ["–"] * 5
+        if rows:
+            fields = [*(f"accuracy_{name}" for name in names), "kept_nonrepeat"]
+            means = [_mean([row[field] or 0 for row in rows]) for field in fields]
+            cells = [*(f"{100 * mean:.1f}" for mean in means), str(len(rows))]
         shown.add_row(*map(str, key), *cells)
     return shown
 
 
 def ranking(table: Sequence[Row]) -> Table:
     """Returns a table of the held-out loss and the largest logit, by remedy and learning rate."""
-    rows = [row for row in table if row["status"] == "done"]
-    lrs = sorted({row["lr"] for row in rows})
-    shown = Table(box=None, pad_edge=False)
-    shown.add_column("remedy", overflow="fold")
+    done = [row for row in table if row["status"] == "done"]
+    lrs = sorted({row["lr"] for row in done})
+    shown = _table("remedy")
     for lr in lrs:
         shown.add_column(f"lr {lr:g}", justify="right")
-    for remedy in dict.fromkeys(row["remedy"] for row in rows):
+    for remedy in dict.fromkeys(row["remedy"] for row in done):
         cells = []
         for lr in lrs:
-            here = [row for row in rows if row["remedy"] == remedy and row["lr"] == lr]
-            mean = sum(row["val_loss"] for row in here) / len(here) if here else None
-            top = max((row["max_logit"] for row in here), default=None)
-            right = [
-                row["val_accuracy"]
-                for row in here
-                if row.get("val_accuracy") is not None
-            ]
-            share = f", {100 * sum(right) / len(right):.1f} % correct" if right else ""
-            bleu = [row["val_bleu"] for row in here if row.get("val_bleu") is not None]
-            share += f", BLEU {sum(bleu) / len(bleu):.1f}" if bleu else ""
-            cells.append(
-                f"{mean:.3f}{share} ({number(top)})" if mean is not None else "–"
-            )
+            rows = [row for row in done if (row["remedy"], row["lr"]) == (remedy, lr)]
+            if not rows:
+                cells.append("–")
+                continue
+            cell = f"{_mean([row['val_loss'] for row in rows]):.3f}"
+            for field, factor, text in (
+                ("val_accuracy", 100, ", {:.1f} % correct"),
+                ("val_bleu", 1, ", BLEU {:.1f}"),
+            ):
+                values = [row[field] for row in rows if row.get(field) is not None]
+                cell += text.format(factor * _mean(values)) if values else ""
+            cells.append(f"{cell} ({number(max(row['max_logit'] for row in rows))})")
         shown.add_row(escape(remedy), *cells)
     return shown
+
+
+def _table(*titles: str) -> Table:
+    shown = Table(box=None, pad_edge=False)
+    for title in titles:
+        shown.add_column(title, overflow="fold")
+    return shown
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

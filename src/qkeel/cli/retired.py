@@ -35,15 +35,11 @@ def retired(words: Sequence[str]) -> str | None:
     >>> retired(["report", "replay"]) is None
     True
     """
-    command = words[0] if words else ""
-    options = {word.partition("=")[0] for word in words[1:]}
+    options = {word.partition("=")[0] for word in words}
     for name, instead in RETIRED.items():
         first, _, second = name.partition(" ")
-        is_named = first == command
-        if second.startswith("--"):
-            is_named = is_named and second in options
-        elif second:
-            is_named = is_named and words[1:2] == [second]
-        if is_named:
+        is_option = second.startswith("--")
+        is_second = second in options if is_option else [second] == [*words[1:2]]
+        if [first] == [*words[:1]] and (not second or is_second):
             return f"`qkeel {name}` is gone: {instead}"
     return None

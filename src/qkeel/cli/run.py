@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 import types
 import typing
@@ -129,55 +130,50 @@ def view(
     docs = {section: _documents(cls) for section, (cls, _) in _SECTIONS.items()}
     flags = list(more)
     for flag, (section, field) in _ENTRIES.items():
-        if (section, field) not in without:
-            cls, group = _SECTIONS[section]
-            shown = _parameter(
-                flag, cls, field, group, docs[section][field], flag in several
+        if (section, field) in without:
+            continue
+        cls, title = _SECTIONS[section]
+        kind = _kinds(cls)[field]
+        default = next(f.default for f in dataclasses.fields(cls) if f.name == field)
+        help_text = docs[section][field]
+        shown: dict[str, Any] = {}
+        if flag in several:  # a list of the field's type, without None
+            kind = (
+                typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
             )
-            flags.append((flag, _kind(cls, field, flag in several), shown))
+            kind = list[kind]
+            help_text += " Several values are compared side by side."
+            shown = {"consume_multiple": True, "negative_iterable": ()}
+        if default not in (None, ""):
+            help_text += f" [default: {'false' if default is False else default}]"
+        dashed = flag.replace("_", "-")
+        parameter = Parameter(
+            name=f"--{dashed}",
+            group=title,
+            help=help_text,
+            show_default=False,
+            negative=f"--no-{dashed}" if isinstance(default, bool) else None,
+            show=flag in _COMMON or HELP_ALL in sys.argv,
+            **shown,
+        )
+        flags.append((flag, kind, parameter))
     fields = [
-        (flag, Annotated[_optional(kind), shown], dataclasses.field(default=None))
-        for flag, kind, shown in flags
+        (flag, Annotated[_optional(kind), parameter], dataclasses.field(default=None))
+        for flag, kind, parameter in flags
     ]
-    made = dataclasses.make_dataclass("RunFlags", fields, frozen=True, kw_only=True)
-    made.__module__ = __name__  # else it passes for a built-in type
-    return made
-
-
-def _kind(cls: type, field: str, several: bool) -> object:
-    """The type of a field's flag. If the flag takes several values, it is a list of the field's type without None."""
-    kind: Any = _kinds(cls)[field]
-    alone = typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
-    return list[alone] if several else kind
-
-
-def _parameter(
-    flag: str, cls: type, field: str, group: str, line: str, several: bool
-) -> Parameter:
-    default = next(f.default for f in dataclasses.fields(cls) if f.name == field)
-    shown = (
-        ""
-        if default in (None, "")
-        else f" [default: {str(default).lower() if default is False else default}]"
+    view_class = dataclasses.make_dataclass(
+        "RunFlags", fields, frozen=True, kw_only=True
     )
-    dashed = flag.replace("_", "-")
-    negative = f"--no-{dashed}" if isinstance(default, bool) else None
-    return Parameter(
-        name=f"--{dashed}",
-        group=group,
-        help=f"{line}{' Several values are compared side by side.' * several}{shown}",
-        show_default=False,
-        negative=negative,
-        show=flag in _COMMON or HELP_ALL in sys.argv,
-        **({"consume_multiple": True, "negative_iterable": ()} if several else {}),
-    )
+    view_class.__module__ = __name__  # else it passes for a built-in type
+    return view_class
 
 
 @functools.cache  # the command of each study asks for the same five
 def _documents(cls: type) -> dict[str, str]:
-    parsed = docstring_parser.parse_from_object(cls)
-    said = {p.arg_name: " ".join((p.description or "").split()) for p in parsed.params}
-    return said | {"remedy": "Spec string of the remedy, like lalr:tau=0.1+qk_clip."}
+    documents = {"remedy": "Spec string of the remedy, like lalr:tau=0.1+qk_clip."}
+    for p in docstring_parser.parse_from_object(cls).params:
+        documents.setdefault(p.arg_name, " ".join((p.description or "").split()))
+    return documents
 
 
 def _optional(kind: object) -> object:
@@ -194,12 +190,11 @@ def configure(
     )
     study = values.pop("study", {})
     for flag, (section, field) in _ENTRIES.items():
-        given = vars(flags).get(flag)
-        given = (
-            given[0] if isinstance(given, list) else given
-        )  # several values go to the grid, which overrides this
-        if given is not None:
-            (values.setdefault(section, {}) if section else values)[field] = given
+        value = vars(flags).get(flag)
+        # Several values go to the grid, which overrides this.
+        value = value[0] if isinstance(value, list) else value
+        if value is not None:
+            (values.setdefault(section, {}) if section else values)[field] = value
     if not isinstance(study, dict):
         raise InvalidValueError(
             f"expected [study] to be a table, got {study!r}; write [study] on one line and its options on the lines "
@@ -282,15 +277,15 @@ def _stop_on_interrupt() -> Callable[[], bool]:
     The second Ctrl-C stops at once. If the process was started with SIGINT ignored (`qkeel run &`), neither has an
     effect.
     """
-    asked: list[bool] = []
+    interrupted = threading.Event()
 
     def handler(number: int, frame: FrameType | None) -> None:
-        asked.append(True)
+        interrupted.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, handler)
-    return lambda: bool(asked)
+    return interrupted.is_set
 
 
 # `qkeel study` and `qkeel demo`: many runs, one table, one report. Each study says which options its command has.
@@ -347,13 +342,14 @@ def study_command(name: str) -> Callable[..., int]:
             with _without_compiler():
                 quick_demo(lambda line: print_line(console, line))
             return OK
-        names = (*(option.name for option in study.options), *study.axes)
-        given = {
-            name: value for name in names if (value := vars(flags)[name]) is not None
-        }
+        names = [*(option.name for option in study.options), *study.axes]
         config, table = configure(flags, recipe, study.base or starting(flags))
-        _check_table(table, study)
-        request = study.request(config, study.grid, {**table, **given})
+        switches = [option.name for option in study.options if option.kind is bool]
+        for key in table:
+            check_known("key in [study]", key, {*names} - {*switches})
+        options = {name: vars(flags)[name] for name in names}
+        options = {name: x for name, x in options.items() if x is not None}
+        request = study.request(config, study.grid, {**table, **options})
         with _without_compiler() if name == "demo" else contextlib.nullcontext():
             return run_study(study, *request, out=out, how=how)
 
@@ -377,14 +373,13 @@ def _without_compiler() -> Iterator[None]:
     slower without one.
     """
     name = "QKEEL_NATIVE"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "0"
+    is_set = name in os.environ
+    os.environ.setdefault(name, "0")
     try:
         yield
     finally:
-        os.environ.pop(name, None)
+        if not is_set:
+            del os.environ[name]
 
 
 def _flag(option: StudyOption) -> Flag:
@@ -398,16 +393,6 @@ def _flag(option: StudyOption) -> Flag:
         negative=() if option.kind is bool else None,
     )
     return option.name, option.kind, shown
-
-
-def _check_table(table: Settings, study: Study) -> None:
-    """Raises UnknownNameError for a key of a recipe's [study] table that the study does not know."""
-    known = [
-        *(option.name for option in study.options if option.kind is not bool),
-        *study.axes,
-    ]
-    for key in table:
-        check_known("key in [study]", key, known)
 
 
 # A study from the command line: plan, progress, table, report, exit code.
@@ -435,14 +420,18 @@ def run_study(
         out: the directory of the study.
         how: options for the execution, such as the number of processes and the dry run.
     """
-    console, jobs = (
-        make_console(),
-        how.jobs if how.jobs is not None else default_jobs(how.executor),
-    )
+    console = make_console()
+    jobs = default_jobs(how.executor) if how.jobs is None else how.jobs
     execution = Execution(workers=jobs, executor=how.executor, command=command_line())
     plan = make_plan(study, base, grid, contexts)
     if grid.tuning_seeds and not how.dry_run:
-        plan = _tuned(console, plan, out, execution)
+        trial = tuning_plan(plan)
+        console.print(
+            f"{len(trial.runs)} runs to choose the learning rates", highlight=False
+        )
+        plan = tuned_plan(plan, _execute(console, trial, out / FOLDER, execution).table)
+        for choice in plan.tuned:
+            print_line(console, in_words(choice))
     baseline = canonical(how.baseline)
     if baseline != BASELINE:
         check_known("baseline", baseline, {run.config.remedy for run in plan.runs})
@@ -451,13 +440,18 @@ def run_study(
     at_once = (
         f"{jobs} at once" if jobs > 0 else "as many at once as the cluster has cores"
     )
-    console.print(
-        f"{len(plan.runs)} runs, {len(left)} to do, {at_once}", highlight=False
-    )
-    if left and not how.dry_run and (said := _estimate(left, jobs, least=_LONG)):
-        print_line(console, said)
+    print_line(console, f"{len(plan.runs)} runs, {len(left)} to do, {at_once}")
     if how.dry_run:
-        return _dry_run(console, plan, out, left, jobs)
+        for run in plan.runs:
+            state = "to do" if run in left else "done"
+            name = run_directory(out, run).name
+            print_line(
+                console, f"{name}  {run.title}, {run.config.steps} steps: {state}"
+            )
+        print_line(console, f"{_estimate(left, jobs)}; nothing was written")
+        return OK
+    if left and (estimate := _estimate(left, jobs, least=_LONG)):
+        print_line(console, estimate)
     page = StudyPage(out, baseline)
     if len(left) > 2:
         print_line(
@@ -466,7 +460,14 @@ def run_study(
         )
     result = _execute(console, plan, out, execution, page)
     write(out, page.file, baseline=baseline)
-    _print_tables(console, plan, result)
+    if plan.contexts:
+        print_line(console, "next-token accuracy in %, mean over seeds:")
+        console.print(extrapolated(result.long_table))
+    for role in () if plan.contexts else dict.fromkeys(run.role for run in plan.runs):
+        ids = {run.config.run_id for run in plan.runs if run.role == role}
+        title = "" if role == "grid" else f"{role}: "
+        print_line(console, f"{title}mean val_loss over seeds (largest max logit):")
+        console.print(ranking([row for row in result.table if row["run_id"] in ids]))
     for failure in result.failures:
         print_line(console, f"failed: {failure.directory}: {failure.error}")
     print_line(console, f"report {page.file}")
@@ -475,18 +476,6 @@ def run_study(
         return FAILED
     collapsed = any(row["collapsed"] for row in result.table)
     return COLLAPSED if how.fail_on_collapse and collapsed else OK
-
-
-def _tuned(console: Console, plan: Plan, out: Path, execution: Execution) -> Plan:
-    """Returns the plan with the learning rates that perform best on the tuning seeds, and prints these rates."""
-    trial = tuning_plan(plan)
-    console.print(
-        f"{len(trial.runs)} runs to choose the learning rates", highlight=False
-    )
-    tuned = tuned_plan(plan, _execute(console, trial, out / FOLDER, execution).table)
-    for choice in tuned.tuned:
-        print_line(console, in_words(choice))
-    return tuned
 
 
 class StudyPage:
@@ -526,31 +515,6 @@ def _execute(
             page.on_outcome(outcome)
 
     return run_plan(plan, out, dataclasses.replace(execution, on_outcome=on_outcome))
-
-
-def _print_tables(console: Console, plan: Plan, result: StudyResult) -> None:
-    if plan.contexts:
-        console.print("next-token accuracy in %, mean over seeds:", highlight=False)
-        console.print(extrapolated(result.long_table))
-        return
-    for role in dict.fromkeys(run.role for run in plan.runs):
-        ids = {run.config.run_id for run in plan.runs if run.role == role}
-        title = "" if role == "grid" else f"{role}: "
-        console.print(
-            f"{title}mean val_loss over seeds (largest max logit):", highlight=False
-        )
-        console.print(ranking([row for row in result.table if row["run_id"] in ids]))
-
-
-def _dry_run(
-    console: Console, plan: Plan, out: Path, left: Sequence[PlannedRun], jobs: int
-) -> int:
-    for run in plan.runs:
-        state = "to do" if run in left else "done"
-        about = f"{run.title}, {run.config.steps} steps: {state}"
-        print_line(console, f"{run_directory(out, run).name}  {about}")
-    print_line(console, f"{_estimate(left, jobs)}; nothing was written")
-    return OK
 
 
 def _estimate(left: Sequence[PlannedRun], jobs: int, *, least: float = 0.0) -> str:

@@ -83,25 +83,21 @@ class Fix:
 
     def lines(self, remedy: str) -> list[str]:
         """What to do about an alarm that recommends `remedy`; empty if an autopilot handles the alarm."""
-        found = _APPLY.search(remedy)
+        proposed = _APPLY.search(remedy)
         if self.piloted:
             return []
-        if found is None:
+        if proposed is None:
             return [f"what to do: {remedy}"]
-        spec = found[1]
-        again = shlex.join(
-            ["qkeel", *self.own[:-1], "--apply", spec, "--", *self.command]
-        )
-        if self.launched:
-            again = f"restart it with --apply {spec} before the --"
-        why = (
-            _WHY
-            if set(re.findall(r"\w+(?=[:+]|$)", spec)) & {"lalr", "qk_clip"}
-            else ""
-        )
+        line, spec = proposed[0], proposed[1]
+        if re.search(r"\b(lalr|qk_clip)\b", spec):
+            line += _WHY
+        again = f"restart it with --apply {spec} before the --"
+        if not self.launched:
+            applied = [*self.own[:-1], "--apply", spec, "--", *self.command]
+            again = shlex.join(["qkeel", *applied])
         return [
             f"to fix it: {again}",
-            f"or in the script, after the optimizer is created: {found[0]}{why}",
+            f"or in the script, after the optimizer is created: {line}",
         ]
 
 
@@ -151,14 +147,13 @@ class MessageSink(Sink):
         """Prints what is watched and where the records are written."""
         self._model = str(about["model"])
         sites, missed = len(about.get("sites") or ()), len(about.get("missed") or ())
-        number = f"{sites} of {sites + missed}" if missed else f"{sites}"
-        what = (
-            f"{number} attention layers of {about['model']}"
-            if sites
-            else f"the attention of {about['model']}"
-        )
-        with_it = f" with {self.fix.applied} applied" if self.fix.applied else ""
-        self.writer(f"watching {what}{with_it}, run {self.place}")
+        layers = f"the attention of {self._model}"
+        if sites:
+            number = f"{sites} of {sites + missed}" if missed else f"{sites}"
+            layers = f"{number} attention layers of {self._model}"
+        if self.fix.applied:
+            layers += f" with {self.fix.applied} applied"
+        self.writer(f"watching {layers}, run {self.place}")
 
     def write(self, sample: Sample) -> None:
         """Prints nothing, but keeps the sample for `summary` and, from time to time, writes the page."""
@@ -213,12 +208,8 @@ class MessageSink(Sink):
             for line in sample_table(self._sample, root=self._model).splitlines():
                 self.writer(line)
         counts = Counter(alarm.severity for alarm in self._alarms)
-        alarms = ", ".join(
-            f"{counts[severity]} {severity}"
-            for severity in reversed(Severity)
-            if counts[severity]
-        )
-        self.writer(f"alarms: {alarms or 'none'}")
+        alarms = [f"{counts[x]} {x}" for x in reversed(Severity) if counts[x]]
+        self.writer(f"alarms: {', '.join(alarms) or 'none'}")
         if self.run.path is not None and is_run(self.run.path):
             self.writer(str(check(self.run.path)))
 
@@ -233,20 +224,19 @@ class MessageWriter(Handle):
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self._stream, self._pid = sys.stderr, os.getpid()
-        self._plain = plain = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-            if not issubclass(category, QkeelWarning):
-                plain(message, category, *where)
-            elif self.here and not issubclass(
-                category, AlarmWarning
-            ):  # alarms are printed separately
-                self._print(
-                    f"warning{f' (rank {rank})' if rank else ''}: {' '.join(str(message).split())}"
-                )
-
-        warnings.showwarning = show
+        self._plain = warnings.showwarning
+        warnings.showwarning = self._show
         super().__init__(self._stop)
+
+    def _show(
+        self, message: Warning | str, category: type[Warning], *where: Any
+    ) -> None:
+        if not issubclass(category, QkeelWarning):
+            self._plain(message, category, *where)
+        elif self.here and not issubclass(category, AlarmWarning):
+            # Alarms are printed separately.
+            rank = f" (rank {self.rank})" if self.rank else ""
+            self._print(f"warning{rank}: {' '.join(str(message).split())}")
 
     @property
     def here(self) -> bool:
@@ -261,16 +251,13 @@ class MessageWriter(Handle):
     def _print(self, line: str) -> None:
         """Prints at the beginning of a line, even if a progress bar has left the cursor in the middle of one."""
         bars = sys.modules.get("tqdm.std")  # a script without bars need not wait for it
-        text, shown = (
-            f"qkeel: {line}",
-            bars is not None and bool(vars(bars.tqdm).get("_instances")),
-        )
-        if bars is not None and shown and self._stream.isatty():
-            bars.tqdm.write(
-                text, file=self._stream
-            )  # clears the bars and redraws them below
+        is_shown = bars is not None and bool(vars(bars.tqdm).get("_instances"))
+        text = f"qkeel: {line}"
+        if bars is not None and is_shown and self._stream.isatty():
+            # Clears the bars and redraws them below.
+            bars.tqdm.write(text, file=self._stream)
         else:
-            print(f"\n{text}" if shown else text, file=self._stream, flush=True)
+            print(f"\n{text}" if is_shown else text, file=self._stream, flush=True)
 
     def _stop(self) -> None:
         warnings.showwarning = self._plain
@@ -315,24 +302,18 @@ class ModelFinder(Handle):
             end: called to stop watching a model before another watch of it begins.
         """
         self.optimizers = 0  # number of optimizers created so far
-        self._start, self._of_script, self._another, self._end = (
-            start,
-            of_script,
-            another,
-            end,
-        )
-        self._seen: weakref.WeakSet[nn.Module] = (
-            weakref.WeakSet()
-        )  # models that the script watches itself
+        self._start, self._of_script = start, of_script
+        self._another, self._end = another, end
+        # Models that the script watches itself.
+        self._theirs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._pid = os.getpid()
-        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int]
+        self._steps = weakref.WeakKeyDictionary()
         self._watches: list[_Watch] = []
         made = when_made(lambda optimizer: self._safely(self._made, optimizer))
-        before, after = self._before_step, self._after_step
         steps = StepHooks(
-            lambda o: self._safely(before, o), lambda o: self._safely(after, o)
+            lambda optimizer: self._safely(self._before_step, optimizer),
+            lambda optimizer: self._safely(self._after_step, optimizer),
         )
         super().__init__(compose([made, steps]).remove)
 
@@ -342,52 +323,46 @@ class ModelFinder(Handle):
         self._look(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
-        self._watches = [
-            watch for watch in self._watches if watch.monitor() is not None
-        ]
+        self._watches = [w for w in self._watches if w.monitor() is not None]
         for chain in chains(optimizer):
-            old = next(
-                (
-                    w
-                    for w in self._watches
-                    if any(w.model() is module for module in chain)
-                ),
-                None,
-            )
-            if old is None:
-                own = next(filter(watched, chain), None)
-                if own is None:
-                    self._begin(chain, optimizer)
-                elif own not in self._seen:
-                    self._seen.add(own)
-                    self._of_script(own, optimizer)
-            elif not self._steps[optimizer] and self._over(old):
-                old.end()
-                self._watches.remove(old)
+            watches = [w for w in self._watches if any(w.model is m for m in chain)]
+            theirs = next(filter(watched, chain), None)
+            if not watches and theirs is None:
                 self._begin(chain, optimizer)
-            elif (
-                old.optimizer() is not optimizer and (model := old.model()) is not None
-            ):
-                self._another(model, optimizer)
+            elif not watches:
+                if theirs not in self._theirs:
+                    self._theirs.add(theirs)
+                    self._of_script(theirs, optimizer)
+            elif not self._steps[optimizer] and self._has_stepped(watches[0]):
+                # An optimizer that is made after steps of the first one begins a new phase of training.
+                watches[0].end(self._end)
+                self._watches.remove(watches[0])
+                self._begin(chain, optimizer)
+            elif watches[0].optimizer() is not optimizer and watches[0].model:
+                self._another(watches[0].model, optimizer)
 
-    def _over(self, watch: _Watch) -> bool:
-        """Returns whether an optimizer created now begins a new phase."""
+    def _has_stepped(self, watch: _Watch) -> bool:
         first = watch.optimizer()
         return first is None or self._steps[first] > 0
 
     def _begin(self, chain: list[nn.Module], optimizer: Optimizer) -> None:
         monitor = self._start(chain[0], optimizer)
-        done = self._steps[optimizer]
-        if done and not steps_taken(
-            optimizer
-        ):  # otherwise the monitor continues from what the optimizer counts
-            monitor.steps = done
-        self._watches.append(_Watch(chain, optimizer, monitor, self._end))
+        # Otherwise the monitor continues from what the optimizer counts.
+        if self._steps[optimizer] and not steps_taken(optimizer):
+            monitor.steps = self._steps[optimizer]
+        self._watches.append(
+            _Watch(
+                chain=[weakref.ref(module) for module in chain],
+                optimizer=weakref.ref(optimizer),
+                monitor=weakref.ref(monitor),
+            )
+        )
 
     def _before_step(self, optimizer: Optimizer) -> None:
         for watch in self._watches:
             if watch.optimizer() is optimizer and watch.mistaken:
-                watch.end()  # before it warns that it saw nothing; the watch of the submodule begins with the next step
+                # Before it warns that it saw nothing; the watch of the submodule begins with the next step.
+                watch.end(self._end)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._steps[optimizer] = steps = self._steps.get(optimizer, 0) + 1
@@ -395,7 +370,8 @@ class ModelFinder(Handle):
         for watch in mine:
             if watch.mistaken:
                 self._watches.remove(watch)
-                self._begin(watch.inwards(), optimizer)
+                inner = [ref() for ref in watch.chain[1:]]
+                self._begin([m for m in inner if m is not None], optimizer)
         if not mine and steps <= LOOKS:
             self._look(optimizer)
 
@@ -411,41 +387,30 @@ class ModelFinder(Handle):
             )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Watch:
     """A watched model: the modules that may be the one that is called, from the outermost inwards, with the optimizer
     whose steps are counted and the monitor."""
 
-    def __init__(
-        self,
-        chain: list[nn.Module],
-        optimizer: Optimizer,
-        monitor: Monitor,
-        end: Callable[[Monitor], None],
-    ) -> None:
-        self.optimizer = weakref.ref(optimizer)
-        self.monitor = weakref.ref(monitor)
-        self._end = end
-        self._chain = [weakref.ref(module) for module in chain]
+    chain: list[weakref.ref[nn.Module]]
+    optimizer: weakref.ref[Optimizer]
+    monitor: weakref.ref[Monitor]
 
+    @property
     def model(self) -> nn.Module | None:
         """The module that is watched, if it still exists."""
-        return self._chain[0]()
+        return self.chain[0]()
 
     @property
     def mistaken(self) -> bool:
         """True if no pass of the module was seen and it has a submodule that may be the one that is called."""
         monitor = self.monitor()
-        return monitor is not None and not monitor.passes and len(self._chain) > 1
+        return monitor is not None and not monitor.passes and len(self.chain) > 1
 
-    def inwards(self) -> list[nn.Module]:
-        """The modules that remain if the outermost module is not the one that is called."""
-        return [module for ref in self._chain[1:] if (module := ref()) is not None]
-
-    def end(self) -> None:
+    def end(self, end: Callable[[Monitor], None]) -> None:
         """Stops watching the model."""
-        monitor = self.monitor()
-        if monitor is not None:
-            self._end(monitor)
+        if (monitor := self.monitor()) is not None:
+            end(monitor)
 
 
 def chains(optimizer: Optimizer) -> list[list[nn.Module]]:
@@ -779,13 +744,6 @@ class WatchSession:
         """
         self._finder.remove()
         seen = [monitor for run in self._runs if (monitor := run.monitor()) is not None]
-        for run in self._runs if complete else ():
-            if (monitor := run.monitor()) is not None:
-                monitor.training_over(self.writer)
-            elif not run.over and (last := run.message_sink.last) is not None:
-                self.writer(
-                    f"{run.model} is measured up to step {last:,}: the script deleted the model before ending"
-                )
         broken = any(monitor.passes and not monitor.active for monitor in seen)
         for one in (
             *self._pilots(),

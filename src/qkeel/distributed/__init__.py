@@ -28,13 +28,12 @@ from qkeel.distributed.layout import (
     wrappers,
     zero_stage,
 )
-from qkeel.distributed.sharding import PartialSums, Span, local_block, local_blocks
+from qkeel.distributed.sharding import PartialSums, local_block
 
 __all__ = [
     "ApartError",
     "Layout",
     "PartialSums",
-    "Span",
     "agree",
     "agreed_collectives",
     "fail_on_all",
@@ -48,7 +47,6 @@ __all__ = [
     "is_split",
     "local",
     "local_block",
-    "local_blocks",
     "peer_ranks",
     "rank",
     "reduced",

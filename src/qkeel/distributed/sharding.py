@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import final
 
 from torch import Tensor
@@ -90,15 +90,6 @@ def _chunk(span: Span, n: int, index: int) -> Span:
     first, last = span
     size = -(-(last - first) // n)
     return min(first + index * size, last), min(first + (index + 1) * size, last)
-
-
-def local_blocks(named: Sequence[tuple[str, Tensor]]) -> Iterator[LocalBlock | None]:
-    """Yields the part of each parameter that this process holds. Shared parameters are inspected once."""
-    blocks: dict[int, LocalBlock | None] = {}
-    for name, p in named:
-        if id(p) not in blocks:
-            blocks[id(p)] = local_block(name, p)
-        yield blocks[id(p)]
 
 
 @final

@@ -16,6 +16,11 @@ from torch import Tensor
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import PerHead, VisibleKeys
 
+PerMatrix = Float[Tensor, "*h"]
+Grams = Float[Tensor, "*h d d"]
+Left = Float[Tensor, "*h r m"]  # of a product leftᵀ right
+Right = Float[Tensor, "*h r n"]
+
 # Bounds on logits and entropy from norms of q, k and their weights, without a T×T or D×D matrix.
 
 
@@ -83,9 +88,7 @@ def logit_frobenius(
     return ((q.mT @ q) * (k.mT @ k)).sum((-2, -1)).clamp_min(0).sqrt()
 
 
-def gram_interaction_norms(
-    a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]
-) -> tuple[Float[Tensor, "*h"], Float[Tensor, "*h"]]:
+def gram_interaction_norms(a: Grams, b: Grams) -> tuple[PerMatrix, PerMatrix]:
     """Returns the Frobenius and spectral norms of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ.
 
     ‖·‖_F² = Σ a ∘ b; for the spectral norm, see `interaction_norm`. Both are NaN where a or b is not finite.
@@ -96,9 +99,7 @@ def gram_interaction_norms(
     return frobenius.masked_fill(~finite, torch.nan), interaction_norm(a, b)
 
 
-def interaction_norm(
-    a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]
-) -> Float[Tensor, "*h"]:
+def interaction_norm(a: Grams, b: Grams) -> PerMatrix:
     """Returns the spectral norm of W_Qᵀ W_K per head, computed from a = W_Q W_Qᵀ and b = W_K W_Kᵀ; NaN if either is not
     finite.
 
@@ -109,9 +110,8 @@ def interaction_norm(
     if not a.is_cpu:
         return squared_eigenvalue(a, b).sqrt()
     root, failed = torch.linalg.cholesky_ex(a)
-    times = (
-        torch.bmm if a.ndim == 3 else torch.matmul
-    )  # the latter calls five operators around the former
+    # The latter calls five operators around the former.
+    times = torch.bmm if a.ndim == 3 else torch.matmul
     product = times(times(root.mT, b), root)
     # A finite sum has finite terms only. Cholesky reads one triangle of a, so a is summed as well.
     if any(failed.flatten().tolist()) or not math.isfinite(product.sum() + a.sum()):
@@ -119,9 +119,7 @@ def interaction_norm(
     return torch.linalg.eigvalsh(product)[..., -1].clamp_min(0).sqrt()
 
 
-def _scaled_interaction_norm(
-    a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]
-) -> Float[Tensor, "*h"]:
+def _scaled_interaction_norm(a: Grams, b: Grams) -> PerMatrix:
     """Computes `interaction_norm` for any matrices, scaled so that no product overflows and no eigensolver fails."""
     finite = (a.isfinite() & b.isfinite()).all(-1).all(-1)
     a64, b64 = (x.double().masked_fill(~finite[..., None, None], 0.0) for x in (a, b))
@@ -140,12 +138,12 @@ def _scaled_interaction_norm(
     )
 
 
-def spectral_norm(w: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h"]:
+def spectral_norm(w: Float[Tensor, "*h d m"]) -> PerMatrix:
     """Returns the largest singular value of each matrix, from the smaller Gram matrix."""
     return gram_spectral_norm(w @ w.mT if w.shape[-2] <= w.shape[-1] else w.mT @ w)
 
 
-def gram_spectral_norm(gram: Float[Tensor, "*h d d"]) -> Float[Tensor, "*h"]:
+def gram_spectral_norm(gram: Grams) -> PerMatrix:
     """Returns the largest singular value of W from W Wᵀ."""
     largest = (
         torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0)
@@ -156,10 +154,10 @@ def gram_spectral_norm(gram: Float[Tensor, "*h d d"]) -> Float[Tensor, "*h"]:
 
 
 def squared_eigenvalue(
-    a: Float[Tensor, "*h d d"],
-    b: Float[Tensor, "*h d d"] | None = None,
+    a: Grams,
+    b: Grams | None = None,
     squarings: int = 11,
-) -> Float[Tensor, "*h"]:
+) -> PerMatrix:
     """Returns the largest eigenvalue λ of m = a b (or m = a), where a and b are symmetric and positive semidefinite.
 
     Computes tr(mᵖ m) / tr mᵖ with p = 2^squarings, on powers rescaled to a trace of √d so that they neither overflow
@@ -186,9 +184,8 @@ def squared_eigenvalue(
             x = torch.baddbmm(x, x, x, beta=0, alpha=x.shape[-1])  # (√d x)²
     x = x.view_as(m)
     mean = (x * scaled.mT).sum((-2, -1)) / _trace(x)
-    return torch.fmax(
-        size * mean, 0 * m.sum((-2, -1))
-    )  # 0 / 0 of a zero matrix becomes 0
+    # 0 / 0 of a zero matrix becomes 0.
+    return torch.fmax(size * mean, 0 * m.sum((-2, -1)))
 
 
 def _trace(x: Tensor) -> Tensor:
@@ -201,16 +198,13 @@ def _trace(x: Tensor) -> Tensor:
 class Spectrum(NamedTuple):
     """Three summaries of a matrix's singular values σ, per head; NaN if the matrix is not finite."""
 
-    spectral_norm: Float[Tensor, "*h"]  #: the largest, σ₁
-    stable_rank: Float[Tensor, "*h"]  #: Σσ² / σ₁², in [1, rank]; NaN for a zero matrix
-    singular_entropy: Float[
-        Tensor, "*h"
-    ]  #: -Σ p ln p, p = σ² / Σσ², in nats, in [0, ln rank]; NaN for a zero matrix
+    spectral_norm: PerMatrix  #: the largest, σ₁
+    stable_rank: PerMatrix  #: Σσ² / σ₁², in [1, rank]; NaN for a zero matrix
+    #: -Σ p ln p, p = σ² / Σσ², in nats, in [0, ln rank]; NaN for a zero matrix
+    singular_entropy: Float[Tensor, "*h"]
 
 
-def product_spectrum(
-    a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]
-) -> Spectrum:
+def product_spectrum(a: Left, b: Right) -> Spectrum:
     """Returns the spectrum of aᵀ b [m n] from its factors of small rank r.
 
     With the thin QR factorisations aᵀ = Q_a R_a and bᵀ = Q_b R_b, aᵀ b = Q_a (R_a R_bᵀ) Q_bᵀ has the same singular
@@ -229,9 +223,7 @@ def product_spectrum(
     )
 
 
-def small_product(
-    a: Float[Tensor, "*h r m"], b: Float[Tensor, "*h r n"]
-) -> Float[Tensor, "*h i j"]:
+def small_product(a: Left, b: Right) -> Float[Tensor, "*h i j"]:
     """Returns a matrix of at most r by r with the same singular values as aᵀ b, in float64; NaN if a or b is not
     finite.
 
@@ -276,10 +268,10 @@ def spectrum(product: Float[Tensor, "*h i j"]) -> Spectrum:
 
 
 def step_products(
-    query: Float[Tensor, "*h r m"],
-    query_step: Float[Tensor, "*h r m"],
-    key: Float[Tensor, "*h r n"],
-    key_step: Float[Tensor, "*h r n"],
+    query: Left,
+    query_step: Left,
+    key: Right,
+    key_step: Right,
 ) -> tuple[Tensor, Tensor]:
     """Returns small matrices that have the same singular values as Δ₂ and Δ₃, the changes a step makes to each head's
     W_Qᵀ W_K.
@@ -308,7 +300,7 @@ def step_products(
 
 def expected_squared_norm(
     weight: Float[Tensor, "*h d m"], sigma: float = 1.0
-) -> Float[Tensor, "*h"]:
+) -> PerMatrix:
     """Returns E‖W x‖² = σ² ‖W‖_F² for x with independent entries of mean 0 and standard deviation σ.
 
     Inputs with entries k times as large give queries with k times the norm. If x is normalised (RMS 1 for every token),
@@ -356,9 +348,7 @@ def softmax_jacobian_norm(weights: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]
 # Formulas applied to weights between steps: QK-Clip and Newton-Schulz. LALR's are in `remedies.lalr.HeadRates`.
 
 
-def qk_clip_gamma(
-    max_logit: Float[Tensor, " h"], threshold: float
-) -> Float[Tensor, " h"]:
+def qk_clip_gamma(max_logit: PerHead, threshold: float) -> PerHead:
     """Returns γ_h = τ / S_h where S_h > τ, else exactly 1.
 
     S_h is the largest signed scaled logit. Maxima that are zero, negative or -inf (a head without data) give 1. So do
@@ -443,15 +433,6 @@ def change_rows(change: Tensor, visible_keys: VisibleKeys) -> dict[str, Tensor]:
     size = change.abs_()
     count = visible_keys.counts(r, change.device).expand(b, h, r)
     return {"norm": norm, "total": size.sum(-1), "most": size.amax(-1), "n": count}
-
-
-def no_change_rows(template: Tensor) -> dict[str, Tensor]:
-    """Returns the result of `change_rows` for rows that see no key, one row for each entry of `like` [b h r]."""
-    zeros, none = (
-        torch.zeros_like(template),
-        torch.zeros_like(template, dtype=torch.int64),
-    )
-    return {"norm": zeros, "total": zeros, "most": zeros, "n": none}
 
 
 def reduce_changes(

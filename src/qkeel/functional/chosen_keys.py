@@ -42,7 +42,7 @@ def index_divergence(
     Args:
         scores: the scores of the indexer.
         z: attention logits of all pairs after the cap, in nats.
-        seen: the keys over which both softmaxes are computed.
+        visible: the keys over which both softmaxes are computed.
 
     Source: DeepSeek-V3.2 (2025), which trains indexers on this loss while attention is still dense.
     """

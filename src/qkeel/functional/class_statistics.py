@@ -154,13 +154,11 @@ class ClassStats:
     mass: PerPair = field(metadata=rule("mean", count="n_queries"))
     uniform_mass: PerPair = field(metadata=rule("mean", count="n_queries"))
     query_norm: Float[Tensor, "h c"] = field(metadata=rule("mean", count="n_normed"))
-    query_norm_max: Float[Tensor, "h c"] = field(
-        metadata=rule("max")
-    )  #: largest L2 norm of the queries
+    #: largest L2 norm of the queries
+    query_norm_max: Float[Tensor, "h c"] = field(metadata=rule("max"))
     key_norm: Float[Tensor, "g c"] = field(metadata=rule("mean", count="n_keys"))
-    key_norm_max: Float[Tensor, "g c"] = field(
-        metadata=rule("max")
-    )  #: largest L2 norm of the keys
+    #: largest L2 norm of the keys
+    key_norm_max: Float[Tensor, "g c"] = field(metadata=rule("max"))
     n_queries: Int[Tensor, "h c"] = field(metadata=rule("sum"))
     n_pairs: Int[Tensor, "h c c"] = field(metadata=rule("sum"))
     n_normed: Int[Tensor, "h c"] = field(metadata=rule("sum"))

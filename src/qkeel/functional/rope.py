@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Literal
 
@@ -26,10 +27,18 @@ def rope_frequencies(
     Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2.
     """
     check_pairs(rotary_dim)
-    return base ** (
-        -torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device or "cpu")
-        / rotary_dim
-    )
+    if device is None and not torch.compiler.is_compiling():
+        numbers = _frequencies(rotary_dim, base)
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    # On a GPU they are computed where they are used, because a copy from the host would wait.
+    index = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device or "cpu")
+    return base ** (-index / rotary_dim)
+
+
+# Numbers and no tensor: one that is made under inference mode would spoil a later call with a gradient.
+@functools.lru_cache(maxsize=64)
+def _frequencies(rotary_dim: int, base: float) -> list[float]:
+    return [base ** (-i / rotary_dim) for i in range(0, rotary_dim, 2)]
 
 
 def check_pairs(rotary_dim: int) -> None:

@@ -61,37 +61,27 @@ class LogitStats:
         classes: the statistics split by token class, if the classes of the call are known.
     """
 
-    max_logit: PerHead = field(
-        metadata=rule("max", -torch.inf)
-    )  #: largest, in nats; -inf where no pair is visible
-    min_logit: PerHead = field(
-        metadata=rule("min", torch.inf)
-    )  #: smallest, in nats; +inf where no pair is visible
-    mean_logit: PerHead = field(
-        metadata=rule("mean", count="n_pairs")
-    )  #: mean over the `n_pairs` pairs, in nats
-    capped_max_logit: PerHead = field(
-        metadata=rule("max", -torch.inf)
-    )  #: largest after the cap, in nats
-    entropy: PerHead = field(
-        metadata=rule("mean", count="n_queries")
-    )  #: mean over `n_queries` rows, in nats, >= 0
-    entropy_min: PerHead = field(
-        metadata=rule("min", torch.inf)
-    )  #: smallest entropy of any row, in nats
-    query_norm: PerHead = field(
-        metadata=rule("mean", count="n_queries")
-    )  #: mean L2 norm of q over `n_queries` rows
+    #: largest, in nats; -inf where no pair is visible
+    max_logit: PerHead = field(metadata=rule("max", -torch.inf))
+    #: smallest, in nats; +inf where no pair is visible
+    min_logit: PerHead = field(metadata=rule("min", torch.inf))
+    #: mean over the `n_pairs` pairs, in nats
+    mean_logit: PerHead = field(metadata=rule("mean", count="n_pairs"))
+    #: largest after the cap, in nats
+    capped_max_logit: PerHead = field(metadata=rule("max", -torch.inf))
+    #: mean over `n_queries` rows, in nats, >= 0
+    entropy: PerHead = field(metadata=rule("mean", count="n_queries"))
+    #: smallest entropy of any row, in nats
+    entropy_min: PerHead = field(metadata=rule("min", torch.inf))
+    #: mean L2 norm of q over `n_queries` rows
+    query_norm: PerHead = field(metadata=rule("mean", count="n_queries"))
     query_norm_max: PerHead = field(metadata=rule("max"))  #: largest L2 norm of q
-    key_norm: Float[Tensor, " g"] = field(
-        metadata=rule("mean", count="n_keys")
-    )  #: mean L2 norm of `n_keys` keys
-    key_norm_max: Float[Tensor, " g"] = field(
-        metadata=rule("max")
-    )  #: largest L2 norm of k
-    n_queries: Int[Tensor, " h"] = field(
-        metadata=rule("sum")
-    )  #: rows that see at least one key
+    #: mean L2 norm of `n_keys` keys
+    key_norm: Float[Tensor, " g"] = field(metadata=rule("mean", count="n_keys"))
+    #: largest L2 norm of k
+    key_norm_max: Float[Tensor, " g"] = field(metadata=rule("max"))
+    #: rows that see at least one key
+    n_queries: Int[Tensor, " h"] = field(metadata=rule("sum"))
     n_pairs: Int[Tensor, " h"] = field(metadata=rule("sum"))  #: visible pairs
     n_keys: Int[Tensor, " g"] = field(metadata=rule("sum"))  #: keys that were counted
     normalized_entropy: PerHead = field(metadata=rule("mean", count="n_free"))
@@ -110,9 +100,8 @@ class LogitStats:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns every measured statistic and count by name, except those split by class."""
-        return dict(
-            zip(TENSORS, _ALL_TENSORS(self))
-        )  # one call, as it runs several times per step
+        # One call, as it runs several times per step.
+        return dict(zip(TENSORS, _ALL_TENSORS(self)))
 
     def value(self, name: str) -> Tensor | None:
         """Returns a statistic by its recorded name (records.HEAD_FIELDS); None if unknown or not measured.
@@ -226,9 +215,8 @@ def with_sink(
         >>> round(h.exp().item(), 5), round(p.item(), 5)
         (3.0, 0.33333)
     """
-    gap = (lse - sink).clamp(
-        -1e4, 1e4
-    )  # beyond this, one share is 0, and 0 · inf is NaN
+    # Beyond this, one share is 0, and 0 · inf is NaN.
+    gap = (lse - sink).clamp(-1e4, 1e4)
     kept, taken = torch.sigmoid(gap), torch.sigmoid(-gap)
     logs = torch.nn.functional.logsigmoid
     return kept * entropy - kept * logs(gap) - taken * logs(-gap), kept * first
@@ -349,30 +337,11 @@ class RowStats:
     product_norm: PerRow  #: square root of Σ(q·k)² over the row's pairs
     cos_max: PerRow  #: largest cosine of q and k, in [-1, 1]
     cos_total: PerRow  #: sum of cosines over the pairs
-    class_max: PerRowAndClass | None = (
-        None  #: largest logit over the keys of each class
-    )
-    class_mass: PerRowAndClass | None = (
-        None  #: weight on the keys of each class, in [0, 1]
-    )
+    #: largest logit over the keys of each class
+    class_max: PerRowAndClass | None = None
+    #: weight on the keys of each class, in [0, 1]
+    class_mass: PerRowAndClass | None = None
     class_keys: PerRowAndClass | None = None  #: visible keys of each class
-
-    @classmethod
-    def nothing(cls, template: PerRow, members: Members | None = None) -> RowStats:
-        """Returns the statistics of rows that see no key, one row for each entry of `like`."""
-        zeros = torch.zeros_like(template)
-        split = (
-            None
-            if members is None
-            else template.new_zeros(*template.shape, members.shape[-1])
-        )
-        fields = {
-            f.name: split if f.name.startswith("class") else zeros
-            for f in dataclasses.fields(cls)
-        }
-        return cls(
-            **{**fields, "n_keys": torch.zeros_like(template, dtype=torch.int64)}
-        )  # type: ignore[arg-type]
 
     @classmethod
     def cat(cls, parts: list[RowStats], dim: int = 2) -> RowStats:
@@ -485,13 +454,14 @@ def product_rows(
     total = cosines.sum(-1) * along
     return {
         "product_norm": torch.linalg.vector_norm(products, dim=-1) / unit,
-        "cos_total": total.clamp(-n, n),  # rounding may give a cosine of 1 + 1e-7
+        # Rounding may give a cosine of 1 + 1e-7.
+        "cos_total": total.clamp(-n, n),
         "cos_max": (visible_keys.lower_(cosines).amax(-1) * along).clamp_(-1, 1),
     }
 
 
 def no_product_rows(template: Tensor) -> dict[str, Tensor]:
-    """Returns the fields of `product_rows` if q and k are unknown; `like` is [b h rows]."""
+    """Returns the fields of `product_rows` if q and k are unknown; `template` is [b h rows]."""
     return dict.fromkeys(
         ("product_norm", "cos_total", "cos_max"), torch.zeros_like(template)
     )
@@ -530,6 +500,7 @@ def reduce_kernel_rows(
     )
 
 
+# Statistics of rows in the order in which `reduce_fields` gets them; the last is the L2 norm of the query.
 ROW_FIELDS = (
     *(
         "max_logit",
@@ -541,7 +512,7 @@ ROW_FIELDS = (
         "first_weight",
     ),
     *("product_norm", "cos_max", "cos_total", "query_norm"),
-)  # statistics of rows in the order in which `reduce_fields` gets them; the last is the L2 norm of the query
+)
 _AT = {name: i for i, name in enumerate(ROW_FIELDS)}
 
 

@@ -396,9 +396,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Logs the numbers that have arrived from the device; measures the end of training if it stops early."""
-        if self.monitor is not None and control.should_training_stop:
-            self.monitor.training_over()
+        """Logs the numbers that have arrived from the device."""
         self._send(args, state, control)
 
     on_epoch_end = on_step_end

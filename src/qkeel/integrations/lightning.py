@@ -121,9 +121,7 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
             pl_module.log_dict(summaries, logger=False, rank_zero_only=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measures the end of training if its last step was not known in advance, and logs the rest."""
-        if self.monitor is not None:
-            self.monitor.training_over()
+        """Logs the rest."""
         if (
             self.monitor is not None and self.monitor.sample is not None
         ):  # reading `sample` waits for pending ones

@@ -106,7 +106,7 @@ class WatchedTraining:
             "ladder" if autopilot is True else autopilot
         )
         if self._policy is not False:
-            named_policy(self._policy, parameters=False)
+            named_policy(self._policy)
         self._every, self._rules, self._query_mask = every, rules, query_mask
         self._sinks = [sinks] if isinstance(sinks, (Sink, str, Path)) else list(sinks)
         self._queue = SampleQueue()

@@ -27,7 +27,8 @@ KERNELS: dict[str, Kernel] = {
     "native": Native(),
     "sdpa": Sdpa(),
     "windowed": Windowed(),
-    "flex": Flex(),  # by its name only: it has not been timed on a GPU
+    # By its name only: it has not been timed on a GPU.
+    "flex": Flex(),
     "chunked": Chunked(),
 }
 # Fastest first, unless a preference below says otherwise. The last kernel computes every call.

@@ -19,7 +19,6 @@ from qkeel.functional.bounds import (
     LogitChange,
     change_factors,
     change_rows,
-    no_change_rows,
     reduce_changes,
 )
 from qkeel.functional.class_statistics import Members
@@ -48,12 +47,10 @@ from qkeel.spec.logits import Sink
 from qkeel.spec.rope import NoPosition
 from qkeel.spec.slot import PerRow
 
-BLOCK = (
-    1 << 20
-)  # logits per block: 4 MB in float32, which stays in cache during the passes over a block
-BLOCK_OFF_CPU = (
-    1 << 25
-)  # 128 MB: the time of a pass depends on launches, not on a cache
+# Logits per block: 4 MB in float32, which stays in cache during the passes over a block.
+BLOCK = 1 << 20
+# 128 MB: the time of a pass depends on launches, not on a cache.
+BLOCK_OFF_CPU = 1 << 25
 ROWS = 64  # least rows per block: fewer make inefficient matrix products
 
 # All statistics, and the largest logits alone.
@@ -77,12 +74,8 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
     classes = None if call.classes is None else call.classes.members(q.dtype)
     blocks = []
     for rows, keys in _blocks(call):
-        if keys.stop == keys.start:
-            blocks.append(RowStats.nothing(q_norm[:, :, rows], classes))
-            continue
-        keys = (
-            keys if classes is None else slice(0, keys.stop)
-        )  # class members are indexed from the first key
+        # Class members are indexed from the first key.
+        keys = keys if classes is None else slice(0, keys.stop)
         z, visible_keys = _logits(call, q, k, rows, keys)
         products, unit = _products(call, q, k, rows, keys)
         products = z if products is None else visible_keys.blank_(products)
@@ -96,6 +89,8 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
                 **angles, **logits, **_weight_rows(call, z, visible_keys, classes, sink)
             )
         )
+    if not blocks:
+        return LogitStats.empty(q.shape[1], k.shape[1], q)
     row_stats = blocks[0] if len(blocks) == 1 else RowStats.cat(blocks)
     sinks = int(sink is not None)
     return reduce_rows(
@@ -117,14 +112,10 @@ def max_stats(call: AttentionCall) -> LogitStats:
     largest = q.new_full((q.shape[1],), -torch.inf)
     smallest = -largest
     for rows, keys in _blocks(call):
-        if keys.stop > keys.start:
-            z, visible_keys = _logits(call, q, k, rows, keys)
-            counted = None if call.query_mask is None else call.query_mask[:, rows]
-            block_largest, block_smallest = extreme_logits(z, visible_keys, counted)
-            largest, smallest = (
-                torch.maximum(largest, block_largest),
-                torch.minimum(smallest, block_smallest),
-            )
+        z, visible_keys = _logits(call, q, k, rows, keys)
+        counted = None if call.query_mask is None else call.query_mask[:, rows]
+        high, low = extreme_logits(z, visible_keys, counted)
+        largest, smallest = torch.maximum(largest, high), torch.minimum(smallest, low)
     return only_extremes(largest, smallest)
 
 
@@ -193,9 +184,8 @@ def reduce_calls(calls: Sequence[CallRows]) -> list[LogitStats]:
         )
         by_call = {name: x.chunk(len(group)) for name, x in joint.tensors().items()}
         for chunk, i in enumerate(group):
-            stats[i] = LogitStats(
-                **{name: chunks[chunk] for name, chunks in by_call.items()}
-            )  # type: ignore[arg-type]
+            fields = {name: chunks[chunk] for name, chunks in by_call.items()}
+            stats[i] = LogitStats(**fields)  # type: ignore[arg-type]
     return [stats[i] for i in range(len(calls))]
 
 
@@ -335,9 +325,6 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
     a, c = change_factors(*_scaled(before), *_scaled(after))
     parts = []
     for rows, keys in _blocks(after):
-        if keys.stop == keys.start:
-            parts.append(no_change_rows(a[:, :, rows, 0]))
-            continue
         change = NoPosition().scores(
             a[:, :, rows], c[:, :, keys], after.pos_q[:, rows], after.pos_k[:, keys], {}
         )
@@ -346,6 +333,9 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
             change = change + (biases[1] - biases[0]).to(change.dtype)
         visible_keys = _visible_keys(after, rows, keys)
         parts.append(change_rows(visible_keys.blank_(change), visible_keys))
+    if not parts:
+        none = a.new_zeros(a.shape[1])
+        return LogitChange(rms=none, mean_abs=none, max_abs=none, n_pairs=none.long())
     return reduce_changes(parts, after.query_mask)
 
 
@@ -354,18 +344,15 @@ def row_logsumexp(call: AttentionCall) -> PerRow:
     """Returns ln Σ exp(capped logit) over the keys of each row, without a sink, in nats; -inf for rows that see no
     key."""
     q, k = call.encoded()
-    parts, cap = [], call.spec.cap
+    lse, cap = q.new_full(q.shape[:-1], -torch.inf), call.spec.cap
     for rows, keys in _blocks(call):
         z, visible_keys = _logits(call, q, k, rows, keys)
-        if not z.shape[-1]:
-            parts.append(z.new_full(z.shape[:-1], -torch.inf))
-            continue
         z = visible_keys.lower_(
             z if cap.kind == "none" else visible_keys.blank_(cap.apply(z))
         )
         none = visible_keys.counts(z.shape[2], z.device) == 0
-        parts.append(z.logsumexp(-1).masked_fill(none, -torch.inf))
-    return torch.cat(parts, 2)
+        lse[:, :, rows] = z.logsumexp(-1).masked_fill(none, -torch.inf)
+    return lse
 
 
 # Blocks of rows.
@@ -382,11 +369,15 @@ def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
-    """Yields blocks of rows, each with the range of keys that its rows can see."""
+    """Yields blocks of rows, each with the range of keys that its rows can see; nothing if there are no keys."""
+    if not call.k.shape[2]:
+        return
     for rows in row_blocks(
         call, BLOCK if call.q.device.type == "cpu" else BLOCK_OFF_CPU, ROWS
     ):
-        yield rows, call.span(rows)
+        keys = call.span(rows)
+        # A hidden key instead of none, because a maximum needs one.
+        yield rows, keys if keys.stop > keys.start else slice(0, 1)
 
 
 def _logits(

@@ -120,9 +120,8 @@ def observed(
 def _cosines(call: AttentionCall) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields blocks of cosines [b h rows s], each with a mask of the visible pairs."""
     q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in call.encoded())
-    position = (
-        call.spec.position.unwindowed
-    )  # a window hides keys but does not rotate anything
+    # A window hides keys but does not rotate anything.
+    position = call.spec.position.unwindowed
     for start in range(0, q.shape[2], _ROWS):
         rows = slice(start, min(start + _ROWS, q.shape[2]))
         keys = call.span(rows)

@@ -123,17 +123,15 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 # The remedies of runs: those of `qkeel.apply`, and `autopilot`, which chooses remedies while the run trains.
 
 AUTOPILOT, POLICY = "autopilot", "ladder"
-RECORDS = (
-    75  # an autopilot gets at least this many records, if the run has as many steps
-)
+# An autopilot gets at least this many records, if the run has as many steps.
+RECORDS = 75
 
 
 def canonical(text: str) -> str:
     """Returns the canonical spelling of a run's remedy: an autopilot with its options, or a `qkeel.apply` spec.
 
     Raises:
-        InvalidValueError: an autopilot is combined with other remedies, or it may add parameters that cannot be stored
-            in a run's checkpoint.
+        InvalidValueError: an autopilot is combined with other remedies.
 
     >>> canonical("autopilot:tau=0.10")
     'autopilot:tau=0.1'
@@ -146,7 +144,7 @@ def canonical(text: str) -> str:
             f"expected autopilot without other remedies, because the autopilot chooses the remedies, got {text!r}"
         )
     ladder = str(Term(POLICY, term.options))
-    named_policy(ladder, parameters=False)
+    named_policy(ladder)
     return ladder.replace(POLICY, AUTOPILOT, 1)
 
 
@@ -339,9 +337,8 @@ def threads(count: int) -> Iterator[None]:
 
 def _device(name: str) -> str:
     if name == "auto":
-        return (
-            "cuda" if torch.cuda.is_available() else "cpu"
-        )  # mps has not been shown to be faster
+        # Mps has not been shown to be faster.
+        return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = name.partition(":")
     if kind == "cuda" and not (
         torch.cuda.is_available() and int(number or 0) < torch.cuda.device_count()

@@ -36,13 +36,14 @@ from qkeel.version import VERSION
 # The env.json of a run describes its environment, without names of people, machines or folders. It contains everything
 # apart from the configuration that affects the bits of the results; runs that differ in it are not mixed.
 
+# Affect the bits but are not settings of a run.
 COMPARED = (
     "qkeel",
     "torch",
     "device",
     "cpu",
     "compiled_kernels",
-)  # affect the bits but are not settings of a run
+)
 
 
 def computed_with(config: RunConfig) -> Json:
@@ -60,7 +61,8 @@ def computed_with(config: RunConfig) -> Json:
         else device,
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "compiled_kernels": device == "cpu"
-        and kernels_ready(),  # they round differently from torch's operators
+        # They round differently from torch's operators.
+        and kernels_ready(),
     }
 
 

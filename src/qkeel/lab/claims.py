@@ -128,9 +128,8 @@ def claimed(run_directory: RunDirectory, wait: float = 0.0) -> Iterator[Claim]:
 
 def _touch_regularly(path: Path, stop: threading.Event) -> None:
     while not stop.wait(HEARTBEAT):
-        with contextlib.suppress(
-            OSError
-        ):  # the file is gone if the claim was lost, and the holder checks that
+        # The file is gone if the claim was lost, and the holder checks that.
+        with contextlib.suppress(OSError):
             os.utime(path)
 
 

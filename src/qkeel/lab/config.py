@@ -211,16 +211,18 @@ _NEWER = {
     "optim": {"decay": "coupled"},
     "": {"accumulate": 1, "nudge": 0},
 }
-# (section, field) of earlier versions -> the only value under which this version computes the same, and what replaces
-# the other values. The field is ignored if it has this value.
-_RETIRED: dict[tuple[str, str], tuple[object, str]] = {
-    ("data", "tokens"): (
+
+
+# Settings of data in earlier versions -> the only value under which this version computes the same, and what replaces
+# the other values.
+_RETIRED: dict[str, tuple[object, str]] = {
+    "tokens": (
         "bytes",
         "write the tokens of another tokenizer to a .bin file and give it as the source",
     ),
-    ("data", "windows"): ("drawn", "training windows are drawn at random"),
-    ("data", "needle"): (0.0, "train on texts without needles"),
-    ("data", "needle_keys"): (4, "train on texts without needles"),
+    "windows": ("drawn", "training windows are drawn at random"),
+    "needle": (0.0, "train on texts without needles"),
+    "needle_keys": (4, "train on texts without needles"),
 }
 
 
@@ -231,12 +233,10 @@ class RunConfig:
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)  #: the decoder
     data: DataConfig = dataclasses.field(default_factory=DataConfig)  #: the text
-    optim: OptimConfig = dataclasses.field(
-        default_factory=OptimConfig
-    )  #: the optimizer
-    images: ImagesConfig = dataclasses.field(
-        default_factory=ImagesConfig
-    )  #: unused by text
+    #: the optimizer
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    #: unused by text
+    images: ImagesConfig = dataclasses.field(default_factory=ImagesConfig)
     remedy: str = "none"
     """Spec string of the remedy, like 'lalr:tau=0.1+qk_clip'."""
     seed: Natural = 0
@@ -280,9 +280,8 @@ class RunConfig:
                 )
         _check_multiple("batch", self.data.batch, "accumulate", self.accumulate)
         _check_multiple("eval_every", self.eval_every, "log_every", self.log_every)
-        if (
-            self.model.parametrisation == "mup"
-        ):  # has no rule for other optimizers, nor for the input of a ViT
+        # Has no rule for other optimizers, nor for the input of a ViT.
+        if self.model.parametrisation == "mup":
             if self.optim.name != "adamw":
                 raise InvalidValueError(
                     f"expected optimizer adamw with parametrisation=mup, got {self.optim.name}"
@@ -330,17 +329,16 @@ class RunConfig:
 
         A setting of an earlier version that no longer exists is ignored if it had its default value.
         """
-        values = dict(values)
-        for (section, name), (neutral, replacement) in _RETIRED.items():
-            table = values.get(section)
-            if isinstance(table, Mapping) and name in table:
-                if table[name] != neutral:
+        data = values.get("data")
+        if isinstance(data, Mapping):
+            for name in data.keys() & _RETIRED.keys():
+                neutral, replacement = _RETIRED[name]
+                if data[name] != neutral:
                     raise InvalidValueError(
-                        f"{section}.{name}={table[name]} is gone; {replacement}"
+                        f"data.{name}={data[name]} is gone; {replacement}"
                     )
-                values[section] = {
-                    key: value for key, value in table.items() if key != name
-                }
+            kept = {name: data[name] for name in data if name not in _RETIRED}
+            values = {**values, "data": kept}
         return read_fields(cls, values, "")
 
 

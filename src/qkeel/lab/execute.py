@@ -23,7 +23,7 @@ from qkeel.lab.executors import Job, Outcome, default_jobs, outcomes, parse_exec
 from qkeel.lab.lengths import check_methods, long_rows, missing
 from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun, Study
 from qkeel.lab.studies import find_study
-from qkeel.lab.study_file import in_order, joined_study, read_study, study_of
+from qkeel.lab.study_file import joined_study, read_study, study_of
 from qkeel.lab.tasks import load_task
 from qkeel.lab.train import evaluate, measure_probe, train_step
 from qkeel.lab.tuning import FOLDER, tuned_plan, tuning_plan
@@ -69,9 +69,8 @@ def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
     with threads(config.threads):
         start = time.perf_counter()
         state = RunState(config)
-        evaluate(
-            state
-        )  # before and after training, so that setting up is about as long as the second one
+        # Before and after training, so that setting up is about as long as the second one.
+        evaluate(state)
         around_training = 2 * (time.perf_counter() - start)
         for step in range(_WARM):
             train_step(state, step)
@@ -90,9 +89,8 @@ def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
 # Execution of a plan in a directory, which may already contain a part of the same study.
 
 BUSY_WAIT = 2.0  # seconds between looks at runs that other processes train
-NETWORK_WAIT = (
-    10.0  # seconds until a file written on another machine must be visible here
-)
+# Seconds until a file written on another machine must be visible here.
+NETWORK_WAIT = 10.0
 
 
 @final
@@ -105,9 +103,8 @@ class Execution:
     #: loky, ray, dask or slurm, the last with options of submitit as in "slurm:slurm_partition=gpu,timeout_min=60"
     executor: str = "loky"
     command: str = ""  #: the user's command line, which is recorded
-    on_outcome: Callable[[Outcome], None] = lambda outcome: (
-        None
-    )  #: called when a run ends
+    #: called when a run ends
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None
 
 
 @final
@@ -214,9 +211,8 @@ def run_plan(
         plan = tune(plan, out, execution)
     # All processes of a study write study.json, so a plan is joined with what is there while no other one writes.
     with _alone(out):
-        if (
-            parse_executor(execution.executor).name == "loky"
-        ):  # otherwise the computing machines check this
+        # Otherwise the computing machines check this.
+        if parse_executor(execution.executor).name == "loky":
             for run in {run.role: run for run in pending(plan, out)}.values():
                 refuse_mixture(out / "runs", identity(run.config))
         write_json(out / "study.json", _study(out, plan, execution.command))
@@ -364,14 +360,7 @@ def _study(out: Path, plan: Plan, command: str) -> Json:
             f"{out} is not empty and has no study.json, so it is not a study directory. "
             "Choose another directory; nothing was changed."
         )
-    return {
-        **new,
-        "runs": in_order(
-            new["runs"],
-            new["remedies"],
-            list(new["base"]),
-        ),
-    }
+    return new
 
 
 # table.csv has one row per run in the order of the grid; equal results always produce the same bytes.

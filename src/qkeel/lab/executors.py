@@ -28,9 +28,8 @@ from qkeel.options import Json, Term, lookup, parse
 from qkeel.records import RunDirectory
 
 LOCK_WAIT = 10.0  # seconds; a worker of a study that was killed may hold the lock of a run for a moment
-_MOST_HERE = (
-    4  # processes on this machine unless --jobs says otherwise; each uses about 0.4 GB
-)
+# Processes on this machine unless --jobs says otherwise; each uses about 0.4 GB.
+_MOST_HERE = 4
 _ALL = -1  # joblib's word for every core of a cluster
 
 # A worker of Dask may have several threads, but random numbers and torch's threads belong to the whole process.
@@ -171,9 +170,8 @@ def _by_joblib(jobs: Sequence[Job], workers: int, backend: str) -> Iterator[Outc
                 for directory in unfinished:
                     yield Outcome(directory, _died(error))
             finally:
-                if isinstance(
-                    outcomes, Generator
-                ):  # stops the jobs that have not ended
+                # Stops the jobs that have not ended.
+                if isinstance(outcomes, Generator):
                     outcomes.close()
 
 

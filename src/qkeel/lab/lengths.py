@@ -97,9 +97,8 @@ def measure(
         try:
             step = load(directory, run).step if directory.checkpoint.exists() else 0
         except DamagedFileError:
-            remove(
-                [directory.path / "DONE"]
-            )  # so that the same command trains it again
+            # So that the same command trains it again.
+            remove([directory.path / "DONE"])
             raise
         # Nothing is appended to a torn line or to a damaged file.
         if _known(directory):

@@ -13,33 +13,13 @@ from qkeel.options import Json, Term, parse
 
 # The plan of a study: a product of remedies, learning rates and seeds, and tests of the trained weights.
 
-# The types of the values of each axis; the values of all other axes are strings.
-_NUMBERS = ("lrs", "weight_decay")
-_WHOLE = (
-    "seeds",
-    "tuning_seeds",
-    "test_lengths",
-    "d_model",
-    "n_layers",
-    "n_heads",
-    "head_dim",
-    "context",
-    "batch",
-)
-_KINDS = {
-    **dict.fromkeys(_NUMBERS, (int, float)),
-    **dict.fromkeys((*_WHOLE, "steps"), (int,)),
+# The annotation of a list -> the types of its values.
+_KINDS: dict[str, tuple[type, ...]] = {
+    "Sequence[str]": (str,),
+    "Sequence[int]": (int,),
+    "Sequence[float]": (int, float),
 }
-AXES = (
-    "remedies",
-    "lrs",
-    "seeds",
-    "blocks",
-    "optimizers",
-    "mixes",
-    "tuning_seeds",
-    *SETTINGS,
-)
+# Source: Wortsman et al. 2023, arXiv 2309.14322, section 2.1.
 FULL_GRID = (
     3e-4,
     1e-3,
@@ -48,7 +28,7 @@ FULL_GRID = (
     3e-2,
     1e-1,
     3e-1,
-)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
+)
 
 
 @final
@@ -86,15 +66,11 @@ class Grid:
     decay: Sequence[str] = ()  #: "coupled" or "independent" weight decay
 
     def __post_init__(self) -> None:
-        _settle_lists(self, AXES)
-        for name, values in zip(AXES, (self.remedies, self.lrs, self.seeds)):
-            if not values:
+        _settle_lists(self)
+        for name in ("remedies", "lrs", "seeds"):
+            if not getattr(self, name):
                 raise InvalidValueError(f"expected at least one of {name}, got none")
-        object.__setattr__(
-            self,
-            "lrs",
-            tuple(sorted({float(lr) for lr in self.lrs})),
-        )
+        object.__setattr__(self, "lrs", tuple(sorted({float(lr) for lr in self.lrs})))
         object.__setattr__(self, "seeds", tuple(sorted(self.seeds)))
         if overlap := sorted(set(self.seeds).intersection(self.tuning_seeds)):
             raise InvalidValueError(
@@ -104,8 +80,7 @@ class Grid:
 
     def settings(self) -> Json:
         """Returns the values of each axis that is a setting; an empty axis takes its value from the configuration."""
-        values = dataclasses.asdict(self)
-        return {axis: values[axis] for axis in SETTINGS}
+        return {axis: getattr(self, axis) for axis in SETTINGS}
 
 
 @final
@@ -124,38 +99,27 @@ class LongContexts:
     continue_steps: int = 100  #: number of steps of continued training
 
     def __post_init__(self) -> None:
-        _settle_lists(self, ("posthoc", "test_lengths"))
+        _settle_lists(self)
         if not (self.posthoc and self.test_lengths):
             raise InvalidTypeError(
                 f"expected a list of methods and a list of lengths, got {self}"
             )
-        object.__setattr__(
-            self,
-            "posthoc",
-            tuple(dict.fromkeys(str(Method.parse(text)) for text in self.posthoc)),
-        )
-        object.__setattr__(self, "test_lengths", tuple(sorted(set(self.test_lengths))))
-        if type(self.sequences) is not int or type(self.continue_steps) is not int:
-            raise InvalidTypeError(
-                f"expected whole numbers for sequences and continue_steps, got {self}"
-            )
-        check(self.sequences >= 1, "at least 1 held-out sequence", self.sequences)
-        check(
-            self.continue_steps >= 1,
-            "at least 1 step of continued training",
-            self.continue_steps,
-        )
+        methods = dict.fromkeys(str(Method.parse(text)) for text in self.posthoc)
+        object.__setattr__(self, "posthoc", tuple(methods))
+        object.__setattr__(self, "test_lengths", tuple(sorted(self.test_lengths)))
+        for name in ("sequences", "continue_steps"):
+            value = getattr(self, name)
+            if type(value) is not int:
+                raise InvalidTypeError(
+                    f"expected a whole number for {name}, got {value!r}"
+                )
+            check(value >= 1, f"at least 1 for {name}", value)
 
     def of(self, form: str) -> Self:
         """Returns the tests of one form, whose only method is "none" if no method applies to it."""
-        methods = [
-            method
-            for text in self.posthoc
-            if (method := Method.parse(text)).form in ("", form)
-        ]
-        return dataclasses.replace(
-            self, posthoc=[method.label for method in methods] or ["none"]
-        )
+        methods = [Method.parse(text) for text in self.posthoc]
+        labels = [method.label for method in methods if method.form in ("", form)]
+        return dataclasses.replace(self, posthoc=labels or ["none"])
 
     @property
     def pairs(self) -> list[tuple[str, int]]:
@@ -169,10 +133,9 @@ class LongContexts:
                 raise InvalidValueError(
                     f"expected test lengths that are multiples of the training length {train_length}, got {length}"
                 )
-        for at in filter(
-            None, (Method.parse(text).trained_at for text in self.posthoc)
-        ):
-            if at <= train_length or at % train_length:
+        for text in self.posthoc:
+            at = Method.parse(text).trained_at
+            if at and (at <= train_length or at % train_length):
                 raise InvalidValueError(
                     f"expected continued training at a larger multiple of the training length {train_length}, got {at}"
                 )
@@ -236,12 +199,9 @@ class PlannedRun:
             "remedy": self.name,
             "lr": config.optim.lr,
             "seed": config.seed,
-        }
-        return {
-            **about,
             "role": self.role,
-            **({"part": self.part} if self.part else {}),
         }
+        return {**about, "part": self.part} if self.part else about
 
 
 @final
@@ -252,15 +212,12 @@ class Plan:
     name: str  #: name of the study
     grid: Grid  #: the axes
     runs: Sequence[PlannedRun]  #: the runs, in the order of the table
-    contexts: LongContexts | None = (
-        None  #: tests at longer lengths, or None for no tests
-    )
-    tuned: Sequence[
-        Json
-    ] = ()  #: the chosen rate of each remedy of each role; see `tuned_plan`
-    primary: Primary | None = (
-        None  #: the primary comparison of the study, if it has one
-    )
+    #: tests at longer lengths, or None for no tests
+    contexts: LongContexts | None = None
+    #: the chosen rate of each remedy of each role; see `tuned_plan`
+    tuned: Sequence[Json] = ()
+    #: the primary comparison of the study, if it has one
+    primary: Primary | None = None
 
     def bases(self) -> dict[str, Json]:
         """Returns, per role, the configuration that its runs share, without remedy, rate and seed."""
@@ -375,67 +332,55 @@ class Study:
     ) -> Plan:
         """Returns the study's plan; arguments that are None default to the study's own."""
         grid = grid or self.grid
-        contexts = self.contexts and (contexts or self.contexts)
         runs = []
-        for part, variant in variants(
-            base or self.base or RunConfig(), grid.settings()
-        ):
+        base = base or self.base or RunConfig()
+        for part, variant in variants(base, grid.settings()):
             for run in self.runs(variant, grid):
-                names = (
-                    *((run.role,) if run.role != "grid" else ()),
-                    *((part,) if part else ()),
-                )
-                runs.append(
-                    dataclasses.replace(
-                        run,
-                        role=", ".join(names) or "grid",
-                        part=part,
-                    )
-                )
+                role = "" if run.role == "grid" else run.role
+                names = ", ".join(filter(None, (role, part)))
+                runs.append(dataclasses.replace(run, role=names or "grid", part=part))
+        primary = self.primary
+        if primary is not None:
+            sides = {run.name for run in runs if primary.holds(run)}
+            if sides != {primary.remedy, primary.baseline}:
+                primary = None  # the grid lacks a side of the comparison
         return Plan(
             name=self.name,
             grid=grid,
             runs=runs,
-            contexts=contexts,
-            primary=self._primary(runs),
+            contexts=self.contexts and (contexts or self.contexts),
+            primary=primary,
         )
 
-    def _primary(self, runs: Sequence[PlannedRun]) -> Primary | None:
-        """Returns the primary comparison if the runs include both of its sides."""
-        named = self.primary
-        if named is None or {run.name for run in runs if named.holds(run)} != {
-            named.remedy,
-            named.baseline,
-        }:
-            return None
-        return named
 
-
-def _settle_lists(of: object, names: Sequence[str]) -> None:
-    """Turns each of these attributes into a tuple without duplicates; raises InvalidTypeError if it is not a list."""
-    for name in names:
-        values = getattr(of, name)
+def _settle_lists(lists: Any) -> None:
+    """Turns each list of a dataclass into a tuple without duplicates; raises InvalidTypeError if it is none."""
+    for field in dataclasses.fields(lists):
+        kinds = _KINDS.get(str(field.type))
+        if kinds is None:
+            continue
+        values = getattr(lists, field.name)
         if isinstance(values, str) or not isinstance(values, Iterable):
-            raise InvalidTypeError(f"expected a list of {name}, got {values!r}")
-        kinds = _KINDS.get(name, (str,))
+            raise InvalidTypeError(f"expected a list of {field.name}, got {values!r}")
+        values = tuple(dict.fromkeys(values))
         for value in values:
+            # True is an int, but not a seed.
             if not isinstance(value, kinds) or isinstance(value, bool):
+                names = " or ".join(kind.__name__ for kind in kinds)
                 raise InvalidTypeError(
-                    f"expected {' or '.join(k.__name__ for k in kinds)} in {name}, got {value!r}"
+                    f"expected {names} in {field.name}, got {value!r}"
                 )
-        object.__setattr__(of, name, tuple(dict.fromkeys(values)))
+        object.__setattr__(lists, field.name, values)
 
 
 def shared(config: RunConfig, *, but_attention: bool = False) -> Json:
     """Returns the identity of a configuration without the values that a grid varies."""
     values = config.identity()
-    if but_attention:
-        values["model"] = {k: v for k, v in values["model"].items() if k != "attention"}
-    optim = {k: v for k, v in values["optim"].items() if k != "lr"}
-    return {
-        **{k: v for k, v in values.items() if k not in ("remedy", "seed")},
-        "optim": optim,
-    }
+    varied = [("optim", "lr"), *([("model", "attention")] if but_attention else [])]
+    for section, name in varied:
+        del values[section][name]
+    del values["remedy"], values["seed"]
+    return values
 
 
 def parts(base: RunConfig, grid: Grid) -> list[PlannedRun]:

@@ -67,9 +67,8 @@ def _train(config: RunConfig, say: Callable[[str], None]) -> None:
         watch(state.model, state.optimizer, planned=rates) as monitor,
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter(
-            "ignore", AlarmWarning
-        )  # they are said below, without their advice
+        # They are said below, without their advice.
+        warnings.simplefilter("ignore", AlarmWarning)
         n_alarms = 0
         for step in range(config.steps):
             loss, _ = train_step(state, step)

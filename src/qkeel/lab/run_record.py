@@ -351,9 +351,8 @@ class Watcher:
 
 def mark_failed(directory: RunDirectory) -> None:
     """Writes the traceback of the current error into the directory."""
-    with contextlib.suppress(
-        RunDirectoryError
-    ):  # e.g. a full disk; the original error is reported anyway
+    # E.g. a full disk; the original error is reported anyway.
+    with contextlib.suppress(RunDirectoryError):
         write_text(directory.path / "FAILED", traceback.format_exc())
 
 
@@ -374,10 +373,11 @@ class RunRecord:
         self.state = RunState(config)
         self.step = 0
         self.stopped = False  # True after a loss or gradient that is not finite
+        # Steps and wall time since the last record.
         self._trained, self._seconds = (
             0,
             0.0,
-        )  # steps and wall time since the last record
+        )
         self._noted = 0  # number of autopilot events already written
         self._skipped = 0  # number of skipped steps already reported
 
@@ -400,9 +400,8 @@ class RunRecord:
         else:
             restore(self.directory, self.state, checkpoint)
         names, n_heads = self.state.attentions, self.config.model.n_heads
-        layers = (
-            names if len(names) != self.config.model.n_layers else ()
-        )  # named for an encoder with a decoder
+        # Named for an encoder with a decoder.
+        layers = names if len(names) != self.config.model.n_layers else ()
         self.heads = HeadRecorder(
             self.directory.path, PROBE_FIELDS, len(names), n_heads, layers=layers
         )

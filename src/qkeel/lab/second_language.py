@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 
-CLAUSE = re.compile(
-    rb"[A-Za-z \t]+"
-)  # ends at punctuation, a digit or the end of a line
+# Ends at punctuation, a digit or the end of a line.
+CLAUSE = re.compile(rb"[A-Za-z \t]+")
 WORD = re.compile(rb"[A-Za-z]+")
 _SETS = (b"aeiou", b"bcdfghjklmnpqrstvwxyz")
 
@@ -27,10 +26,11 @@ def _table(steps: int) -> bytes:
     return bytes({**lower, **upper}.get(byte, byte) for byte in range(256))
 
 
+# For words with an odd and an even number of letters.
 _ODD, _EVEN = (
     _table(1),
     _table(3),
-)  # for words with an odd and an even number of letters
+)
 
 
 def translated(text: bytes) -> bytes:

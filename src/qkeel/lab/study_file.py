@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from qkeel.errors import RunDirectoryError
@@ -16,30 +15,28 @@ from qkeel.records.file_formats import read_object
 from qkeel.records.run_directory import differences
 
 _AXES = tuple(field.name for field in dataclasses.fields(Grid))
+_UNCHANGED = "Choose another directory; nothing was changed."
 
 
 def study_of(plan: Plan, command: str) -> Json:
     """Returns the study.json of a plan."""
-    named = plan.primary
+    primary = plan.primary
+    entries = []
+    for run in plan.runs:
+        named = {} if primary is None else {"primary": primary.holds(run)}
+        entries.append(run.entry() | named)
     about = {
         "study": plan.name,
         "command": command,
         **dataclasses.asdict(plan.grid),
         "contexts": plan.contexts and dataclasses.asdict(plan.contexts),
         "tuned": list(plan.tuned) or None,
-        "primary": named and dataclasses.asdict(named),
-        "runs": [
-            run.entry() | ({"primary": named.holds(run)} if named else {})
-            for run in plan.runs
-        ],
+        "primary": primary and dataclasses.asdict(primary),
+        "runs": entries,
         "base": plan.bases(),
     }
     # A round trip through JSON turns tuples into lists, so that the result compares equal to a file's contents.
-    return json.loads(json.dumps(_known(about)))
-
-
-def _known(about: Json) -> Json:
-    return {name: value for name, value in about.items() if value is not None}
+    return _in_order(json.loads(json.dumps(about)))
 
 
 def joined_study(out: Path, old: Json, new: Json) -> Json:
@@ -51,47 +48,28 @@ def joined_study(out: Path, old: Json, new: Json) -> Json:
     _check_same_study(out, old, new)
     recorded = {entry["run_id"] for entry in old["runs"]}
     added = [entry for entry in new["runs"] if entry["run_id"] not in recorded]
-    commands = [
-        *old["command"].splitlines(),
-        *(new["command"].splitlines() if added else []),
-    ]
-    axes = {
-        name: list(dict.fromkeys([*(old.get(name) or ()), *(new.get(name) or ())]))
-        for name in _AXES
-    }
-    axes = {
-        name: sorted(values) if name in ("lrs", "seeds") else values
-        for name, values in axes.items()
-    }
-    bases = {**old["base"], **new["base"]}
+    commands = old["command"].splitlines()
+    if added:  # a repetition is no new command
+        commands += new["command"].splitlines()
+    axes = {}
+    for name in _AXES:
+        values = dict.fromkeys([*(old.get(name) or ()), *(new.get(name) or ())])
+        axes[name] = sorted(values) if name in ("lrs", "seeds") else list(values)
     about = {
-        "study": new["study"],
-        "command": "\n".join(dict.fromkeys(filter(None, commands))),
+        **new,
         **axes,
-        "contexts": _joined_contexts(old.get("contexts"), new["contexts"])
-        if "contexts" in new
-        else None,
-        "tuned": _joined_choices(old, new, out) if "tuned" in new else None,
-        "primary": new.get("primary"),
-        "runs": in_order(
-            [*old["runs"], *added],
-            axes["remedies"],
-            list(bases),
-        ),
-        "base": bases,
+        "command": "\n".join(dict.fromkeys(filter(None, commands))),
+        "runs": [*old["runs"], *added],
+        "base": {**old["base"], **new["base"]},
     }
-    return _known(about)
-
-
-def _joined_choices(old: Json, new: Json, out: Path) -> list[Json]:
-    """Returns the chosen rates of both parts; the rates of `new` take precedence."""
-    before = old.get("tuned", [])
-    check_choices(before, new["tuned"], out)
-    choices = {
-        (choice["role"], choice["remedy"]): choice
-        for choice in [*before, *new["tuned"]]
-    }
-    return list(choices.values())
+    if "contexts" in new:
+        about["contexts"] = _joined_contexts(old.get("contexts"), new["contexts"])
+    if "tuned" in new:
+        check_choices(old["tuned"], new["tuned"], out)
+        choices = [*old["tuned"], *new["tuned"]]
+        by_role = {(choice["role"], choice["remedy"]): choice for choice in choices}
+        about["tuned"] = list(by_role.values())
+    return _in_order(about)
 
 
 def read_study(out: Path) -> Json:
@@ -101,9 +79,8 @@ def read_study(out: Path) -> Json:
         RunDirectoryError: the file is damaged, or names directories outside the study.
     """
     file = out / "study.json"
-    about = read_object(
-        file, "study", "base", "remedies", "lrs", "seeds", "command", "runs"
-    )
+    names = ("study", "base", "remedies", "lrs", "seeds", "command", "runs")
+    about = read_object(file, *names)
     for entry in about["runs"]:
         refuse_path(entry["run_id"], str(file))
         if entry.get("role") not in about["base"]:
@@ -116,52 +93,46 @@ def read_study(out: Path) -> Json:
 
 def _joined_contexts(old: Json | None, new: Json) -> Json:
     """Joins the methods and lengths; the numbers of sequences and steps must be equal."""
-    if old is None:
-        return dict(new)
+    old = old or new
     for name, sentence in (
         ("sequences", "measures on {} held-out sequences"),
         ("continue_steps", "continues training for {} steps"),
     ):
         if old[name] != new[name]:
             raise RunDirectoryError(
-                f"this study {sentence.format(old[name])}, not {new[name]}; choose another directory; nothing was "
-                "changed."
+                f"this study {sentence.format(old[name])}, not {new[name]}. {_UNCHANGED}"
             )
-    return {
-        **new,
-        "posthoc": list(dict.fromkeys([*old["posthoc"], *new["posthoc"]])),
-        "test_lengths": sorted({*old["test_lengths"], *new["test_lengths"]}),
-    }
+    methods = list(dict.fromkeys([*old["posthoc"], *new["posthoc"]]))
+    lengths = sorted({*old["test_lengths"], *new["test_lengths"]})
+    return {**new, "posthoc": methods, "test_lengths": lengths}
 
 
 def _check_same_study(out: Path, old: Json, new: Json) -> None:
-    changed = (
-        []
-        if old["study"] == new["study"]
-        else [f"study: {old['study']}, not {new['study']}"]
-    )
+    changes = []
+    if old["study"] != new["study"]:
+        changes.append(f"study: {old['study']}, not {new['study']}")
     if ("tuned" in old) != ("tuned" in new):
-        changed.append("tune: whether each remedy is compared at its own rate")
+        changes.append("tune: whether each remedy is compared at its own rate")
     if old.get("primary") != new.get("primary"):
-        changed.append("primary: the primary comparison of the study")
+        changes.append("primary: the primary comparison of the study")
     for role, base in new["base"].items():
-        changed += differences(old["base"].get(role, base), base)
-    if changed:
+        changes += differences(old["base"].get(role, base), base)
+    if changes:
         raise RunDirectoryError(
             f"{out} contains a study with a different configuration (these differ: "
-            f"{', '.join(dict.fromkeys(changed))}). Only remedies, rates and seeds can be added to a study. Choose "
-            "another directory; nothing was changed."
+            f"{', '.join(dict.fromkeys(changes))}). Only remedies, rates and seeds can be added to a study. {_UNCHANGED}"
         )
 
 
-def in_order(
-    entries: Sequence[Json], remedies: Sequence[str], roles: Sequence[str]
-) -> list[Json]:
-    """Sorts the runs of a study by role, remedy, rate and seed, the order of its table."""
-    order = {remedy: i for i, remedy in enumerate(remedies)}
+def _in_order(about: Json) -> Json:
+    """Sorts the runs by role, remedy, rate and seed, the order of the table, and leaves out what the study has not."""
+    roles, remedies = list(about["base"]), about["remedies"]
 
     def key(entry: Json) -> tuple[int, int, float, int]:
-        remedy = order.get(entry["remedy"], len(order))
-        return roles.index(entry["role"]), remedy, entry["lr"], entry["seed"]
+        remedy = entry["remedy"]
+        rank = remedies.index(remedy) if remedy in remedies else len(remedies)
+        return roles.index(entry["role"]), rank, entry["lr"], entry["seed"]
 
-    return sorted(entries, key=key)
+    runs = sorted(about["runs"], key=key)
+    known = {name: value for name, value in about.items() if value is not None}
+    return {**known, "runs": runs}

@@ -38,12 +38,10 @@ class Examples:
 
     def to(self, device: torch.device) -> Examples:
         """Returns the examples on a device."""
-        return Examples(
-            *(
-                None if x is None else x.to(device, non_blocking=True)
-                for x in self._all()
-            )
-        )  # type: ignore[arg-type]
+        parts = [
+            x if x is None else x.to(device, non_blocking=True) for x in self._all()
+        ]
+        return Examples(*parts)  # type: ignore[arg-type]
 
     def split(self, count: int) -> list[Examples]:
         """Returns pieces of `count` examples."""
@@ -163,9 +161,8 @@ class VisionTask(Task):
 # Images and text in one sequence.
 
 TEXT, NEAR_IMAGE, CAPTION, IMAGE = range(4)
-BEGIN = (
-    256  # the token before an image; the codes of patches follow it in the vocabulary
-)
+# The token before an image; the codes of patches follow it in the vocabulary.
+BEGIN = 256
 MAX_CODES = 65536
 
 
@@ -405,9 +402,8 @@ class TranslationTask(Task):
         translation = torch.zeros_like(examples.targets)
         for i in range(length):
             translation[:, i] = model(tokens)[:, i, :BEGIN_TRANSLATION].argmax(-1)
-            tokens[:, length + 1 :] = translation[
-                :, :-1
-            ]  # what is still to come is 0, and not yet visible
+            # What is still to come is 0, and not yet visible.
+            tokens[:, length + 1 :] = translation[:, :-1]
         translations, references = _texts(translation), _texts(examples.targets)
         return {
             "val_bleu": float(sacrebleu.corpus_bleu(translations, [references]).score)

@@ -252,9 +252,8 @@ def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     budget = HELD_OUT * sum(map(len, unique.values()))
     held: set[bytes] = set()
     size = 0
-    for digest in sorted(
-        unique
-    ):  # by hash, so that the split does not depend on names or order
+    # By hash, so that the split does not depend on names or order.
+    for digest in sorted(unique):
         if size < 0.9 * budget and size + len(unique[digest]) <= budget:
             held.add(digest)
             size += len(unique[digest])

@@ -33,9 +33,8 @@ from qkeel.lab.run_record import (
 from qkeel.lab.tasks import load_task
 from qkeel.records import RunDirectory, RunStatus
 
-_SEEDS = (
-    1_000_003  # a prime, so that (seed, step) gives each step its own random numbers
-)
+# A prime, so that (seed, step) gives each step its own random numbers.
+_SEEDS = 1_000_003
 
 
 def run(

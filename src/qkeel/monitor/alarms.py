@@ -14,7 +14,7 @@ from torch import nn
 
 from qkeel.heads.site import APPLIED, AttentionSite, Sites
 from qkeel.metrics import fused_logit_error, stored_logit_error
-from qkeel.monitor.history import History, RecordPlace
+from qkeel.monitor.history import History
 from qkeel.monitor.recording import Recording
 from qkeel.monitor.rules import (
     DEFAULT,
@@ -23,7 +23,7 @@ from qkeel.monitor.rules import (
     Rule,
     Severity,
     first,
-    largest,
+    last_record,
     peak,
     trend,
 )
@@ -33,9 +33,10 @@ from qkeel.sites.find import is_normed
 
 # Rules that depend on the setting: the number format, the head width, and which norm was configured.
 
+_NORMS = '"q_norm" in n or "k_norm" in n'
 DECAY_GAINS = (
     'optimizer.register_step_post_hook(lambda o, *_: [p.data.mul_(1 - 0.1 * o.param_groups[0]["lr"]) '
-    'for n, p in model.named_parameters() if "q_norm" in n or "k_norm" in n])  # decays the gains of the norms'
+    f"for n, p in model.named_parameters() if {_NORMS}])  # decays the gains of the norms"
 )
 KEEP_FLOAT32 = f"{HOLD}  # or q, k and logits in float32"
 SMALLER_EPS = 'for group in optimizer.param_groups: group["eps"] = 1e-15'
@@ -71,40 +72,28 @@ class Resolution(Rule):
         return f"resolution {self.dtype} {self.kernel}"
 
     def check(self, history: History) -> Alarm | None:
-        worst = self._eager(history) if self.kernel == "eager" else self._fused(history)
-        if worst is None or not worst[1] > self.tolerance:
+        if self.kernel == "eager":
+            name, stored = "max_abs_logit", "scores stored in"
+            if last_record(history, name) is None:
+                name = "max_logit"
+            series = history.series(name)
+        else:
+            name, stored = "query_norm", "q and k rounded to"
+            series, key = history.series(name), history.series("key_norm")
+            series = None if series is None or key is None else series * key
+        if series is None or not len(series) or np.isnan(series[-1]).all():
             return None
-        at, error, grows = worst
-        what = "q and k rounded to" if self.kernel == "fused" else "scores stored in"
-        text = f"{what} {self.dtype} move a logit by {error:.2g} nats (standard deviation), over {self.tolerance:g}"
-        return self.alarm(history, text, error, at=at, trend=trend(history, grows))
-
-    def _eager(self, history: History) -> tuple[RecordPlace, float, np.ndarray] | None:
-        top = largest(history, "max_abs_logit") or largest(history, "max_logit")
-        return (
-            None
-            if top is None
-            else (top.at, stored_logit_error(top.value, self.dtype), top.series)
-        )
-
-    def _fused(self, history: History) -> tuple[RecordPlace, float, np.ndarray] | None:
-        query, key = history.series("query_norm"), history.series("key_norm")
-        if (
-            query is None
-            or key is None
-            or not len(query)
-            or np.isnan(query[-1] * key[-1]).all()
-        ):
+        at = peak(name, series[-1])
+        course = at.of(series)
+        value = float(course[-1])
+        if self.kernel == "eager":
+            error = stored_logit_error(value, self.dtype)
+        else:
+            error = fused_logit_error(value, 1.0, self.head_dim, self.dtype, self.scale)
+        if not error > self.tolerance:
             return None
-        at = peak("query_norm", query[-1] * key[-1])
-        product = query[:, at.layer, at.head] * key[:, at.layer, at.head]
-        return (
-            at,
-            fused_logit_error(
-                float(product[-1]), 1.0, self.head_dim, self.dtype, self.scale
-            ),
-            product,
-        )
+        meaning = f"{stored} {self.dtype} move a logit by {error:.2g} nats (standard deviation), over {self.tolerance:g}"
+        return self.alarm(history, meaning, error, at=at, trend=trend(history, course))
 
 
 @final
@@ -125,18 +114,13 @@ class GainGrowth(Rule):
             return None
         start = series[first(top)]
         ratio = series[-1] / np.where(start > 0, start, np.nan)
-        if np.isnan(ratio).all() or not np.nanmax(ratio) > self.factor:
+        if not (ratio > self.factor).any():
             return None
         at = peak("gain_bound", ratio)
-        now, times = float(series[-1, at.layer, at.head]), float(np.nanmax(ratio))
-        text = f"the gains of the q/k norm allow logits of {now:,.3g}, {times:.2g} times as high as at the start"
-        return self.alarm(
-            history,
-            text,
-            now,
-            at=at,
-            trend=trend(history, series[:, at.layer, at.head]),
-        )
+        course = at.of(series)
+        bound, times = float(course[-1]), float(np.nanmax(ratio))
+        meaning = f"the gains of the q/k norm allow logits of {bound:,.3g}, {times:.2g} times as high as at the start"
+        return self.alarm(history, meaning, bound, at=at, trend=trend(history, course))
 
 
 @final
@@ -165,47 +149,27 @@ class IdleNorm(Rule):
     cause: str = "the configured q/k norm has no effect"
 
     def check(self, history: History) -> Alarm | None:
-        found = (
-            self._length(history, f"{side}_norm") for side in self.sides if self.fresh
-        )
-        return next(
-            (alarm for alarm in found if alarm is not None), None
-        ) or self._bound(history)
-
-    def _length(self, history: History, name: str) -> Alarm | None:
-        series, top = history.series(name), history.top(name)
-        if (
-            series is None
-            or top is None
-            or np.isfinite(top).sum() != 1
-            or not np.isfinite(top[-1])
-        ):
-            return None
         expected = 1.0 if self.kind == "l2" else math.sqrt(self.head_dim)
-        at = peak(name, np.abs(series[-1] / expected - 1))
-        now = float(series[-1, at.layer, at.head])
-        text = f"{self.kind} norm is configured, but {name[:-5]} norms are {now:.3g}, not {expected:.3g}"
-        return (
-            self.alarm(history, text, now, at=at)
-            if abs(now / expected - 1) > self.tolerance
-            else None
-        )
-
-    def _bound(self, history: History) -> Alarm | None:
-        bound, logit = history.series("gain_bound"), history.series("max_logit")
-        if (
-            bound is None
-            or logit is None
-            or bound.shape != logit.shape
-            or not len(bound)
-        ):
+        for side in self.sides if self.fresh else ():
+            name = f"{side}_norm"
+            norms, top = last_record(history, name), history.top(name)
+            # Only the first record tells, because gains are no longer 1 later.
+            if norms is None or top is None or np.isfinite(top).sum() != 1:
+                continue
+            at = peak(name, np.abs(norms / expected - 1))
+            norm = float(norms[at.layer, at.head])
+            if abs(norm / expected - 1) > self.tolerance:
+                meaning = f"{self.kind} norm is configured, but {side} norms are {norm:.3g}, not {expected:.3g}"
+                return self.alarm(history, meaning, norm, at=at)
+        bound, logit = (last_record(history, x) for x in ("gain_bound", "max_logit"))
+        if bound is None or logit is None or bound.shape != logit.shape:
             return None
-        ratio = logit[-1] / np.where(bound[-1] > 0, bound[-1], np.nan)
-        if np.isnan(ratio).all() or not np.nanmax(ratio) > 1 + self.tolerance:
+        ratio = logit / np.where(bound > 0, bound, np.nan)
+        if not (ratio > 1 + self.tolerance).any():
             return None
         at, times = peak("max_logit", ratio), float(np.nanmax(ratio))
-        text = f"{self.kind} norm is configured, but a logit is {times:.3g} times what the norm's gains allow"
-        return self.alarm(history, text, times, at=at)
+        meaning = f"{self.kind} norm is configured, but a logit is {times:.3g} times what the norm's gains allow"
+        return self.alarm(history, meaning, times, at=at)
 
 
 @final
@@ -231,21 +195,14 @@ class VanishingGradient(Rule):
         series = history.series("grad_over_eps")
         if series is None or len(series) < 2:
             return None
-        larger = series[-2:].max(
-            0
-        )  # of the two records; NaN where either was not measured
-        if not np.fmin.reduce(larger, axis=None) < 1:  # NaN where no head was measured
+        larger = series[-2:].max(0)  # NaN where either of the two was not measured
+        if not (larger < 1).any():
             return None
         at = peak("grad_over_eps", -larger)
-        now = float(series[-1, at.layer, at.head])
-        text = f"the gradient RMS of the query or key weight is {now:.2g} times the optimizer's eps"
-        return self.alarm(
-            history,
-            text,
-            now,
-            at=at,
-            trend=trend(history, series[:, at.layer, at.head]),
-        )
+        course = at.of(series)
+        ratio = float(course[-1])
+        meaning = f"the gradient RMS of the query or key weight is {ratio:.2g} times the optimizer's eps"
+        return self.alarm(history, meaning, ratio, at=at, trend=trend(history, course))
 
 
 @final
@@ -273,25 +230,18 @@ def rules_for(setting: Setting) -> tuple[Rule, ...]:
     >>> [rule.name for rule in rules_for(Setting(dtype="bf16", kernel="eager", head_dim=64))][-3:]
     ['gain growth', 'vanishing gradient', 'resolution bf16 eager']
     """
-    rules: list[Rule] = [
-        *DEFAULT,
-        GainGrowth(),
-        VanishingGradient(),
-    ]  # they raise no alarm if nothing is recorded
-    dtype, kernel, head_dim = setting.dtype, setting.kernel, setting.head_dim
-    if head_dim is None:
-        return tuple(rules)
-    if kernel is not None and (dtype == "bf16" or dtype == "fp16"):
+    # Rules whose fields are not recorded raise no alarm.
+    rules: list[Rule] = [*DEFAULT, GainGrowth(), VanishingGradient()]
+    dtype, kernel, width = setting.dtype, setting.kernel, setting.head_dim
+    if width is not None and kernel is not None and dtype in ("bf16", "fp16"):
         rules.append(
-            Resolution(
-                dtype=dtype, kernel=kernel, head_dim=head_dim, scale=setting.scale
-            )
+            Resolution(dtype=dtype, kernel=kernel, head_dim=width, scale=setting.scale)
         )
-    if setting.norm is not None:
+    if width is not None and setting.norm is not None:
         rules.append(
             IdleNorm(
                 kind=setting.norm,
-                head_dim=head_dim,
+                head_dim=width,
                 sides=setting.sides,
                 fresh=setting.fresh,
             )
@@ -317,16 +267,13 @@ def fitted(
     lines = {HOLD: hold(model, sites), DECAY_GAINS: decay_gains(sites)}
     if sites and all(isinstance(site.module, SpecModule) for site in sites):
         lines[LOOK] = LOOK_AT_SPEC
-    return tuple(
-        dataclasses.replace(rule, remedy=_replaced(rule.remedy, lines))
-        for rule in rules
-    )
-
-
-def _replaced(text: str, lines: dict[str, str]) -> str:
-    for general, own in lines.items():
-        text = text.replace(general, own)
-    return text
+    suited = []
+    for rule in rules:
+        remedy = rule.remedy
+        for general, line in lines.items():
+            remedy = remedy.replace(general, line)
+        suited.append(dataclasses.replace(rule, remedy=remedy))
+    return tuple(suited)
 
 
 def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
@@ -340,62 +287,50 @@ def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     per-head rates alone. Otherwise it caps the logits, if every site accepts a cap. If that is not possible either, or
     if remedies for the steps of these weights are already active, it lowers the learning rate.
     """
-    if any(
-        {"lalr", "qk_clip"} & set(vars(site.module).get(APPLIED, {})) for site in sites
-    ):
+    for site in sites:
+        if {"lalr", "qk_clip"} & set(vars(site.module).get(APPLIED, {})):
+            return LOWER_RATE
+    spec = _step_remedy(model, sites)
+    takes_a_cap = all(
+        site.spec.cap.kind == "none"
+        and site.spec.normalizer.kind == "softmax"
+        and site.description is None
+        for site in sites
+    )
+    if not spec and not takes_a_cap:
         return LOWER_RATE
     partial = ", partial=True" if isinstance(sites, Sites) and sites.missed else ""
-    spec = _steps(model, sites) or (
-        "softcap:cap=50" if all(map(_takes_a_cap, sites)) else ""
-    )
-    return f'qkeel.apply(model, "{spec}", optimizer{partial})' if spec else LOWER_RATE
+    return f'qkeel.apply(model, "{spec or "softcap:cap=50"}", optimizer{partial})'
 
 
-def _steps(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
-    if not all(
-        site.verified and not is_normed(site) and not site.reparametrised
-        for site in sites
-    ):
-        return ""
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    if any(
-        "lora_magnitude_vector" in name for name in weights
-    ):  # DoRA computes its weights from others
-        return ""
-    own = [
-        weights[s.parameter]
-        for site in sites
-        for s in (*site.query, *site.key)
-        if s.parameter in weights
-    ]
-    half = any(weight.dtype in (torch.bfloat16, torch.float16) for weight in own)
-    frozen = any(not weight.requires_grad for weight in own)
+def _step_remedy(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
+    """Returns the spec of the remedy on steps; "" if a weight is not known, normed or computed from others."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    weights = []
+    for site in sites:
+        if not site.verified or is_normed(site) or site.reparametrised:
+            return ""
+        names = [part.parameter for part in (*site.query, *site.key)]
+        weights += [parameters[name] for name in names if name in parameters]
+    if any("lora_magnitude_vector" in name for name in parameters):
+        return ""  # DoRA computes its weights from others
+    half = any(weight.dtype in (torch.bfloat16, torch.float16) for weight in weights)
+    frozen = any(not weight.requires_grad for weight in weights)
     if half or frozen or any(len(site.terms) > 1 for site in sites):
         return "+".join([*["lalr:tau=0.1"][half:], *["qk_clip:threshold=100"][frozen:]])
     return "qk_clip:threshold=15,steps=matched"
 
 
-def _takes_a_cap(site: AttentionSite) -> bool:
-    free = site.spec.cap.kind == "none" and site.spec.normalizer.kind == "softmax"
-    return free and site.description is None
-
-
 def decay_gains(sites: Sequence[AttentionSite]) -> str:
     """Returns the line that decays the gains of the norms on queries and keys, which are found by their names in this
     model."""
-    gains = (
-        gain.parameter
-        for site in sites
-        for gain in (*site.query_gains, *site.key_gains)
-    )
-    ends = tuple(
-        dict.fromkeys(".".join(name.split(".")[-2:]) for name in gains if name)
-    )
-    return (
-        DECAY_GAINS.replace('"q_norm" in n or "k_norm" in n', f"n.endswith({ends!r})")
-        if ends
-        else DECAY_GAINS
-    )
+    ends = dict[str, None]()
+    for site in sites:
+        for gain in (*site.query_gains, *site.key_gains):
+            if gain.parameter:
+                ends[".".join(gain.parameter.split(".")[-2:])] = None
+    names = f"n.endswith({tuple(ends)!r})" if ends else _NORMS
+    return DECAY_GAINS.replace(_NORMS, names)
 
 
 # The alarms that the records of a run have raised.
@@ -407,21 +342,19 @@ class AlarmLog:
 
     def __init__(self, rules: Sequence[Rule] = DEFAULT) -> None:
         self.rules = tuple(rules)
-        self._names = [rule.name for rule in self.rules]
         self.alarms: list[Alarm] = []
 
     def update(self, history: History) -> list[Alarm]:
         """Returns the alarms that the last record raises for the first time, the most severe first."""
-        said = {alarm.rule for alarm in self.alarms}
-        fresh = (
-            [rule for rule, name in zip(self.rules, self._names) if name not in said]
-            if len(history)
-            else []
-        )
-        new = [alarm for rule in fresh if (alarm := rule.check(history)) is not None]
-        new.sort(key=lambda alarm: -list(Severity).index(alarm.severity))
-        self.alarms += new
-        return new
+        raised = {alarm.rule for alarm in self.alarms}
+        alarms = []
+        for rule in self.rules if len(history) else ():
+            alarm = None if rule.name in raised else rule.check(history)
+            if alarm is not None:
+                alarms.append(alarm)
+        alarms.sort(key=lambda alarm: -list(Severity).index(alarm.severity))
+        self.alarms += alarms
+        return alarms
 
 
 def replay(history: History, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
@@ -432,12 +365,11 @@ def replay(history: History, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
     []
     """
     log, recording = AlarmLog(rules), Recording(history.layers, planned=history.planned)
-    for n in range(len(history)):
-        values = {name: v[n] for name, v in history.values.items()} | {
-            "step": history.steps[n]
-        }
+    for n, step in enumerate(history.steps):
+        values = {name: column[n] for name, column in history.values.items()}
+        values["step"] = step
         if history.rates is not None:
             values["lr"] = history.rates[n]
-        recording.append(values, {name: v[n] for name, v in history.heads.items()})
+        recording.append(values, {name: x[n] for name, x in history.heads.items()})
         log.update(dataclasses.replace(recording.history, types=history.types))
     return log.alarms

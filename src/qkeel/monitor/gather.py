@@ -18,6 +18,7 @@ from qkeel.distributed.reduce import (
     Entry,
     Form,
     NumberKey,
+    Rule,
     StepTable,
     step_table,
 )
@@ -88,7 +89,7 @@ def _site_entries(
     """Returns the entries of a site's statistics, in the order of `_site_tensors`."""
 
     def entry(
-        name: str, rule: str, weight: str, blank: float, n_classes: Sequence[int] = ()
+        name: str, rule: Rule, weight: str, blank: float, n_classes: Sequence[int] = ()
     ) -> Entry:
         axis: Axis = "key" if of_key_heads(name) else "query"
         heads = n_kv_heads if axis == "key" else n_heads
@@ -96,7 +97,7 @@ def _site_entries(
         weight = weight + suffix if weight else ""
         return Entry(
             site, name + suffix, (heads, *n_classes), rule, weight, axis, blank=blank
-        )  # type: ignore[arg-type]
+        )
 
     entries = [
         entry(name, merging.how, merging.count, merging.neutral)

@@ -142,58 +142,44 @@ def forecast(
     Source: experiments of this project (logits of small runs drift as a power of steps); the clock and the interval
     were developed in this project and are evaluated in experiments/notes/alarms.md.
     """
-    followed = (
-        planned if planned is not None and planned.followed(steps, rates) else None
-    )
-    ticks = clock(steps, rates) if followed is None else followed.ticks(steps)
+    if planned is not None and not planned.followed(steps, rates):
+        planned = None
+    ticks = clock(steps, rates) if planned is None else planned.ticks(steps)
     values = np.asarray(values, dtype=np.float64)
     fine = np.flatnonzero((ticks > 0) & (values > 0) & np.isfinite(values))
-    if (
-        len(fine) < LEAST_POINTS
-        or fine[-1] != len(steps) - 1
-        or values[-1] >= threshold
-    ):
+    if len(fine) < LEAST_POINTS or fine[-1] != len(steps) - 1:
         return None
+    now, tick, value = float(steps[-1]), float(ticks[-1]), float(values[-1])
     late = fine[
-        (ticks[fine] >= ticks[-1] / WINDOW)
+        (ticks[fine] >= tick / WINDOW)
         | (np.arange(len(fine)) >= len(fine) - LEAST_POINTS)
     ]
-    if ticks[-1] < LEAST_SPAN * ticks[late[0]]:
+    if value >= threshold or tick < LEAST_SPAN * ticks[late[0]]:
         return None
     exponent = slope(np.log(ticks[late]), np.log(values[late]))
     if not exponent > LEAST_EXPONENT:
         return None
-    distance = math.log(threshold / float(values[-1])) / exponent
-    if distance > FARTHEST:
+    distance = math.log(threshold / value) / exponent
+    rate = tick / now if rates is None else float(rates[-1])
+    if distance > FARTHEST or (planned is None and rate <= 0):
         return None
-    when = _steady(steps, ticks, rates) if followed is None else followed.when
-    if when is None:
-        return None
+
+    def when(distance: float) -> float:
+        then = tick * math.exp(max(0.0, distance))
+        return now + (then - tick) / rate if planned is None else planned.when(then)
+
     below, above = (
         share * distance + least for share, least in zip(_SLACK_PER_DISTANCE, _SLACK)
     )
-    step, low, high = (
-        when(float(ticks[-1]) * math.exp(max(0.0, far)))
-        for far in (distance, distance - below, distance + above)
-    )
     return Forecast(
         threshold=threshold,
-        value=float(values[-1]),
+        value=value,
         exponent=exponent,
-        step=step,
-        low=low,
-        high=high,
-        end=None if followed is None else followed.steps,
+        step=when(distance),
+        low=when(distance - below),
+        high=when(distance + above),
+        end=None if planned is None else planned.steps,
     )
-
-
-def _steady(
-    steps: np.ndarray, ticks: np.ndarray, rates: np.ndarray | None
-) -> Callable[[float], float] | None:
-    """A function from the clock to the step if the learning rate stays as it was last; None if that rate is zero."""
-    now, tick = float(steps[-1]), float(ticks[-1])
-    rate = tick / now if rates is None else float(rates[-1])
-    return (lambda then: now + (then - tick) / rate) if rate > 0 else None
 
 
 _NEAR = 0.01  # a rate this close to the planned rate counts as equal to it
@@ -229,11 +215,8 @@ class PlannedRates:
                 )
             rates = [rates(step) for step in range(1, steps + 1)]
         known = np.asarray(rates, dtype=np.float64)
-        if (
-            known.ndim != 1
-            or not len(known)
-            or (steps is not None and len(known) != steps)
-        ):
+        n = len(known) if steps is None else steps
+        if not n or known.shape != (n,):
             raise ShapeError(
                 f"expected one learning rate for each of {steps or 'the'} steps, got shape {known.shape}"
             )
@@ -296,6 +279,10 @@ class RecordPlace:
     layer: int
     head: int | None
 
+    def of(self, series: np.ndarray) -> np.ndarray:
+        """Returns [n], the values of [n layers heads] at this place."""
+        return series[:, self.layer, self.head]
+
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -305,9 +292,8 @@ class History:
     steps: the steps [n]. rates: the learning rates [n], or None.
     values: name -> [n] for names in records.STEP_FIELDS, NaN where not measured.
     heads: name -> [n layers heads] for names in records.HEAD_FIELDS, NaN where a layer has fewer heads.
-    layers: the names of the layers.
-    tops: name -> [n], the largest value over all heads, if it was recorded. planned: the planned learning rates, if
-    known. types: layer -> its type (capture.visible_sets), where it is known. phase: whether the records come from
+    layers: the names of the layers. planned: the planned learning rates, if known.
+    types: layer -> its type (capture.visible_sets), where it is known. phase: whether the records come from
     training or, if the model was never observed in training, from evaluation.
     """
 
@@ -316,7 +302,6 @@ class History:
     values: Mapping[str, np.ndarray]
     heads: Mapping[str, np.ndarray]
     layers: tuple[str, ...] = ()
-    tops: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     planned: PlannedRates | None = None
     phase: Literal["train", "eval"] = "train"
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -336,19 +321,16 @@ class History:
     ) -> Self:
         """Builds the history from RunDirectory.metrics() and .heads(); steps that appear in only one of them are left
         out."""
+        per_head = {}
         if heads is not None:
-            place = {int(step): i for i, step in enumerate(heads.steps)}
-            metrics = [record for record in metrics if int(record["step"]) in place]
-            rows = [place[int(record["step"])] for record in metrics]
-            per_head = {
-                name: np.asarray(v, dtype=np.float64)[rows]
-                for name, v in heads.values.items()
-            }
-        else:
-            per_head = {}
-        names = dict.fromkeys(name for record in metrics for name in record)
+            row_of = {int(step): i for i, step in enumerate(heads.steps)}
+            metrics = [line for line in metrics if int(line["step"]) in row_of]
+            rows = [row_of[int(line["step"])] for line in metrics]
+            for name, array in heads.values.items():
+                per_head[name] = np.asarray(array, dtype=np.float64)[rows]
+        names = dict.fromkeys(name for line in metrics for name in line)
         values = {
-            name: np.array([number(record.get(name)) for record in metrics])
+            name: np.array([number(line.get(name)) for line in metrics])
             for name in names
         }
         steps = values.get("step", np.zeros(0))
@@ -397,32 +379,18 @@ class History:
 
     def _layers(self) -> tuple[tuple[str, ...], dict[str, np.ndarray]]:
         """The names of the layers, including blocks without attention, and their numbers by name, [n layers] each."""
-        own = [name.partition("/") for name in self.values]
-        fields = dict.fromkeys(
-            field for field, _, layer in own if layer and of_layers(field)
-        )
-        more = tuple(
-            dict.fromkeys(
-                x
-                for field, _, x in own
-                if of_layers(field) and x and x not in self.layers
-            )
-        )
-        whole = dataclasses.replace(self, layers=(*self.layers, *more))
-        heads = [name for name in HEAD_FIELDS if name in self.heads]
+        fields, layers = dict[str, None](), dict.fromkeys(self.layers)
+        for name in self.values:
+            field, _, layer = name.partition("/")
+            if layer and of_layers(field):
+                fields[field] = layers[layer] = None
+        whole = dataclasses.replace(self, layers=tuple(layers))
         found = {}
-        for name in (
-            *heads,
-            *(n for n, field in LAYER_FIELDS.items() if field.of in self.heads),
-            *fields,
-        ):
+        for name in (*HEAD_FIELDS, *LAYER_FIELDS, *fields):
             values = whole.by_layer(name)
-            assert values is not None
-            found[name] = np.pad(
-                values,
-                ((0, 0), (0, len(whole.layers) - values.shape[1])),
-                constant_values=np.nan,
-            )
+            if values is not None:
+                width = ((0, 0), (0, len(layers) - values.shape[1]))
+                found[name] = np.pad(values, width, constant_values=np.nan)
         return whole.layers, found
 
     def to_pandas(self, rows: Rows = "heads") -> Foreign:
@@ -445,36 +413,27 @@ class History:
         measured = {
             n: values for n, values in self.heads.items() if not np.isnan(values).all()
         }
-        lines = self.by_layer(name) if of_layers(name) else None
-        values = (
-            lookup("recorded field", measured, measured_field(name))
-            if lines is None
-            else lines
-        )
+        lines = self.by_layer(name)
+        if not of_layers(name) or lines is None:
+            heads = lookup("recorded field", measured, measured_field(name))
+            lines = fold_heads(name, heads)
         label = f"{name.replace('_', ' ')} [{field_unit(name)}]"
-        layers = self.layers or tuple(f"layer {i}" for i in range(values.shape[1]))
+        layers = self.layers or tuple(f"layer {i}" for i in range(lines.shape[1]))
         ax = tables.axes(ax)
-        if what == "heads" and measured_field(name) == name and lines is None:
-            tables.draw_heads(
-                ax, values[-1], layers, f"{label}, step {int(self.steps[-1]):,}"
-            )
+        if what == "heads" and name in measured:
+            label = f"{label}, step {int(self.steps[-1]):,}"
+            tables.draw_heads(ax, measured[name][-1], layers, label)
         elif what == "forecast":
             self._plot_forecast(ax, name, label)
         else:
-            tables.draw_lines(
-                ax,
-                self.steps,
-                fold_heads(name, values) if lines is None else lines,
-                layers,
-                label,
-            )
+            tables.draw_lines(ax, self.steps, lines, layers, label)
         return ax
 
     def _plot_forecast(self, ax: Foreign, name: str, label: str) -> None:
         top = self.top(name)
         assert top is not None
         tables.draw_lines(ax, self.steps, top[:, None], ["largest of all heads"], label)
-        found = forecast(
+        passing = forecast(
             self.steps, top, DIVERGES, rates=self.rates, planned=self.planned
         )
         now, value = float(self.steps[-1]), float(top[-1])
@@ -483,19 +442,14 @@ class History:
             title = "is already over 1e4"
         elif len(self) < LEAST_POINTS:
             title = f"{len(self)} records are too few for a forecast, which needs {LEAST_POINTS}"
-        elif found is None or farthest < found.step < np.inf:
+        elif passing is None or farthest < passing.step < np.inf:
             title = (
                 f"will not pass 10,000 by step {farthest:,.0f} if the trend continues"
             )
         else:
-            title = str(found)
-            tables.draw_forecast(
-                ax,
-                found.threshold,
-                (now, value),
-                (found.low, found.step, found.high),
-                farthest,
-            )
+            title = str(passing)
+            ends = (passing.low, passing.step, passing.high)
+            tables.draw_forecast(ax, DIVERGES, (now, value), ends, farthest)
         ax.set_title(title, fontsize="medium")
 
     def __repr__(self) -> str:
@@ -517,7 +471,6 @@ class History:
             rates=None if self.rates is None else self.rates[:n],
             values={name: v[:n] for name, v in self.values.items()},
             heads={name: v[:n] for name, v in self.heads.items()},
-            tops={name: v[:n] for name, v in self.tops.items()},
         )
 
     def of_type(self, layer_type: str) -> History:
@@ -531,7 +484,7 @@ class History:
         for values in heads.values():
             values[:, others] = np.nan
         values = {name: x for name, x in self.values.items() if name not in heads}
-        return dataclasses.replace(self, values=values, heads=heads, tops={})
+        return dataclasses.replace(self, values=values, heads=heads)
 
     def series(self, name: str) -> np.ndarray | None:
         """Returns [n layers heads] for a name; a number that is not recorded per head has shape [n 1 1]."""
@@ -542,29 +495,24 @@ class History:
     def by_layer(self, name: str) -> np.ndarray | None:
         """Returns [n layers]: a head field aggregated over heads, or a field of records.LAYER_FIELDS or BLOCK_FIELDS;
         None if it was not recorded."""
-        if of_layers(name):
-            known = [self.values.get(f"{name}/{layer}") for layer in self.layers]
-            empty = np.full(len(self), np.nan)
-            some = any(x is not None for x in known)
-            return (
-                np.stack([empty if x is None else x for x in known], axis=1)
-                if some
-                else None
-            )
-        heads = self.heads.get(measured_field(name))
-        return None if heads is None else fold_heads(name, heads)
+        if not of_layers(name):
+            heads = self.heads.get(measured_field(name))
+            return None if heads is None else fold_heads(name, heads)
+        columns = [self.values.get(f"{name}/{layer}") for layer in self.layers]
+        if all(column is None for column in columns):
+            return None
+        missing = np.full(len(self), np.nan)
+        return np.stack([missing if x is None else x for x in columns], axis=1)
 
     def top(self, name: str) -> np.ndarray | None:
         """Returns [n], the largest value over all heads in each record; NaN if no head was measured."""
-        if name in self.tops:
-            return self.tops[name]
-        layers = (
-            self.by_layer(name)
-            if name not in self.heads and name not in self.values
-            else None
-        )
-        series = self.series(name) if layers is None else layers[..., None]
-        return None if series is None else envelope(series)
+        series = self.series(name)
+        if series is None:
+            series = self.by_layer(name)
+        if series is None:
+            return None
+        rows = series.reshape(len(series), -1)
+        return np.fmax.reduce(rows, axis=1, initial=np.nan)
 
     def where(self, place: RecordPlace) -> tuple[str | None, int | None]:
         """The layer's name and the head; None, None if the name was not recorded per head."""
@@ -573,11 +521,6 @@ class History:
         return (
             self.layers[place.layer] if self.layers else f"layer {place.layer}"
         ), place.head
-
-
-def envelope(series: np.ndarray) -> np.ndarray:
-    """[n layers heads] -> [n], the largest value in each record; NaN only where nothing was measured."""
-    return np.fmax.reduce(series.reshape(len(series), -1), axis=1, initial=np.nan)
 
 
 def number(value: object) -> float:

@@ -139,7 +139,7 @@ class StepNumbers(Visitor):
         scaled."""
         if self._changes is not None:
             self._changes.before()
-        self.read_weights()
+        self._read_weights()
         if "updates" in self._extras and self._readers is not None:
             if self._spectra is None:
                 self._spectra = self._compared(self._readers[0].multiplied)
@@ -159,8 +159,7 @@ class StepNumbers(Visitor):
             caution(NOT_COMPARED.format(names))
         return StepSpectra(self.sites.model, sites)
 
-    def read_weights(self, *, gradients: bool = True) -> None:
-        """Reads the norms of the weights, and those of the gradients unless the gradients belong to another pass."""
+    def _read_weights(self) -> None:
         if self._hidden is None:
             return
         if self._readers is None:
@@ -169,8 +168,6 @@ class StepNumbers(Visitor):
             self._readers = weights, GainBounds(model, sites)
         for reader in self._readers:
             self._read = {**self._read, **reader.read()}
-        if not gradients:
-            self._read = {k: x for k, x in self._read.items() if "grad" not in k[1]}
 
     def after_step(self) -> None:
         """Reads how much the step has changed the weights and the logits of the probe batch."""
@@ -313,20 +310,6 @@ class WatchedModels:
         """Reads what a step has changed."""
         for _, numbers in self._models.values():
             numbers.after_step()
-
-    def look_again(self) -> bool:
-        """Measures all models in their current state, each on the batch of its last training pass; returns False if a
-        model has no such batch. Passes that belong to a step that was never taken have been measured already."""
-        if any(tap.latest is None for tap in self.taps):
-            return False
-        try:
-            seen = all(tap.has("train") or tap.look_again() for tap in self.taps)
-        except Exception:
-            self.read("train")  # discards the measurements of all models
-            raise
-        for _, numbers in self._models.values():
-            numbers.read_weights(gradients=False)
-        return seen and self.has("train")
 
     def take(self, rate: Tensor | None) -> SiteNumbers:
         """Returns all numbers of the step and forgets them. rate: the learning rate of the step, or None if there is no

@@ -8,13 +8,13 @@ from typing import Literal, final
 import numpy as np
 
 from qkeel.errors import ShapeError
-from qkeel.monitor.history import History, PlannedRates, envelope, number
+from qkeel.monitor.history import History, PlannedRates, number
 
 MOST = 512  # records kept: a power law fits 512 points as well as 100,000, and a rule reads all of them
 _TAIL = 2  # the newest records are always kept, because rules compare the last two
 
-# Columns of the recording itself, of the values of a record, of its heads, and of the largest value over all heads.
-Kind = Literal["own", "values", "heads", "tops"]
+# Columns of the recording itself, of the values of a record, and of its heads.
+Kind = Literal["own", "values", "heads"]
 
 
 @final
@@ -74,7 +74,6 @@ class Recording:
             column = self._column("heads", name, np.shape(of_heads))
             with np.errstate(over="ignore"):  # beyond float32 is infinite
                 column[row] = of_heads
-            self._column("tops", name)[row] = envelope(column[row : row + 1])[0]
         self._seen += 1
         if self._kept > self._most:
             self._thin()
@@ -86,7 +85,6 @@ class Recording:
             "own": {},
             "values": {},
             "heads": {},
-            "tops": {},
         }
         for (kind, name), column in self._columns.items():
             columns[kind][name] = column[: self._kept]
@@ -95,7 +93,6 @@ class Recording:
             rates=columns["own"].get("rate") if self._has_rates else None,
             values=columns["values"],
             heads=columns["heads"],
-            tops=columns["tops"],
             layers=self.layers,
             planned=self.planned,
         )
@@ -122,7 +119,7 @@ class Recording:
         self._columns, self._room = {}, max(4, self._kept)
         for key, records in state.items():
             kind, _, name = key.partition(":")
-            if name:
+            if kind in ("own", "values", "heads"):  # a state of 0.1.0 has others
                 self._column(kind, name, records.shape[1:])[: len(records)] = records  # type: ignore[arg-type]
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
 from qkeel.metrics import without_constant
 from qkeel.monitor import thresholds
 from qkeel.monitor.history import Forecast, History, RecordPlace, forecast
-from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field
+from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field, fold_heads
 
 # Alarms and rules; a rule is a condition on records and has no state.
 
@@ -110,22 +110,6 @@ class Rule(abc.ABC):
     def check(self, history: History) -> Alarm | None:
         """Returns an alarm if the last record warrants one."""
 
-    def of_types(
-        self, history: History, thresholds: Mapping[str, float]
-    ) -> Alarm | None:
-        """Returns the alarm for the first type of layer on which this rule fires with the threshold for that type."""
-        for layer_type, threshold in thresholds.items():
-            one = dataclasses.replace(self, threshold=threshold)  # type: ignore[call-arg]
-            alarm = (
-                one.check(history.of_type(layer_type))
-                if layer_type in history.types.values()
-                else None
-            )
-            if alarm is not None:
-                meaning = f"{alarm.meaning} ({layer_type} layers)"
-                return dataclasses.replace(alarm, rule=self.name, meaning=meaning)
-        return None
-
     def alarm(
         self,
         history: History,
@@ -152,6 +136,32 @@ class Rule(abc.ABC):
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdRule(Rule):
+    """A rule with a threshold for all layers, or with one for each of some types of layers."""
+
+    threshold: Threshold
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold)
+
+    def check(self, history: History) -> Alarm | None:
+        """Returns the alarm of the first type of layer on which the rule fires with the threshold for that type."""
+        if not isinstance(self.threshold, Mapping):
+            return self.check_over(history, self.threshold)
+        for layer_type, threshold in self.threshold.items():
+            if layer_type in history.types.values():
+                alarm = self.check_over(history.of_type(layer_type), threshold)
+                if alarm is not None:
+                    meaning = f"{alarm.meaning} ({layer_type} layers)"
+                    return dataclasses.replace(alarm, meaning=meaning)
+        return None
+
+    @abc.abstractmethod
+    def check_over(self, history: History, threshold: float) -> Alarm | None:
+        """Returns an alarm if the last record warrants one at this threshold."""
+
+
 def check_threshold(threshold: Threshold) -> None:
     """Checks a threshold, or thresholds by type of layer.
 
@@ -159,25 +169,19 @@ def check_threshold(threshold: Threshold) -> None:
 
     >>> check_threshold({"window": 50.0, "full": 100.0})
     """
-    if not isinstance(threshold, Mapping):
-        if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
+    types = [layer_type for layer_type in LAYER_TYPES if layer_type != LINEAR]
+    by_type = threshold if isinstance(threshold, Mapping) else {"full": threshold}
+    if not by_type:
+        raise InvalidValueError(
+            f"expected the threshold of at least one layer type ({', '.join(types)}), got none"
+        )
+    for layer_type, value in by_type.items():
+        check_known("type of layers with logits", layer_type, types)
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise InvalidTypeError(
                 "expected a threshold as a number, or as numbers by type of layer such as "
                 f'{{"full": 100.0, "window": 50.0}}, got {threshold!r}'
             )
-        return
-    of_logits = [layer_type for layer_type in LAYER_TYPES if layer_type != LINEAR]
-    if not threshold:
-        raise InvalidValueError(
-            f"expected the threshold of at least one layer type ({', '.join(of_logits)}), got none"
-        )
-    for layer_type, one in threshold.items():
-        check_known("type of layers with logits", layer_type, of_logits)
-        if isinstance(one, Mapping):
-            raise InvalidTypeError(
-                f"expected a number as the threshold of {layer_type} layers, got {one!r}"
-            )
-        check_threshold(one)
 
 
 def shown(threshold: Threshold) -> str:
@@ -187,86 +191,58 @@ def shown(threshold: Threshold) -> str:
     ('1000', 'full=100,window=50')
     """
     if isinstance(threshold, Mapping):
-        return ",".join(
-            f"{layer_type}={one:g}" for layer_type, one in threshold.items()
-        )
+        return ",".join(f"{name}={value:g}" for name, value in threshold.items())
     return f"{threshold:g}"
+
+
+def last_record(history: History, name: str) -> np.ndarray | None:
+    """Returns [layers heads] of the last record; None if no head was measured."""
+    series = history.series(name)
+    if series is None or not len(series) or np.isnan(series[-1]).all():
+        return None
+    return series[-1]
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extreme:
-    """The largest entry of the last record: its place, its value, its series [n], and the largest value in each record
-    [n]."""
+    """The largest entry of the last record: its place, its value, and its series [n]."""
 
     at: RecordPlace
     value: float
     series: np.ndarray
-    envelope: np.ndarray
+
+    def envelope(self, history: History) -> np.ndarray:
+        """Returns [n], the largest logit of each record, which is smoother than the series of one head.
+
+        If a constant had made another head the largest, that head's logits say nothing, so the series is returned.
+        """
+        top = history.top("max_logit")
+        return self.series if top is None or top[-1] != self.value else top
 
 
-@functools.lru_cache(
-    maxsize=4
-)  # a History never changes, and most rules need the same entry
-def largest(history: History, name: str) -> Extreme | None:
-    """The head with the largest value in the last record, where NaN counts as not measured; None if nothing was
-    measured."""
-    series = history.series(name)
-    if series is None or not len(series) or np.isnan(series[-1]).all():
-        return None
-    at = peak(name, series[-1])
-    envelope = history.top(name)
-    found = series[:, at.layer, at.head]
-    return Extreme(
-        at=at,
-        value=float(found[-1]),
-        series=found,
-        envelope=found if envelope is None else envelope,
-    )
-
-
+# A History never changes, and most rules need the same entry.
+@functools.lru_cache(maxsize=4)
 def largest_logit(history: History) -> Extreme | None:
-    """The head with the largest logit in the last record; see `metrics.without_constant`."""
-    top = largest(history, "max_logit")
+    """The head with the largest logit in the last record, where NaN counts as not measured; see
+    `metrics.without_constant`."""
     logits, spreads = history.series("max_logit"), history.series("logit_spread")
-    if top is None or logits is None or spreads is None:
-        return top
-    last = without_constant(logits[-1], spreads[-1])
+    if logits is None or not len(logits):
+        return None
+    last = logits[-1] if spreads is None else without_constant(logits[-1], spreads[-1])
     if np.isnan(last).all():
         return None
     at = peak("max_logit", last)
-    series = without_constant(
-        logits[:, at.layer, at.head], spreads[:, at.layer, at.head]
-    )
-    # The envelope over all heads is smoother, but it is another head's if a constant had made that one the largest.
-    is_same = at == top.at and series[-1] == top.value
-    return Extreme(
-        at=at,
-        value=float(series[-1]),
-        series=series,
-        envelope=top.envelope if is_same else series,
-    )
-
-
-def at_most(history: History, name: str, limit: float) -> bool:
-    """Returns whether the largest value over all heads in the last record, if it was recorded, is at most `limit`; this
-    is usually the case, so that the heads need not be examined. False if it is unknown."""
-    tops = history.tops.get(name)
-    return tops is not None and len(tops) > 0 and not tops[-1] > limit
+    series = at.of(logits)
+    if spreads is not None:
+        series = without_constant(series, at.of(spreads))
+    return Extreme(at=at, value=float(series[-1]), series=series)
 
 
 def peak(name: str, record: np.ndarray) -> RecordPlace:
     """The place where one record [layers heads] is largest; at least one entry must be a number."""
-    layer, head = divmod(_largest_at(record), record.shape[1])
+    layer, head = divmod(int(np.nanargmax(record)), record.shape[1])
     return RecordPlace(name, layer, head)
-
-
-def _largest_at(values: np.ndarray) -> int:
-    """The index of the first largest value, ignoring NaN; like np.nanargmax, but with fewer Python calls."""
-    known = values.astype(np.float64)  # a copy
-    known[np.isnan(known)] = -np.inf
-    at = int(known.argmax())
-    return at if known.flat[at] > -np.inf else int(np.nanargmax(values))
 
 
 def ahead(history: History, values: np.ndarray, threshold: float) -> Forecast | None:
@@ -306,32 +282,35 @@ _MODEL = "the largest of all heads"  # the series that forecasts use; an alarm n
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ceiling(Rule):
+class Ceiling(ThresholdRule):
     """A head's largest attention logit exceeds `threshold` (nats), which applies to all layers or is given by layer
     type."""
-
-    threshold: Threshold
-
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold)
 
     @property
     def name(self) -> str:
         """The rule's name followed by the threshold: each threshold is a separate rule."""
         return f"ceiling {shown(self.threshold)}"
 
-    def check(self, history: History) -> Alarm | None:
-        if isinstance(self.threshold, Mapping):
-            return self.of_types(history, self.threshold)
-        if at_most(history, "max_logit", self.threshold):
-            return None
+    def check_over(self, history: History, threshold: float) -> Alarm | None:
         top = largest_logit(history)
-        if top is None or not top.value > self.threshold:
+        if top is None or not top.value > threshold:
             return None
-        meaning = f"max logit {top.value:,.4g} is over {self.threshold:,g}"
-        return self.alarm(
-            history, meaning, top.value, at=top.at, trend=trend(history, top.series)
-        )
+        meaning = f"max logit {top.value:,.4g} is over {threshold:,g}"
+        course = trend(history, top.series)
+        return self.alarm(history, meaning, top.value, at=top.at, trend=course)
+
+
+def _passes_soon(
+    history: History, threshold: float, floor: float, horizon: float
+) -> Forecast | None:
+    """Returns when the largest logit, which is over `floor`, passes a threshold, if that is within `horizon` times the
+    training so far."""
+    top = largest_logit(history)
+    if top is None or not top.value > floor:
+        return None
+    passing = ahead(history, top.envelope(history), threshold)
+    is_soon = passing and passing.step <= horizon * float(history.steps[-1])
+    return passing if is_soon else None
 
 
 @final
@@ -342,8 +321,7 @@ class Growth(Rule):
     The power law of `forecast` must predict such growth at the last record and at the record before it, so that one
     unusual batch does not raise an alarm. The forecast is for the largest logit over all heads, because this series is
     smoother than that of a single head, and its intervals are accurate (experiments/notes/alarms.md). The alarm names
-    the head
-    that currently has the largest logit.
+    the head that currently has the largest logit.
     """
 
     floor: float = thresholds.GROWTH_FLOOR
@@ -352,97 +330,53 @@ class Growth(Rule):
     source: str = "experiments/notes/alarms.md: chosen on the tuning seeds there, measured on others"
 
     def check(self, history: History) -> Alarm | None:
-        now = self._ahead(history)
-        if now is None or self._ahead(history.upto(len(history) - 1)) is None:
-            return None
-        top, then = now
-        meaning = f"max logit {top.value:,.4g} will be {self.factor:g} times as large by step {then.step:,.0f}"
-        return self.alarm(
-            history,
-            meaning,
-            top.value,
-            at=top.at,
-            trend=trend(history, top.envelope, _MODEL),
-        )
-
-    def _ahead(self, history: History) -> tuple[Extreme, Forecast] | None:
-        top = (
-            None
-            if at_most(history, "max_logit", self.floor)
-            else largest_logit(history)
-        )
-        return (
-            _soon(history, top, self.factor * top.value, self.floor, self.horizon)
-            if top is not None
-            else None
-        )
+        passing = None
+        for known in (history.upto(len(history) - 1), history):
+            top = largest_logit(known)
+            if top is None:
+                return None
+            larger = self.factor * top.value
+            passing = _passes_soon(known, larger, self.floor, self.horizon)
+            if passing is None:
+                return None
+        assert top is not None
+        assert passing is not None
+        meaning = f"max logit {top.value:,.4g} will be {self.factor:g} times as large by step {passing.step:,.0f}"
+        course = trend(history, top.envelope(history), _MODEL)
+        return self.alarm(history, meaning, top.value, at=top.at, trend=course)
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Approach(Rule):
+class Approach(ThresholdRule):
     """Fires when the largest logit is over `floor` and will pass `threshold` within `horizon` times the training so
     far.
 
     Logits are in nats. The forecast is a power law of the sum of learning rates (experiments/notes/alarms.md). The
-    threshold
-    applies to all layers, or is given by layer type.
+    threshold applies to all layers, or is given by layer type.
     """
 
-    threshold: Threshold
     floor: float = thresholds.APPROACH_FLOOR
     horizon: float = thresholds.HORIZON
-
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold)
 
     @property
     def name(self) -> str:
         """The rule's name followed by the threshold: each threshold is a separate rule."""
         return f"forecast {shown(self.threshold)}"
 
-    def check(self, history: History) -> Alarm | None:
-        if isinstance(self.threshold, Mapping):
-            return self.of_types(history, self.threshold)
-        top = (
-            None
-            if at_most(history, "max_logit", self.floor)
-            else largest_logit(history)
-        )
-        found = (
-            None
-            if top is None
-            else _soon(history, top, self.threshold, self.floor, self.horizon)
-        )
-        if found is None:
+    def check_over(self, history: History, threshold: float) -> Alarm | None:
+        top = largest_logit(history)
+        passing = _passes_soon(history, threshold, self.floor, self.horizon)
+        if top is None or passing is None:
             return None
-        top, then = found
-        meaning = f"max logit {top.value:,.4g} {then}"
-        return self.alarm(
-            history,
-            meaning,
-            top.value,
-            at=top.at,
-            trend=trend(history, top.envelope, _MODEL),
-        )
-
-
-def _soon(
-    history: History, top: Extreme, threshold: float, floor: float, horizon: float
-) -> tuple[Extreme, Forecast] | None:
-    if not top.value > floor:
-        return None
-    found = ahead(history, top.envelope, threshold)
-    return (
-        None
-        if found is None or found.step > horizon * float(history.steps[-1])
-        else (top, found)
-    )
+        meaning = f"max logit {top.value:,.4g} {passing}"
+        course = trend(history, top.envelope(history), _MODEL)
+        return self.alarm(history, meaning, top.value, at=top.at, trend=course)
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook(Rule):
+class Outlook(ThresholdRule):
     """The largest logit will exceed `threshold` at the end of the planned schedule if its growth continues.
 
     The logit z is extrapolated in proportion to the clock c, the sum of learning rates, since the first record: z_end =
@@ -457,41 +391,32 @@ class Outlook(Rule):
     factor: float = thresholds.OUTLOOK_FACTOR
     source: str = "experiments/notes/alarms.md: chosen on the tuning seeds there, measured on others"
 
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold)
-
-    def check(self, history: History) -> Alarm | None:
-        if isinstance(self.threshold, Mapping):
-            return self.of_types(history, self.threshold)
+    def check_over(self, history: History, threshold: float) -> Alarm | None:
         planned, top = history.planned, largest_logit(history)
-        if (
-            planned is None
-            or top is None
-            or not planned.followed(history.steps, history.rates)
-        ):
+        if planned is None or top is None or not np.isfinite(top.value):
             return None
-        start = first(top.envelope)
-        was, now = float(top.envelope[start]), top.value
-        then, tick = planned.ticks(history.steps[[start, -1]])
-        if (
-            not now > max(self.floor, self.factor * was)
-            or tick <= then
-            or not np.isfinite(now)
-        ):
+        if not planned.followed(history.steps, history.rates):
             return None
-        end = now + (now - was) * float((planned.clock[-1] - tick) / (tick - then))
-        if not end > self.threshold:
+        envelope = top.envelope(history)
+        start = first(envelope)
+        earliest, latest = float(envelope[start]), top.value
+        then, now = planned.ticks(history.steps[[start, -1]])
+        if not latest > max(self.floor, self.factor * earliest) or now <= then:
             return None
-        text = f"max logit {now:,.4g}: if it keeps growing with the planned learning rates, "
-        text += f"it will end over {self.threshold:,g}"
-        return self.alarm(
-            history, text, now, at=top.at, trend=trend(history, top.envelope, _MODEL)
+        slope = (latest - earliest) / float(now - then)
+        if not latest + slope * float(planned.clock[-1] - now) > threshold:
+            return None
+        meaning = (
+            f"max logit {latest:,.4g}: if it keeps growing with the planned learning rates, "
+            f"it will end over {threshold:,g}"
         )
+        course = trend(history, envelope, _MODEL)
+        return self.alarm(history, meaning, latest, at=top.at, trend=course)
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EntropyCollapse(Rule):
+class EntropyCollapse(ThresholdRule):
     """The mean entropy of a layer's heads is below `threshold` (nats), so that attention picks one key and has no
     gradient.
 
@@ -503,49 +428,29 @@ class EntropyCollapse(Rule):
     threshold: Threshold = thresholds.ENTROPY  #: of all layers, or by their types
     source: str = "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: experiments/notes/alarms.md, tuning seeds"
 
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold)
-
-    def check(self, history: History) -> Alarm | None:
-        if isinstance(self.threshold, Mapping):
-            return self.of_types(history, self.threshold)
-        series = history.series("entropy")
-        if (
-            series is None
-            or not len(series)
-            or not np.fmin.reduce(series[-1], axis=None) <= self.threshold
-        ):
-            return None  # a mean is never below its smallest term, so for most records this check suffices
-        means = _layer_means(history)
-        if means is None or np.isnan(means[1]).all():
+    def check_over(self, history: History, threshold: float) -> Alarm | None:
+        series, top = history.series("entropy"), history.top("entropy")
+        if series is None or top is None or not len(series):
             return None
-        layer = _largest_at(-means[1])
+        ends = [first(top), -1]
+        heads = series[ends].astype(np.float64)
+        heads[_one_key(history, ends, heads)] = np.nan
+        means = fold_heads("entropy", heads)
+        if np.isnan(means[1]).all():
+            return None
+        layer = int(np.nanargmin(means[1]))
         low = float(means[1, layer])
-        if not low < self.threshold:
+        if not low < threshold:
             return None
-        text = f"the layer's mean attention entropy, {low:.3g} nats, is under {self.threshold:g}: "
-        text += "one key takes all the attention"
-        was = (
-            f"it was {means[0, layer]:.3g} in the first record"
-            if len(history) > 1
-            else ""
+        meaning = (
+            f"the layer's mean attention entropy, {low:.3g} nats, is under {threshold:g}: "
+            "one key takes all the attention"
         )
-        return self.alarm(
-            history, text, low, at=RecordPlace("entropy", layer, None), trend=was
-        )
-
-
-def _layer_means(history: History) -> np.ndarray | None:
-    """The mean entropy over the measured heads, [2 layers], in the first and in the last record; NaN if no head was
-    measured, or if every query sees only one key and so has no choice."""
-    series, top = history.series("entropy"), history.top("entropy")
-    if series is None or top is None or not len(series):
-        return None
-    ends = [first(top), -1]
-    both = series[ends].astype(np.float64)
-    both[_one_key(history, ends, both)] = np.nan
-    counts = np.isfinite(both).sum(-1)
-    return np.where(counts, np.nansum(both, -1) / np.maximum(counts, 1), np.nan)
+        course = f"it was {means[0, layer]:.3g} in the first record"
+        if len(history) == 1:
+            course = ""
+        place = RecordPlace("entropy", layer, None)
+        return self.alarm(history, meaning, low, at=place, trend=course)
 
 
 def _one_key(
@@ -587,34 +492,23 @@ class NonFinite(Rule):
         return "not finite"
 
     def check(self, history: History) -> Alarm | None:
-        broken = None if at_most(history, NON_FINITE, 0) else history.series(NON_FINITE)
-        if broken is not None and len(broken) and (broken[-1] > 0).any():
-            layer, head = (int(x) for x in np.argwhere(broken[-1] > 0)[0])
-            count = int((broken[-1] > 0).sum())
-            heads = "this head" if count == 1 else f"{count} heads (this is the first)"
-            text = f"the logits of {heads} are NaN or infinite"
-            alarm = self.alarm(
-                history, text, np.nan, at=RecordPlace(NON_FINITE, layer, head)
-            )
-            if _over(history, thresholds.CLIPS):
-                remedy = f"{HOLD}  # from the last checkpoint before this step"
-                return dataclasses.replace(alarm, cause=GROWTH, remedy=remedy)
-            return alarm
-        return None
-
-
-def _over(history: History, threshold: float) -> bool:
-    """Returns whether a finite logit of any record is over the threshold."""
-    series = [
-        history.series("max_logit"),
-        history.top("max_logit"),
-        history.values.get("max_logit"),
-    ]
-    return any(
-        (np.where(np.isfinite(x), x, -np.inf) > threshold).any()
-        for x in series
-        if x is not None
-    )
+        record = last_record(history, NON_FINITE)
+        broken = np.argwhere(record > 0) if record is not None else []
+        if not len(broken):
+            return None
+        n = len(broken)
+        heads = "this head" if n == 1 else f"{n} heads (this is the first)"
+        meaning = f"the logits of {heads} are NaN or infinite"
+        place = RecordPlace(NON_FINITE, *map(int, broken[0]))
+        alarm = self.alarm(history, meaning, np.nan, at=place)
+        logits = history.series("max_logit")
+        if (
+            logits is not None
+            and (logits[np.isfinite(logits)] > thresholds.CLIPS).any()
+        ):
+            remedy = f"{HOLD}  # from the last checkpoint before this step"
+            return dataclasses.replace(alarm, cause=GROWTH, remedy=remedy)
+        return alarm
 
 
 @final
@@ -642,24 +536,20 @@ class AllSinks(Rule):
         )
         if ratios is None or weights is None or not len(weights):
             return None
-        begun = first(np.fmax.reduce(ratios, axis=1, initial=np.nan))
-        several = np.isfinite(weights[-1]).sum(-1) > 1
+        begun = ratios[first(np.fmax.reduce(ratios, axis=1, initial=np.nan))]
+        is_new = (ratios[-1] == 1) & (begun < 1)
+        is_new &= np.isfinite(weights[-1]).sum(-1) > 1
         relative = history.by_layer("normalized_entropy")
-        flat = (
-            np.zeros_like(several) if relative is None else relative[-1] > self.uniform
-        )
-        layers = np.flatnonzero(
-            (ratios[-1] == 1) & (ratios[begun] < 1) & several & ~flat
-        )
-        if not len(layers):
+        if relative is not None:
+            is_new &= ~(relative[-1] > self.uniform)
+        if not is_new.any():
             return None
-        layer = int(layers[0])
+        layer = int(is_new.argmax())
         least = float(np.nanmin(weights[-1, layer]))
-        text = f"every head of the layer is a sink head: each gives its first key at least {least:.0%} of its weight"
-        was = f"{ratios[begun, layer]:.0%} of them were at first"
-        return self.alarm(
-            history, text, least, at=RecordPlace("sink_share", layer, None), trend=was
-        )
+        meaning = f"every head of the layer is a sink head: each gives its first key at least {least:.0%} of its weight"
+        course = f"{begun[layer]:.0%} of them were at first"
+        place = RecordPlace("sink_share", layer, None)
+        return self.alarm(history, meaning, least, at=place, trend=course)
 
 
 @final
@@ -679,26 +569,15 @@ class GateShut(Rule):
     cause: str = "a head's sink takes all of its weight"
 
     def check(self, history: History) -> Alarm | None:
-        ratios, gates = history.by_layer("gate_min_ratio"), history.series("gate_mean")
-        if (
-            ratios is None
-            or gates is None
-            or not len(gates)
-            or np.isnan(ratios[-1]).all()
-        ):
+        gates, ratios = history.series("gate_mean"), history.by_layer("gate_min_ratio")
+        if gates is None or ratios is None or not (ratios[-1:] < self.factor).any():
             return None
         layer = int(np.nanargmin(ratios[-1]))
-        if not ratios[-1, layer] < self.factor:
-            return None
-        head = int(np.nanargmin(gates[-1, layer]))
-        value = float(gates[-1, layer, head])
-        text = (
-            f"the sink's gate is shut: it leaves {value:.2g} of the weight to the keys"
-        )
-        was = trend(history, gates[:, layer, head])
-        return self.alarm(
-            history, text, value, at=RecordPlace("gate_mean", layer, head), trend=was
-        )
+        place = RecordPlace("gate_mean", layer, int(np.nanargmin(gates[-1, layer])))
+        series = place.of(gates)
+        meaning = f"the sink's gate is shut: it leaves {series[-1]:.2g} of the weight to the keys"
+        course = trend(history, series)
+        return self.alarm(history, meaning, float(series[-1]), at=place, trend=course)
 
 
 @final
@@ -731,25 +610,21 @@ class Over(Rule):
         return f"{self.field} over {self.threshold:g}"
 
     def check(self, history: History) -> Alarm | None:
-        heads = history.heads.get(self.field)
-        layers = None if heads is not None else history.by_layer(self.field)
-        series = history.series(self.field) if layers is None else layers[..., None]
+        series, layers = history.series(self.field), history.by_layer(self.field)
+        if self.field not in history.heads and layers is not None:
+            series = layers[..., None]
         if series is None or not len(series) or np.isnan(series[-1]).all():
             return None
         at = peak(self.field, series[-1])
-        course = series[:, at.layer, at.head or 0]
+        course = at.of(series)
         value = float(course[-1])
         if not value > self.threshold:
             return None
-        place = at if heads is not None else RecordPlace(self.field, at.layer, None)
-        text = f"{self.field} is {value:,.4g}, over {self.threshold:g}"
-        found = self.alarm(history, text, value, at=place, trend=trend(history, course))
-        of_layer = (
-            history.layers[at.layer]
-            if layers is not None and history.layers
-            else found.layer
-        )
-        return dataclasses.replace(found, layer=of_layer)
+        meaning = f"{self.field} is {value:,.4g}, over {self.threshold:g}"
+        alarm = self.alarm(history, meaning, value, at=at, trend=trend(history, course))
+        if self.field not in history.heads and layers is not None and history.layers:
+            alarm = dataclasses.replace(alarm, layer=history.layers[at.layer])
+        return alarm
 
 
 # These rules check every watched run; their thresholds are in thresholds.py.

@@ -124,8 +124,7 @@ def watch(
             single model whose weights are not sharded.
 
     Returns:
-        The Monitor, with `read()`, `table()`, `alarms`, `close()` and `remove()`, which is also a context manager. With
-        an optimizer, `close()` and the end of `with` also measure the final weights; see `Monitor.measure_end`.
+        The Monitor, with `read()`, `table()`, `alarms`, `close()` and `remove()`, which is also a context manager.
 
     Raises:
         InvalidTypeError: an argument has the wrong type.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, final, overload
+from typing import final
 
 import torch
 from jaxtyping import Float
@@ -440,32 +440,6 @@ class Attention(SpecModule):
         self.v_proj = nn.Linear(d_model, groups * size, bias=bias)
         self.o_proj = nn.Linear(n_heads * size, d_model, bias=False)
 
-    @overload
-    def forward(
-        self,
-        x: Hidden,
-        *,
-        cache: KVCache | None = ...,
-        context: Float[Tensor, "b s m"] | None = ...,
-        causal: bool | None = ...,
-        mask: AttentionMask | None = ...,
-        pos: Tokens | None = ...,
-        pos_context: PosK | None = ...,
-        stats: Literal[False] = ...,
-    ) -> Hidden: ...
-    @overload
-    def forward(
-        self,
-        x: Hidden,
-        *,
-        cache: KVCache | None = ...,
-        context: Float[Tensor, "b s m"] | None = ...,
-        causal: bool | None = ...,
-        mask: AttentionMask | None = ...,
-        pos: Tokens | None = ...,
-        pos_context: PosK | None = ...,
-        stats: Literal[True],
-    ) -> tuple[Hidden, LogitStats]: ...
     def forward(
         self,
         x: Hidden,
@@ -506,6 +480,7 @@ class Attention(SpecModule):
                 )
             finally:
                 self.observers.remove(note)
+            assert isinstance(out, Tensor)
             return out, stats_of_calls[-1]
         check_input(x, self.d_model, self.q_proj)
         if context is not None:

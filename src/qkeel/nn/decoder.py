@@ -185,16 +185,14 @@ class DecoderConfig:
         default_factory=lambda: preset("baseline")
     )
     attention: Literal["mha", "mla", "gau"] = "mha"  #: Attention, MLA or GAU
-    latent: LatentSizes = dataclasses.field(
-        default_factory=LatentSizes
-    )  #: sizes of MLA
+    #: sizes of MLA
+    latent: LatentSizes = dataclasses.field(default_factory=LatentSizes)
     latent_norm: bool = False  #: whether the latents of MLA have an RMS norm
     mlp: Literal["gelu", "swiglu"] = "gelu"  #: activation; a GAU has no MLP
     mlp_ratio: float = 4.0  #: width of the MLP relative to d_model
     norm_order: NormOrder = "pre"  #: position of a block's norms
-    deepnorm: bool = (
-        False  #: whether to use DeepNorm's α and β; requires gau with post-norm
-    )
+    #: whether to use DeepNorm's α and β; requires gau with post-norm
+    deepnorm: bool = False
     tied: bool = False  #: whether the head shares the embedding's weight
     dropout: float = 0.0  #: dropout on the attention weights, in training
     base_width: int | None = None
@@ -357,9 +355,8 @@ def build_block(
     """Builds one layer of a model, with the given cross-attention, if any."""
     width, heads, dropout = config.d_model, config.n_heads, config.dropout
     if config.attention == "gau":
-        bias = (
-            config.norm_order == "pre"
-        )  # as in the paper; post-norm follows GAU-α, which has none
+        # As in the paper; post-norm follows GAU-α, which has none.
+        bias = config.norm_order == "pre"
         gau = GAU(
             width, size=config.head_dim or 128, spec=spec, bias=bias, dropout=dropout
         )

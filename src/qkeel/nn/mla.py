@@ -206,9 +206,8 @@ NewTokens = tuple[Tensor, Tensor, Tensor]  # queries, latents and shared keys
 class LatentSizes:
     """Sizes of multi-head latent attention, each at least 1."""
 
-    q_latent: int | None = (
-        32  #: width of the queries' latent; None: q is projected from the input (DeepSeek-V2-Lite)
-    )
+    #: width of the queries' latent; None: q is projected from the input (DeepSeek-V2-Lite)
+    q_latent: int | None = 32
     kv_latent: int = 24  #: width of the latent of keys and values
     rope_dim: int = 8  #: r, rotated dimensions of a head
     nope_dim: int = 8  #: unrotated dimensions of a head
@@ -429,9 +428,8 @@ class MLA(SpecModule):
         )
         if gain is not None:
             unrotated_gain = gain[self.sizes.rope_dim :] if gain.ndim else gain
-            k[..., self.sizes.rope_dim :] *= unrotated_gain.to(
-                k.dtype
-            )  # the cache already has the gain of the rotated part
+            # The cache already has the gain of the rotated part.
+            k[..., self.sizes.rope_dim :] *= unrotated_gain.to(k.dtype)
         v = self._heads(self.v_up(latent))
         return k if inverse is None else (k * inverse[..., None]).to(k.dtype), v
 

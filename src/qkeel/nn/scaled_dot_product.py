@@ -65,8 +65,12 @@ def scaled_dot_product_attention(
     """
     arguments = (query, key, value)
     options: Kwargs = {
-        "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa
-    }  # fmt: skip
+        "attn_mask": attn_mask,
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+    }
     # Function modes should see this function. Tensor subclasses, above all nested tensors, only know torch's.
     if has_torch_function_variadic(*arguments) and all(map(is_plain, arguments)):
         return handle_torch_function(
@@ -126,9 +130,8 @@ def _compiled_call(
 def _laid_out(out: Tensor, query: Tensor) -> Tensor:
     """Arranges the dimensions of out [b h t e] in memory in the same order as the query's."""
     if out.shape[-1] != query.shape[-1]:
-        return (
-            out.contiguous()
-        )  # torch computes such attention as plain matrix products
+        # Torch computes such attention as plain matrix products.
+        return out.contiguous()
     order = sorted(range(4), key=lambda i: (-query.stride(i), i))
     back = sorted(range(4), key=order.__getitem__)
     return out.permute(order).contiguous().permute(back)

@@ -14,6 +14,8 @@ from pathlib import Path
 from qkeel.errors import QkeelError, RunDirectoryError, RunInUseError, reported
 
 _PART = ".part"
+_AGAIN = "run the same command again to continue from the last checkpoint."
+_WRITABLE = "Choose a writable directory with free space."
 
 
 def read_file(path: Path, error: type[QkeelError] = RunDirectoryError) -> bytes:
@@ -108,7 +110,7 @@ def create(path: Path) -> bool:
     Raises:
         RunDirectoryError: the file cannot be created.
     """
-    with _reported("create", path, "Choose a writable directory with free space."):
+    with _reported("create", path, _WRITABLE):
         try:
             path.open("xb").close()
         except FileExistsError:
@@ -118,11 +120,7 @@ def create(path: Path) -> bool:
 
 def cut(path: Path, size: int) -> None:
     """Truncates a file to its first `size` bytes."""
-    with _reported(
-        "truncate",
-        path,
-        "Make the file writable, then run the same command again to continue.",
-    ):
+    with _reported("truncate", path, f"Make the file writable, then {_AGAIN}"):
         os.truncate(path, size)
 
 
@@ -133,16 +131,10 @@ def sync(paths: Iterable[Path]) -> None:
         RunDirectoryError: the disk reports an error.
     """
     for path in paths:
-        if path.exists():
-            with (
-                _reported(
-                    "write",
-                    path,
-                    "Run the same command again to continue from the last checkpoint.",
-                ),
-                open(path, "ab") as file,
-            ):
-                os.fsync(file.fileno())
+        with _reported("write", path, f"Free its disk, then {_AGAIN}"):
+            if path.exists():
+                with open(path, "ab") as file:
+                    os.fsync(file.fileno())
 
 
 def remove(paths: Iterable[Path]) -> None:
@@ -152,11 +144,7 @@ def remove(paths: Iterable[Path]) -> None:
         RunDirectoryError: a file cannot be removed.
     """
     for path in paths:
-        with _reported(
-            "remove",
-            path,
-            "Make its directory writable, then run the same command again to continue.",
-        ):
+        with _reported("remove", path, f"Make its directory writable, then {_AGAIN}"):
             path.unlink(missing_ok=True)
 
 
@@ -168,7 +156,7 @@ def make_directory(path: Path, parents: bool = True) -> bool:
     Raises:
         RunDirectoryError: the directory cannot be created.
     """
-    with _reported("create", path, "Choose a writable directory with free space."):
+    with _reported("create", path, _WRITABLE):
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -217,34 +205,25 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
         RunInUseError: another process still holds the lock after `wait` seconds; the message names the process.
     """
     make_directory(path.parent)
-    cannot_write = (
-        f"cannot write to {path.parent}",
-        ". Choose a writable directory with free space.",
-    )
-    with reported(*cannot_write):
+    with _reported("write to", path.parent, _WRITABLE):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        with reported(
-            f"cannot lock {path}",
-            ". Choose a directory on a disk whose files can be locked.",
-        ):
-            held = hold_lock(file, wait)
-        if not held:
+        lockable = "Choose a directory on a disk whose files can be locked."
+        with _reported("lock", path, lockable):
+            is_held = hold_lock(file, wait)
+        if not is_held:
             holder = os.read(file, 20).decode("ascii", "replace").strip()
-            who = f" (process {holder})" if holder else ""
+            process = f" (process {holder})" if holder else ""
             raise RunInUseError(
-                f"{message}{who}. Wait for that process to end, stop it, or choose another directory."
+                f"{message}{process}. Wait for that process to end, stop it, or choose another directory."
             )
-        with reported(
-            *cannot_write
-        ):  # the process id, for the message of another process that waits for the lock
+        # The process id is for the message of another process that waits for the lock.
+        with _reported("write to", path.parent, _WRITABLE):
             os.ftruncate(file, 0)
             os.write(file, str(os.getpid()).encode())
         yield
     finally:
-        with contextlib.suppress(
-            OSError
-        ):  # only a process id was written there, so a failed close loses nothing
+        with contextlib.suppress(OSError):  # a failed close loses a process id at most
             os.close(file)
 
 

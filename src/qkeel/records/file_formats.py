@@ -122,12 +122,12 @@ def read_lines(path: Path) -> Iterator[JSONObject]:
     """
     damage = None
     for number, (_, value) in enumerate(_scan(path), start=1):
-        if damage is not None:  # a damaged line is not the last one
-            raise damage
-        if isinstance(value, ValueError):
-            damage = DamagedFileError(
-                f"{path}, line {number} is not complete JSON, so the file was damaged ({value})"
+        if damage is not None:  # a torn line is the last one
+            raise DamagedFileError(
+                f"{path}, line {number - 1} is not complete JSON, so the file was damaged ({damage})"
             )
+        if isinstance(value, ValueError):
+            damage = value
         else:
             yield value
 
@@ -195,16 +195,14 @@ def _writable(value: object) -> Any:
 
 
 def _numbers(value: object) -> Any:
-    if isinstance(value, str):
-        return _WORDS.get(value, value)
     if isinstance(value, dict):
         return {k: _numbers(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_numbers(v) for v in value]
-    return value
+    return _WORDS.get(value, value) if isinstance(value, str) else value
 
 
-# TOML: the reader, and a writer for single values that the reader reproduces exactly.
+# TOML.
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -241,32 +239,17 @@ class Heads:
     layers: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Description:
-    """The content of heads.json: the shape of a record, [fields layers heads], and the names of fields and layers."""
-
-    fields: tuple[str, ...]
-    n_layers: int
-    n_heads: int
-    layers: tuple[str, ...]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return len(self.fields), self.n_layers, self.n_heads
-
-    @classmethod
-    def read(cls, path: Path) -> _Description:
-        about = read_object(path, "fields", "n_layers", "n_heads")
-        fields, layers = tuple(about["fields"]), tuple(about.get("layers") or ())
-        n_layers, n_heads = about["n_layers"], about["n_heads"]
-        sizes_are_right = all(
-            type(n) is int and n > 0 for n in (n_layers, n_heads)
-        ) and len(layers) in (0, n_layers)
-        if not sizes_are_right or len(set(fields)) < len(fields):
-            raise DamagedFileError(
-                f"{path} does not describe records of layers and heads. {_RESTORE}"
-            )
-        return cls(fields, n_layers, n_heads, layers)
+def _described(path: Path) -> JSONObject:
+    """Returns what heads.json says: the names of the fields and layers, and the numbers of layers and heads."""
+    about = read_object(path, "fields", "n_layers", "n_heads")
+    sizes, layers = (about["n_layers"], about["n_heads"]), about.get("layers") or []
+    sizes_are_right = all(type(n) is int and n > 0 for n in sizes)
+    names_are_right = len(set(about["fields"])) == len(about["fields"])
+    if not (sizes_are_right and names_are_right and len(layers) in (0, sizes[0])):
+        raise DamagedFileError(
+            f"{path} does not describe records of layers and heads. {_RESTORE}"
+        )
+    return {**about, "layers": layers}
 
 
 class HeadRecorder:
@@ -286,17 +269,19 @@ class HeadRecorder:
         name: str = "heads",
     ) -> None:
         self.path = directory / f"{name}.f32"
-        about = _Description(fields, n_layers, n_heads, layers)
-        self.shape = about.shape
+        self.shape = len(fields), n_layers, n_heads
+        about: JSONObject = {"fields": list(fields), "n_layers": n_layers}
+        about |= {"n_heads": n_heads, "dtype": "<f4", "leading": "step"}
+        about["layers"] = list(layers)
         description = directory / f"{name}.json"
         if not description.exists():
-            sizes = {"fields": list(fields), "n_layers": n_layers, "n_heads": n_heads}
-            names = {"layers": list(layers)} if layers else {}
-            write_json(
-                description, {**sizes, "dtype": "<f4", "leading": "step", **names}
-            )
-        elif _Description.read(description) != about:
-            raise DamagedFileError(f"{description} describes other records. {_RESTORE}")
+            write_json(description, about)
+        else:
+            old = _described(description)
+            if any(old.get(key, value) != value for key, value in about.items()):
+                raise DamagedFileError(
+                    f"{description} describes other records. {_RESTORE}"
+                )
 
     def append(self, step: int, values: np.ndarray) -> None:
         """Appends one record, with values [n_fields n_layers n_heads]."""
@@ -324,13 +309,11 @@ def read_heads(directory: Path, name: str = "heads") -> Heads:
     Raises:
         DamagedFileError: heads.json describes another file.
     """
-    about, path = (
-        _Description.read(directory / f"{name}.json"),
-        directory / f"{name}.f32",
-    )
+    about, path = _described(directory / f"{name}.json"), directory / f"{name}.f32"
     content = read_file(path) if path.exists() else b""
-    width = 1 + math.prod(about.shape)
-    n = len(content) // (4 * width)
+    shape = len(about["fields"]), about["n_layers"], about["n_heads"]
+    width = 1 + math.prod(shape)
+    n = len(content) // (4 * width)  # a torn record at the end is left out
     rows = np.frombuffer(content, dtype="<f4", count=n * width).reshape(n, width)
     steps = rows[:, 0]
     if not (np.isfinite(steps) & (steps >= 0)).all():
@@ -338,31 +321,37 @@ def read_heads(directory: Path, name: str = "heads") -> Heads:
             f"{path} has a step that is not a whole number, so {name}.json does not describe it or it was damaged. "
             "Restore the files, or delete the directory and run again."
         )
-    body = rows[:, 1:].reshape(n, *about.shape)
-    values = {field: body[:, i] for i, field in enumerate(about.fields)}
-    return Heads(steps=steps.astype(np.int64), values=values, layers=about.layers)
+    body = rows[:, 1:].reshape(n, *shape)
+    values = {field: body[:, i] for i, field in enumerate(about["fields"])}
+    return Heads(steps.astype(np.int64), values, tuple(about["layers"]))
 
 
 def _mean(values: np.ndarray, over: np.ndarray | None = None) -> np.ndarray:
     """Returns the mean of [... heads] over the measured heads or, if given, over the heads in the mask `over`."""
     counted = ~np.isnan(values) if over is None else over
-    counts = counted.sum(-1)
-    return np.where(
-        counts, np.where(counted, values, 0).sum(-1) / np.maximum(counts, 1), np.nan
-    )
+    n = counted.sum(-1)
+    return np.where(n, np.where(counted, values, 0).sum(-1) / np.maximum(n, 1), np.nan)
 
 
 def _median(values: np.ndarray) -> np.ndarray:
     """Returns the median over the measured heads; NaN if no head was measured or if the median is zero."""
-    found = np.full(values.shape[:-1], np.nan)
-    some = ~np.isnan(values).all(-1)
-    found[some] = np.nanmedian(values[some], axis=-1)
-    return np.where(found == 0, np.nan, found)
+    medians = np.full(values.shape[:-1], np.nan)
+    measured = ~np.isnan(values).all(-1)
+    medians[measured] = np.nanmedian(values[measured], axis=-1)
+    return np.where(medians == 0, np.nan, medians)
+
+
+def _largest(values: np.ndarray) -> np.ndarray:
+    return np.fmax.reduce(values, axis=-1, initial=np.nan)
+
+
+def _smallest(values: np.ndarray) -> np.ndarray:
+    return np.fmin.reduce(values, axis=-1, initial=np.nan)
 
 
 _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "max": lambda values: np.fmax.reduce(values, axis=-1, initial=np.nan),
-    "min": lambda values: np.fmin.reduce(values, axis=-1, initial=np.nan),
+    "max": _largest,
+    "min": _smallest,
     "mean": _mean,
     "std": lambda values: np.sqrt(_mean(np.square(values - _mean(values)[..., None]))),
     # Σ [x > 0.3] / n over the n measured heads.
@@ -373,15 +362,9 @@ _FOLDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "gap_of_sinks": lambda values: (
         _mean(values, values > SINK_HEAD) - _mean(values, values <= SINK_HEAD)
     ),
-    "max_ratio": lambda values: (
-        np.fmax.reduce(values, axis=-1, initial=np.nan) / _median(values)
-    ),
-    "min_ratio": lambda values: (
-        np.fmin.reduce(values, axis=-1, initial=np.nan) / _median(values)
-    ),
-    "max_over_mean": lambda values: (
-        np.fmax.reduce(values, axis=-1, initial=np.nan) / _mean(values)
-    ),
+    "max_ratio": lambda values: _largest(values) / _median(values),
+    "min_ratio": lambda values: _smallest(values) / _median(values),
+    "max_over_mean": lambda values: _largest(values) / _mean(values),
 }
 
 

@@ -6,10 +6,12 @@ import dataclasses
 import itertools
 import os
 import platform
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from qkeel.errors import DamagedFileError, RunDirectoryError
 from qkeel.records import disk
@@ -30,7 +32,7 @@ TYPES_EVENT = (
 
 
 def layer_types(
-    about: Mapping[str, object], events: Iterable[Mapping[str, object]] = ()
+    about: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = ()
 ) -> dict[str, str]:
     """Returns the type of each layer (LAYER_TYPES), from the description of a run and the events about later changes.
 
@@ -39,26 +41,15 @@ def layer_types(
     >>> layer_types({"sites": [{"name": "h.0", "type": "window"}, {"name": "h.1"}]})
     {'h.0': 'window'}
     """
-    sites = about.get("sites")
-    known = (
-        [site for site in sites if isinstance(site, dict)]
-        if isinstance(sites, (list, tuple))
-        else []
-    )
-    types = {
-        str(site["name"]): str(site["type"])
-        for site in known
-        if "type" in site and "name" in site
-    }
-    linear = about.get(LINEAR)
-    types |= dict.fromkeys(
-        map(str, linear if isinstance(linear, (list, tuple)) else ()), LINEAR
-    )
+    types = {}
+    for site in about.get("sites") or ():
+        if isinstance(site, dict) and {"name", "type"} <= site.keys():
+            types[str(site["name"])] = str(site["type"])
+    types |= dict.fromkeys(map(str, about.get(LINEAR) or ()), LINEAR)
     for event in events:
-        if event.get("event") == TYPES_EVENT and isinstance(
-            changed := event.get("types"), dict
-        ):
-            types |= {str(layer): str(of) for layer, of in changed.items()}
+        changed = event.get("types")
+        if event.get("event") == TYPES_EVENT and isinstance(changed, dict):
+            types |= {str(layer): str(kind) for layer, kind in changed.items()}
     return types
 
 
@@ -71,44 +62,16 @@ def made_on() -> dict[str, str]:
     >>> sorted(made_on())[-1]
     'system'
     """
-    system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
-    commit = _commit(Path.cwd())
-    return {"system": system, **({"commit": commit} if commit else {})}
-
-
-def _commit(folder: Path) -> str:
-    """Reads the checked-out commit from git's files; returns "" if there is no commit or the files cannot be read."""
-    try:
-        place = next(
-            (
-                parent / ".git"
-                for parent in (folder, *folder.parents)
-                if (parent / ".git").exists()
-            ),
-            None,
-        )
-        if place is None:
-            return ""
-        if place.is_file():  # a linked work tree
-            place = Path(place.parent, _text(place).removeprefix("gitdir:").strip())
-        head = _text(place / "HEAD").strip()
-        if not head.startswith("ref:"):
-            return head[:12]
-        name, common = head.removeprefix("ref:").strip(), place
-        if (place / "commondir").exists():
-            common = Path(place, _text(place / "commondir").strip())
-        if (common / name).exists():
-            return _text(common / name).strip()[:12]
-        packed = _text(common / "packed-refs").splitlines()
-        return next(
-            (line.split()[0][:12] for line in packed if line.endswith(f" {name}")), ""
-        )
-    except (OSError, ValueError):
-        return ""
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+    made = {
+        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    }
+    command = ("git", "rev-parse", "--short=12", "HEAD")
+    # Without git, or outside of a repository, there is no commit to tell of.
+    with suppress(OSError):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            made["commit"] = done.stdout.strip()
+    return made
 
 
 # A run directory contains config.json env.json metrics.jsonl heads.json heads.f32 events.jsonl last/ summary.json DONE.
@@ -129,6 +92,13 @@ class RunStatus(StrEnum):
     DONE = "done"
 
 
+_STATUS_FILES = {
+    "DONE": RunStatus.DONE,
+    "FAILED": RunStatus.FAILED,
+    "config.json": RunStatus.STARTED,
+}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDirectory:
     """The files of one run. Reading never changes anything."""
@@ -138,15 +108,10 @@ class RunDirectory:
     @property
     def status(self) -> RunStatus:
         """The state of the run. DONE takes precedence over FAILED, because a failed run may be resumed and finish."""
-        if (self.path / "DONE").exists():
-            return RunStatus.DONE
-        if (self.path / "FAILED").exists():
-            return RunStatus.FAILED
-        return (
-            RunStatus.STARTED
-            if (self.path / "config.json").exists()
-            else RunStatus.MISSING
-        )
+        for name, status in _STATUS_FILES.items():
+            if (self.path / name).exists():
+                return status
+        return RunStatus.MISSING
 
     @property
     def checkpoint(self) -> Path:
@@ -192,18 +157,18 @@ class RunDirectory:
     def failure(self) -> str:
         """Returns the error that ended the run; "" if it did not fail."""
         path = self.path / "FAILED"
-        return (
-            disk.read_file(path).decode("utf-8", errors="replace")
-            if path.exists()
-            else ""
-        )
+        if not path.exists():
+            return ""
+        return disk.read_file(path).decode("utf-8", errors="replace")
 
     def sizes(self) -> dict[str, int]:
         """Returns the size in bytes of each append-only file."""
-        paths = {name: self.path / name for name in RECORDS}
-        return {
-            name: path.stat().st_size for name, path in paths.items() if path.exists()
-        }
+        sizes = {name: self._size(name) for name in RECORDS}
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    def _size(self, name: str) -> int | None:
+        path = self.path / name
+        return path.stat().st_size if path.exists() else None
 
     def damage(self) -> str:
         """Returns a sentence about the first damaged file of a finished run; "" if no file is damaged."""
@@ -211,11 +176,10 @@ class RunDirectory:
             self.summary()
             self.metrics()
             self.events()
-            if (self.path / "heads.json").exists() or (
-                self.path / "heads.f32"
-            ).exists():
+            names = {path.name for path in self.path.iterdir()}
+            if names & {"heads.json", "heads.f32"}:
                 self.heads()
-            if (self.path / "env.json").exists():
+            if "env.json" in names:
                 self.env()
         except DamagedFileError as error:
             return str(error)
@@ -227,12 +191,11 @@ class RunDirectory:
         if sizes is None:
             # Version 0.1.0 wrote an empty file.
             sizes = read_object(done) if done.exists() and done.stat().st_size else {}
-        path, written = self.path / name, sizes.get(name, 0)
-        size = path.stat().st_size if path.exists() else 0
+        size, written = self._size(name) or 0, sizes.get(name, 0)
         if size < written:
             raise DamagedFileError(
-                f"{path} has {size:,} bytes, but {written:,} bytes were written, so it was damaged. Restore it, or run "
-                "again."
+                f"{self.path / name} has {size:,} bytes, but {written:,} bytes were written, so it was damaged. "
+                "Restore it, or run again."
             )
 
     def _lines(self, name: str, sizes: FileSizes | None = None) -> list[JSONObject]:
@@ -291,21 +254,10 @@ class RunDirectory:
     def start_again(self) -> None:
         """Removes everything except extrapolation.jsonl and the configuration."""
         # DONE and the checkpoint come first, because a crash here must not leave a run that looks complete.
-        names = (
-            "DONE",
-            *RECORDS,
-            "heads.json",
-            "eval_heads.json",
-            "summary.json",
-            "env.json",
-        )
-        disk.remove(
-            [
-                self.path / names[0],
-                self.checkpoint,
-                *(self.path / name for name in names[1:]),
-            ]
-        )
+        described = ("heads.json", "eval_heads.json", "summary.json", "env.json")
+        names = (*RECORDS, *described)
+        rest = [self.path / name for name in names]
+        disk.remove([self.path / "DONE", self.checkpoint, *rest])
 
     def cut_to(self, sizes: FileSizes) -> None:
         """Truncates the append-only files to `sizes`, so that a resumed run repeats the lost steps bit for bit.
@@ -344,14 +296,14 @@ def fresh_directory(path: Path, first: str = "") -> Path:
     'made-2'
     """
     for number in itertools.count(1):
-        place = path if number == 1 else path.with_name(f"{path.name}-{number}")
-        if place.exists() and not place.is_dir():
+        folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        if folder.exists() and not folder.is_dir():
             continue
-        is_empty = disk.make_directory(place) or (
-            number == 1 and place.is_dir() and not any(place.iterdir())
-        )
-        if is_empty and (not first or disk.create(place / first)):
-            return place
+        is_new = disk.make_directory(folder)
+        if is_new or (number == 1 and not any(folder.iterdir())):
+            if first and not disk.create(folder / first):
+                continue  # another process was faster
+            return folder
     raise AssertionError("unreachable")
 
 
@@ -361,14 +313,11 @@ def flat(values: Mapping[str, object], under: str = "") -> dict[str, object]:
     >>> flat({"optim": {"lr": 1.0}, "seed": 0})
     {'optim.lr': 1.0, 'seed': 0}
     """
-    found: dict[str, object] = {}
+    by_name: dict[str, object] = {}
     for name, value in values.items():
-        found |= (
-            flat(value, f"{under}{name}.")
-            if isinstance(value, Mapping)
-            else {under + name: value}
-        )
-    return found
+        nested = isinstance(value, Mapping)
+        by_name |= flat(value, f"{under}{name}.") if nested else {under + name: value}
+    return by_name
 
 
 def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:

@@ -104,6 +104,7 @@ def apply_now(
             f"train_length={more.train_length}, partial={more.partial}"
         )
 
+    # Whatever one process refuses, all refuse, before any of them changes its model.
     remedies, targets = dist.agree(WHAT, prepared, description)
 
     def applied() -> Handle:
@@ -163,6 +164,7 @@ def _apply_all(
             )
         )
         for target in _by_optimizer(remedy, target_of_all, optimizers):
+            # Compared afterwards: a wrapper reduces no gradients of parameters that it has not seen.
             before = dict(bare.model.named_parameters())
             inner = remedy.apply(target)
             try:
@@ -223,13 +225,10 @@ def _check(
             f"{remedy.name}: {sites.share} of this model are understood, and the remedy would leave out the others. "
             f"{missed}. With partial=True the remedy is applied to the attention that is understood"
         )
+    if any(x.on_steps for site in target.sites for x in active_at(site).values()):
+        # An optimizer that the script deleted may still exist, and its remedies with it.
+        gc.collect()
     for site in target.sites:
-        active = active_at(site)
-        if any(other.on_steps for other in active.values()) and (
-            remedy.name in active or remedy.supports(site) is not None
-        ):
-            # An optimizer that the script deleted may still exist, and its remedies with it.
-            gc.collect()
         if remedy.name in active_at(site):
             raise AlreadyAppliedError(
                 f"{remedy.name} is already applied to {where(site)}; remove() its handle first"
@@ -256,7 +255,8 @@ def _recorded(remedy: Remedy, target: Target, inner: Handle) -> Handle:
     record(modules, remedy)
     is_in_model = not (remedy.on_steps or isinstance(remedy, NoRemedy))
     if is_in_model:
-        compile_again()  # code compiled earlier does not detect new hooks
+        # Code that was compiled earlier does not detect new hooks.
+        compile_again()
     ends = idle = None
     if remedy.on_steps and target.optimizer is not None:
         idle = notice_idle_steps(target, remedy)
@@ -273,7 +273,8 @@ def _recorded(remedy: Remedy, target: Target, inner: Handle) -> Handle:
         if not has_ended and any(
             active_on(module).get(remedy.name) is not remedy for module in modules
         ):
-            return  # already folded into the weights
+            # The remedy has been folded into the weights, and there is nothing left to undo.
+            return
         inner.remove()
         if is_in_model:
             compile_again()

@@ -23,12 +23,10 @@ from qkeel.patching.forward import extra_pass
 from qkeel.remedies.optimizer_trials import check_one_optimizer, innermost
 from qkeel.sites.trace import ModelTrace, seen
 
-# The interface of a remedy, and of what it is applied to.
-
-HeadsBySite = tuple[
-    tuple[str, tuple[int, ...]], ...
-]  # heads by site name; () for all heads of a site
-Args = tuple[Any, ...]  # arguments of a call of code from other libraries
+#: Heads by site name; () for all heads of a site.
+HeadsBySite = tuple[tuple[str, tuple[int, ...]], ...]
+# Arguments of a call of code from other libraries.
+Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
@@ -39,19 +37,14 @@ class Target:
     model: nn.Module  #: the whole model
     optimizer: Optimizer | None  #: the model's optimizer, if given
     sites: list[AttentionSite]  #: the model's attention, as far as it is known
-    batch: Arguments = (
-        (),
-        {},
-    )  #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
-    train_length: int | None = (
-        None  #: tokens per training sequence, for formulas that need it
-    )
-    trace: ModelTrace | None = (
-        None  #: the pass that revealed the sites; None if all are qkeel's own, or were given
-    )
-    all_sites: Sequence[
-        AttentionSite
-    ] = ()  #: all attention of the model; `sites` may be a part of it
+    #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
+    batch: Arguments = ((), {})
+    #: tokens per training sequence, for formulas that need it
+    train_length: int | None = None
+    #: the pass that revealed the sites; None if all are qkeel's own, or were given
+    trace: ModelTrace | None = None
+    #: all attention of the model; `sites` may be a part of it
+    all_sites: Sequence[AttentionSite] = ()
     #: the last weights on the path to each site's values, or why they are unknown; empty if no pass has shown them
     values: Mapping[str, tuple[HeadSlice, ...] | str] = dataclasses.field(
         default_factory=dict
@@ -115,11 +108,8 @@ class Target:
     def returned(self) -> object:
         """Returns the model's output for the batch, from a pass that leaves the model unchanged."""
         args, kwargs = self.batch
-        with (
-            extra_pass(self.model),
-            torch.no_grad(),
-            undisturbed(self.model),
-        ):  # which no monitor counts
+        # An extra pass is counted by no monitor.
+        with extra_pass(self.model), torch.no_grad(), undisturbed(self.model):
             return self.model(*copied(args), **copied(kwargs))
 
     def logit_slices(self) -> Iterator[HeadSlice]:
@@ -268,9 +258,6 @@ def module_name(site: AttentionSite) -> str:
 def inside(module: str, name: str) -> str:
     """Returns the model-wide name of something that a module (possibly the model itself) calls `name`."""
     return f"{module}.{name}" if module else name
-
-
-# The baseline.
 
 
 @final

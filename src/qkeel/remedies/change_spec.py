@@ -49,10 +49,10 @@ def refuse_unseen(site: AttentionSite) -> Refusal | None:
     return None
 
 
-def refuse_heads(reason: str) -> Refusal:
+def refuse_heads(reason: str) -> RefusedError:
     """Refuses q or k if no module outputs them as complete heads, as in MLA from other libraries, where the rotated
     keys are computed separately."""
-    return Refusal(reason, _OTHER_REMEDIES)
+    return RefusedError(str(Refusal(reason, _OTHER_REMEDIES)))
 
 
 def refuse_norm(site: AttentionSite, norm: Norm) -> Refusal | None:
@@ -157,7 +157,6 @@ def add_submodules(
     near: Tensor,
     *,
     matrices: bool = False,
-    over_identities: bool = False,
 ) -> Handle:
     """Adds submodules to a site's module, and their parameters to the optimizer (see `join`).
 
@@ -169,16 +168,10 @@ def add_submodules(
         added: the submodules, keyed by name.
         near: an existing parameter that determines the optimizer group of the new ones (see `join`).
         matrices: True if the new parameters are matrices (see `join`).
-        over_identities: True if a submodule may replace an nn.Identity of the same name, which the handle restores.
     """
     module, name = site.module, module_name(site)
     held = submodules_of(module)
-    identities = {
-        child: held[child]
-        for child in added
-        if over_identities and type(held.get(child)) is nn.Identity
-    }
-    _check_free(site, [child for child in added if child not in identities])
+    _check_free(site, added)
     for new in added.values():
         shard_alike(target.model, new, near)
     parameters = {
@@ -192,10 +185,7 @@ def add_submodules(
 
     def undo() -> None:
         for child in added:
-            if child in identities:
-                held[child] = identities[child]
-            else:
-                del held[child]
+            del held[child]
         for parameter in parameters.values():
             parameter.grad = None
         joined.remove()

@@ -49,7 +49,7 @@ class HeadWeights:
         target: the model and its sites.
         optimizer: the optimizer that takes the steps.
         remedy: the remedy's name, for errors.
-        more: further slices, such as biases, which the optimizer need not hold.
+        extras: further slices, such as biases, which the optimizer need not hold.
 
     Raises:
         RefusedError: the optimizer does not update every weight that is trained, or does not update any weight.
@@ -60,7 +60,7 @@ class HeadWeights:
         target: Target,
         optimizer: Optimizer,
         remedy: str,
-        more: Iterable[HeadSlice] = (),
+        extras: Iterable[HeadSlice] = (),
     ) -> None:
         self.slices: list[HeadSlice] = []
         self.parameters: list[nn.Parameter] = []
@@ -68,19 +68,22 @@ class HeadWeights:
         for s in target.logit_slices():
             self._enter(target, s)
         n = len(self.slices)
-        for s in more:
+        for s in extras:
             self._enter(target, s)
-        for s, p in zip(self.slices, self.parameters):
-            check_plain_rows(s.parameter, p, remedy)
         self.tensors = [stepped(optimizer, p) for p in self.parameters]
         for i in range(n):
             is_frozen = not self.parameters[i].requires_grad
             if self.tensors[i] is None and not (
                 is_frozen and any(tensor is not None for tensor in self.tensors[:n])
             ):
+                hint = (
+                    ". Float32 copies are recognised by their shape and values, but flattened, sharded or stale copies "
+                    "are not: copy the weights over first, or use float32 weights under autocast"
+                )
+                is_low = self.parameters[i].dtype in LOW_PRECISION
                 raise RefusedError(
                     f"{remedy} acts on steps of {self.slices[i].parameter}, which this {type(optimizer).__name__} does "
-                    f"not hold; pass the optimizer that does{self._hint_at_copies(optimizer)}"
+                    f"not hold; pass the optimizer that does{hint if is_low else ''}"
                 )
         self.counts = [s.n for s in self.slices]
 
@@ -101,19 +104,6 @@ class HeadWeights:
     def entry(self, s: HeadSlice) -> int:
         """Returns the index of the entry for a slice of one of the target's sites."""
         return self._entries[id(s)]
-
-    def _hint_at_copies(self, optimizer: Optimizer) -> str:
-        """Returns a hint if the optimizer updates tensors that may be float32 copies in some other form."""
-        shapes = {p.shape for p in self.parameters}
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(p.dtype in LOW_PRECISION for p in self.parameters) or all(
-            p.shape in shapes for p in held
-        ):
-            return ""
-        return (
-            ". Float32 copies are recognised by their shape and values, but flattened, sharded or stale copies are "
-            "not: copy the weights over first, or use float32 weights under autocast"
-        )
 
     def check_precision(self, remedy: str, does: str) -> None:
         """Raises RefusedError if the precision of a weight would round away what a remedy does."""
@@ -138,31 +128,11 @@ class HeadWeights:
         return list(torch.arange(sum(self.counts))[:, None].split(self.counts))
 
 
-def check_plain_rows(name: str, weight: Tensor, remedy: str) -> None:
-    """Raises RefusedError for a quantised weight, and for a weight that is split across processes in an unrecognised
-    way.
-
-    FSDP2 and tensor parallelism store a weight as a DTensor, of which each process has a block. The flat copies of ZeRO
-    and FSDP1 are not recognised as copies.
-    """
-    if not has_plain_rows(weight):
-        raise RefusedError(
-            f"{name} is quantised ({type(weight).__name__} of {weight.dtype}), so the rows of its heads cannot be read "
-            f"or scaled; apply {remedy} to plain floating-point weights"
-        )
-    dist.local_block(name, weight)
-
-
-def has_plain_rows(weight: Tensor) -> bool:
-    """True if the rows of a weight, or of this process's part of it, can be read and scaled directly."""
-    return weight.is_floating_point() and not is_wrapper(dist.local(weight))
-
-
 def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:
     """Raises an error unless the query and key weights have values and these are finite.
 
-    If the weights are changed `per_head`, it must also be confirmed that the logits of these heads are computed from
-    them."""
+    If the weights are changed `per_head`, they must also have plain rows, and it must be confirmed that the logits of
+    these heads are computed from them."""
     for name in dict.fromkeys(s.parameter for s in target.logit_slices()):
         p = target.parameter(name)
         if p.is_meta:
@@ -170,7 +140,17 @@ def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:
                 f"{name} is on the meta device; give it values before {remedy} is applied, after fully_shard if that "
                 "splits the model"
             )
-        if has_plain_rows(p) and not bool(torch.isfinite(dist.local(p)).all()):
+        is_plain = p.is_floating_point() and not is_wrapper(dist.local(p))
+        if per_head and not is_plain:
+            raise RefusedError(
+                f"{name} is quantised ({type(p).__name__} of {p.dtype}), so the rows of its heads cannot be read or "
+                f"scaled; apply {remedy} to plain floating-point weights"
+            )
+        if per_head:
+            # FSDP2 and tensor parallelism give each process a block of a DTensor. Other ways to split are refused, and
+            # the flat copies of ZeRO and FSDP1 are not recognised as copies.
+            dist.local_block(name, p)
+        if is_plain and not bool(torch.isfinite(dist.local(p)).all()):
             raise NonFiniteError(
                 f"{name} holds NaN or infinity before {remedy} is applied; load finite weights"
             )
@@ -247,44 +227,37 @@ class HeadNorms:
         norm: WeightNorm = frobenius_norm,
     ) -> None:
         self._slices, self._tensors, self._norm = slices, tensors, norm
-        blocks = list(
-            dist.local_blocks([(s.parameter, t) for s, t in zip(slices, tensors)])
-        )
-        self._sums = dist.PartialSums(blocks)
-        # The head of each row that this process holds; rows of no head get the index after the last head.
+        #: Of each split weight, the head of each row of this process's part; n, the number of heads, if no head owns it.
         self._owners: dict[int, Tensor] = {}
-        for i, (s, t, block) in enumerate(zip(slices, tensors, blocks)):
+        blocks = [dist.local_block(s.parameter, t) for s, t in zip(slices, tensors)]
+        for i, (s, tensor, block) in enumerate(zip(slices, tensors, blocks)):
             if block is not None:
-                owners = s.lines(torch.arange(s.n), t.shape[s.axis], nobody=s.n)
+                heads = torch.arange(s.n)
+                owners = s.lines(heads, tensor.shape[s.axis], nobody=s.n)
                 self._owners[i] = owners[slice(*block.spans[s.axis])]
-        if self._owners and norm is not frobenius_norm:
-            raise RefusedError(
-                f"{slices[next(iter(self._owners))].parameter} is split across processes, and a spectral norm cannot "
-                "be computed from the parts; use norm=frobenius"
-            )
-        counts = torch.tensor([s.n for s in slices])
-        self._is_split = torch.tensor(
-            [i in self._owners for i in range(len(slices))]
-        ).repeat_interleave(counts)
-        self._counted = torch.tensor(self._sums.counted).repeat_interleave(counts)
+                if norm is not frobenius_norm:
+                    raise RefusedError(
+                        f"{s.parameter} is split across processes, and a spectral norm cannot be computed from the "
+                        "parts; use norm=frobenius"
+                    )
+        self._sums = dist.PartialSums(blocks)
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
         device = self._tensors[0].device
-        numbers: list[Tensor] = []
+        norms: dict[int, Tensor] = {}
+        squares: list[Tensor] = []
         for i, (s, tensor) in enumerate(zip(self._slices, self._tensors)):
             if i not in self._owners:
-                numbers.append(self._norm(s.heads(tensor)).to(device))
+                norms[i] = self._norm(s.heads(tensor)).to(device)
                 continue
             rows = s.rows_of(dist.local(tensor))
-            squares = rows.to(wide(rows.dtype)).square().sum(1)
-            owners = self._owners[i] = self._owners[i].to(squares.device)
-            sums = squares.new_zeros(s.n + 1).index_add_(0, owners, squares)
-            numbers.append(sums[:-1].to(device))
-        row = torch.cat(numbers)
-        if not self._owners:
-            return row
-        self._is_split, self._counted = self._is_split.to(device), self._counted.to(row)
-        # Of replicas, one process sends its squares. What is sent for whole weights is not used.
-        sums = self._sums.add_up(row * self._counted)
-        return torch.where(self._is_split, sums.sqrt(), row)
+            of_rows = rows.to(wide(rows.dtype)).square().sum(1)
+            owners = self._owners[i] = self._owners[i].to(of_rows.device)
+            of_heads = of_rows.new_zeros(s.n + 1).index_add_(0, owners, of_rows)[:-1]
+            # Of processes that hold the same part, one sends it.
+            squares.append((of_heads * self._sums.counted[i]).to(device))
+        if squares:
+            sums = self._sums.add_up(torch.cat(squares)).sqrt()
+            norms.update(zip(self._owners, sums.split([len(x) for x in squares])))
+        return torch.cat([norms[i] for i in range(len(self._tensors))])

@@ -48,9 +48,8 @@ class LALR(StepRemedy):
     """
 
     tau: float = 0.1  #: τ, the factor on the rate, above 0
-    norm: Literal["frobenius", "spectral"] = (
-        "frobenius"  #: the norm of the weights in f
-    )
+    #: the norm of the weights in f
+    norm: Literal["frobenius", "spectral"] = "frobenius"
     decay: Literal["scaled", "plain"] = "scaled"
     heads: HeadsBySite | None = None
 
@@ -147,10 +146,10 @@ class HeadRates:
             used = [indices[weights.entry(s)][site.used(s.n), 0] for s in slices]
             # By position, since a weight that produces q and k is its own partner.
             for position, owner in enumerate(used):
-                others = used[:position] + used[position + 1 :]
+                other_heads = used[:position] + used[position + 1 :]
                 owners.append(owner)
                 partners.append(
-                    torch.stack(others or [torch.full_like(owner, last)], 1)
+                    torch.stack(other_heads or [torch.full_like(owner, last)], 1)
                 )
         most = max(table.shape[1] for table in partners)
         self._owners = torch.cat(owners)
@@ -167,7 +166,8 @@ class HeadRates:
         self._first = self._products(self._old)
 
     def __call__(self, norms: Tensor) -> Tensor:
-        if norms.device != self._old.device:  # the weights are on another device now
+        if norms.device != self._old.device:
+            # The model was moved after apply.
             self._counted, self._old, self._first = (
                 x.to(norms.device) for x in (self._counted, self._old, self._first)
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 
 import torch
 from jaxtyping import Int64
@@ -40,6 +40,7 @@ def factors_by_site(target: Target, *, by_group: bool) -> list[list[LogitFactor]
         in_use: list[HeadSlice] = []
         for user in target.all_sites or target.sites:
             in_use.extend(target.value_weights(user))
+            # Another layer would be changed too, unless it is the same layer, which is then clipped as one.
             if user is not site and not _is_same_layer(site, user, target):
                 in_use.extend(_last_weights(user))
         fixed = [
@@ -60,16 +61,15 @@ def factors_by_site(target: Target, *, by_group: bool) -> list[list[LogitFactor]
 
 def _is_same_layer(site: AttentionSite, other: AttentionSite, target: Target) -> bool:
     """True if the remedy acts on both sites and every head has the same weights in both."""
-    if len(site.terms) != len(other.terms) or not any(
-        other is chosen for chosen in target.sites
-    ):
-        return False
-    for a, b in zip(_last_weights(site), _last_weights(other)):
-        if target.parameter(a.parameter) is not target.parameter(
-            b.parameter
-        ) or not a.same(b):
-            return False
-    return True
+    return (
+        len(site.terms) == len(other.terms)
+        # Sites are compared by identity.
+        and other in target.sites
+        and all(
+            target.parameter(a.parameter) is target.parameter(b.parameter) and a.same(b)
+            for a, b in zip(_last_weights(site), _last_weights(other))
+        )
+    )
 
 
 def _last_weights(site: AttentionSite) -> list[HeadSlice]:
@@ -90,67 +90,44 @@ def logit_factors(
     scaled by the √γ of the group's largest logit.
     """
     weights: list[HeadSlice] = []
-    terms = [
-        (_place(weights, term.query[-1]), _place(weights, term.key[-1]))
-        for term in site.terms
-    ]
-    kept = {_place(weights, s) for s in fixed}
+
+    def entry(s: HeadSlice) -> int:
+        for i, weight in enumerate(weights):
+            if weight.parameter == s.parameter and weight.same(s):
+                return i
+        weights.append(s)
+        return len(weights) - 1
+
+    terms = [(entry(term.query[-1]), entry(term.key[-1])) for term in site.terms]
+    kept = {entry(s) for s in fixed}
     unscaled = set(kept)
     for i, s in enumerate(weights):
         if s.n < site.n_heads and (not by_group or s.n == 1 < site.n_kv_heads):
             unscaled.add(i)
     for a, b in terms:
+        # Where all heads share both sides, both take the root of the same γ.
         if {a, b} <= unscaled:
             unscaled -= {a, b} - kept
-    powers = _powers(terms, unscaled)
-    if powers is None:
-        return None
-    factors: list[LogitFactor] = []
-    for connected in _connected(terms, len(weights)):
-        n = min(weights[i].n for i in connected)
-        for i in connected:
-            s, power = weights[i], powers.get(i, 0.5)
-            if power == 0.0:
-                continue
-            if s.n == site.n_heads and power == 1.0:
-                heads = torch.arange(s.n)[:, None]
-            elif s.n == n and (power == 0.5 or (kept and by_group)):
-                heads = site.users(n)
-            elif s.n == site.n_heads and power == 0.5:
-                heads = site.users(n)[site.used(n)]
-            else:
-                return None
-            factors.append(LogitFactor(weight=s, heads=heads, root=power == 0.5))
-    return factors
-
-
-def _place(weights: list[HeadSlice], s: HeadSlice) -> int:
-    """Returns the index of a weight's rows in a list of weights, to which new rows are added."""
-    for i, known_weight in enumerate(weights):
-        if known_weight.parameter == s.parameter and known_weight.same(s):
-            return i
-    weights.append(s)
-    return len(weights) - 1
-
-
-def _powers(
-    terms: Sequence[tuple[int, int]], unscaled: set[int]
-) -> dict[int, float] | None:
-    """Returns the powers that follow if some weights are unscaled, or None if the powers are contradictory."""
     powers = dict.fromkeys(unscaled, 0.0)
-    both_ways = [*terms, *((b, a) for a, b in terms)]
-    for _ in terms:  # each iteration reaches one more product along a chain
-        for a, b in both_ways:
+    fewest = [s.n for s in weights]
+    # Each iteration reaches one more product along a chain of weights that are in several of them.
+    for _ in terms:
+        for a, b in (*terms, *((b, a) for a, b in terms)):
+            fewest[a] = min(fewest[a], fewest[b])
             if a in powers and powers.setdefault(b, 1.0 - powers[a]) != 1.0 - powers[a]:
                 return None
-    return powers
-
-
-def _connected(terms: Sequence[tuple[int, int]], n: int) -> Iterator[list[int]]:
-    """Yields the weights in groups that are connected by products."""
-    group = list(range(n))
-    for a, b in terms:
-        old, new = group[a], group[b]
-        group = [new if g == old else g for g in group]
-    for g in dict.fromkeys(group):
-        yield [i for i in range(n) if group[i] == g]
+    factors: list[LogitFactor] = []
+    for i, (s, n) in enumerate(zip(weights, fewest)):
+        power = powers.get(i, 0.5)
+        if power == 0.0:
+            continue
+        if s.n == site.n_heads and power == 1.0:
+            heads = torch.arange(s.n)[:, None]
+        elif s.n == n and (power == 0.5 or (kept and by_group)):
+            heads = site.users(n)
+        elif s.n == site.n_heads and power == 0.5:
+            heads = site.users(n)[site.used(n)]
+        else:
+            return None
+        factors.append(LogitFactor(weight=s, heads=heads, root=power == 0.5))
+    return factors

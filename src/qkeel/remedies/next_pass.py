@@ -41,64 +41,70 @@ class AtNextPass(Handle):
         remedies = parse(remedy, **more.options)
         check_wrapper(unwrapped(model), remedies)
         self.about = "+".join(parsed.name for parsed in remedies)
-        self._remedy, self._model, self._more = remedy, model, more
+        self._model, self._remedy, self._more = model, remedy, more
         self._refused = refused
-        self._inner: Handle | None = None
-        self._carried: State | None = None
-        self._passes = ForwardPasses(
-            model, self._begin, lambda *_: None, guard=unguarded
-        )
+        self._waits = True
+        #: A state that is loaded before the remedies are there.
+        self._carried: State = {}
         self._optimizers = listed(optimizer)
-        self._steps = [
-            StepHooks(self._refuse_step, lambda _: None, innermost(x))
-            for x in self._optimizers
+        self._hooks: list[Handle] = [
+            ForwardPasses(model, self._begin, lambda *_: None, guard=unguarded),
+            *(
+                StepHooks(self._refuse_step, lambda _: None, innermost(x))
+                for x in self._optimizers
+            ),
         ]
-        super().__init__(self._take_off, state=self._own_state, load=self._take_state)
+        super().__init__(
+            self._wait_no_more,
+            state=lambda: dict(self._carried),
+            load=self._carried.update,
+        )
 
     def __repr__(self) -> str:
-        waits = self.active and self._inner is None
         return (
             f"<Handle of {self.about}: applied when the next pass begins>"
-            if waits
+            if self._waits
             else super().__repr__()
         )
 
     def or_with(self, optimizer: Optimizer) -> None:
         """Adds another optimizer of the model, unless the remedies have already been applied."""
-        if self._inner is None and self.active:
+        if self._waits:
             self._optimizers.append(optimizer)
 
     def _begin(
         self, args: tuple[Any, ...], kwargs: Mapping[str, object], compiled: bool
     ) -> None:
-        if not self.active or self._inner is not None:
+        if not self._waits:
             return
+        # Before the search, whose own passes would come here again.
         self._wait_no_more()
+        forward = vars(self._model).get("forward")
+        batch = ForwardArguments(args, kwargs)
         try:
             with joining(self._model, args, kwargs):
-                self._inner = self._applied(ForwardArguments(args, kwargs))
+                handle = apply_now(
+                    self._model, self._remedy, self._optimizers, self._more, batch=batch
+                )
+            # The pass that runs now would not be the changed one.
+            if vars(self._model).get("forward") is not forward:
+                handle.remove()
+                raise RefusedError(
+                    f"{self.about} replaces the model's own forward, which is running now. "
+                    f"{GIVE_BATCH.format(self.about)}"
+                )
         except QkeelError as error:
             if self._refused is None:
                 raise
             self._refused(error)
             return
-        if self._carried:  # a state from before the first pass is empty
-            self._inner.load(self._carried)
-
-    def _applied(self, batch: ForwardArguments) -> Handle:
-        forward = vars(self._model).get("forward")
-        handle = apply_now(
-            self._model, self._remedy, self._optimizers, self._more, batch=batch
-        )
-        if vars(self._model).get("forward") is not forward:
-            handle.remove()
-            raise RefusedError(
-                f"{self.about} replaces the model's own forward, which is running now. {GIVE_BATCH.format(self.about)}"
-            )
-        return handle
+        if self._carried:
+            handle.load(self._carried)
+        # From here on, this handle is that of the applied remedies.
+        self._undo, self._state, self._load = handle.remove, handle.state, handle.load
 
     def _refuse_step(self, optimizer: Optimizer) -> None:
-        if self.active and self._inner is None and self._passes.active:
+        if self._waits:
             self.remove()
             raise RefusedError(
                 f"{self.about} was to be applied when {type(unwrapped(self._model)).__name__} was next called, but "
@@ -106,24 +112,6 @@ class AtNextPass(Handle):
             )
 
     def _wait_no_more(self) -> None:
-        self._passes.remove()
-        for hooks in self._steps:
+        self._waits = False
+        for hooks in self._hooks:
             hooks.remove()
-
-    def _take_off(self) -> None:
-        self._wait_no_more()
-        if self._inner is not None:
-            self._inner.remove()
-
-    def _own_state(self) -> State:
-        return (
-            self._inner.state()
-            if self._inner is not None
-            else dict(self._carried or {})
-        )
-
-    def _take_state(self, state: State) -> None:
-        if self._inner is not None:
-            self._inner.load(state)
-        else:
-            self._carried = dict(state)

@@ -74,11 +74,13 @@ def scale_steps(
     )
     rows = rows_of(weights)
     copies: list[Tensor] = []
-    row: list[Tensor] = []  # the factors of the current step, if one runs
+    # The factors of the current step, if one runs.
+    row: list[Tensor] = []
 
     @torch.no_grad()
     def before(_: Optimizer) -> None:
-        if not freezes:  # again, since a model may have been cast since
+        if not freezes:
+            # Again, since a model may have been cast after apply.
             weights.check_precision(remedy, SCALES)
         row[:] = [with_one(factors())]
         copies[:] = rows.copies()
@@ -90,7 +92,8 @@ def scale_steps(
 
     @torch.no_grad()
     def after(*_: object) -> None:
-        if row:  # if a subclass's step calls its parent's, both run hooks, but only the inner step is scaled
+        # If a subclass's step calls its parent's, both run the hooks, but only the inner step is scaled.
+        if row:
             (rows.restore if freezes else rows.interpolate)(copies, row[0])
         clear()
 
@@ -98,8 +101,10 @@ def scale_steps(
         row.clear()
         copies.clear()
 
+    # Gradients exist and weights are old at this time, also in `step(closure)`.
     first = optimizer.register_step_pre_hook(in_real_steps(before_change(before)))
     last = optimizer.register_step_post_hook(in_real_steps(after))
+    # Averages and clips that other hooks make see the scaled weights.
     go_first(last)
     return compose(map(Handle, (clear, last.remove, first.remove)))
 

@@ -19,10 +19,10 @@ ParamGroup = dict[str, Any]
 
 # Entries of a parameter group that belong to its parameters, its scheduler or a remedy, not to the update rule.
 _NOT_OPTIONS = ("params", "param_names", "initial_lr", GROUP_KEY)
-_SLOW_COPY_STEPS = (
-    12  # steps after which a slow copy of the weights has overwritten them
-)
-_LATE_STEP = 1_000_000  # the step of the trial, since schedules inside an optimizer act late (Adafactor's 1/√t)
+# Steps after which a slow copy of the weights has overwritten them.
+_SLOW_COPY_STEPS = 12
+# The step of the trial, since schedules inside an optimizer act late (Adafactor's 1/√t).
+_LATE_STEP = 1_000_000
 
 
 def optimizers_inside(optimizer: object) -> list[Optimizer]:
@@ -184,6 +184,7 @@ def _check_keeps_changes(
 ) -> None:
     """Raises RefusedError if a matrix that is halved between two steps, at a rate of almost 0, does not stay halved."""
     try:
+        # At such a rate whatever moves the matrix is a copy, and decay would be taken for one.
         stepped = trial(lr=1e-7, **({"weight_decay": 0.0} if decays else {}))
         halved = stepped.run(2) / 2
         stepped.weight.data.copy_(halved)

@@ -82,14 +82,15 @@ def check_added(
     }
     if not new:
         return handle
-    first, more = next(iter(new)), f" and {len(new) - 1} more" if len(new) > 1 else ""
+    first = next(iter(new))
+    count = f" and {len(new) - 1} more" if len(new) > 1 else ""
     wrapper, reduced = (
         "ZeRO" if zero else dist.wrapped_by(model),
         dist.gathered_axes(model),
     )
     if wrapper and not all(id(p) in reduced for p in new.values()):
         raise RefusedError(
-            f"{remedy} adds parameters ({first}{more}) to a model that {wrapper} has already spread across "
+            f"{remedy} adds parameters ({first}{count}) to a model that {wrapper} has already spread across "
             "processes: their gradients would not be averaged, and the processes would diverge. Apply it before the "
             "model is wrapped or split, and create the optimizer after that"
         )

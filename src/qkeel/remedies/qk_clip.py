@@ -224,7 +224,8 @@ class _Clip:
                 )
             shares.append((p, s, indices))
             updated = weights.tensors[weights.entry(s)]
-            if updated is not None and updated is not p:  # the weight's float32 copy
+            if updated is not None and updated is not p:
+                # A float32 copy, from which the optimizer would bring the old weight back.
                 shares.append((updated, s, indices))
             if (bias := s.bias_of()) is not None:
                 shares.append((target.parameter(bias.parameter), bias, indices))
@@ -389,4 +390,5 @@ def _stop(tap: weakref.ref[Tap]) -> None:
 
 def _readable(tensor: Tensor) -> bool:
     """True if the host can read a tensor without waiting for its device."""
-    return tensor.is_cpu  # a device's name takes longer
+    # Asking for the name of the device takes longer.
+    return tensor.is_cpu

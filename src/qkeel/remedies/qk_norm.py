@@ -18,14 +18,9 @@ from qkeel.nn.decoder import Block
 from qkeel.nn.mla import MLA
 from qkeel.options import Count, checked
 from qkeel.remedies.base import Target, compose_all
-from qkeel.remedies.change_norm import (
-    KINDS,
-    ChangeNorm,
-    NormOptions,
-    pre_norm_branches,
-    swap,
-)
+from qkeel.remedies.change_norm import KINDS, ChangeNorm, NormOptions
 from qkeel.remedies.change_spec import ChangeSpec, known_length
+from qkeel.remedies.pre_norm_blocks import pre_norm_branches, swap
 from qkeel.spec import Fixed, L2Norm, Learned, Sqrt
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import GainKind, GainNorm

@@ -87,7 +87,7 @@ class FrozenQK(StepRemedy):
     def apply(self, target: Target) -> Handle:
         optimizer = target.need_optimizer(self.name)
         weights = HeadWeights(
-            target, optimizer, self.name, more=_biases_and_gains(target)
+            target, optimizer, self.name, extras=_biases_and_gains(target)
         )
         return scale_steps(
             optimizer,

@@ -17,7 +17,7 @@ from qkeel.kernels.contract import Refusal
 from qkeel.nn.decoder import Block
 from qkeel.remedies.added_parameters import join
 from qkeel.remedies.base import Remedy, Target, compose_all, inside
-from qkeel.remedies.change_norm import (
+from qkeel.remedies.pre_norm_blocks import (
     Branch,
     ModuleOutput,
     of_first,

@@ -18,11 +18,8 @@ from qkeel.remedies.base import Target, evaluating
 from qkeel.remedies.sigma_reparam import stored
 from qkeel.remedies.step_remedy import WEIGHT_IN_USE, StepRemedy, WeightInUse
 
-_WEIGHT_HOOKS = (
-    SpectralNorm,
-    WeightNorm,
-    prune.BasePruningMethod,
-)  # each stores its weight's name in a string
+# Hooks of torch's; each stores its weight's name in a string.
+_WEIGHT_HOOKS = (SpectralNorm, WeightNorm, prune.BasePruningMethod)
 
 
 def check_weights_in_use(target: Target, remedy: StepRemedy) -> None:
@@ -95,7 +92,8 @@ def _relation(
         return weight.detach().clone()
 
     factors = torch.linspace(0.5, 1.5, s.n + 1)[1:].to(stored_weight)
-    with evaluating(layer):  # power iterations stand still
+    # Power iterations stand still in evaluation mode, and would hide the factors.
+    with evaluating(layer):
         before = in_use()
         # Another parameter takes its place, because a pending backward pass may need the values of this one.
         parameters[local_name] = nn.Parameter(

@@ -211,7 +211,7 @@ class Page:
             lead = markup('<p class="lead">{}</p>', lead)
         cautions = [markup('<li class="caution">{}</li>', x) for x in self.cautions]
         reload, live, scripts, noscript = "", "", [], ""
-        if refresh:
+        if refresh is not None:
             reload = markup('<meta http-equiv="refresh" content="{}">', f"{refresh:g}")
             live = markup(
                 '<p class="live">The run goes on; this page reloads every {} s.</p>',

@@ -19,7 +19,7 @@ from qkeel.report.compare import (
     primary_cell,
 )
 from qkeel.report.html import Chart, Markup, Page, Section, markup
-from qkeel.report.study_runs import DRIFT, GRID, RunData, StudyData
+from qkeel.report.study_runs import DRIFT, GRID, RunData, StudyData, as_number
 
 TITLES = {
     "extrapolation": "Length extrapolation",
@@ -236,7 +236,7 @@ def _figures(study: StudyData, present: Sequence[Chart]) -> list[Markup]:
 def chart_data(study: StudyData) -> dict[str, object]:
     """Returns everything that the charts need, as plain JSON values."""
     finished = [(run.row, run.env) for run in study.finished if run.row is not None]
-    counted = [env.get("counted_bigrams") for _, env in finished]
+    counted = [as_number(env.get("counted_bigrams")) for _, env in finished]
     starts = [
         row["init_loss"] for row, _ in finished if math.isfinite(row["init_loss"])
     ]
@@ -252,14 +252,13 @@ def chart_data(study: StudyData) -> dict[str, object]:
         ]
         for row, _ in finished
     ]
-    has_counted = bool(counted) and None not in counted
     return {
         "remedies": list(study.remedies),
         "unit": study.loss_unit(),
         "alarm": ALARM_THRESHOLD,
         "losses": losses,
         "start": h.rounded(statistics.fmean(starts)) if starts else None,
-        "counted": h.rounded(statistics.fmean(counted)) if has_counted else None,
+        "counted": h.rounded(statistics.fmean(counted)) if counted else None,
         "runs": [_curves(study, run) for run in study.runs if run.metrics],
         **_accuracy_curves(study),
     }
@@ -334,8 +333,8 @@ def _task_value(cell: Cell, names: Sequence[str]) -> float | None:
     values = []
     for run in cell.runs:
         last = {**(run.metrics[-1] if run.metrics else {}), **(run.row or {})}
-        numbers = [last.get(name) for name in names]
-        if None not in numbers and 0 not in numbers[1:]:
+        numbers = [as_number(last.get(name)) for name in names]
+        if 0 not in numbers[1:] and not any(map(math.isnan, numbers)):
             values.append(numbers[0] / math.prod(numbers[1:]))
     return statistics.fmean(values) if values else None
 

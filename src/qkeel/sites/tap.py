@@ -123,7 +123,7 @@ class Tap(Handle):
             for calls of torch's function without a mask at a known site; it returns None if it cannot.
         threshold: above which logits are wanted. Heads whose logits stay under it by the logsumexps that their kernel
             hands out anyway are not measured further: their statistics hold the largest logsumexp instead of the logit.
-        keeps: whether to keep the batch of the latest training pass, for `look_again`.
+        keeps: whether to keep the batch of the latest training pass, as `latest`.
         guard: the guard that reports the first failure in the tap with a warning and switches the tap off.
 
     Attributes:
@@ -322,33 +322,6 @@ class Tap(Handle):
         if look.error is not None:
             raise look.error
         return kept
-
-    def look_again(self) -> bool:
-        """Measures the model in an additional pass over the batch that was kept; the model is left unchanged.
-
-        Returns:
-            False if no batch was kept.
-
-        Raises:
-            Exception: whatever the model raises.
-        """
-        last, look = self._latest, ObservedPass(self)
-        if last is None or not self.visitor.before(last.args, last.kwargs):
-            return False
-        with last.setting(self.model):
-            output = self._extra_pass(look, last.args, last.kwargs)
-        if look.error is not None:
-            self.visitor.failed()
-            raise look.error
-        held = _HeldPass(
-            training=self.model.training,
-            counts=True,
-            calls=look.calls,
-            stats=look.sites,
-        )
-        held.collected = self.visitor.after(output, bool(look.sites))
-        self._sort(held, "train")
-        return True
 
     @property
     def facts(self) -> KnownSites:

@@ -64,7 +64,10 @@ def _hwfa(
     train_length: int,
     window: int | None = None,
 ) -> Specs:
-    _deep_enough("hwfa", n_layers)
+    if n_layers < 2:
+        raise InvalidValueError(
+            f"hwfa mixes layers with and without a window, so it needs at least 2 layers, got {n_layers}"
+        )
     width = _under(
         "hwfa", window, int(0.75 * train_length / (n_layers - 1)), train_length
     )
@@ -84,8 +87,11 @@ def _hwfa2(
     window: int | None = None,
     full: int = 1,
 ) -> Specs:
-    _deep_enough("hwfa2", n_layers)
-    check(1 <= full < n_layers, f"1 to {n_layers - 1} full layers of {n_layers}", full)
+    check(
+        1 <= full < n_layers,
+        f"2 or more layers, and fewer full ones than {n_layers}",
+        full,
+    )
     default = min(3 * train_length // n_layers, train_length // 2)
     near = _windowed(spec, _under("hwfa2", window, default, train_length))
     full_layers = {n_layers * j // (full + 1) for j in range(1, full + 1)}
@@ -100,13 +106,6 @@ def _under(name: str, window: int | None, default: int, train_length: int) -> in
             "wider one hides nothing in training"
         )
     return width
-
-
-def _deep_enough(name: str, n_layers: int) -> None:
-    if n_layers < 2:
-        raise InvalidValueError(
-            f"{name} mixes layers with and without a window, so it needs at least 2 layers, got {n_layers}"
-        )
 
 
 # A row builds the position of every layer or, from the form and the number of layers, the specs of all of them. Names that

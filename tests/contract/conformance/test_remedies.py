@@ -6,10 +6,7 @@ and one remedy of each mechanism on the other kinds of attention too; `make slow
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import io
-import pickle
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -248,33 +245,6 @@ def test_apply_then_remove_restores_everything_bit_for_bit(
     before.assert_same(Snapshot(model, optimizer))
 
 
-@every_remedy
-def test_remove_after_training_leaves_nothing_but_the_trained_weights(
-    name: str,
-) -> None:
-    model, optimizer = start(name, SMALLEST)
-    names, groups = (
-        list(model.state_dict()),
-        [list(map(id, g["params"])) for g in optimizer.param_groups],
-    )
-    structure = Snapshot(model, optimizer)
-    with apply(model, name, optimizer):
-        train(model, optimizer)
-        trained = model.state_dict()
-    assert list(model.state_dict()) == names
-    assert [list(map(id, g["params"])) for g in optimizer.param_groups] == groups
-    after = Snapshot(model, optimizer)
-    assert [m[:2] for m in after.modules.values()] == [
-        m[:2] for m in structure.modules.values()
-    ]
-    assert after.hooks == structure.hooks
-    assert set(after.moments) == set(structure.moments)
-    for n in set(names) & set(trained):
-        assert torch.equal(trained[n], model.state_dict()[n]), n
-    assert not torch.equal(after.output, structure.output)
-    train(model, optimizer)  # and goes on as if nothing had been there
-
-
 @every_case
 def test_training_with_a_remedy_moves_every_trained_weight_and_stays_finite(
     name: str, kind: str
@@ -482,58 +452,6 @@ def test_a_misspelt_remedy_names_the_nearest() -> None:
     for name in (*REMEDIES, *ALIASES):
         with pytest.raises(UnknownNameError, match=f"Did you mean .*'{name}'"):
             parse(name + "x")
-
-
-@every_remedy
-def test_a_copy_and_a_pickle_of_a_model_with_a_remedy_compute_the_same_and_are_their_own(
-    name: str,
-) -> None:
-    model, optimizer = start(name, SMALLEST)
-    handle = apply(model, name, optimizer)
-    again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(again.eval()(probe()), model.eval()(probe()))
-    copied = copy.deepcopy(model)
-    assert torch.equal(copied.eval()(probe()), model.eval()(probe()))
-    handle.remove()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    assert not torch.equal(copied(probe()), model(probe()))
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [*((name, SMALLEST) for name in REMEDIES), ("lalr", "MLA"), ("qk_clip", "MLA")],
-)
-def test_state_dicts_of_model_and_optimizer_resume_bit_for_bit(
-    name: str, kind: str
-) -> None:
-    def fresh() -> tuple[Model, torch.optim.Optimizer, Any]:
-        model, optimizer = start(name, kind)
-        return model, optimizer, apply(model, name, optimizer)
-
-    model, optimizer, handle = fresh()
-    train(model, optimizer)
-    file = io.BytesIO()
-    torch.save(
-        {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "remedy": handle.state(),
-        },
-        file,
-    )
-    torch.manual_seed(1)  # of dropout
-    train(model, optimizer)
-    again, optimizer, handle = fresh()
-    train(again, optimizer, 1)  # elsewhere, so that loading has something to put right
-    saved = torch.load(io.BytesIO(file.getvalue()))
-    again.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    handle.load(saved["remedy"])
-    torch.manual_seed(1)
-    train(again, optimizer)
-    assert torch.equal(again.eval()(probe()), model.eval()(probe()))
 
 
 @pytest.mark.parametrize("first", ["softcap", "qk_norm"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import types
 from typing import Any
@@ -14,7 +13,6 @@ from experiments.claims.claim import OF_ALL_RATES, Cell, Claim, sensitivity, sta
 from experiments.claims.judge import (
     HERE,
     PAGE,
-    counted,
     differences,
     judge,
     page,
@@ -35,159 +33,6 @@ from qkeel.remedies import canonical
 
 ROOT = HERE.parents[1]
 KNOWN = {*EXTRAPOLATION_COLUMNS, *TABLE_COLUMNS, *TASK_FIELDS, *MEASURES}
-
-
-# Document and verdict -> sentences there, and the claim that each follows from; figures in braces are those of the
-# effect.
-SENTENCES: dict[tuple[str, str], list[tuple[str, str]]] = {
-    ("docs/what-we-found.md", "reproduced"): [
-        (
-            "ends {mean:.3f} nats ahead of no remedy",
-            "QK-norm trains better at a high learning rate (LR 0.1)",
-        ),
-        ("QK-norm limits the logits", "QK-norm keeps the logits under 100 at LR 0.1"),
-        (
-            "QK-norm allows a learning rate at least 3 times as high",
-            'QK-norm allows 3 times the rate or more ("up to 3× in some cases")',
-        ),
-        (
-            "Mixing text and images makes logits grow at a high learning rate",
-            "Mixing text and images makes logits grow (against text alone, LR 0.1)",
-        ),
-    ],
-    ("docs/what-we-found.md", "undecided"): [
-        (
-            "At 0.01 it costs {mean:.3f} nats at this size, which is undecided",
-            "QK-norm costs nothing at a healthy rate (LR 0.01)",
-        ),
-    ],
-    ("docs/guides/choose-a-remedy.md", "undecided"): [
-        ("and QK-norm {mean:.3f}", "QK-norm costs nothing at a healthy rate (LR 0.01)"),
-    ],
-    ("docs/what-we-found.md", "contradicted"): [
-        (
-            "as a power of the summed learning rate, not exponentially",
-            "Logits grow exponentially in steps, rather than as a power of Σlr (R², LR 0.1)",
-        ),
-        (
-            "Within 150 steps the loss does not diverge",
-            "… and the loss diverges, back to its value at initialisation or worse (LR 0.1, within 150 steps)",
-        ),
-        (
-            "A softcap does not limit the logits that enter it",
-            "Softcapping keeps the logits that enter the cap under 100 (LR 0.1)",
-        ),
-    ],
-    ("docs/remedies.md", "contradicted"): [
-        (
-            "did not help Kimi; here it is among the best",
-            "Lowering only the rate of q and k does not help (LR 0.1)",
-        ),
-    ],
-    ("experiments/notes/theory.md", "contradicted"): [
-        (
-            "So shift invariance is not the cause",
-            "Softmax's shift invariance makes logits grow: without it (sigmoid) they stay under 100 (LR 0.1)",
-        ),
-    ],
-    ("experiments/notes/multimodal.md", "contradicted"): [
-        (
-            "Text gives images less than an even share of its attention, not more.",
-            "Images dominate attention: text gives them more than an even share (LR 0.01)",
-        ),
-        (
-            "Longer queries or keys of images, against a model of text alone under the same probe, are not shown",
-            "Mixing makes image queries longer than text queries (against a model of text alone, LR 0.01)",
-        ),
-        (
-            "dropout does not lower the loss",
-            "Dropout with QK-norm trains better than QK-norm alone (LR 0.1)",
-        ),
-        (
-            "norms after the branches gain {mean:.2f} nats",
-            "Norms after the branches do not change the loss where the plain order trains (both with QK-norm, LR 0.1)",
-        ),
-        (
-            "Behind norms before attention they lower it, to {times:.2f} times.",
-            "… behind norms before attention too (LR 0.01)",
-        ),
-    ],
-    ("experiments/notes/multimodal.md", "reproduced"): [
-        (
-            "The recipe of 34B is better than that of 7B.",
-            "The recipe of Chameleon 34B (norms after the branches and z-loss) trains better than that of 7B (LR 0.1)",
-        ),
-    ],
-    ("experiments/notes/multimodal.md", "undecided"): [
-        (
-            "that a z-loss gains 0.01 or more is not decided",
-            "A z-loss with QK-norm trains better than QK-norm alone (LR 0.1)",
-        ),
-    ],
-    ("experiments/notes/precision.md", "undecided"): [
-        (
-            "With {n} seeds on the default path ([claims](claims.md)) {mean:.0f} of 150 steps are skipped in the "
-            "mean, but by seed they range too widely to decide",
-            "Without a remedy fp16 overflows: steps are skipped (LR 0.3)",
-        ),
-        (
-            "that QK-norm spares them is not shown",
-            "With QK-norm, fp16 training skips fewer steps (LR 0.3)",
-        ),
-        (
-            "nor with {n} seeds against float32",
-            "Logits beyond the range of bf16 break training: bf16 loses against float32 without a remedy (LR 0.1)",
-        ),
-    ],
-    ("experiments/notes/translation.md", "reproduced"): [
-        (
-            "with {n} seeds, judged by intervals ([claims](claims.md)), the first paper's form gains {mean:.2f} nats",
-            "… and at a high rate (LR 0.1)",
-        ),
-    ],
-    ("experiments/notes/translation.md", "undecided"): [
-        (
-            "at LR 0.01 it is not decided whether either norm gains",
-            "RMS QK-norm translates better (by loss, 1,000 pairs, LR 0.01)",
-        ),
-    ],
-    ("experiments/notes/vision.md", "contradicted"): [
-        (
-            "it does not rise again, as that of the published 8B model did",
-            "Without a norm the loss of a vision transformer falls, then rises (LR 0.1, last two thirds of training)",
-        ),
-    ],
-    ("experiments/notes/vision.md", "reproduced"): [
-        (
-            "With {n} seeds on the default path ([claims](claims.md)) LayerNorm on q and k gains {points:.0f} "
-            "points at LR",
-            "LayerNorm on q and k trains a vision transformer better at a high rate (accuracy, LR 0.1)",
-        ),
-    ],
-    ("docs/guides/choose-a-remedy.md", "contradicted"): [
-        (
-            "at a low rate, LALR ended {mean:.3f} nats worse than no remedy at all",
-            "LALR is free at a low rate (LR 0.01)",
-        ),
-    ],
-    ("experiments/notes/extrapolation.md", "reproduced"): [
-        (
-            "ReRoPE (window 16) keeps at least 95 %",
-            "ReRoPE extends a plain model to 8 times the training length without training (95 % kept)",
-        ),
-        (
-            "KNA and CosA keep more of their accuracy than the plain model",
-            "KeyNorm keeps more of its accuracy at 8 times the training length",
-        ),
-        ("as it is beats Baseline under PI and under ABF", "… and of one under ABF"),
-    ],
-    ("experiments/notes/extrapolation.md", "contradicted"): [
-        (
-            "Long texts do not bring plain models a share of unseen angles that is larger than under KNA by a point.",
-            "Plain models fail because long texts bring more unseen angles than under KeyNorm (share of pairs)",
-        ),
-    ],
-}
 
 
 def results() -> dict[str, Any]:
@@ -216,53 +61,6 @@ def test_a_short_source_is_names_and_year() -> None:
         short("our own question; the norm: Henry et al., Query-Key Normalization, 2020")
         == "our own question; Henry et al. 2020"
     )
-
-
-def test_sentences_of_other_documents_follow_from_verdicts() -> None:
-    """Who changes a verdict finds here what else says so."""
-    judged = judge(results())
-    assert counted(judged[: len(CLAIMS)]) in text_of("docs/what-we-found.md")
-    for file, verdict, sentence, claim in (
-        (*of, *pair) for of, pairs in SENTENCES.items() for pair in pairs
-    ):
-        (found,) = [one for one in judged if one.claim.text == claim]
-        assert found.verdict.strip("*") == verdict, f"{file} says: {sentence}"
-        size = abs(found.mean)
-        figures = {
-            "mean": size,
-            "points": 100 * size,
-            "times": math.exp(found.mean),
-            "n": len(found.differences),
-        }
-        sentence = sentence.format(**figures)
-        assert sentence in text_of(file), f"{file} no longer says: {sentence}"
-
-
-def test_the_range_of_the_cost_of_qk_norm_in_the_readme_is_that_of_the_tables_of_gains() -> (
-    None
-):
-    gains: dict[tuple[str, str], list[float]] = {}
-    for name in ("gain-fit.csv", "gain-test.csv"):
-        with (ROOT / "experiments" / "results" / name).open(newline="") as text:
-            table = [row for row in csv.DictReader(text) if row["lr"] == "0.01"]
-        losses = {
-            (r["width"], r["depth"], r["seed"], r["remedy"]): float(r["val_loss"])
-            for r in table
-        }
-        for width, depth, seed, remedy in losses:
-            if remedy == "qk_norm":
-                pair = [
-                    losses[width, depth, seed, other] for other in ("none", "qk_norm")
-                ]
-                gains.setdefault((width, depth), []).append(pair[0] - pair[1])
-    means = [float(np.mean(own)) for own in gains.values()]
-    said = f"it ranges from a cost of {-min(means):.3f} to a gain of {max(means):.3f}"
-    assert f"over thirteen sizes, {said}" in text_of("docs/what-we-found.md")
-    assert len(means) == 13
-
-
-def text_of(file: str) -> str:
-    return " ".join((ROOT / file).read_text(encoding="utf-8").split())
 
 
 def runs_of(name: str) -> list[PlannedRun]:

@@ -9,9 +9,11 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+
+# Of several that it brings, the one that it takes itself.
 from triton.backends.nvidia.compiler import (
     get_ptxas,
-)  # of several that it brings, the one that it takes itself
+)
 from triton.compiler import ASTSource
 
 from qkeel.kernels.logits import triton_extremes as extremes

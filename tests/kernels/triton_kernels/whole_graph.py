@@ -13,9 +13,8 @@ def main() -> None:
     """Forward and backward in one graph."""
     choose, device = encode.operators_for, torch.device("cuda", 0)
     available._modern = lambda _: True
-    encode.operators_for = lambda _: choose(
-        device
-    )  # a CPU's tensors take the way of a GPU's
+    # A CPU's tensors take the way of a GPU's.
+    encode.operators_for = lambda _: choose(device)
     encode._keeps = lambda x, gain: True
     module = qkeel.nn.Attention(16, 2, spec=qkeel.preset("qwen3"))
     x = torch.randn(1, 3, 16, requires_grad=True)

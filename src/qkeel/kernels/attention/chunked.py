@@ -16,9 +16,8 @@ from qkeel.patching.modes import transformed
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.slot import Outputs
 
-BLOCK = (
-    1 << 21
-)  # logits held at once: 8 MB in float32, the whole matrix for small models
+# Logits held at once: 8 MB in float32, the whole matrix for small models.
+BLOCK = 1 << 21
 
 
 @final
@@ -34,9 +33,8 @@ class Chunked(Kernel):
         if not (q.shape[2] and k.shape[2]):
             return without_pairs(q, k, v).to(call.q.dtype)
         blocks = list(row_blocks(call, BLOCK))
-        if (
-            len(blocks) == 1 or not torch.is_grad_enabled() or transformed()
-        ):  # transforms do not support checkpoints
+        # Transforms do not support checkpoints.
+        if len(blocks) == 1 or not torch.is_grad_enabled() or transformed():
             parts = [_block(call, q, k, v, rows) for rows in blocks]
         else:
             parts = [

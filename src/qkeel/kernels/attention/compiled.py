@@ -48,9 +48,8 @@ class Native(Kernel):
         statistics."""
         out, *row_tensors = _run(call, stats=True)
         lse, top, entropy = (x.detach() for x in row_tensors)
-        return out, KernelRows(
-            torch.where(lse.isnan(), lse, top), lse, entropy
-        )  # the kernel's maximum drops NaN
+        # The kernel's maximum drops NaN.
+        return out, KernelRows(torch.where(lse.isnan(), lse, top), lse, entropy)
 
 
 def _biased(call: AttentionCall) -> bool:
@@ -112,11 +111,12 @@ def _run(call: AttentionCall, stats: bool) -> OutputAndRows:
     """
     q, k, v, scale = folded(call)
     slopes = alibi_slopes(q.shape[1]).to(torch.float32) if _biased(call) else None
+    # 0: no window, no cap.
     options = (
         scale,
         call.causal,
         call.window or 0,
         call.spec.cap.limit or 0.0,
         stats,
-    )  # 0: no window, no cap
+    )
     return attention(q, k, v, call.mask, slopes, *options)

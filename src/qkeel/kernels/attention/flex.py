@@ -126,9 +126,8 @@ def _block_mask(
     back = s - t  # a constant in the compiled mask: 0 for square calls of any length
 
     # Plain lambdas, since FlexAttention counts a mask's parameters and a type-checking wrapper would hide them.
-    with torch.inference_mode(
-        False
-    ):  # the mask is cached, and a later pass may need gradients
+    # The mask is cached, and a later pass may need gradients.
+    with torch.inference_mode(False):
         if window is None:
             return create_block_mask(
                 lambda b, h, row, key: row + back >= key,
@@ -153,6 +152,5 @@ def _block_mask(
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[Tensor, AuxOutput]]:
-    return torch.compile(
-        flex_attention, fullgraph=True
-    )  # otherwise many kinds of calls fall back to the T×T matrix
+    # Otherwise many kinds of calls fall back to the T×T matrix.
+    return torch.compile(flex_attention, fullgraph=True)

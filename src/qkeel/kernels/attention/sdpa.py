@@ -44,9 +44,10 @@ class Sdpa(Kernel):
                 "torch's fused attention has no forward-mode derivative", out
             )
         if _rounds_mask(call):
+            assert call.mask is not None
             return Refusal(
                 f"SDPA would round the {call.mask.dtype} mask to {call.q.dtype}", out
-            )  # type: ignore[union-attr]
+            )
         return None
 
     def __call__(self, call: AttentionCall) -> Outputs:

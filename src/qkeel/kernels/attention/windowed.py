@@ -107,9 +107,8 @@ class _MergedSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        if (
-            torch.is_grad_enabled()
-        ):  # torch's once_differentiable would let autograd.grad drop this silently
+        # Torch's once_differentiable would let autograd.grad drop this silently.
+        if torch.is_grad_enabled():
             raise RefusedError(
                 "the windowed kernel can be differentiated only once; use impl='chunked' for higher derivatives"
             )

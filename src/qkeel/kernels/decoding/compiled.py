@@ -17,13 +17,13 @@ from qkeel.kernels.norm_rope.encode import folded
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.slot import Outputs
 
+# Queries per key head and per query head, beyond which other kernels are faster.
 ROWS, TOKENS = (
     128,
     32,
-)  # queries per key head and per query head, beyond which other kernels are faster
-LATENT_ROWS = (
-    512  # queries of all heads that share a latent, beyond which torch computes
 )
+# Queries of all heads that share a latent, beyond which torch computes.
+LATENT_ROWS = 512
 
 
 @final

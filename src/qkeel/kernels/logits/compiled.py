@@ -109,9 +109,8 @@ def _plain_arguments(
     scales = torch.full((), scale, dtype=torch.float32, device="cpu").expand(b, h, t)
     if not causal:
         return scales, None, None, None
-    ends = torch.arange(1, t + 1, device="cpu").repeat(
-        b, 1
-    )  # whole, or the operator would copy them in each call
+    # Whole, or the operator would copy them in each call.
+    ends = torch.arange(1, t + 1, device="cpu").repeat(b, 1)
     return scales, torch.zeros_like(ends), ends, None
 
 
@@ -183,9 +182,8 @@ def _visibility(call: AttentionCall) -> VisibilityTensors | None:
     q, k = call.pos_q, call.pos_k
     s = k.shape[1]
     if not call.plain:
-        ordered = (k[:, 1:] >= k[:, :-1]).all() & (
-            q == q
-        ).all()  # searchsorted would not notice NaN
+        # Searchsorted would not notice NaN.
+        ordered = (k[:, 1:] >= k[:, :-1]).all() & (q == q).all()
         if q.dtype != k.dtype or not bool(ordered):
             return None
         b = max(len(q), len(k))

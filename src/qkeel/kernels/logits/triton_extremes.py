@@ -11,6 +11,7 @@ import triton  # pyright: ignore[reportMissingImports]  # not on every system
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jaxtyping import Bool, Float
 from torch import Tensor
+from triton.language import constexpr  # pyright: ignore[reportMissingImports]
 
 from qkeel.kernels.logits.triton_visible_keys import (
     Spans,
@@ -22,7 +23,7 @@ from qkeel.kernels.logits.triton_visible_keys import (
     visible,
 )
 
-_ALL = tl.constexpr(tl.PropagateNan.ALL)
+_ALL = constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -50,23 +51,22 @@ def _extremes(
     k_t,
     keys_b,
     keys_s,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASK: tl.constexpr,
-    SPANS: tl.constexpr,
-    COUNTED: tl.constexpr,
+    D: constexpr,
+    WIDE: constexpr,
+    ROWS: constexpr,
+    KEYS: constexpr,
+    CAUSAL: constexpr,
+    WINDOW: constexpr,
+    MASK: constexpr,
+    SPANS: constexpr,
+    COUNTED: constexpr,
 ):
     """Computes the largest and smallest logit of a tile of rows: NaN if a logit is NaN, -inf and inf if nothing was
     read."""
     of = (tl.program_id(0) // tiles).to(tl.int64)  # sequence and head
     n, h = of // heads, of % heads
-    tile = (
-        tiles - 1 - tl.program_id(0) % tiles
-    )  # longest rows first under a causal mask
+    # Longest rows first under a causal mask.
+    tile = tiles - 1 - tl.program_id(0) % tiles
     row, i = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     ok = row < times
     if COUNTED:
@@ -133,9 +133,8 @@ def _extremes(
         tl.where(ok[:, None], top, float("-inf")),
         tl.where(ok[:, None], low, float("inf")),
     )
-    lost = (
-        tl.sum(tl.sum((top != top).to(tl.int32), 1), 0) != 0
-    )  # a maximum over registers drops NaN
+    # A maximum over registers drops NaN.
+    lost = tl.sum(tl.sum((top != top).to(tl.int32), 1), 0) != 0
     tl.store(
         tops + of * tiles + tile,
         tl.where(lost, float("nan"), tl.max(tl.max(top, 1), 0) * scale),

@@ -17,6 +17,7 @@ import triton  # pyright: ignore[reportMissingImports]  # not on every system
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from triton.language import constexpr  # pyright: ignore[reportMissingImports]
 
 from qkeel.functional.statistics import ROW_FIELDS
 from qkeel.kernels.logits.triton_visible_keys import (
@@ -45,18 +46,19 @@ _TILES_FLOAT32 = {
     128: (32, 32, 4),
     256: (16, 16, 4),
 }
+# Where keys or pairs are masked: what a larger tile needs more would not fit in the registers.
 _MASKED = (
     64,
     32,
     4,
-)  # where keys or pairs are masked: what a larger tile needs more would not fit in the registers
-_LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
-_NONE = tl.constexpr(2**31 - 1)  # no key
-_YES, _NO = tl.constexpr(True), tl.constexpr(False)
+)
+_LOG2_E, _LN_2 = constexpr(1.4426950408889634), constexpr(0.6931471805599453)
+_NONE = constexpr(2**31 - 1)  # no key
+_YES, _NO = constexpr(True), constexpr(False)
 
 
 @triton.jit
-def capped(z, cap, CAP: tl.constexpr):
+def capped(z, cap, CAP: constexpr):
     """Returns cap · tanh(z / cap), computed with an exponential that cannot overflow."""
     if CAP:
         e = tl.exp(-2.0 * tl.abs(z) / cap)
@@ -87,9 +89,9 @@ def _add(
     cosines,
     n,
     begin,
-    CAP: tl.constexpr,
-    MASK: tl.constexpr,
-    ALL: tl.constexpr,
+    CAP: constexpr,
+    MASK: constexpr,
+    ALL: constexpr,
 ):
     """Adds a tile of keys to the running statistics of the rows; with ALL, every key is seen.
 
@@ -134,9 +136,8 @@ def _add(
         above += tl.sum((over if ALL else over & is_visible).to(tl.int32), 1)
     highest = capped(tl.where(none, 0.0, largest), cap, CAP) * _LOG2_E
     new = tl.maximum(most, tl.where(none, float("-inf"), highest))
-    base = tl.where(
-        new == float("-inf"), 0.0, new
-    )  # before the first key any finite number works
+    # Before the first key any finite number works.
+    base = tl.where(new == float("-inf"), 0.0, new)
     was = tl.where(most == float("-inf"), base, most)
     if CAP:
         away = capped(products * factor[:, None], cap, CAP) * _LOG2_E - base[:, None]
@@ -188,23 +189,22 @@ def _fields(
     scales_b,
     scales_h,
     scales_t,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASK: tl.constexpr,
-    SPANS: tl.constexpr,
-    CAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    PAIRS: tl.constexpr,
+    D: constexpr,
+    WIDE: constexpr,
+    ROWS: constexpr,
+    KEYS: constexpr,
+    CAUSAL: constexpr,
+    WINDOW: constexpr,
+    MASK: constexpr,
+    SPANS: constexpr,
+    CAP: constexpr,
+    SCALED: constexpr,
+    PAIRS: constexpr,
 ):
     of = (tl.program_id(0) // tiles).to(tl.int64)  # sequence and head
     n, h = of // heads, of % heads
-    start = (
-        tiles - 1 - tl.program_id(0) % tiles
-    ) * ROWS  # longest rows first under a causal mask
+    # Longest rows first under a causal mask.
+    start = (tiles - 1 - tl.program_id(0) % tiles) * ROWS
     row, i = start + tl.arange(0, ROWS), tl.arange(0, WIDE)
     ok = row < times
     past_keys = length - times  # queries are aligned to the end of the keys
@@ -401,9 +401,8 @@ def _fields(
         tl.where(lost, nan, tl.minimum(tl.maximum(cosine, -1.0), 1.0)),
         mask=ok,
     )
-    turned = tl.where(
-        turned > count, count, tl.where(turned < -count, -count, turned)
-    )  # keeps NaN
+    # Keeps NaN.
+    turned = tl.where(turned > count, count, tl.where(turned < -count, -count, turned))
     tl.store(to + 9 * apart, turned, mask=ok)
     tl.store(to + 10 * apart, norm, mask=ok)
     tl.store(counts + of * times + row, seen_keys.to(tl.int64), mask=ok)
@@ -457,9 +456,8 @@ def row_fields(
     if masked and q.dtype != torch.float32 and wide <= 128:
         rows, columns, warps = _MASKED
     norms = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)
-    inverse = norms.clamp_min(
-        torch.finfo(torch.float32).tiny
-    ).reciprocal()  # of a key of zeros all products are 0
+    # Of a key of zeros all products are 0.
+    inverse = norms.clamp_min(torch.finfo(torch.float32).tiny).reciprocal()
     fields = q.new_empty((len(ROW_FIELDS), b, h, t), dtype=torch.float32)
     counts = q.new_empty((b, h, t), dtype=torch.int64)
     number = not isinstance(scale, Tensor)

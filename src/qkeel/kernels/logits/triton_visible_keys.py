@@ -9,6 +9,7 @@ import triton  # pyright: ignore[reportMissingImports]  # not on every system
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from triton.language import constexpr  # pyright: ignore[reportMissingImports]
 
 # Rows, keys and warps of a tile by head size: what fits in the registers of Ampere and Hopper in 16 bits.
 _TILES = {
@@ -34,10 +35,10 @@ def reach(
     last,
     length,
     window,
-    KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASK: tl.constexpr,
+    KEYS: constexpr,
+    CAUSAL: constexpr,
+    WINDOW: constexpr,
+    MASK: constexpr,
 ):
     """Returns, for rows at positions `first` to `last`, where their keys begin, the end of the complete tiles that all
     rows see, and where their keys end.
@@ -58,7 +59,7 @@ def reach(
 
 
 @triton.jit
-def span(starts, stops, row, ok, length, KEYS: tl.constexpr) -> Any:
+def span(starts, stops, row, ok, length, KEYS: constexpr) -> Any:
     """Returns the first key that each row sees and the key after the last; and, for all rows together, the first key,
     the end of the complete tiles that every row sees, and the end of the last key.
     """
@@ -69,14 +70,12 @@ def span(starts, stops, row, ok, length, KEYS: tl.constexpr) -> Any:
     sees_a_key = low < high
     begin = tl.min(tl.where(sees_a_key, low, length), 0)
     stop = tl.max(tl.where(sees_a_key, high, 0), 0)
-    shared = tl.min(
-        tl.where(sees_a_key, high, tl.where(ok, begin, length)), 0
-    )  # a row that sees nothing shares no tile
+    # A row that sees nothing shares no tile.
+    shared = tl.min(tl.where(sees_a_key, high, tl.where(ok, begin, length)), 0)
     begins_alike = tl.max(tl.where(sees_a_key, low, begin), 0) == begin
-    shared_end = (
-        begin + tl.where(begins_alike, tl.maximum(shared - begin, 0), 0) // KEYS * KEYS
-    )  # pyright: ignore[reportOperatorIssue]
-    return low, high, begin, shared_end, stop
+    shared = tl.where(begins_alike, tl.maximum(shared, begin), begin)
+    whole_tiles = (shared - begin) // KEYS * KEYS  # pyright: ignore[reportOperatorIssue]
+    return low, high, begin, begin + whole_tiles, stop
 
 
 @triton.jit
@@ -89,11 +88,11 @@ def bounds(
     last,
     length,
     window,
-    KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASK: tl.constexpr,
-    SPANS: tl.constexpr,
+    KEYS: constexpr,
+    CAUSAL: constexpr,
+    WINDOW: constexpr,
+    MASK: constexpr,
+    SPANS: constexpr,
 ) -> Any:
     """Like `span`, but without spans it returns the result of `reach` and placeholders for the ends of each row."""
     low, high = row, row
@@ -118,10 +117,10 @@ def visible(
     length,
     window,
     keys_s,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASK: tl.constexpr,
-    SPANS: tl.constexpr,
+    CAUSAL: constexpr,
+    WINDOW: constexpr,
+    MASK: constexpr,
+    SPANS: constexpr,
 ):
     """Returns which keys of a tile the rows at positions `at` see; `keys` is their sequence's key mask."""
     inside, away = key < length, at[:, None] - key[None, :]

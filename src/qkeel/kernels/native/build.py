@@ -10,7 +10,6 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +19,8 @@ import torch
 
 from qkeel.records.disk import hold_lock
 
-FOLDER = Path(__file__).parents[
-    1
-]  # the sources lie beside what they belong to, what they share in native/source
+# The sources lie beside what they belong to, what they share in native/source.
+FOLDER = Path(__file__).parents[1]
 NAME = "qkeel_native"
 FLAGS = (
     "-std=gnu++20",
@@ -43,8 +41,7 @@ CARRIED = {
     "x86-64-v3": {"avx2", "bmi2", "fma", "f16c"},
 }
 LONGEST = 600.0  # seconds a compiler may take
-REPORT_AFTER = 2.0  # seconds of waiting for another process before a message on stderr
-PATIENCE = 300.0  # seconds of waiting before torch is used instead
+PATIENCE = 300.0  # seconds of waiting for another process before torch is used instead
 
 
 class BuildError(RuntimeError):
@@ -73,28 +70,27 @@ def compiled(anew: bool = False) -> Path:
     if library.is_file() and not anew:
         return library
     compiler = find_compiler()
-    for missing in reversed(
-        [path for path in (folder, *folder.parents) if not path.exists()]
-    ):
-        missing.mkdir(mode=0o700, exist_ok=True)
-    _check_owner(folder)
-    with open(
-        folder / f"{NAME}.lock", "wb"
-    ) as lock:  # the system lifts the lock however this process ends
-        locked = hold_lock(lock.fileno(), min(REPORT_AFTER, PATIENCE))
-        if not locked:
-            print(
-                f"qkeel: waiting up to {PATIENCE:.0f} s for another process to compile its kernels",
-                file=sys.stderr,
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # The system lifts the lock however this process ends.
+    with open(folder / f"{NAME}.lock", "wb") as lock:
+        if not hold_lock(lock.fileno(), 0.0):
+            _say(
+                f"waiting up to {PATIENCE:.0f} s for another process that compiles its kernels"
             )
-            locked = hold_lock(lock.fileno(), PATIENCE - REPORT_AFTER)
-        if not locked:
-            raise BuildError(
-                f"another process has held {lock.name} for more than {PATIENCE:.0f} s"
-            )
+            if not hold_lock(lock.fileno(), PATIENCE):
+                raise BuildError(
+                    f"another process has held {lock.name} for more than {PATIENCE:.0f} s"
+                )
         if anew or not library.is_file():  # otherwise another process was faster
+            _say(
+                f"compiling its kernels for this CPU, once, into {folder} (QKEEL_NATIVE=0 switches this off)"
+            )
             _compile(compiler, library)
     return library
+
+
+def _say(message: str) -> None:
+    print(f"qkeel: {message}", file=sys.stderr)
 
 
 def carried_library() -> Path | None:
@@ -112,19 +108,15 @@ def carried_library() -> Path | None:
 
 def carried_name(target: str) -> str:
     """Returns the file name of a library for a target, which depends on the sources too: an old one is not taken."""
-    return f"{NAME}-{target}-{hashlib.sha256(_sources()).hexdigest()[:16]}.so"
+    return f"{NAME}-{target}-{_digest(_sources())}.so"
 
 
 def cache_folder() -> Path:
     """Returns QKEEL_NATIVE_CACHE, or qkeel/native in the user's cache."""
-    named = os.environ.get("QKEEL_NATIVE_CACHE")
-    if named:
+    if named := os.environ.get("QKEEL_NATIVE_CACHE"):
         return Path(named)
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        / "qkeel"
-        / "native"
-    )
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "qkeel" / "native"
 
 
 def find_compiler() -> list[str]:
@@ -156,8 +148,11 @@ def key() -> str:
     """Returns a key that depends on sources, flags and processor, so that machines can share a cache.
 
     It does not depend on torch's version, since the sources use torch's stable C interface alone."""
-    built_for = (*flags(), _processor())
-    return hashlib.sha256(_sources() + repr(built_for).encode()).hexdigest()[:16]
+    return _digest(_sources() + repr((*flags(), _processor())).encode())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _sources() -> bytes:
@@ -168,99 +163,57 @@ def _sources() -> bytes:
 
 def _processor() -> str:
     """Returns the instruction sets of this processor."""
+    instructions = platform.processor()
     try:
-        lines = (
-            Path("/proc/cpuinfo")
-            .read_text(encoding="utf-8", errors="replace")
-            .splitlines()
-        )
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        lines = []
-    features = [
-        line.partition(":")[2]
-        for line in lines
-        if line.lower().startswith(("flags", "features"))
-    ]
-    return f"{platform.machine()} {' '.join(sorted(set(features[0].split()))) if features else platform.processor()}"
+        text = ""
+    for line in text.splitlines():
+        if line.lower().startswith(("flags", "features")):
+            instructions = " ".join(sorted(set(line.partition(":")[2].split())))
+            break
+    return f"{platform.machine()} {instructions}"
 
 
 def _check_owner(folder: Path) -> None:
     """Raises BuildError if users other than this one and root could put code into the cache folder."""
     about = os.lstat(folder)
-    if stat.S_ISLNK(about.st_mode):
+    # The mode of a link says that all can write.
+    if about.st_uid not in (0, os.geteuid()) or about.st_mode & 0o022:
         raise BuildError(
-            f"its cache {folder} is a link; set QKEEL_NATIVE_CACHE to the folder itself"
+            f"its cache {folder} is a link, belongs to another user or can be written by others (user {about.st_uid}, "
+            f"mode {about.st_mode & 0o777:04o}), who could put any code there; delete it, or set QKEEL_NATIVE_CACHE to "
+            "a folder of your own"
         )
-    if about.st_uid not in (0, os.geteuid()):
-        reason = f"belongs to user {about.st_uid}"
-    elif about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        reason = (
-            f"can be written by other users (mode {stat.S_IMODE(about.st_mode):04o})"
-        )
-    else:
-        return
-    raise BuildError(
-        f"its cache {folder} {reason}, who could put any code there; delete it, or set QKEEL_NATIVE_CACHE to a folder "
-        "of your own"
-    )
 
 
 def _compile(compiler: list[str], library: Path) -> None:
     """Compiles the sources, as many at once as there are processors, and links them, while the lock is held."""
-    print(
-        f"qkeel: compiling its kernels for this CPU, once, into {library.parent} (QKEEL_NATIVE=0 switches this off)",
-        file=sys.stderr,
-    )
     workplace = library.with_name(f".{NAME}")
-    shutil.rmtree(
-        workplace, ignore_errors=True
-    )  # what a killed process has left behind
+    # What a killed process has left behind.
+    shutil.rmtree(workplace, ignore_errors=True)
     workplace.mkdir(mode=0o700)
+    output = workplace / library.name
 
     def compile_source(source: Path) -> str:
         target = workplace / f"{source.stem}.o"
         # The file of the operators has no loops: to optimise it takes a second for nothing.
-        effort = ("-O1",) if source.stem == "operators" else ()
-        _run(
-            [
-                *compiler,
-                *flags(),
-                *effort,
-                *INCLUDE,
-                "-c",
-                str(source),
-                "-o",
-                str(target),
-            ],
-            target,
-        )
+        effort = ["-O1"] if source.stem == "operators" else []
+        options = [*flags(), *effort, *INCLUDE, "-c", str(source)]
+        _run([*compiler, *options], target)
         return str(target)
 
     try:
+        # The largest first, so that the processors end at about the same time.
+        sources = sorted(FOLDER.rglob("*.cpp"), key=lambda path: -path.stat().st_size)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            # The largest first, so that the processors end at about the same time.
-            sources = sorted(
-                FOLDER.rglob("*.cpp"), key=lambda path: -path.stat().st_size
-            )
             objects = list(pool.map(compile_source, sources))
-        output = workplace / library.name
-        _run(
-            [
-                *compiler,
-                "-shared",
-                *objects,
-                "-o",
-                str(output),
-                f"-L{_TORCH / 'lib'}",
-                "-ltorch_cpu",
-            ],
-            output,
-        )
+        libraries = [f"-L{_TORCH / 'lib'}", "-ltorch_cpu"]
+        _run([*compiler, "-shared", *objects, *libraries], output)
         output.chmod(0o700)
+        # A library of which a power failure left a part could crash the interpreter.
         with open(output, "rb") as file:
-            os.fsync(
-                file.fileno()
-            )  # a library of which a power failure left a part could crash the interpreter
+            os.fsync(file.fileno())
         os.replace(output, library)
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
@@ -269,22 +222,18 @@ def _compile(compiler: list[str], library: Path) -> None:
 def _run(command: list[str], output: Path) -> None:
     """Runs a compiler, which shall make a file; raises BuildError with its first error."""
     process = subprocess.run(
-        command,
+        [*command, "-o", str(output)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         encoding="utf-8",
-        errors="replace",  # messages are in the user's language, and in any encoding
+        # Messages are in the user's language, and in any encoding.
+        errors="replace",
         timeout=LONGEST,
         check=False,
         env={**os.environ, "TMPDIR": str(output.parent)},
     )
     if process.returncode or not output.is_file():
-        errors = [
-            line for line in process.stderr.splitlines() if "error" in line.lower()
-        ]
-        reason = (
-            errors[0].strip()
-            if errors
-            else process.stderr[-300:].strip() or f"exit code {process.returncode}"
-        )
+        lines = process.stderr.strip().splitlines()
+        errors = [line.strip() for line in lines if "error" in line.lower()]
+        reason = (*errors, *lines[-1:], f"exit code {process.returncode}")[0]
         raise BuildError(f"{command[0]} failed: {reason}")

@@ -18,11 +18,12 @@ from qkeel.errors import caution
 from qkeel.kernels.native.build import compiled
 from qkeel.patching.modes import below_autograd, constant_when_compiled, transformed
 
+# Dtypes that operators read; they compute in float32.
 STORED = (
     torch.float32,
     torch.bfloat16,
     torch.float16,
-)  # dtypes that operators read; they compute in float32
+)
 WIDEST = 1024  # WIDEST in the sources
 _LOADING = threading.Lock()
 OPS: Any = torch.ops.qkeel_native
@@ -78,9 +79,10 @@ def _loaded() -> bool:
         return False
     for name, shapes in SHAPES.items():
         torch.library.register_fake(f"qkeel_native::{name}", shapes)
+    # Which imports this module.
     from qkeel.kernels.norm_rope.operator import (
         register_derivatives,
-    )  # which imports this module
+    )
 
     register_derivatives("qkeel_native")
     attention_name = "qkeel_native::attention"
@@ -188,9 +190,8 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     none), cap (0: none), stats.
     """
     if torch.compiler.is_compiling():
-        return OPS.attention(
-            *arguments
-        )  # by the name that modes over torch's functions know
+        # By the name that modes over torch's functions know.
+        return OPS.attention(*arguments)
     if torch.is_grad_enabled() and any([x.requires_grad for x in arguments[:3]]):
         return _Attention.apply(*arguments)  # type: ignore[return-value]
     with below_autograd():

@@ -92,9 +92,8 @@ def folded(call: AttentionCall) -> tuple[Queries, Keys, Values, float]:
     scale."""
     dtype = call.q.dtype
     scale = call.spec.factor(call.pos_q, call.q.shape[-1], call.params, dtype)
-    whole = (
-        isinstance(scale, Tensor) and dtype.itemsize < 4
-    )  # rounds q times scale once instead of twice
+    # Rounds q times scale once instead of twice.
+    whole = isinstance(scale, Tensor) and dtype.itemsize < 4
     q, k = (
         call.encoded()
         if whole
@@ -124,9 +123,8 @@ def encoded(
 ) -> tuple[Queries, KeyParts]:
     """Computes `spec.encode` in the caller's dtype, with the fused operators if they support it, otherwise with
     torch."""
-    if (
-        spec.norm.kind == spec.position.kind == "none"
-    ):  # e.g. from a cache of encoded keys, which need no copy
+    # E.g. from a cache of encoded keys, which need no copy.
+    if spec.norm.kind == spec.position.kind == "none":
         return q, k
     fast = fused(spec, q, k, pos_q, pos_k, params)
     if fast is not None:

@@ -27,9 +27,8 @@ from qkeel.patching.modes import below_autograd
 NONE, RMS, L2, LAYER = range(4)
 WHOLE, INTERLEAVED = 4, 8
 
-CosSin = tuple[
-    Float[Tensor, "b 1 t half"], Float[Tensor, "b 1 t half"]
-]  # cos and sin, float32; b and t may be 1
+# Cos and sin, float32; b and t may be 1.
+CosSin = tuple[Float[Tensor, "b 1 t half"], Float[Tensor, "b 1 t half"]]
 Pair = tuple[Any, Any]  # one thing of q, one of k
 
 
@@ -157,9 +156,8 @@ def _gradients(
     if grad_out is None:
         return None, None
     kept, inverse, gain, cos, sin = saved
-    if (
-        kind % WHOLE == NONE
-    ):  # a rotation is undone by the one back, which is differentiable in its turn
+    # A rotation is undone by the one back, which is differentiable in its turn.
+    if kind % WHOLE == NONE:
         table = None if cos is None or sin is None else (cos, -sin)
         return norm_rope(operators, grad_out, None, table, kind, 0.0, False), None
     operator = operators.norm_rope_backward.default

@@ -12,22 +12,22 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]  # not on every system
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+from triton.language import constexpr  # pyright: ignore[reportMissingImports]
 
 from qkeel.kernels.native.operators import backward_shapes, same_shape
 from qkeel.kernels.norm_rope import operator as norm_rope
 
-L2 = tl.constexpr(norm_rope.L2)
-LAYER = tl.constexpr(norm_rope.LAYER)
+L2 = constexpr(norm_rope.L2)
+LAYER = constexpr(norm_rope.LAYER)
 # Rows of a tile by half the head size: 1024 pairs, 8 for each of 128 threads, so that 16-bit data loads 16 bytes each.
 _ROWS = {8: 64, 16: 64, 32: 32, 64: 16, 128: 8, 256: 4, 512: 2}
 _PROGRAMS = 2048  # in backward with a shared gain: several for each of 132 processors
-_PROGRAMS_BY_HEAD = (
-    256  # with a gain per head, so that partial sums stay small next to q and k
-)
+# With a gain per head, so that partial sums stay small next to q and k.
+_PROGRAMS_BY_HEAD = 256
 
 
 @triton.jit
-def _rows(pid, heads, times, outer, blocks, HEADS: tl.constexpr, TOKENS: tl.constexpr):
+def _rows(pid, heads, times, outer, blocks, HEADS: constexpr, TOKENS: constexpr):
     """Returns sequence, head and time of each row of tile `pid`, and which rows exist."""
     row = tl.arange(0, HEADS * TOKENS)
     token = pid // blocks * TOKENS + row // HEADS
@@ -45,11 +45,11 @@ def _pieces(
     p,
     at,
     ok,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDE: tl.constexpr,
-    TAIL: tl.constexpr,
-    STEP: tl.constexpr,
+    D: constexpr,
+    HALF: constexpr,
+    WIDE: constexpr,
+    TAIL: constexpr,
+    STEP: constexpr,
 ):
     """Loads the two numbers of each pair and the unrotated rest of the rows from `at` on, in float32; absent numbers
     are 0.
@@ -78,11 +78,11 @@ def _store(
     a,
     b,
     c,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDE: tl.constexpr,
-    TAIL: tl.constexpr,
-    STEP: tl.constexpr,
+    D: constexpr,
+    HALF: constexpr,
+    WIDE: constexpr,
+    TAIL: constexpr,
+    STEP: constexpr,
 ):
     """Stores three pieces at the locations from which `_pieces` loads them."""
     i, j, row = (
@@ -104,11 +104,11 @@ def _gains(
     ok,
     gain_h,
     gain_d,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDE: tl.constexpr,
-    TAIL: tl.constexpr,
-    STEP: tl.constexpr,
+    D: constexpr,
+    HALF: constexpr,
+    WIDE: constexpr,
+    TAIL: constexpr,
+    STEP: constexpr,
 ):
     """Returns the gain of each number of the rows, however it is shared; 1 if there is no gain."""
     i, j, row = (
@@ -126,7 +126,7 @@ def _gains(
 
 
 @triton.jit
-def _angles(cos, sin, at, ok, HALF: tl.constexpr, WIDE: tl.constexpr):
+def _angles(cos, sin, at, ok, HALF: constexpr, WIDE: constexpr):
     i = tl.arange(0, WIDE)[None, :]
     inside = ok[:, None] & (i < HALF)
     c = tl.load(cos + at[:, None] + i, mask=inside, other=1.0)
@@ -140,7 +140,7 @@ def _turn(a, b, c, s):
 
 
 @triton.jit
-def _total(a, b, c, WHOLE: tl.constexpr):
+def _total(a, b, c, WHOLE: constexpr):
     """Returns the sum of each row; with WHOLE the sum over all heads of a token, which make up the tile."""
     total = tl.sum(a, 1) + tl.sum(b, 1) + tl.sum(c, 1)
     return tl.zeros([total.shape[0]], tl.float32) + tl.sum(total, 0) if WHOLE else total
@@ -153,11 +153,11 @@ def _centred(
     c,
     ok,
     n,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDE: tl.constexpr,
-    TAIL: tl.constexpr,
-    WHOLE: tl.constexpr,
+    D: constexpr,
+    HALF: constexpr,
+    WIDE: constexpr,
+    TAIL: constexpr,
+    WHOLE: constexpr,
 ):
     """Returns the pieces minus the mean of the n numbers that are normed together; absent numbers stay 0."""
     mean = (_total(a, b, c, WHOLE) / n)[:, None]
@@ -171,7 +171,7 @@ def _centred(
 
 
 @triton.jit
-def _inverse(a, b, c, ok, eps, n, KIND: tl.constexpr, WHOLE: tl.constexpr):
+def _inverse(a, b, c, ok, eps, n, KIND: constexpr, WHOLE: constexpr):
     """Returns 1 / size of the n numbers that are normed together, or 1 for absent rows; NaN stays NaN."""
     squares = _total(a * a, b * b, c * c, WHOLE)
     if KIND == L2:
@@ -204,18 +204,18 @@ def forward(
     gain_d,
     cos_b,
     cos_t,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDE: tl.constexpr,
-    TAIL: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STEP: tl.constexpr,
-    KIND: tl.constexpr,
-    GAIN: tl.constexpr,
-    TURN: tl.constexpr,
-    INVERSES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    D: constexpr,
+    HALF: constexpr,
+    WIDE: constexpr,
+    TAIL: constexpr,
+    HEADS: constexpr,
+    TOKENS: constexpr,
+    STEP: constexpr,
+    KIND: constexpr,
+    GAIN: constexpr,
+    TURN: constexpr,
+    INVERSES: constexpr,
+    WHOLE: constexpr,
 ):
     n, head, time, ok = _rows(
         tl.program_id(0), heads, times, outer, blocks, HEADS, TOKENS
@@ -254,15 +254,15 @@ def _hat(
     sine,
     ok,
     n,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDE: tl.constexpr,
-    TAIL: tl.constexpr,
-    KIND: tl.constexpr,
-    GAIN: tl.constexpr,
-    TURN: tl.constexpr,
-    KEPT_X: tl.constexpr,
-    WHOLE: tl.constexpr,
+    D: constexpr,
+    HALF: constexpr,
+    WIDE: constexpr,
+    TAIL: constexpr,
+    KIND: constexpr,
+    GAIN: constexpr,
+    TURN: constexpr,
+    KEPT_X: constexpr,
+    WHOLE: constexpr,
 ):
     """Returns x̂, the normed row before its gain, from the kept tensor: x, or y = rotation(gain · x̂)."""
     if KEPT_X:
@@ -271,9 +271,8 @@ def _hat(
         a, b, c = a * k[:, None], b * k[:, None], c * k[:, None]
     else:
         if TURN:
-            undo = 1.0 / (
-                cosine * cosine + sine * sine
-            )  # tables such as YaRN's also stretch
+            # Tables such as YaRN's also stretch.
+            undo = 1.0 / (cosine * cosine + sine * sine)
             a, b = _turn(a, b, cosine * undo, -sine * undo)
         if GAIN:
             a, b, c = a / ga, b / gb, c / gc
@@ -310,19 +309,19 @@ def backward(
     gain_d,
     cos_b,
     cos_t,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDE: tl.constexpr,
-    TAIL: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STEP: tl.constexpr,
-    KIND: tl.constexpr,
-    GAIN: tl.constexpr,
-    BY_HEAD: tl.constexpr,
-    TURN: tl.constexpr,
-    KEPT_X: tl.constexpr,
-    WHOLE: tl.constexpr,
+    D: constexpr,
+    HALF: constexpr,
+    WIDE: constexpr,
+    TAIL: constexpr,
+    HEADS: constexpr,
+    TOKENS: constexpr,
+    STEP: constexpr,
+    KIND: constexpr,
+    GAIN: constexpr,
+    BY_HEAD: constexpr,
+    TURN: constexpr,
+    KEPT_X: constexpr,
+    WHOLE: constexpr,
 ):
     pid = tl.program_id(0)
     chunk, block = pid // blocks, pid % blocks
@@ -330,13 +329,14 @@ def backward(
     da = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
     db = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
     dc = tl.zeros([HEADS * TOKENS, TAIL], tl.float32)
+    # Placeholders if there is no gain or table.
     ga, gb, gc, cosine, sine = (
         da,
         da,
         dc,
         da,
         da,
-    )  # placeholders if there is no gain or table
+    )
     for group in range(
         chunk * groups_of_program,
         tl.minimum(chunk * groups_of_program + groups_of_program, groups),
@@ -437,13 +437,13 @@ def _keep_sums(
     chunk,
     block,
     heads,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDE: tl.constexpr,
-    TAIL: tl.constexpr,
-    STEP: tl.constexpr,
-    HEADS: tl.constexpr,
-    BY_HEAD: tl.constexpr,
+    D: constexpr,
+    HALF: constexpr,
+    WIDE: constexpr,
+    TAIL: constexpr,
+    STEP: constexpr,
+    HEADS: constexpr,
+    BY_HEAD: constexpr,
 ):
     """Stores this program's part of the gain's gradient: [chunks h d], or [programs d] if heads share the gain."""
     if BY_HEAD:  # such a tile has a single token
@@ -537,7 +537,7 @@ def _shared_strides(gain: Tensor | None, cos: Tensor | None) -> Numbers:
 def _operands(
     stand_in: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None
 ) -> list[Tensor]:
-    """Returns gain and table for a kernel; `like` in place of what there is not, which the kernel does not read."""
+    """Returns gain and table for a kernel; `stand_in` in place of what there is not, which the kernel does not read."""
     return [
         stand_in if gain is None else gain,
         *(stand_in if x is None else x.contiguous() for x in (cos, sin)),
@@ -642,9 +642,8 @@ def _run_backward(
 
 
 def _run_tracked(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return _run(
-        *arguments[:-1], inverses=True
-    )  # the last argument tells backward what is kept
+    # The last argument tells backward what is kept.
+    return _run(*arguments[:-1], inverses=True)
 
 
 def _run_two(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -690,8 +689,7 @@ def register() -> None:
         torch.library.define(
             f"qkeel_triton::{name}", f"({arguments}) -> (Tensor, Tensor)"
         )
-        torch.library.impl(
-            f"qkeel_triton::{name}", ("cuda", "cpu"), run
-        )  # on a CPU in interpreter mode only
+        # On a CPU in interpreter mode only.
+        torch.library.impl(f"qkeel_triton::{name}", ("cuda", "cpu"), run)
         torch.library.register_fake(f"qkeel_triton::{name}", shapes)
     norm_rope.register_derivatives("qkeel_triton")

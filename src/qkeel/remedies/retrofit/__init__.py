@@ -3,15 +3,13 @@
 from qkeel.remedies.retrofit.export_model import SHAPES, convert, export
 from qkeel.remedies.retrofit.fold import Folded, fold
 from qkeel.remedies.retrofit.insert import Retrofit, RetrofitConfig, retrofit
-from qkeel.remedies.retrofit.outputs import Gap
-from qkeel.remedies.retrofit.report import LayerGap, RetrofitReport
+from qkeel.remedies.retrofit.report import Gap, RetrofitReport
 
 __all__ = [
     "SHAPES",
     "RetrofitConfig",
     "Folded",
     "Gap",
-    "LayerGap",
     "Retrofit",
     "RetrofitReport",
     "convert",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.heads.site import AttentionSite, HeadSlice, across
-from qkeel.remedies.retrofit.fit_gains import descend_along, put_back
+from qkeel.remedies.retrofit.fit_gains import copies, descend, put_back
 from qkeel.remedies.retrofit.outputs import Reference, predictions
 
 # A norm divides each q and k by its length, which the old model may have used. How much the length varies from token to
@@ -49,7 +49,7 @@ class Balance:
                         _ScaledRows(site=i, heads=rows, sign=sign)
                     )
         self.weights = [p for p, _ in self._rows.values()]
-        self._old = [p.detach().clone() for p in self.weights]
+        self._old = copies(self.weights)
         self._pairs: list[Tensor] = []
         self.numbers: list[nn.Parameter] = []
 
@@ -136,7 +136,7 @@ class Balance:
             numbers = torch.autograd.grad(new, self.numbers, grads[: len(new)])
             return loss, (*numbers, *grads[len(new) :])
 
-        descend_along([*self.numbers, *gains], gradients, iterations)
+        descend([*self.numbers, *gains], gradients, iterations)
         self.put()
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
+import functools
 import math
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -32,26 +32,26 @@ from qkeel.functional.norms import widest
 from qkeel.patching.forward import unwrapped
 from qkeel.records.file_formats import write_json
 from qkeel.remedies.apply import active_remedies
-from qkeel.remedies.change_norm import HeadNorm
-from qkeel.safetensors_io import (
-    DTYPES,
-    INDEX,
-    PICKLES,
-    Checkpoint,
-    TensorReader,
-    open_checkpoint,
-)
+from qkeel.remedies.head_norms import HeadNorm
+from qkeel.safetensors_io import DTYPES, INDEX, PICKLES, TensorReader, open_checkpoint
 
 # Target architectures in transformers: the tensors to rename or add, and the config.
 
 ModelConfigFields = Mapping[str, Any]
-Shapes = Mapping[str, tuple[int, ...]]
-TensorChange = Callable[[Tensor], Tensor]
+# Tensors by name, each read when it is written, so that only one file of them is in memory.
+Loaders = Mapping[str, Callable[[], Tensor]]
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_IGNORED = re.compile(
-    r".*rotary_emb\.inv_freq|.*\.masked_bias"
-)  # buffers that models recreate
+_LAYER = re.compile(r"(model\.layers\.\d+\.)(.+?)(\.weight|\.bias|)")
+# Buffers that models recreate.
+_IGNORED = re.compile(r".*rotary_emb\.inv_freq|.*\.masked_bias")
+_DROPPED = (
+    "pretraining_tp",
+    "mlp_bias",
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "auto_map",
+)
 
 
 @final
@@ -112,375 +112,226 @@ SHAPES: dict[str, TargetArchitecture] = {
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """A tensor's new name, and the function that changes the tensor, if there is one."""
-
-    name: str
-    change: TensorChange | None = None
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MovePlan:
-    """The moves, keyed by old name, the zeros to add, and the new config.
-
-    `zeros` maps a new name to a tensor in the same file and a shape."""
-
-    moves: Mapping[str, Move]
-    zeros: Mapping[str, tuple[str, tuple[int, ...]]]
-    config: ModelConfigFields
-
-
-def plan(
-    to: str, config: ModelConfigFields, shapes: Shapes, *, norm_eps: float | None = None
-) -> MovePlan:
-    """Plans the changes that turn tensors of these shapes and this config.json into those of the architecture `to`.
+class Conversion:
+    """Turns the tensors and the config.json of a model into those of the architecture `to`.
 
     Args:
         to: a name in SHAPES.
         config: the model's config.json.
-        shapes: the shapes of the model's tensors, including q_norm and k_norm.
+        names: the names of the model's tensors, including q_norm and k_norm.
         norm_eps: the eps of the q/k norm, if it differs from the config's rms_norm_eps.
 
     Raises:
         UnknownNameError: the architecture is unknown.
         RefusedError: the model computes something that the architecture does not.
     """
-    check_known("architecture to export to", to, SHAPES)
-    shape = SHAPES[to]
-    _check_source(to, shape, config)
-    sizes = _sizes(config, shapes)
-    moves: dict[str, Move] = {}
-    for name, size in shapes.items():
-        if not _IGNORED.fullmatch(name):
-            moves[name] = _move(to, shape, sizes, name, size)
-    eps = _eps(config)
-    if norm_eps is not None and norm_eps != eps:
-        if not norm_eps > 0 or not eps > 0:
+
+    def __init__(
+        self,
+        to: str,
+        config: ModelConfigFields,
+        names: set[str],
+        norm_eps: float | None,
+    ) -> None:
+        check_known("architecture to export to", to, SHAPES)
+        self.to, self.config, self.shape = to, config, SHAPES[to]
+        self._check_source()
+        try:
+            self.heads, self.width, self.layers = (
+                int(config[n])
+                for n in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+            )
+        except (KeyError, TypeError, ValueError) as error:
             raise RefusedError(
-                f"expected positive eps of the norms, got {norm_eps} for q and k and {eps} for blocks"
-            )
-        _other_eps(moves, math.sqrt(eps / norm_eps))
-    zeros = _zeros(config, sizes, shapes) if to == "qwen3" else {}
-    _check_complete(to, shape, sizes, {m.name for m in moves.values()} | set(zeros))
-    return MovePlan(
-        moves=moves, zeros=zeros, config=_config(shape, config, sizes, bias=bool(zeros))
-    )
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _ModelSizes:
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    tied: bool
-
-
-def _sizes(config: ModelConfigFields, shapes: Shapes) -> _ModelSizes:
-    try:
-        heads, width, layers = (
-            int(config[n])
-            for n in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+                f"config.json does not contain {error}; expected the config.json of a transformers model"
+            ) from error
+        self.kv_heads = config.get("num_key_value_heads") or self.heads
+        self.head_dim = config.get("head_dim") or self.width // self.heads
+        self.tied = bool(
+            config.get("tie_word_embeddings", "lm_head.weight" not in names)
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise RefusedError(
-            f"config.json does not contain {error}; expected the config.json of a transformers model"
-        ) from error
-    key = shapes.get("model.layers.0.self_attn.k_proj.weight")
-    if key is None or len(key) != 2:
-        raise RefusedError(
-            "found no model.layers.0.self_attn.k_proj.weight; expected the tensors of a causal language model as "
-            "save_pretrained writes them, with separate projections of q, k and v and adapters merged"
+        self.eps = float(config.get("rms_norm_eps", 1e-6))
+        # norm(x; ε) = norm(c · x; c² · ε): another eps of the norm goes into the weights before it.
+        self._scale = 1.0 if norm_eps is None else math.sqrt(self.eps / norm_eps)
+        # Qwen2 has biases on q, k and v only, whereas Qwen3 has them on all four projections or on none.
+        self._adds_bias = to == "qwen3" and config.get("model_type") == "qwen2"
+        self._check_complete(
+            {self.name_of(n) for n in names if not _IGNORED.fullmatch(n)}
         )
-    head_dim = config.get("head_dim") or (width // heads if heads else 0)
-    if not isinstance(head_dim, int) or min(heads, width, layers, head_dim) < 1:
-        raise RefusedError(
-            f"config.json specifies {heads} heads of dimension {head_dim}, hidden_size {width} and {layers} layers; "
-            "expected integers of at least 1"
-        )
-    tied = bool(config.get("tie_word_embeddings", "lm_head.weight" not in shapes))
-    return _ModelSizes(
-        layers=layers,
-        heads=heads,
-        kv_heads=key[0] // head_dim,
-        head_dim=head_dim,
-        tied=tied,
-    )
 
-
-def _check_source(
-    to: str, shape: TargetArchitecture, config: ModelConfigFields
-) -> None:
-    source = config.get("model_type")
-    if source not in shape.sources:
-        raise RefusedError(
-            f"a model of type {source!r} cannot become {to}, which has {shape.why}; "
-            f"{to} can be made from {' or '.join(shape.sources)}"
-        )
-    for key, right in (
-        ("mlp_bias", (False, None)),
-        ("attn_logit_softcapping", (None,)),
-    ):
-        if key in config and config[key] not in right:
+    def _check_source(self) -> None:
+        source = self.config.get("model_type")
+        if source not in self.shape.sources:
             raise RefusedError(
-                f"config.json has {key} = {config[key]!r}, which {to} does not support; train the model without "
-                "it first"
+                f"a model of type {source!r} cannot become {self.to}, which has {self.shape.why}; "
+                f"{self.to} can be made from {' or '.join(self.shape.sources)}"
             )
-    if to == "gemma3" and "attn_logit_softcapping" not in config:
-        raise RefusedError(
-            "a config.json of Gemma 2 without attn_logit_softcapping means a cap of 50, but gemma3 has no such cap"
+        # A config of Gemma 2 without the key means a cap of 50.
+        cap = self.config.get(
+            "attn_logit_softcapping", 50.0 if self.to == "gemma3" else None
         )
-    if to == "olmo2" and config.get("sliding_window"):
-        raise RefusedError(
-            "config.json specifies a sliding window, which olmo2 does not have"
-        )
+        window = self.config.get("sliding_window") if self.to == "olmo2" else None
+        for key, value in (
+            ("mlp_bias", self.config.get("mlp_bias")),
+            ("attn_logit_softcapping", cap),
+            ("sliding_window", window),
+        ):
+            if value:
+                raise RefusedError(
+                    f"config.json has {key} = {value!r}, which {self.to} does not support; train the model without "
+                    "it first"
+                )
 
-
-def _move(
-    to: str,
-    shape: TargetArchitecture,
-    sizes: _ModelSizes,
-    name: str,
-    size: tuple[int, ...],
-) -> Move:
-    matched = _LAYER.fullmatch(name)
-    if matched is None:
-        return Move(name=name)
-    head, inner = f"model.layers.{matched[1]}.", matched[2]
-    norm = inner.removesuffix(".weight")
-    if norm in shape.norms:
-        return Move(name=f"{head}{shape.norms[norm]}.weight")
-    if norm.endswith("norm") and "self_attn." not in norm:
-        raise RefusedError(f"{name}: {to} has no such norm; it has {shape.why}")
-    for side, heads in (("q", sizes.heads), ("k", sizes.kv_heads)):
-        if inner in (f"self_attn.{side}_norm.weight", f"self_attn.{side}_norm"):
-            change = (
-                _flat(name, size, heads, sizes)
-                if shape.flat
-                else _per_head(to, name, size, heads, sizes)
+    def name_of(self, name: str) -> str:
+        """Returns the name that a tensor has in the architecture."""
+        layer = _LAYER.fullmatch(name)
+        if layer is None:
+            return name
+        head, inner, end = layer.groups()
+        if inner in self.shape.norms:
+            return f"{head}{self.shape.norms[inner]}{end}"
+        if inner in ("self_attn.q_norm", "self_attn.k_norm"):
+            return f"{head}{inner}.weight"
+        if inner.endswith("norm"):
+            raise RefusedError(
+                f"{name}: {self.to} has no such norm; it has {self.shape.why}"
             )
-            stored = _minus_one(name, change) if shape.one_plus else change
-            return Move(name=f"{head}self_attn.{side}_norm.weight", change=stored)
-    return Move(name=name)
+        return name
 
+    def _check_complete(self, names: set[str]) -> None:
+        """Raises RefusedError unless the tensors are exactly those of the architecture."""
+        attention = [f"self_attn.{x}_norm" for x in "qk"]
+        attention += [f"self_attn.{x}_proj" for x in "qkvo"]
+        mlp = [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+        expected = {"model.embed_tokens.weight", "model.norm.weight"}
+        expected |= set() if self.tied else {"lm_head.weight"}
+        has_bias = any(name.endswith("q_proj.bias") for name in names)
+        biased = "qkv" if self._adds_bias else "qkvo"
+        for i in range(self.layers):
+            head = f"model.layers.{i}"
+            for child in (*attention, *mlp, *self.shape.norms.values()):
+                expected.add(f"{head}.{child}.weight")
+            if has_bias:
+                expected |= {f"{head}.self_attn.{x}_proj.bias" for x in biased}
+        missing = sorted(expected - names)
+        strange = sorted(names - expected - {"lm_head.weight"})
+        if any("_norm.weight" in name and "self_attn" in name for name in missing):
+            raise RefusedError(
+                f"{missing[0]} is missing: q and k are not normed yet. Add the norms and fit their gains first: "
+                "qkeel.retrofit(model, 'qk_norm', batch), then qkeel.export(model, ...) or save_pretrained"
+            )
+        if missing or strange:
+            difference = f"lacks {missing[0]}" if missing else f"also has {strange[0]}"
+            raise RefusedError(
+                f"the model {difference}, but {self.to} has {self.shape.why}; expected the tensors as save_pretrained "
+                "writes them, with adapters merged"
+            )
 
-def _flat(
-    name: str, size: tuple[int, ...], heads: int, sizes: _ModelSizes
-) -> TensorChange:
-    if math.prod(size) != heads * sizes.head_dim:
-        raise RefusedError(
-            f"{name} has shape {size}, but olmo2 normalises all heads of a token at once with a gain of "
-            f"{heads * sizes.head_dim} numbers; use qk_norm:over=layer,gain=head_dim"
-        )
-    return lambda gain: gain.reshape(-1)
+    def converted(self, name: str, x: Tensor) -> dict[str, Tensor]:
+        """Returns what becomes of a tensor: under its new name, and with the bias that the architecture adds to it."""
+        if _IGNORED.fullmatch(name):
+            return {}
+        new = self.name_of(name)
+        if new.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight")):
+            x = self._gain(name, x, self.heads if "q_norm" in new else self.kv_heads)
+        elif self._scale != 1.0 and re.search(r"self_attn\.[qk]_proj\.", name):
+            if x.dtype.itemsize < 4 and math.frexp(self._scale)[0] != 0.5:
+                raise RefusedError(
+                    f"the eps of the q/k norm differs from rms_norm_eps, and scaling weights in {x.dtype} to "
+                    "compensate would round them; retrofit with the model's own eps, or save the model in float32"
+                )
+            x = (x.to(widest(x.device)) * self._scale).to(x.dtype)
+        tensors = {new: x.contiguous()}
+        if self._adds_bias and name.endswith("o_proj.weight"):
+            tensors[new.replace(".weight", ".bias")] = x.new_zeros(self.width)
+        return tensors
 
-
-def _per_head(
-    to: str, name: str, size: tuple[int, ...], heads: int, sizes: _ModelSizes
-) -> TensorChange:
-    d = sizes.head_dim
-    if size not in ((d,), (), (1,), (heads, 1), (heads, d)):
-        raise RefusedError(
-            f"{name} has shape {size}, but {to} has one gain of {d} numbers for all heads; use qk_norm:gain=dim"
-        )
-
-    def change(gain: Tensor) -> Tensor:
+    def _gain(self, name: str, gain: Tensor, heads: int) -> Tensor:
+        d = self.head_dim
+        if self.shape.flat:
+            if gain.numel() != heads * d:
+                raise RefusedError(
+                    f"{name} has shape {tuple(gain.shape)}, but {self.to} normalises all heads of a token at once with "
+                    f"a gain of {heads * d} numbers; use qk_norm:over=layer,gain=head_dim"
+                )
+            return gain.reshape(-1)
+        if tuple(gain.shape) not in ((d,), (), (1,), (heads, 1), (heads, d)):
+            raise RefusedError(
+                f"{name} has shape {tuple(gain.shape)}, but {self.to} has one gain of {d} numbers for all heads; use "
+                "qk_norm:gain=dim"
+            )
         if gain.ndim == 2:
             if not torch.equal(gain, gain[:1].expand_as(gain)):
                 raise RefusedError(
-                    f"{name} differs from head to head, but {to} has one gain for all heads; retrofit with gain=dim"
+                    f"{name} differs from head to head, but {self.to} has one gain for all heads; retrofit with "
+                    "gain=dim"
                 )
             gain = gain[0]
-        return gain.expand(d).contiguous()
-
-    return change
-
-
-def _minus_one(name: str, change: TensorChange) -> TensorChange:
-    def stored(gain: Tensor) -> Tensor:
-        factor = change(gain)
-        kept = (factor.double() - 1).to(gain.dtype)
-        if not torch.allclose(kept.double() + 1, factor.double(), rtol=1e-6, atol=1e-7):
+        gain = gain.expand(d)
+        if not self.shape.one_plus:
+            return gain
+        stored = (gain.double() - 1).to(gain.dtype)
+        if not torch.allclose(stored.double() + 1, gain.double(), rtol=1e-6, atol=1e-7):
             raise RefusedError(
-                f"{name} would be rounded: gemma3 stores gains as w - 1, and {gain.dtype} is too imprecise for that; "
-                "save the model in float32 first"
+                f"{name} would be rounded: {self.to} stores gains as w - 1, and {gain.dtype} is too imprecise for "
+                "that; save the model in float32 first"
             )
-        return kept
+        return stored
 
-    return stored
-
-
-def _other_eps(moves: dict[str, Move], factor: float) -> None:
-    """Scales the weights before a norm to match a different eps: norm(x; eps) = norm(factor · x; eps · factor²)."""
-    power_of_two = math.frexp(factor)[0] == 0.5
-
-    def change(weight: Tensor) -> Tensor:
-        if weight.dtype.itemsize < 4 and not power_of_two:
-            raise RefusedError(
-                f"the eps of the q/k norm differs from rms_norm_eps, and scaling weights in {weight.dtype} to "
-                "compensate would round them; retrofit with the model's own eps, or save the model in float32"
-            )
-        return (weight.to(widest(weight.device)) * factor).to(weight.dtype)
-
-    for name, move in moves.items():
-        if re.fullmatch(r".*self_attn\.[qk]_proj\.(weight|bias)", name):
-            moves[name] = Move(name=move.name, change=change)
-
-
-def _zeros(
-    config: ModelConfigFields, sizes: _ModelSizes, shapes: Shapes
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns zero biases for the output projection.
-
-    They are needed because Qwen2 has biases on q, k and v only, whereas Qwen3 has them on all four projections or on
-    none."""
-    zeros = {}
-    for i in range(sizes.layers):
-        head = f"model.layers.{i}.self_attn."
-        if f"{head}q_proj.bias" in shapes and f"{head}o_proj.bias" not in shapes:
-            zeros[f"{head}o_proj.bias"] = (
-                f"{head}o_proj.weight",
-                (int(config["hidden_size"]),),
-            )
-    return zeros
-
-
-def _check_complete(
-    to: str, shape: TargetArchitecture, sizes: _ModelSizes, names: set[str]
-) -> None:
-    """Raises RefusedError unless the tensors are exactly those of the architecture."""
-    expected = {"model.embed_tokens.weight", "model.norm.weight"}
-    bias = any(name.endswith("q_proj.bias") for name in names)
-    for i in range(sizes.layers):
-        parts = [f"self_attn.{p}_{kind}" for p in "qk" for kind in ("proj", "norm")]
-        parts += [
-            "self_attn.v_proj",
-            "self_attn.o_proj",
-            "mlp.gate_proj",
-            "mlp.up_proj",
-            "mlp.down_proj",
-        ]
-        expected |= {
-            f"model.layers.{i}.{child}.weight"
-            for child in (*parts, *shape.norms.values())
-        }
-        if bias:
-            expected |= {f"model.layers.{i}.self_attn.{p}_proj.bias" for p in "qkvo"}
-    gone, strange = (
-        sorted(expected - names),
-        sorted(names - expected - {"lm_head.weight"}),
-    )
-    if any("_norm.weight" in name and "self_attn" in name for name in gone):
-        raise RefusedError(
-            f"{gone[0]} is missing: q and k are not normed yet. Add the norms and fit their gains first: "
-            "qkeel.retrofit(model, 'qk_norm', batch), then qkeel.export(model, ...) or save_pretrained"
-        )
-    if gone or strange or (not sizes.tied and "lm_head.weight" not in names):
-        difference = (
-            f"lacks {gone[0]}"
-            if gone
-            else f"also has {strange[0]}"
-            if strange
-            else "lacks lm_head.weight"
-        )
-        raise RefusedError(f"the model {difference}, but {to} has {shape.why}")
-
-
-_DROPPED = (
-    "pretraining_tp",
-    "mlp_bias",
-    "rope_theta",
-    "rope_scaling",
-    "partial_rotary_factor",
-    "auto_map",
-)
-
-
-def _eps(config: ModelConfigFields) -> float:
-    value = config.get("rms_norm_eps", 1e-6)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-    ):
-        raise RefusedError(
-            f"expected a number for rms_norm_eps in the config, got {value!r}: correct or restore it"
-        )
-    return float(value)
-
-
-def _config(
-    shape: TargetArchitecture,
-    config: ModelConfigFields,
-    sizes: _ModelSizes,
-    *,
-    bias: bool,
-) -> dict[str, Any]:
-    new = {k: v for k, v in config.items() if k not in _DROPPED}
-    rope = dict(config.get("rope_parameters") or {})
-    if not rope:
-        scaling = dict(config.get("rope_scaling") or {})
-        kind = scaling.pop("type", "default")
-        rope = {
-            "rope_type": kind,
-            "rope_theta": float(config.get("rope_theta", 10000.0)),
-            **scaling,
-        }
-    new |= {
-        "model_type": shape.model_type,
-        "architectures": [shape.architecture],
-        "head_dim": sizes.head_dim,
-        "num_key_value_heads": sizes.kv_heads,
-        "rms_norm_eps": _eps(config),
-        "tie_word_embeddings": sizes.tied,
-        "rope_parameters": rope,
-    }
-    if shape.model_type == "qwen3":
-        new["attention_bias"] = bias or bool(config.get("attention_bias", False))
-        new |= _windows(config, sizes)
-    if shape.model_type == "olmo2":
-        new.pop("head_dim")  # OLMo 2 has no such field
-        if sizes.head_dim * sizes.heads != int(config["hidden_size"]):
-            raise RefusedError(
-                f"olmo2 has heads of size hidden_size / n_heads, but these have size {sizes.head_dim}"
-            )
-    if shape.model_type == "gemma3_text":
-        kinds = config.get("layer_types") or [
-            ("sliding", "full")[i % 2] + "_attention" for i in range(sizes.layers)
-        ]
-        new |= {
-            "layer_types": kinds,
-            "rope_parameters": {
-                "full_attention": rope,
-                "sliding_attention": dict(rope),
-            },
-        }
-    return new
-
-
-def _windows(config: ModelConfigFields, sizes: _ModelSizes) -> dict[str, Any]:
-    """Returns Qwen3's window settings. A Mistral window applies to every layer, whereas Qwen2 lists its layers."""
-    if config["model_type"] == "mistral":
-        default = 4096 if "sliding_window" not in config else None
-        window = config.get("sliding_window", default)
-        if window is not None:
-            kinds = ["sliding_attention"] * sizes.layers
-            return {
-                "use_sliding_window": True,
-                "sliding_window": window,
-                "max_window_layers": 0,
-                "layer_types": kinds,
+    def new_config(self, has_bias: bool) -> dict[str, Any]:
+        """Returns the config.json of the architecture."""
+        config = self.config
+        rope = dict(config.get("rope_parameters") or {})
+        if not rope:  # as transformers wrote it before version 5
+            scaling = dict(config.get("rope_scaling") or {})
+            rope = {
+                "rope_type": scaling.pop("type", "default"),
+                "rope_theta": float(config.get("rope_theta", 10000.0)),
+                **scaling,
             }
-    if config["model_type"] == "qwen2" and config.get("use_sliding_window"):
-        return {}  # Qwen3 reads the same keys
-    return {
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "layer_types": ["full_attention"] * sizes.layers,
-    }
+        new = {
+            **{k: v for k, v in config.items() if k not in _DROPPED},
+            "model_type": self.shape.model_type,
+            "architectures": [self.shape.architecture],
+            "head_dim": self.head_dim,
+            "num_key_value_heads": self.kv_heads,
+            "rms_norm_eps": self.eps,
+            "tie_word_embeddings": self.tied,
+            "rope_parameters": rope,
+        }
+        if self.to == "qwen3":
+            new["attention_bias"] = has_bias or bool(config.get("attention_bias"))
+            new |= self._windows()
+        elif self.to == "olmo2":
+            del new["head_dim"]  # OLMo 2 has no such field
+            if self.head_dim * self.heads != self.width:
+                raise RefusedError(
+                    f"olmo2 has heads of size hidden_size / n_heads, but these have size {self.head_dim}"
+                )
+        else:
+            kinds = [
+                f"{('sliding', 'full')[i % 2]}_attention" for i in range(self.layers)
+            ]
+            new["layer_types"] = config.get("layer_types") or kinds
+            new["rope_parameters"] = {
+                kind: dict(rope) for kind in ("full_attention", "sliding_attention")
+            }
+        return new
+
+    def _windows(self) -> dict[str, Any]:
+        """Returns Qwen3's window settings. A Mistral window applies to every layer, whereas Qwen2 lists its layers."""
+        window = None
+        if self.config["model_type"] == "mistral":
+            window = self.config.get("sliding_window", 4096)
+        elif self.config.get("use_sliding_window"):
+            return {}  # Qwen3 reads the same keys as Qwen2
+        kind = "full_attention" if window is None else "sliding_attention"
+        return {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "max_window_layers": 0,
+            "layer_types": [kind] * self.layers,
+        }
 
 
 # Writing models and checkpoints with q/k norms in an architecture that transformers loads.
@@ -523,7 +374,7 @@ def convert(
         qkeel.errors.DataError: ...
     """
     source = Path(checkpoint)
-    if source.exists() and not source.is_dir():
+    if source.is_file():
         raise DataError(
             f"{source} is a file; expected a folder with config.json and safetensors, as save_pretrained writes it"
         )
@@ -532,16 +383,20 @@ def convert(
         raise DataError(
             f"{source} has no config.json, which describes what the tensors mean; restore the file"
         )
-    planned = plan(
-        architecture,
-        opened.config,
-        {n: t.shape for n, t in opened.tensors.items()},
-        norm_eps=norm_eps,
-    )
-    with _whole(Path(path), source) as folder:
-        _copy_rest(source, folder)
-        files = dict.fromkeys(t.file for t in opened.tensors.values())
-        _write(folder, planned, ((file.name, _stored(opened, file)) for file in files))
+    reader, loaders = TensorReader(), {}
+    for tensor in opened.tensors.values():
+        if tensor.dtype not in DTYPES:
+            raise RefusedError(
+                f"{tensor.name} is stored as {tensor.dtype}, which torch does not support; dequantise it first"
+            )
+        loaders[tensor.name] = functools.partial(reader.read, tensor)
+    conversion = Conversion(architecture, opened.config, {*loaders}, norm_eps)
+    with _new_folder(Path(path)) as folder:
+        for file in source.iterdir():
+            is_weight = file.name.endswith(_WEIGHTS) or file.name.startswith(".")
+            if file.is_file() and not is_weight and file.name != "config.json":
+                shutil.copyfile(file, folder / file.name)
+        _write(folder, conversion, loaders)
     return Path(path)
 
 
@@ -591,46 +446,24 @@ def export(
             f"{', '.join(sorted(strange))} is active on this model, and the files of {architecture} would not record "
             "it; remove() its handle, or fold() what can be folded, first"
         )
-    tied = bool(
-        config.get("tie_word_embeddings")
-    )  # loading then rebuilds the head from the embedding
-    weights = {
-        n: x
-        for n, x in inner_model.state_dict().items()
-        if not (tied and n == "lm_head.weight")
-    }
-    gains = _gains(inner_model, architecture)
-    weights = {
-        n: x
-        for n, x in weights.items()
-        if not n.endswith("self_attn.q_norm.logit_scale")
-    }
-    weights |= {name: gain for name, (gain, _) in gains.items()}
-    if norm_eps is None and gains:
-        norm_eps = next(iter(gains.values()))[1]
+    weights = inner_model.state_dict()
+    if config.get(
+        "tie_word_embeddings"
+    ):  # loading rebuilds the head from the embedding
+        weights.pop("lm_head.weight", None)
+    gains, eps = _gains(inner_model, architecture)
+    weights |= gains
     dtypes = {x.dtype for x in weights.values() if x.is_floating_point()}
     if len(dtypes) == 1:
         config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
-    planned = plan(
-        architecture,
-        config,
-        {n: tuple(x.shape) for n, x in weights.items()},
-        norm_eps=norm_eps,
-    )
-    with _whole(Path(path), None) as folder:
-        shards = list(_shards(weights))
-        files = [
-            f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-            for i in range(len(shards))
-        ]
-        _write(
-            folder,
-            planned,
-            (
-                (f, {n: weights[n].detach().cpu() for n in names})
-                for f, names in zip(files, shards)
-            ),
-        )
+    conversion = Conversion(architecture, config, {*weights}, norm_eps or eps)
+    # A copy, since tensors of a safetensors file can't share memory, as tied embeddings do.
+    loaders = {
+        name: functools.partial(torch.clone, x.detach().cpu())
+        for name, x in weights.items()
+    }
+    with _new_folder(Path(path)) as folder:
+        _write(folder, conversion, loaders)
         generation = getattr(inner_model, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(folder)
@@ -653,147 +486,91 @@ _HARMLESS = frozenset(
 )
 
 
-def _gains(model: nn.Module, to: str) -> dict[str, tuple[Tensor, float]]:
-    """Returns the gains of the norms that qk_norm added, each as a factor together with the norm's eps."""
+def _gains(model: nn.Module, to: str) -> tuple[dict[str, Tensor], float | None]:
+    """Returns the factors of the norms that qk_norm added, by name, and the eps of these norms."""
     flat = to in SHAPES and SHAPES[to].flat
-    gains: dict[str, tuple[Tensor, float]] = {}
+    gains: dict[str, Tensor] = {}
+    eps: set[float] = set()
     for name, module in model.named_modules():
         if not isinstance(module, HeadNorm):
             continue
-        norm = module.norm
+        norm, weight = module.norm, module.weight
         if norm.kind != "rms" or (norm.over == "layer") != flat:
             raise RefusedError(
                 f"{name} is {norm}, but {to} has an RMS norm over {'all heads' if flat else 'each head'}"
             )
-        parameter = next(p for p in model.parameters())
-        gain = (
-            torch.ones((), dtype=parameter.dtype)
-            if module.weight is None
-            else module.weight.detach()
-        )
-        if norm.gain == "one_plus_dim":
-            gain = 1 + gain
-        if module.logit_scale is not None:
-            gain = gain * module.logit_scale.detach()
-        gains[f"{name}.weight"] = (gain * module.factor, norm.eps)
-    if len({eps for _, eps in gains.values()}) > 1:
+        if weight is None:
+            weight = torch.ones((), dtype=next(model.parameters()).dtype)
+        gains[f"{name}.weight"] = weight + (norm.gain == "one_plus_dim")
+        eps.add(norm.eps)
+    if len(eps) > 1:
         raise RefusedError(
             f"the q/k norms of this model have different eps, but {to} has one eps for all"
         )
-    return gains
+    return gains, eps.pop() if eps else None
 
 
-def _shards(weights: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for name, x in weights.items():
-        if names and size + x.nbytes > SHARD:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += x.nbytes
-    yield names
+def _write(folder: Path, conversion: Conversion, loaders: Loaders) -> None:
+    """Writes the converted tensors in files of at most SHARD bytes, their index and the config."""
+    shards: list[dict[str, int]] = []
+    shard: dict[str, Tensor] = {}
 
-
-def _stored(checkpoint: Checkpoint, file: Path) -> dict[str, Tensor]:
-    reader = TensorReader()
-    inside = [t for t in checkpoint.tensors.values() if t.file == file]
-    for tensor in inside:
-        if tensor.dtype not in DTYPES:
-            raise RefusedError(
-                f"{tensor.name} is stored as {tensor.dtype}, which torch does not support; dequantise it first"
-            )
-    return {t.name: reader.read(t) for t in inside}
-
-
-def _changed(planned: MovePlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    changed_tensors: dict[str, Tensor] = {}
-    for name, x in tensors.items():
-        move = planned.moves.get(name)
-        if move is not None:
-            changed_tensors[move.name] = (
-                x if move.change is None else move.change(x)
-            ).contiguous()
-    # Tensors in a safetensors file can't share memory, so one that appears twice (a tied embedding) is copied.
-    places: set[int] = set()
-    for name, x in changed_tensors.items():
-        if x.data_ptr() in places:
-            changed_tensors[name] = x.clone()
-        places.add(x.data_ptr())
-    for name, (near, shape) in planned.zeros.items():
-        if near in tensors:
-            changed_tensors[name] = torch.zeros(shape, dtype=tensors[near].dtype)
-    return changed_tensors
-
-
-def _copy_rest(source: Path, folder: Path) -> None:
-    for file in source.iterdir():
-        skipped = (
-            file.name == "config.json"
-            or file.name.endswith(_WEIGHTS)
-            or file.name.startswith(".")
-        )
-        if file.is_file() and not skipped:
-            shutil.copyfile(file, folder / file.name)
-
-
-def _write(
-    folder: Path, planned: MovePlan, files: Iterable[tuple[str, Mapping[str, Tensor]]]
-) -> None:
-    """Writes the changed tensors of each file (a single file as "model.safetensors"), the index and the config."""
-    sizes: dict[str, tuple[str, int]] = {}
-    for name, stored in files:
-        tensors = _changed(planned, stored)
+    def flush() -> None:
+        file = folder / f"model-{len(shards) + 1:05}.safetensors"
         try:
-            save_file(tensors, folder / name, metadata={"format": "pt"})
-        except (
-            SafetensorError
-        ) as error:  # a full disk, which safetensors does not report as an OSError
+            save_file(shard, file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # A full disk, which safetensors does not report as an OSError.
             raise OSError(str(error)) from error
-        with open(folder / name, "rb") as written:
+        with open(file, "rb") as written:
             os.fsync(written.fileno())
-        sizes |= {tensor: (name, x.nbytes) for tensor, x in tensors.items()}
-    if len({file for file, _ in sizes.values()}) > 1:
-        total = sum(size for _, size in sizes.values())
-        names = {name: file for name, (file, _) in sizes.items()}
+        shards.append({name: x.nbytes for name, x in shard.items()})
+        shard.clear()
+
+    for name, load in loaders.items():
+        tensors = conversion.converted(name, load())
+        if (
+            shard
+            and sum(x.nbytes for x in (*shard.values(), *tensors.values())) > SHARD
+        ):
+            flush()
+        shard |= tensors
+    if shard:
+        flush()
+    names = {
+        name: f"model-{i:05}.safetensors"
+        for i, sizes in enumerate(shards, 1)
+        for name in sizes
+    }
+    if len(shards) == 1:
+        os.replace(folder / "model-00001.safetensors", folder / "model.safetensors")
+    else:
+        total = sum(sum(sizes.values()) for sizes in shards)
         write_json(
             folder / INDEX, {"metadata": {"total_size": total}, "weight_map": names}
         )
-    elif sizes:
-        only = next(iter(sizes.values()))[0]
-        if only != "model.safetensors":
-            os.replace(folder / only, folder / "model.safetensors")
-    write_json(folder / "config.json", dict(planned.config))
+    has_bias = any(name.endswith("self_attn.o_proj.bias") for name in names)
+    write_json(folder / "config.json", conversion.new_config(has_bias))
 
 
 @contextmanager
-def _whole(out: Path, source: Path | None) -> Iterator[Path]:
+def _new_folder(out: Path) -> Iterator[Path]:
     """A temporary folder that becomes `out` on success and is deleted on failure."""
-    if source is not None and source.exists() and out.exists() and out.samefile(source):
-        raise RunDirectoryError(
-            f"{out} is the checkpoint itself; choose a different folder to write to"
-        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(
             f"{out} already exists and will not be overwritten; choose a different folder"
         )
-    folder: Path | None = None
     advice = (
         ". Expected a writable folder with free space; existing files were not changed"
     )
-    try:
-        with reported(f"cannot write {out}", advice):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            for leftover in out.parent.glob(
-                f".{glob.escape(out.name)}.*.part"
-            ):  # of a call that was killed
-                shutil.rmtree(leftover)
-            folder = Path(
-                tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".part")
-            )
+    with reported(f"cannot write {out}", advice):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(
+            tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".part")
+        )
+        try:
             yield folder
             os.chmod(folder, 0o755)
             os.replace(folder, out)
-    finally:
-        if folder is not None and folder.exists():
-            shutil.rmtree(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)

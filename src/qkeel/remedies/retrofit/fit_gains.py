@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import final
@@ -10,38 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.errors import RefusedError
-from qkeel.functional.norms import widest
+from qkeel.functional.norms import wide
 from qkeel.heads.site import AttentionSite
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.modes import parameters_of, submodules_of
 from qkeel.remedies.base import where
-from qkeel.remedies.change_norm import HeadNorm
-from qkeel.remedies.retrofit.replay import QueryRows, Replay
-from qkeel.spec import NoNorm
+from qkeel.remedies.head_norms import HeadNorm
+from qkeel.spec import AttentionCall, NoNorm
+from qkeel.spec.norm import NormedPart
 
-# Fitting: finds gains of a new norm with which the logits are as close to those of the old model as the norm allows.
+# Derivation. A norm replaces x, a query or a key, by n = norm(x), and the gain g multiplies n. The start is the gain that
+# brings g · n nearest to x over the tokens of a batch, by least squares for each number of the gain:
 #
-# Derivation. Let z be the old logits of a row, p = softmax(z), and z' the new logits. To second order in z' - z,
+#     g = Σ x n / Σ n²,
 #
-#     KL(p ‖ softmax(z')) = ½ Var_p(z' - z),
-#
-# since a constant per row does not change a softmax, and keys count in proportion to their attention. With one factor a
-# on the normed logits ẑ (gains whose product is a) this is a least-squares problem with the solution
-#
-#     a = Σ_rows Cov_p(z, ẑ) / Σ_rows Var_p(ẑ),
-#
-# per head if gains are per head, or else over all heads. This is the starting point. A gain per dimension before RoPE
-# rotates with its pair, so that z' is no longer linear in the two gains. From the starting point, L-BFGS therefore
-# minimises the KL itself, summed over rows, through the model's own rotation, whichever dimensions it pairs. In this
-# sum, attention that hardly affects the output counts as much as attention that matters. In the end, all gains are
-# therefore fitted together, by L-BFGS on the KL of the model's output.
+# summed over everything that shares the number (tokens, and heads or dimensions). Logits then have the size that the
+# old model gave them. From this start, L-BFGS minimises the distance of the model's outputs (KL of classes, squared
+# error of numbers) over the gains of all layers together, because attention that hardly affects the output should not
+# count as much as attention that matters.
 
 
 @final
 class InsertedNorm:
-    """The norm that has just been inserted at a site.
-
-    `gains` are the stored gains of q and of k. `offset` is the number that is added to them before they are multiplied.
+    """The norm that has just been inserted at a site, and its stored gains of q and of k.
 
     Args:
         site: the site.
@@ -52,48 +44,66 @@ class InsertedNorm:
     """
 
     def __init__(self, site: AttentionSite, eps: float | None) -> None:
-        self.site, module = site, site.module
-        children = [submodules_of(module).get(f"{side}_norm") for side in "qk"]
-        heads = [child for child in children if isinstance(child, HeadNorm)]
-        stored = [head.weight for head in heads]
-        norm = heads[0].norm if heads else NoNorm()
+        self._module = module = site.module
+        children = submodules_of(module).values()
+        self._heads = [child for child in children if isinstance(child, HeadNorm)]
+        stored = [head.weight for head in self._heads]
+        norm = self._heads[0].norm if self._heads else NoNorm()
         if isinstance(module, SpecModule):
-            norm, stored = (
-                module.spec.norm,
-                [parameters_of(module).get(f"{side}_norm") for side in "qk"],
-            )
-        gains = tuple(gain for gain in stored if gain is not None)
-        if len(gains) != 2:
+            norm = module.spec.norm
+            stored = [parameters_of(module).get(f"{side}_norm") for side in "qk"]
+        self.gains = [gain for gain in stored if gain is not None]
+        if len(self.gains) != 2:
             raise RefusedError(
                 f"{where(site)}: this norm has no gains of q and k to fit; use "
                 "kind=rms or layer with gain=dim, head, head_dim, one_plus_dim or scalar"
             )
-        self.gains = gains
         self.norm = norm if eps is None else norm.with_eps(eps)
-        self.offset, self.per_head = (
-            float(norm.gain == "one_plus_dim"),
-            norm.gain in ("head", "head_dim"),
-        )
-        for head in heads:
+        for head in self._heads:
             head.norm = self.norm
         if isinstance(module, SpecModule):
             module.spec = module.spec.replace(norm=self.norm)
 
-    @torch.no_grad()
-    def put(self, factors: Tensor) -> None:
-        """Sets constant gains whose products are `factors` [h], which must all be equal unless `per_head`."""
-        query, key = self.gains
-        if not self.per_head:
-            root = float(factors[0].sqrt() - self.offset)
-            query.fill_(root)
-            key.fill_(root)
-            return
-        users = self.site.users(key.shape[0]).to(factors.device)
-        of_key = factors[users].log().mean(1).mul(0.5).exp()
-        key.copy_(of_key[:, None].expand_as(key))
-        query.copy_(
-            (factors / self.site.per_query_head(of_key))[:, None].expand_as(query)
-        )
+    def start(self, run: Callable[[], object]) -> None:
+        """Sets the gains to the start of the derivation, from the queries and keys of one pass."""
+        sides: dict[NormedPart, Tensor] = {}
+
+        def see_call(call: AttentionCall) -> None:
+            sides["q"], sides["k"] = call.q, call.k
+
+        def see_heads(head: HeadNorm, args: tuple[Tensor, ...]) -> None:
+            x = args[0].reshape(-1, *args[0].shape[-2:])
+            sides[head.part] = x.transpose(0, 1)[None]
+
+        if isinstance(self._module, SpecModule):
+            self._module.observers.append(see_call)
+        hooks = [head.register_forward_pre_hook(see_heads) for head in self._heads]
+        try:
+            run()
+        finally:
+            if isinstance(self._module, SpecModule):
+                self._module.observers.remove(see_call)
+            for hook in hooks:
+                hook.remove()
+        bare = dataclasses.replace(self.norm, gain="none")  # type: ignore[type-var]
+        with torch.no_grad():
+            for gain, (part, x) in zip(self.gains, sorted(sides.items(), reverse=True)):
+                x = x.to(wide(x.dtype))
+                n = bare.apply(part, x, {})
+                above, below = (
+                    _summed(y.transpose(0, 1).flatten(1, 2), gain)
+                    for y in (x * n, n * n)
+                )
+                factor = above / below.clamp_min(torch.finfo(below.dtype).tiny)
+                offset = 1.0 if self.norm.gain == "one_plus_dim" else 0.0
+                gain.copy_(factor - offset)
+
+
+def _summed(x: Tensor, gain: Tensor) -> Tensor:
+    """Returns the sum of x [h n d] over all that shares a number of the gain, in the gain's shape."""
+    if gain.ndim == 2:
+        return x.sum(1) if gain.shape[1] > 1 else x.sum((1, 2))[:, None]
+    return x.sum((0, 1)) if gain.ndim else x.sum()
 
 
 @final
@@ -111,14 +121,12 @@ class Best:
 
         Returns whether the current values were kept."""
         distance = self._measure()
-        is_better = distance < (
-            math.inf if math.isnan(self._distance) else self._distance
-        )
-        if is_better:
+        best = math.inf if math.isnan(self._distance) else self._distance
+        if distance < best:
             self._distance, self._values = distance, copies(self.parameters)
-        else:
-            put_back(self.parameters, self._values)
-        return is_better
+            return True
+        put_back(self.parameters, self._values)
+        return False
 
 
 def copies(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -133,72 +141,13 @@ def put_back(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         p.copy_(value)
 
 
-def fit(norm: InsertedNorm, replay: Replay, *, iterations: int) -> None:
-    """Fits the gains by least squares, then by `iterations` of L-BFGS on the KL. It never makes the KL worse."""
-
-    def loss() -> Tensor:
-        return replay.divergence().mean()
-
-    @torch.no_grad()
-    def measure() -> float:
-        return float(loss())
-
-    best = Best(norm.gains, measure)
-    with torch.no_grad():
-        factors = least_squares(replay.old, replay.rows(), shared=not norm.per_head)
-    norm.put(factors)
-    best.offer()
-    if iterations:
-        descend(norm.gains, loss, iterations)
-        best.offer()
-
-
-def least_squares(
-    old: Sequence[QueryRows], new: Sequence[QueryRows], *, shared: bool
-) -> Tensor:
-    """Returns the factor a [h] of the derivation, or the ratio of the spreads if the covariance is not positive."""
-    cov = var = spread = torch.zeros((), dtype=torch.float64)
-    for old_rows, new_rows in zip(old, new):
-        kind = widest(old_rows.visible.device)
-        p = torch.where(
-            old_rows.visible & old_rows.counted[..., None],
-            old_rows.log_weights().exp(),
-            0.0,
-        ).to(kind)
-        z, x = (
-            torch.where(old_rows.visible, r.logits.to(kind), 0.0)
-            for r in (old_rows, new_rows)
-        )
-        z, x = (v - (p * v).sum(-1, keepdim=True) for v in (z, x))
-        cov = cov + (p * z * x).sum((0, 2, 3)).cpu()
-        var = var + (p * x * x).sum((0, 2, 3)).cpu()
-        spread = spread + (p * z * z).sum((0, 2, 3)).cpu()
-    if shared:
-        heads = cov.shape[0]
-        cov, var, spread = (v.sum().expand(heads) for v in (cov, var, spread))
-    tiny = torch.finfo(torch.float64).tiny
-    a = torch.where(cov > 0, cov, (spread * var).sqrt()) / var.clamp_min(tiny)
-    return torch.where(a > 0, a, 1.0).clamp(1e-4, 1e4)
-
-
 def descend(
-    parameters: Sequence[nn.Parameter], loss_of: Callable[[], Tensor], iterations: int
-) -> None:
-    """Minimises a loss over these parameters by L-BFGS, and leaves no gradients on them."""
-
-    def gradients() -> tuple[Tensor, Sequence[Tensor]]:
-        loss = loss_of()
-        return loss, torch.autograd.grad(loss, parameters)
-
-    descend_along(parameters, gradients, iterations)
-
-
-def descend_along(
     parameters: Sequence[nn.Parameter],
     gradients: Callable[[], tuple[Tensor, Sequence[Tensor]]],
     iterations: int,
 ) -> None:
-    """Minimises a loss by L-BFGS, given a function that returns the loss and its gradients."""
+    """Minimises a loss by L-BFGS, given a function that returns the loss and its gradients. No gradients are left on the
+    parameters."""
     optimizer = torch.optim.LBFGS(
         parameters, max_iter=iterations, line_search_fn="strong_wolfe"
     )

@@ -16,23 +16,14 @@ from qkeel.capture.example import arguments
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, RefusedError, check
 from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite
 from qkeel.patching.forward import unwrapped
 from qkeel.remedies.apply import apply, parse
 from qkeel.remedies.base import evaluating
 from qkeel.remedies.qk_norm import QKNorm
 from qkeel.remedies.retrofit.balance import Balance
-from qkeel.remedies.retrofit.fit_gains import (
-    Best,
-    InsertedNorm,
-    copies,
-    descend,
-    fit,
-    put_back,
-)
+from qkeel.remedies.retrofit.fit_gains import Best, InsertedNorm, descend
 from qkeel.remedies.retrofit.outputs import Reference, held_out, predictions
-from qkeel.remedies.retrofit.replay import Replay, captured
-from qkeel.remedies.retrofit.report import LayerGap, RetrofitReport
+from qkeel.remedies.retrofit.report import RetrofitReport
 from qkeel.sites.find import find_sites
 
 
@@ -42,32 +33,21 @@ class RetrofitConfig:
     """Settings of a retrofit.
 
     Attributes:
-        iterations: the number of L-BFGS iterations per site after the least-squares start; 0 keeps the start.
+        iterations: the number of L-BFGS iterations after the least-squares start; 0 keeps the start.
         balance: whether to rescale queries against keys in the weights, which leaves the old model's logits unchanged
             (see `fit_gains`).
-        distil: the number of AdamW steps that train the q and k weights and the gains on the old model's predictions.
-        lr: the learning rate of these steps.
         eps: the eps of the norm. By default this is rms_norm_eps of the model's config, if present, so that the model
             can be exported.
     """
 
     iterations: int = 20
     balance: bool = True
-    distil: int = 0
-    lr: float = 1e-3
     eps: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("iterations", self.iterations), ("distil", self.distil)):
-            is_count = (
-                isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            )
-            check(is_count, f"{name} to be a whole number of at least 0", repr(value))
-        check(
-            self.lr > 0 and (self.eps is None or self.eps > 0),
-            "lr and eps above 0",
-            f"{self.lr} and {self.eps}",
-        )
+        is_count = type(self.iterations) is int and self.iterations >= 0
+        check(is_count, "iterations of at least 0", repr(self.iterations))
+        check(self.eps is None or self.eps > 0, "an eps above 0", self.eps)
 
 
 @final
@@ -98,10 +78,10 @@ def retrofit(
 ) -> Retrofit:
     """Inserts a q/k norm into a *trained* model so that its outputs stay as close to the old ones as the norm allows.
 
-    The gains are fitted site by site on the inputs of the old model (see `retrofit.fit_gains` for the derivation), then
-    together on its outputs: by the KL divergence if these are scores of classes, else by the squared error. q and k are
-    optionally distilled. The gap to the old model is measured before and after, on a fifth of the data (the last
-    batches, or the last rows of a single batch) that is not fitted.
+    The gains start at the lengths that the norm takes away (see `retrofit.fit_gains` for the derivation), and are then
+    fitted on the model's outputs: by the KL divergence if these are scores of classes, else by the squared error. The
+    gap to the old model is measured before and after, on a fifth of the data (the last batches, or the last rows of a
+    single batch) that is not fitted.
 
     Args:
         model: the trained model.
@@ -138,133 +118,66 @@ def retrofit(
             "Retrofit it before it is wrapped or split"
         )
     with evaluating(inner_model):
-        reference, measured = (
-            Reference(inner_model, fitted_batches),
-            Reference(inner_model, measured_batches),
-        )
-        found_sites = find_sites(inner_model, several[0])
-        # Only the first site of each module.
-        sites = list(
-            {id(site.module): site for site in reversed(found_sites)}.values()
-        )[::-1]
+        reference = Reference(inner_model, fitted_batches)
+        measured = Reference(inner_model, measured_batches)
+        # One site of each module: its attention calls share the norm.
+        by_module = {}
+        for site in find_sites(inner_model, several[0]):
+            by_module.setdefault(id(site.module), site)
+        sites = list(by_module.values())
         balance = Balance.of(reference, sites) if fitting.balance else None
-        replays = captured(inner_model, sites, fitted_batches)
     with ExitStack() as undo:
         undo.callback(
             apply(inner_model, norm_remedy, optimizer, batch=several[0]).remove
         )
         # The requested eps, or that of the model's other norms.
-        eps = fitting.eps or getattr(
-            getattr(inner_model, "config", None), "rms_norm_eps", None
-        )
-        norms = [
-            InsertedNorm(site, eps if isinstance(eps, float) else None)
-            for site in sites
-        ]
+        config_eps = getattr(getattr(inner_model, "config", None), "rms_norm_eps", None)
+        eps = fitting.eps or (config_eps if isinstance(config_eps, float) else None)
+        norms = [InsertedNorm(site, eps) for site in sites]
+        if balance is not None:
+            undo.callback(balance.restore)
         with evaluating(inner_model):
-            report, restore = _fit_all(
-                reference, measured, sites, norms, (replays, balance), fitting
-            )
-        undo.callback(restore)
+            report = _fit(reference, measured, norms, balance, fitting.iterations)
         report = dataclasses.replace(report, held_out=measured_on)
         return Retrofit(undo.pop_all().close, report)
 
 
-def _fit_all(
+def _fit(
     reference: Reference,
     measured: Reference,
-    sites: Sequence[AttentionSite],
     norms: Sequence[InsertedNorm],
-    known: tuple[Sequence[Replay], Balance | None],
-    fitting: RetrofitConfig,
-) -> tuple[RetrofitReport, Callable[[], None]]:
-    """Fits the norms in stages, and keeps the result of a stage only if it reduces the gap on the fitted data.
-
-    Returns the report, and a function that restores the weights."""
-    replays, balance = known
+    balance: Balance | None,
+    iterations: int,
+) -> RetrofitReport:
+    """Fits the norms in stages, and keeps the result of a stage only if it reduces the gap on the fitted data."""
     gains = [p for norm in norms for p in norm.gains]
     naive = measured.gap()
-    best, naive_kl = (
-        Best(gains, lambda: reference.gap().distance),
-        [_per_head(replay) for replay in replays],
-    )
-    for norm, replay in zip(norms, replays):
-        fit(norm, replay, iterations=fitting.iterations)
+    best = Best(gains, lambda: reference.gap().distance)
+
+    @torch.no_grad()
+    def run() -> object:
+        return predictions(reference.model, reference.batches[0])
+
+    def gradients() -> tuple[Tensor, Sequence[Tensor]]:
+        distance = reference.distance()
+        return distance, torch.autograd.grad(distance, gains)
+
+    # In the order of the layers, so that each start sees the queries that the norms before it leave.
+    for norm in norms:
+        norm.start(run)
     best.offer()
-    if fitting.iterations:
-        descend(gains, reference.distance, fitting.iterations)
+    if iterations:
+        descend(gains, gradients, iterations)
         best.offer()
-    fitted, balanced, distilled = measured.gap(), None, None
-    layers = tuple(
-        LayerGap(
-            name=site.name, attention_kl_naive=before, attention_kl=_per_head(replay)
-        )
-        for site, before, replay in zip(sites, naive_kl, replays)
+    fitted, balanced = measured.gap(), None
+    if balance is not None and iterations:
+        best = Best([*balance.weights, *gains], lambda: reference.gap().distance)
+        balance.descend(gains, reference.distance, iterations)
+        if best.offer():
+            balanced = measured.gap()
+    return RetrofitReport(
+        old_loss=measured.loss, naive=naive, fitted=fitted, balanced=balanced
     )
-    with ExitStack() as undo:
-        if balance is not None and fitting.iterations:
-            undo.callback(balance.restore)
-            best = Best([*balance.weights, *gains], lambda: reference.gap().distance)
-            balance.descend(gains, reference.distance, fitting.iterations)
-            if best.offer():
-                balanced = measured.gap()
-        if fitting.distil:
-            _distil(reference, sites, gains, fitting, undo)
-            distilled = measured.gap()
-        restore = undo.pop_all().close
-    report = RetrofitReport(
-        old_loss=measured.loss,
-        naive=naive,
-        fitted=fitted,
-        balanced=balanced,
-        distilled=distilled,
-        layers=layers,
-    )
-    return report, restore
-
-
-def _per_head(replay: Replay) -> tuple[float, ...]:
-    with torch.no_grad():
-        return tuple(replay.divergence().tolist())
-
-
-def _distil(
-    reference: Reference,
-    sites: Sequence[AttentionSite],
-    gains: Sequence[nn.Parameter],
-    fitting: RetrofitConfig,
-    undo: ExitStack,
-) -> None:
-    """Trains the q and k weights and the gains to reduce the distance to the old outputs, and keeps the result only if
-    that fell."""
-    model = reference.model
-    names = dict.fromkeys(
-        s.parameter for site in sites for s in (*site.query, *site.key)
-    )
-    weights = [model.get_parameter(name) for name in names]
-    undo.callback(put_back, weights, copies(weights))
-    trained = [*weights, *gains]
-    grads, best = (
-        [p.grad for p in trained],
-        Best(trained, lambda: reference.gap().distance),
-    )
-    optimizer = torch.optim.AdamW(trained, lr=fitting.lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, fitting.distil)
-    try:
-        for step in range(fitting.distil):
-            i = step % len(reference.batches)
-            with torch.enable_grad():
-                loss = reference.distance_of(
-                    i, predictions(model, reference.batches[i])
-                )
-            for p, g in zip(trained, torch.autograd.grad(loss, trained)):
-                p.grad = g
-            optimizer.step()
-            schedule.step()
-        best.offer()
-    finally:
-        for p, g in zip(trained, grads):
-            p.grad = g
 
 
 def _norm_remedy(remedy: str | QKNorm) -> QKNorm:

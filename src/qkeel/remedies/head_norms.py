@@ -1,0 +1,286 @@
+"""Norms after the projections that produce the heads: before the rotation, and before keys enter a cache.
+
+Shapes: b batch, t tokens, h heads, d dimensions per head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from qkeel import distributed as dist
+from qkeel.errors import RefusedError
+from qkeel.heads.site import AttentionSite, HeadSlice
+from qkeel.patching.autograd import mark_as_norm
+from qkeel.patching.forward import InstanceForward
+from qkeel.remedies.base import Args, Kwargs, module_name, unconfirmed
+from qkeel.remedies.change_spec import refuse_heads
+from qkeel.spec.logits import Scale
+from qkeel.spec.norm import Norm, NormedPart
+from qkeel.spec.slot import ParameterSizes, Params
+
+SIDES: dict[NormedPart, str] = {"q": "queries", "k": "keys", "v": "values"}
+
+
+@final
+class HeadNorm(nn.Module):
+    """The norm x̃ = norm(x) · gain · factor (· learned scale) of x [... h d], where `weight` is the gain.
+
+    `factor` implements a change of the logit scale and differs from 1 on only one side, q or k.
+    """
+
+    def __init__(
+        self,
+        norm: Norm,
+        part: NormedPart,
+        geometry: ParameterSizes,
+        like: Tensor,
+        *,
+        factor: float,
+        learned: Scale | None,
+    ) -> None:
+        super().__init__()
+        self.norm, self.factor = norm, factor
+        self.part: NormedPart = part
+        self.heads = geometry.n_heads
+        gain = norm.init_params(geometry).get(f"{part}_norm")
+        self.weight = None if gain is None else nn.Parameter(gain.to(like))
+        self.logit_scale = None
+        if learned is not None:
+            scale = learned.init_params(geometry)["logit_scale"].squeeze(-1)
+            self.logit_scale = nn.Parameter(scale.to(like))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x [... h d] normed, in its dtype."""
+        params: Params = {}
+        if self.weight is not None:
+            params[f"{self.part}_norm"] = self.weight
+        rows = x.reshape(-1, *x.shape[-2:])[:, :, None]
+        y = self.norm.apply(self.part, rows, params).reshape(x.shape)
+        if self.norm.kind == "other":
+            mark_as_norm(y)
+        if self.logit_scale is not None:
+            y = y * (self.factor * self.logit_scale).to(y.dtype)
+        elif self.factor != 1.0:
+            y = y * self.factor
+        return y.clone() if self.by_itself else y
+
+    @property
+    def by_itself(self) -> bool:
+        """True if fully_shard gathers this module's gain separately, in which case it changes the module's class.
+
+        fully_shard's hooks on an output are lost if the output is a view and is changed in place."""
+        return type(self) is not HeadNorm
+
+    def extra_repr(self) -> str:
+        """Shows the norm in print(model)."""
+        return repr(self.norm)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadSource:
+    """The module output that contains q, k or v: the features `index` [n d] out of `size`, with or without a bias."""
+
+    module: nn.Module
+    name: str
+    index: Tensor
+    size: int
+    biased: bool
+
+
+def heads_of(
+    model: nn.Module, site: AttentionSite, part: NormedPart, ways: Iterable[HeadSlice]
+) -> list[HeadSource]:
+    """Returns the modules whose outputs contain complete heads of q, k or v.
+
+    There are several modules if different tokens have different projections, or if the logit is a sum of products.
+
+    Args:
+        model: the model that contains the weights.
+        site: the attention.
+        part: the side to look for: q, k or v.
+        ways: the last weight before the score for each term of the logit, without position tables.
+
+    Raises:
+        RefusedError: there are none. The message says why.
+    """
+    side, n_heads = SIDES[part], site.n_heads if part == "q" else site.n_kv_heads
+    if part != "v" and site.unverified:
+        raise RefusedError(str(unconfirmed(site)))
+    by_branch: dict[str, list[HeadSlice]] = {}
+    for s in ways:
+        branch = by_branch.setdefault(_branch(s.parameter, site), [])
+        if not any(s.parameter == b.parameter and s.same(b) for b in branch):
+            branch.append(s)
+    if not by_branch:
+        raise refuse_heads(
+            f"it is not known which weights produce the {side} ({site.why})"
+        )
+    names = ", ".join(
+        sorted({s.parameter for slices in by_branch.values() for s in slices})
+    )
+    sources = []
+    for slices in by_branch.values():
+        weights = {s.parameter: model.get_parameter(s.parameter) for s in slices}
+        if any(p.ndim > 2 for p in weights.values()):  # channels of a convolution
+            raise refuse_heads(
+                f"the {side} are not the last dimension of a module's output: {names} produces them"
+            )
+        name, index = _common_module(slices)
+        module = model.get_submodule(name)
+        is_complete = index is not None and len(index) == n_heads
+        if site.module in module.modules() or (len(by_branch) > 1 and not is_complete):
+            raise refuse_heads(
+                f"the {side} are not the output of a single module: they are computed by {names}"
+            )
+        if index is None or not is_complete:
+            raise refuse_heads(
+                f"no module outputs complete heads of the {side} ({n_heads} heads of {site.head_dim}): they are "
+                f"computed by {names}"
+            )
+        # A term of a sum that is zero, such as a new low-rank adapter, would be normed to full size.
+        zero = any(not dist.whole(p).any() for p in weights.values())
+        if len(by_branch) > 1 and zero:
+            raise refuse_heads(
+                f"the {side} are not the output of a single module, and one of the weights that produce them is zero: "
+                f"{names}"
+            )
+        sources.append(
+            HeadSource(
+                module=module,
+                name=name,
+                index=index,
+                size=weights[slices[0].parameter].shape[slices[0].axis],
+                biased=any(s.bias is not None for s in slices),
+            )
+        )
+    return sources
+
+
+def _branch(parameter: str, site: AttentionSite) -> str:
+    """Returns the outermost module that contains a parameter but not the site's module.
+
+    If there is none, returns the module that owns the parameter, which is then the site's module or a module around
+    it."""
+    owner, home = _owner(parameter).split("."), module_name(site).split(".")
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner, home))
+    return ".".join(owner[: len(list(pairs)) + 1])
+
+
+def _common_module(slices: list[HeadSlice]) -> tuple[str, Tensor | None]:
+    """Returns the innermost module around all these weights, and each head's features in its output (None if unknown).
+
+    If there is one weight, its features are concatenated. If there are several, their features must be equal, since an
+    adapter adds its output to that of its base."""
+    paths = [_owner(s.parameter).split(".") for s in slices]
+    shared = itertools.takewhile(lambda p: len(set(p)) == 1, zip(*paths))
+    name = ".".join(p[0] for p in shared)
+    if len({s.index.shape[0] for s in slices}) > 1:
+        return name, None
+    if len({s.parameter for s in slices}) > 1:
+        return name, slices[0].index if all(s.same(slices[0]) for s in slices) else None
+    return name, torch.cat([s.index for s in slices], dim=1).sort(dim=1).values
+
+
+def _owner(parameter: str) -> str:
+    """Returns the name of the module that computes with a parameter."""
+    owner, separator, _ = parameter.partition(".parametrizations.")
+    return owner if separator else parameter.rpartition(".")[0]
+
+
+@final
+class NormedProjection(InstanceForward):
+    """A projection with normed heads: only q, or q, k (and v) of a fused projection.
+
+    Some modules pass the projection's weight to F.linear instead of calling the projection (BEiT, Swin). `inside` is
+    then that module, whose forward is replaced so that the output of F.linear with this weight is normed.
+    """
+
+    def __init__(
+        self,
+        source: HeadSource,
+        norms: list[tuple[HeadNorm, Tensor]],
+        inside: nn.Module | None = None,
+    ) -> None:
+        super().__init__(source.module if inside is None else inside)
+        self.projection = None if inside is None else source.module
+        self.biased, self.size = source.biased, source.size
+        self.norms = [norm for norm, _ in norms]
+        self.seen: list[int] | None = None  # the sizes of the outputs in a trial pass
+        # Adjacent heads are views of the output; others are gathered and put back.
+        self.blocks: list[tuple[int, int, HeadNorm]] | None = []
+        for norm, index in norms:
+            first, features = int(index[0, 0]), index.flatten().cpu()
+            if self.blocks is not None:
+                self.blocks.append((first, first + len(features), norm))
+            if not torch.equal(features, torch.arange(first, first + len(features))):
+                self.blocks = None
+        if self.blocks is None:
+            device = next(self.module.parameters()).device
+            for norm, index in norms:
+                norm.register_buffer("features", index.to(device), persistent=False)
+        else:
+            self.blocks.sort(key=lambda block: block[0])
+
+    def run(self, args: Args, kwargs: Kwargs) -> Tensor:
+        """Returns the normed output of the projection, or the output of the module around it."""
+        if self.projection is None:
+            return self.normed(self.replaced(args, kwargs))
+        with _LinearCalls(self, self.projection.get_parameter("weight")):
+            return self.replaced(args, kwargs)
+
+    def normed(self, out: Tensor) -> Tensor:
+        """Returns a projection's output with its heads normed."""
+        if self.seen is not None:
+            self.seen.append(out.shape[-1] if isinstance(out, Tensor) else 0)
+        if self.blocks is None:
+            for norm in self.norms:
+                index = norm.get_buffer("features")
+                heads = norm(out[..., index]).flatten(-2)
+                out = out.index_copy(-1, index.flatten(), heads)
+            return out
+        pieces, end = [], 0
+        for start, stop, norm in self.blocks:
+            heads = norm(out[..., start:stop].unflatten(-1, (norm.heads, -1)))
+            pieces += [out[..., end:start], heads.flatten(-2)]
+            end = stop
+        pieces = [piece for piece in (*pieces, out[..., end:]) if piece.shape[-1]]
+        if len(pieces) > 1:
+            return torch.cat(pieces, dim=-1)
+        # The model may change it in place (see `HeadNorm.by_itself`).
+        return pieces[0].clone() if self.norms[0].by_itself else pieces[0]
+
+
+class _LinearCalls(TorchFunctionMode):
+    """Norms the output of calls of F.linear with one weight."""
+
+    def __init__(self, normed: NormedProjection, weight: Tensor) -> None:
+        super().__init__()
+        self.normed, self.weight = normed, weight
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types_: object,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is not F.linear or not isinstance(out, Tensor):
+            return out
+        named = dict(zip(("input", "weight", "bias"), args)) | kwargs
+        if named["weight"] is not self.weight:
+            return out
+        lacks_bias = self.normed.biased and named.get("bias") is None
+        if self.normed.seen is not None and lacks_bias:
+            # A bias added later would follow the norm; 0 makes the check of the trial pass refuse.
+            self.normed.seen.append(0)
+        return self.normed.normed(out)

@@ -1,0 +1,238 @@
+"""The two passes over logits of a GPU, all statistics and the extremes alone, against torch's operators in float64."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests.contract.conformance.cases import widened
+from tests.kernels.test_non_finite import BROKEN, broken_call
+from tests.packed_sequences import CASES as PACKED
+from tests.packed_sequences import packed, spoiled
+from tests.quick import one_in
+
+from qkeel import preset
+from qkeel.functional.statistics import TENSORS, LogitStats
+from qkeel.kernels.logits import gpu
+from qkeel.kernels.native import triton as available
+from qkeel.kernels.statistics import logit_stats, max_stats
+from qkeel.spec import (
+    ALiBi,
+    AttentionCall,
+    AttentionSpec,
+    Learned,
+    Rope,
+    Sink,
+    SlidingWindow,
+    Softcap,
+)
+from qkeel.spec.call import band_call, make_call, with_query_mask
+
+# Of numpy, which multiplies for the interpreter.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),
+    pytest.mark.filterwarnings("ignore:overflow encountered"),
+    pytest.mark.usefixtures("_on_gpu", "_poisoned"),
+]
+
+
+@pytest.fixture
+def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors take the way of CUDA tensors."""
+    monkeypatch.setattr(available, "usable", lambda device: available.loaded())
+
+
+def call_of(
+    spec: AttentionSpec, t: int, s: int, size: float = 1.0, **options: Any
+) -> AttentionCall:
+    q, k = size * torch.randn(2, 4, t, 24), torch.randn(2, 2, s, 24)
+    return make_call(spec, q, k, k, params=spec.init_params(4, 2, 24), **options)
+
+
+def near(ours: LogitStats, truth: LogitStats, case: str, fields: Any = TENSORS) -> None:
+    # Sums of logits are rounded as the largest of them; a weight's relative error is its logit's absolute one.
+    room = 2e-7 * truth.max_abs_logit.max()
+    for field in fields:
+        a, b = getattr(ours, field).double(), getattr(truth, field).double()
+        assert ((a == b) | ((a - b).abs() <= 2e-5 * (1 + b.abs()) + room)).all(), (
+            f"{case}: {field}: {a} {b}"
+        )
+
+
+def check(call: AttentionCall, case: str, only_statistics: bool = False) -> None:
+    assert gpu.row_fields(call, 0.5) is not None, case
+    truth = logit_stats(widened(call), 0.5)
+    near(logit_stats(call, 0.5), truth, case)
+    assert (gpu.extremes(call) is None) is only_statistics, case
+    near(max_stats(call), truth, case, ("max_logit", "min_logit"))
+
+
+PADDING = {"mask": torch.arange(12) >= torch.tensor([[0], [5]])}
+NOTHING = {"mask": torch.zeros(2, 40, dtype=torch.bool), "causal": False}
+NEAR = AttentionSpec(position=SlidingWindow(window=9))
+CASES: dict[str, tuple[AttentionSpec, int, int, dict[str, Any]]] = {
+    "causal, more than a tile": (AttentionSpec(), 70, 70, {}),
+    "one query": (AttentionSpec(), 1, 65, {}),
+    "full": (AttentionSpec(position=Rope()), 7, 130, {"causal": False}),
+    "norm": (preset("qwen3"), 20, 20, {}),
+    "log n scale": (preset("cosa_logn"), 20, 20, {}),
+    "more queries than keys": (AttentionSpec(), 9, 5, {}),
+    "padding": (AttentionSpec(), 12, 12, PADDING),
+    "nothing to see": (AttentionSpec(), 3, 40, NOTHING),
+    "softcap": (AttentionSpec(cap=Softcap(5.0)), 33, 33, {}),
+    "window": (NEAR, 80, 80, {}),
+    "window both ways": (NEAR, 40, 80, {"causal": False}),
+    "large logits": (AttentionSpec(), 33, 33, {"size": 3000.0}),
+    "a negative scale": (AttentionSpec(), 80, 200, {"size": -3.0}),
+}
+
+
+@pytest.mark.parametrize("name", one_in(CASES, 3))
+def test_both_passes_give_the_numbers_of_float64(name: str) -> None:
+    spec, t, s, options = CASES[name]
+    call = call_of(spec, t, s, **options)
+    check(call, name)
+    check(with_query_mask(call, torch.rand(2, t) < 0.6), f"{name}, queries left out")
+    check(with_query_mask(call, torch.zeros(2, t, dtype=torch.bool)), "no query")
+
+
+@pytest.mark.parametrize("heads", one_in([[1, 4], [2, 1], [], [2, 4]], 2), ids=str)
+def test_masks_of_pairs_of_any_shape(heads: list[int]) -> None:
+    shape = (*heads, 70, 90)
+    shown = torch.rand(shape) < 0.4
+    shown[..., 7, :] = False
+    check(call_of(AttentionSpec(), 70, 90, mask=shown), f"{shape}", True)
+    apart = shown.mT.contiguous().mT  # its keys lie apart
+    capped = AttentionSpec(cap=Softcap(5.0))
+    check(call_of(capped, 70, 90, mask=apart, causal=False), f"{shape}", True)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(6), pytest.param(range(6, 200), marks=pytest.mark.slow)], ids=str
+)
+def test_drawn_calls(seeds: range) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        b, g, share = rng.choice([1, 3]), rng.choice([1, 2]), rng.choice([1, 3])
+        d, s = rng.choice([8, 24, 40, 128]), rng.choice([1, 5, 64, 65, 130])
+        causal = rng.random() < 0.6
+        t = s if causal and rng.random() < 0.5 else rng.choice([1, 3, 64, 67])
+        slots = {
+            "cap": Softcap(rng.choice([1.0, 30.0])),
+            "position": SlidingWindow(window=rng.choice([1, 4, 70])),
+            "scale": Learned(init=3.0, per="head", log=True),
+        }
+        slots = {name: slot for name, slot in slots.items() if rng.random() < 0.35}
+        spec, h = AttentionSpec(**slots), g * share  # type: ignore[arg-type]
+        shapes = [(b, 1, 1, s), (1, 1, t, s), (b, 1, t, s), (1, h, t, s), None]
+        shape = None if "position" in slots else rng.choice(shapes)
+        mask = None if shape is None else torch.rand(shape) < 0.7
+        q, k = torch.randn(b, h, t, d), torch.randn(b, g, s, d)
+        q, params = rng.choice([0.1, 1.0, 40.0]) * q, spec.init_params(h, g, d)
+        call = make_call(spec, q, k, k, params=params, mask=mask, causal=causal)
+        if rng.random() < 0.3:
+            call = with_query_mask(call, torch.rand(b, t) < 0.6)
+        check(call, f"seed {seed}", shape is not None and shape[2] > 1)
+
+
+@pytest.mark.parametrize("position", [None, Rope()])
+def test_half_precision_is_read_as_it_is(position: Any) -> None:
+    spec = AttentionSpec() if position is None else AttentionSpec(position=position)
+    q, k = torch.randn(1, 4, 20, 24).half(), torch.randn(1, 2, 70, 24).half()
+    check(make_call(spec, q, k, k, causal=False), "float16")
+
+
+@pytest.mark.parametrize("kind", one_in(BROKEN, 2))
+def test_what_is_not_finite_shows_in_its_head_alone(kind: str) -> None:
+    broken = [head in BROKEN[kind] for head in range(4)]
+    for spec in (AttentionSpec(), AttentionSpec(cap=Softcap(5.0))):
+        call = broken_call(kind, spec)
+        assert logit_stats(call).non_finite.bool().tolist() == broken
+        extremes = max_stats(call)
+        finite = extremes.max_logit.isfinite() & extremes.min_logit.isfinite()
+        assert (~finite).tolist() == broken
+
+
+def test_what_hidden_keys_hold_does_not_matter() -> None:
+    call = call_of(
+        AttentionSpec(), 40, 40, mask=torch.arange(40) >= torch.tensor([[0], [9]])
+    )
+    before = logit_stats(call), max_stats(call)
+    call.k[1, :, :9] = torch.nan
+    for earlier, later in zip(before, (logit_stats(call), max_stats(call))):
+        for field in TENSORS:
+            assert torch.equal(getattr(earlier, field), getattr(later, field)), field
+
+
+def test_a_call_that_the_passes_do_not_read_is_left_to_torch() -> None:
+    pos, q = torch.arange(5), torch.randn(2, 4, 5, 24)
+    added, positions = {"mask": torch.randn(5, 5)}, {"pos_q": pos, "pos_k": pos}
+    for spec, options in (
+        (AttentionSpec(normalizer=Sink()), {}),
+        (AttentionSpec(), added),
+        (AttentionSpec(), positions),
+        (AttentionSpec(position=ALiBi()), {}),
+    ):
+        call = call_of(spec, 5, 5, **options)
+        assert gpu.row_fields(call, 0.5) is None
+        sinks = spec.normalizer.kind == "sink"  # before them stand the same extremes
+        assert sinks or gpu.extremes(call) is None
+        near(logit_stats(call), logit_stats(widened(call)), f"{options}")
+    wide = make_call(AttentionSpec(), q.double(), q.double(), q.double())
+    slopes = band_call(
+        make_call(AttentionSpec(), q, q, q, causal=False),
+        window=(5, 30),
+        slopes=torch.ones(4),
+    )
+    for call in (wide, slopes):
+        assert gpu.row_fields(call, 0.5) is None
+        assert gpu.extremes(call) is None
+
+
+def check_packed(name: str, options: dict[str, Any]) -> None:
+    call, truth = packed(name, **options).call(), packed(name, **options).rows()
+    fields = gpu.row_fields(call, 1.0)
+    assert fields is not None
+    rows, visible = fields[0][:, 0].double(), truth[4][0] > 0
+    for i, exact in ((0, truth[0]), (1, truth[1]), (5, truth[3])):
+        torch.testing.assert_close(
+            rows[i][:, visible], exact[:, visible], rtol=5e-6, atol=5e-6
+        )
+    counted = (torch.arange(call.q.shape[2]) % 3 > 0) & visible
+    ours = max_stats(with_query_mask(call, counted[None]))
+    largest, smallest = truth[0][:, counted].amax(1), truth[1][:, counted].amin(1)
+    near = {"rtol": 1e-5, "atol": 1e-5, "check_dtype": False}
+    torch.testing.assert_close(ours.max_logit, largest, **near)
+    torch.testing.assert_close(ours.min_logit, smallest, **near)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*PACKED[1:3], *(pytest.param(*x, marks=pytest.mark.slow) for x in PACKED)],
+)
+def test_rows_of_packed_sequences_are_those_of_each(
+    name: str, options: dict[str, Any]
+) -> None:
+    check_packed(name, options)
+
+
+def test_a_window_on_both_sides() -> None:
+    plain = call_of(AttentionSpec(), 70, 90, causal=False)
+    call = band_call(plain, window=(5, 30))
+    assert gpu.extremes(call) is not None
+    torch.testing.assert_close(max_stats(call).max_logit, logit_stats(call).max_logit)
+
+
+@pytest.mark.slow
+def test_a_nan_in_one_sequence_reaches_its_rows_alone() -> None:
+    sequences, own = spoiled("no multiple of a tile")
+    fields = gpu.row_fields(sequences.call(), 1.0)
+    assert fields is not None
+    lost = torch.zeros(4, sequences.q.shape[2], dtype=torch.bool)
+    lost[:2, own] = True  # of the heads that share the key head
+    assert torch.equal(fields[0][0, 0].isnan(), lost)
+    largest = max_stats(sequences.call()).max_logit
+    assert largest.isnan().tolist() == [True, True, False, False]
