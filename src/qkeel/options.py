@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -47,13 +48,11 @@ class Term:
     options: dict[str, bool | int | float | str]
 
     def __str__(self) -> str:
-        if not self.options:
-            return self.name
-        return (
-            self.name
-            + ":"
-            + ",".join(f"{k}={_show(v)}" for k, v in sorted(self.options.items()))
-        )
+        pairs = []
+        for key, value in sorted(self.options.items()):
+            text = repr(value) if isinstance(value, float) else str(value)
+            pairs.append(f"{key}={text.lower() if isinstance(value, bool) else text}")
+        return ":".join(filter(None, (self.name, ",".join(pairs))))
 
 
 def parse(text: str) -> tuple[Term, ...]:
@@ -66,25 +65,9 @@ def parse(text: str) -> tuple[Term, ...]:
         raise InvalidTypeError(
             f"expected a spec string like 'lalr:tau=0.1', got {type(text).__name__}"
         )
-    return tuple(_term(part, text) for part in _split_terms(text))
-
-
-def _split_terms(text: str) -> list[str]:
-    # '+' joins terms, but '1e+2' is a number, so a plus after a digit and 'e' belongs to the number.
-    parts, current = [], ""
-    for i, c in enumerate(text):
-        exponent = (
-            i >= 2
-            and text[i - 1] in "eE"
-            and text[i - 2].isdigit()
-            and text[i + 1 : i + 2].isdigit()
-        )
-        if c == "+" and not exponent:
-            parts.append(current)
-            current = ""
-        else:
-            current += c
-    return [*parts, current]
+    # '+' joins terms, but '1e+2' is a number, so a plus between a digit with 'e' and a digit belongs to the number.
+    parts = re.split(r"(?<!\d[eE])\+|\+(?!\d)", text)
+    return tuple(_term(part, text) for part in parts)
 
 
 def _term(part: str, text: str) -> Term:
@@ -120,12 +103,6 @@ def _value(text: str) -> bool | int | float | str:
         except ValueError:
             continue
     return text
-
-
-def _show(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value) if isinstance(value, float) else str(value)
 
 
 # Options are values that users give by name; they are checked against the annotations of the class or function.

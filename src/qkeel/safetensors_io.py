@@ -76,9 +76,17 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise DataError(
             f"{path} does not exist; expected a .safetensors file or a folder that contains one"
         )
-    files = _files(path) if path.is_dir() else [path]
+    # The index of a sharded checkpoint: transformers' or diffusers'.
+    indices = [path / INDEX, *sorted(path.glob("*.safetensors.index.json"))]
+    index = next((file for file in indices if file.exists()), None)
+    weight_map = {} if index is None else _weight_map(index)
+    files = [path / name for name in sorted({*weight_map.values()})] or _files(path)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
+        if index is not None and not file.exists():
+            raise DataError(
+                f"{path} lacks {file.name}, which {index.name} names; download what is missing"
+            )
         for tensor in _header(file):
             if tensor.name in tensors:
                 other = tensors[tensor.name].file.name
@@ -90,13 +98,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise DataError(
             f"{path} does not contain any tensors; expected the weights of a model"
         )
-    index = _index(path)
-    lost = (
-        []
-        if index is None
-        else [name for name in _weight_map(index) if name not in tensors]
-    )
-    if index is not None and lost:
+    if index is not None and (lost := [x for x in weight_map if x not in tensors]):
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise DataError(
             f"{index.name} lists {', '.join(lost[:3])}{more}, but no file in {path} has it; download it again"
@@ -105,39 +107,23 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(path=path, tensors=tensors, config=_config(path), size=size)
 
 
-def _index(folder: Path) -> Path | None:
-    """Returns the index of a sharded checkpoint: transformers' or diffusers', or None if there is none."""
-    if (folder / INDEX).exists():
-        return folder / INDEX
-    others = sorted(folder.glob("*.safetensors.index.json")) if folder.is_dir() else []
-    return others[0] if others else None
-
-
-def _files(folder: Path) -> list[Path]:
-    index = _index(folder)
-    if index is not None:
-        files = [folder / name for name in sorted(set(_weight_map(index).values()))]
-        missing = [file.name for file in files if not file.exists()]
-        if missing:
-            raise DataError(
-                f"{folder} lacks {', '.join(missing)}, which {index.name} names; download what is missing"
-            )
+def _files(path: Path) -> list[Path]:
+    """The files of a checkpoint without an index."""
+    if not path.is_dir():
+        return [path]
+    if (path / "model.safetensors").exists():
+        return [path / "model.safetensors"]
+    if files := sorted(path.glob("*.safetensors")):
         return files
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return files
-    pickles = sorted(file for file in folder.iterdir() if file.suffix in PICKLES)
-    if pickles:
-        raise _refusal(pickles[0])
-    parts = sorted({str(file.parent) for file in folder.glob("*/*.safetensors")})
-    if parts:
+    for file in sorted(path.iterdir()):
+        if file.suffix in PICKLES:
+            raise _refusal(file)
+    if parts := sorted({str(file.parent) for file in path.glob("*/*.safetensors")}):
         raise DataError(
-            f"{folder} has its weights in parts, as a pipeline of diffusers; give one: {', '.join(parts)}"
+            f"{path} has its weights in parts, as a pipeline of diffusers; give one: {', '.join(parts)}"
         )
     raise DataError(
-        f"{folder} does not contain a .safetensors file; expected one, or shards with {INDEX}"
+        f"{path} does not contain a .safetensors file; expected one, or shards with {INDEX}"
     )
 
 
@@ -212,12 +198,11 @@ def _json(file: Path) -> dict[str, Any]:
 def _config(path: Path) -> dict[str, Any]:
     folder = path if path.is_dir() else path.parent
     # A qkeel run stores its weights in last/ and its configuration next to last/.
-    places = [
-        folder / "config.json",
-        *([folder.parent / "config.json"] if folder.name == "last" else []),
-    ]
-    file = next((file for file in places if file.exists()), None)
-    return {} if file is None else _json(file)
+    folders = [folder, folder.parent] if folder.name == "last" else [folder]
+    for place in folders:
+        if (place / "config.json").exists():
+            return _json(place / "config.json")
+    return {}
 
 
 @final
@@ -232,11 +217,8 @@ class TensorReader:
 
     def _open(self, tensor: StoredTensor, count: int) -> Any:
         if self._file != tensor.file or self._bytes > REMAP:
-            self._file, self._stored, self._bytes = (
-                tensor.file,
-                safe_open(tensor.file, framework="pt"),
-                0,
-            )
+            self._stored = safe_open(tensor.file, framework="pt")
+            self._file, self._bytes = tensor.file, 0
         self._bytes += count * DTYPES[tensor.dtype].itemsize
         return self._stored
 
@@ -252,9 +234,5 @@ class TensorReader:
         row = math.prod(tensor.shape[1:])
         rows = max(1, REMAP // (row * DTYPES[tensor.dtype].itemsize))
         for start in range(0, tensor.shape[0], rows):
-            end = min(start + rows, tensor.shape[0])
-            yield (
-                self._open(tensor, (end - start) * row)
-                .get_slice(tensor.name)[start:end]
-                .flatten()
-            )
+            stored = self._open(tensor, rows * row)
+            yield stored.get_slice(tensor.name)[start : start + rows].flatten()

@@ -95,14 +95,6 @@ def test_every_layout_is_moved_restored_and_scaled_as_weights_are_one_by_one(
     assert torch.allclose(twin.double(), factors[0])
 
 
-def test_a_row_has_the_smallest_of_several_factors_of_one_head() -> None:
-    weight = torch.ones(3, 2)
-    s = rows(torch.arange(3)[:, None])
-    heads = HeadRows([(weight, s, torch.tensor([[0, 1], [1, 2], [3, 3]]))], 3)
-    heads.scale(torch.tensor([0.5, 0.25, 0.125, 1.0]))
-    assert weight[:, 0].tolist() == [0.25, 0.125, 1.0]
-
-
 def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused() -> None:
     model = attention()
     optimizer = torch.optim.SGD(model.parameters())
@@ -171,21 +163,6 @@ def test_squares_of_the_parts_add_up_to_those_of_the_heads(
     assert len(sent) == 2
     squares = torch.cat([s.heads(WHOLE).square().sum((1, 2)) for s in (ROWS, COLUMNS)])
     torch.testing.assert_close(sent[0] + sent[1], squares)
-
-
-@pytest.mark.parametrize(("s", "dim"), [(ROWS, 0), (ROWS, 1), (COLUMNS, 0), (COLUMNS, 1)])  # fmt: skip
-def test_the_rows_of_a_part_have_the_factors_of_their_heads(
-    s: HeadSlice, dim: int
-) -> None:
-    row = torch.tensor([*(0.5**h for h in range(1, s.n + 1)), 1.0], dtype=torch.float64)
-    expected = WHOLE * by_hand([row[:-1]], [s], WHOLE)
-    for rank in range(2):
-        with process(rank):
-            split = part(rank, dim)
-            HeadRows([(split, s, torch.arange(s.n)[:, None])], s.n).scale(row)
-            torch.testing.assert_close(
-                split.to_local(), expected.chunk(2, dim)[rank].contiguous()
-            )
 
 
 def test_what_cannot_be_done_with_a_part_or_a_quantised_weight_is_refused() -> None:

@@ -147,11 +147,9 @@ def test_two_gradients_show_the_features_of_every_head(heads: int) -> None:
     )
     assert x.grad_fn is not None
     (projection,) = walk(x.grad_fn, set(), names_of(model)).nearest
-    used = features_used(x, 1, projection, by_token=False)
+    used = features_used(x, 1, projection)
     assert used is not None
     expected = torch.arange(heads * 2).view(heads, 2)[order]
-    assert [
-        torch.from_numpy(row).nonzero().flatten().tolist() for row in used
-    ] == expected.tolist()
+    assert [row.nonzero().flatten().tolist() for row in used] == expected.tolist()
     mixed = x + x.roll(1, 1)
-    assert features_used(mixed, 1, projection, by_token=False) is None
+    assert features_used(mixed, 1, projection) is None

@@ -198,21 +198,18 @@ def _by_optimizer(
             if any(p.ndim < 2 for p in held):
                 return [dataclasses.replace(target, optimizer=optimizer)]
         return [target]
-    sites_of: list[list[AttentionSite]] = [[] for _ in optimizers]
+    sites_of: dict[Optimizer, list[AttentionSite]] = {}
     for site in target.sites:
         weights = [target.parameter(s.parameter) for s in (*site.query, *site.key)]
-        holders = [
-            i
-            for i, optimizer in enumerate(optimizers)
-            if any(stepped(innermost(optimizer), p) is not None for p in weights)
-        ]
-        sites_of[(holders or [0])[0]].append(site)
-    targets = [
+        holder = optimizers[0]
+        for optimizer in reversed(optimizers):
+            if any(stepped(innermost(optimizer), p) is not None for p in weights):
+                holder = optimizer
+        sites_of.setdefault(holder, []).append(site)
+    return [
         dataclasses.replace(target, optimizer=optimizer, sites=sites)
-        for optimizer, sites in zip(optimizers, sites_of)
-        if sites
-    ]
-    return targets or [target]
+        for optimizer, sites in sites_of.items()
+    ] or [target]
 
 
 def _check(

@@ -91,6 +91,9 @@ class LALR(StepRemedy):
         start = norms()
         rates = HeadRates(target.sites, weights, start)
         acting = _acting(self.heads, target.sites, weights)
+        if acting is not None:
+            # Otherwise the host would wait in every step until it is on the device.
+            acting = acting.to(start.device)
 
         def factors() -> Tensor:
             factors = self.tau * rates(norms())

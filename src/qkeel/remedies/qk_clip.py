@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from qkeel.capture.calls import maxima
 from qkeel.errors import RefusedError, caution
 from qkeel.functional.bounds import qk_clip_gamma
-from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
@@ -178,14 +177,16 @@ class _Clip:
             first += site.n_heads
         self.rows = HeadRows(self._shares(target, weights), 2 * self._heads)
         # The weights of each site that may be frozen later, and are then not scaled.
-        self._trained_weights = [
-            [target.parameter(factor.weight.parameter) for factor in factors_of_site]
+        self._trained = [
+            [target.parameter(x.weight.parameter) for x in factors_of_site]
             if remedy.frozen == "refuse"
             else []
             for factors_of_site in factors
         ]
+        self._frozen: list[bool] = []
+        self._spared = torch.empty(0)
         # It may refuse, so it precedes the tap.
-        self.shared = SharedMaxima(target, self.maxima)
+        self.shared = SharedMaxima(target)
         self.tap = Tap(
             target.model,
             when_training=True,
@@ -206,8 +207,6 @@ class _Clip:
         self.kept: Tensor | None = None
         self._copies: dict[int, tuple[str, ...]] = {}
         self._has_warned = self._has_warned_of_frozen = False
-        # Statistics of the passes since the last step, once they have been read.
-        self._statistics: dict[str, LogitStats] | None = None
         # Nothing uses what the tap reads once the optimizer is gone. A tap refers to its model, which may refer to the
         # optimizer, so a strong reference here would keep all of them for good.
         self._gone = weakref.finalize(optimizer, _stop, weakref.ref(self.tap))
@@ -236,23 +235,14 @@ class _Clip:
         self._gone.detach()
         self.tap.remove()
 
-    def maxima(self) -> dict[str, Tensor]:
-        """Returns the largest logits over the passes since the last step, keyed by site."""
-        return {name: stats.max_logit for name, stats in self._passes().items()}
-
-    def _passes(self) -> dict[str, LogitStats]:
-        if self._statistics is None:
-            # The step has come, so a pass that no gradient has reached is not trained by it.
-            self.tap.settle()
-            self.tap.take("eval")
-            self._statistics = self.tap.take("train")
-        return self._statistics
-
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
         """Clips the heads by the maxima since the last step that was not skipped."""
-        infinite, statistics = found_inf(optimizer), self._passes()
-        if not statistics and not self._has_warned and self.tap.active:
+        # The step has come, so a pass that no gradient has reached is not trained by it.
+        self.tap.settle()
+        self.tap.take("eval")
+        maxima = {name: x.max_logit for name, x in self.tap.take("train").items()}
+        if not maxima and not self._has_warned and self.tap.active:
             self._has_warned = True
             caution(
                 "qk_clip saw no attention call that was trained between two steps of the optimizer, so nothing was "
@@ -260,19 +250,18 @@ class _Clip:
                 "returns"
             )
         # After a step the caches are cold and a torch operation takes 50 µs, so the usual case uses none.
+        infinite = found_inf(optimizer)
         is_usual = infinite is None and not self.shared.several and self.kept is None
-        if not is_usual or any(self._is_over(x.max_logit) for x in statistics.values()):
-            self._clip(optimizer, infinite)
-        self._statistics = None
+        if not is_usual or any(map(self._is_over, maxima.values())):
+            self._clip(self.shared.over_all(maxima), optimizer, infinite)
 
     def _is_over(self, largest: Tensor) -> bool:
         """True if a head exceeds the threshold, or if the host would have to wait for its maximum."""
         under = float(self.remedy.threshold).__lt__  # NaN is not over
         return not _readable(largest) or any(map(under, largest.tolist()))
 
-    def _clip(self, optimizer: Optimizer, infinite: Tensor | None) -> None:
-        row = self.shared.over_all()
-        row = row.masked_fill(self._spared().to(row.device), -torch.inf)
+    def _clip(self, row: Tensor, optimizer: Optimizer, infinite: Tensor | None) -> None:
+        row = self._without_spared(row)
         if self.kept is not None:
             row = torch.maximum(row.to(self.kept), self.kept)
         self.kept = None
@@ -298,27 +287,28 @@ class _Clip:
         if self.matched is not None:
             self.matched.shrink(factors)
 
-    def _spared(self) -> Tensor:
-        """Returns a mask [heads of all sites] that is True for heads that are not clipped.
+    def _without_spared(self, row: Tensor) -> Tensor:
+        """Leaves out the maxima of heads that are not clipped.
 
         These are heads that the option leaves out, and all of a site with a weight that has been frozen since."""
-        named = dict(self.remedy.heads or ())
-        spared: list[Tensor] = []
-        for i, site in enumerate(self.sites):
-            mask = torch.zeros(site.n_heads, dtype=torch.bool)
-            if named.get(site.name):
-                mask[:] = True
-                mask[list(named[site.name])] = False
-            if not all(p.requires_grad for p in self._trained_weights[i]):
-                mask[:] = True
-                if not self._has_warned_of_frozen:
-                    self._has_warned_of_frozen = True
-                    caution(
-                        f"qk_clip does not clip {where(site)} while a query or key weight is frozen. With "
-                        "frozen=scale, it also scales frozen weights"
-                    )
-            spared.append(mask)
-        return torch.cat(spared)
+        frozen = [
+            not all(p.requires_grad for p in weights) for weights in self._trained
+        ]
+        if any(frozen) and not self._has_warned_of_frozen:
+            self._has_warned_of_frozen = True
+            caution(
+                f"qk_clip does not clip {where(self.sites[frozen.index(True)])} while a query or key weight is frozen. "
+                "With frozen=scale, it also scales frozen weights"
+            )
+        if frozen != self._frozen or self._spared.device != row.device:
+            # Made only if it changes, since the host would wait for its way to the device.
+            named, masks = dict(self.remedy.heads or ()), []
+            for site, is_frozen in zip(self.sites, frozen):
+                heads = torch.tensor(named.get(site.name) or range(site.n_heads))
+                acts = torch.isin(torch.arange(site.n_heads), heads)
+                masks.append(~acts | is_frozen)
+            self._frozen, self._spared = frozen, torch.cat(masks).to(row.device)
+        return row.masked_fill(self._spared, -torch.inf)
 
     def _copies_of(self, weight: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
         """Yields the float32 copies of a weight that the optimizer keeps in its state."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import final
 
 import torch
@@ -24,15 +24,10 @@ class SharedMaxima:
     process different sequences, and tensor-parallel processes compute different heads of a layer. The stages of a
     pipeline run different layers, even if these have the same names, so each stage has its own part of the row.
 
-    Args:
-        target: the model and its sites.
-        maxima: returns the maxima that this process has measured since the last step, by site.
     """
 
-    def __init__(
-        self, target: Target, maxima: Callable[[], Mapping[str, Tensor]]
-    ) -> None:
-        self._sites, self._maxima = target.sites, maxima
+    def __init__(self, target: Target) -> None:
+        self._sites = target.sites
         #: This process's first head at each site of which it has a part of the heads.
         self._first: dict[str, int] = {}
         #: How many values of other layers are around this process's in the row of all layers.
@@ -87,22 +82,18 @@ class SharedMaxima:
                 )
             self._first[site.name] = int(is_present.all(1).int().argmax())
 
-    def _row(self) -> Tensor:
-        """Returns this process's maxima of all sites in one row, with -inf for heads that were not observed here."""
-        maxima = self._maxima()
+    def over_all(self, maxima: Mapping[str, Tensor]) -> Tensor:
+        """Returns the largest logit of each head of all sites over all processes, in one row.
+
+        maxima: what this process has measured, by site; -inf stands for heads that no process has measured."""
         device = next((x.device for x in maxima.values()), torch.device("cpu"))
         heads: list[Tensor] = []
         for site in self._sites:
-            values = maxima.get(site.name, torch.full((site.n_heads,), -torch.inf))
+            values = maxima.get(site.name, torch.empty(0, device=device)).to(device)
             missing = site.n_heads - len(values)
-            first = self._first.get(site.name, 0) if missing else 0
-            padding = (first, missing - first)
-            heads.append(F.pad(values.to(device), padding, value=-torch.inf))
-        return torch.cat(heads)
-
-    def over_all(self) -> Tensor:
-        """Returns the largest logit of each head over all processes."""
-        row = self._row()
+            first = min(self._first.get(site.name, 0), missing)
+            heads.append(F.pad(values, (first, missing - first), value=-torch.inf))
+        row = torch.cat(heads)
         if not self.several:
             return row
         # No reduction is guaranteed to keep NaN, so infinity, which never causes clipping either, is sent instead.

@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,9 +29,7 @@ from qkeel.patching.modes import (
     Kwargs,
     buffers_of,
     modules_of,
-    parameters_in,
     parameters_of,
-    submodules_of,
 )
 from qkeel.sites.run import SEARCH, spread, whole_weights
 from qkeel.sites.trace import ModelTrace, traced
@@ -42,50 +40,47 @@ T = TypeVar("T", HeadSlice, NormGain)
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 
-def named_models(given: object, what: str) -> dict[str, nn.Module]:
+def named_models(given: object, purpose: str) -> dict[str, nn.Module]:
     """Returns models by name. The name is "" for a single model, the key in a dict or ModuleDict, and the index "0",
     "1", … in a list or ModuleList.
 
     Raises:
-        InvalidTypeError: something is not a module; `what` says in the message what it is needed for.
+        InvalidTypeError: something is not a module; `purpose` says in the message what it is needed for.
         InvalidValueError: there is no model, a name cannot begin the name of a site, or a model is given twice or is a
             part of another model.
     """
-    holder = (
+    holds_models = (
         isinstance(given, (nn.ModuleList, nn.ModuleDict))
         and type(given).forward is nn.Module.forward
     )
-    if isinstance(given, nn.Module) and not holder:
+    if isinstance(given, nn.Module) and not holds_models:
         return {"": given}
-    if not isinstance(given, (list, tuple, Mapping, nn.ModuleList, nn.ModuleDict)):
-        raise InvalidTypeError(
-            f"expected a torch.nn.Module to {what}, got {type(given).__name__}; give the model itself"
-        )
-    pairs = (
-        given.items()
-        if isinstance(given, (Mapping, nn.ModuleDict))
-        else enumerate(given)
-    )
-    models = {str(name): model for name, model in pairs}
-    if not models:
-        raise InvalidValueError(f"expected at least one model to {what}, got none")
+    models: dict[str, Any]
+    if isinstance(given, (Mapping, nn.ModuleDict)):
+        models = {str(name): model for name, model in given.items()}
+    elif isinstance(given, (list, tuple, nn.ModuleList)):
+        models = {str(i): model for i, model in enumerate(given)}
+    else:
+        models = {"": given}
     for name, model in models.items():
         if not isinstance(model, nn.Module):
+            among = f" as {name!r}" if name else ""
             raise InvalidTypeError(
-                f"expected a torch.nn.Module to {what} as {name!r}, got {type(model).__name__}"
+                f"expected a torch.nn.Module to {purpose}{among}, got {type(model).__name__}; give the model itself"
             )
-        if not re.fullmatch(r"[\w-]+", name) or name in dir(nn.ModuleDict):
+    if not models:
+        raise InvalidValueError(f"expected at least one model to {purpose}, got none")
+    taken = dir(nn.ModuleDict)
+    if any(
+        name in taken or not re.fullmatch(r"[\w-]+", name) for name in models if name
+    ):
+        raise InvalidValueError(
+            f"expected model names made of letters, digits, _ and -, and not the name of a method, got {[*models]}"
+        )
+    for name, other in itertools.permutations(models, 2):
+        if unwrapped(models[name]) in [*unwrapped(models[other]).modules()]:
             raise InvalidValueError(
-                f"expected model names made of letters, digits, _ and -, and not the name of a method, got {name!r}"
-            )
-    inside = {
-        name: {id(m) for m in unwrapped(model).modules()}
-        for name, model in models.items()
-    }
-    for part, model in itertools.permutations(models, 2):
-        if id(unwrapped(models[part])) in inside[model]:
-            raise InvalidValueError(
-                f"expected models that do not contain each other, got {part!r} inside {model!r}: give each only once"
+                f"expected models that do not contain each other, got {name!r} inside {other!r}: give each only once"
             )
     return models
 
@@ -121,9 +116,9 @@ def sites_of_each(
     )
     each = dict.fromkeys(models, given) if whole else of_each(given, [*models], "sites")
     return {
-        n: None if x is None else bound(x, unwrapped(models[n]))
+        n: None if x is None else bound(x, unwrapped(models[n]))  # type: ignore[arg-type]
         for n, x in each.items()
-    }  # type: ignore[arg-type]
+    }
 
 
 def within(model: str, name: str) -> str:
@@ -194,37 +189,6 @@ def _renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite
     )
 
 
-def _name_now(model: nn.Module, name: str, *, of_module: bool) -> str:
-    """The current name of a module or weight, whose path may lead through wrappers that were added since the name was
-    found."""
-    way, mark, ordinal = name.partition("#")
-    module, found = model, []
-
-    def enter() -> bool:
-        nonlocal module
-        inner = next(
-            (key for key in WRAPPED_AS if submodules_of(module).get(key) is not None),
-            None,
-        )
-        if inner is not None:
-            found.append(inner)
-            module = module.get_submodule(inner)
-        return inner is not None
-
-    keys = way.split(".") if way else []
-    for key in keys if of_module else keys[:-1]:
-        while key not in submodules_of(module) and enter():
-            pass
-        child = submodules_of(module).get(key)
-        if child is None:
-            return name
-        found.append(key)
-        module = child
-    while enter():
-        pass
-    return ".".join([*found, *(() if of_module else keys[-1:])]) + mark + ordinal
-
-
 def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
     """Binds sites to the modules of this model that have the sites' names; a pipeline stage has only some of them.
 
@@ -237,27 +201,32 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
     """
     if not all(isinstance(site, AttentionSite) for site in sites):
         raise InvalidTypeError("expected sites as qkeel.find_sites returned them")
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    found = []
-    for site in map(functools.partial(_site_now, model), sites):
-        module = modules.get(site.name.partition("#")[0])
-        if module is None:
-            continue
-        for part in (*site.query, *site.key):
-            p, n = parameters.get(part.parameter), int(part.index.max()) + 1
-            rows = (
-                0
-                if p is None
-                else p.shape[1:].numel()
-                if part.axis and p.ndim > 1
-                else p.shape[0]
-            )
-            if rows < n:
-                raise RefusedError(
-                    f"the site {site.name} was found in a model with other weights: expected {part.parameter} with at "
-                    f"least {n} rows, got {rows if rows else 'no weight of this name'}"
+    # A wrapper comes before the module inside it, which has the same bare name.
+    modules = {_bare(name): (name, m) for name, m in model.named_modules()}
+    parameters = {_bare(name): (name, p) for name, p in model.named_parameters()}
+
+    def in_model(others: Sequence[AttentionSite]) -> Iterator[AttentionSite]:
+        for site in others:
+            home, mark, ordinal = site.name.partition("#")
+            if _bare(home) in modules:
+                name, module = modules[_bare(home)]
+                renamed = _renamed(
+                    site, lambda weight: parameters.get(_bare(weight), (weight,))[0]
                 )
-        found.append(dataclasses.replace(site, module=module))
+                yield dataclasses.replace(
+                    renamed, name=f"{name}{mark}{ordinal}", module=module
+                )
+
+    found = [*in_model(sites)]
+    for site in found:
+        for s in (*site.query, *site.key):
+            weight = parameters.get(_bare(s.parameter), (None, None))[1]
+            n_rows = 0 if weight is None else len(s.rows_of(weight))
+            if n_rows <= int(s.index.max()):
+                raise RefusedError(
+                    f"the site {site.name} was found in a model with other weights: expected {s.parameter} with at "
+                    f"least {int(s.index.max()) + 1} rows, got {n_rows or 'no weight of this name'}"
+                )
     if not found:
         raise RefusedError(
             f"this {type(model).__name__} has no module with the name of any site "
@@ -266,31 +235,12 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
         )
     if not isinstance(sites, Sites):
         return Sites(found)
-    return Sites(found, sites.missed, _bound_indexers(sites, model))
+    return Sites(found, sites.missed, in_model(sites.indexers))
 
 
-def _bound_indexers(sites: Sites, model: nn.Module) -> list[AttentionSite]:
-    """The indexers whose layers are in this model; their modules are found by the layers' names."""
-    modules, here = (
-        dict(model.named_modules()),
-        (_site_now(model, site) for site in sites.indexers),
-    )
-    return [
-        dataclasses.replace(site, module=modules[home])
-        for site in here
-        if (home := site.name.partition("#")[0]) in modules
-    ]
-
-
-def _site_now(model: nn.Module, site: AttentionSite) -> AttentionSite:
-    name = _name_now(model, site.name, of_module=True)
-    weights = [s.parameter for s in (*site.query, *site.key)]
-    if name == site.name and all(
-        _name_now(model, one, of_module=False) == one for one in weights
-    ):
-        return site
-    by_weight = _renamed(site, functools.partial(_name_now, model, of_module=False))
-    return dataclasses.replace(by_weight, name=name)
+def _bare(name: str) -> str:
+    """The name without the parts that activation checkpointing and torch.compile add."""
+    return ".".join(key for key in name.split(".") if key not in WRAPPED_AS)
 
 
 # The search for a model's attention sites and for the weights from which each head is computed.
@@ -317,9 +267,8 @@ def find_sites(model: nn.Module, batch: object = None) -> Sites:
 
     If fully_shard has split the model, all processes must call this function, and each process holds all weights during
     the search. If the model does not fit into the memory of one process, or if its heads will be split, which hides its
-    weights, find the sites before splitting the model and pass them as `sites=` to watch and apply. If the model is on
-    the meta device, a copy with random weights is searched on the CPU, with a batch on the CPU. This needs as much
-    memory as the full model; the sites refer to the model you passed.
+    weights, find the sites before splitting the model and pass them as `sites=` to watch and apply. Of a
+    model on the meta device, a copy with random weights is searched on the CPU.
 
     Args:
         model: any module with attention.
@@ -328,7 +277,7 @@ def find_sites(model: nn.Module, batch: object = None) -> Sites:
     Raises:
         InvalidTypeError: the model is not a torch.nn.Module.
         RefusedError: there is no attention, or none that can be observed; the message says what was tried.
-        InvalidValueError: the forward pass with this batch fails, or the batch is on another device.
+        InvalidValueError: the forward pass with this batch fails.
         ApartError: the model is split, and another process has failed, or has not reached the search within the process
             group's timeout; after 8 seconds, a warning names the missing processes.
 
@@ -353,8 +302,8 @@ def found_sites(
         if spread(model):
             by_all = functools.partial(_searched_by_all, model, args, kwargs)
             return dist.agree(SEARCH, by_all, _unverified), None
-        if on_meta(model):
-            return bound(_searched(with_values(model), args, kwargs)[0], model), None
+        if any(p.is_meta for p in model.parameters()):
+            return bound(_searched(_with_values(model), args, kwargs)[0], model), None
         with whole_weights(model):
             return _searched(model, args, kwargs)
     own = _own_sites(model)
@@ -475,37 +424,29 @@ def is_normed(site: AttentionSite) -> bool:
     return site.normed or site.spec.norm.kind != "none"
 
 
-def on_meta(model: nn.Module) -> bool:
-    """Returns whether the model has weights on the meta device."""
-    return any([p.is_meta for p in parameters_in(modules_of(model).values())])
-
-
-def with_values(model: nn.Module) -> nn.Module:
+def _with_values(model: nn.Module) -> nn.Module:
     """A copy on the CPU in which tensors on the meta device are replaced by random ones, shared tensors by the same
-    one. The global random generators are not advanced.
-
-    Matrices are scaled to preserve the size of their input; gains, other vectors and buffers are near 1. Integers are 0
-    and booleans True, so that a mask among them hides nothing.
-    """
-    made = copy.deepcopy(model)
-    source, drawn = torch.Generator().manual_seed(0), dict[int, Tensor]()
-    for module in made.modules():
-        own, buffers = parameters_of(module), buffers_of(module)
-        for name, p in own.items():
-            if p is not None and p.is_meta:
-                value = drawn.setdefault(
-                    id(p), nn.Parameter(_drawn(p, source), p.requires_grad)
-                )
-                assert isinstance(value, nn.Parameter)
-                own[name] = value
-        for name, x in buffers.items():
-            if x is not None and x.is_meta:
-                buffers[name] = drawn.setdefault(id(x), _drawn(x, source))
-    return made
-
-
-def _drawn(x: Tensor, source: torch.Generator) -> Tensor:
-    if not (x.is_floating_point() or x.is_complex()):
-        return torch.full(x.shape, x.dtype == torch.bool, dtype=x.dtype)
-    normal = torch.randn(x.shape, generator=source)
-    return (normal / x.shape[-1] ** 0.5 if x.ndim > 1 else 1 + normal / 8).to(x.dtype)
+    one. Integers become 0 and booleans True, so that a mask among them hides nothing."""
+    copied = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    drawn: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in copied.modules():
+        tables: list[dict[str, Any]] = [parameters_of(module), buffers_of(module)]
+        for table in tables:
+            for name, x in table.items():
+                if x is None or not x.is_meta:
+                    continue
+                if id(x) not in drawn:
+                    value = torch.full(x.shape, x.dtype == torch.bool, dtype=x.dtype)
+                    if x.is_floating_point() or x.is_complex():
+                        noise = torch.randn(x.shape, generator=generator)
+                        # Matrices keep the size of their input; vectors are near 1, as gains are.
+                        is_matrix = x.ndim > 1
+                        value += (
+                            noise / x.shape[-1] ** 0.5 if is_matrix else 1 + noise / 8
+                        )
+                    if isinstance(x, nn.Parameter):
+                        value = nn.Parameter(value, x.requires_grad)
+                    drawn[id(x)] = x, value
+                table[name] = drawn[id(x)][1]
+    return copied

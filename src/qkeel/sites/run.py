@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
@@ -17,10 +18,7 @@ from qkeel.patching.modes import (
     DeferredError,
     Guarded,
     Kwargs,
-    buffers_of,
     gathered,
-    modules_of,
-    parameters_in,
     running_stage,
     unguarded,
 )
@@ -116,16 +114,12 @@ def check_devices(model: nn.Module, *example: object) -> None:
     Raises:
         InvalidValueError: the example is on another device; the message names both devices.
     """
-    modules = modules_of(model).values()
-    buffers = [
-        x for module in modules for x in buffers_of(module).values() if x is not None
-    ]
-    homes = {x.device for x in (*parameters_in(modules), *buffers)}
+    homes = {x.device for x in itertools.chain(model.parameters(), model.buffers())}
     for x in tensors(example):
         # A scalar on the CPU can be combined with tensors on any device.
         if homes and x.device not in homes and (x.ndim or x.device.type != "cpu"):
-            where = ", ".join(sorted(map(str, homes)))
+            devices = sorted(map(str, homes))
             raise InvalidValueError(
-                f"expected the example on the model's device, {where}; got a tensor of shape {tuple(x.shape)} on "
-                f"{x.device}. Move one of them: inputs.to({where.split(', ')[0]!r})"
+                f"expected the example on the model's device, {', '.join(devices)}; got a tensor of shape "
+                f"{tuple(x.shape)} on {x.device}. Move one of them: inputs.to({devices[0]!r})"
             )
