@@ -290,12 +290,13 @@ def test_rates_follow_the_weights_in_use(seed: int) -> None:
 
 
 @pytest.mark.parametrize("clipped", [["0"], ["0", "1"]])
-def test_a_layer_that_runs_twice_is_clipped_in_both_of_its_runs_or_refused(
+def test_layers_of_the_same_weights_are_clipped_together_or_not_at_all(
     clipped: list[str],
 ) -> None:
     torch.manual_seed(0)
-    layer = Layer(*(nn.Linear(8, 8) for _ in range(3)), heads=2, size=4)
-    model, x = nn.Sequential(layer, layer), 9 * torch.randn(2, 5, 8)
+    q, k, *values = (nn.Linear(8, 8) for _ in range(4))
+    model = nn.Sequential(*(Layer(q, k, v, heads=2, size=4) for v in values))
+    x = 9 * torch.randn(2, 5, 8)
     sites = qkeel.find_sites(model, x)
     assert len(sites) == 2
     names = [sites[int(i)].name for i in clipped]
@@ -305,8 +306,8 @@ def test_a_layer_that_runs_twice_is_clipped_in_both_of_its_runs_or_refused(
         with pytest.raises(RefusedError, match="other layers"):
             qkeel.apply(model, remedy, optimizer, batch=x)
         return
-    before = layer.q.weight.detach().clone()
+    before = q.weight.detach().clone()
     qkeel.apply(model, remedy, optimizer, batch=x)
     model(x).sum().backward()
     optimizer.step()
-    assert not torch.equal(before, layer.q.weight)
+    assert not torch.equal(before, q.weight)
