@@ -332,10 +332,10 @@ class ModelFinder(Handle):
         for chain in chains(optimizer):
             watches = [w for w in self._watches if any(w.model is m for m in chain)]
             theirs = next(filter(watched, chain), None)
-            if not watches and theirs is None:
-                self._begin(chain, optimizer)
-            elif not watches:
-                if theirs not in self._theirs:
+            if not watches:
+                if theirs is None:
+                    self._begin(chain, optimizer)
+                elif theirs not in self._theirs:
                     self._theirs.add(theirs)
                     self._of_script(theirs, optimizer)
             elif not self._steps[optimizer] and self._has_stepped(watches[0]):
@@ -343,8 +343,10 @@ class ModelFinder(Handle):
                 watches[0].end(self._end)
                 self._watches.remove(watches[0])
                 self._begin(chain, optimizer)
-            elif watches[0].optimizer() is not optimizer and watches[0].model:
-                self._further(watches[0].model, optimizer)
+            elif watches[0].optimizer() is not optimizer:
+                model = watches[0].model
+                if model is not None:
+                    self._further(model, optimizer)
 
     def _has_stepped(self, watch: _Watch) -> bool:
         first = watch.optimizer()
