@@ -63,46 +63,27 @@ def test_gates_are_weights_to_the_optimizer_and_train() -> None:
     optimizer = torch.optim.AdamW(
         [{"params": matrices}, {"params": gains, "weight_decay": 0.0}], lr=0.01
     )
-    sizes = [len(g["params"]) for g in optimizer.param_groups]
-    with qkeel.apply(model, "output_gate", optimizer, batch=x):
-        assert [len(g["params"]) for g in optimizer.param_groups] == [
-            sizes[0] + 2,
-            sizes[1],
-        ]
-        out(model, x).square().mean().backward()
-        optimizer.step()
-        assert all(
-            p.any()
-            for n, p in model.named_parameters()
-            if n.endswith("output_gate.weight")
-        )
-    assert [len(g["params"]) for g in optimizer.param_groups] == sizes
+    n = len(matrices)
+    qkeel.apply(model, "output_gate", optimizer, batch=x)
+    assert len(optimizer.param_groups[0]["params"]) == n + 2
+    out(model, x).square().mean().backward()
+    optimizer.step()
+    gates = [p for name, p in model.named_parameters() if "output_gate" in name]
+    assert all(p.any() for p in gates)
 
 
 def test_where_the_projection_can_not_be_told_it_says_so_and_changes_nothing() -> None:
-    torchs, x = encoder(), example("encoder")
-    before = everything(torchs)
-    with pytest.raises(RefusedError, match="inside a torch function"):
-        qkeel.apply(torchs, "output_gate", batch=x)
-    assert everything(torchs) == before
-    bert, x = (
-        hf("bert", "sdpa"),
-        example("bert"),
-    )  # projects in a module beside that of the attention
-    before = everything(bert)
-    with pytest.raises(
-        RefusedError, match="no module inside it multiplies the output of attention"
-    ):
-        qkeel.apply(bert, "output_gate", batch=x)
-    assert everything(bert) == before
-    mixed, x = Hand("linear"), torch.randn(2, 6, 16)
+    mixed = Hand("linear")
     mixed.o = nn.Identity()
-    before = everything(mixed)
-    with pytest.raises(
-        RefusedError, match="no module inside it multiplies the output of attention"
+    for model, x in (
+        (encoder(), example("encoder")),  # projects inside a torch function
+        (hf("bert", "sdpa"), example("bert")),  # in a module beside its attention
+        (mixed, torch.randn(2, 6, 16)),
     ):
-        qkeel.apply(mixed, "output_gate", batch=x)
-    assert everything(mixed) == before
+        before = everything(model)
+        with pytest.raises(RefusedError):
+            qkeel.apply(model, "output_gate", batch=x)
+        assert everything(model) == before
 
 
 def test_heads_that_lie_apart_have_no_gate_of_their_own() -> None:
@@ -114,6 +95,6 @@ def test_heads_that_lie_apart_have_no_gate_of_their_own() -> None:
             return self.o(whole.permute(0, 2, 3, 1).flatten(2))
 
     model, x = Apart("fused"), torch.randn(2, 6, 16)
-    with pytest.raises(RefusedError, match="are not adjacent"):
+    with pytest.raises(RefusedError):
         qkeel.apply(model, "output_gate:per=head", batch=x)
     qkeel.apply(model, "output_gate", batch=x).remove()

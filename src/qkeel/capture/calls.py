@@ -241,23 +241,24 @@ def layout(
     """
     n = len(shape)
     keys = n - 1 if keys is None else keys
-    rows = (
-        max((i for i in range(n) if i != keys), default=keys) if rows is None else rows
-    )
+    if rows is None:
+        rows = max((i for i in range(n) if i != keys), default=keys)
     places = [i for i in range(n) if i not in (keys, rows)]
     lead = [shape[i] for i in places]
-    letters, sizes, certain = _lead(lead, hints, batch)
+    letters, sizes, is_certain = _lead(lead, hints, batch)
     groups = ["b"] * n
     groups[keys], groups[rows] = "s", "t"
     for place, letter in zip(places, letters):
         groups[place] = letter
-    headless = not sizes and len(lead) < 2
     guess = (
-        ""
-        if certain
-        else f"scores of shape {tuple(shape)} do not show which dimension holds the heads"
+        f"scores of shape {tuple(shape)} do not show which dimension holds the heads"
     )
-    return HeadLayout(groups=tuple(groups), sizes=sizes, headless=headless, guess=guess)
+    return HeadLayout(
+        groups=tuple(groups),
+        sizes=sizes,
+        headless=not sizes and len(lead) < 2,
+        guess="" if is_certain else guess,
+    )
 
 
 def _lead(
@@ -266,42 +267,30 @@ def _lead(
     """The letters of the dimensions before the query and key dimensions, the sizes of the head dimensions, and whether
     this is certain."""
     n = len(lead)
-    if n == 0:
-        return [], (), True
+    if n == 0 or (n == 1 and lead[0] == batch):
+        return ["b"] * n, (), True
     if n == 1:
-        return _merged(lead[0], hints, batch)
-    if n == 2:
-        if lead[1] == batch != lead[0] and lead[1] not in hints:
-            return ["h", "b"], (lead[0],), True
-        certain = lead[0] == batch != lead[1] or (
-            lead[1] in hints and lead[0] not in hints
-        )
-        return ["b", "h"], (lead[1],), certain or 1 in lead
-    if lead[1] * lead[2] in hints:
+        # Heads and batch in one dimension.
+        size = lead[0]
+        heads = [h for h in sorted(hints, reverse=True) if batch and size == h * batch]
+        if heads:
+            return ["bh"], (heads[0],), True
+        if batch and size > batch and size % batch == 0:
+            return ["bh"], (size // batch,), False
+        return ["bh"], (max((h for h in hints if size % h == 0), default=size),), False
+    if n > 2 and lead[1] * lead[2] in hints:
         return ["b", "h", "h", *"b" * (n - 3)], (lead[1], lead[2]), True
-    for place in (1, 2, 0):
-        if lead[place] in hints:
-            letters = ["h" if i == place else "b" for i in range(n)]
-            return (
-                letters,
-                (lead[place],),
-                sum(size == lead[place] for size in lead) == 1,
-            )
-    return ["b", "h", "h", *"b" * (n - 3)], (lead[1], lead[2]), False
-
-
-def _merged(
-    size: int, hints: frozenset[int], batch: int
-) -> tuple[list[str], tuple[int, ...], bool]:
-    for n in sorted(hints, reverse=True):
-        if batch and size == n * batch:
-            return ["bh"], (n,), True
-    if batch and size > batch and size % batch == 0:
-        return ["bh"], (size // batch,), False
-    if size == batch:
-        return ["b"], (), True
-    split = max((n for n in hints if size % n == 0), default=size)
-    return ["bh"], (split,), False
+    order = (1, 0) if n == 2 else (1, 2, 0)
+    stated = [i for i in order if lead[i] in hints and (i or lead[0] != batch)]
+    if not stated and n > 2:
+        return ["b", "h", "h", *"b" * (n - 3)], (lead[1], lead[2]), False
+    if stated:
+        place, is_certain = stated[0], lead.count(lead[stated[0]]) == 1
+    else:
+        place = 0 if lead[1] == batch != lead[0] else 1
+        is_certain = batch in lead and lead[0] != lead[1]
+    letters = ["h" if i == place else "b" for i in range(n)]
+    return letters, (lead[place],), is_certain or (n == 2 and 1 in lead)
 
 
 def fewest_keys(k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
@@ -485,6 +474,27 @@ class ScoresCall:
         """The device of the logits."""
         return self.logits.device
 
+    def blocks(self) -> Iterator[tuple[slice, Tensor, VisibleKeys]]:
+        """Blocks of rows: a copy of their logits in float32 or wider with the hidden pairs blanked out, and which keys
+        are visible in them."""
+        b, h, t, s = self.logits.shape
+        size = max(1, BLOCK // max(1, b * h * s))
+        for start in range(0, t, size):
+            rows = slice(start, min(t, start + size))
+            hidden = self.hidden_in(rows)
+            visible_keys = VisibleKeys(None, s, s)
+            if hidden is not None:
+                visible_keys = VisibleKeys(~hidden, 0, s)
+            z = self.logits[:, :, rows].to(wide(self.logits.dtype), copy=True)
+            yield rows, visible_keys.blank_(z), visible_keys
+
+    def hidden_in(self, rows: slice) -> Tensor | None:
+        """The hidden pairs of some rows."""
+        hidden = self.hidden
+        if hidden is None or hidden.shape[2] == 1:
+            return hidden
+        return hidden[:, :, rows]
+
 
 @torch.no_grad()
 def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitStats:
@@ -496,38 +506,41 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
     kind = wide(call.logits.dtype)
     q, k = (None if x is None else x.to(kind) for x in (call.q, call.k))
     q_norm, k_norm = (None if x is None else x.norm(dim=-1) for x in (q, k))
-    each = (
-        None
-        if k is None
-        else k.repeat_interleave(call.logits.shape[1] // k.shape[1], dim=1)
-    )
+    b, h, _, s = call.logits.shape
     classes = None if call.classes is None else call.classes.members(kind)
     parts = []
-    for rows in _blocks(call):
-        z, seen = _logits(call, rows)
-        angle = no_product_rows(z.amax(-1))
-        if (
-            q is not None
-            and each is not None
-            and q_norm is not None
-            and k_norm is not None
-        ):
-            products = seen.blank_(q[:, :, rows] @ each.mT)
-            angle = product_rows(products, 1.0, q_norm[:, :, rows], k_norm, seen)
-        found = logit_rows(z, seen, threshold, classes)
-        if call.capped is not call.logits:
-            z = seen.lower_(seen.blank_(call.capped[:, :, rows].to(kind, copy=True)))
-        sink = None if call.sink is None else call.sink[:, :, rows]
-        weights = softmax_rows(z, seen, classes, sink)
-        if call.gathered:  # the first column is the key that was picked first, not the first key of the sequence
-            weights["first_weight"] = torch.full_like(
-                weights["first_weight"], torch.nan
+    for rows, z, visible_keys in call.blocks():
+        angles = no_product_rows(z.amax(-1))
+        if q is not None and k is not None and q_norm is not None:
+            repeated = k.repeat_interleave(h // k.shape[1], dim=1)
+            products = visible_keys.blank_(q[:, :, rows] @ repeated.mT)
+            angles = product_rows(
+                products, 1.0, q_norm[:, :, rows], k_norm, visible_keys
             )
-        parts.append(RowStats(**angle, **found, **weights))
-    rows = parts[0] if len(parts) == 1 else RowStats.cat(parts)
-    sinks = int(call.sink is not None)
+        logits = logit_rows(z, visible_keys, threshold, classes)
+        if call.capped is not call.logits:
+            z = call.capped[:, :, rows].to(kind, copy=True)
+            z = visible_keys.lower_(visible_keys.blank_(z))
+        sink = None if call.sink is None else call.sink[:, :, rows]
+        weights = softmax_rows(z, visible_keys, classes, sink)
+        if call.gathered:  # the first column is the key that was picked first, not the first key of the sequence
+            weights["first_weight"] = torch.full_like(z[..., 0], torch.nan)
+        parts.append(RowStats(**angles, **logits, **weights))
+    visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.logits.device)
+    if call.hidden is not None:
+        visible = ~call.hidden
+    if call.query_mask is not None:
+        visible = visible & call.query_mask[:, None, :, None]
+    groups = h if k is None else k.shape[1]
+    keys_seen = visible.any(-2).expand(b, h, s).unflatten(1, (groups, -1)).any(2)
     return reduce_rows(
-        rows, call.query_mask, q_norm, k_norm, _keys_seen(call), call.classes, sinks
+        parts[0] if len(parts) == 1 else RowStats.cat(parts),
+        call.query_mask,
+        q_norm,
+        k_norm,
+        keys_seen,
+        call.classes,
+        int(call.sink is not None),
     )
 
 
@@ -541,29 +554,21 @@ def scores_change(before: ScoresCall, after: ScoresCall) -> LogitChange:
             f"{tuple(after.logits.shape)}"
         )
     parts = []
-    for block in _blocks(after):
-        z, seen = _logits(after, block)
-        parts.append(
-            change_rows(
-                z - seen.blank_(before.logits[:, :, block].to(z.dtype, copy=True)), seen
-            )
-        )
+    for rows, z, visible_keys in after.blocks():
+        old = before.logits[:, :, rows].to(z.dtype, copy=True)
+        parts.append(change_rows(z - visible_keys.blank_(old), visible_keys))
     return reduce_changes(parts, after.query_mask)
 
 
 @torch.no_grad()
 def scores_maxima(call: ScoresCall) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]]:
     """Only the max_logit and min_logit [h] of `scores_stats`."""
-    extrema = []
-    for rows in _blocks(call):
-        z, seen = _logits(call, rows)
-        extrema.append(
-            extreme_logits(
-                z, seen, None if call.query_mask is None else call.query_mask[:, rows]
-            )
-        )
-    top, low = zip(*extrema)
-    return torch.stack(top).amax(0), torch.stack(low).amin(0)
+    extremes = []
+    for rows, z, visible_keys in call.blocks():
+        counted = None if call.query_mask is None else call.query_mask[:, rows]
+        extremes.append(extreme_logits(z, visible_keys, counted))
+    largest, smallest = zip(*extremes)
+    return torch.stack(largest).amax(0), torch.stack(smallest).amin(0)
 
 
 @torch.no_grad()
@@ -572,18 +577,18 @@ def call_logsumexp(call: Seen) -> Float[Tensor, "b h t"]:
     with torch.autocast(_device(call), enabled=False):
         if not isinstance(call, ScoresCall):
             return row_logsumexp(call)
-        capped = dataclasses.replace(call, logits=call.capped)
         parts = []
-        for rows in _blocks(capped):
-            z, seen = _logits(capped, rows)
-            none = seen.counts(z.shape[2], z.device) == 0
-            parts.append(seen.lower_(z).logsumexp(-1).masked_fill(none, -torch.inf))
+        for _, z, visible_keys in dataclasses.replace(
+            call, logits=call.capped
+        ).blocks():
+            is_empty = visible_keys.counts(z.shape[2], z.device) == 0
+            lse = visible_keys.lower_(z).logsumexp(-1)
+            parts.append(lse.masked_fill(is_empty, -torch.inf))
         return torch.cat(parts, 2)
 
 
-_ROUNDING = (
-    1 / 64
-)  # a logit may differ from its product by this fraction of the largest, as in half precision
+# A logit may differ from its product by this fraction of the largest, as in half precision.
+_ROUNDING = 1 / 64
 
 
 @torch.no_grad()
@@ -596,48 +601,29 @@ def dense_rows(call: Seen, rows: slice) -> tuple[Tensor, Tensor, Tensor] | None:
         k. The result is None if keys were gathered for each query, if q and k are unknown, or if the numbers of queries
         and keys differ.
     """
+    if call.q is None or call.k is None or call.q.shape[2] != call.k.shape[2]:
+        return None
     if isinstance(call, ScoresCall):
-        if (
-            call.gathered
-            or call.q is None
-            or call.k is None
-            or call.logits.shape[2] != call.logits.shape[3]
-        ):
+        if call.gathered:
             return None
-        kind = wide(call.logits.dtype)
+        kind, d = wide(call.logits.dtype), call.q.shape[-1]
         q, k = call.q[:, :, rows].to(kind), call.k.to(kind)
-        scale = call.spec.scale.factor(
-            torch.zeros(1, 1, device=q.device), q.shape[-1], {}
-        )
-        z = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
-        hidden = (
-            torch.zeros((), dtype=torch.bool, device=z.device)
-            if call.hidden is None
-            else call.hidden
-        )
-        if hidden.ndim and hidden.shape[2] > 1:
-            hidden = hidden[:, :, rows]
-        chosen = ~hidden.expand(z.shape)
-        off = (
-            (z - call.logits[:, :, rows].to(kind))
-            .abs()
-            .masked_fill(~chosen, 0.0)
-            .amax(-1)
-        )
-        counted = off <= _ROUNDING * z.abs().masked_fill(~chosen, 0.0).amax(
-            -1
-        ).clamp_min(1)
-    elif type(call) is AttentionCall and call.q.shape[2] == call.k.shape[2]:
-        every = slice(0, call.k.shape[2])
+        factor = call.spec.scale.factor(torch.zeros(1, 1, device=q.device), d, {})
+        z = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * factor
+        hidden = call.hidden_in(rows)
+        chosen = torch.ones_like(z, dtype=torch.bool)
+        chosen = chosen if hidden is None else ~hidden.expand(z.shape)
+        error = (z - call.logits[:, :, rows].to(kind)).masked_fill(~chosen, 0.0)
+        largest = z.masked_fill(~chosen, 0.0).abs().amax(-1).clamp_min(1)
+        counted = error.abs().amax(-1) <= _ROUNDING * largest
+    elif type(call) is AttentionCall:
+        keys = slice(0, call.k.shape[2])
         with torch.autocast(_device(call), enabled=False):
             q, k = call.encoded()
-            z = call.scores(q[:, :, rows], k, rows, every)
-        seen, bias = call.visible(rows, every), call.bias(rows, every)
-        chosen = (
-            torch.ones_like(z, dtype=torch.bool)
-            if seen is None
-            else seen.expand(z.shape)
-        )
+            z = call.scores(q[:, :, rows], k, rows, keys)
+        visible, bias = call.visible(rows, keys), call.bias(rows, keys)
+        chosen = torch.ones_like(z, dtype=torch.bool)
+        chosen = chosen if visible is None else visible.expand(z.shape)
         counted = torch.ones_like(z[..., 0], dtype=torch.bool)
         if bias is not None:
             counted = counted & (bias == 0).all(-1)
@@ -646,37 +632,6 @@ def dense_rows(call: Seen, rows: slice) -> tuple[Tensor, Tensor, Tensor] | None:
     if call.query_mask is not None:
         counted = counted & call.query_mask[:, None, rows]
     return call.spec.cap.apply(z), chosen, counted & z.isfinite().all(-1)
-
-
-def _blocks(call: ScoresCall) -> Iterator[slice]:
-    b, h, t, s = call.logits.shape
-    rows = max(1, BLOCK // max(1, b * h * s))
-    for start in range(0, t, rows):
-        yield slice(start, min(t, start + rows))
-
-
-def _logits(call: ScoresCall, rows: slice) -> tuple[Tensor, VisibleKeys]:
-    """A copy of the logits of some rows with the hidden pairs blanked out, and which keys are visible in them."""
-    n = call.logits.shape[3]
-    hidden = call.hidden
-    if hidden is not None and hidden.shape[2] > 1:
-        hidden = hidden[:, :, rows]
-    seen = VisibleKeys(None, n, n) if hidden is None else VisibleKeys(~hidden, 0, n)
-    return seen.blank_(
-        call.logits[:, :, rows].to(wide(call.logits.dtype), copy=True)
-    ), seen
-
-
-def _keys_seen(call: ScoresCall) -> Tensor:
-    """A mask of the keys [b g s] that are visible to at least one counted row, or [b h s] if the keys are unknown."""
-    b, h, _, s = call.logits.shape
-    groups = h if call.k is None else call.k.shape[1]
-    visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.logits.device)
-    if call.hidden is not None:
-        visible = ~call.hidden
-    if call.query_mask is not None:
-        visible = visible & call.query_mask[:, None, :, None]
-    return visible.any(-2).expand(b, h, s).unflatten(1, (groups, -1)).any(2)
 
 
 def cat_heads(parts: list[LogitStats]) -> LogitStats:

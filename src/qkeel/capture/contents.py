@@ -1,10 +1,10 @@
-"""Keeps what Python objects hold, so that it can be put back."""
+"""Keeps what Python objects and tensors hold, so that it can be put back."""
 
 from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -13,10 +13,19 @@ from torch import Tensor, nn
 
 from qkeel.patching.autograd import version_of
 
+_MOST_OBJECTS, _MOST_NUMBERS = 10_000, 1 << 22
+_LISTS = (list, set, collections.deque)
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+CONTAINERS = (*_LISTS, *_DICTS)
+_WITHOUT_CONTENTS = (
+    *(nn.Module, type, FunctionType, ModuleType),
+    *(str, int, float, torch.dtype, torch.device),
+)
+
 
 class ObjectContents:
-    """The contents of the Python objects among some values: lists, dicts, sets and the attributes of plain objects,
-    such as a cache of keys that a pass fills.
+    """The contents of the Python objects among some values: lists, dicts, sets, random generators and the attributes of
+    plain objects, such as a cache of keys that a pass fills.
 
     Modules, classes and functions are left out. Tensors are kept as they are, or copied if `tensors` is True and they
     are small. The attributes of an object are kept if `owns` is true for it.
@@ -30,74 +39,79 @@ class ObjectContents:
         owns: Callable[[object], bool] = lambda _: True,
     ) -> None:
         self._contents: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[Tensor, Tensor, int]] = []
-        known: set[int] = set()
+        self._streams: list[tuple[torch.Generator, Tensor]] = []
+        small: list[Tensor] = []
+        room = _MOST_NUMBERS
+        visited: set[int] = set()
         waiting = [values]
-        while waiting and len(known) < _MOST_OBJECTS:
+        while waiting and len(visited) < _MOST_OBJECTS:
             x = waiting.pop()
-            if isinstance(x, _WITHOUT_CONTENTS) or id(x) in known:
+            if isinstance(x, _WITHOUT_CONTENTS) or id(x) in visited:
                 continue
-            known.add(id(x))
+            visited.add(id(x))
             if isinstance(x, Tensor):
-                copied = sum(value.numel() for _, value, _ in self._tensors)
-                if tensors and _is_plain(x) and x.numel() + copied <= _MOST_NUMBERS:
-                    self._tensors.append((x, x.detach().clone(), version_of(x)))
+                if tensors and _is_plain(x) and x.numel() <= room:
+                    small.append(x)
+                    room -= x.numel()
+            elif isinstance(x, torch.Generator):
+                self._streams.append((x, x.get_state()))
+            elif isinstance(x, (tuple, *CONTAINERS)) and len(x) > _MOST_OBJECTS:
                 continue
-            if (
-                isinstance(x, (list, dict, set, tuple, collections.deque))
-                and len(x) > _MOST_OBJECTS
-            ):
-                continue
-            if type(x) in CONTAINERS:
-                self._contents.append((x, copy.copy(x)))
-            if isinstance(x, (list, tuple, set, collections.deque)):
-                waiting += x
-            elif isinstance(x, Mapping):
-                waiting += x.values()
-            elif isinstance(attributes := getattr(x, "__dict__", None), dict) and owns(
-                x
-            ):
-                self._contents.append((attributes, dict(attributes)))
-                waiting += attributes.values()
+            elif isinstance(x, (tuple, Mapping, *_LISTS)):
+                if type(x) in CONTAINERS:
+                    self._contents.append((x, copy.copy(x)))
+                waiting += x.values() if isinstance(x, Mapping) else x
+            else:
+                attributes = getattr(x, "__dict__", None)
+                if isinstance(attributes, dict) and owns(x):
+                    self._contents.append((attributes, dict(attributes)))
+                    waiting += attributes.values()
+        self._restore_values = keep_values(small)
 
     def restore(self) -> None:
         """Gives the objects the contents that they had."""
-        with torch.no_grad():
-            for x, value, version in self._tensors:
-                if version_of(x) != version:
-                    x.copy_(value)
+        self._restore_values()
+        for generator, state in self._streams:
+            generator.set_state(state)
         for x, contents in self._contents:
-            if isinstance(x, dict):
-                if [*map(id, x), *map(id, x.values())] != [
-                    *map(id, contents),
-                    *map(id, contents.values()),
-                ]:
-                    x.clear()
-                    x.update(contents)
-            elif [*map(id, x)] != [*map(id, contents)]:
+            if not is_same(x, contents):
                 x.clear()
-                x.update(contents) if isinstance(x, set) else x.extend(contents)
+                x.extend(contents) if isinstance(
+                    x, (list, collections.deque)
+                ) else x.update(contents)
+
+
+def is_same(x: Any, contents: Any) -> bool:
+    """True if two containers hold the same objects in the same order."""
+    if isinstance(x, dict):
+        return is_same([*x, *x.values()], [*contents, *contents.values()])
+    return [*map(id, x)] == [*map(id, contents)]
+
+
+def keep_values(tensors: Iterable[Tensor]) -> Callable[[], None]:
+    """Returns a function that restores the values of tensors. Tensors on the meta device have none, and inference
+    tensors cannot change."""
+    kept = [
+        (x, x.detach().clone(), version_of(x))
+        for x in tensors
+        if not (x.is_inference() or x.is_meta)
+    ]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for x, values, version in kept:
+            # Batch norm's kernels write their averages without raising versions, so plain tensors are compared. Sparse,
+            # nested and other kinds can't be, but a write to them raises their version.
+            is_changed = version_of(x) != version
+            if is_changed or (_is_plain(x) and not torch.equal(x, values)):
+                x.copy_(values)
+
+    return restore
 
 
 def _is_plain(x: Tensor) -> bool:
     return (
-        type(x) is Tensor
+        type(x) in (Tensor, nn.Parameter)
         and x.layout is torch.strided
-        and not (x.is_meta or x.is_inference())
+        and not (x.is_nested or x.is_meta or x.is_inference())
     )
-
-
-_MOST_OBJECTS, _MOST_NUMBERS = 1000, 1 << 22
-_DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
-CONTAINERS = (list, set, collections.deque, *_DICTS)
-_WITHOUT_CONTENTS = (
-    nn.Module,
-    type,
-    FunctionType,
-    ModuleType,
-    str,
-    int,
-    float,
-    torch.dtype,
-    torch.device,
-)

@@ -7,7 +7,6 @@ import collections
 import copy
 import dataclasses
 import functools
-import operator
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,15 +14,11 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from qkeel.capture.calls import fewest_keys
-from qkeel.capture.contents import CONTAINERS, ObjectContents
+from qkeel.capture.contents import CONTAINERS, ObjectContents, is_same, keep_values
 from qkeel.capture.user_hooks import hooks_held_back
-from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
-from qkeel.heads.site import AttentionSite, Description, HeadSlice, QKProduct, Reading
-from qkeel.patching.autograd import version_of
+from qkeel.errors import InvalidTypeError
 from qkeel.patching.modes import (
     TABLES,
     Args,
@@ -37,14 +32,10 @@ from qkeel.patching.modes import (
     in_this_thread,
     modules_of,
     parameters_in,
-    parameters_of,
     put_hooks,
-    recomputing,
     remove_hooks,
     unguarded,
 )
-from qkeel.spec import AttentionCall, AttentionSpec
-from qkeel.spec.call import make_call
 
 # The module that is currently running, tracked by forward hooks during a probe or a sampled forward pass.
 
@@ -282,22 +273,12 @@ def arguments(batch: object, what: str = "batch") -> Arguments:
     )
 
 
-ROWS, TOKENS = (1, 2), 32
+ROWS, TOKENS = 2, 32
 # Arguments with one value per token, which remain valid when the sequence is cut.
-OF_TOKENS = frozenset(
-    {
-        "input_ids",
-        "attention_mask",
-        "labels",
-        "position_ids",
-        "token_type_ids",
-        "idx",
-        "tokens",
-        "targets",
-        "x",
-        "y",
-    }
-)
+OF_TOKENS = {
+    *("input_ids", "attention_mask", "labels", "position_ids", "token_type_ids"),
+    *("idx", "tokens", "targets", "x", "y"),
+}
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
@@ -312,65 +293,54 @@ class ShortExample:
 
 
 def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
-    """Yields shorter examples, the shortest first: with one row if that may suffice, then with two rows, which make it
-    possible to tell heads from the batch. Yields nothing if it is unclear which dimension is the batch, or if the
-    example has at most two short rows of tokens, because examining the full example is then faster than examining a
-    part and running a pass over the full example afterwards.
+    """Yields shorter examples, the shortest first: two rows, which are needed to tell heads from the batch, of few
+    tokens, and two full rows. Yields nothing if it is unclear which dimension is the batch, or if the example has at
+    most two short rows of tokens.
 
     Dimension 0 of every tensor is the batch dimension, whose size is the same for all tensors or 1. The next dimension
     of the first tensor that has one is the sequence, unless another dimension of that tensor has the same size. An
-    index beyond the end raises an exception on the CPU but ends the process on other devices. On other devices, all
-    integer tensors must therefore have the same shape [b t], as tokens have, and a sequence is cut only if the integer
-    tensors are tokens, targets, masks or positions according to their names (OF_TOKENS), or if at most two are passed
-    by position.
+    index beyond the end raises an exception on the CPU but ends the process on other devices. There, all integer
+    tensors must therefore have the same shape [b t], as tokens have, and a sequence is cut only if they are tokens,
+    targets, masks or positions according to their names (OF_TOKENS), or if at most two are passed by position.
     """
     given = [x for x in tensors((args, dict(kwargs))) if x.ndim]
-    if (
-        not given
-        or not _is_plain((args, dict(kwargs)))
-        or any(x.is_nested for x in given)
-    ):
+    if not _is_plain((args, dict(kwargs))) or any(x.is_nested for x in given):
         return
-    on_cpu = all(x.is_cpu for x in given)
-    whole = {x.shape for x in given if not x.is_floating_point()}
-    if not on_cpu and (len(whole) > 1 or any(len(shape) != 2 for shape in whole)):
-        return
-    batch, rows = _rows(given)
-    size = next(
-        (
-            x.shape[1]
-            for x in given
-            if x.ndim > 1 and x.shape[1:].count(x.shape[1]) == 1
-        ),
-        0,
-    )
-    if (
-        batch <= ROWS[-1]
-        and size <= 2 * TOKENS
-        and all(x.ndim == 2 and not x.is_floating_point() for x in given)
-    ):
-        return
-    if (on_cpu or _of_tokens(args, kwargs)) and size > 2 * TOKENS:
-        yield from (_example(args, kwargs, n, size) for n in rows)
-    yield from (_example(args, kwargs, n, None) for n in rows if n < batch)
+    batch, may_cut = _batch_size(given), True
+    integers = {x.shape for x in given if not x.is_floating_point()}
+    if not all(x.is_cpu for x in given):
+        if len(integers) > 1 or any(len(shape) != 2 for shape in integers):
+            return
+        named = {
+            name
+            for name, x in kwargs.items()
+            if isinstance(x, Tensor) and not x.is_floating_point()
+        }
+        placed = [x for x in tensors(tuple(args)) if not x.is_floating_point()]
+        may_cut = named <= OF_TOKENS and len(placed) <= 2
+    size = 0
+    for x in given:
+        if x.ndim > 1 and x.shape[1:].count(x.shape[1]) == 1:
+            size = x.shape[1]
+            break
+    if batch and may_cut and size > 2 * TOKENS:
+        yield _example(args, kwargs, min(batch, ROWS), size)
+    is_tokens = all(x.ndim == 2 and not x.is_floating_point() for x in given)
+    if batch > ROWS or (batch and not is_tokens and size <= 2 * TOKENS):
+        yield _example(args, kwargs, min(batch, ROWS), None)
 
 
 def first_row(args: Args, kwargs: Kwargs) -> ShortExample:
     """The first full sequence of a batch, or all sequences if it is unclear which dimension is the batch."""
-    return _example(
-        args,
-        kwargs,
-        _rows([x for x in tensors((args, dict(kwargs))) if x.ndim])[1][0],
-        None,
-    )
+    given = [x for x in tensors((args, dict(kwargs))) if x.ndim]
+    rows = 1 if _batch_size(given) else max(map(len, given))
+    return _example(args, kwargs, rows, None)
 
 
-def _rows(given: Sequence[Tensor]) -> tuple[int, list[int]]:
-    """The size of the batch, and the numbers of rows that may suffice."""
-    batch = max(map(len, given))
-    return batch, [
-        n for n in ROWS if n <= batch and {*map(len, given)} <= {1, batch}
-    ] or [batch]
+def _batch_size(given: Sequence[Tensor]) -> int:
+    """The size of the batch, or 0 if it is unclear which dimension that is."""
+    sizes = {len(x) for x in given}
+    return max(sizes) if sizes and sizes <= {1, max(sizes)} else 0
 
 
 def _example(args: Args, kwargs: Kwargs, rows: int, size: int | None) -> ShortExample:
@@ -381,32 +351,20 @@ def _example(args: Args, kwargs: Kwargs, rows: int, size: int | None) -> ShortEx
             x = x.narrow(dim, 0, TOKENS) if x.shape[dim] == size else x
         return x[:rows]
 
-    own, named = mapped((tuple(args), dict(kwargs)), short)
-    return ShortExample(args=own, kwargs=named, rows=rows, cut=size is not None)
-
-
-def _of_tokens(args: Args, kwargs: Kwargs) -> bool:
-    """True if, judging by the names and the number of the arguments, no integer tensor holds indices of tokens, which
-    would point beyond the end after a cut."""
-    whole = {
-        name
-        for name, x in kwargs.items()
-        if isinstance(x, Tensor) and not x.is_floating_point()
-    }
-    placed = [x for x in tensors(tuple(args)) if not x.is_floating_point()]
-    return whole <= OF_TOKENS and len(placed) <= 2
+    cut_args, cut_kwargs = mapped((tuple(args), dict(kwargs)), short)
+    return ShortExample(
+        args=cut_args, kwargs=cut_kwargs, rows=rows, cut=size is not None
+    )
 
 
 def _is_plain(value: object) -> bool:
     """True for tensors, numbers and strings in tuples, lists and dicts, that is, for values that cannot hold the batch
     in a form of their own."""
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return all(map(_is_plain, value))
-    return (
-        all(map(_is_plain, value.values()))
-        if type(value) is dict
-        else isinstance(value, _PLAIN)
-    )
+    if type(value) in (tuple, list):
+        return all(map(_is_plain, value))  # type: ignore[arg-type]
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN)
 
 
 # --- The state of a model that a forward pass may change, restored afterwards; and its arguments, kept to repeat it
@@ -415,19 +373,14 @@ def _is_plain(value: object) -> bool:
 def copied(value: Any) -> Any:
     """Returns the arguments with copies of everything that a forward pass may change (caches), and with the same
     tensors."""
-    return mapped(value, _copy)
 
+    def copy_of(x: object) -> object:
+        if isinstance(x, Tensor):
+            # No graph can be built on an inference tensor.
+            return x.clone() if x.is_inference() else x
+        return x if isinstance(x, _PLAIN) else copy.deepcopy(x)
 
-def _copy(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return (
-            value.clone() if value.is_inference() else value
-        )  # no graph can be built on an inference tensor
-    return (
-        value
-        if value is None or isinstance(value, (bool, int, float, str))
-        else copy.deepcopy(value)
-    )
+    return mapped(value, copy_of)
 
 
 @contextmanager
@@ -454,14 +407,22 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
     devices = sorted(
         {p.device.index or 0 for p in parameters if p.device.type == "cuda"}
     )
+    # Those that every module has, such as hooks and parameters, which sharded models exchange in a pass.
+    torchs_own = vars(nn.Module()).keys()
     with ExitStack() as undo:
         undo.enter_context(hooks_held_back(model))
         streams = undo.enter_context(ExitStack())
         streams.enter_context(same_random_streams(devices))
-        torchs_own = (
-            vars(nn.Module()).keys()
-        )  # such as hooks and parameters, which sharded models exchange in a pass
-        kept = [restore for module in modules for restore in _keep(module, torchs_own)]
+        kept = [
+            restore for module in modules for restore in _state_of(module, torchs_own)
+        ]
+        containers = [
+            value
+            for module in modules
+            for name, value in vars(module).items()
+            if name not in torchs_own and isinstance(value, _WITH_CONTENTS)
+        ]
+        kept.append(ObjectContents(containers, owns=lambda _: False).restore)
 
         def again() -> None:
             streams.close()
@@ -479,34 +440,34 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
         yield again
 
 
-def _keep(
+_WITH_CONTENTS = (*CONTAINERS, torch.Generator)
+
+
+def _state_of(
     module: nn.Module, torchs_own: Collection[str]
 ) -> Iterator[Callable[[], None]]:
-    """Yields functions that restore the module's tensors and attributes, and the contents of its lists, dicts, sets and
-    generators; `torchs_own` are the names of attributes that every module has."""
+    """Yields functions that restore a module's tensors, and its attributes and hooks."""
     if isinstance(module, torch.jit.ScriptModule):
-        yield _keep_values(list(module.buffers(recurse=False)))
+        yield keep_values(module.buffers(recurse=False))
         return
     before, buffers = dict(vars(module)), dict(buffers_of(module))
-    own = [v for name, v in before.items() if name not in torchs_own]
-    held = [v for v in (*own, *buffers.values()) if isinstance(v, torch.Tensor)]
-    values = _keep_values(held) if held else None
-    hooks = set(hooks_after(module))
-    names, objects = [*before], [*before.values()]
+    own = [value for name, value in before.items() if name not in torchs_own]
+    held = [x for x in (*own, *buffers.values()) if isinstance(x, Tensor)]
+    if held:
+        yield keep_values(held)
+    hooks = dict(hooks_after(module))
 
     def restore() -> None:
         state = vars(module)
-        # Most modules have nothing to restore.
-        plain = not (buffers or held or hooks_after(module) or buffers_of(module))
         if (
-            plain
-            and [*state] == names
-            and all(map(operator.is_, state.values(), objects))
+            is_same(state, before)
+            and is_same(buffers_of(module), buffers)
+            and is_same(hooks_after(module), hooks)
         ):
             return
         # A model may register hooks in its first pass and note that in an attribute (transformers does so to record
         # hidden states). Both are removed, because otherwise the next pass would register the hooks a second time.
-        drop_hooks_after(module, kept=hooks)
+        drop_hooks_after(module, kept=set(hooks))
         for name in attributes_of(module).keys() - before.keys():
             del state[name]
         state.update(
@@ -514,58 +475,8 @@ def _keep(
         )
         buffers_of(module).clear()
         buffers_of(module).update(buffers)
-        if values is not None:
-            values()
 
     yield restore
-    kept = [(x, x.copy()) for x in own if type(x) in CONTAINERS]
-    streams = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
-
-    def restore_contents() -> None:
-        for x, contents in kept:
-            if [*map(id, x)] != [*map(id, contents)] or (
-                isinstance(x, dict) and _values(x) != _values(contents)
-            ):
-                x.clear()
-                x.extend(contents) if isinstance(x, list) else x.update(contents)
-        for generator, stream in streams:
-            generator.set_state(stream)
-
-    if kept or streams:
-        yield restore_contents
-
-
-def _values(x: Any) -> list[int]:
-    return [*map(id, x.values())]
-
-
-def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:
-    """Returns a function that restores the values. Tensors on the meta device have no values, and inference tensors
-    cannot change."""
-    plain, others = [], []
-    for x in tensors:
-        if not (x.is_inference() or x.is_meta):
-            comparable = (
-                x.layout is torch.strided
-                and not x.is_nested
-                and type(x) in (Tensor, nn.Parameter)
-            )
-            (plain if comparable else others).append(
-                (x, x.detach().clone(), version_of(x))
-            )
-
-    @torch.no_grad()
-    def restore() -> None:
-        for x, value, _ in plain:
-            # Compares values, not versions, because batch norm's kernels write their averages without raising them.
-            if not torch.equal(x, value):
-                x.copy_(value)
-        for x, value, version in others:
-            # Sparse, nested and other kinds of tensors can't be compared, but a write to them raises their version.
-            if version_of(x) != version:
-                x.copy_(value)
-
-    return restore
 
 
 @final
@@ -621,222 +532,3 @@ class LastPass:
 
 def _detached(value: object) -> object:
     return value.detach() if isinstance(value, Tensor) else value
-
-
-# Sites described by hand, for attention with a new layout or attention that cannot be observed, such as custom
-# operators and sparse kernels.
-
-
-def describe(
-    model: nn.Module,
-    name: str,
-    *,
-    query: Reading | Callable[..., Tensor],
-    key: Reading | Callable[..., Tensor],
-    heads: int | tuple[int, int],
-    spec: AttentionSpec | None = None,
-    causal: bool = True,
-    mask: Callable[..., Tensor | None] | None = None,
-) -> AttentionSite:
-    """Describes a site whose attention cannot be observed: where its q and k come from, and what is computed from them.
-
-    The statistics of the site are those of the attention as described, in which every query sees every key that
-    `causal` and `mask` allow, even where the module itself skips some of these keys.
-
-    Args:
-        model: the model that contains the site.
-        name: the qualified name of the attention module, as in `model.get_submodule(name)`.
-        query, key: a `Reading` of a submodule's output, or a function that is called as `f(module, *args, **kwargs)`
-            with the arguments of the module's forward and returns q [b h t d] or k [b g s d].
-        heads: the number of heads, or (query heads, key heads).
-        spec: what is computed from q and k; by default the softmax of q·k/√d. If the module applies a norm or RoPE, it
-            belongs here or in `then` of a Reading. The spec cannot have learned parameters.
-        causal: whether later keys are hidden from a query; queries are aligned to the end of the keys.
-        mask: a function that is called like those for `query` and `key` and returns a mask as accepted by
-            `qkeel.attention`, or None.
-
-    Returns:
-        The site. The rows of each head are known if q and k are outputs of an nn.Linear.
-
-    >>> model = nn.ModuleDict({"attn": nn.ModuleDict({"qkv": nn.Linear(8, 24)})})
-    >>> q, k = (Reading(module="qkv", layout="b t (n h d)", part=part, parts=3) for part in (0, 1))
-    >>> site = describe(model, "attn", query=q, key=k, heads=2)
-    >>> site.key[0].parameter, site.key[0].index[1].tolist()
-    ('attn.qkv.weight', [12, 13, 14, 15])
-
-    Raises:
-        UnknownNameError: there is no such module.
-        InvalidValueError: heads, layouts or sizes don't fit.
-    """
-    if not isinstance(model, nn.Module):
-        raise InvalidTypeError(
-            f"expected a torch.nn.Module that contains the site, got {type(model).__name__}"
-        )
-    h, g = (heads, heads) if isinstance(heads, int) else heads
-    if h < 1 or g < 1 or h % g:
-        raise InvalidValueError(
-            f"expected heads >= 1 and query heads a multiple of key heads, got {h} and {g}"
-        )
-    spec = AttentionSpec() if spec is None else spec
-    module = _submodule(model, name)
-    parts = [_slice(name, module, part, n) for part, n in ((query, h), (key, g))]
-    pieces = [p for p in parts if isinstance(p, HeadSlice)]
-    sizes = {p.index.shape[1] for p in pieces}
-    if len(sizes) > 1:
-        raise InvalidValueError(
-            f"q and k of {name!r} have heads of unequal sizes, {sorted(sizes)}"
-        )
-    if needed := spec.init_params(h, g, sizes.pop() if sizes else 1):
-        raise InvalidValueError(
-            f"this spec has parameters, which a description cannot contain: {', '.join(needed)}"
-        )
-    return AttentionSite(
-        name=name,
-        module=module,
-        spec=spec,
-        n_heads=h,
-        n_kv_heads=g,
-        head_dim=pieces[0].index.shape[1] if pieces else 0,
-        terms=(QKProduct(query=(pieces[0],), key=(pieces[1],)),)
-        if len(pieces) == 2
-        else (),
-        why="; ".join(p for p in parts if isinstance(p, str)),
-        normed=any(isinstance(p, Reading) and p.normed for p in (query, key)),
-        description=Description(query=query, key=key, causal=causal, mask=mask),
-    )
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module:
-    modules = dict(model.named_modules())
-    if name not in modules:
-        raise unknown(
-            f"module of this {type(model).__name__}", name, [n for n in modules if n]
-        )
-    return modules[name]
-
-
-def _slice(
-    name: str, module: nn.Module, part: Reading | Callable[..., Tensor], n: int
-) -> HeadSlice | str:
-    """The rows of each head, or the reason why they are unknown."""
-    if not isinstance(part, Reading):
-        return f"{getattr(part, '__name__', 'a function')} computes it"
-    layer = _submodule(module, part.module)
-    if not isinstance(layer, nn.Linear) or "weight" not in parameters_of(layer):
-        return f"{part.module} is a {type(layer).__name__}, not an nn.Linear with a weight of its own"
-    # Features whose layout contains no h are shared by all heads.
-    n = n if "h" in part.groups[-1] else 1
-    numbers = torch.arange(layer.out_features)
-    index = arranged(numbers.expand([1] * (part.dims - 1) + [-1]), part, n)[0, :, 0]
-    home = ".".join(filter(None, (name, part.module)))
-    bias = f"{home}.bias" if layer.bias is not None else None
-    return HeadSlice(parameter=f"{home}.weight", axis=0, index=index, bias=bias)
-
-
-def arranged(
-    x: Shaped[Tensor, ...], reading: Reading, heads: int
-) -> Shaped[Tensor, "b h t d"]:
-    """Returns a module's output, which has the layout of the reading, rearranged to [b h t d].
-
-    Raises:
-        ShapeError: the output has a different layout.
-    """
-    sizes = {"h": heads, "n": reading.parts}
-    names: list[str] = []
-    if x.ndim != reading.dims:
-        raise ShapeError(
-            f"expected {reading.module}'s output as [{reading.layout}], got shape {tuple(x.shape)}"
-        )
-    for group in reversed(reading.groups):
-        names[:0] = group
-        if len(group) > 1:
-            known = [sizes.get(letter, -1) for letter in group]
-            place = reading.groups.index(group)
-            total, fixed = x.shape[place], 1
-            for size in known:
-                fixed *= max(size, 1)
-            if total % fixed:
-                raise ShapeError(
-                    f"{reading.module}'s output has {total} features, which is not a multiple of {fixed} = {group}"
-                )
-            x = x.unflatten(place, known)
-    if "n" in names:
-        x = x.select(names.index("n"), reading.part)
-        names.remove("n")
-    for letter in "bh":
-        if letter not in names:
-            x, names = x.unsqueeze(0), [letter, *names]
-    if x.shape[names.index("h")] != heads:
-        raise ShapeError(
-            f"expected {heads} heads in {reading.module}'s output as [{reading.layout}], got {x.shape}"
-        )
-    return x.permute([names.index(letter) for letter in "bhtd"])
-
-
-class DescribedSiteHooks:
-    """Hooks on the modules of a described site, installed by `attach`. After each call of the site's module, they call
-    `report` with the site and a function that returns the attention call."""
-
-    def __init__(
-        self,
-        site: AttentionSite,
-        report: Callable[[AttentionSite, Callable[[], AttentionCall]], None],
-        guard: Guarded = unguarded,
-    ) -> None:
-        assert site.description is not None
-        self.site, self.description, self._report, self._guard = (
-            site,
-            site.description,
-            report,
-            guard,
-        )
-        self._outputs: dict[str, Tensor] = {}
-
-    def attach(self, undo: ExitStack) -> None:
-        """Installs hooks on the modules until `undo` is closed."""
-        undo.callback(self._outputs.clear)
-        for part in (self.description.query, self.description.key):
-            if isinstance(part, Reading):
-                layer = self.site.module.get_submodule(part.module)
-                keep = in_this_thread(
-                    functools.partial(self._guard, self._keep, part.module)
-                )
-                undo.callback(layer.register_forward_hook(keep).remove)
-        done = in_this_thread(functools.partial(self._guard, self._done))
-        undo.callback(
-            self.site.module.register_forward_hook(done, with_kwargs=True).remove
-        )
-
-    def _keep(self, name: str, module: nn.Module, args: object, output: Tensor) -> None:
-        if not torch.compiler.is_compiling() and not recomputing():
-            self._outputs[name] = output
-
-    def _done(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, output: object
-    ) -> None:
-        if torch.compiler.is_compiling() or recomputing():
-            return
-        outputs = dict(self._outputs)
-        self._outputs.clear()
-        self._report(self.site, lambda: self._call(outputs, module, args, kwargs))
-
-    def _call(
-        self, outputs: dict[str, Tensor], module: nn.Module, args: Args, kwargs: Kwargs
-    ) -> AttentionCall:
-        given, site = self.description, self.site
-
-        def value(part: Reading | Callable[..., Tensor], heads: int) -> Tensor:
-            if not isinstance(part, Reading):
-                return part(module, *args, **kwargs)
-            if part.module not in outputs:
-                raise InvalidValueError(
-                    f"{part.module} did not run in this call of {site.name!r}; describe it in another way"
-                )
-            x = arranged(outputs[part.module], part, heads)
-            return x if part.then is None else part.then(x)
-
-        q, k = value(given.query, site.n_heads), value(given.key, site.n_kv_heads)
-        mask = None if given.mask is None else given.mask(module, *args, **kwargs)
-        return make_call(
-            site.spec, q, fewest_keys(k), k, causal=given.causal, mask=mask
-        )

@@ -8,56 +8,26 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
 
 from qkeel.capture.contents import ObjectContents
-from qkeel.patching.modes import get_idle, hooks_after, hooks_before, modules_of
+from qkeel.patching.modes import hooks_after, hooks_before, idle, modules_of
 
 # Packages whose hooks the model may need: they move weights, gather them, or compute them.
-_LIBRARIES = frozenset(
-    {
-        *(
-            "torch",
-            "qkeel",
-            "accelerate",
-            "peft",
-            "deepspeed",
-            "transformers",
-            "lightning",
-            "lightning_fabric",
-        ),
-        *(
-            "pytorch_lightning",
-            "fairscale",
-            "bitsandbytes",
-            "torchao",
-            "diffusers",
-            "timm",
-        ),
-    }
-)
+_LIBRARIES = {
+    *("torch", "qkeel", "accelerate", "peft", "deepspeed", "transformers"),
+    *("lightning", "lightning_fabric", "pytorch_lightning", "fairscale"),
+    *("bitsandbytes", "torchao", "diffusers", "timm"),
+}
 # Methods that change their object and return None.
-_RETURN_NOTHING = frozenset(
-    {
-        *(
-            "append",
-            "appendleft",
-            "extend",
-            "add",
-            "update",
-            "insert",
-            "clear",
-            "remove",
-            "discard",
-            "__setitem__",
-        ),
-        *("put", "put_nowait", "sort", "reverse", "info", "debug", "log"),
-    }
-)
-_LOADS_OF_METHODS = ("LOAD_METHOD", "LOAD_ATTR")
+_RETURN_NOTHING = {
+    *("append", "appendleft", "extend", "add", "update", "insert", "clear", "remove"),
+    *("discard", "__setitem__", "put", "put_nowait", "info", "debug", "log"),
+}
+_IS_GENERATOR = 0x20
 
 
 @contextmanager
@@ -67,34 +37,32 @@ def hooks_held_back(model: nn.Module) -> Iterator[None]:
     A hook that returns a value changes what the model computes, so it runs; the lists, dicts, sets, attributes and
     counters that it and the modules' forward reach through closures, globals and objects are put back afterwards.
     """
-    idle = get_idle()
     functions: list[Callable[..., Any]] = []
-    with ExitStack() as undo:
-        for module in modules_of(model).values():
-            if not _is_of_library(type(module)):
-                functions.append(type(module).forward)
-            for table, before in (
-                (hooks_before(module), True),
-                (hooks_after(module), False),
-            ):
-                for key, hook in [*table.items()]:
-                    if _is_of_library(hook):
-                        continue
-                    if returns_nothing(hook) and not (before and _writes_state(hook)):
-                        table[key] = idle
-                        undo.callback(_put_back, table, key, hook)
-                    else:
-                        functions.append(hook)
-        stores = OutsideStores(functions)
-        undo.callback(stores.restore)
+    held: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]] = []
+    for module in modules_of(model).values():
+        if not _is_of_library(type(module)):
+            functions.append(type(module).forward)
+        before = hooks_before(module)
+        for table in (before, hooks_after(module)):
+            for key, hook in table.items():
+                if _is_of_library(hook):
+                    continue
+                if returns_nothing(hook) and not (
+                    table is before and _writes_state(hook)
+                ):
+                    held.append((table, key, hook))
+                else:
+                    functions.append(hook)
+    stores = OutsideStores(functions)
+    try:
+        for table, key, _ in held:
+            table[key] = idle
         yield
-
-
-def _put_back(
-    table: dict[int, Callable[..., Any]], key: int, hook: Callable[..., Any]
-) -> None:
-    if key in table:  # the pass may have removed the hook
-        table[key] = hook
+    finally:
+        stores.restore()
+        for table, key, hook in held:
+            if key in table:  # the pass may have removed the hook
+                table[key] = hook
 
 
 def returns_nothing(hook: Callable[..., Any]) -> bool:
@@ -106,66 +74,50 @@ def returns_nothing(hook: Callable[..., Any]) -> bool:
     >>> returns_nothing(lambda module, args, output: 2 * output)
     False
     """
-    code = _code_of(hook)
-    if code is None or code.co_flags & 0x20:  # a generator's
+    code = getattr(_function_of(hook), "__code__", None)
+    if code is None or code.co_flags & _IS_GENERATOR:
         return False
-    depth, outer, before = 0, "", None
+    # The object of the call that is evaluated last lies at the bottom of the stack, and so does its method.
+    depth, method, before = 0, "", None
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "RETURN_VALUE":
-            constant = (
-                before is not None
-                and before.opname == "LOAD_CONST"
-                and before.argval is None
-            )
-            called = (
-                before is not None
-                and before.opname.startswith("CALL")
-                and outer in _RETURN_NOTHING
-            )
-            if not (constant or called):
-                return False
-        if instruction.opname in _LOADS_OF_METHODS and depth == 1:
-            outer = instruction.argval  # the object of the call that is evaluated last lies at the bottom of the stack
-        if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
+        name = instruction.opname
+        if name == "RETURN_CONST" and instruction.argval is not None:
             return False
-        if (
-            instruction.opname.startswith("JUMP")
-            or instruction.opname == "RETURN_VALUE"
-        ):
+        if name == "RETURN_VALUE" and before is not None:
+            is_none = before.opname == "LOAD_CONST" and before.argval is None
+            is_call = before.opname.startswith("CALL") and method in _RETURN_NOTHING
+            if not (is_none or is_call):
+                return False
+        if name in ("LOAD_METHOD", "LOAD_ATTR") and depth == 1:
+            method = instruction.argval
+        if name == "RETURN_VALUE" or name.startswith("JUMP"):
             depth = 0
         else:
             depth += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
         if depth <= 0:
-            outer = ""
+            method = ""
         before = instruction
     return True
 
 
 def _writes_state(hook: Callable[..., Any]) -> bool:
     """True if a pre-hook may write what the forward needs: attributes, or tensors in place."""
-    code = _code_of(hook)
-    if code is None:
+    code = getattr(_function_of(hook), "__code__", None)
+    if code is None or "setattr" in code.co_names:
         return True
-    writes = any(
-        instruction.opname == "STORE_ATTR" for instruction in dis.get_instructions(code)
-    )
-    return writes or any(
-        name == "setattr" or (name.endswith("_") and name[0] != "_")
-        for name in code.co_names
+    return any(x.opname == "STORE_ATTR" for x in dis.get_instructions(code)) or any(
+        name.endswith("_") and name[0] != "_" for name in code.co_names
     )
 
 
 def _function_of(hook: object) -> object:
+    """The function, or else the class, behind partials, methods and objects that can be called."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     hook = getattr(hook, "__func__", hook)
-    if not isinstance(hook, types.FunctionType) and not isinstance(hook, type):
-        hook = type(hook).__call__ if callable(hook) else hook
-    return hook
-
-
-def _code_of(hook: object) -> types.CodeType | None:
-    return getattr(_function_of(hook), "__code__", None)
+    if isinstance(hook, (types.FunctionType, type)) or not callable(hook):
+        return hook
+    return type(hook).__call__
 
 
 def _is_of_library(hook: object) -> bool:
@@ -175,9 +127,8 @@ def _is_of_library(hook: object) -> bool:
         hook = type(hook)  # an object that can be called
     home = getattr(_function_of(hook), "__module__", None) or ""
     package = home.partition(".")[0]
-    return package in _LIBRARIES or (
-        package in sys.stdlib_module_names and package != "__main__"
-    )
+    is_standard = package in sys.stdlib_module_names and package != "__main__"
+    return package in _LIBRARIES or is_standard
 
 
 class OutsideStores:
@@ -188,33 +139,22 @@ class OutsideStores:
         reached: list[object] = []
         self._cells: list[tuple[types.CellType, object]] = []
         self._globals: list[tuple[dict[str, Any], str, object]] = []
-        known: set[int] = set()
         for function in functions:
             while isinstance(function, functools.partial):
                 reached += [function.args, function.keywords]
                 function = function.func
-            owner = getattr(function, "__self__", None)
-            if owner is None and not isinstance(function, types.FunctionType):
-                owner = function
-            if owner is not None and not isinstance(owner, nn.Module):
-                reached.append(owner)
+            reached.append(getattr(function, "__self__", function))
             plain = _function_of(function)
-            if not isinstance(plain, types.FunctionType) or id(plain) in known:
+            if not isinstance(plain, types.FunctionType):
                 continue
-            known.add(id(plain))
             reached += plain.__defaults__ or ()
             for cell in plain.__closure__ or ():
-                try:
+                with suppress(ValueError):  # an empty cell
                     self._cells.append((cell, cell.cell_contents))
-                except ValueError:  # an empty cell
-                    continue
-            for name in plain.__code__.co_names:
-                if name in plain.__globals__:
-                    self._globals.append(
-                        (plain.__globals__, name, plain.__globals__[name])
-                    )
-        reached += [value for _, value in self._cells]
-        reached += [value for *_, value in self._globals]
+            names = plain.__globals__
+            for name in set(plain.__code__.co_names) & names.keys():
+                self._globals.append((names, name, names[name]))
+        reached += [value for *_, value in (*self._cells, *self._globals)]
         self._contents = ObjectContents(
             reached, tensors=True, owns=lambda x: not _is_of_library(type(x))
         )

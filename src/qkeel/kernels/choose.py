@@ -181,6 +181,7 @@ def _log_choice(
         _log_once(name, calls, device, dtype)
 
 
+# Once for each kind of call, since every layer chooses in every pass.
 @functools.cache
 def _log_once(name: str, calls: str, device: torch.device, dtype: torch.dtype) -> None:
     _LOG.debug(

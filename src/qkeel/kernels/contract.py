@@ -64,10 +64,12 @@ def average(weights: Logits, v: Values) -> Outputs:
     with unrounded(v):
         if g == h:
             return weights @ v
+        # The query heads that share a key head become rows of one product.
         return (weights.reshape(b, g, h // g * t, s) @ v).view(b, h, t, v.shape[-1])
 
 
 def without_pairs(q: Queries, k: Keys, v: Values) -> Outputs:
     """Returns an output of zeros, with zero gradients, for calls without queries or keys."""
+    # Products with nothing, so that gradients are zeros instead of missing.
     share = q.shape[1] // k.shape[1]
     return (q @ k.repeat_interleave(share, 1).mT) @ v.repeat_interleave(share, 1)

@@ -168,6 +168,7 @@ def reduce_calls(calls: Sequence[CallRows]) -> list[LogitStats]:
             call.fields.dtype,
             call.fields.device,
         )
+        # Masks are the same if they are one object: comparing them would read them.
         groups.setdefault((*form, id(call.counted), call.keys_seen is None), []).append(
             i
         )
@@ -370,6 +371,7 @@ def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
     """Yields blocks of rows, each with the range of keys that its rows can see; nothing if there are no keys."""
+    # A maximum over nothing is an error.
     if not call.k.shape[2]:
         return
     for rows in row_blocks(
@@ -409,6 +411,7 @@ def _products(
     """Returns unit · q·k of a block (None if it equals the logits) and the unit."""
     unit = call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
     added = call.mask is not None and call.mask.dtype != torch.bool
+    # The logits are then the products times one number.
     if call.spec.position.folds and not added and isinstance(unit, float) and unit > 0:
         return None, unit
     products = NoPosition().scores(
@@ -459,6 +462,7 @@ def _keys_seen(call: AttentionCall) -> Tensor:
     if _all_keys_seen(call):
         return torch.ones(b, g, s, dtype=torch.bool, device=call.k.device)
     same_for_rows = call.mask is None or call.mask.shape[2] == 1  # as padding is
+    # The last row that counts then sees every key that any of them sees.
     plain_call = (
         type(call) is AttentionCall and call.window is None and call.pos_q.numel() > 0
     )

@@ -82,6 +82,7 @@ def _decay(config: OptimConfig, rate: float = 1.0) -> float:
 def _split(
     model: nn.Module,
 ) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+    # Tables of tokens are matrices too, but neither Muon nor µP treats them like hidden ones.
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = dict(model.named_children()).get("head")
     if isinstance(head, nn.Linear):
@@ -191,6 +192,7 @@ def put_on(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Handle:
         model, optimizer, every=every, rules=(), planned=PlannedRates.of(rates)
     )
     pilot = attach(monitor, optimizer, policy=text.replace(AUTOPILOT, POLICY, 1))
+    # The run records its events, and a page shows them.
     pilot.warns = False
     return pilot
 
@@ -212,6 +214,7 @@ def resolve(config: RunConfig) -> RunConfig:
         if device.startswith("cuda") and torch.cuda.is_bf16_supported()
         else "fp32"
     }
+    # An unknown preset or position is an error here, not in a worker.
     layers(config.model, config.data.context)
     if config.data.task == "vision":  # a token is a patch
         config = with_values(

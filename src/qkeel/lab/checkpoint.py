@@ -37,13 +37,7 @@ from qkeel.version import VERSION
 # apart from the configuration that affects the bits of the results; runs that differ in it are not mixed.
 
 # Affect the bits but are not settings of a run.
-COMPARED = (
-    "qkeel",
-    "torch",
-    "device",
-    "cpu",
-    "compiled_kernels",
-)
+COMPARED = ("qkeel", "torch", "device", "cpu", "compiled_kernels")
 
 
 def computed_with(config: RunConfig) -> Json:
@@ -60,9 +54,8 @@ def computed_with(config: RunConfig) -> Json:
         if device.startswith("cuda")
         else device,
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "compiled_kernels": device == "cpu"
         # They round differently from torch's operators.
-        and kernels_ready(),
+        "compiled_kernels": device == "cpu" and kernels_ready(),
     }
 
 
@@ -266,6 +259,7 @@ def save(directory: RunDirectory, run: RunState, progress: RunProgress) -> None:
         scaling = [scaler["scale"], scaler["_growth_tracker"], run.skipped_steps]
         tensors[_SCALING] = torch.tensor(scaling, dtype=torch.float64)
     tensors["random.cpu"] = torch.get_rng_state()
+    # Dropout on a GPU draws from a generator of its own.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tensors["random.cuda"] = torch.cuda.get_rng_state()
     about = {**dataclasses.asdict(progress), "optimizer": numbers}
@@ -301,11 +295,8 @@ def read_checkpoint(directory: RunDirectory) -> RunCheckpoint:
         tensors = safetensors.torch.load(data)  # checks the header too
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         about = json.loads(header["__metadata__"]["qkeel"])
-        progress = RunProgress(
-            about["step"],
-            float(about["cpu_seconds"]),
-            about["sizes"],
-        )
+        cpu_seconds = float(about["cpu_seconds"])
+        progress = RunProgress(about["step"], cpu_seconds, about["sizes"])
         return RunCheckpoint(progress, tensors, about["optimizer"])
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DamagedFileError(
@@ -367,6 +358,7 @@ def _load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, expected {tuple(current[name].shape)}"
             )
+        # In place, because the optimizer steps these very tensors.
         current[name].copy_(tensor)
 
 

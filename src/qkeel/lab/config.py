@@ -70,18 +70,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         settle(self)
         _check_multiple("n_heads", self.n_heads, "n_kv_heads", self.n_kv_heads or 1)
-        if self.block == "gau" and self.n_heads != 1:
-            raise InvalidValueError(
-                f"expected n_heads=1 for block=gau, which has one head, got {self.n_heads}"
-            )
-        if not self.mlp_ratio * self.d_model >= 1:
-            raise InvalidValueError(
-                f"expected an MLP with at least one unit, got mlp_ratio={self.mlp_ratio}"
-            )
-        if self.parametrisation == "mup" and self.block != "mha":
-            raise InvalidValueError(
-                f"expected block=mha with parametrisation=mup, got {self.block}, for which µP has no rule"
-            )
+        is_single = self.block != "gau" or self.n_heads == 1
+        check(is_single, "n_heads=1 for block=gau, which has one head", self.n_heads)
+        has_units = self.mlp_ratio * self.d_model >= 1
+        check(has_units, "an MLP with at least one unit", f"mlp_ratio={self.mlp_ratio}")
+        has_rule = self.parametrisation == "standard" or self.block == "mha"
+        check(has_rule, "block=mha with parametrisation=mup", self.block)
         if self.deepnorm and not (self.block == "gau" and self.norm_order == "post"):
             raise InvalidValueError("deepnorm needs block=gau with norm_order=post")
         if self.head_dim is None:
@@ -114,10 +108,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         settle(self)
-        if not self.source:
-            raise InvalidValueError(
-                "expected the name or path of a corpus as data source, got an empty string"
-            )
+        check(bool(self.source), "the name or path of a corpus as source", "''")
 
 
 @final
@@ -147,10 +138,7 @@ class ImagesConfig:
     def __post_init__(self) -> None:
         settle(self)
         _check_multiple("image_size", self.image_size, "patch", self.patch)
-        if not self.images:
-            raise InvalidValueError(
-                "expected the name or path of images, got an empty string"
-            )
+        check(bool(self.images), "the name or path of images", "''")
 
 
 @final
@@ -282,18 +270,14 @@ class RunConfig:
         _check_multiple("eval_every", self.eval_every, "log_every", self.log_every)
         # Has no rule for other optimizers, nor for the input of a ViT.
         if self.model.parametrisation == "mup":
-            if self.optim.name != "adamw":
-                raise InvalidValueError(
-                    f"expected optimizer adamw with parametrisation=mup, got {self.optim.name}"
-                )
+            name = self.optim.name
+            check(name == "adamw", "optimizer adamw with parametrisation=mup", name)
             if self.data.task == "vision" or self.images.image_input == "patches":
                 raise InvalidValueError(
                     "parametrisation=mup is for models that read tokens, not patches of images"
                 )
-        if self.device.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
-            raise InvalidValueError(
-                f"expected device auto, cpu, cuda, cuda:N or mps, got {self.device!r}"
-            )
+        is_device = self.device.split(":")[0] in ("auto", "cpu", "cuda", "mps")
+        check(is_device, "device auto, cpu, cuda, cuda:N or mps", repr(self.device))
 
     @property
     def run_id(self) -> str:

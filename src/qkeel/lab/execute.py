@@ -42,6 +42,7 @@ from qkeel.records.run_directory import locked
 
 # Progress of a study, read from its files, and an estimate of its duration from a few timed steps.
 
+# The first steps allocate and compile.
 _WARM, _TIMED = 3, 10  # steps
 
 
@@ -52,6 +53,7 @@ def last_step(directory: Path) -> int:
         with open(path, "rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - 4096))
+            # What follows the last line end was torn by a crash.
             line = file.read().split(b"\n")[-2] + b"\n"
         return int(parse_json(line)["step"])
     except (OSError, IndexError, ValueError, KeyError, TypeError):

@@ -59,6 +59,7 @@ def check_methods(config: RunConfig, contexts: LongContexts) -> None:
         if method.form:
             lookup("attention form", PRESETS, parse(method.form)[0].name)
         for spec in dict.fromkeys(layers(config.model, length)):
+            # A refusal is a result of the study; a wrong option is an error before it begins.
             with contextlib.suppress(RefusedError):
                 stretched(spec, method, length, max(contexts.test_lengths))
 
@@ -89,6 +90,7 @@ def measure(
 ) -> None:
     """Appends the missing results to the run's extrapolation.jsonl; an interrupted measurement continues."""
     config = resolve(config)
+    # Often nothing is missing, and loading a run takes seconds.
     if not missing(directory, contexts):
         return
     path = directory.path / FILE
@@ -189,11 +191,7 @@ def _measured(
     # Repeated text has no new content: a model that only copies predicts it as well as at the training length.
     repeated = windows[:, :short].repeat(1, length // short + 1)[:, : length + 1]
     long = predict(model, tokens, windows[:, 1:])
-    repeat = predict(
-        model,
-        repeated[:, :-1],
-        repeated[:, 1:],
-    )
+    repeat = predict(model, repeated[:, :-1], repeated[:, 1:])
     pieces = predict(model, *_pieces(windows, short))
     angles = outside(model, tokens[:_ANGLED].split(4), ranges)
     return {
@@ -227,14 +225,8 @@ def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
     # As many tokens a step as before, so that only the length changes.
     several = max(1, config.data.batch * config.data.context // method.trained_at)
     data = {"context": method.trained_at, "batch": several}
-    longer = RunState(
-        with_values(
-            config,
-            data=data,
-            optim={"lr": config.optim.lr / 10},
-            steps=steps,
-        )
-    )
+    optim = {"lr": config.optim.lr / 10}
+    longer = RunState(with_values(config, data=data, optim=optim, steps=steps))
     longer.model.load_state_dict(run.model.state_dict())
     for module, before in zip(
         attentions(longer.model), attentions(run.model), strict=True

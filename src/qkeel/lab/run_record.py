@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from qkeel import metrics
 from qkeel.capture.calls import Seen, statistics
 from qkeel.errors import DamagedFileError, RefusedError, RunDirectoryError, caution
+from qkeel.functional.bounds import repeat_groups
 from qkeel.functional.class_statistics import ClassStats, TokenClasses
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import LogitStats
@@ -103,6 +104,7 @@ def heldout_numbers(
         for chunk in examples.split(count):
             logits = model(chunk.inputs)
             kind = widest(logits.device)
+            # The last chunk may be shorter, so means count by their length.
             losses.append(
                 token_loss(logits, chunk.targets).to(kind) * len(chunk.inputs)
             )
@@ -221,15 +223,11 @@ def probe(
 def summed_up(stats: Sequence[LogitStats]) -> ProbeStatistics:
     """Reduces the statistics of all layers to the recorded fields."""
     n_heads = len(stats[0].max_logit)
-    fields = []
-    for name in PROBE_FIELDS:
-        values = [_named(s, name) for s in stats]
-        # The value of a key head is repeated for each query head of its group.
-        fields.append(
-            torch.stack(
-                [value.repeat_interleave(n_heads // len(value)) for value in values]
-            )
-        )
+    # The value of a key head is repeated for each query head of its group.
+    fields = [
+        torch.stack([repeat_groups(_named(s, name), n_heads) for s in stats])
+        for name in PROBE_FIELDS
+    ]
     heads = torch.stack(fields).float().cpu().numpy()
     top = {
         name: torch.stack([_named(s, name).amax() for s in stats]).amax()
@@ -257,28 +255,25 @@ def by_class(
 
     `norms` are the norms [b t] of the hidden states after the last block. Classes absent from the probe get no values.
     """
+
+    def mean(field: str, *at: int) -> float:
+        by_layer = [_named(s, field)[:, *at].mean() for s in stats]
+        return float(torch.stack(by_layer).mean())
+
     values: dict[str, float] = {}
     for i, name in enumerate(classes.names):
         mine = classes.query == i
         if bool(mine.any()):
-            for field in ("query_norm", "key_norm"):
-                values[f"{field}/{name}"] = float(
-                    torch.stack([_named(s, field)[:, i].mean() for s in stats]).mean()
-                )
+            values[f"query_norm/{name}"] = mean("query_norm", i)
+            values[f"key_norm/{name}"] = mean("key_norm", i)
             values[f"last_block_norm/{name}"] = float(norms[mine].mean())
     pairs = itertools.product(enumerate(classes.names), repeat=2)
     for (i, query), (j, key) in pairs:
         if all(bool(s.n_pairs[:, i, j].any()) for s in stats):
-            at = f"{query}>{key}"
-            values[f"max_logit/{at}"] = float(
-                torch.stack([s.max_logit[:, i, j].amax() for s in stats]).amax()
-            )
-            for field, statistic in (
-                ("attention_mass", "mass"),
-                ("uniform_mass", "uniform_mass"),
-            ):
-                means = [_named(s, statistic)[:, i, j].mean() for s in stats]
-                values[f"{field}/{at}"] = float(torch.stack(means).mean())
+            largest_logits = torch.stack([s.max_logit[:, i, j] for s in stats])
+            values[f"max_logit/{query}>{key}"] = float(largest_logits.amax())
+            values[f"attention_mass/{query}>{key}"] = mean("mass", i, j)
+            values[f"uniform_mass/{query}>{key}"] = mean("uniform_mass", i, j)
     return values
 
 
@@ -363,21 +358,14 @@ class RunRecord:
     def __init__(
         self, config: RunConfig, directory: RunDirectory, watcher: Watcher, claim: Claim
     ) -> None:
-        self.config, self.directory, self.watcher, self._claim = (
-            config,
-            directory,
-            watcher,
-            claim,
-        )
+        self.config, self.directory = config, directory
+        self.watcher, self._claim = watcher, claim
         self._clock = time.process_time()
         self.state = RunState(config)
         self.step = 0
         self.stopped = False  # True after a loss or gradient that is not finite
         # Steps and wall time since the last record.
-        self._trained, self._seconds = (
-            0,
-            0.0,
-        )
+        self._trained, self._seconds = 0, 0.0
         self._noted = 0  # number of autopilot events already written
         self._skipped = 0  # number of skipped steps already reported
 
@@ -407,6 +395,7 @@ class RunRecord:
         )
         if checkpoint is not None:
             self.step = checkpoint.progress.step
+            # Time goes on where the killed process was when it saved.
             self._clock -= checkpoint.progress.cpu_seconds
             self._noted, self._skipped = (
                 len(self.state.events),
@@ -486,7 +475,7 @@ class RunRecord:
         """Writes the summary and marks the run as done."""
         self._write_events()
         self.state.close()
-        records = self.directory.metrics(self.directory.sizes())
+        records = self.directory.metrics()
         self.directory.finish(summarize(self.config, records, self._cpu_seconds()))
 
     def _checkpoint(self, environment_here: Json) -> RunCheckpoint | None:
@@ -506,11 +495,11 @@ class RunRecord:
         step, sizes = checkpoint.progress.step, checkpoint.progress.sizes
         # What was written after the checkpoint is repeated bit for bit, so it is cut off first.
         directory.cut_to(sizes or {})
-        directory.events(sizes)
+        directory.events()
         logged_steps = [step for step in range(step + 1) if self.is_logged(step)]
         for name, steps in (
-            ("metrics.jsonl", [record["step"] for record in directory.metrics(sizes)]),
-            ("heads.f32", directory.heads(sizes).steps.tolist()),
+            ("metrics.jsonl", [record["step"] for record in directory.metrics()]),
+            ("heads.f32", directory.heads().steps.tolist()),
         ):
             if steps != logged_steps:
                 raise DamagedFileError(

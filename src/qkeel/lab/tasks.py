@@ -112,6 +112,7 @@ class VisionTask(Task):
                 "with one subfolder per class, or digits"
             )
         train = pictures.pixels[~pictures.held]
+        # Images of one grey have no deviation.
         deviation = float(train.std()) or 1.0
         tokens = patches(
             (pictures.pixels - train.mean()) / deviation, config.images.patch
@@ -238,13 +239,7 @@ class FusedTask(Task):
                 rng.random() < config.image_first,
             )
             which = rng.choice(self.train, several)
-            rows.append(
-                self._row(
-                    window,
-                    which if i < count else (),
-                    first,
-                )
-            )
+            rows.append(self._row(window, which if i < count else (), first))
         return _examples(rows)
 
     def heldout(self, count: int) -> Examples:
@@ -293,6 +288,7 @@ class FusedTask(Task):
         if self.images.image_input == "patches":
             model.embedding = FusedEmbedding(model.embedding, self._pixels())
         model.init_weights(generator)
+        # Every row was drawn with a variance of 1.
         with torch.no_grad():
             model.embedding.weight[BEGIN:].mul_(deviation)
             if isinstance(model.embedding, FusedEmbedding):
@@ -331,11 +327,7 @@ def _examples(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Examples:
     tokens, kinds = (
         torch.from_numpy(np.stack(column).astype(np.int64)) for column in zip(*rows)
     )
-    return Examples(
-        tokens[:, :-1],
-        tokens[:, 1:],
-        kinds[:, 1:],
-    )
+    return Examples(tokens[:, :-1], tokens[:, 1:], kinds[:, 1:])
 
 
 BEGIN_TRANSLATION = 256  # the first token of every translation
@@ -360,11 +352,7 @@ class TranslationTask(Task):
                 f"translation needs text as bytes; {config.data.source} contains tokens"
             )
         self._pairs = _translation_examples(
-            spread(
-                text.train,
-                config.data.context - 1,
-                config.data.pairs,
-            )
+            spread(text.train, config.data.context - 1, config.data.pairs)
         )
         self._heldout = heldout(text, config.data.context - 1, config.eval_sequences)
         digest = hashlib.sha256(
@@ -377,13 +365,8 @@ class TranslationTask(Task):
 
     def batch(self, seed: int, step: int) -> Examples:
         count = len(self._pairs.inputs)
-        which = torch.from_numpy(
-            np.random.default_rng((seed, step)).integers(
-                0,
-                count,
-                self.config.data.batch,
-            )
-        )
+        rng = np.random.default_rng((seed, step))
+        which = torch.from_numpy(rng.integers(0, count, self.config.data.batch))
         return Examples(self._pairs.inputs[which], self._pairs.targets[which])
 
     def heldout(self, count: int) -> Examples:

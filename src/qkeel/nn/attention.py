@@ -79,6 +79,7 @@ class Cache:
     @property
     def bytes_per_token(self) -> int:
         """The number of bytes that each token of one sequence takes; 0 before the first token."""
+        # Of one token, because the memory that is reserved may be longer than the text.
         return sum(x[0, :, :1].numel() * x.element_size() for x in self._held)
 
     def next_positions(
@@ -92,6 +93,7 @@ class Cache:
                 return torch.arange(self.length, self.length + t, device=keys.device)[
                     None
                 ]
+            # Padding shifts each sequence differently, so each goes on from its own last position.
             return torch.arange(1, t + 1, device=keys.device) + self.pos[:, -1:]
         rows = pos[None] if pos.ndim == 1 else pos
         if rows.ndim != 2 or rows.shape[0] not in (1, b) or rows.shape[1] != t:
@@ -131,6 +133,7 @@ class Cache:
             for old, x in zip(self._held or [None] * len(new), new)
         ]
         for held, x in zip(self._held, new):
+            # In place: a concatenation would copy the whole cache at every token.
             held[:, :, self.length : length] = x.detach()
         if pos is not None or self.pos is not None:
             self._place(self.next_positions(new[0], pos), new[0])
@@ -138,11 +141,13 @@ class Cache:
         return [held[:, :, :length] for held in self._held]
 
     def _place(self, new: Tensor, keys: Tensor) -> None:
+        # The cached tokens may have had no explicit positions.
         old = (
             torch.arange(self.length, device=keys.device)[None]
             if self.pos is None
             else self.pos
         )
+        # One row for all sequences may be followed by one for each.
         b = max(old.shape[0], new.shape[0])
         self.pos = torch.cat([old.expand(b, -1), new.expand(b, -1)], dim=1)
 
@@ -157,6 +162,7 @@ class Cache:
             )
         if old is not None and old.shape[2] >= needed:
             return old
+        # Doubled, so that on average each token is copied once.
         room = self.max_length or max(
             needed, 2 * (old.shape[2] if old is not None else 0)
         )
@@ -261,6 +267,7 @@ class SpecModule(nn.Module):
     ) -> None:
         super().__init__()
         check_dropout(dropout)
+        # A misspelt name is an error here, not in the first forward pass.
         if impl != "auto":
             lookup("kernel", KERNELS, impl)
         self.n_heads, self.n_kv_heads, self.head_dim = geometry
@@ -276,6 +283,7 @@ class SpecModule(nn.Module):
 
     def spec_params(self) -> Params:
         """Returns the spec's parameters on this module, by name."""
+        # A parameter that was tied under two names is needed under both.
         return dict(self.named_parameters(recurse=False, remove_duplicate=False))
 
     def attend(
@@ -299,6 +307,7 @@ class SpecModule(nn.Module):
         )
         kernel = choose(call, self.impl)
         read = None
+        # The kernel can note these rows in its own pass; without it an observer computes all logits again.
         if isinstance(kernel, Native) and any(
             isinstance(observer, RowObserver) for observer in self.observers
         ):
@@ -337,6 +346,7 @@ class SpecModule(nn.Module):
                 f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() creates one"
             )
         cache.check_positions(pos, mask)
+        # Before the cache grows, since it counts from the tokens that are there.
         at = cache.next_positions(k, pos)
         spec, params = self.spec, self.spec_params()
         if spec.position.keeps:  # encode each token once; otherwise the full spec runs on raw keys in every step
@@ -348,6 +358,7 @@ class SpecModule(nn.Module):
             v,
             pos=None if pos is None else at,
         )
+        # None where they are 0, 1, 2 …, because more kernels take such calls.
         positions = None if cache.pos is None else at
         visibility = Visibility(
             causal=causal, mask=mask, pos_q=positions, pos_k=cache.pos
@@ -369,6 +380,7 @@ def check_input(
         raise InvalidTypeError(
             f"expected {name} to be a tensor, got {type(x).__name__}"
         )
+    # torch has no arithmetic for floats of 8 bits.
     if not x.is_floating_point() or x.dtype.itemsize < 2:
         raise InvalidTypeError(
             f"expected {name} of floating-point numbers of 16 bits or more, got {x.dtype}; embed or convert it first"
@@ -438,6 +450,7 @@ class Attention(SpecModule):
         self.q_proj = nn.Linear(d_model, n_heads * size, bias=bias)
         self.k_proj = nn.Linear(d_model, groups * size, bias=bias)
         self.v_proj = nn.Linear(d_model, groups * size, bias=bias)
+        # Also where q, k and v have biases, as in Qwen2.
         self.o_proj = nn.Linear(n_heads * size, d_model, bias=False)
 
     def forward(
@@ -466,6 +479,7 @@ class Attention(SpecModule):
         """
         if stats:
             stats_of_calls: list[LogitStats] = []
+            # An observer gets the call that the kernel gets, with and without a cache.
             note = lambda call: stats_of_calls.append(logit_stats(call))  # noqa: E731
             self.observers.append(note)
             try:
@@ -624,6 +638,7 @@ class GAU(SpecModule):
         """Maps x [b t m] at positions pos [b t] to [b t m]. `cache` holds keys and values of the tokens before x."""
         check_input(x, self.d_model, self.uv_proj)
         if any(
+            # Gains are made for heads of width head_dim, but v is as wide as `hidden`.
             name.startswith("v_norm") and p.numel() > 1
             for name, p in self.spec_params().items()
         ):
@@ -685,6 +700,7 @@ class GAUBlock(nn.Module):
             )
         self.norm_order, self.alpha = norm_order, alpha
         self.attention = gau
+        # After the sum, a gain would also scale what earlier layers wrote to the stream.
         self.norm = nn.RMSNorm(
             gau.d_model, eps=1e-6, elementwise_affine=norm_order == "pre"
         )

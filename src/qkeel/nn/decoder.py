@@ -138,6 +138,7 @@ class Block(nn.Module):
         branch = self.attention(
             self.attention_norm(x), cache=cache, causal=causal, mask=mask, pos=pos
         )
+        # Only here does the norm follow the sum; in all other orders the stream itself is never normed.
         if self.norm_order == "post":
             x = self.attention_post_norm(x + branch)
             if self.cross_attention is not None:
@@ -153,6 +154,7 @@ class Block(nn.Module):
 
 
 def _rms(d_model: int, has_norm: bool) -> nn.Module:
+    # An identity in place of each missing norm, so that one forward pass serves every order.
     return nn.RMSNorm(d_model, eps=1e-6) if has_norm else nn.Identity()
 
 
@@ -335,6 +337,7 @@ def init_linears(
     residual = deepnorm(n)[1] if config.deepnorm else 1 / math.sqrt(n)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
+            # µP: a wider head starts like the one that was tuned, and `output_scale` shrinks its logits.
             fan_in = (
                 config.base_width
                 if config.base_width and name == "head"
@@ -402,12 +405,15 @@ class FusedEmbedding(nn.Embedding):
         )
         self.weight = embedding.weight
         self.patch = nn.Linear(pixels.shape[1], embedding.embedding_dim, bias=False)
+        # Codes of patches follow the text tokens.
         self.first = embedding.num_embeddings - len(pixels)
+        # Read from the data again, so a checkpoint does not need them.
         self.register_buffer("pixels", pixels, persistent=False)
 
     def forward(self, input: Int[Tensor, "b t"]) -> Float[Tensor, "b t m"]:
         """Maps tokens [b t] to embeddings [b t m]."""
         code = input - self.first
+        # Text tokens look up some patch too, because a shape that depends on the tokens would make the GPU wait.
         embedded_patches = self.patch(self.pixels[code.clamp_min(0)])  # type: ignore[index]
         return torch.where(
             (code >= 0)[..., None],

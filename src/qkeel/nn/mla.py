@@ -58,6 +58,7 @@ def key_norm(spec: AttentionSpec) -> Norm | None:
     return norm if norm.kind in ("rms", "l2") and "k" in norm.sides else None
 
 
+# Asked again for every token.
 @functools.cache
 def refuse_latents(spec: AttentionSpec) -> Refusal | None:
     """Returns the reason why attention under this spec cannot use cached latents, or None."""
@@ -116,6 +117,7 @@ def encode(
 ) -> tuple[Queries, SharedKey]:
     """Returns encoded q [b h t d], and the shared key part [b 1 t r] with its gain and rotation applied."""
     gain = key_gain(spec, params)
+    # The first dimensions of a head are the rotated ones.
     if gain is not None and gain.ndim:
         gain = gain[: rotated.shape[-1]]
     before = spec.position.order == "norm_then_rotate"
@@ -125,6 +127,7 @@ def encode(
     return q, rotated if gain is None or before else rotated * gain
 
 
+# A new spec is validated, which is too long for every token.
 @functools.cache
 def _query_alone(spec: AttentionSpec) -> AttentionSpec:
     """Returns the spec without its norm of the keys."""
@@ -159,8 +162,10 @@ def attend_latents(
     calls without a gradient.
     """
     kind = wide(call.q.dtype)
+    # Autocast would round the products that are to be in float32.
     with torch.autocast(call.q.device.type, enabled=False):
         scale = call.spec.factor(call.pos_q, head_dim, call.params, kind)
+        # One pass over the cache, instead of logits for every head and token.
         fast = latents(call, scale, inverse)
         if fast is not None:
             return fast.to(call.q.dtype)
@@ -193,6 +198,7 @@ def _block(
     )
     return average(
         F.dropout(weights, call.dropout) if call.dropout else weights,
+        # Values are the first part of the cached keys.
         k[..., : call.v.shape[-1]],
     )
 
@@ -356,6 +362,7 @@ class MLA(SpecModule):
         pos: QueryPositions | None,
     ) -> Tensor:
         """Attends from new queries to all tokens so far and returns [b t h·e]."""
+        # `_remember` changes the cache, so the checks come first.
         self._check(cache, mask, pos)
         first, (core, left) = not cache.length, self.spec.core(self.spec_params())
         q, held, inverse, at = self._remember(cache, *new, pos)
@@ -371,6 +378,7 @@ class MLA(SpecModule):
                 params=left,
                 seen=visibility,
             )
+        # Observers see q, k and v as they are without a cache.
         if self.observers:
             observed = visibility.call(
                 core, q, *self._materialised(held, inverse), left
@@ -401,12 +409,14 @@ class MLA(SpecModule):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Caches new tokens; returns encoded q, all cached tokens, inverse sizes, and the positions of q if given."""
         norm, at = key_norm(self.spec), cache.next_positions(q, pos)
+        # Of the raw keys of all heads, which are not kept; this number per head is.
         inverse = (
             None if norm is None else inverse_size(norm, self._keys(latent, shared))
         )
         encoded, rotated = encode(self.spec, q, shared, at, self.spec_params())
         positions = None if pos is None else at
         held, inverse = cache.append(
+            # A gain in float32 would widen what is cached.
             latent[:, None].to(q.dtype),
             rotated.to(q.dtype),
             inverse,
@@ -469,6 +479,7 @@ def _rotating(spec: AttentionSpec, sizes: LatentSizes) -> AttentionSpec:
             f"MLA rotates a part of each head by RoPE, which {taken} cannot do; use Rope"
         )
     head_dim = sizes.rope_dim + sizes.nope_dim
+    # The rotated part of a head stands first, where a partial RoPE rotates.
     position = dataclasses.replace(rope, rotary=sizes.rope_dim / head_dim)
     position.check(head_dim)
     return spec.replace(position=position)

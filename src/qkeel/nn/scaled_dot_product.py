@@ -105,6 +105,7 @@ def _compiled_call(
         is_plain(q) and q.is_cpu and _fit(q, k, v, mask, arguments["enable_gqa"])
     ):
         return None, None
+    # Random numbers, the error and the rounding are to be those of torch.
     if (
         arguments["dropout_p"]
         or (causal and mask is not None)
@@ -121,6 +122,7 @@ def _compiled_call(
     if causal and s > t:  # torch aligns the first query with the first key
         k, v = k[:, :, :t], v[:, :, :t]
     spec = _spec(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    # The kernel takes masks of four dimensions.
     mask = mask if mask is None else mask[(None,) * (4 - mask.ndim)]
     call = make_call(spec, q, k, v, causal=causal, mask=mask)
     kernel = choose(call)
@@ -132,6 +134,7 @@ def _laid_out(out: Tensor, query: Tensor) -> Tensor:
     if out.shape[-1] != query.shape[-1]:
         # Torch computes such attention as plain matrix products.
         return out.contiguous()
+    # A caller may go on with a view that only this layout allows.
     order = sorted(range(4), key=lambda i: (-query.stride(i), i))
     back = sorted(range(4), key=order.__getitem__)
     return out.permute(order).contiguous().permute(back)
@@ -165,6 +168,7 @@ def _fit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> boo
     return fits and mask.device == q.device and mask.dtype in (torch.bool, q.dtype)
 
 
+# Validated once per scale, not in every call.
 @functools.cache
 def _spec(scale: float) -> AttentionSpec:
     return AttentionSpec(scale=Fixed(scale))

@@ -24,17 +24,14 @@ from qkeel.handle import Handle
 from qkeel.patching.modes import (
     Guarded,
     ModuleTree,
+    Uncopied,
     compiler_loaded,
-    get_idle,
     hooks_before,
-    idle,
     inferring_shapes,
     outside_checkpoints,
     recomputing,
     run_uncompiled,
     running_frames,
-    store_whole,
-    store_without,
     uncompiled,
     unguarded,
 )
@@ -105,7 +102,9 @@ def _entrance(function: types.FunctionType, begin: Begin) -> Callable[..., Any]:
         function.__closure__,
     )
     original.__kwdefaults__ = function.__kwdefaults__
-    uncompiled = torch.compiler.disable(unguarded) if compiler_loaded() else unguarded
+    uncompiled: Any = unguarded
+    if compiler_loaded():
+        uncompiled = torch.compiler.disable(unguarded)
 
     def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = None
@@ -257,7 +256,6 @@ class ForwardPasses(Handle):
             model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(leave, always_call=True),
         ]
-        store_without(model, _DormantHook)
         super().__init__(self._unhook)
 
     def remove(self) -> None:
@@ -358,7 +356,6 @@ class ForwardPasses(Handle):
         if not self._depth:
             for hook in self._hooks:
                 hook.remove()
-            store_whole(self.model)
 
 
 @contextmanager
@@ -416,7 +413,7 @@ class _Running:
 _REMOVED = object()
 
 
-class _DormantHook:
+class _DormantHook(Uncopied):
     """A hook that does nothing inside compiled code, and that is dropped from copies and pickles of a model."""
 
     def __init__(self, act: Any, owner: object) -> None:
@@ -436,12 +433,6 @@ class _DormantHook:
             self.act(module, args, last, False)
         else:
             self.uncompiled(module, args, last, True)
-
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return idle
-
-    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        return get_idle, ()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -136,23 +136,22 @@ class DeferredError:
             raise self.error
 
 
-class _Uncopied(functools.partial[T]):
-    """A hook that does nothing in copies and pickles of its module, which the model's forward may make."""
+# A hook that does nothing, and that Python itself has, so that copies and pickles of a model load without qkeel.
+idle: Callable[..., None] = nullcontext().__exit__
+
+
+class Uncopied:
+    """A hook that is `idle` in copies and pickles of its module, which the model's forward may make."""
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return idle
 
     def __reduce__(self) -> Any:
-        return get_idle, ()
+        return idle.__reduce__()
 
 
-def idle(*_: object) -> None:
-    """A hook that does nothing. It replaces qkeel's hooks in copies and pickles of a model."""
-
-
-def get_idle() -> Callable[..., None]:
-    """Returns `idle`; pickles refer to this function by name."""
-    return idle
+class _Uncopied(Uncopied, functools.partial[T]):
+    pass
 
 
 def in_this_thread(act: Callable[..., T]) -> Callable[..., T | None]:
@@ -167,21 +166,8 @@ def in_this_thread(act: Callable[..., T]) -> Callable[..., T | None]:
     )
 
 
-def without_gradients(function: Callable[..., T]) -> Callable[..., T]:
-    """Returns the function with gradients turned off.
-
-    torch.no_grad() as a decorator adds ten Python calls to each call, too many for functions that run in every step."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> T:
-        before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch._C._set_grad_enabled(before)
-
-    return run
+# Returns the function with gradients turned off.
+without_gradients = torch.no_grad()
 
 
 def unguarded(act: Callable[..., T], *args: object) -> T:
@@ -197,15 +183,6 @@ def unguarded(act: Callable[..., T], *args: object) -> T:
 # Attribute names of the wrapped module in activation checkpointing and torch.compile.
 WRAPPED_AS = ("_checkpoint_wrapped_module", "_orig_mod")
 TABLES = ("_parameters", "_modules", "_buffers")
-_STATE = "__getstate__"
-_HOOKS = (
-    *("_forward_pre_hooks", "_forward_hooks"),
-    *(
-        "_forward_pre_hooks_with_kwargs",
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-    ),
-)
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -224,24 +201,8 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns every module once, keyed by name, like `named_modules()` but without a generator for each level."""
-    found, seen = dict[str, nn.Module](), set[int]()
-    left = [("", model)]
-    while left:
-        name, module = left.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            found[name] = module
-            inner = [
-                (key, child)
-                for key, child in module._modules.items()
-                if child is not None
-            ]
-            left += [
-                (f"{name}.{key}" if name else key, child)
-                for key, child in reversed(inner)
-            ]
-    return found
+    """Returns every module once, keyed by name."""
+    return dict(model.named_modules())
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -333,39 +294,32 @@ class ModuleTree:
         self.settled = False  # True while nothing can change the tree, which is then not compared again
         self._named: list[tuple[str, nn.Module]] = []
         self._tables: list[dict[str, Any]] = []
-        self._held: list[tuple[object, ...]] = []
+        self._children: list[tuple[object, ...]] = []
         self._of_kind: dict[object, list[tuple[str, nn.Module]]] = {}
 
     def named(self) -> list[tuple[str, nn.Module]]:
         """Returns every module once with its name, like `named_modules()`."""
-        if self.settled and self._held:
+        if self.settled and self._children:
             return self._named
-        if not self._held or [*map(tuple, map(dict.items, self._tables))] != self._held:
+        if not self._children or self._listed() != self._children:
             self._named = [*self._model.named_modules()]
-            tables = [module._modules for _, module in self._named]
             self._of_kind.clear()
-            if all(
-                isinstance(table, dict) for table in tables
-            ):  # scripted modules have other tables
-                self._tables, self._held = (
-                    tables,
-                    [*map(tuple, map(dict.items, tables))],
-                )
-            else:
-                self._tables, self._held = [], []
+            tables = [module._modules for _, module in self._named]
+            # Scripted modules have other tables, which cannot be compared.
+            is_plain = all(isinstance(table, dict) for table in tables)
+            self._tables = tables if is_plain else []
+            self._children = self._listed()
         return self._named
+
+    def _listed(self) -> list[tuple[object, ...]]:
+        return [*map(tuple, map(dict.items, self._tables))]
 
     def of_kind(self, *kinds: type[nn.Module]) -> list[tuple[str, nn.Module]]:
         """Returns the modules that are instances of these classes."""
-        self.named()
-        return self._kind(kinds)
-
-    def _kind(self, kinds: tuple[type[nn.Module], ...]) -> list[tuple[str, nn.Module]]:
+        named = self.named()
         if kinds not in self._of_kind:
             self._of_kind[kinds] = [
-                (name, module)
-                for name, module in self._named
-                if isinstance(module, kinds)
+                pair for pair in named if isinstance(pair[1], kinds)
             ]
         return self._of_kind[kinds]
 
@@ -379,55 +333,7 @@ class ModuleTree:
 
     def any_compiled(self) -> bool:
         """True if calling any of the modules runs compiled code."""
-        if any([module._compiled_call_impl is not None for _, module in self.named()]):
-            return True
-        return compiler_loaded() and bool(self._kind((torch._dynamo.OptimizedModule,)))
-
-
-@final
-class _StoredState:
-    """A module's `__getstate__` that omits some hooks. It is stored in the module's `__dict__` and omits itself too."""
-
-    def __init__(self, module: nn.Module, own: type) -> None:
-        self.module, self.own = module, own
-
-    def __call__(self) -> object:
-        found = type(self.module).__getstate__(self.module)
-        if type(found) is not dict:  # the class defines its own state
-            return found
-        left = {name: value for name, value in found.items() if value is not self}
-        gone = {
-            n
-            for table in _HOOKS[:2]
-            for n, hook in left.get(table, {}).items()
-            if isinstance(hook, self.own)
-        }
-        for name in _HOOKS:
-            if name in left:
-                left[name] = type(left[name])(
-                    (n, x) for n, x in left[name].items() if n not in gone
-                )
-        return left
-
-
-def store_without(module: nn.Module, own: type) -> None:
-    """Makes copies and pickles of a module omit its forward hooks of the class `own`.
-
-    An entry `__getstate__` in the instance's `__dict__` takes precedence over the method of the class.
-    """
-    if _STATE not in vars(module) and not isinstance(module, torch.jit.ScriptModule):
-        vars(module)[_STATE] = _StoredState(module, own)
-
-
-def store_whole(module: nn.Module) -> None:
-    """Undoes `store_without` once none of the omitted hooks is left."""
-    found = vars(module).get(_STATE)
-    if isinstance(found, _StoredState) and not any(
-        isinstance(hook, found.own)
-        for table in _HOOKS[:2]
-        for hook in vars(module)[table].values()
-    ):
-        del vars(module)[_STATE]
+        return any([is_compiled(module) for _, module in self.named()])
 
 
 def put_first(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -463,10 +369,9 @@ flash_on_cpu_backward = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 )
 
-# Operators over a list of tensors. All of them but `lerp_all` work in place.
+# Operators over a list of tensors, which work in place.
 multiply_all = torch._foreach_mul_
 copy_to_all = torch._foreach_copy_
-lerp_all = torch._foreach_lerp
 lerp_all_in_place = torch._foreach_lerp_
 
 
@@ -562,18 +467,19 @@ def compile_again() -> None:
         torch._dynamo.reset()
 
 
+def is_wrapper_of_compiled(module: nn.Module) -> bool:
+    """True for torch.compile's wrapper around a module."""
+    return compiler_loaded() and isinstance(module, torch._dynamo.OptimizedModule)
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """Returns the module inside torch.compile's wrapper, and any other module unchanged."""
-    return module._orig_mod if _is_wrapper(module) else module  # type: ignore[return-value]
+    return module._orig_mod if is_wrapper_of_compiled(module) else module  # type: ignore[return-value]
 
 
 def is_compiled(module: nn.Module) -> bool:
     """True if calling this module runs code compiled by torch.compile or by the module's own compile()."""
-    return _is_wrapper(module) or module._compiled_call_impl is not None
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return compiler_loaded() and isinstance(module, torch._dynamo.OptimizedModule)
+    return module._compiled_call_impl is not None or is_wrapper_of_compiled(module)
 
 
 # The state of distributed training: the store, pipelines, sharded weights and Join.

@@ -1,6 +1,6 @@
 """The attention sites of a model, and the tap that accumulates their statistics."""
 
-from qkeel.capture.example import describe
+from qkeel.capture.described import describe
 from qkeel.heads.site import (
     AttentionSite,
     HeadSlice,

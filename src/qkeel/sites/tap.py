@@ -19,12 +19,13 @@ from qkeel.handle import Handle
 from qkeel.heads.site import INDEX, AttentionSite, Sites
 from qkeel.kernels.statistics import plain_rows
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import ForwardPasses, extra_pass, get_idle, idle
+from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.modes import (
     Args,
     FaultGuard,
     Kwargs,
     ModuleTree,
+    Uncopied,
     in_function_transform,
     is_fake,
     recomputing,
@@ -485,7 +486,7 @@ class _HeldPass:
     collected: object = None
 
 
-class Connection:
+class Connection(Uncopied):
     """Connects one of qkeel's modules to a tap, for calls outside a pass. Copies of the module are not connected."""
 
     def __init__(self, tap: Tap, name: str, module: SpecModule) -> None:
@@ -503,12 +504,6 @@ class Connection:
     def read(self, call: AttentionCall, rows: KernelRows) -> None:
         """Receives a call and the statistics of its rows, from code that runs the module's calls in its place."""
         self.tap.guard(self.tap.take_part, self.name, call, self.module.training, rows)
-
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return idle
-
-    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        return get_idle, ()
 
 
 def is_empty(args: Args, kwargs: Kwargs) -> bool:

@@ -54,6 +54,7 @@ class Sdpa(Kernel):
         q, k, v, scale = folded(call)
         if not (q.shape[2] and k.shape[2]):
             return without_pairs(q, k, v)
+        # torch knows this mask by a flag, without a T×T tensor.
         if call.causal and call.whole:
             return _with_nan_of_an_only_key(
                 _sdpa(call, (q, k, v), scale, causal=True), q, k, causal=True

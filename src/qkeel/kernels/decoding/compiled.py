@@ -18,10 +18,7 @@ from qkeel.spec.call import AttentionCall
 from qkeel.spec.slot import Outputs
 
 # Queries per key head and per query head, beyond which other kernels are faster.
-ROWS, TOKENS = (
-    128,
-    32,
-)
+ROWS, TOKENS = 128, 32
 # Queries of all heads that share a latent, beyond which torch computes.
 LATENT_ROWS = 512
 

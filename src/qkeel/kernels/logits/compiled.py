@@ -51,6 +51,7 @@ def extremes_of(call: AttentionCall) -> Float[Tensor, "2 b h t"] | None:
     extremes = OPS.logit_extremes.default(*arguments)
     if call.query_mask is None:
         return extremes
+    # The operator knows of visible keys only, not of rows that do not count.
     excluded = extremes.new_tensor([-torch.inf, torch.inf])[:, None, None, None]
     return torch.where(call.query_mask[:, None], extremes, excluded)
 
@@ -149,6 +150,7 @@ def _arguments(call: AttentionCall) -> OperatorArguments | None:
         scale = q.new_full((), scale, dtype=torch.float32)
     elif not (is_plain(scale) and scale.is_cpu):
         return None
+    # Statistics have no gradient, also where the scale is learned.
     scale = scale.detach().expand(*q.shape[:3], 1)[..., 0]
     return q.detach(), k.detach(), scale, *visibility
 

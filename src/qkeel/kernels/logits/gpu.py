@@ -41,6 +41,7 @@ def row_fields(
     operands = _operands(call, pairs=True)
     if operands is None:
         return None
+    # Only where Triton was found, which `_operands` has asked.
     from qkeel.kernels.logits import triton_row_fields
 
     q, k, scale, visibility = operands
@@ -55,6 +56,7 @@ def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     operands = _operands(call, pairs=False)
     if operands is None:
         return None
+    # As above.
     from qkeel.kernels.logits import triton_extremes
 
     q, k, scale, visibility = operands
@@ -79,6 +81,7 @@ def _operands(call: AttentionCall, pairs: bool) -> _LogitOperands | None:
     spec, mask = call.spec, call.mask if band is None else band.padding
     boolean = mask is not None and mask.dtype == torch.bool
     is_padding = mask is not None and boolean and mask.shape[1] == mask.shape[2] == 1
+    # Padding hides the same keys from all rows, for which a byte per key is enough.
     of_pairs = pairs and boolean and not is_padding and band is None
     if not (mask is None or is_padding or of_pairs):
         return None

@@ -92,6 +92,7 @@ def _extremes(
     top = tl.full([ROWS, KEYS], float("-inf"), tl.float32)
     low = -top
     theirs = k + n * k_b + (h // share) * k_h + i[:, None]
+    # Tiles that every row sees need no mask.
     for past in range(begin, shared_end, KEYS):
         key = past + tl.arange(0, KEYS)
         y = tl.load(
@@ -129,6 +130,7 @@ def _extremes(
             top, tl.where(is_visible, z, float("-inf")), propagate_nan=_ALL
         )
         low = tl.minimum(low, tl.where(is_visible, z, float("inf")), propagate_nan=_ALL)
+    # Rows beyond the last have logits of 0.
     top, low = (
         tl.where(ok[:, None], top, float("-inf")),
         tl.where(ok[:, None], low, float("inf")),
@@ -173,6 +175,7 @@ def extremes(
     """
     b, h, t, d = q.shape
     g, s = k.shape[1:3]
+    # The kernel scales after the pass, where a negative factor would swap largest and smallest.
     if scale <= 0:
         q, scale = q * scale, 1.0
     q, k = dense(q), dense(k)
@@ -181,6 +184,7 @@ def extremes(
     tiles = triton.cdiv(t, tile[0])
     tops, lows = (q.new_empty((b, h, tiles), dtype=torch.float32) for _ in range(2))
     mask, over = key_mask(q, keys)
+    # Here and below, q stands in for what the kernel does not read.
     rows = q if counted is None else counted.contiguous().to(torch.uint8)
     with torch.cuda.device_of(q):
         LAUNCHED["extremes"][(tiles * b * h,)](

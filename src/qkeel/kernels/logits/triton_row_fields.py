@@ -1,7 +1,7 @@
 """All statistics of every query row of a call, computed from q and k in one pass by a Triton kernel.
 
 The pass computes only one of attention's two matrix products, and needs neither the values nor a T×T matrix. It returns
-what the compiled pass on a CPU returns (`kernels.native.logit_pass`): the fields of `functional.statistics.ROW_FIELDS`
+what the compiled pass on a CPU returns (`kernels.logits.compiled`): the fields of `functional.statistics.ROW_FIELDS`
 in one tensor. The entropy is updated together with the sum of exponentials while the maximum grows: W ← f (W + L (M -
 M')), L ← f L, f = e^(M - M'); H = ln L - W / L. So nothing cancels at large logits.
 
@@ -47,11 +47,7 @@ _TILES_FLOAT32 = {
     256: (16, 16, 4),
 }
 # Where keys or pairs are masked: what a larger tile needs more would not fit in the registers.
-_MASKED = (
-    64,
-    32,
-    4,
-)
+_MASKED = (64, 32, 4)
 _LOG2_E, _LN_2 = constexpr(1.4426950408889634), constexpr(0.6931471805599453)
 _NONE = constexpr(2**31 - 1)  # no key
 _YES, _NO = constexpr(True), constexpr(False)
@@ -123,6 +119,7 @@ def _add(
     least_product = tl.min(
         products if ALL else tl.where(is_visible, products, float("inf")), 1
     )
+    # No key of the tile is seen; and with a negative factor the extremes trade places.
     none, up = least_product > most_product, factor >= 0  # pyright: ignore[reportOperatorIssue]
     largest = tl.where(none, 0.0, tl.where(up, most_product, least_product)) * factor
     least = tl.where(none, 0.0, tl.where(up, least_product, most_product)) * factor
@@ -131,6 +128,7 @@ def _add(
         tl.minimum(low, tl.where(none, float("inf"), least)),
     )
     top = tl.maximum(top, largest)
+    # Most tiles have no logit above it, so counting costs nothing there.
     if tl.max(largest, 0) > threshold:
         over = products * factor[:, None] > threshold
         above += tl.sum((over if ALL else over & is_visible).to(tl.int32), 1)
@@ -246,6 +244,7 @@ def _fields(
         k + n * k_b + (h // share) * k_h,
         inverses + (n * (heads // share) + h // share) * length,
     )
+    # Tiles that every row sees need no mask.
     for past in range(begin, shared_end, KEYS):
         key = past + tl.arange(0, KEYS)
         y = tl.load(
@@ -362,6 +361,7 @@ def _fields(
             _NO,
         )
     sees_a_key = seen_keys > 0
+    # The logit of the first key again, because the running sums do not keep it.
     row_and_key = sees_a_key & ok
     z = tl.load(
         theirs + first.to(tl.int64)[:, None] * k_t + i[None, :],
@@ -440,7 +440,7 @@ def row_fields(
         scale: factor on the products, a number or a tensor that broadcasts to [b h t 1].
         threshold: logits above it are counted, in nats.
         causal: a query sees the keys up to its position, with positions aligned at the end.
-        window: as in `extremes.extremes`, like keys.
+        window: as in `triton_extremes.extremes`, like keys.
         cap: cap of a softcap, or None.
         pairs: True where a query may see a key.
     """
@@ -461,6 +461,7 @@ def row_fields(
     fields = q.new_empty((len(ROW_FIELDS), b, h, t), dtype=torch.float32)
     counts = q.new_empty((b, h, t), dtype=torch.int64)
     number = not isinstance(scale, Tensor)
+    # The norms stand in for a tensor that is not read.
     scales = norms if number else scale.float().expand(b, h, t, 1)
     near, (mask, over) = (
         None if isinstance(window, tuple) else window,

@@ -98,6 +98,7 @@ def bounds(
     low, high = row, row
     if SPANS:
         low, high, begin, shared_end, stop = span(starts, stops, row, ok, length, KEYS)
+        # A masked key may lie in any tile.
         shared_end = begin if MASK else shared_end
     else:
         begin, shared_end, stop = reach(
@@ -151,6 +152,7 @@ def key_mask(
     q: Tensor, keys: Bool[Tensor, "_ s"] | None
 ) -> tuple[Tensor, tuple[int, int]]:
     """Returns the key mask for the kernels (a placeholder if there is none) and its strides."""
+    # A stride of 0 lets all sequences read one mask.
     mask = q if keys is None else keys.to(torch.uint8)
     return mask, (0, 0) if keys is None else (
         mask.stride(0) if mask.shape[0] > 1 else 0,

@@ -42,6 +42,7 @@ def ready() -> bool:
         or transformed()
     ):
         return False
+    # Two threads must neither compile nor register at once.
     with _LOADING:
         return _loaded()
 
@@ -80,9 +81,7 @@ def _loaded() -> bool:
     for name, shapes in SHAPES.items():
         torch.library.register_fake(f"qkeel_native::{name}", shapes)
     # Which imports this module.
-    from qkeel.kernels.norm_rope.operator import (
-        register_derivatives,
-    )
+    from qkeel.kernels.norm_rope.operator import register_derivatives
 
     register_derivatives("qkeel_native")
     attention_name = "qkeel_native::attention"
@@ -109,6 +108,7 @@ def _attention_shapes(
     q: Tensor, k: Tensor, v: Tensor, *options: object
 ) -> tuple[Tensor, ...]:
     b, h, t, _ = q.shape
+    # As the kernel writes: the heads of a token together, as the next projection reads them.
     out = q.new_empty(b, t, h, v.shape[-1]).transpose(1, 2)
     stats = options[-1]
     lse = q.new_empty(b, h, t, dtype=torch.float32)
@@ -134,6 +134,7 @@ def _norm_rope_shapes(x: Tensor, *options: object) -> tuple[Tensor, Tensor]:
     if kind == 0:  # a rotation alone
         return y, y.new_empty(0, dtype=torch.float32)
     b, h, t = y.shape[:3]
+    # The kernel goes through memory in order, so these lie like the rows of x.
     if y.stride(1) < y.stride(2):
         return y, y.new_empty(b, t, h, dtype=torch.float32).transpose(1, 2)
     return y, y.new_empty(b, h, t, dtype=torch.float32)
@@ -224,6 +225,7 @@ def _keep_for_attention(
 def _attention_backward(
     ctx: Any, grad_out: Tensor | None, *_: object
 ) -> tuple[Tensor | None, ...]:
+    # Of mask, slopes and the five options.
     nothing = (None,) * 7
     if grad_out is None:
         return None, None, None, *nothing

@@ -35,6 +35,7 @@ def usable(device: torch.device) -> bool:
         or transformed()
     ):
         return False
+    # Two threads must not register at once.
     with _LOADING:
         return _modern(device) and loaded()
 
@@ -43,6 +44,7 @@ def usable(device: torch.device) -> bool:
 def loaded() -> bool:
     """True if Triton can be imported; registers the operators on the first call."""
     try:
+        # Imported late, since Triton is slow to import and not on every system.
         from qkeel.kernels.norm_rope import triton_kernels as norm_rope
     except ImportError as error:
         caution(

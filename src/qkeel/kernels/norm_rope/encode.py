@@ -84,6 +84,7 @@ def _plan(norm: Norm, position: Position) -> _EncodePlan | None:
     )
 
 
+# A compiler traces `_plan` itself, because it does not look into caches.
 _plan_once = functools.lru_cache(maxsize=256)(_plan)
 
 
@@ -163,6 +164,7 @@ def fused(
         return None
     gain_q, gain_k = plan.norm.weight("q", params), plan.norm.weight("k", params)
     table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
+    # Not where one of the two would only be copied.
     if table_q is table_k and (
         table_q is not None or (plan.kind_q % WHOLE and plan.kind_k % WHOLE)
     ):
@@ -186,6 +188,7 @@ def _tables(
     position = plan.position
     if position is None:
         return None, None
+    # One token, as in decoding: its table costs more than its rotation.
     whole = (
         pos_q.numel() == 1
         and not pos_q.is_floating_point()
@@ -208,11 +211,13 @@ def _of_place(
         torch.empty(1, 1, 1, size, dtype=dtype, device="cpu"),
         torch.tensor([[position_index]], device="cpu"),
     )
+    # A later pass with a gradient gets the same table.
     with torch.inference_mode(False):
         return _turned(plan.position, plan.position.tables(row, row, pos, pos)[1])
 
 
 def _turned(position: Rope, table: CosSin) -> CosSin:
+    # Reversed pairs turn the other way round.
     return (table[0], -table[1]) if position.pairing == "half_reversed" else table
 
 
@@ -222,6 +227,7 @@ def _takes(norm: Norm, position: Position) -> bool:
         return False
     if rope is None:
         return norm.kind != "none"
+    # A norm may trade places with a rotation only if it commutes with it.
     before = rope.order == "norm_then_rotate" or norm.commutes_with_rotation
     return before
 

@@ -88,6 +88,7 @@ def norm_rope_two(
         and any([x is not None and x.requires_grad for x in (q, k, *gains)])
     ):
         return operators.norm_rope_two.default(q, k, *gains, cos, sin, *kinds, eps)
+    # Compilers get the operator that has a derivative.
     if torch.compiler.is_compiling():
         new_q, _ = operators.norm_rope.default(
             q, gains[0], cos, sin, kinds[0], eps, keeps[0]
@@ -118,6 +119,7 @@ def _keep_for_backward(
     y, inverse = output
     ctx.save_for_backward(*_kept(kind, keep_x, x, y, inverse), gain, cos, sin)
     ctx.options = kind, eps, keep_x
+    # For backward alone; what is not differentiated costs no gradient of zeros.
     ctx.mark_non_differentiable(inverse)
     ctx.set_materialize_grads(False)
 

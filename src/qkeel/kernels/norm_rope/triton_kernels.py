@@ -33,6 +33,7 @@ def _rows(pid, heads, times, outer, blocks, HEADS: constexpr, TOKENS: constexpr)
     token = pid // blocks * TOKENS + row // HEADS
     head = pid % blocks * HEADS + row % HEADS
     return (
+        # Offsets into long caches exceed 32 bits.
         (token // times).to(tl.int64),
         head.to(tl.int64),
         (token % times).to(tl.int64),
@@ -175,6 +176,7 @@ def _inverse(a, b, c, ok, eps, n, KIND: constexpr, WHOLE: constexpr):
     """Returns 1 / size of the n numbers that are normed together, or 1 for absent rows; NaN stays NaN."""
     squares = _total(a * a, b * b, c * c, WHOLE)
     if KIND == L2:
+        # Rounded as on a CPU, for which the fast instructions are a few units off.
         size = tl.maximum(tl.sqrt_rn(squares), eps, propagate_nan=tl.PropagateNan.ALL)
     else:
         size = tl.sqrt_rn(squares / n + eps)
@@ -330,13 +332,7 @@ def backward(
     db = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
     dc = tl.zeros([HEADS * TOKENS, TAIL], tl.float32)
     # Placeholders if there is no gain or table.
-    ga, gb, gc, cosine, sine = (
-        da,
-        da,
-        dc,
-        da,
-        da,
-    )
+    ga, gb, gc, cosine, sine = da, da, dc, da, da
     for group in range(
         chunk * groups_of_program,
         tl.minimum(chunk * groups_of_program + groups_of_program, groups),
@@ -384,6 +380,7 @@ def backward(
             da, db, dc = da + ua * a, db + ub * b, dc + uc * c
             ua, ub, uc = ua * ga, ub * gb, uc * gc
         along = _total(ua * a, ub * b, uc * c, WHOLE)
+        # Where eps exceeds the norm, the size does not depend on x.
         along = tl.where(k < 1.0 / eps, along, 0.0) if KIND == L2 else along / size
         mean = (_total(ua, ub, uc, WHOLE) / size if KIND == LAYER else along * 0.0)[
             :, None

@@ -1,0 +1,227 @@
+"""Sites described by hand, for attention with a new layout or attention that cannot be observed, such as custom
+operators and sparse kernels."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor, nn
+
+from qkeel.capture.calls import fewest_keys
+from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
+from qkeel.heads.site import AttentionSite, Description, HeadSlice, QKProduct, Reading
+from qkeel.patching.modes import (
+    Args,
+    Guarded,
+    Kwargs,
+    in_this_thread,
+    parameters_of,
+    recomputing,
+)
+from qkeel.spec import AttentionCall, AttentionSpec
+from qkeel.spec.call import make_call
+
+
+def describe(
+    model: nn.Module,
+    name: str,
+    *,
+    query: Reading | Callable[..., Tensor],
+    key: Reading | Callable[..., Tensor],
+    heads: int | tuple[int, int],
+    spec: AttentionSpec | None = None,
+    causal: bool = True,
+    mask: Callable[..., Tensor | None] | None = None,
+) -> AttentionSite:
+    """Describes a site whose attention cannot be observed: where its q and k come from, and what is computed from them.
+
+    The statistics of the site are those of the attention as described, in which every query sees every key that
+    `causal` and `mask` allow, even where the module itself skips some of these keys.
+
+    Args:
+        model: the model that contains the site.
+        name: the qualified name of the attention module, as in `model.get_submodule(name)`.
+        query, key: a `Reading` of a submodule's output, or a function that is called as `f(module, *args, **kwargs)`
+            with the arguments of the module's forward and returns q [b h t d] or k [b g s d].
+        heads: the number of heads, or (query heads, key heads).
+        spec: what is computed from q and k; by default the softmax of q·k/√d. If the module applies a norm or RoPE, it
+            belongs here or in `then` of a Reading. The spec cannot have learned parameters.
+        causal: whether later keys are hidden from a query; queries are aligned to the end of the keys.
+        mask: a function that is called like those for `query` and `key` and returns a mask as accepted by
+            `qkeel.attention`, or None.
+
+    Returns:
+        The site. The rows of each head are known if q and k are outputs of an nn.Linear.
+
+    >>> model = nn.ModuleDict({"attn": nn.ModuleDict({"qkv": nn.Linear(8, 24)})})
+    >>> q, k = (Reading(module="qkv", layout="b t (n h d)", part=part, parts=3) for part in (0, 1))
+    >>> site = describe(model, "attn", query=q, key=k, heads=2)
+    >>> site.key[0].parameter, site.key[0].index[1].tolist()
+    ('attn.qkv.weight', [12, 13, 14, 15])
+
+    Raises:
+        UnknownNameError: there is no such module.
+        InvalidValueError: heads, layouts or sizes don't fit.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(
+            f"expected a torch.nn.Module that contains the site, got {type(model).__name__}"
+        )
+    h, g = (heads, heads) if isinstance(heads, int) else heads
+    if h < 1 or g < 1 or h % g:
+        raise InvalidValueError(
+            f"expected heads >= 1 and query heads a multiple of key heads, got {h} and {g}"
+        )
+    spec = AttentionSpec() if spec is None else spec
+    module = _submodule(model, name)
+    parts = [_slice(name, module, part, n) for part, n in ((query, h), (key, g))]
+    pieces = [p for p in parts if isinstance(p, HeadSlice)]
+    sizes = {p.index.shape[1] for p in pieces}
+    if len(sizes) > 1:
+        raise InvalidValueError(
+            f"q and k of {name!r} have heads of unequal sizes, {sorted(sizes)}"
+        )
+    if needed := spec.init_params(h, g, sizes.pop() if sizes else 1):
+        raise InvalidValueError(
+            f"this spec has parameters, which a description cannot contain: {', '.join(needed)}"
+        )
+    return AttentionSite(
+        name=name,
+        module=module,
+        spec=spec,
+        n_heads=h,
+        n_kv_heads=g,
+        head_dim=pieces[0].index.shape[1] if pieces else 0,
+        terms=(QKProduct(query=(pieces[0],), key=(pieces[1],)),)
+        if len(pieces) == 2
+        else (),
+        why="; ".join(p for p in parts if isinstance(p, str)),
+        normed=any(isinstance(p, Reading) and p.normed for p in (query, key)),
+        description=Description(query=query, key=key, causal=causal, mask=mask),
+    )
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module:
+    modules = dict(model.named_modules())
+    if name not in modules:
+        raise unknown(
+            f"module of this {type(model).__name__}", name, [n for n in modules if n]
+        )
+    return modules[name]
+
+
+def _slice(
+    name: str, module: nn.Module, part: Reading | Callable[..., Tensor], heads: int
+) -> HeadSlice | str:
+    """The rows of each head, or the reason why they are unknown."""
+    if not isinstance(part, Reading):
+        return f"{getattr(part, '__name__', 'a function')} computes it"
+    layer = _submodule(module, part.module)
+    if not isinstance(layer, nn.Linear) or "weight" not in parameters_of(layer):
+        return f"{part.module} is a {type(layer).__name__}, not an nn.Linear with a weight of its own"
+    # Features whose layout contains no h are shared by all heads.
+    heads = heads if "h" in part.groups[-1] else 1
+    features = torch.arange(layer.out_features).expand([1] * (part.dims - 1) + [-1])
+    home = ".".join(filter(None, (name, part.module)))
+    return HeadSlice(
+        parameter=f"{home}.weight",
+        axis=0,
+        index=arranged(features, part, heads)[0, :, 0],
+        bias=f"{home}.bias" if layer.bias is not None else None,
+    )
+
+
+def arranged(
+    x: Shaped[Tensor, ...], reading: Reading, heads: int
+) -> Shaped[Tensor, "b h t d"]:
+    """Returns a module's output, which has the layout of the reading, rearranged to [b h t d].
+
+    Raises:
+        ShapeError: the output has a different layout.
+    """
+    expected = f"expected {reading.module}'s output as [{reading.layout}] with {heads} heads, got {tuple(x.shape)}"
+    if x.ndim != reading.dims:
+        raise ShapeError(expected)
+    fixed, shape = {"h": heads, "n": reading.parts}, list[int]()
+    for size, group in zip(x.shape, reading.groups):
+        known = math.prod([fixed.get(letter, 1) for letter in group])
+        if size % known or (group in fixed and size != known):
+            raise ShapeError(expected)
+        shape += [fixed.get(letter, size // known) for letter in group]
+    letters = "".join(reading.groups)
+    x = x.reshape(shape)
+    if "n" in letters:
+        x = x.select(letters.index("n"), reading.part)
+        letters = letters.replace("n", "")
+    for letter in "hb":
+        if letter not in letters:
+            x, letters = x[None], letter + letters
+    if x.shape[letters.index("h")] != heads:
+        raise ShapeError(expected)
+    return x.permute([letters.index(letter) for letter in "bhtd"])
+
+
+class DescribedSiteHooks:
+    """Hooks on the modules of a described site, installed by `attach`. After each call of the site's module, they call
+    `report` with the site and a function that returns the attention call."""
+
+    def __init__(
+        self,
+        site: AttentionSite,
+        report: Callable[[AttentionSite, Callable[[], AttentionCall]], None],
+        guard: Guarded,
+    ) -> None:
+        assert site.description is not None
+        self.site, self.description = site, site.description
+        self._report, self._guard = report, guard
+        self._outputs: dict[str, Tensor] = {}
+
+    def attach(self, undo: ExitStack) -> None:
+        """Installs hooks on the modules until `undo` is closed."""
+        undo.callback(self._outputs.clear)
+        for part in (self.description.query, self.description.key):
+            if isinstance(part, Reading):
+                layer = self.site.module.get_submodule(part.module)
+                keep = functools.partial(self._guard, self._keep, part.module)
+                undo.callback(layer.register_forward_hook(in_this_thread(keep)).remove)
+        finish = in_this_thread(functools.partial(self._guard, self._finish))
+        hook = self.site.module.register_forward_hook(finish, with_kwargs=True)
+        undo.callback(hook.remove)
+
+    def _keep(self, name: str, module: nn.Module, args: object, output: Tensor) -> None:
+        if not torch.compiler.is_compiling() and not recomputing():
+            self._outputs[name] = output
+
+    def _finish(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, output: object
+    ) -> None:
+        if torch.compiler.is_compiling() or recomputing():
+            return
+        outputs, site, description = dict(self._outputs), self.site, self.description
+        self._outputs.clear()
+
+        def value(part: Reading | Callable[..., Tensor], heads: int) -> Tensor:
+            if not isinstance(part, Reading):
+                return part(module, *args, **kwargs)
+            if part.module not in outputs:
+                raise InvalidValueError(
+                    f"{part.module} did not run in this call of {site.name!r}; describe it in another way"
+                )
+            x = arranged(outputs[part.module], part, heads)
+            return x if part.then is None else part.then(x)
+
+        def call() -> AttentionCall:
+            q = value(description.query, site.n_heads)
+            k = value(description.key, site.n_kv_heads)
+            mask = None
+            if description.mask is not None:
+                mask = description.mask(module, *args, **kwargs)
+            k = fewest_keys(k)
+            return make_call(site.spec, q, k, k, causal=description.causal, mask=mask)
+
+        self._report(site, call)

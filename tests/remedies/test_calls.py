@@ -1,0 +1,453 @@
+"""softcap, log_n, temperatures, sigmoid, softpick and sinks: the spec they name, in the attention calls of anybody."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.each_row import each_row
+from tests.quick import one_in, quick
+from torch import Tensor, nn
+
+import qkeel
+from qkeel import reference
+from qkeel.errors import RefusedError
+from qkeel.nn import Attention
+from qkeel.spec import (
+    AttentionSpec,
+    LayerNorm,
+    LogN,
+    RMSNorm,
+    Sigmoid,
+    Sink,
+    Softcap,
+    Softpick,
+)
+from qkeel.spec.logits import FloorLogTemperature
+
+from .foreign import Hand, everything, example, hf, jolted, out
+
+HOW = ("eager", "sdpa")
+BIAS = -math.log(6)
+CHANGES: dict[str, AttentionSpec] = {
+    "softcap:cap=0.5": AttentionSpec(cap=Softcap(0.5)),
+    "log_n:length=3": AttentionSpec(scale=LogN(train_length=3)),
+    "log_n:length=3,clip=true": AttentionSpec(scale=LogN(train_length=3, clip=True)),
+    "log_n:learned=head,length=3": AttentionSpec(scale=LogN(train_length=3, learned="head")),
+    "log_n:learned=layer,length=3": AttentionSpec(scale=LogN(train_length=3, learned="layer")),
+    "attention_temperature:alpha=0.5,floor=2": AttentionSpec(scale=FloorLogTemperature(alpha=0.5, floor=2)),
+    "sigmoid:length=6": AttentionSpec(normalizer=Sigmoid(bias=BIAS)),
+    "sigmoid:length=6,learned=true": AttentionSpec(normalizer=Sigmoid(bias=BIAS, learned=True)),
+    "softpick": AttentionSpec(normalizer=Softpick()),
+    "sink": AttentionSpec(normalizer=Sink()),
+    "sink:learned=false,init=1": AttentionSpec(normalizer=Sink(learned=False, init=1.0)),
+}  # fmt: skip
+ADDED = ("sink", "logit_bias", "log_n_scale")
+X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(2)).double()
+CAUSAL = torch.ones(6, 6, dtype=torch.bool).tril()
+
+
+def merged(x: Tensor) -> Tensor:
+    """[b t (h d)] of heads [b h t d]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+# Written out with a mask and fused without one; both other ways for one of them.
+@pytest.mark.parametrize(
+    ("change", "how", "masked"),
+    quick(
+        itertools.product(CHANGES, HOW, (False, True)),
+        lambda case: (case[1] == "eager") == case[2] or case[0] == "softcap:cap=0.5",
+    ),
+)
+@pytest.mark.parametrize("layout", ["linear", "interleaved"])
+def test_a_changed_call_is_that_of_the_spec(
+    change: str, how: str, masked: bool, layout: str
+) -> None:
+    model, plain = Hand(layout, how).double(), Hand(layout, how).double()
+    spec, rng = CHANGES[change], torch.Generator().manual_seed(8)
+    mask, visible = None, CAUSAL.expand(2, 1, 6, 6)
+    if masked:
+        mask = torch.rand(2, 1, 6, 6, generator=rng) > 0.4
+        mask = visible = (mask | torch.eye(6, dtype=torch.bool)) & CAUSAL
+    qkeel.apply(model, change, batch=(X,) if mask is None else (X, mask))
+    jolted(model, ADDED)
+    params = {n: getattr(model, n) for n in spec.init_params(4, 4, 4)}
+    q, k, v = plain.heads(X)
+    k, v = (y.repeat_interleave(4 // y.shape[1], dim=1) for y in (k, v))
+    # n is the number of keys that a query sees.
+    options: Any = {"causal": False, "mask": visible, "params": params}
+    if spec.scale.follows_position:
+        options["pos_q"] = visible[:, 0].sum(-1) - 1
+    o = reference.attend(spec, q, k, v, **options).out
+    assert (model(X, mask) - plain.o(merged(o))).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_own_attention_gets_the_spec_and_a_slot_is_changed_once(change: str) -> None:
+    model = Attention(16, 4, spec=AttentionSpec())
+    with qkeel.apply(model, change):
+        assert model.spec == CHANGES[change]
+    built = Attention(16, 4, spec=CHANGES[change])
+    with pytest.raises(RefusedError):
+        qkeel.apply(built, change)
+
+
+def gemma2_attention(module: nn.Module, *qkvm: Any, **options: Any) -> Any:
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+    scaling = options["scaling"]
+    return eager_attention_forward(module, *qkvm, scaling=scaling, softcap=0.7)
+
+
+SINKS = torch.tensor([0.3, -1.0, 2.0, 0.5])
+
+
+def gpt_oss_attention(module: Any, *qkvm: Any, **options: Any) -> Any:
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    module.sinks = SINKS
+    return eager_attention_forward(module, *qkvm, scaling=options["scaling"])
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("remedy", "stock"),
+    [("softcap:cap=0.7", gemma2_attention), ("sink", gpt_oss_attention)],
+)
+def test_llama_attends_as_the_models_that_were_built_so(
+    how: str, remedy: str, stock: Any
+) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionInterface.register(stock.__name__, stock)
+    AttentionMaskInterface.register(stock.__name__, eager_mask)
+    model, theirs, x = hf("llama", how), hf("llama", stock.__name__), example("llama")
+    qkeel.apply(model, remedy, batch=x)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(".sink"):
+                p.copy_(SINKS[:, None, None])
+        ours = out(model, x)
+        assert (ours - out(theirs, x)).abs().max() < 2e-6 * ours.abs().max()
+
+
+SOME = ["softcap:cap=0.5", "log_n:length=3", "sigmoid:length=6,learned=true", "sink"]
+
+
+@pytest.mark.parametrize("change", one_in(SOME, 3))
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "deepseek"])
+def test_eager_and_fused_attention_of_padded_batches_are_changed_alike(
+    name: str, change: str
+) -> None:
+    x = example(name)
+    mask = torch.ones(2, x.shape[1], dtype=torch.long)
+    mask[0, :2] = 0
+    outputs = []
+    for how in HOW:
+        model = hf(name, how)
+        qkeel.apply(model, change, batch={"input_ids": x, "attention_mask": mask})
+        jolted(model, ADDED)
+        with torch.no_grad():
+            outputs.append(out(model, x, attention_mask=mask)[:, 2:])
+    assert (outputs[0] - outputs[1]).abs().max() < 1e-5 * outputs[0].abs().max()
+    if name == "llama":  # a row alone does not see the padding of another
+        with torch.no_grad():
+            alone = out(model, x[:1, 2:])
+        assert (alone - outputs[1][:1]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("how", one_in(HOW, 2))
+@pytest.mark.parametrize("change", one_in([*SOME, "softpick"], 2))
+def test_generation_with_a_cache_equals_generation_without(
+    change: str, how: str
+) -> None:
+    model, x = hf("llama", how), example("llama", tokens=9)
+    qkeel.apply(model, change, batch=x[:, :4])
+    with torch.no_grad():
+        whole, first = out(model, x), model(x[:, :5], use_cache=True)
+        step = model(x[:, 5:6], past_key_values=first.past_key_values, use_cache=True)
+    assert torch.allclose(step.logits[:, 0], whole[:, 5], atol=1e-4)
+    # A static cache has room for keys that are not there.
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    ways = [{"use_cache": False}, {"cache_implementation": "dynamic"}]
+    ways += [{"cache_implementation": "static"}] if how == "sdpa" else []
+    texts = [model.generate(x[:, :4], **options, **way) for way in ways]
+    assert all(torch.equal(text, texts[0]) for text in texts[1:])
+
+
+# nn.MultiheadAttention
+
+
+@pytest.mark.parametrize(
+    ("change", "spec"),
+    [
+        *((name, CHANGES[name]) for name in ("softcap:cap=0.5", "softpick", "sink")),
+        ("qk_norm", AttentionSpec(norm=RMSNorm(gain="dim"))),
+        (
+            "qk_norm:kind=layer,over=layer",
+            AttentionSpec(norm=LayerNorm(over="layer", gain="dim")),
+        ),
+        (
+            "qkv_norm:drop_pre_norm=false",
+            AttentionSpec(norm=LayerNorm(on="qkv", gain="dim")),
+        ),
+    ],
+)
+@pytest.mark.parametrize("cross", [False, True])
+def test_multihead_attention_is_changed_with_masks_and_weights(
+    change: str, spec: AttentionSpec, cross: bool
+) -> None:
+    torch.manual_seed(0)
+    m = nn.MultiheadAttention(16, 4, batch_first=True).double()
+    y = torch.randn(2, 3, 16, dtype=torch.float64) if cross else X
+    s = y.shape[1]
+    qkeel.apply(m, change, batch=(X, y, y))
+    jolted(m)
+    params = {n: getattr(m, n) for n in spec.init_params(4, 4, 4)}
+    weights, biases = m.in_proj_weight.chunk(3), m.in_proj_bias.chunk(3)
+    qkv = [
+        F.linear(a, w, c).unflatten(-1, (4, -1)).transpose(1, 2)
+        for a, w, c in zip((X, y, y), weights, biases)
+    ]
+    padding, hidden = (torch.zeros(n, s, dtype=torch.bool) for n in (2, 6))
+    padding[0, -1] = hidden[2, 0] = True
+    masks = {"key_padding_mask": padding, "attn_mask": hidden}
+    visible = ~(padding[:, None, None] | hidden)
+    for options, mask in (({}, None), (masks, visible)):
+        attended = reference.attend(spec, *qkv, params=params, causal=False, mask=mask)
+        expected = m.out_proj(merged(attended.out))
+        for more, given in (
+            ({"average_attn_weights": False}, attended.weights),
+            ({}, attended.weights.mean(1)),
+            ({"need_weights": False}, None),
+        ):
+            output, read = m(X, y, y, **options, **more)
+            assert (output - expected).abs().max() < 1e-12
+            assert (read is None) == (given is None)
+            assert read is None or (read - given).abs().max() < 1e-12
+    assert m(X[0], y[0], y[0])[0].shape == X[0].shape
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_torchs_encoder_leaves_its_fast_path(nested: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval()
+    x, padding = X.float(), torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 3:] = True
+    qkeel.apply(model, "softcap:cap=0.2", batch=x)
+    for options in ({}, {"src_key_padding_mask": padding}):
+        with torch.no_grad():
+            fast = model(x, **options)
+        torch.testing.assert_close(fast[0], model(x, **options)[0], rtol=0, atol=1e-6)
+
+
+# Composition, and what is read
+
+ORDERED = ("log_n:length=3", "softcap:cap=1", "sink")
+
+
+@pytest.mark.parametrize(
+    "order",
+    one_in(map(list, itertools.permutations(ORDERED)), 4),
+)
+@pytest.mark.parametrize("how", HOW)
+def test_changes_compose_in_any_order_and_come_off_in_any_order(
+    order: list[str], how: str
+) -> None:
+    model, plain = Hand("fused", how).double(), Hand("fused", how).double()
+    before, signature = everything(model), inspect.signature(model.forward)
+    handles = [qkeel.apply(model, change, batch=X) for change in order]
+    assert inspect.signature(model.forward) == signature
+    spec = AttentionSpec(
+        scale=LogN(train_length=3), cap=Softcap(1.0), normalizer=Sink()
+    )
+    o = reference.attend(spec, *plain.heads(X), params={"sink": model.sink}).out
+    assert (model(X) - plain.o(merged(o))).abs().max() < 1e-12
+    for handle in handles:
+        handle.remove()
+    assert everything(model) == before
+    assert torch.equal(model(X), plain(X))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_statistics_see_the_changed_call(how: str) -> None:
+    model, x = hf("llama", how), example("llama")
+    qkeel.apply(model, "softcap:cap=0.5+log_n:length=3", batch=x)
+    with qkeel.watch(model) as monitor:
+        model(x)
+        stats = monitor.read().values()
+    assert [(s.capped_max_logit <= 0.5).all() for s in stats] == [True, True]
+
+
+# Attention that later takes another way than the example showed
+
+
+class TwoWays(nn.Module):
+    """Attention that is fused, or written out while `weights` is set, as for logging them."""
+
+    def __init__(self, merged: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.weights, self.merged = nn.Linear(16, 48), False, merged
+        self.scale = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, 4, 4).permute(2, 0, 3, 1, 4)
+        if self.merged:
+            q, k, v = (y.flatten(0, 1) for y in (q, k, v))
+        if self.weights:
+            y = (q @ k.mT * self.scale).softmax(-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return merged(y.reshape(b, 4, t, 4))
+
+
+@pytest.mark.parametrize("remedy", ["softcap:cap=1.0", "sigmoid", "log_n"])
+@pytest.mark.parametrize("folded", [False, True])
+def test_a_softmax_or_a_scale_that_the_example_did_not_show_is_refused(
+    remedy: str, folded: bool
+) -> None:
+    model, x = TwoWays(folded), 5 * X.float()
+    handle = qkeel.apply(model, remedy, batch=x, train_length=3)
+    changed = model(x)
+    for name, value in (("weights", True), ("scale", 0.25)):
+        old = getattr(model, name)
+        setattr(model, name, value)
+        with pytest.raises(RefusedError):
+            model(x)
+        setattr(model, name, old)
+    assert torch.equal(model(x), changed)
+    handle.remove()
+    assert not torch.equal(model(x), changed)
+
+
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A function of flash-attn's name, [b t h d], in torch's functions."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return ((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v).transpose(1, 2)
+
+
+class Flash(TwoWays):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 4).unbind(2)
+        return sys.modules["flash_attn"].flash_attn_func(q, k, v).flatten(2)
+
+
+def test_a_fused_call_after_a_written_example_and_a_flash_function_are_capped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    model, flash, x = TwoWays(), Flash(), 5 * X.float()
+    model.weights = True
+    for each in (model, flash):
+        qkeel.apply(each, "softcap:cap=1.0", batch=x)
+    written = model(x)
+    model.weights = False
+    torch.testing.assert_close(model(x), written)
+    torch.testing.assert_close(flash(x), written)
+
+
+# Hand-written attention: hidden pairs are told from low logits, or the remedy is refused
+
+
+class Written(nn.Module):
+    """Causal attention with something in its scores that stands in the way."""
+
+    def __init__(self, way: str, low: float = -math.inf, size: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.low = way, low
+        self.qkv, self.gate = nn.Linear(16, 48), nn.Linear(16, 4)
+        self.qkv.weight.data[:32] *= size**0.5
+
+    def heads(self, x: Tensor) -> list[Tensor]:
+        return [
+            y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        z, hidden = q @ k.mT / 2, ~CAUSAL
+        match self.way:
+            case "add":
+                z = (
+                    z + hidden * self.low
+                    if math.isfinite(self.low)
+                    else z.masked_fill(hidden, self.low)
+                )
+            case "alpha":
+                z = torch.add(z, hidden, alpha=self.low)
+            case "integers":
+                z = z - 100 * hidden.long()
+            case "fill":
+                z = z.masked_fill(mask=hidden, value=self.low)
+            case "where":
+                z = torch.where(hidden, self.low, z)
+            case "bias":
+                z = (z + torch.linspace(-1, 1, 6)).masked_fill(hidden, self.low)
+            case "shift":
+                z = z.masked_fill(hidden, self.low)
+                z = z - z.amax(-1, keepdim=True).detach()
+            case "shift in place":
+                z = z.masked_fill(hidden, self.low)
+                z -= z.amax(-1, keepdim=True)
+        if self.way == "exp":
+            e = (z - z.amax(-1, keepdim=True)).exp()
+            return merged((e / e.sum(-1, keepdim=True)) @ v)
+        y = z.softmax(-1) @ v
+        if self.way == "router":
+            y = y * self.gate(x).softmax(-1).transpose(1, 2)[..., None]
+        return merged(y)
+
+
+@each_row(
+    "way, low, size",
+    [
+        ("add", -math.inf, 30),
+        ("fill", -1e4, 30),
+        ("add", -1e4, 30),
+        ("add", -1e9, 3000),
+        ("add", torch.finfo(torch.float32).min, 3000),
+    ],
+)
+def test_logits_of_any_size_are_told_from_hidden_ones(
+    way: str, low: float, size: float
+) -> None:
+    model, x = Written(way, low, size), X.float()
+    qkeel.apply(model, "softcap:cap=5", batch=x)
+    o = reference.attend(AttentionSpec(cap=Softcap(5.0)), *model.heads(x)).out
+    torch.testing.assert_close(model(x), merged(o), rtol=0, atol=1e-4)
+
+
+@each_row(
+    "way, low, size, remedy",
+    [
+        *((way, -100.0, 1, "softcap") for way in ("add", "alpha", "integers", "fill", "where")),
+        *((way, -math.inf, 1, "softcap") for way in ("shift", "shift in place")),
+        ("bias", -math.inf, 1, "log_n:length=9"),  # a factor on q·k would scale it too
+        ("router", -math.inf, 1, "softcap"),  # which softmax is attention?
+        ("exp", -math.inf, 1, "softcap"),  # no softmax at all
+    ],
+)  # fmt: skip
+def test_scores_that_a_softmax_alone_does_not_tell_are_refused(
+    way: str, low: float, size: float, remedy: str
+) -> None:
+    model, x = Written(way, low, size), X.float()
+    before, y = everything(model), model(x)
+    with pytest.raises(RefusedError):
+        qkeel.apply(model, remedy, batch=x)
+    assert everything(model) == before
+    assert torch.equal(model(x), y)

@@ -1,0 +1,633 @@
+"""Norms of queries, keys and values: each remedy is the spec it names, on own attention and on anybody's."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tests.each_row import each_row
+from tests.quick import one_in
+from torch import Tensor, nn
+
+import qkeel
+from qkeel import reference
+from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError
+from qkeel.nn import MLA, Attention
+from qkeel.nn.mla import LatentSizes
+from qkeel.remedies.added_parameters import join
+from qkeel.remedies.change_norm import KINDS
+from qkeel.spec import (
+    AttentionSpec,
+    Fixed,
+    L2Norm,
+    Learned,
+    LogN,
+    RMSNorm,
+    Rope,
+    Sqrt,
+)
+
+from .foreign import LAYOUTS, Hand, build, calls, everything, example, hf, jolted, out
+from .models import (
+    D_MODEL,
+    assert_same,
+    attention,
+    decoder,
+    loss,
+    snapshot,
+    tokens,
+    train,
+)
+
+GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
+HOW = ("eager", "sdpa")
+X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1)).double()
+START = math.log2(32 * 32 - 32)
+
+
+def norm_spec(kind: str, over: str, gain: str, on: str = "qk") -> AttentionSpec:
+    """The spec that a norm's options name."""
+    norm: Any = KINDS[kind](on=on, over=over, gain=gain)  # type: ignore[arg-type]
+    if kind != "l2":
+        return AttentionSpec(norm=norm)
+    if gain not in ("scalar", "head"):
+        return AttentionSpec(norm=norm, scale=Sqrt())
+    per: Any = "layer" if gain == "scalar" else "head"
+    norm = L2Norm(over=over)  # type: ignore[arg-type]
+    return AttentionSpec(norm=norm, scale=Learned(init=START, per=per))
+
+
+def model_of(where: str) -> Any:
+    """Attention by qkeel, or as somebody lays out its heads."""
+    if where == "own":
+        return attention(spec=AttentionSpec())
+    layout, _, how = where.partition(", ")
+    return Hand(layout, how or "eager").double()
+
+
+def attend(plain: Any, spec: AttentionSpec, params: dict[str, Tensor]) -> Tensor:
+    """What attention of this spec computes between the projections of a model."""
+    if isinstance(plain, Hand):
+        heads, project = plain.heads(X), plain.o
+    else:
+        layers = ((plain.q_proj, 4), (plain.k_proj, 2), (plain.v_proj, 2))
+        heads = [f(X).unflatten(-1, (n, -1)).transpose(1, 2) for f, n in layers]
+        project = plain.o_proj
+    o = reference.attend(spec, *heads, params=params).out
+    return project(o.transpose(1, 2).flatten(2))
+
+
+def check(where: str, remedy: str, spec: AttentionSpec) -> None:
+    """Compares a model under a remedy, its new parameters off their start, with attention of a spec in float64."""
+    model, plain = model_of(where), model_of(where)
+    known = set(plain.state_dict())
+    qkeel.apply(model, remedy, batch=X, train_length=32)
+    shapes = spec.parameter_shapes(
+        4, plain.k_proj.out_features // 4 if where == "own" else plain.g, 4
+    )
+    params, rng = {}, torch.Generator().manual_seed(5)
+    for name, p in model.named_parameters():
+        if name not in known:
+            with torch.no_grad():
+                p.add_(0.3 * torch.randn(p.shape, generator=rng, dtype=p.dtype))
+            name = name.removesuffix(".weight").rpartition(".")[2]
+            params[name] = p.detach().reshape(shapes[name])
+    assert set(params) == set(shapes)
+    assert (model(X) - attend(plain, spec, params)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("where", ["own", "linear"])
+@pytest.mark.parametrize(
+    ("kind", "over", "gain"), [*itertools.product(KINDS, ("head", "layer"), GAINS)]
+)
+def test_qk_norm_is_the_spec_it_names(
+    kind: str, over: str, gain: str, where: str
+) -> None:
+    remedy = f"qk_norm:kind={kind},over={over},gain={gain}"
+    check(where, remedy, norm_spec(kind, over, gain))
+
+
+REMEDIES = {
+    "qk_norm:gain=head_dim": norm_spec("rms", "head", "head_dim"),
+    "qk_norm:kind=layer,over=layer": norm_spec("layer", "layer", "dim"),
+    "key_norm": AttentionSpec(norm=RMSNorm(on="k")),
+    "query_norm": AttentionSpec(norm=RMSNorm(on="q")),
+    "key_norm:kind=l2": AttentionSpec(norm=L2Norm(on="k"), scale=Fixed(1.0)),
+    "query_norm:kind=l2": AttentionSpec(norm=L2Norm(on="q"), scale=Fixed(1.0)),
+    "cosine:length=512": AttentionSpec(norm=L2Norm(), scale=Fixed(4 * math.log(256))),
+    "cosine:scale=9": AttentionSpec(norm=L2Norm(), scale=Fixed(9.0)),
+    "qkv_norm:drop_pre_norm=false": norm_spec("layer", "head", "dim", "qkv"),
+    "qkv_norm:drop_pre_norm=false,kind=rms,gain=head": norm_spec("rms", "head", "head", "qkv"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "where", ["own", *one_in([f"{x}, {how}" for x in LAYOUTS for how in HOW], 2)]
+)
+@pytest.mark.parametrize("remedy", REMEDIES)
+def test_every_norm_in_every_layout_of_heads_is_the_spec_it_names(
+    remedy: str, where: str
+) -> None:
+    check(where, remedy, REMEDIES[remedy])
+
+
+def test_a_norm_whose_operators_show_none_is_known_as_one_all_the_same() -> None:
+    class Mine(RMSNorm):
+        def normalise(self, x: Tensor) -> Tensor:
+            return x / x.abs().mean(-1, keepdim=True)
+
+    with mock.patch.dict(KINDS, mine=Mine):
+        check("linear", "qk_norm:kind=mine", norm_spec("mine", "head", "dim"))
+        model = Hand("linear").double()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(RefusedError):
+            qkeel.apply(model, ["qk_norm:kind=mine", "qk_clip"], optimizer, batch=X)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_llama_with_qk_norm_is_qwen3(how: str) -> None:
+    llama, qwen3, x = hf("llama", how), hf("qwen3", how), example("llama")
+    qkeel.apply(llama, "qk_norm", batch=x)
+    jolted(llama)
+    qwen3.load_state_dict(llama.state_dict(), strict=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.no_grad():
+            ours, theirs = (out(m.to(dtype), x) for m in (llama, qwen3))
+        off = (ours - theirs).abs().max() / theirs.abs().max()
+        assert off <= (1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps)
+
+
+FAMILIES = itertools.product(
+    ("llama", "qwen2", "gpt2", "neox", "bert", "vit", "t5"), HOW
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), one_in([*FAMILIES, ("encoder", ""), ("deepseek", "sdpa")], 3)
+)
+def test_queries_and_keys_that_reach_the_scores_are_the_normed_ones(
+    name: str, how: str
+) -> None:
+    # A gain per dimension does not commute with the rotation that calls show the result of.
+    gain = "none" if name in ("llama", "qwen2", "neox", "deepseek") else "dim"
+    model, x = build(name, how), example(name)
+    before = calls(model, x)[0]
+    qkeel.apply(model, f"qk_norm:gain={gain}", batch=x)
+    jolted(model)
+    after = calls(model, x)[
+        0
+    ].call  # of the first layer: the second's input has changed
+    in_call = name in ("encoder", "deepseek")
+    normed = after.encoded() if in_call else (after.q, after.k)
+    params = {}
+    for path, p in model.get_submodule(before.frame.name).named_parameters():
+        params[path.removesuffix(".weight")] = p.detach()
+    for side, x0, x1 in zip("qk", (before.call.q, before.call.k), normed):
+        expected = RMSNorm(gain=gain).apply(side, x0, params)  # type: ignore[arg-type]
+        assert (expected - x1).abs().max() < 2e-5 * x1.abs().max(), side
+
+
+def test_under_autocast_the_norm_is_taken_in_float32() -> None:
+    model = Hand("linear", "sdpa")
+    qkeel.apply(model, "qk_norm", batch=X.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        q = model.q(X.float())
+    assert q.dtype == torch.bfloat16
+    assert (q.float().unflatten(-1, (4, 4)).norm(dim=-1) - 2).abs().max() < 0.02
+
+
+class Adapted(nn.Module):
+    """A projection with a low-rank adapter beside it, as one module."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.a = base, nn.Linear(16, 2, bias=False)
+        self.b = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def test_an_adapted_projection_is_normed_as_a_whole() -> None:
+    model = Hand("linear")
+    model.q, model.k = Adapted(model.q), Adapted(model.k)  # type: ignore[arg-type]
+    qkeel.apply(model, "qk_norm:gain=none", batch=X.float())
+    q = model.q(X.float()).unflatten(-1, (4, 4))
+    assert (q.norm(dim=-1) - 2).abs().max() < 1e-4
+
+
+class Functional(Hand):
+    """As BEiT and Swin do: the projections are modules, and their weights are given to F.linear."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def projected(m: nn.Linear) -> Callable[[Tensor], Tensor]:
+            return lambda x: nn.functional.linear(x, weight=m.weight, bias=m.bias)
+
+        with ExitStack() as undo:
+            for m in self.modules():
+                if isinstance(m, nn.Linear) and m is not self.o:
+                    undo.enter_context(mock.patch.object(m, "_call_impl", projected(m)))
+            return super().heads(x)
+
+
+class Spare(Hand):
+    """As timm's: the norm that was left out is an Identity, which the forward calls."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__(layout)
+        self.k_norm, self.q_norm = nn.Identity(), nn.Identity()
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().heads(x)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+@pytest.mark.parametrize("layout", ["linear", "fused", "interleaved"])
+@pytest.mark.parametrize("kind", [Functional, Spare])
+@pytest.mark.parametrize("options", ["", ":kind=l2,gain=head", ":over=layer"])
+def test_what_a_module_does_with_its_projections_besides_makes_no_difference(
+    kind: type[Hand], layout: str, options: str
+) -> None:
+    model, plain = kind(layout).double(), Hand(layout).double()
+    before, y = everything(model), model(X)
+    handle = qkeel.apply(model, f"qk_norm{options}", batch=X, train_length=32)
+    qkeel.apply(plain, f"qk_norm{options}", batch=X, train_length=32)
+    assert torch.equal(model(X), plain(X))
+    assert not torch.equal(model(X), y)
+    handle.remove()
+    assert everything(model) == before
+    assert torch.equal(model(X), y)
+
+
+# Several modules for a side, several calls for a module
+
+
+def parts(x: Tensor) -> Tensor:
+    """[b h t d] of [b t (h d)]."""
+    return x.unflatten(-1, (-1, 4)).transpose(1, 2)
+
+
+Projections = dict[str, Tensor]
+
+
+class Several(nn.Module):
+    """Attention whose logits are made of the outputs of its projections as a test says."""
+
+    def __init__(self, logits: Callable[[Any, Projections], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.q2, self.k2, self.v = (nn.Linear(16, 16) for _ in range(5))
+        self.table, self.lora = nn.Embedding(12, 4), nn.Linear(16, 16, bias=False)
+        self.logits = logits
+        if logits is zero_adapter:
+            nn.init.zeros_(self.lora.weight)
+
+    def projections(self, x: Tensor) -> Projections:
+        made = {name: getattr(self, name)(x) for name in ("q", "k", "q2", "k2")}
+        return {**made, "x": x}
+
+    def attend(self, made: Projections) -> Tensor:
+        z = self.logits(self, made) / 2
+        v = parts(self.v(made["x"]))
+        v = torch.cat([v] * (z.shape[-1] // 6), 2)
+        return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(self.projections(x))
+
+
+def two_streams(a: Several, y: Projections) -> Tensor:  # as SD3: of an image and a text
+    q, k = (torch.cat([parts(y[n]), parts(y[f"{n}2"])], 2) for n in "qk")
+    return q @ k.mT
+
+
+def two_products(a: Several, y: Projections) -> Tensor:
+    return parts(y["q"]) @ parts(y["k"]).mT + parts(y["q2"]) @ parts(y["k2"]).mT
+
+
+def relative(a: Several, y: Projections) -> Tensor:  # Shaw
+    far = a.table(torch.arange(6)[:, None] - torch.arange(6) + 6)
+    q = parts(y["q"])
+    return q @ parts(y["k"]).mT + torch.einsum("bhtd,tsd->bhts", q, far)
+
+
+def tied_rows(a: Several, y: Projections) -> Tensor:  # MSA Transformer: over sequences
+    return torch.einsum("bhtd,bhsd->hts", parts(y["q"]), parts(y["k"]))[None]
+
+
+@each_row(
+    "logits, n", [(two_streams, 4), (two_products, 4), (relative, 2), (tied_rows, 2)]
+)
+def test_heads_of_several_modules_are_normed_where_they_are_made(
+    logits: Callable[[Any, Projections], Tensor], n: int
+) -> None:
+    model = Several(logits).double()
+    made = {
+        name: y
+        if name == "x"
+        else RMSNorm().normalise(y.unflatten(-1, (4, 4))).flatten(-2)
+        for name, y in model.projections(X).items()
+    }
+    names, expected = len(model.state_dict()), model.attend(made)
+    with qkeel.apply(model, "qk_norm", batch=X):
+        torch.testing.assert_close(model(X), expected)
+        assert len(model.state_dict()) == names + n
+
+
+class TwoCalls(nn.Module):
+    """Two attention calls, each with half of the heads of the same projections: every other one, or a block."""
+
+    def __init__(self, heads: Callable[[int], slice]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.heads, self.made = heads, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (parts(layer(x)) for layer in (self.q, self.k, self.v))
+        self.made, outputs = [q, k], []
+        for i in range(2):
+            h = self.heads(i)
+            outputs.append(
+                nn.functional.scaled_dot_product_attention(
+                    q[:, h], k[:, h], v[:, h], is_causal=bool(i)
+                )
+            )
+        return torch.cat(outputs, 1).transpose(1, 2).flatten(2)
+
+
+@each_row("heads", [lambda i: slice(2 * i, 2 * i + 2), lambda i: slice(i, None, 2)])
+def test_two_calls_with_different_heads_of_one_projection_are_both_normed(
+    heads: Callable[[int], slice],
+) -> None:
+    model = TwoCalls(heads)
+    qkeel.apply(model, "qk_norm", batch=X.float())
+    model(X.float())
+    for x in model.made:
+        assert (x.square().mean(-1) - 1).abs().max() < 1e-3
+
+
+# What is refused, and leaves the model as it was
+
+
+def adapter(a: Several, y: Projections) -> Tensor:
+    return parts(y["q"] + a.lora(y["x"])) @ parts(y["k"]).mT
+
+
+def zero_adapter(a: Several, y: Projections) -> Tensor:
+    return adapter(a, y)
+
+
+def concatenated(a: Several, y: Projections) -> Tensor:  # as latent attention
+    q, k = (torch.cat([parts(y[n]), parts(y[f"{n}2"])], -1) for n in "qk")
+    return q @ k.mT
+
+
+def late_bias(a: Several, y: Projections) -> Tensor:  # which the norm would precede
+    q, k = (nn.functional.linear(y["x"], m.weight) + m.bias for m in (a.q, a.k))
+    return parts(q) @ parts(k).mT
+
+
+def behind(a: Several, y: Projections) -> Tensor:  # the module's back
+    q, k = (y["x"] @ m.weight.mT + m.bias for m in (a.q, a.k))
+    return parts(q) @ parts(k).mT
+
+
+def convolved(a: Several, y: Projections) -> Tensor:  # heads are channels
+    q, k = (
+        nn.functional.conv1d(y["x"].mT, m.weight[..., None], m.bias).unflatten(
+            1, (4, 4)
+        )
+        for m in (a.q, a.k)
+    )
+    return q.mT @ k
+
+
+def pooled(a: Several, y: Projections) -> Tensor:  # each query is the larger of two
+    q = y["q"].unflatten(1, (-1, 2)).amax(2).repeat_interleave(2, 1)
+    return parts(q) @ parts(y["k"]).mT
+
+
+@each_row(
+    "logits",
+    [adapter, zero_adapter, concatenated, late_bias, behind, convolved, pooled],
+)
+def test_a_norm_that_would_not_be_that_of_the_heads_is_refused(
+    logits: Callable[[Any, Projections], Tensor],
+) -> None:
+    model = Several(logits).double()
+    before, y = everything(model), model(X)
+    with pytest.raises(RefusedError):
+        qkeel.apply(model, "qk_norm", batch=X)
+    assert everything(model) == before
+    assert torch.equal(model(X), y)
+
+
+LATE = AttentionSpec(position=Rope(order="rotate_then_norm"))
+WIDE = MLA(D_MODEL, 2, sizes=LatentSizes(value_dim=12))
+L2 = {"kind": "l2", "gain": "scalar"}
+OWN: list[tuple[type[QkeelError] | None, Any, str, dict[str, Any]]] = [
+    (InvalidValueError, AttentionSpec(), "qk_norm", L2),  # starts at which length?
+    *((InvalidValueError, AttentionSpec(), "qk_norm", {**L2, "length": n}) for n in (1, 0, -3)),
+    (InvalidTypeError, AttentionSpec(), "qk_norm", {**L2, "length": math.nan}),
+    (InvalidValueError, AttentionSpec(), "qk_norm", {"length": 32}),  # for nothing
+    (InvalidValueError, AttentionSpec(), "cosine", {"length": 32, "scale": 2.0}),
+    (RefusedError, AttentionSpec(scale=Fixed(0.3)), "qk_norm", {"kind": "l2"}),
+    (None, AttentionSpec(scale=Fixed(0.3)), "qk_norm", {}),
+    # After the rotation, scores would depend on more than the distance.
+    *((RefusedError, LATE, "qk_norm", {"gain": gain}) for gain in ("dim", "head_dim")),
+    (RefusedError, LATE, "qk_norm", {"kind": "layer", "gain": "none"}),
+    (RefusedError, LATE, "qkv_norm", {}),
+    (None, LATE, "qk_norm", {"gain": "head"}),
+    (RefusedError, WIDE, "qkv_norm", {}),  # a gain of q and k does not fit values
+    (None, WIDE, "qkv_norm", {"gain": "head"}),
+    (RefusedError, qkeel.preset("qwen3"), "qk_norm", {}),
+]  # fmt: skip
+
+
+@each_row("error, spec, remedy, options", OWN)
+def test_options_and_own_attention_that_do_not_fit_are_refused(
+    error: type[QkeelError] | None, spec: Any, remedy: str, options: dict[str, Any]
+) -> None:
+    model = (
+        Attention(D_MODEL, 4, spec=spec) if isinstance(spec, AttentionSpec) else spec
+    )
+    before = snapshot(model)
+    if error is None:
+        qkeel.apply(model, remedy, **options).remove()
+    else:
+        with pytest.raises(error):
+            qkeel.apply(model, remedy, **options)
+    assert_same(before, snapshot(model))
+
+
+@each_row(
+    "name, how, remedy",
+    [
+        ("qwen3", "sdpa", "qk_norm"),
+        ("deepseek", "sdpa", "qk_norm"),  # a gain per dimension behind the rotation
+        ("deepseek", "eager", "qk_norm:gain=none"),  # a softmax alone shows no q and k
+        ("deepseek", "sdpa", "qkv_norm:drop_pre_norm=false"),
+        ("neox", "sdpa", "qkv_norm"),  # parallel residual
+        ("bert", "sdpa", "qkv_norm"),  # post-norm
+        ("qwen3", "sdpa", "qkv_norm"),
+    ],
+)
+def test_families_that_take_no_such_norm_are_left_alone(
+    name: str, how: str, remedy: str
+) -> None:
+    model, x = hf(name, how), example(name)
+    before = everything(model)
+    with pytest.raises(RefusedError):
+        qkeel.apply(model, remedy, batch=x)
+    assert everything(model) == before
+
+
+def test_the_scale_of_unit_vectors_starts_at_the_training_length_and_keeps_log_n() -> (
+    None
+):
+    for options, start in (({}, 12.319672), ({"length": 512}, 17.997179)):
+        model = Attention(D_MODEL, 4)
+        qkeel.apply(model, "qk_norm", train_length=72, **L2, **options)
+        assert model.get_parameter("logit_scale").item() == pytest.approx(start)
+    model = Attention(D_MODEL, 4, spec=qkeel.preset("baseline_logn", train_length=16))
+    qkeel.apply(model, "qk_norm:kind=l2,gain=dim")
+    assert model.spec.scale == LogN(inner=Sqrt(), train_length=16)
+
+
+# qkv_norm and the norm before attention
+
+
+@pytest.mark.parametrize("order", ["pre", "post", "swin", "peri"])
+@pytest.mark.parametrize("drop", [True, False])
+def test_qkv_norm_drops_the_norm_before_attention(order: str, drop: bool) -> None:
+    model = decoder(norm_order=order)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss(model, tokens()).backward()
+    had = order in ("pre", "peri")
+    dropped = getattr(model.blocks[0], "attention_norm" if had else "mlp")
+    old = copy.deepcopy(dropped.state_dict())
+    with qkeel.apply(model, "qkv_norm", optimizer, drop_pre_norm=drop):
+        names = set(model.state_dict())
+        assert ("blocks.0.attention_norm.weight" in names) == (had and not drop)
+        assert ("blocks.0.attention_post_norm.weight" in names) == (order != "pre")
+        model.zero_grad()
+        optimizer.step()  # a dropped norm is not stepped by a gradient it still had
+    if had and drop:
+        assert torch.equal(dropped.weight, old["weight"])
+
+
+@pytest.mark.parametrize("how", HOW)
+@torch.no_grad()
+def test_qkv_norm_drops_the_norm_before_attention_of_a_llama(how: str) -> None:
+    model, x = hf("llama", how), example("llama")
+    twin = copy.deepcopy(model)
+    qkeel.apply(model, "qkv_norm:kind=rms", batch=x)
+    sides = [f"{side}_norm.weight" for side in "qkv"]
+    jolted(model, tuple(sides))
+    names = [name for name in model.state_dict() if "layernorm" in name]
+    assert names == [
+        f"model.layers.{i}.post_attention_layernorm.weight" for i in (0, 1)
+    ]
+    for layer, changed in zip(twin.model.layers, model.model.layers):
+        layer.input_layernorm = nn.Identity()
+        for side in "qkv":
+            norm = changed.self_attn.get_submodule(f"{side}_norm")
+
+            def normed(
+                _: nn.Module, args: object, y: Tensor, gain: Tensor = norm.weight
+            ) -> Tensor:
+                heads = y.unflatten(-1, (-1, 8))
+                root = (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+                return (heads / root * gain).flatten(-2)
+
+            projection = layer.self_attn.get_submodule(f"{side}_proj")
+            projection.register_forward_hook(normed)
+    torch.testing.assert_close(out(model, x), out(twin, x), rtol=0, atol=1e-5)
+
+
+# New gains and the optimizer
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    ["AdamW", "Adagrad", "SGD", "RMSprop", "ASGD", "Rprop", "Adafactor", "NAdam"],
+)
+def test_every_optimizer_takes_a_gain_before_and_during_training(
+    name: str, fresh: bool
+) -> None:
+    model = decoder()
+    cls = getattr(torch.optim, name)
+
+    class Mine(cls):  # a class that cannot be made again from its groups
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model.parameters(), lr=0.01)
+
+    optimizer = Mine(model) if name == "SGD" else cls(model.parameters(), lr=0.01)
+    if not fresh:
+        train(model, optimizer, 2)
+    with qkeel.apply(model, "qk_norm", optimizer):
+        gain = model.get_parameter("blocks.0.attention.q_norm")
+        old = gain.detach().clone()
+        train(model, optimizer, 2)
+        assert not torch.equal(old, gain)
+    assert gain not in optimizer.state
+    train(model, optimizer, 1)
+
+
+def test_new_gains_are_named_where_groups_are_and_muon_takes_none() -> None:
+    model = decoder()
+    gains = [(n, p) for n, p in model.named_parameters() if p.ndim < 2]
+    matrices = [(n, p) for n, p in model.named_parameters() if p.ndim >= 2]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": gains}])
+    group = optimizer.param_groups[1]
+    with qkeel.apply(model, "qk_norm", optimizer):
+        assert group["param_names"][len(gains) :] == [
+            f"blocks.{i}.attention.{side}_norm" for i in (0, 1) for side in "qk"
+        ]
+        assert len(group["params"]) == len(group["param_names"])
+    assert len(group["params"]) == len(group["param_names"]) == len(gains)
+    muon = torch.optim.Muon([p for _, p in matrices])
+    with pytest.raises(RefusedError):
+        qkeel.apply(model, "qk_norm", muon)
+    qkeel.apply(model, "qk_norm:gain=none", muon)
+
+
+MATRIX, VECTOR, OTHER = (nn.Parameter(torch.ones(x)) for x in ((2, 2), (2,), (3, 2)))
+
+
+@each_row(
+    "groups, near, matrices, home",
+    [
+        ([[MATRIX], [VECTOR], [OTHER]], OTHER, False, 1),
+        ([[MATRIX], [VECTOR], [OTHER]], OTHER, True, 2),
+        ([[MATRIX, VECTOR], [OTHER]], OTHER, False, 1),
+        ([[MATRIX, VECTOR], []], OTHER, False, 0),
+        ([[MATRIX], [OTHER]], OTHER.detach(), True, 0),  # nobody holds it
+    ],
+)
+def test_new_parameters_go_where_their_kind_is_and_leave_nothing_behind(
+    groups: list[list[Tensor]], near: Tensor, matrices: bool, home: int
+) -> None:
+    optimizer = torch.optim.SGD(
+        [{"params": [*group]} for group in groups], lr=0.1, momentum=0.9
+    )
+    new = nn.Parameter(torch.ones(2, 2))
+    handle = join(optimizer, {"new": new}, near, matrices=matrices)
+    holds = [any(p is new for p in g["params"]) for g in optimizer.param_groups]
+    assert holds == [i == home for i in range(len(groups))]
+    new.grad = torch.ones_like(new)
+    optimizer.step()
+    assert new in optimizer.state
+    handle.remove()
+    assert new not in optimizer.state
+    assert [len(g["params"]) for g in optimizer.param_groups] == [*map(len, groups)]
+    join(None, {"new": new}, near).remove()
