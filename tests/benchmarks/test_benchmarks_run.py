@@ -16,6 +16,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 # What has no benchmark of its own to run, and why.
 NOT_RUN = {
     "__init__": "says what the package is",
+    "hook_by_hand": "the peer of a measured step",
     "measure": "the harness that all share",
     "timing": "the clock that all share",
     "watch": "a test of its own, test_watch_runs.py",

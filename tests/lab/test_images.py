@@ -176,7 +176,9 @@ def test_a_code_says_what_its_patch_looks_like(fused: Make) -> None:
     task = FusedTask(fused(levels=17, patch=1, canvas=1))
     digits = load_pictures("digits", 8)
     assert np.array_equal(task.codes, (digits.pixels[..., 0] * 16).round().astype(int))
+    assert task.corpus.vocab_size == BEGIN + 1 + 17
     task = FusedTask(fused(canvas=1, image_input="patches"))
+    assert task.corpus.vocab_size == BEGIN + 1 + 4**4
     pixels = task.build(torch.Generator().manual_seed(0)).get_buffer("embedding.pixels")
     assert pixels.shape == (256, 4)
     trained = pixels[task.codes[~digits.held].ravel()]
