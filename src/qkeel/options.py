@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -47,13 +48,11 @@ class Term:
     options: dict[str, bool | int | float | str]
 
     def __str__(self) -> str:
-        if not self.options:
-            return self.name
-        return (
-            self.name
-            + ":"
-            + ",".join(f"{k}={_show(v)}" for k, v in sorted(self.options.items()))
-        )
+        pairs = []
+        for key, value in sorted(self.options.items()):
+            text = repr(value) if isinstance(value, float) else str(value)
+            pairs.append(f"{key}={text.lower() if isinstance(value, bool) else text}")
+        return ":".join(filter(None, (self.name, ",".join(pairs))))
 
 
 def parse(text: str) -> tuple[Term, ...]:
@@ -66,25 +65,9 @@ def parse(text: str) -> tuple[Term, ...]:
         raise InvalidTypeError(
             f"expected a spec string like 'lalr:tau=0.1', got {type(text).__name__}"
         )
-    return tuple(_term(part, text) for part in _split_terms(text))
-
-
-def _split_terms(text: str) -> list[str]:
-    # '+' joins terms, but '1e+2' is a number, so a plus after a digit and 'e' belongs to the number.
-    parts, current = [], ""
-    for i, c in enumerate(text):
-        exponent = (
-            i >= 2
-            and text[i - 1] in "eE"
-            and text[i - 2].isdigit()
-            and text[i + 1 : i + 2].isdigit()
-        )
-        if c == "+" and not exponent:
-            parts.append(current)
-            current = ""
-        else:
-            current += c
-    return [*parts, current]
+    # '+' joins terms, but '1e+2' is a number, so a plus between a digit with 'e' and a digit belongs to the number.
+    parts = re.split(r"(?<!\d[eE])\+|\+(?!\d)", text)
+    return tuple(_term(part, text) for part in parts)
 
 
 def _term(part: str, text: str) -> Term:
@@ -99,11 +82,11 @@ def _term(part: str, text: str) -> Term:
             f"expected an option after the colon of {part.strip()!r}, got none; write {name!r}"
         )
     options: dict[str, bool | int | float | str] = {}
-    for item in filter(None, (s.strip() for s in tail.split(","))):
-        key, equals, value = (word.strip() for word in item.partition("="))
+    for pair in filter(None, (s.strip() for s in tail.split(","))):
+        key, equals, value = (word.strip() for word in pair.partition("="))
         if not equals or not key or not value:
             raise InvalidValueError(
-                f"cannot read {item!r} in {text!r}; expected key=value"
+                f"cannot read {pair!r} in {text!r}; expected key=value"
             )
         if key in options:
             raise InvalidValueError(f"{key!r} is given twice in {text!r}; give it once")
@@ -120,12 +103,6 @@ def _value(text: str) -> bool | int | float | str:
         except ValueError:
             continue
     return text
-
-
-def _show(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value) if isinstance(value, float) else str(value)
 
 
 # Options are values that users give by name; they are checked against the annotations of the class or function.
@@ -198,6 +175,7 @@ def checked(value: Any, kind: Any, name: str) -> Any:
         return value
     if kind not in _SPOKEN:
         return value
+    # TOML and the command line write 3 for 3.0.
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
@@ -241,6 +219,7 @@ def settle(config: object, of: str = "") -> None:
     """
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value, kind = getattr(config, field.name), annotations(type(config))[field.name]
+        # The dataclass is frozen; this is its own __post_init__.
         object.__setattr__(
             config,
             field.name,
@@ -267,10 +246,10 @@ def build(
             the wrong type.
     """
     parameters = inspect.signature(make).parameters.values()
-    known = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+    accepted = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
     values = {}
     for name, value in options.items():
-        check_known(f"option of {of}", name, known)
+        check_known(f"option of {of}", name, accepted)
         kind = annotations(make).get(name)
         values[name] = (
             str(value) if kind is str and isinstance(value, (int, float)) else value
@@ -280,18 +259,18 @@ def build(
     return make(*given, **values)
 
 
-def read_fields(cls: type[OptionsT], values: Mapping[str, Any], where: str) -> OptionsT:
-    """Builds the dataclass `cls` from nested plain values; `where` names the table in errors."""
+def read_fields(cls: type[OptionsT], values: Mapping[str, Any], table: str) -> OptionsT:
+    """Builds the dataclass `cls` from nested plain values; `table` names them in errors."""
     if not isinstance(values, Mapping):
         raise InvalidTypeError(
-            f"expected a table of {where or 'settings'}, got {values!r}"
+            f"expected a table of {table or 'settings'}, got {values!r}"
         )
     kinds, arguments = annotations(cls), {}
     for key, value in values.items():
-        check_known(f"key in [{where}]" if where else "key", key, kinds)
+        check_known(f"key in [{table}]" if table else "key", key, kinds)
         nested = dataclasses.is_dataclass(kinds[key])
         arguments[key] = (
-            read_fields(kinds[key], value, f"{where}.{key}" if where else key)
+            read_fields(kinds[key], value, f"{table}.{key}" if table else key)
             if nested
             else value
         )

@@ -76,68 +76,54 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise DataError(
             f"{path} does not exist; expected a .safetensors file or a folder that contains one"
         )
-    files = _files(path) if path.is_dir() else [path]
+    # The index of a sharded checkpoint: transformers' or diffusers'.
+    indices = [path / INDEX, *sorted(path.glob("*.safetensors.index.json"))]
+    index = next((file for file in indices if file.exists()), None)
+    weight_map = {} if index is None else _weight_map(index)
+    files = [path / name for name in sorted({*weight_map.values()})] or _files(path)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
+        if index is not None and not file.exists():
+            raise DataError(
+                f"{path} lacks {file.name}, which {index.name} names; download what is missing"
+            )
         for tensor in _header(file):
             if tensor.name in tensors:
-                other = tensors[tensor.name].file.name
+                first_file = tensors[tensor.name].file.name
                 raise DataError(
-                    f"tensor {tensor.name} is in both {other} and {file.name}; scan one file at a time"
+                    f"tensor {tensor.name} is in both {first_file} and {file.name}; scan one file at a time"
                 )
             tensors[tensor.name] = tensor
     if not tensors:
         raise DataError(
             f"{path} does not contain any tensors; expected the weights of a model"
         )
-    index = _index(path)
-    lost = (
-        []
-        if index is None
-        else [name for name in _weight_map(index) if name not in tensors]
-    )
-    if index is not None and lost:
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+    if index is not None and (lost := [x for x in weight_map if x not in tensors]):
+        ellipsis = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise DataError(
-            f"{index.name} lists {', '.join(lost[:3])}{more}, but no file in {path} has it; download it again"
+            f"{index.name} lists {', '.join(lost[:3])}{ellipsis}, but no file in {path} has it; download it again"
         )
     size = sum(file.stat().st_size for file in files)
     return Checkpoint(path=path, tensors=tensors, config=_config(path), size=size)
 
 
-def _index(folder: Path) -> Path | None:
-    """Returns the index of a sharded checkpoint: transformers' or diffusers', or None if there is none."""
-    if (folder / INDEX).exists():
-        return folder / INDEX
-    others = sorted(folder.glob("*.safetensors.index.json")) if folder.is_dir() else []
-    return others[0] if others else None
-
-
-def _files(folder: Path) -> list[Path]:
-    index = _index(folder)
-    if index is not None:
-        files = [folder / name for name in sorted(set(_weight_map(index).values()))]
-        missing = [file.name for file in files if not file.exists()]
-        if missing:
-            raise DataError(
-                f"{folder} lacks {', '.join(missing)}, which {index.name} names; download what is missing"
-            )
+def _files(path: Path) -> list[Path]:
+    """The files of a checkpoint without an index."""
+    if not path.is_dir():
+        return [path]
+    if (path / "model.safetensors").exists():
+        return [path / "model.safetensors"]
+    if files := sorted(path.glob("*.safetensors")):
         return files
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return files
-    pickles = sorted(file for file in folder.iterdir() if file.suffix in PICKLES)
-    if pickles:
-        raise _refusal(pickles[0])
-    parts = sorted({str(file.parent) for file in folder.glob("*/*.safetensors")})
-    if parts:
+    for file in sorted(path.iterdir()):
+        if file.suffix in PICKLES:
+            raise _refusal(file)
+    if parts := sorted({str(file.parent) for file in path.glob("*/*.safetensors")}):
         raise DataError(
-            f"{folder} has its weights in parts, as a pipeline of diffusers; give one: {', '.join(parts)}"
+            f"{path} has its weights in parts, as a pipeline of diffusers; give one: {', '.join(parts)}"
         )
     raise DataError(
-        f"{folder} does not contain a .safetensors file; expected one, or shards with {INDEX}"
+        f"{path} does not contain a .safetensors file; expected one, or shards with {INDEX}"
     )
 
 
@@ -182,10 +168,10 @@ def _header(file: Path) -> list[StoredTensor]:
                 StoredTensor(
                     name=name,
                     file=file,
-                    dtype=part.get_dtype(),
-                    shape=tuple(part.get_shape()),
+                    dtype=entry.get_dtype(),
+                    shape=tuple(entry.get_shape()),
                 )
-                for name, part in slices.items()
+                for name, entry in slices.items()
             ]
     except (SafetensorError, ValueError, OSError) as failure:
         raise DataError(
@@ -212,12 +198,11 @@ def _json(file: Path) -> dict[str, Any]:
 def _config(path: Path) -> dict[str, Any]:
     folder = path if path.is_dir() else path.parent
     # A qkeel run stores its weights in last/ and its configuration next to last/.
-    places = [
-        folder / "config.json",
-        *([folder.parent / "config.json"] if folder.name == "last" else []),
-    ]
-    file = next((file for file in places if file.exists()), None)
-    return {} if file is None else _json(file)
+    folders = [folder, folder.parent] if folder.name == "last" else [folder]
+    for parent in folders:
+        if (parent / "config.json").exists():
+            return _json(parent / "config.json")
+    return {}
 
 
 @final
@@ -232,11 +217,9 @@ class TensorReader:
 
     def _open(self, tensor: StoredTensor, count: int) -> Any:
         if self._file != tensor.file or self._bytes > REMAP:
-            self._file, self._stored, self._bytes = (
-                tensor.file,
-                safe_open(tensor.file, framework="pt"),
-                0,
-            )
+            self._stored = safe_open(tensor.file, framework="pt")
+            self._file, self._bytes = tensor.file, 0
+        # Pages that were read stay in memory as long as their map does, so it is renewed from time to time.
         self._bytes += count * DTYPES[tensor.dtype].itemsize
         return self._stored
 
@@ -252,9 +235,5 @@ class TensorReader:
         row = math.prod(tensor.shape[1:])
         rows = max(1, REMAP // (row * DTYPES[tensor.dtype].itemsize))
         for start in range(0, tensor.shape[0], rows):
-            end = min(start + rows, tensor.shape[0])
-            yield (
-                self._open(tensor, (end - start) * row)
-                .get_slice(tensor.name)[start:end]
-                .flatten()
-            )
+            stored = self._open(tensor, rows * row)
+            yield stored.get_slice(tensor.name)[start : start + rows].flatten()

@@ -44,16 +44,8 @@ LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-VQ = {
-    "embed_dim": 8,
-    "num_embeddings": 8,
-    "latent_channels": 8,
-    "base_channels": 32,
-    "channel_multiplier": [1, 1],
-}
 NONE = ("none", "", None, "none", False, "")
 ROPE = (8, "half", 1e4)
-LAYER = ("layer", "head", 1e-5, "per head and dim")
 # Per architecture its sizes, and of each attention: the norm of q (kind, over, eps, gain, bias, order), the rotation
 # (dims, pairing, base), scale, cap and heads of keys. From the modeling files of transformers 5.23.
 Recipe = tuple[Any, ...]
@@ -105,30 +97,18 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], list[Recipe]]] = {
             for base in (1e4, 1e6)
         ],
     ),
-    "GPT2": (
-        {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 32},
-        [(NONE, None, 8**-0.5, None, 4)],
-    ),
     "GPTNeoX": (SIZES, [(NONE, (2, "one pair", None), 8**-0.5, None, 4)]),
     "Cohere": (
         {**GROUPED, "use_qk_norm": True},
         [
             (
-                (*LAYER, False, "before RoPE"),
+                ("layer", "head", 1e-5, "per head and dim", False, "before RoPE"),
                 (8, "interleaved", 5e5),
                 8**-0.5,
                 None,
                 2,
             )
         ],
-    ),
-    "StableLm": (
-        {**GROUPED, "qk_layernorm": True, "partial_rotary_factor": 0.5},
-        [((*LAYER, False, "before RoPE"), (4, "half", 1e4), 8**-0.5, None, 2)],
-    ),
-    "Chameleon": (
-        {**GROUPED, "vq_config": VQ, "vocabulary_map": {"<image>": 3}},
-        [((*LAYER, True, "before RoPE"), ROPE, 8**-0.5, None, 2)],
     ),
     "DeepseekV3": (
         {**SIZES, **LATENT, "num_key_value_heads": 4},
@@ -158,7 +138,6 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], list[Recipe]]] = {
         },
         [(NONE, None, 1.0, None, 4)] * 3,
     ),
-    "Bert": (SIZES, [(NONE, None, 8**-0.5, None, 4)]),
     "Swinv2": (
         {
             "image_size": 32,
@@ -182,7 +161,7 @@ def built(name: str) -> nn.Module:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**ARCHITECTURES[name][0])
-    is_decoder = name not in ("Bert", "T5", "Swinv2", "Chameleon")
+    is_decoder = name not in ("T5", "Swinv2")
     auto = transformers.AutoModelForCausalLM if is_decoder else transformers.AutoModel
     return auto.from_config(config)
 
@@ -225,12 +204,6 @@ def test_what_only_some_architectures_have_is_found() -> None:
     t5 = sites_of("T5")
     assert [site.bias for site in t5] == [True, True, False]
     assert [site.visible[:5] for site in t5] == ["every", "keys ", "every"]
-    (stable,) = sites_of("StableLm")
-    norms = tuple(f"q_layernorm.norms.{i}.weight" for i in range(4))
-    assert stable.query.parameters == norms
-    assert "q_layernorm.norms.{0-3}.weight" in stable.query.text()
-    (chameleon,) = sites_of("Chameleon")
-    assert chameleon.key.parameters == ("k_norm.weight", "k_norm.bias")
 
 
 def rope(x: Tensor) -> Tensor:
@@ -349,12 +322,10 @@ def test_weights_that_are_computed_from_stored_ones_are_followed() -> None:
 
 def test_the_model_is_bit_for_bit_what_it_was() -> None:
     model = built("Qwen3").train()
-    model.requires_grad_(False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
     qkeel.explain(model, IDS)
     assert model.training
-    assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
     assert torch.equal(random, torch.get_rng_state())
     after = model.state_dict()
     assert all(torch.equal(value, before[name]) for name, value in after.items())

@@ -22,28 +22,14 @@ from qkeel.reference import attend
 from qkeel.spec import ALiBi, Rope, Sigmoid, Sink, SlidingWindow
 
 ARCHITECTURES = [
-    "ApertusForCausalLM",
     "BloomForCausalLM",
     "CohereForCausalLM",
-    "Data2VecTextForMaskedLM",
-    "ElectraForMaskedLM",
     "FalconForCausalLM",
     "GPT2LMHeadModel",
-    "GPTNeoXForCausalLM",
-    "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
-    "GraniteForCausalLM",
     "LlamaForCausalLM",
     "MPNetForMaskedLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
     "OPTForCausalLM",
-    "Olmo2ForCausalLM",
-    "PhiForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "RobertaForMaskedLM",
-    "SmolLM3ForCausalLM",
     "StableLmForCausalLM",
     "BertForMaskedLM",
 ]
@@ -76,31 +62,6 @@ def test_maps_of_a_fused_kernel_are_the_weights_of_eager_attention(name: str) ->
         torch.testing.assert_close(
             weights[layer], reference_weights.float(), rtol=1e-4, atol=1e-6
         )
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_maps_of_a_model_with_adapters_are_those_of_the_model() -> None:
-    peft = pytest.importorskip("peft")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20))
-    tokens = torch.randint(20, (2, 5))
-    plain = attention_maps(model, tokens)
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(target_modules=["q_proj"], r=2)
-    )
-    for before, after in zip(
-        plain.values(),
-        attention_maps(adapted, {"input_ids": tokens}).values(),
-        strict=True,
-    ):
-        assert torch.equal(before, after)  # a new adapter adds zero
 
 
 def test_maps_of_multihead_attention_are_the_weights_that_it_returns() -> None:

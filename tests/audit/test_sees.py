@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable
 
@@ -54,7 +53,7 @@ class SelfAttention(nn.Module):
         self.mask, self.fused = mask, fused
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = split_heads(self.qkv(x))
         mask = self.mask(x.shape[1])
         if self.fused:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -74,13 +73,23 @@ class Convolution(nn.Module):
         return self.convolution(F.pad(x.mT, (2 - self.ahead, self.ahead))).mT
 
 
-class NormOverTime(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
+class Mixing(nn.Module):
+    """Anything that is done with all tokens at once."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x / x.square().mean(self.dim, keepdim=True).add(1e-5).sqrt()
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.forward = mix
+
+
+def norm_over(dim: int) -> Mixing:
+    return Mixing(lambda x: x / x.square().mean(dim, keepdim=True).add(1e-5).sqrt())
+
+
+def pooled(*, so_far: bool) -> Mixing:
+    """The mean of all tokens, or of those so far, joins each."""
+    if not so_far:
+        return Mixing(lambda x: x.mean(1, keepdim=True).expand_as(x))
+    return Mixing(lambda x: x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None])
 
 
 class BatchNorm(nn.Module):
@@ -113,33 +122,8 @@ class ExpertChoice(nn.Module):
         return out
 
 
-class Shift(nn.Module):
-    def __init__(self, by: int) -> None:
-        super().__init__()
-        self.by = by
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (
-            F.pad(x, (0, 0, 1, 0))[:, :-1]
-            if self.by > 0
-            else F.pad(x, (0, 0, 0, 1))[:, 1:]
-        )
-
-
-class Pooled(nn.Module):
-    """The mean of all tokens, or of those so far, joins each."""
-
-    def __init__(self, *, so_far: bool) -> None:
-        super().__init__()
-        self.so_far = so_far
-
-    def forward(self, x: Tensor) -> Tensor:
-        counts = torch.arange(1, x.shape[1] + 1)[:, None]
-        return (
-            x.cumsum(1) / counts
-            if self.so_far
-            else x.mean(1, keepdim=True).expand_as(x)
-        )
+def shift(by: int) -> Mixing:
+    return Mixing(lambda x: F.pad(x, (0, 0, by, -by)))
 
 
 class Model(nn.Module):
@@ -158,65 +142,52 @@ class Model(nn.Module):
         return self.head(x)
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    leak: Callable[[bool], nn.Module]
-    clean: Callable[[bool], nn.Module]
-    words: str  # of the sentence besides the module
-
-
 def attention(mask: Mask) -> Callable[[bool], nn.Module]:
     return lambda fused: SelfAttention(mask, fused=fused)
 
 
-KINDS = {
-    "no mask": Kind(attention(everything), attention(causal), "head"),
-    "one ahead": Kind(attention(one_ahead), attention(causal), "head"),
-    "inverted mask": Kind(attention(inverted), attention(causal), "head"),
-    "one head": Kind(
-        attention(second_head_sees_everything), attention(causal), "head 1"
-    ),
-    "chunks": Kind(attention(chunks_of_four), attention(causal), "head"),
-    "convolution": Kind(
-        lambda _: Convolution(ahead=1), lambda _: Convolution(ahead=0), "no attention"
-    ),
-    "norm over time": Kind(
-        lambda _: NormOverTime(1), lambda _: NormOverTime(-1), "no attention"
-    ),
-    "batch norm": Kind(
-        lambda _: BatchNorm(), lambda _: nn.LayerNorm(WIDTH), "no attention"
-    ),
-    "expert choice": Kind(
-        lambda _: ExpertChoice(by_expert=True),
-        lambda _: ExpertChoice(by_expert=False),
-        "no attention",
-    ),
-    "shift": Kind(lambda _: Shift(-1), lambda _: Shift(1), "no attention"),
-    "pooling": Kind(
-        lambda _: Pooled(so_far=False), lambda _: Pooled(so_far=True), "no attention"
-    ),
+# A block that leaks, its clean twin, and words of the sentence besides the module. Attention may be fused.
+Kind = tuple[Callable[[bool], nn.Module], Callable[[bool], nn.Module], str]
+KINDS: dict[str, Kind] = {
+    "no mask": (attention(everything), attention(causal), "head"),
+    "one ahead": (attention(one_ahead), attention(causal), "head"),
+    "inverted mask": (attention(inverted), attention(causal), "head"),
+    "one head": (attention(second_head_sees_everything), attention(causal), "head 1"),
+    "chunks": (attention(chunks_of_four), attention(causal), "head"),
 }
+for name, leaky, clean in (
+    ("convolution", lambda: Convolution(ahead=1), lambda: Convolution(ahead=0)),
+    ("norm over time", lambda: norm_over(1), lambda: norm_over(-1)),
+    ("batch norm", BatchNorm, lambda: nn.LayerNorm(WIDTH)),
+    (
+        "expert choice",
+        lambda: ExpertChoice(by_expert=True),
+        lambda: ExpertChoice(by_expert=False),
+    ),
+    ("shift", lambda: shift(-1), lambda: shift(1)),
+    ("pooling", lambda: pooled(so_far=False), lambda: pooled(so_far=True)),
+):
+    KINDS[name] = (
+        lambda _, make=leaky: make(),
+        lambda _, make=clean: make(),
+        "no attention",
+    )
 
 
-def drawn(kind: Kind, seed: int, *, leaky: bool) -> tuple[Model, Tensor, int]:
-    """A model with the block of this kind at a drawn place among causal attention, its tokens, and that place."""
+def drawn(make: Callable[[bool], nn.Module], seed: int) -> tuple[Model, Tensor, int]:
+    """A model with the block at a drawn place among causal attention, its tokens, and that place."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     blocks: list[nn.Module] = [
         SelfAttention(causal, fused=draw.random() < 0.5)
         for _ in range(draw.randint(1, 3))
     ]
-    place, fused = draw.randint(0, len(blocks)), draw.random() < 0.5
-    blocks.insert(place, (kind.leak if leaky else kind.clean)(fused))
-    statistics_of_the_batch = any(
-        isinstance(block, BatchNorm) for block in blocks
-    )  # used in training alone
-    model = Model(blocks).train(statistics_of_the_batch or draw.random() < 0.5)
-    return (
-        model,
-        torch.randint(VOCABULARY, (draw.randint(1, 3), draw.randint(6, 40))),
-        place,
-    )
+    place = draw.randint(0, len(blocks))
+    blocks.insert(place, make(draw.random() < 0.5))
+    # Statistics of the batch are used in training alone.
+    is_training = isinstance(blocks[place], BatchNorm) or draw.random() < 0.5
+    tokens = torch.randint(VOCABULARY, (draw.randint(1, 3), draw.randint(6, 40)))
+    return Model(blocks).train(is_training), tokens, place
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -224,47 +195,54 @@ def drawn(kind: Kind, seed: int, *, leaky: bool) -> tuple[Model, Tensor, int]:
 def test_a_planted_leak_is_found_and_named_and_its_clean_twin_is_not_blamed(
     name: str, seed: int
 ) -> None:
-    kind, draw = KINDS[name], 1000 * seed + list(KINDS).index(name)
-    model, tokens, place = drawn(kind, draw, leaky=True)
+    leaky, clean, words = KINDS[name]
+    draw = 1000 * seed + list(KINDS).index(name)
+    model, tokens, place = drawn(leaky, draw)
     health = qkeel.check(model, tokens, sees="causal")
     assert health.status is Status.NOT_HEALTHY
     assert f"blocks.{place}" in str(health)
-    assert kind.words in str(health)
-    model, tokens, _ = drawn(kind, draw, leaky=False)
+    assert words in str(health)
+    model, tokens, _ = drawn(clean, draw)
     state = {key: x.clone() for key, x in model.state_dict().items()}
     assert qkeel.check(model, tokens, sees="causal").healthy
     assert all(torch.equal(state[key], x) for key, x in model.state_dict().items())
 
 
-class Packed(nn.Module):
+def split_heads(x: Tensor) -> Tensor:
+    """q, k and v [3 b h t d] of a projection [b t 48]."""
+    return x.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+
+
+class Masked(nn.Module):
+    """Attention over tokens with a mask [b 1 t t] that is made of another argument."""
+
+    def __init__(self, mask: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 48)
+        self.mask = mask
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        other = attention_mask if position_ids is None else position_ids
+        q, k, v = split_heads(self.qkv(self.embed(tokens)))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(other))
+        return y.transpose(1, 2).flatten(2)
+
+
+def packed(*, isolated: bool, later: bool = False) -> Masked:
     """Attention over packed documents that regards their borders, or not."""
 
-    def __init__(self, *, isolated: bool, later: bool = False) -> None:
-        super().__init__()
-        self.embed, self.attention = (
-            nn.Embedding(VOCABULARY, WIDTH),
-            nn.Linear(WIDTH, 3 * WIDTH),
-        )
-        self.isolated, self.later = isolated, later
-
-    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        q, k, v = (
-            self.attention(self.embed(tokens))
-            .unflatten(-1, (3, HEADS, -1))
-            .permute(2, 0, 3, 1, 4)
-        )
+    def mask(position_ids: Tensor) -> Tensor:
         ids = (position_ids == 0).cumsum(-1)
-        same = (
-            (ids[:, :, None] == ids[:, None])
-            if self.isolated
-            else torch.ones_like(ids[:, :, None] == ids[:, None])
-        )
-        mask = same if self.later else same & causal(tokens.shape[1])
-        return (
-            F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
-            .transpose(1, 2)
-            .flatten(2)
-        )
+        same = ids[:, :, None] == ids[:, None]
+        same = same if isolated else torch.ones_like(same)
+        return (same if later else same & causal(ids.shape[1]))[:, None]
+
+    return Masked(mask)
 
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 0, 1, 2, 3]])
@@ -277,11 +255,11 @@ def test_documents_that_see_each_other_are_found() -> None:
     }
     documents = Documents.from_positions(POSITIONS)
     assert documents.ids[0].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2]
-    assert qkeel.check(Packed(isolated=True), batch, sees=documents).healthy
-    health = qkeel.check(Packed(isolated=False), batch, sees=documents)
+    assert qkeel.check(packed(isolated=True), batch, sees=documents).healthy
+    health = qkeel.check(packed(isolated=False), batch, sees=documents)
     assert health.status is Status.NOT_HEALTHY
     assert "outside document" in str(health)
-    both_ways = Packed(isolated=True, later=True)
+    both_ways = packed(isolated=True, later=True)
     assert not qkeel.check(both_ways, batch, sees=documents).healthy
     assert qkeel.check(
         both_ways, batch, sees=Documents(documents.ids, causal=False)
@@ -305,7 +283,7 @@ def test_a_window_that_never_reached_the_kernel_is_found_and_named() -> None:
     assert "blocks.0, head" in str(health)
     assert health.status is Status.NOT_HEALTHY
     assert not qkeel.check(
-        Model([Pooled(so_far=True), *model.blocks]), tokens, sees=Window(4)
+        Model([pooled(so_far=True), *model.blocks]), tokens, sees=Window(4)
     ).healthy
     assert qkeel.check(model, tokens[:, :6], sees=Window(4)).status is Status.NOT_KNOWN
 
@@ -321,7 +299,7 @@ def test_later_keys_are_beyond_a_window() -> None:
         Model([SelfAttention(both_sides, fused=True)]), tokens, sees=Window(3)
     ).healthy
     assert not qkeel.check(
-        Model([SelfAttention(windowed(3), fused=True), Shift(-1)]),
+        Model([SelfAttention(windowed(3), fused=True), shift(-1)]),
         tokens,
         sees=Window(3),
     ).healthy

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qkeel
@@ -17,12 +16,14 @@ from qkeel.metrics import Status
 from .test_sees import (
     POSITIONS,
     VOCABULARY,
+    Masked,
     Model,
-    Packed,
     SelfAttention,
     causal,
     everything,
     inverted,
+    packed,
+    split_heads,
 )
 
 Answer = tuple[Status, str]
@@ -85,8 +86,8 @@ def test_an_encoder_beside_a_decoder_is_not_blamed_for_seeing_later_keys() -> No
 
 def test_packed_documents_that_see_each_other_are_said_to() -> None:
     batch = {"tokens": tokens(), "position_ids": POSITIONS}
-    assert answer(Packed(isolated=True), batch)[0] is Status.HEALTHY
-    status, sentence = answer(Packed(isolated=False), batch)
+    assert answer(packed(isolated=True), batch)[0] is Status.HEALTHY
+    status, sentence = answer(packed(isolated=False), batch)
     assert status is Status.NOT_HEALTHY
     assert "documents" in sentence
 
@@ -113,46 +114,43 @@ def test_documents_are_read_from_the_arguments(
     assert (None if ids is None else ids.tolist()) == numbers
 
 
-class Padded(nn.Module):
+def padded(*, hides: bool) -> Masked:
     """Attention that hides padding, or not."""
 
-    def __init__(self, *, hides: bool) -> None:
-        super().__init__()
-        self.embed, self.attention = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 48)
-        self.hides = hides
+    def mask(attention_mask: Tensor) -> Tensor:
+        is_token = attention_mask.bool() if hides else attention_mask >= 0
+        return causal(attention_mask.shape[1])[None] & is_token[:, None, None]
 
-    def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-        q, k, v = (
-            self.attention(self.embed(tokens))
-            .unflatten(-1, (3, 2, 8))
-            .permute(2, 0, 3, 1, 4)
-        )
-        mask = causal(tokens.shape[1])[None]
-        if self.hides:
-            mask = mask & attention_mask.bool()[:, None, None]
-        return (
-            F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            .transpose(1, 2)
-            .flatten(2)
-        )
+    return Masked(mask)
 
 
 def test_weight_on_padding_is_said() -> None:
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[1, :3] = 0
     batch = {"tokens": tokens(), "attention_mask": mask}
-    assert padded_keys(batch) is not None
-    assert answer(Padded(hides=True), batch)[0] is Status.HEALTHY
-    status, sentence = answer(Padded(hides=False), batch)
+    assert answer(padded(hides=True), batch)[0] is Status.HEALTHY
+    status, sentence = answer(padded(hides=False), batch)
     assert status is Status.NOT_HEALTHY
     assert "padding" in sentence
-    assert (
-        answer(
-            Padded(hides=False),
-            {"tokens": tokens(), "attention_mask": torch.ones_like(mask)},
-        )[0].value
-        == "healthy"
-    )
+    batch["attention_mask"] = torch.ones_like(mask)
+    assert answer(padded(hides=False), batch)[0] is Status.HEALTHY
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "padding"),
+    [
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, [[False, False, True]]),
+        ({"attention_mask": torch.tensor([[1, 1, 1]])}, None),
+        ({"attention_mask": torch.tensor([[0.0, -1e4]])}, None),  # added to logits
+        ({"key_padding_mask": torch.tensor([[False, True]])}, [[False, True]]),
+        ({"key_padding_mask": torch.tensor([[False, False]])}, None),
+    ],
+)
+def test_padding_is_read_from_the_arguments(
+    kwargs: dict[str, Tensor], padding: list[list[bool]] | None
+) -> None:
+    keys = padded_keys(kwargs)
+    assert (None if keys is None else keys.tolist()) == padding
 
 
 class LowMask(nn.Module):
@@ -163,7 +161,7 @@ class LowMask(nn.Module):
         self.qkv, self.number = nn.Linear(16, 48), number
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        q, k, v = split_heads(self.qkv(x))
         scores = torch.where(
             causal(x.shape[1])[None], q @ k.mT / 8**0.5 - 2e4, self.number
         )
@@ -186,7 +184,7 @@ class EmptyRow(nn.Module):
         self.qkv = nn.Linear(16, 48)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        q, k, v = split_heads(self.qkv(x))
         mask = causal(x.shape[1]).repeat(len(x), 1, 1)
         mask[1, 2] = False
         return (q @ k.mT).masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ v

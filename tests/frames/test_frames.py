@@ -22,9 +22,10 @@ from qkeel.errors import (
     RunDirectoryError,
     UnknownNameError,
 )
-from qkeel.frames import Frame, TableFiles
+from qkeel.frames import Frame
 from qkeel.handle import Handle
-from qkeel.monitor import History, RunDirectorySink
+from qkeel.integrations.trackers import CSVSink
+from qkeel.monitor import History, RunDirectorySink, Sample
 from qkeel.monitor.monitor import Monitor
 
 
@@ -112,19 +113,14 @@ def test_what_is_exported_is_what_is_loaded(
 
 
 def test_a_column_that_comes_late_is_left_out_with_one_warning(tmp_path: Path) -> None:
-    files = TableFiles(tmp_path, "csv")
-    files.append("a", Frame({"step": np.array([0]), "x": np.array([1.0])}))
-    with pytest.warns(
-        QkeelWarning,
-        match=r"a\.csv has no column for y: it was first measured after the first row",
-    ):
-        files.append("a", Frame({"step": np.array([1]), "y": np.array([1.0])}))
-    files.append(
-        "a", Frame({"step": np.array([2]), "y": np.array([1.0])})
-    )  # a second warning would be an error
-    assert (tmp_path / "a.csv").read_text() == "step,x\n0,1.0\n1,\n2,\n"
-    with pytest.raises(UnknownNameError, match="unknown table format 'xlsx'"):
-        TableFiles(tmp_path, "xlsx")
+    csv_files = CSVSink(tmp_path / "a")
+    csv_files.open({})
+    csv_files.write(Sample(step=0, values={"x": 1.0}))
+    late = r"steps\.csv has no column for y: it was first measured after the first row"
+    with pytest.warns(QkeelWarning, match=late):
+        csv_files.write(Sample(step=1, values={"y": 1.0}))
+    csv_files.write(Sample(step=2, values={"y": 1.0}))  # a second warning is an error
+    assert (tmp_path / "a/steps.csv").read_text() == "step,x\n0,1.0\n1,\n2,\n"
 
 
 def test_the_error_of_a_missing_library_names_the_extra(

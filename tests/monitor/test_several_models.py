@@ -175,7 +175,7 @@ def test_stages_of_two_processes_are_one_model_in_order() -> None:
     ]
     table = SharedTable(members, 1)
     names = [f"stages.{i}.attn" for i in range(4)]
-    assert table.sites == names
+    assert [site["name"] for site in table.about()["sites"]] == names
     assert table.about()["parameters"] == 4
     record = reduced(members, [*measured[:2], None])
     assert record is not None

@@ -38,13 +38,14 @@ from qkeel.errors import (
     RunDirectoryError,
     unknown,
 )
-from qkeel.frames import Frame, TableFiles
+from qkeel.frames import Frame
+from qkeel.frames.tables import arrow
 from qkeel.lab.build_run import build_decoder, rules
 from qkeel.lab.config import ModelConfig
 from qkeel.metrics import HARMFUL_LOGIT, Status
 from qkeel.monitor.sinks import load
 from qkeel.options import parse
-from qkeel.records import disk
+from qkeel.records import disk, write_text
 from qkeel.remedies import ALIASES, REMEDIES, apply, canonical, note
 from qkeel.remedies import parse as remedies_of
 from qkeel.remedies.retrofit import convert as write_converted
@@ -282,10 +283,12 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 def _model_and_batch(name: str) -> tuple[nn.Module, object]:
     """Calls module:function, looked for in the current folder first, and returns the model and batch that it gives."""
     module_name, _, function_name = name.partition(":")
+    # As python -m does, so that a file beside is found though `qkeel` is installed elsewhere.
     sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # A library that the module needs is another error than the module itself.
         if error.name != module_name.partition(".")[0] and error.name != module_name:
             raise  # what the module imports is missing
         raise DataError(
@@ -353,16 +356,20 @@ def export(
         "eval_heads": loaded.eval_heads,
     }
     folder = out or Path(f"{run.resolve().name}-tables")
-    files = TableFiles(folder, to)
+    if to == "parquet":
+        arrow()  # a missing library is told of before anything is written
     if not disk.make_directory(folder) and any(folder.iterdir()):
         raise RunDirectoryError(
             f"expected a new or empty folder to write tables to, but {folder} is not empty"
         )
     for name, frame in frames.items():
+        path = folder / f"{name}.{to}"
+        if len(frame) and to == "parquet":
+            frame.to_parquet(path)
+        elif len(frame):
+            write_text(path, frame.to_csv())
         if len(frame):
-            files.append(name, frame)
-    for path in files.close():
-        print(path)
+            print(path)
     return OK
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, final
 
 import numpy as np
@@ -218,73 +218,75 @@ class Member:
         """All pipeline stages of the process."""
         return tuple(sorted(self.stages.values())) or (self.layout.stage or 0,)
 
-    def stage_members(self) -> list[_StageMember]:
-        """Returns each of the process's stages as a member of its own."""
-        if not self.stages:
-            return [_StageMember(self, self.layout.stage or 0, "", is_last=True)]
-        names = sorted(self.stages, key=lambda name: self.stages[name])
-        return [
-            _StageMember(self, self.stages[name], name, is_last=name == names[-1])
-            for name in names
-        ]
-
-
-@final
-class _StageMember:
-    """One pipeline stage on one process. The numbers of the whole model belong to the process's last stage.
-
-    `entries` are those of the stage, keyed by the name of the site inside the stage's model and the name of the number.
-    """
-
-    def __init__(
-        self, member: Member, stage: int, model: str, *, is_last: bool
-    ) -> None:
-        self.member, self.stage, self.model, self.is_last = (
-            member,
-            stage,
-            model,
-            is_last,
-        )
-        self.layout = member.layout
-        self.entries: dict[NumberKey, Entry] = {}
-        for entry in member.form:
-            inner = self.inner_name(entry.site)
-            if inner is not None:
-                self.entries[inner, entry.name] = entry
-        self.sites = [site for site, name in self.entries if name == "max_logit"]
-
-    def inner_name(self, site: str) -> str | None:
-        """Returns the name of a site inside the stage's model, or None for sites of other models."""
-        if not site or not self.model:
-            return site if self.is_last else None
-        inner = site.removeprefix(self.model)
-        if inner == site or (inner and inner[0] not in ".#"):
-            return None
-        return inner.removeprefix(".")
-
-    def splits(self, site: str, axis: Axis) -> bool:
-        """Whether the query or key heads of a site are split across processes."""
-        for name, (queries, keys) in self.member.splits.items():
-            if self.inner_name(name) == site:
-                return keys if axis == "key" else queries
-        return False
-
-    def heads(self, site: str, axis: Axis) -> int:
-        """Returns the number of query or key heads of a site that the process computes."""
-        return self.entries[site, "key_norm" if axis == "key" else "max_logit"].shape[0]
-
-    def outline(self) -> object:
-        """Returns what must be equal for all processes of a stage."""
-        some_split = any(queries for queries, _ in self.member.splits.values())
-        kinds = []
-        for (site, name), entry in self.entries.items():
-            kinds.append((site, name, entry.rule, () if some_split else entry.shape))
-        return kinds
+    def parts(self) -> list[_Part]:
+        """Returns each of the process's stages; the numbers of the whole model belong to the last one."""
+        by_stage = {stage: name for name, stage in self.stages.items()}
+        by_stage = by_stage or {self.layout.stage or 0: ""}
+        parts = []
+        for stage in sorted(by_stage):
+            part = _Part(self, stage, by_stage[stage])
+            for entry in self.form:
+                site = entry.site.removeprefix(part.model)
+                if entry.site and part.model:
+                    # The rest of another model's name may begin like this one's.
+                    is_inside = site != entry.site and site[:1] in ("", ".", "#")
+                else:
+                    is_inside = stage == max(by_stage)
+                if is_inside:
+                    part.entries[site.removeprefix("."), entry.name] = entry
+            parts.append(part)
+        return parts
 
 
 HeadSpan = tuple[
     int, int, int
 ]  # the first head, the number of heads, and the total number of heads
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """One pipeline stage on one process.
+
+    Args:
+        member: the process.
+        stage: the number of the stage.
+        model: the name with which the names of its sites begin; "" if there is only one model.
+        entries: by the name of the site inside the stage's model, and the name of the number.
+    """
+
+    member: Member
+    stage: int
+    model: str
+    entries: dict[NumberKey, Entry] = dataclasses.field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        """The role of the process."""
+        return self.member.layout
+
+    @property
+    def sites(self) -> list[str]:
+        """The names of the attention sites inside the stage's model."""
+        return [site for site, name in self.entries if name == "max_logit"]
+
+    def splits(self, site: str, axis: Axis) -> bool:
+        """Whether the query or key heads of a site are split across processes."""
+        entry = self.entries.get((site, "max_logit"))
+        splits = self.member.splits.get("" if entry is None else entry.site)
+        return splits is not None and splits[axis == "key"]
+
+    def heads(self, site: str, axis: Axis) -> int:
+        """Returns the number of query or key heads of a site that the process computes."""
+        return self.entries[site, "key_norm" if axis == "key" else "max_logit"].shape[0]
+
+    def outline(self) -> list[object]:
+        """Returns what must be equal for all processes of a stage."""
+        some_split = any(queries for queries, _ in self.member.splits.values())
+        return [
+            (key, entry.rule, () if some_split else entry.shape)
+            for key, entry in self.entries.items()
+        ]
 
 
 @final
@@ -300,148 +302,119 @@ class SharedTable:
 
         Raises: InvalidValueError if they are not the processes of one model.
         """
-        spokesmen = {
+        models = {
             member.position: member for member in reversed(members) if member.form
         }
         complete = []
         for member in members:
             if not member.form:
-                like = spokesmen.get(member.position, member)
                 member = dataclasses.replace(
-                    like, layout=member.layout, keys_seen=member.keys_seen
+                    models.get(member.position, member),
+                    layout=member.layout,
+                    keys_seen=member.keys_seen,
                 )
             complete.append(member)
         self.own_form = complete[index].form
         self._n_processes = len(complete)
-        self._members: list[_StageMember] = []
-        self._own: list[_StageMember] = []
-        for number, member in enumerate(complete):
-            parts = member.stage_members()
-            self._members += parts
-            if number == index:
-                self._own = parts
-        self._leads = {member.stage: member for member in reversed(self._members)}
-        self._leads |= {
-            member.stage: member for member in reversed(self._members) if member.entries
-        }
-        for member in self._members:
-            if member.outline() != self._leads[member.stage].outline():
+        parts = [member.parts() for member in complete]
+        self._own, self._parts = parts[index], [part for own in parts for part in own]
+        # A stage without attention has no entries on any process.
+        with_entries = sorted(self._parts, key=lambda part: not part.entries)
+        leads = {part.stage: part for part in reversed(with_entries)}
+        self._leads = {stage: leads[stage] for stage in sorted(leads)}
+        for part in self._parts:
+            if part.outline() != self._leads[part.stage].outline():
                 raise InvalidValueError(UNLIKE)
-        sites = [
-            (stage, site)
-            for stage in sorted(self._leads)
-            for site in self._leads[stage].sites
-        ]
-        self._repeats = len({site for _, site in sites}) < len(sites)
-        self.sites = [
-            self._whole_key(stage, site, "max_logit")[0] for stage, site in sites
-        ]
+        names = [site for lead in self._leads.values() for site in lead.sites]
+        self._repeats = len(set(names)) < len(names)
         self.table = step_table(self._whole_form())
         self._indices = self._contributions()
         self._on_device: dict[torch.device, list[Tensor]] = {}
 
     def _whole_key(self, stage: int, site: str, name: str) -> NumberKey:
         """Returns the site and name in the whole model of a number of a stage."""
-        if name in WHOLE_MODEL or (not site and site not in self._leads[stage].sites):
+        has_site = bool(site) or (site, "max_logit") in self._leads[stage].entries
+        if not self._repeats or name in WHOLE_MODEL or not has_site:
             return site, name
         dot = "." if site and site[0] != "#" else ""
-        return f"stages.{stage}{dot}{site}" if self._repeats else site, name
+        return f"stages.{stage}{dot}{site}", name
 
-    def _span(self, member: _StageMember, site: str, axis: Axis) -> HeadSpan:
+    def _span(self, part: _Part, site: str, axis: Axis) -> HeadSpan:
         """Returns the range of a process's heads among all heads of a site."""
-        n = member.heads(site, axis)
-        if not member.splits(site, axis):
+        n = part.heads(site, axis)
+        if not part.splits(site, axis):
             return 0, n, n
-        counts = {}
-        for other in self._members:
-            if other.stage == member.stage:
-                counts[other.layout.head_part] = other.heads(site, axis)
-        first = sum(counts[part] for part in range(member.layout.head_part))
-        return first, n, sum(counts.values())
+        sizes = {
+            other.layout.head_part: other.heads(site, axis)
+            for other in self._parts
+            if other.stage == part.stage
+        }
+        return (
+            sum(sizes[i] for i in range(part.layout.head_part)),
+            n,
+            sum(sizes.values()),
+        )
 
     def _whole_form(self) -> Form:
         """Returns the form of the whole model's vector. Numbers without a site are those of the last stage."""
         entries: dict[NumberKey, Entry] = {}
-        for stage in sorted(self._leads):
-            lead = self._leads[stage]
+        for stage, lead in self._leads.items():
+            sites = set(lead.sites)
             for (site, name), entry in lead.entries.items():
-                shape = entry.shape
-                if entry.axis and site in lead.sites:
+                key, shape = self._whole_key(stage, site, name), entry.shape
+                if entry.axis and site in sites:
                     shape = (self._span(lead, site, entry.axis)[2], *shape[1:])
-                whole_key = self._whole_key(stage, site, name)
-                entries[whole_key] = entry._replace(site=whole_key[0], shape=shape)
+                entries[key] = entry._replace(site=key[0], shape=shape)
         return tuple(entries.values())
 
     def _contributions(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the indices of the values that this process contributes, in its vector and in the whole model's."""
         own_table = step_table(self.own_form)
-        last_stage: dict[str, int] = {}
-        for stage in sorted(self._leads):
-            last_stage |= {
-                name: stage for site, name in self._leads[stage].entries if not site
-            }
+        last_stage = {}
+        for stage, lead in self._leads.items():
+            last_stage |= {name: stage for site, name in lead.entries if not site}
         sources, targets = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)]
-        for member in self._own:
-            holds_shard = self._is_first(
-                member, lambda other: (other.layout.stage, other.layout.shard)
-            )
-            heads: dict[tuple[str, Axis], tuple[bool, int]] = {}
-            for site in member.sites:
+        for part in self._own:
+            shards = [
+                other
+                for other in self._parts
+                if (other.stage, other.layout.shard) == (part.stage, part.layout.shard)
+            ]
+            spans: dict[tuple[str, Axis], tuple[bool, int]] = {}
+            for site in part.sites:
                 for axis in _AXES:
-                    heads[site, axis] = (
-                        self._counts(member, site, axis),
-                        self._span(member, site, axis)[0],
-                    )
-            for (site, name), entry in member.entries.items():
+                    counts = self._counts(part, site, axis)
+                    spans[site, axis] = counts, self._span(part, site, axis)[0]
+            for (site, name), entry in part.entries.items():
                 counts, first_head = (
-                    heads[site, entry.axis] if entry.axis else (True, 0)
+                    spans[site, entry.axis] if entry.axis else (True, 0)
                 )
-                if not site and member.stage != last_stage[name]:
-                    counts = False
-                if counts and (holds_shard or not entry.by_weights):
-                    first = self.table.firsts[self._whole_key(member.stage, site, name)]
+                if entry.by_weights:
+                    counts = counts and shards[0] is part
+                if not site:
+                    counts = counts and part.stage == last_stage[name]
+                if counts:
+                    first = self.table.firsts[self._whole_key(part.stage, site, name)]
                     first += first_head * math.prod(entry.shape[1:])
                     sources.append(own_table.indices(entry).ravel())
                     targets.append(np.arange(first, first + entry.size))
         return np.concatenate(sources), np.concatenate(targets)
 
-    def _is_first(
-        self, member: _StageMember, role: Callable[[_StageMember], object]
-    ) -> bool:
-        """Whether a member is the first of those with the same stage and role."""
-        for other in self._members:
-            if other.stage == member.stage and role(other) == role(member):
-                return other is member
-        return False
-
-    def _counts(self, member: _StageMember, site: str, axis: Axis) -> bool:
+    def _counts(self, part: _Part, site: str, axis: Axis) -> bool:
         """Whether the statistics of a process's queries, or of its keys, are used.
 
-        If several processes compute the same statistics, those of the first process are used. If several processes have
-        the same keys, the statistics of the process whose queries saw most of them in the first step are used.
+        Where several processes have the same, those of the process whose queries saw most keys in the first step are
+        used.
         """
-        if axis != "key":
-            return self._is_first(
-                member,
-                lambda other: (
-                    other.layout.data,
-                    other.layout.context,
-                    other.splits(site, "query") and other.layout.head_part,
-                ),
-            )
-        peers = []
-        for other in self._members:
-            role = (
-                other.layout.data,
-                other.splits(site, "key") and other.layout.head_part,
-            )
-            own_role = (
-                member.layout.data,
-                member.splits(site, "key") and member.layout.head_part,
-            )
-            if other.stage == member.stage and role == own_role:
-                peers.append(other)
-        return max(peers, key=lambda other: other.member.keys_seen) is member
+
+        def role(other: _Part) -> object:
+            head_part = other.layout.head_part if other.splits(site, axis) else 0
+            # Processes with different queries may have the same keys.
+            context = 0 if axis == "key" else other.layout.context
+            return other.stage, other.layout.data, context, head_part
+
+        peers = [other for other in self._parts if role(other) == role(part)]
+        return max(peers, key=lambda other: other.member.keys_seen) is part
 
     def split(
         self, vector: Tensor | None, extremes: Sequence[float]
@@ -454,15 +427,13 @@ class SharedTable:
         """
         device = torch.device("cpu") if vector is None else vector.device
         further = torch.tensor(extremes, dtype=widest(device))
-        further = (
-            further.pin_memory() if device.type == "cuda" else further
-        )  # so that the copy does not block
-        n = self.table.size
-        largest = torch.full(
-            (len(extremes) + n,), -torch.inf, dtype=further.dtype, device=device
-        )
-        sums = torch.zeros(1 + n, dtype=further.dtype, device=device)
-        largest[: len(extremes)].copy_(further, non_blocking=True)
+        if device.type == "cuda":
+            further = further.pin_memory()  # so that the copy does not block
+        like = {"dtype": further.dtype, "device": device}
+        n, size = len(extremes), self.table.size
+        largest = torch.full((n + size,), -torch.inf, **like)
+        sums = torch.zeros(1 + size, **like)
+        largest[:n].copy_(further, non_blocking=True)
         if vector is not None:
             if device not in self._on_device:
                 self._on_device[device] = [
@@ -470,7 +441,7 @@ class SharedTable:
                 ]
             source, target = self._on_device[device]
             own_largest, own_sums = step_table(self.own_form).split(vector)
-            largest[len(extremes) :].index_copy_(0, target, own_largest[source])
+            largest[n:].index_copy_(0, target, own_largest[source])
             sums[1:].index_copy_(0, target, own_sums[source])
             sums[:1].fill_(1.0)
         return largest, sums
@@ -494,36 +465,24 @@ class SharedTable:
     def about(self) -> dict[str, object]:
         """Returns the description of the whole model: the sites and the number of weights of all stages."""
         sites, parameters = [], 0
-        for stage in sorted(self._leads):
-            lead = self._leads[stage]
+        for stage, lead in self._leads.items():
             models = [lead.model] if lead.model else list(lead.member.parameters)
             parameters += sum(lead.member.parameters[model] for model in models)
             for site in lead.sites:
                 facts = {"head_dim": 0, "weights": "unknown"}
                 facts |= lead.member.sites.get(lead.entries[site, "max_logit"].site, {})
-                heads = {
-                    "n_heads": self._span(lead, site, "query")[2],
-                    "n_kv_heads": self._span(lead, site, "key")[2],
-                }
-                sites.append(
-                    {
-                        **facts,
-                        "name": self._whole_key(stage, site, "max_logit")[0],
-                        **heads,
-                    }
-                )
+                facts["name"] = self._whole_key(stage, site, "max_logit")[0]
+                facts["n_heads"] = self._span(lead, site, "query")[2]
+                facts["n_kv_heads"] = self._span(lead, site, "key")[2]
+                sites.append(facts)
         return {"sites": sites, "parameters": parameters}
 
     def placements(self) -> dict[str, tuple[str, HeadSpan, HeadSpan]]:
         """Returns, by the names of this process's sites, the name in the whole model and the ranges of heads."""
-        spans = {}
-        for member in self._own:
-            for site in member.sites:
-                name = member.entries[site, "max_logit"].site
-                whole_site = self._whole_key(member.stage, site, "max_logit")[0]
-                spans[name] = (
-                    whole_site,
-                    self._span(member, site, "query"),
-                    self._span(member, site, "key"),
-                )
-        return spans
+        places = {}
+        for part in self._own:
+            for site in part.sites:
+                name = self._whole_key(part.stage, site, "max_logit")[0]
+                spans = [self._span(part, site, axis) for axis in _AXES]
+                places[part.entries[site, "max_logit"].site] = (name, *spans)
+        return places

@@ -5,16 +5,14 @@ from __future__ import annotations
 import csv
 import html
 import io
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
 
-from qkeel.errors import caution, check_known, needed
+from qkeel.errors import needed
 from qkeel.options import lookup
-from qkeel.records import disk
 
 # HTML for pages and notebooks.
 
@@ -108,6 +106,29 @@ class Frame:
             import pandas  # pyright: ignore[reportMissingImports]
         return pandas.DataFrame(self.columns)
 
+    def to_csv(self, *, head: bool = True) -> str:
+        """Returns the rows as comma-separated lines, after a line of the names if `head`; NaN is an empty cell."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        if head:
+            writer.writerow(self.columns)
+        columns = []
+        for values in self.columns.values():
+            cells = values.tolist()
+            columns.append(["" if cell != cell else cell for cell in cells])
+        writer.writerows(zip(*columns, strict=True))
+        return text.getvalue()
+
+    def to_parquet(self, path: Path) -> None:
+        """Writes the rows as a Parquet file.
+
+        Raises:
+            MissingLibraryError: pyarrow is not installed.
+        """
+        pyarrow = arrow()
+        table = pyarrow.table(self.columns)
+        pyarrow.parquet.write_table(table, path, compression="zstd")
+
     def __repr__(self) -> str:
         return f"<Frame of {len(self):,} rows: {', '.join(self.columns)}>"
 
@@ -123,6 +144,17 @@ class Frame:
         return markup(
             "<div><p>{} rows</p>{}</div>", f"{n:,}", plain_table(self.columns, lines)
         )
+
+
+def arrow() -> Foreign:
+    """Returns the module pyarrow, with its submodule parquet.
+
+    Raises:
+        MissingLibraryError: pyarrow is not installed.
+    """
+    with needed("Parquet", "'qkeel[frames]'"):
+        import pyarrow.parquet
+    return pyarrow
 
 
 def _cell(value: object) -> str:
@@ -215,114 +247,6 @@ def heads_frame(
     return Frame(
         {name: v.reshape(-1)[there] for name, v in {**columns, **measured}.items()}
     )
-
-
-# CSV and Parquet files that grow frame by frame.
-
-TableFormat = Literal["csv", "parquet"]
-TABLE_FORMATS: tuple[TableFormat, ...] = ("csv", "parquet")
-_ROWS = (
-    100_000  # rows buffered per Parquet write, because each write becomes a row group
-)
-
-
-@final
-class TableFiles:
-    """Files NAME.csv or NAME.parquet (depending on `kind`) in one `folder`; `append("heads", frame)` adds rows.
-
-    The columns of a file are those `announced` for it, or those of its first frame. Columns that appear later are left
-    out, with one warning. CSV files can be read at any time, Parquet files only after `close()`. In CSV, NaN is an
-    empty cell.
-
-    Raises:
-        MissingLibraryError: Parquet was requested and pyarrow is not installed.
-        UnknownNameError: the format is neither "csv" nor "parquet".
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        kind: str,
-        announced: dict[str, tuple[str, ...]] | None = None,
-    ) -> None:
-        check_known("table format", kind, TABLE_FORMATS)
-        self.folder, self.kind = folder, kind
-        self._arrow: Foreign = None
-        if kind == "parquet":
-            with needed("Parquet", "'qkeel[frames]'"):
-                import pyarrow
-                import pyarrow.parquet
-            self._arrow = pyarrow
-        self._names = dict(announced or {})
-        self._writers: dict[str, Foreign] = {}
-        self._held: dict[str, list[Frame]] = {}
-        self._left_out: set[str] = set()
-
-    def append(self, name: str, frame: Frame) -> None:
-        """Adds the rows of a frame to the file `name`."""
-        names = self._names.setdefault(name, tuple(frame.columns))
-        late = frame.columns.keys() - set(names) - self._left_out
-        if late:
-            self._left_out |= late
-            caution(
-                f"{name}.{self.kind} has no column for {', '.join(sorted(late))}: it was first measured after the "
-                "first row"
-            )
-        unmeasured = np.full(len(frame), np.nan)
-        frame = Frame(
-            {column: frame.columns.get(column, unmeasured) for column in names}
-        )
-        if self.kind == "csv":
-            path = self.folder / f"{name}.csv"
-            disk.append(path, _lines(frame, head=not path.exists()).encode())
-            return
-        held = self._held.setdefault(name, [])
-        held.append(frame)
-        if sum(map(len, held)) >= _ROWS:
-            self._write_held(name)
-
-    def _write_held(self, name: str) -> None:
-        frames, self._held[name] = self._held[name], []
-        columns = {
-            column: np.concatenate([f[column] for f in frames])
-            for column in self._names[name]
-        }
-        table = self._arrow.table(columns)
-        if name not in self._writers:
-            writer = self._arrow.parquet.ParquetWriter
-            self._writers[name] = writer(
-                str(self.folder / f"{name}.parquet"), table.schema, compression="zstd"
-            )
-        self._writers[name].write_table(table.cast(self._writers[name].schema))
-
-    def close(self) -> list[Path]:
-        """Writes all buffered rows and returns the paths of the files."""
-        for name, held in self._held.items():
-            if held:
-                self._write_held(name)
-        for writer in self._writers.values():
-            writer.close()
-        return [
-            path
-            for name in self._names
-            if (path := self.folder / f"{name}.{self.kind}").exists()
-        ]
-
-
-def _lines(frame: Frame, *, head: bool) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    if head:
-        writer.writerow(frame.columns)
-    columns = [
-        [
-            "" if isinstance(value, float) and math.isnan(value) else value
-            for value in values.tolist()
-        ]
-        for values in frame.columns.values()
-    ]
-    writer.writerows(zip(*columns, strict=True))
-    return text.getvalue()
 
 
 # Figures in matplotlib: one line per layer over the steps, a heat map of heads, a forecast.

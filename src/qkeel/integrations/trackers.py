@@ -11,10 +11,10 @@ from typing import Any, final
 import numpy as np
 
 from qkeel.errors import caution, needed
-from qkeel.frames import Foreign, Frame, TableFiles, heads_frame, steps_frame
-from qkeel.frames.tables import TableFormat
+from qkeel.frames import Foreign, Frame, heads_frame, steps_frame
 from qkeel.monitor import Alarm, Sample, Severity, Sink
 from qkeel.records import HEAD_FIELDS, fresh_directory
+from qkeel.records.disk import append
 
 
 class _LibrarySink(Sink):
@@ -29,98 +29,77 @@ class _LibrarySink(Sink):
         """Imports the library, or raises MissingLibraryError."""
 
 
-# CSV and Parquet: all values of every head, as tables for pandas, R or a spreadsheet.
+# CSV: all values of every head, as tables for pandas, R or a spreadsheet.
 
 
+@final
 class CSVSink(Sink):
     """Writes steps.csv, heads.csv and alarms.csv to a folder, and eval_steps.csv and eval_heads.csv for evaluation.
 
-    Existing files are not overwritten, as with a run directory. The files can be read while training continues.
+    Existing files are not overwritten, as with a run directory. The files can be read while training continues. The
+    columns of a file are those of its first rows; columns that appear later are left out, with one warning.
     """
-
-    kind: TableFormat = "csv"
 
     def __init__(self, path: str | Path = "qkeel-runs/tables") -> None:
         self.asked = Path(path)
         self.path: Path | None = None
-        self._files: TableFiles | None = None
+        self._columns: dict[str, tuple[str, ...]] = {}
+        self._left_out: set[str] = set()
 
     def require(self) -> None:
-        """Checks that pyarrow is installed if Parquet is written, and makes the path absolute: the program may change
-        its folder later."""
+        """Makes the path absolute: the program may change its folder later."""
         self.asked = self.asked.absolute()
-        TableFiles(Path(), self.kind)
 
     def open(self, about: Mapping[str, object]) -> None:
         """Creates the folder."""
         fields = about.get("fields")
-        names = (
-            "step",
-            "layer",
-            "type",
-            "head",
-            *(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS),
-        )
-        announced: dict[str, tuple[str, ...]] = dict.fromkeys(
-            ("heads", "eval_heads"), names
-        )
+        fields = fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS
+        names = ("step", "layer", "type", "head", *fields)
+        self._columns = dict.fromkeys(("heads", "eval_heads"), names)
         self.path = fresh_directory(self.asked)
-        self._files = TableFiles(self.path, self.kind, announced)
 
     def write(self, sample: Sample) -> None:
         """Writes one row of steps and one row per head."""
         before = "eval_" if sample.phase == "eval" else ""
         step = np.array([sample.step])
-        self._append(
-            f"{before}steps",
-            steps_frame(
-                step, {k: np.array([float(v)]) for k, v in sample.numbers.items()}
-            ),
-        )
+        numbers = {name: np.array([float(x)]) for name, x in sample.numbers.items()}
+        self._append(f"{before}steps", steps_frame(step, numbers))
         heads = {name: values[None] for name, values in sample.heads.items()}
         types = {layer: sample.types.get(layer, "") for layer in sample.layers}
-        self._append(
-            f"{before}heads",
-            heads_frame(
-                step,
-                sample.layers,
-                heads,
-                types,
-            ),
-        )
+        frame = heads_frame(step, sample.layers, heads, types)
+        self._append(f"{before}heads", frame)
 
     def alarm(self, alarm: Alarm) -> None:
         """Writes one row."""
-        head = -1 if alarm.head is None else alarm.head
         row = {
             "step": alarm.step,
             "severity": str(alarm.severity),
             "rule": alarm.rule,
             "layer": alarm.layer or "",
+            "head": -1 if alarm.head is None else alarm.head,
+            "value": alarm.value,
+            "text": str(alarm),
         }
-        row |= {"head": head, "value": alarm.value, "text": str(alarm)}
-        self._append(
-            "alarms", Frame({name: np.array([value]) for name, value in row.items()})
-        )
+        frame = Frame({name: np.array([value]) for name, value in row.items()})
+        self._append("alarms", frame)
 
     def close(self, complete: bool) -> None:
-        """Writes buffered rows."""
-        if self._files is not None:
-            self._files.close()
+        """Does nothing, because every row has been written."""
 
     def _append(self, name: str, frame: Frame) -> None:
-        if self._files is not None:
-            self._files.append(name, frame)
-
-
-class ParquetSink(CSVSink):
-    """Writes the same tables as CSVSink, but as Parquet files, which are readable once watching has ended.
-
-    If the process is killed, they remain incomplete. A run directory stays readable in that case, and `qkeel export`
-    converts it.
-    """
-
-    kind = "parquet"
+        if self.path is None:
+            return
+        names = self._columns.setdefault(name, tuple(frame.columns))
+        late = frame.columns.keys() - set(names) - self._left_out
+        if late:
+            self._left_out |= late
+            caution(
+                f"{name}.csv has no column for {', '.join(sorted(late))}: it was first measured after the first row"
+            )
+        unmeasured = np.full(len(frame), np.nan)
+        columns = {column: frame.columns.get(column, unmeasured) for column in names}
+        path = self.path / f"{name}.csv"
+        append(path, Frame(columns).to_csv(head=not path.exists()).encode())
 
 
 # TensorBoard: summaries as scalars, heads as histograms, alarms as text.

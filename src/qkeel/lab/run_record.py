@@ -475,7 +475,7 @@ class RunRecord:
         """Writes the summary and marks the run as done."""
         self._write_events()
         self.state.close()
-        records = self.directory.metrics(self.directory.sizes())
+        records = self.directory.metrics()
         self.directory.finish(summarize(self.config, records, self._cpu_seconds()))
 
     def _checkpoint(self, environment_here: Json) -> RunCheckpoint | None:
@@ -495,11 +495,11 @@ class RunRecord:
         step, sizes = checkpoint.progress.step, checkpoint.progress.sizes
         # What was written after the checkpoint is repeated bit for bit, so it is cut off first.
         directory.cut_to(sizes or {})
-        directory.events(sizes)
+        directory.events()
         logged_steps = [step for step in range(step + 1) if self.is_logged(step)]
         for name, steps in (
-            ("metrics.jsonl", [record["step"] for record in directory.metrics(sizes)]),
-            ("heads.f32", directory.heads(sizes).steps.tolist()),
+            ("metrics.jsonl", [record["step"] for record in directory.metrics()]),
+            ("heads.f32", directory.heads().steps.tolist()),
         ):
             if steps != logged_steps:
                 raise DamagedFileError(

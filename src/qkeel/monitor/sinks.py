@@ -280,7 +280,6 @@ SINKS = {
     "directory": "qkeel.monitor.sinks:RunDirectorySink",
     "log": "qkeel.monitor.sinks:LoggingSink",
     "mlflow": "qkeel.integrations.trackers:MLflowSink",
-    "parquet": "qkeel.integrations.trackers:ParquetSink",
     "tensorboard": "qkeel.integrations.trackers:TensorBoardSink",
     "trackio": "qkeel.integrations.trackers:TrackioSink",
     "wandb": "qkeel.integrations.trackers:WandbSink",

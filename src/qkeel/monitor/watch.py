@@ -99,7 +99,7 @@ def watch(
               divergence), and the divergence of an indexer's scores from it, in each measured training pass, for up to
               32 rows of each call.
         sinks: where the numbers are recorded besides memory: "tensorboard", "wandb:project=gpt", "mlflow", "trackio",
-            "csv", "parquet" or "log", as on the command line; the paths of run directories for `qkeel report`, as Path
+            "csv" or "log", as on the command line; the paths of run directories for `qkeel report`, as Path
             objects or as strings that contain a /; or Sink objects.
         rules: the alarm rules; each warns once. None uses the default rules and the rules from `monitor.rules_for` that
             fit the model (number format, kernel, head width, norms); an empty list turns alarms off.

@@ -126,17 +126,17 @@ class RunDirectory:
         """The environment of the run: versions, corpus hash, command and the formula of the attention."""
         return read_object(self.path / "env.json")
 
-    def metrics(self, sizes: FileSizes | None = None) -> list[JSONObject]:
-        """Returns one dict per logged step, with records.STEP_FIELDS; `sizes` are the known sizes of the files."""
-        return self._lines("metrics.jsonl", sizes)
+    def metrics(self) -> list[JSONObject]:
+        """Returns one dict per logged step, with records.STEP_FIELDS."""
+        return self._lines("metrics.jsonl")
 
-    def events(self, sizes: FileSizes | None = None) -> list[JSONObject]:
+    def events(self) -> list[JSONObject]:
         """Returns the warnings and the actions of remedies, as one dict each."""
-        return self._lines("events.jsonl", sizes)
+        return self._lines("events.jsonl")
 
-    def heads(self, sizes: FileSizes | None = None) -> Heads:
+    def heads(self) -> Heads:
         """Returns the values per layer and head, with names from records.HEAD_FIELDS."""
-        return self._heads("heads", sizes)
+        return read_heads(self.path)
 
     def eval_metrics(self) -> list[JSONObject]:
         """Returns the rows of a watched model in evaluation mode, as in metrics()."""
@@ -144,11 +144,11 @@ class RunDirectory:
 
     def eval_heads(self) -> Heads:
         """Returns the values per layer and head in evaluation mode."""
-        return self._heads("eval_heads")
+        return read_heads(self.path, "eval_heads")
 
     def long_contexts(self) -> list[JSONObject]:
         """Returns the results at other context lengths, as one dict per post-hoc method and length."""
-        return self._lines("extrapolation.jsonl", {})
+        return self._lines("extrapolation.jsonl", "test_length")
 
     def summary(self) -> JSONObject:
         """Returns the run's row of table.csv."""
@@ -163,12 +163,8 @@ class RunDirectory:
 
     def sizes(self) -> dict[str, int]:
         """Returns the size in bytes of each append-only file."""
-        sizes = {name: self._size(name) for name in RECORDS}
-        return {name: size for name, size in sizes.items() if size is not None}
-
-    def _size(self, name: str) -> int | None:
-        path = self.path / name
-        return path.stat().st_size if path.exists() else None
+        paths = {name: self.path / name for name in RECORDS}
+        return {name: p.stat().st_size for name, p in paths.items() if p.exists()}
 
     def damage(self) -> str:
         """Returns a sentence about the first damaged file of a finished run; "" if no file is damaged."""
@@ -181,28 +177,27 @@ class RunDirectory:
                 self.heads()
             if "env.json" in names:
                 self.env()
+            # Version 0.1.0 wrote an empty file.
+            done = self.path / "DONE"
+            if done.exists() and done.stat().st_size:
+                self._check_sizes(read_object(done))
         except DamagedFileError as error:
             return str(error)
         return ""
 
-    def _check_size(self, name: str, sizes: FileSizes | None) -> None:
-        """Raises an error if a file is shorter than in `sizes` or, if `sizes` is None, than in DONE."""
-        done = self.path / "DONE"
-        if sizes is None:
-            # Version 0.1.0 wrote an empty file.
-            sizes = read_object(done) if done.exists() and done.stat().st_size else {}
-        size, written = self._size(name) or 0, sizes.get(name, 0)
-        if size < written:
-            raise DamagedFileError(
-                f"{self.path / name} has {size:,} bytes, but {written:,} bytes were written, so it was damaged. "
-                "Restore it, or run again."
-            )
+    def _check_sizes(self, sizes: FileSizes) -> None:
+        """Raises an error if a file is shorter than it was."""
+        for name, written in sizes.items():
+            size = self.sizes().get(name, 0)
+            if size < written:
+                raise DamagedFileError(
+                    f"{self.path / name} has {size:,} bytes, but {written:,} bytes were written, so it was damaged. "
+                    "Restore it, or run again."
+                )
 
-    def _lines(self, name: str, sizes: FileSizes | None = None) -> list[JSONObject]:
-        """Returns the objects of a .jsonl file whose lines have a step; those of extrapolation.jsonl have a length."""
-        self._check_size(name, sizes)
+    def _lines(self, name: str, key: str = "step") -> list[JSONObject]:
+        """Returns the objects of a .jsonl file, each of which has a number by this name."""
         lines = list(read_lines(self.path / name))
-        key = "test_length" if name == "extrapolation.jsonl" else "step"
         for number, line in enumerate(lines, start=1):
             if not isinstance(line.get(key), (int, float)):
                 raise DamagedFileError(
@@ -210,10 +205,6 @@ class RunDirectory:
                     "different format; restore it or run again."
                 )
         return lines
-
-    def _heads(self, name: str, sizes: FileSizes | None = None) -> Heads:
-        self._check_size(f"{name}.f32", sizes)
-        return read_heads(self.path, name)
 
     def open(self, config: Mapping[str, object]) -> None:
         """Creates the directory for `config`, or checks that an existing directory has the same configuration."""
@@ -265,10 +256,9 @@ class RunDirectory:
         Raises:
             DamagedFileError: a file is shorter than specified in `sizes`.
         """
-        for name in RECORDS:
-            self._check_size(name, sizes)
-            if (self.path / name).exists():
-                disk.cut(self.path / name, sizes.get(name, 0))
+        self._check_sizes(sizes)
+        for name in self.sizes():
+            disk.cut(self.path / name, sizes.get(name, 0))
 
     @contextmanager
     def lock(self, wait: float = 0.0) -> Iterator[None]:
