@@ -240,7 +240,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "windowed attention on a CPU",
         ),
         (
-            "torch: _foreach_mul_, _foreach_copy_, _foreach_lerp, _foreach_lerp_",
+            "torch: _foreach_mul_, _foreach_copy_, _foreach_lerp_",
             "to step many tensors by one call",
             "remedies on steps, and the lab's Muon, at their price",
         ),

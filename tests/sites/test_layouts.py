@@ -7,12 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.quick import one_in
 from torch import Tensor, nn
 
-import qkeel
 from qkeel import find_sites
-from qkeel.errors import RefusedError
 from qkeel.sites import AttentionSite, Tap
 
 B, H, T, D = 4, 4, 4, 8  # all alike: no shape says which is which
@@ -264,35 +261,6 @@ def test_the_key_head_of_each_query_head_is_part_of_the_site(name: str) -> None:
     check_rows(model, site, x, logits)
 
 
-def channels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """XCiT: attention between the features of a head."""
-    q, k, v = (x.permute(0, 2, 3, 1) for x in (q, k, v))
-    return ((q @ k.mT * SCALE).softmax(-1) @ v).permute(0, 3, 1, 2)
-
-
-def neighbours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Keys of its own for every query: its own and the one before."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    near = torch.stack([k, k.roll(1, 2)], 3)
-    z = torch.einsum("bhtd,bhtwd->bhtw", q, near) * SCALE
-    return torch.einsum(
-        "bhtw,bhtwd->bhtd", z.softmax(-1), torch.stack([v, v.roll(1, 2)], 3)
-    ).transpose(1, 2)
-
-
-@pytest.mark.parametrize(("attend", "keys"), [(channels, D), (neighbours, 2)])
-def test_what_is_attended_to_need_not_be_all_tokens(attend: Attend, keys: int) -> None:
-    torch.manual_seed(0)
-    model, x = Heads(attend), torch.randn(B, T, 32)
-    (site,) = find_sites(model, x)
-    assert (site.n_heads, str(site.layout)) == (H, "b h t s")
-    with torch.no_grad(), Tap(model) as tap:
-        tap.sites = [site]
-        model(x)
-        (stats,) = tap.read().values()
-    assert stats.n_pairs.tolist() == [B * (D if attend is channels else T) * keys] * H
-
-
 def fused_merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Heads before the batch in three dimensions, as no shape shows."""
     b, t = q.shape[:2]
@@ -359,53 +327,3 @@ def fused_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask
     ).permute(0, 2, 3, 1, 4)
-
-
-@pytest.mark.parametrize(
-    "attend",
-    one_in([*WAYS.values(), windows, fused_windows], 3),
-    ids=lambda f: f.__name__,
-)
-def test_a_changed_softmax_has_the_heads_of_its_layout(attend: Attend) -> None:
-    """A sink per head: weights are e^z / (e^s + Σ e^z), of a z under a cap."""
-    torch.manual_seed(0)
-    x = torch.randn(*((2, H) if "windows" in attend.__name__ else (3,)), T, 32)
-    model = Heads(attend)
-    y = model(x)
-    handle = qkeel.apply(model, ["softcap:cap=2", "sink"], batch=x)
-    with torch.no_grad():
-        model.get_parameter("sink").copy_(
-            torch.tensor([-2.0, 0.0, 1.0, 3.0]).view(H, 1, 1)
-        )
-    q, k, v = (
-        p(x).unflatten(-1, (H, D)).transpose(-3, -2)
-        for p in (model.q, model.k, model.v)
-    )
-    e = (2 * torch.tanh(q @ k.mT * SCALE / 2) + causal()).exp()
-    w = e / (e.sum(-1, keepdim=True) + model.get_parameter("sink").exp())
-    torch.testing.assert_close(model(x), (w @ v).transpose(-3, -2).flatten(-2))
-    handle.remove()
-    assert torch.equal(model(x), y)
-
-
-def test_parameters_of_heads_are_refused_where_the_heads_are_a_guess_and_a_cap_is_not() -> (
-    None
-):
-    class Given(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = nn.Parameter(torch.zeros(1))
-
-        def forward(self, q: Tensor, k: Tensor) -> Tensor:
-            return (q @ k.mT).softmax(-1) @ k
-
-    model, q = Given(), torch.randn(H, H, T, D)
-    with pytest.raises(
-        RefusedError,
-        match="which dimension holds the heads, and each head would need a separate parameter",
-    ):
-        qkeel.apply(model, "sink", batch=(q, q))
-    qkeel.apply(model, "softcap:cap=2", batch=(q, q))
-    torch.testing.assert_close(
-        model(q, q), (2 * torch.tanh(q @ q.mT / 2)).softmax(-1) @ q
-    )

@@ -318,8 +318,8 @@ class EagerAttentionTracer:
         replaced = ~condition if chosen is x else condition
         more = self.tags.get(other)
         if isinstance(more, Scores):
-            pair = [dataclasses.replace(t, hidden=None) for t in (tag, more)]
-            both = _sum(*pair, 1.0, step)
+            shown = dataclasses.replace(tag, hidden=None)
+            both = _sum(shown, dataclasses.replace(more, hidden=None), 1.0, step)
             if tag.hidden is not None:
                 both = both.hiding(tag.hidden & ~replaced, out)
             if more.hidden is not None:

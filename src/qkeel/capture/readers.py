@@ -234,16 +234,13 @@ _MHA = inspect.signature(inspect.unwrap(F.multi_head_attention_forward))
 
 def sdpa(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
     """Reads a call of F.scaled_dot_product_attention."""
-    return _sdpa(sdpa_arguments(args, kwargs), geometry)
-
-
-def _sdpa(given: Kwargs, geometry: CallGeometry) -> Seen:
-    q, k, causal = given["query"], given["key"], bool(given.get("is_causal", False))
-    scale = given.get("scale")
-    scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
+    given = sdpa_arguments(args, kwargs)
+    q, k, scale = given["query"], given["key"], given["scale"]
     if q.is_nested:
         raise UnreadError("nested tensors")
-    return _call(q, k, scale, given.get("attn_mask"), geometry, causal=causal)
+    scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
+    causal = bool(given["is_causal"])
+    return _call(q, k, scale, given["attn_mask"], geometry, causal=causal)
 
 
 def _call(
@@ -258,25 +255,26 @@ def _call(
     """The call of q and k [... t d]. `causal` has the meaning it has in SDPA: query i sees the keys up to i, regardless
     of their number."""
     t, s = q.shape[-2], k.shape[-2]
-    if q.ndim == 4:  # either batch may be 1, as that of learned queries
+    if q.ndim == 4:
+        # Either batch may be 1, as that of learned queries.
         b = k.shape[0] if q.shape[0] == 1 else q.shape[0]
-        q4, k4 = (x if x.shape[0] == b else x.expand(b, *x.shape[1:]) for x in (q, k))
+        q, k = (x if len(x) == b else x.expand(b, -1, -1, -1) for x in (q, k))
     else:
         lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
-        geometry.used = how = geometry.layout(q, k)
-        q4, k4 = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k))
-        mask = mask if mask is None else how.apply(mask.expand(*lead, t, s))
-    if (
-        k4.shape[1] == q4.shape[1]
-    ):  # with fewer, no head is repeated, and the comparison would wait for the device
-        k4 = geometry.keys(k4)
+        geometry.used = layout = geometry.layout(q, k)
+        q, k = (layout.apply(x.expand(*lead, -1, -1)) for x in (q, k))
+        mask = mask if mask is None else layout.apply(mask.expand(*lead, t, s))
+    # With fewer key heads, no head is repeated, and the comparison would wait for the device.
+    if k.shape[1] == q.shape[1]:
+        k = geometry.keys(k)
+    positions = {}
+    if causal and t != s:
+        positions = {
+            name: torch.arange(n, device=q.device)
+            for name, n in (("pos_q", t), ("pos_k", s))
+        }
     mask = hiding(mask if mask is None else mask.detach())
-    pos_q, pos_k = (
-        torch.arange(n, device=q.device) if causal and t != s else None for n in (t, s)
-    )
-    return make_call(
-        _plain(scale), q4, k4, k4, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k
-    )
+    return make_call(_plain(scale), q, k, k, causal=causal, mask=mask, **positions)
 
 
 @functools.lru_cache(maxsize=256)
@@ -302,43 +300,26 @@ def mha(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
     bound = _MHA.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    query, key = given["query"], given["key"]
+    for name in ("bias_k", "static_k", "add_zero_attn"):
+        if given[name] is not None and given[name] is not False:
+            raise UnreadError(name)
+    query, key, bias = given["query"], given["key"], given["in_proj_bias"]
     if query.ndim == 2:
         query, key = query[:, None], key[:, None]
-    t, b, m = query.shape
-    h = given["num_heads"]
-    q, k = _projected(given, query, key, m)
-    q = q.reshape(t, b, h, m // h).permute(1, 2, 0, 3)
-    k = k.reshape(key.shape[0], b, h, m // h).permute(1, 2, 0, 3)
-    if given["static_k"] is not None:
-        k = given["static_k"].unflatten(0, (b, h))
+    (t, b, m), h = query.shape, given["num_heads"]
+    if given["use_separate_proj_weight"]:
+        of_q, of_k = (None, None) if bias is None else (bias[:m], bias[m : 2 * m])
+        q = F.linear(query, given["q_proj_weight"], of_q)
+        k = F.linear(key, given["k_proj_weight"], of_k)
+    else:
+        # The complete packed matrix is used, so that gradients show its rows.
+        weight = given["in_proj_weight"]
+        q = F.linear(query, weight, bias)[..., :m]
+        k = F.linear(key, weight, bias)[..., m : 2 * m]
+    q, k = (x.unflatten(2, (h, -1)).permute(1, 2, 0, 3) for x in (q, k))
     mask = mha_mask(given, (b, h, t, k.shape[2]))
-    if given["bias_k"] is not None:
-        k = torch.cat(
-            [k, given["bias_k"].view(1, h, 1, -1).expand(b, -1, -1, -1)], dim=2
-        )
-    if given["add_zero_attn"]:
-        k = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2)
-    if mask is not None:
-        mask = F.pad(mask, (0, k.shape[2] - mask.shape[-1]))
     causal = bool(given["is_causal"]) and mask is None
     return _call(q, k, 1 / math.sqrt(q.shape[-1]), mask, geometry, causal=causal)
-
-
-def _projected(
-    given: Kwargs, query: Tensor, key: Tensor, m: int
-) -> tuple[Tensor, Tensor]:
-    bias = given["in_proj_bias"]
-    if given["use_separate_proj_weight"]:
-        parts = (None, None) if bias is None else (bias[:m], bias[m : 2 * m])
-        return F.linear(query, given["q_proj_weight"], parts[0]), F.linear(
-            key, given["k_proj_weight"], parts[1]
-        )
-    # The complete packed matrix is used, so that gradients show its rows.
-    weight = given["in_proj_weight"]
-    return F.linear(query, weight, bias)[..., :m], F.linear(key, weight, bias)[
-        ..., m : 2 * m
-    ]
 
 
 def mha_mask(
@@ -346,27 +327,20 @@ def mha_mask(
 ) -> Float[Tensor, "#b #h t s"] | None:
     """The attn_mask and key_padding_mask as one additive mask."""
     b, h, t, s = shape
+    of_pairs, of_keys = given["attn_mask"], given["key_padding_mask"]
+    if of_pairs is not None:
+        has_heads = of_pairs.ndim == 3 and len(of_pairs) == b * h
+        of_pairs = (
+            of_pairs.view(b, h, t, s) if has_heads else of_pairs.expand(1, 1, t, s)
+        )
     total = None
-    of_keys = given["key_padding_mask"]
-    of_keys = of_keys if of_keys is None else of_keys.view(b, 1, 1, s)
-    for mask in (_of_pairs(given["attn_mask"], b, h, t, s), of_keys):
+    for mask in (of_pairs, None if of_keys is None else of_keys.view(b, 1, 1, s)):
         if mask is not None:
             if mask.dtype == torch.bool:
-                mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(
-                    mask, -torch.inf
-                )
+                zeros = torch.zeros_like(mask, dtype=torch.float32)
+                mask = zeros.masked_fill(mask, -torch.inf)
             total = mask if total is None else total + mask
     return total
-
-
-def _of_pairs(mask: Tensor | None, b: int, h: int, t: int, s: int) -> Tensor | None:
-    if mask is None:
-        return None
-    return (
-        mask.view(b, h, t, s)
-        if mask.ndim == 3 and mask.shape[0] == b * h
-        else mask.expand(1, 1, t, s)
-    )
 
 
 # The readers of torch's fused attention functions.

@@ -42,6 +42,7 @@ def join(
         g for g in optimizer.param_groups if any(p is near for p in g["params"])
     ]
     group = homes[0] if homes else optimizer.param_groups[0]
+    # Not a group of its own: schedulers hold a rate for each group that they know.
     group["params"].extend(added.values())
     if "param_names" in group:
         group["param_names"].extend(added)

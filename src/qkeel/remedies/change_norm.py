@@ -141,6 +141,7 @@ class ChangeNorm(ChangeSpec):
     def change_others(
         self, target: Target, sites: list[AttentionSite]
     ) -> Iterator[Handle]:
+        # All processes refuse together, or none does.
         plans = agreed(functools.partial(self._plans, target, sites))
         if plans:
             yield from self._norm_projections(target, sites, plans)
@@ -177,9 +178,9 @@ class ChangeNorm(ChangeSpec):
             ],
         }
         for side in self.sides:
-            for other_side in {*slices} - {side}:
-                for s in slices[side]:
-                    if any(target.overlap(s, t) for t in slices[other_side]):
+            for other_side, slices_of_other in slices.items():
+                for s in slices[side] if other_side != side else ():
+                    if any(target.overlap(s, t) for t in slices_of_other):
                         raise refuse_heads(
                             f"{s.parameter} makes the {SIDES[side]} and the {SIDES[other_side]} at once"
                         )
@@ -232,6 +233,7 @@ class ChangeNorm(ChangeSpec):
                         id(source.module), _Projection(site, source)
                     )
                     projection.add(self.name, site, side, number_of_source, source)
+        # Modules whose forward ran; the weights of the others are read by the module around them.
         called, placed = target.seen().called, []
         for projection in projections.values():
             module, site = projection.source.module, projection.site
@@ -321,6 +323,7 @@ class ChangeNorm(ChangeSpec):
                 "affect the attention scores, because something other than the module that holds the weights uses them"
             )
         norm = self.norm()
+        # Only for the norms of known length; of one by a user nothing is known.
         operands = trace.operands() if summed or norm.kind in KINDS else {}
         for site in sites:
             # eps shortens small vectors. No tolerance is allowed for this if several outputs are summed.

@@ -276,6 +276,7 @@ class ChangeSpec(Remedy):
             n_heads=site.n_heads, n_kv_heads=site.n_kv_heads, head_dim=site.head_dim
         )
         undo_parameters = change_parameters(target, site, module.spec, new, geometry)
+        # On the module itself, so that a copy of the model keeps what it has.
         module.__dict__[_CHANGES] = (base, [*changes, mine])
         module.spec = new
 
@@ -335,36 +336,38 @@ def exchange_calls(
 ) -> Iterator[Handle]:
     """Replaces the attention calls of modules, and checks in one pass on the example that all of them were replaced."""
     _check_masks(target, sites)
+    sites_of: dict[int, list[AttentionSite]] = {}
+    for site in sites:
+        sites_of.setdefault(id(site.module), []).append(site)
     changed_modules: dict[ChangedCalls, list[AttentionSite]] = {}
-    for module in {id(site.module): site.module for site in sites}.values():
-        sites_of_module = [site for site in sites if site.module is module]
-        _check_alone(sites_of_module, sites)
-        calls = _calls_of(sites_of_module)
-        if isinstance(module, nn.MultiheadAttention):
-            yield _no_nested_tensors(target.model, module)
+    for sites_of_module in sites_of.values():
+        calls = _calls_of(sites_of_module, sites)
+        if isinstance(calls.module, nn.MultiheadAttention):
+            yield _no_nested_tensors(target.model, calls.module)
         yield _add_change(calls, change, target, sites_of_module[0])
         changed_modules[calls] = sites_of_module
     if changed_modules:
         _check_pass(target, changed_modules)
 
 
+def _calls_under_change(module: nn.Module) -> ChangedCalls | None:
+    """Returns the replacement of a module's forward that is already there."""
+    for forward in forwards_of(module):
+        if isinstance(forward, ChangedCalls):
+            return forward
+    return None
+
+
 def _check_masks(target: Target, sites: list[AttentionSite]) -> None:
     """Raises RefusedError unless hidden pairs can be told from low logits by their scores alone, which is all that
     reaches the softmax of hand-written attention."""
-    unchanged = [
-        site
-        for site in sites
-        if not any(isinstance(f, ChangedCalls) for f in forwards_of(site.module))
-    ]
-    if not unchanged:
-        return
-    trace = target.seen()
+    unchanged = [site for site in sites if _calls_under_change(site.module) is None]
+    trace = target.seen() if unchanged else None
     for site in unchanged:
-        call = (
-            trace.calls[site.name][0].captured.call
-            if site.name in trace.calls
-            else None
-        )
+        assert trace is not None
+        call = None
+        if site.name in trace.calls:
+            call = trace.calls[site.name][0].captured.call
         if isinstance(call, ScoresCall) and call.sink is not None:
             raise RefusedError(
                 f"{where(site)}: a sink, or another column that is no key, is joined to the scores before the softmax, "
@@ -378,80 +381,12 @@ def _check_masks(target: Target, sites: list[AttentionSite]) -> None:
             )
 
 
-def _calls_of(sites: list[AttentionSite]) -> ChangedCalls:
-    """Returns the existing replacement of a module's forward, or a new one without changes."""
-    module, first = sites[0].module, sites[0]
-    existing = next(
-        (s for s in forwards_of(module) if isinstance(s, ChangedCalls)), None
-    )
-    if existing is not None:
-        return existing
-    calls = ChangedCalls(
-        module,
-        ParameterSizes(
-            n_heads=first.n_heads, n_kv_heads=first.n_kv_heads, head_dim=first.head_dim
-        ),
-    )
-    calls.layouts = _layouts(sites)
-    for site in sites:
-        calls.bases[number(site.spec.scale, site.head_dim)] = AttentionSpec(
-            scale=base_spec(site).scale
-        )
-    return calls
-
-
-def _layouts(sites: list[AttentionSite]) -> list[HeadLayout]:
-    """Returns the distinct layouts of a module's scores."""
-    layouts: list[HeadLayout] = []
-    for site in sites:
-        # A fused function has scores [b h t s]; internally it may compute a softmax with torch's functions.
-        layout = site.layout or HeadLayout(
-            groups=("b", "h", "t", "s"), sizes=(site.n_heads,)
-        )
-        if not any(
-            (layout.groups, layout.sizes) == (known_layout.groups, known_layout.sizes)
-            for known_layout in layouts
-        ):
-            layouts.append(layout)
-    if len({len(layout.groups) for layout in layouts}) < len(layouts):
-        raise RefusedError(
-            f"{sites[0].name} lays out the scores of its attention calls as [{'] and ['.join(map(str, layouts))}], "
-            "which can't be distinguished"
-        )
-    return layouts
-
-
-def _add_change(
-    calls: ChangedCalls, mine: PlacedChange, target: Target, site: AttentionSite
-) -> Handle:
-    """Adds a change to a module's calls, with the parameters it needs."""
-    base = next(iter(calls.bases.values()))
-    old, new = (
-        changed(base, changes) for changes in (calls.changes, [*calls.changes, mine])
-    )
-    g = calls.geometry
-    if (
-        site.layout is not None
-        and site.layout.guess
-        and new.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim)
-    ):
-        raise RefusedError(
-            f"{where(site)}: {site.layout.guess}, and each head would need a separate parameter"
-        )
-    parameters = change_parameters(target, site, old, new, calls.geometry)
-    calls.change([*calls.changes, mine])
-
-    def undo() -> None:
-        calls.change([change for change in calls.changes if change is not mine])
-        parameters.remove()
-
-    return Handle(undo)
-
-
-def _check_alone(
+def _calls_of(
     sites_of_module: list[AttentionSite], sites: list[AttentionSite]
-) -> None:
-    module, first = sites_of_module[0].module, sites_of_module[0]
+) -> ChangedCalls:
+    """Returns the existing replacement of a module's forward, or a new one without changes."""
+    first = sites_of_module[0]
+    module = first.module
     for site in sites:
         if site.module is not module and any(
             m is site.module for m in module.modules()
@@ -459,13 +394,48 @@ def _check_alone(
             raise RefusedError(
                 f"the attention of {site.name} is part of the attention of {first.name}; change only one of them"
             )
-    if any(
-        (s.n_heads, s.head_dim) != (first.n_heads, first.head_dim)
-        for s in sites_of_module
-    ):
+    existing = _calls_under_change(module)
+    if existing is not None:
+        return existing
+    kinds = set()
+    for site in sites_of_module:
+        scale = number(site.spec.scale, site.head_dim)
+        kinds.add((site.n_heads, site.head_dim, round(scale, 9), str(site.layout)))
+    if len(kinds) > 1:
         raise RefusedError(
-            f"{first.name} computes attention several times, with different heads; no parameter fits all of them"
+            f"{first.name} computes attention several times, with different heads, scales or layouts of scores, which "
+            "no parameter fits and which can't be distinguished"
         )
+    # A fused function has scores [b h t s]; internally it may compute a softmax with torch's functions.
+    layout = first.layout or HeadLayout(
+        groups=("b", "h", "t", "s"), sizes=(first.n_heads,)
+    )
+    geometry = ParameterSizes(
+        n_heads=first.n_heads, n_kv_heads=first.n_kv_heads, head_dim=first.head_dim
+    )
+    base = AttentionSpec(scale=base_spec(first).scale)
+    scale = number(first.spec.scale, first.head_dim)
+    return ChangedCalls(module, geometry, base, scale, layout)
+
+
+def _add_change(
+    calls: ChangedCalls, mine: PlacedChange, target: Target, site: AttentionSite
+) -> Handle:
+    """Adds a change to a module's calls, with the parameters it needs."""
+    old, new, g = calls.spec, changed(calls.spec, [mine]), calls.geometry
+    needed = new.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim)
+    if site.layout is not None and site.layout.guess and needed:
+        raise RefusedError(
+            f"{where(site)}: {site.layout.guess}, and each head would need a separate parameter"
+        )
+    parameters = change_parameters(target, site, old, new, g)
+    calls.change([*calls.changes, mine])
+
+    def undo() -> None:
+        calls.change([change for change in calls.changes if change is not mine])
+        parameters.remove()
+
+    return Handle(undo)
 
 
 Modules = Mapping[ChangedCalls, list[AttentionSite]]
@@ -492,28 +462,20 @@ def _check_calls(
     calls: ChangedCalls, sites: list[AttentionSite], passes: list[list[float | None]]
 ) -> None:
     name = module_name(sites[0]) or "the model itself"
-    counts = {len(calls) for calls in passes}
-    if counts == {0} or not counts:
-        raise RefusedError(
-            f"{name}: its attention is not computed by F.scaled_dot_product_attention, nn.MultiheadAttention or a "
-            "softmax within its forward, so it can't be changed from outside; with transformers use "
-            "attn_implementation='sdpa' or 'eager'"
-        )
+    counts = {len(noted) for noted in passes}
     if counts != {len(sites)}:
         raise RefusedError(
-            f"{name}: expected {len(sites)} attention calls in its forward, saw {sorted(counts)} softmaxes or fused "
-            "calls; it is not known which of them are attention"
+            f"{name}: expected {len(sites)} attention calls in its forward, saw {sorted(counts)} calls of "
+            "F.scaled_dot_product_attention, nn.MultiheadAttention or a softmax, so it can't be changed from outside; "
+            "with transformers use attn_implementation='sdpa' or 'eager'"
         )
-    hidden = [h for calls in passes for h in calls if h is not None]
-    if hidden and not all(spec.norm.kind == "none" for spec in calls.specs.values()):
+    hidden = [h for noted in passes for h in noted if h is not None]
+    if hidden and calls.spec.norm.kind != "none":
         raise RefusedError(
             f"{name} multiplies queries and keys itself, before its softmax, and no module outputs complete heads of "
             "them; use the model's fused attention (attn_implementation='sdpa'), or qk_clip or lalr"
         )
-    if hidden and len({*calls.specs.values()}) > 1:
-        raise RefusedError(
-            f"{name} computes hand-written attention several times with different scales, which cannot be distinguished"
-        )
+    # A mask that is added to logits moves with them: half of it still tells hidden pairs.
     masked = [h for h in hidden if h > -math.inf]
     if masked:
         calls.low = min(calls.low, max(masked) / 2)
@@ -526,19 +488,12 @@ def refuse_added_scores(
 
     Written-out attention passes only the sum to the softmax, and this sum may include a bias or a cap."""
     calls = target.seen().calls if sites else {}
-    written: set[str] = set()
-    for name, (first, *_) in calls.items():
-        call = first.captured.call
-        if isinstance(call, ScoresCall) and not is_product(call):
-            written.add(name)
     for site in sites:
-        changed_before = any(
-            isinstance(s, ChangedCalls) for s in forwards_of(site.module)
-        )
+        call = calls[site.name][0].captured.call if site.name in calls else None
+        is_sum = isinstance(call, ScoresCall) and not is_product(call)
         # The model's own cap is applied before the new scale; a cap that qkeel added is applied after it.
-        if not changed_before and (
-            site.name in written or site.spec.cap.kind != "none"
-        ):
+        is_own = _calls_under_change(site.module) is None
+        if is_own and (is_sum or site.spec.cap.kind != "none"):
             raise RefusedError(
                 f"{remedy} at {where(site)}: a bias or a cap is in the scores before the softmax, where it can't be "
                 "separated from q·k; use the model's fused attention (attn_implementation='sdpa')"
@@ -558,11 +513,7 @@ def _no_nested_tensors(model: nn.Module, module: nn.Module) -> Handle:
 
     def undo() -> None:
         for encoder in encoders:
-            if not any(
-                isinstance(s, ChangedCalls)
-                for m in encoder.modules()
-                for s in forwards_of(m)
-            ):
+            if not any(map(_calls_under_change, encoder.modules())):
                 encoder.use_nested_tensor = encoder.__dict__.pop(
                     _NESTED, encoder.use_nested_tensor
                 )

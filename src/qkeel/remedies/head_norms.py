@@ -62,6 +62,7 @@ class HeadNorm(nn.Module):
         params: Params = {}
         if self.weight is not None:
             params[f"{self.part}_norm"] = self.weight
+        # [n h 1 d]: each token is a sequence of one, whatever dimensions come before.
         rows = x.reshape(-1, *x.shape[-2:])[:, :, None]
         y = self.norm.apply(self.part, rows, params).reshape(x.shape)
         if self.norm.kind == "other":
@@ -243,6 +244,7 @@ class NormedProjection(InstanceForward):
         if self.blocks is None:
             for norm in self.norms:
                 index = norm.get_buffer("features")
+                # As in Falcon's groups of query heads, each followed by its key and value.
                 heads = norm(out[..., index]).flatten(-2)
                 out = out.index_copy(-1, index.flatten(), heads)
             return out

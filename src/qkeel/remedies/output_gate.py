@@ -140,6 +140,7 @@ class GateInput(InstanceForward):
         """Runs the module's forward and stores its input."""
         self.x = first_tensor(args, kwargs)
         out = self.replaced(args, kwargs)
+        # Not kept after the pass: it would hold the pass's graph.
         self.x = None
         return out
 

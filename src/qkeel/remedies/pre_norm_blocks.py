@@ -64,7 +64,7 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
     Raises:
         RefusedError: a site's block has a different form. The message names the site and the expected form.
     """
-    own_blocks = {}
+    own_blocks: dict[int, tuple[str, Block]] = {}
     for name, block in target.model.named_modules():
         if isinstance(block, Block):
             own_blocks[id(block.attention)] = name, block
@@ -195,6 +195,7 @@ def _matched(calls: BlockCalls, attention: str) -> tuple[str, str, str] | None:
     first = norms(a_in, x)
     if len(first) != 1 or a_out.shape != x.shape:
         return None
+    # The stream between the branches is no module's output, so it is computed.
     middle = x + a_out
     for mlp, (m_in, m_out) in once.items():
         second = [c for c in norms(m_in, middle) if c not in (mlp, *first)]

@@ -80,6 +80,8 @@ class AttentionCall:
         square and causal with plain positions."""
         if self.mask is not None or self.window is not None:
             return False
+        # The causal flag of fused kernels starts at the first key, so a call that is not square
+        # needs a mask.
         return not self.causal or (self.plain and self.q.shape[2] == self.k.shape[2])
 
     @property
@@ -124,6 +126,7 @@ class AttentionCall:
         block = self._mask_block(rows, keys)
         if block is None or block.dtype == torch.bool:
             return None
+        # Hidden pairs are told by `visible`; -inf here would make gradients NaN.
         return block.masked_fill(_hides(block), 0.0)
 
     def visible(self, rows: slice, keys: slice) -> Visible | None:
@@ -151,6 +154,7 @@ class AttentionCall:
         if not self.plain:
             return slice(0, s)
         first, last = s - t + rows.start, s - t + rows.stop - 1
+        # Positions are plain here, so they are indices, shifted by s - t.
         start = 0 if reach is None else first - reach + 1
         stop = last + 1 if self.causal else s if reach is None else last + reach
         stop = max(0, min(s, stop))
@@ -159,6 +163,7 @@ class AttentionCall:
     def _mask_block(self, rows: slice, keys: slice) -> Tensor | None:
         if self.mask is None:
             return None
+        # A dimension of size 1 broadcasts and has no blocks.
         r = rows if self.mask.shape[-2] > 1 else slice(None)
         c = keys if self.mask.shape[-1] > 1 else slice(None)
         return self.mask[..., r, c]
@@ -362,6 +367,7 @@ def _mask(mask: AttentionMask | None, q: Tensor, s: int) -> Tensor | None:
             "expected a boolean mask (True = may attend) or a floating-point mask of at least 16 bits (added to the "
             f"logits), got {mask.dtype}"
         )
+    # [b, s] could be padding or, with as many queries as sequences, pairs: both are in use.
     if b == t > 1 and mask.shape == (b, s):
         raise ShapeError(
             f"a mask of shape {tuple(mask.shape)} is ambiguous here: it could be [batch keys] or [queries keys]; "
@@ -588,6 +594,7 @@ def _tokens(ends: Ends, total: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens 0 .. total-1, the index of each token's sequence (or of the nearest sequence if the token is in none), and
     whether the token is in a sequence."""
     token = torch.arange(total, device=ends.device)
+    # Empty sequences repeat an end; `right` picks the last of them, which holds the token.
     document = torch.searchsorted(ends, token, right=True) - 1
     n = document.clamp(0, len(ends) - 2)
     return token, n, n == document
@@ -612,6 +619,7 @@ def _spans(
     if right >= 0:
         high = torch.minimum(high, begin + (at + (right + 1)).clamp_min(0))
     s = call.k.shape[2]
+    # An empty range keeps low = high, inside of the keys.
     low = low.clamp(0, s)
     return low, torch.maximum(low, high.clamp(0, s))
 

@@ -270,6 +270,7 @@ class Conversion:
         gain = gain.expand(d)
         if not self.shape.one_plus:
             return gain
+        # Gemma multiplies by 1 + w.
         stored = (gain.double() - 1).to(gain.dtype)
         if not torch.allclose(stored.double() + 1, gain.double(), rtol=1e-6, atol=1e-7):
             raise RefusedError(
@@ -522,6 +523,7 @@ def _write(folder: Path, conversion: Conversion, loaders: Loaders) -> None:
         except SafetensorError as error:
             # A full disk, which safetensors does not report as an OSError.
             raise OSError(str(error)) from error
+        # On disk before the folder gets its name.
         with open(file, "rb") as written:
             os.fsync(written.fileno())
         shards.append({name: x.nbytes for name, x in shard.items()})

@@ -121,6 +121,7 @@ class Best:
 
         Returns whether the current values were kept."""
         distance = self._measure()
+        # A naive insertion may overflow; anything finite is better than that.
         best = math.inf if math.isnan(self._distance) else self._distance
         if distance < best:
             self._distance, self._values = distance, copies(self.parameters)
