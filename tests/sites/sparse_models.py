@@ -184,6 +184,49 @@ class Compressed(Sparse):
         }
 
 
+class MoBA(Sparse):
+    """All sequences of a batch at once; the reference code takes one after the other."""
+
+    def __init__(self, *, block: int = 4, top: int = 2) -> None:
+        super().__init__()
+        self.block, self.top = block, top
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x)
+        t = x.shape[1]
+        n = math.ceil(t / self.block)
+        means = torch.stack(
+            [k[:, :, i * self.block : (i + 1) * self.block].mean(2) for i in range(n)],
+            2,
+        )
+        gate = torch.einsum("bhtd,bhnd->bhtn", q, means)
+        own, blocks = torch.arange(t)[:, None] // self.block, torch.arange(n)[None]
+        gate = gate.masked_fill(blocks > own, NEVER).masked_fill(
+            blocks == own, math.inf
+        )
+        best = gate.topk(min(self.top, n), dim=-1).indices
+        seen = (
+            torch.zeros_like(gate, dtype=torch.bool)
+            .scatter(-1, best, True)
+            .repeat_interleave(self.block, -1)
+        )
+        seen = seen[..., :t] & torch.ones(t, t, dtype=torch.bool).tril()
+        self.hidden["a"] = ~seen
+        z = torch.einsum("bhtd,bhsd->bhts", q, k) / math.sqrt(D)
+        return torch.einsum(
+            "bhts,bhsd->bthd", z.masked_fill(~seen, NEVER).softmax(-1), v
+        ).flatten(2)
+
+    def truth(self) -> dict[str, Truth]:
+        return {
+            "a": Truth(
+                self.logits(
+                    self.double(self.q_proj, H), self.double(self.k_proj, H), "a"
+                )
+            )
+        }
+
+
 class Model(nn.Module):
     """A linear map, and the attention as the module `a`."""
 
