@@ -129,25 +129,33 @@ def change_parameters(
     )
     _check_free(site, values)
     added = {n: nn.Parameter(value.to(near)) for n, value in values.items()}
-    dropped = {n: parameters_of(module)[n] for n in had if n not in needed}
-    before = dict(parameters_of(module))
+    held = parameters_of(module)
+    order = list(held)
+    dropped = {n: held.pop(n) for n in had if n not in needed}
+    held.update(added)
     joined = join(
         target.optimizer,
         {inside(module_name(site), n): p for n, p in added.items()},
         near,
     )
-    _swap(module, dropped, added)
+    _forget_gradients(dropped)
 
     def undo() -> None:
-        _swap(module, added, dropped)
-        current = dict(parameters_of(module))
-        parameters_of(module).clear()
-        parameters_of(module).update(
-            {n: current[n] for n in (*before, *current) if n in current}
-        )
+        kept = {n: p for n, p in held.items() if n not in added} | dropped
+        held.clear()
+        held.update({n: kept[n] for n in (*order, *kept) if n in kept})
+        _forget_gradients(added)
         joined.remove()
 
     return Handle(undo)
+
+
+def _forget_gradients(parameters: Mapping[str, nn.Parameter | None]) -> None:
+    """Drops the gradients of parameters that left the model: zero_grad no longer reaches them, so an optimizer would
+    apply them in every step."""
+    for parameter in parameters.values():
+        if parameter is not None:
+            parameter.grad = None
 
 
 def add_submodules(
@@ -186,8 +194,7 @@ def add_submodules(
     def undo() -> None:
         for child in added:
             del held[child]
-        for parameter in parameters.values():
-            parameter.grad = None
+        _forget_gradients(parameters)
         joined.remove()
 
     return Handle(undo)
@@ -199,18 +206,6 @@ def _check_free(site: AttentionSite, names: Iterable[str]) -> None:
             raise RefusedError(
                 f"{module_name(site) or 'the model itself'} already has an attribute {name}"
             )
-
-
-def _swap(
-    module: nn.Module,
-    out: Mapping[str, nn.Parameter | None],
-    into: Mapping[str, nn.Parameter | None],
-) -> None:
-    for name, parameter in out.items():
-        del parameters_of(module)[name]
-        if parameter is not None:
-            parameter.grad = None  # zero_grad no longer reaches it, so an optimizer would apply it in every step
-    parameters_of(module).update(into)
 
 
 # Remedies that change a site's spec. qkeel's own modules have a spec; in other modules the attention call is replaced.

@@ -136,14 +136,9 @@ def heads_of(
             )
         name, index = _common_module(slices)
         module = model.get_submodule(name)
-        is_complete = index is not None and len(index) == n_heads
-        if site.module in module.modules() or (len(by_branch) > 1 and not is_complete):
+        if site.module in module.modules() or index is None or len(index) != n_heads:
             raise refuse_heads(
-                f"the {side} are not the output of a single module: they are computed by {names}"
-            )
-        if index is None or not is_complete:
-            raise refuse_heads(
-                f"no module outputs complete heads of the {side} ({n_heads} heads of {site.head_dim}): they are "
+                f"no single module outputs complete heads of the {side} ({n_heads} heads of {site.head_dim}): they are "
                 f"computed by {names}"
             )
         # A term of a sum that is zero, such as a new low-rank adapter, would be normed to full size.
