@@ -18,18 +18,16 @@ from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.forward import put_in_place
 from qkeel.patching.modes import names_in_use, parameters_of
+from qkeel.remedies.added_parameters import add_submodules
 from qkeel.remedies.base import Target, module_name, where
 from qkeel.remedies.change_spec import (
     ChangeSpec,
-    add_submodules,
-    base_spec,
-    exchange_calls,
-    number,
     refuse_heads,
     refuse_norm,
     refuse_scale,
     refuse_unseen,
 )
+from qkeel.remedies.exchange import base_spec, exchange_calls, number
 from qkeel.remedies.head_norms import (
     SIDES,
     HeadNorm,
