@@ -38,11 +38,13 @@ def join(
             f"torch's Muon takes matrices only, and {', '.join(added)} are gains; pass the optimizer that holds the "
             "model's norms instead"
         )
+    # Muon and others keep gains and biases in groups of their own, without decay.
     flat = [
         g
         for g in optimizer.param_groups
         if g["params"] and all(p.ndim < 2 for p in g["params"])
     ]
+    # The weight that the new parameters stand beside may be in any group, or held by nobody.
     homes = (flat if not matrices else []) or [
         g for g in optimizer.param_groups if any(p is near for p in g["params"])
     ]
@@ -106,6 +108,7 @@ def change_parameters(
     added = {n: nn.Parameter(value.to(near)) for n, value in values.items()}
     held = parameters_of(module)
     order = list(held)
+    # A learned scale that the norm's own replaces, say.
     dropped = {n: held.pop(n) for n in had if n not in needed}
     held.update(added)
     joined = join(
@@ -116,6 +119,7 @@ def change_parameters(
     _forget_gradients(dropped)
 
     def undo() -> None:
+        # Other remedies may have added or dropped parameters since.
         kept = {n: p for n, p in held.items() if n not in added} | dropped
         held.clear()
         held.update({n: kept[n] for n in (*order, *kept) if n in kept})
@@ -156,6 +160,7 @@ def add_submodules(
     held = submodules_of(module)
     _check_free(site, added)
     for new in added.values():
+        # Before the optimizer sees them: fully_shard replaces parameters by shards.
         shard_alike(target.model, new, near)
     parameters = {
         inside(name, f"{child}.{n}"): p

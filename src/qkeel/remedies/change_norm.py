@@ -271,6 +271,7 @@ class ChangeNorm(ChangeSpec):
         for side, rows in projection.rows.items():
             index = torch.tensor(sorted(rows))
             factor, learned = 1.0, None
+            # On one side only, since the factors of q and k multiply.
             if side == self.sides[0] and spec.scale != base:
                 learned = spec.scale if spec.scale.kind == "learned" else None
                 new = 1.0 if learned else number(spec.scale, site.head_dim)
@@ -312,6 +313,7 @@ class ChangeNorm(ChangeSpec):
             for projection in placed:
                 projection.seen = None
         after = {site.name: site for site in trace.sites}
+        # A norm whose output nothing reads would leave the logits as they are.
         idle = [
             s.name for s in sites if s.name not in after or not is_normed(after[s.name])
         ]

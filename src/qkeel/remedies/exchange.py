@@ -52,6 +52,7 @@ def exchange_calls(
     change: PlacedChange, target: Target, sites: list[AttentionSite]
 ) -> Iterator[Handle]:
     """Replaces the attention calls of modules, and checks in one pass on the example that all of them were replaced."""
+    # On the unchanged model: a changed call no longer shows its mask.
     _check_masks(target, sites)
     sites_of: dict[int, list[AttentionSite]] = {}
     for site in sites:
@@ -117,6 +118,7 @@ def _calls_of(
     kinds = set()
     for site in sites_of_module:
         scale = number(site.spec.scale, site.head_dim)
+        # Scales in two roundings of 1/√d are one.
         kinds.add((site.n_heads, site.head_dim, round(scale, 9), str(site.layout)))
     if len(kinds) > 1:
         raise RefusedError(
@@ -139,6 +141,7 @@ def _add_change(
     calls: ChangedCalls, mine: PlacedChange, target: Target, site: AttentionSite
 ) -> Handle:
     """Adds a change to a module's calls, with the parameters it needs."""
+    # On top of the changes that are there: two remedies may share a slot's parameter.
     old, new, g = calls.spec, changed(calls.spec, [mine]), calls.geometry
     needed = new.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim)
     if site.layout is not None and site.layout.guess and needed:
@@ -166,6 +169,7 @@ def _check_pass(target: Target, changed_modules: Modules) -> None:
         run_once(target.model, *target.batch)
         for calls, sites in changed_modules.items():
             _check_calls(calls, sites, calls.seen or [])
+    # The faults of a pass are wrapped; the reason is the remedy's own refusal.
     except InvalidValueError as error:
         raise (
             error.__cause__ if isinstance(error.__cause__, RefusedError) else error

@@ -113,6 +113,7 @@ def heads_of(
         RefusedError: there are none. The message says why.
     """
     side, n_heads = SIDES[part], site.n_heads if part == "q" else site.n_kv_heads
+    # Values have no logit by which an experiment could confirm them.
     if part != "v" and site.unverified:
         raise RefusedError(str(unconfirmed(site)))
     by_branch: dict[str, list[HeadSlice]] = {}
@@ -229,6 +230,7 @@ class NormedProjection(InstanceForward):
         """Returns the normed output of the projection, or the output of the module around it."""
         if self.projection is None:
             return self.normed(self.replaced(args, kwargs))
+        # The mode is entered for this module alone, whose forward reads the weight.
         with _LinearCalls(self, self.projection.get_parameter("weight")):
             return self.replaced(args, kwargs)
 
