@@ -205,6 +205,11 @@ def plain_max_stats(
 _ROUNDED = 1e-4
 
 
+def is_over(lse: float, threshold: float) -> bool:
+    """True if a row with this logsumexp may have a logit over a threshold; NaN may."""
+    return not lse <= threshold * (1 - _ROUNDED)
+
+
 @torch.no_grad()
 def bounded_max_stats(
     lse: PerRow,

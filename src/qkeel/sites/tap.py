@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, statistics
+from qkeel.capture.compiled_bounds import CompiledBounds
 from qkeel.capture.example import LastPass, copied, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.handle import Handle
 from qkeel.heads.site import INDEX, AttentionSite, Sites
-from qkeel.kernels.statistics import plain_rows
+from qkeel.kernels.statistics import is_over, only_extremes, plain_rows
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.modes import (
@@ -155,6 +156,7 @@ class Tap(Handle):
             else measure_plain
         )
         self.threshold = threshold
+        self._bounds = None if threshold is None else CompiledBounds()
         self.visitor = Visitor()
         self.sites = (
             Sites()
@@ -280,6 +282,8 @@ class Tap(Handle):
 
     def _detach(self) -> None:
         self._forwards.remove()
+        if self._bounds is not None:
+            self._bounds.remove()
         self._latest = None
         for module, connection in self._parts:
             if connection in module.observers:
@@ -379,6 +383,9 @@ class Tap(Handle):
             )
         if not measured or not self.visitor.before(args, kwargs):
             return
+        if compiled and self._bounds is not None and self._bounds.begin():
+            held.random = torch.get_rng_state()
+            return
         self._running = running = ObservedPass(self, candidate=candidate)
         if compiled or _takes_fast_path(self.tree):
             self._extra_pass(running, args, kwargs)
@@ -387,10 +394,15 @@ class Tap(Handle):
             running.begin(call, self._forwards.around)
 
     def _extra_pass(
-        self, look: ObservedPass, args: Args, kwargs: Kwargs, seed: int | None = None
+        self,
+        look: ObservedPass,
+        args: Args,
+        kwargs: Kwargs,
+        seed: int | None = None,
+        random: Tensor | None = None,
     ) -> object:
-        """Makes the pass that the model is about to make, but eagerly, and returns its output. `seed` seeds the random
-        generators."""
+        """Makes a pass of the model eagerly and returns its output. `seed` seeds the random generators; `random` is the
+        state of the CPU's."""
         with (
             extra_pass(self),
             torch.no_grad(),
@@ -399,6 +411,8 @@ class Tap(Handle):
         ):
             if seed is not None:
                 torch.manual_seed(seed)
+            if random is not None:
+                torch.set_rng_state(random)
             try:
                 with ExitStack() as around:
                     look.begin(None, around)
@@ -407,9 +421,31 @@ class Tap(Handle):
                 look.error = error  # it is not an error of the tap if the model's own pass fails too
         return None
 
+    def _bounded_pass(
+        self, held: _HeldPass, bound: float | None
+    ) -> ObservedPass | None:
+        """Takes the bound of a compiled pass for its logits, or makes the pass again where a logit may be over the
+        threshold."""
+        assert self.threshold is not None
+        if bound is not None and not is_over(bound, self.threshold):
+            held.stats = SiteStatistics()
+            for site in self.sites:
+                top = torch.full((site.n_heads,), bound)
+                held.stats.add(site.name, only_extremes(top), None)
+            held.calls = (self._bounds and self._bounds.calls) or 0
+            return None
+        look = ObservedPass(self, candidate=held.candidate)
+        args, kwargs = held.inputs
+        self._extra_pass(look, args, kwargs, random=held.random)
+        return look
+
     def _after(self, output: object, failed: bool) -> None:
         look, self._running = self._running, None
         held, self._beginning = self._beginning, None
+        if self._bounds is not None and self._bounds.running:
+            bound = self._bounds.end()
+            if held is not None and self.active and not failed:
+                look = self._bounded_pass(held, bound)
         if failed and look is not None:
             self.visitor.failed()
         if held is None or not self.active:
@@ -423,6 +459,8 @@ class Tap(Handle):
             if look.error is not None:
                 raise look.error
             look.over()
+            if self._bounds is not None:
+                self._bounds.calls = look.calls
             held.stats, held.calls = look.sites, look.calls
             seen = bool(held.stats) or any(
                 [self.has("train"), self.has("eval"), *(x.stats for x in self._held)]
@@ -479,7 +517,8 @@ class _HeldPass:
     candidate: bool = True
     part: bool = False
     role: PassRole = dataclasses.field(default_factory=PassRole)
-    inputs: object = None
+    inputs: tuple[Args, Kwargs] | None = None
+    random: Tensor | None = None
     latest: LastPass | None = None
     stats: SiteStatistics | None = None
     calls: int = 0
