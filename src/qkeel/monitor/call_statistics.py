@@ -43,14 +43,14 @@ def wanted(stats: bool | str) -> tuple[Wanted, frozenset[Extra]]:
     >>> wanted("all+gates")
     (True, frozenset({'gates'}))
     """
-    first, *others = ["all"] if stats is True else str(stats).split("+")
-    known = get_args(Wanted)[1:]
-    if first != "all" and first not in known:
-        raise unknown("statistics", first, ("all", *known))
-    for name in others:
+    first, *extras = ["all"] if stats is True else str(stats).split("+")
+    choices = get_args(Wanted)[1:]
+    if first != "all" and first not in choices:
+        raise unknown("statistics", first, ("all", *choices))
+    for name in extras:
         if name not in get_args(Extra):
             raise unknown("further statistics", name, get_args(Extra))
-    return (True if first == "all" else first), frozenset(others)  # type: ignore[return-value]
+    return (True if first == "all" else first), frozenset(extras)  # type: ignore[return-value]
 
 
 @final

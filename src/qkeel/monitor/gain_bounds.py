@@ -41,12 +41,12 @@ class GainBounds:
         for site in sites:
             norms = (*site.query_gains, *site.key_gains)
             # Norms of biases and scales do not follow from the parts of them.
-            whole: list[Tensor] = [*_scale_params(site).values()]
-            whole += [self._parameters[norm.bias] for norm in norms if norm.bias]
+            unsplit: list[Tensor] = [*_scale_params(site).values()]
+            unsplit += [self._parameters[norm.bias] for norm in norms if norm.bias]
             if (
                 site.query_gains
                 and site.key_gains
-                and not any(map(dist.is_split, whole))
+                and not any(map(dist.is_split, unsplit))
             ):
                 self.sites.append(site)
 
@@ -128,8 +128,12 @@ def _scale_params(site: AttentionSite) -> Params:
     return site.module.spec_params()
 
 
-def _scale(site: AttentionSite, like: Tensor) -> Tensor:
+def _scale(site: AttentionSite, template: Tensor) -> Tensor:
     """|scale|, as one value or as one value for each head."""
-    at = torch.full((1, 1), site.spec.scale.last_position, device=like.device)
+    at = torch.full((1, 1), site.spec.scale.last_position, device=template.device)
     factor = site.spec.scale.factor(at, site.head_dim, _scale_params(site))
-    return torch.as_tensor(factor, dtype=like.dtype, device=like.device).abs().flatten()
+    return (
+        torch.as_tensor(factor, dtype=template.dtype, device=template.device)
+        .abs()
+        .flatten()
+    )

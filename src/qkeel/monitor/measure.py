@@ -153,9 +153,9 @@ class StepNumbers(Visitor):
     def _compared(self, sites: list[AttentionSite]) -> StepSpectra:
         """The object that compares the weights of these sites; warns if those of other sites cannot be compared."""
         compared = {site.name for site in sites}
-        others = [site.name for site in self.sites.all if site.name not in compared]
-        if others:
-            names = ", ".join(name or "the model itself" for name in others)
+        left_out = [site.name for site in self.sites.all if site.name not in compared]
+        if left_out:
+            names = ", ".join(name or "the model itself" for name in left_out)
             caution(NOT_COMPARED.format(names))
         return StepSpectra(self.sites.model, sites)
 
@@ -287,16 +287,16 @@ class WatchedModels:
     def coverage(self, phase: Phase, stats: Stats) -> dict[str, float]:
         """How much of the models these statistics cover, keyed by the names in records.MONITOR_FIELDS; calls are
         counted from the start."""
-        known = [
+        site_names = [
             within(name, site.name)
             for name, (tap, _) in self._models.items()
             for site in tap.sites
         ]
         return {
-            "sites": len(known),
+            "sites": len(site_names),
             "calls": sum([tap.calls_seen[phase] for tap in self.taps]),
             "missed": sum([len(tap.sites.missed) for tap in self.taps]),
-            "silent": len(set(known).difference(stats)),
+            "silent": len(set(site_names).difference(stats)),
             "errors": sum([x.sites.errors for _, x in self._models.values()]),
         }
 

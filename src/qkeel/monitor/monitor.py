@@ -89,8 +89,8 @@ class Monitor(Handle):
         sites: Mapping[str, Sites | None],
         layout: Layout | None,
     ) -> None:
-        inner = {name: unwrapped(one) for name, one in model.items()}
-        whole = inner[""] if "" in inner else nn.ModuleDict(inner)
+        inner = {name: unwrapped(module) for name, module in model.items()}
+        root = inner[""] if "" in inner else nn.ModuleDict(inner)
         setting, (main, extras) = SettingSeen(), wanted(stats)
         by_step = optimizer is not None
         self._steps = MeasuredSteps(every, model, by_optimizer=by_step)
@@ -100,8 +100,8 @@ class Monitor(Handle):
             # It is called in the first pass, when a script that is resumed has loaded its checkpoint.
             self._steps.continued = functools.partial(steps_taken, optimizer)
         self._guard = FaultGuard(_OFF, self._switch_off)
-        introduced = Handshake(whole, lambda: self.sites, layout)
-        self._models = WatchedModels(whole, introduced.stages)
+        introduced = Handshake(root, lambda: self.sites, layout)
+        self._models = WatchedModels(root, introduced.stages)
         self._group = group = ProcessGroup(
             introduced, lambda: JOINED if any(map(joined, model.values())) else ""
         )
@@ -132,11 +132,11 @@ class Monitor(Handle):
             self._journal,
             self._guard,
         )
-        for name, one in model.items():
+        for name, module in model.items():
             tokens = PassTokens(query_mask.get(name), classes.get(name))
             calls = CallStatistics(tokens, setting, main)
             tap = Tap(
-                one,
+                module,
                 due=functools.partial(self._steps.due, name),
                 by_step=by_step,
                 measure=calls.call,
@@ -268,12 +268,14 @@ class Monitor(Handle):
         of finished steps cover all of them.
         """
         self._settle()
-        wanted = phase or (
+        shown_phase = phase or (
             "train"
             if self._arrivals.has("train") or self._models.has("train")
             else "eval"
         )
-        stats = merged([self._arrivals.take(wanted), self._step_end.take(wanted)])
+        stats = merged(
+            [self._arrivals.take(shown_phase), self._step_end.take(shown_phase)]
+        )
         return stats or self._step_end.peek(phase)
 
     def include(self, *sites: AttentionSite) -> Self:
@@ -351,10 +353,12 @@ class Monitor(Handle):
     def _shown(self) -> tuple[Sample | None, str]:
         """The sample that a table shows, and what is said below it."""
         latest, trained = self.sample, self._journal.before(sys.maxsize)
-        others = latest is not None and latest.phase == "eval" and trained is not None
+        is_untrained = (
+            latest is not None and latest.phase == "eval" and trained is not None
+        )
         line = (
             f"passes that were not trained: {sample_line(latest, self._root)}"
-            if others and latest is not None
+            if is_untrained and latest is not None
             else ""
         )
         return trained or latest, "; ".join(filter(None, [line, self._coverage]))
@@ -365,14 +369,14 @@ class Monitor(Handle):
 
     @property
     def _coverage(self) -> str:
-        said = coverage(len(self.sites), [str(missed) for missed in self.missed])
+        share = coverage(len(self.sites), [str(missed) for missed in self.missed])
         error = self._guard.error
         off = (
             ""
             if error is None
             else f"the monitor switched itself off after a fault: {type(error).__name__}: {error}"
         )
-        return "; ".join(filter(None, [said, off]))
+        return "; ".join(filter(None, [share, off]))
 
     def __enter__(self) -> Self:
         return self

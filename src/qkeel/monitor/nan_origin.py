@@ -229,8 +229,8 @@ def _origin_in_pass(model: nn.Module, kept: KeptPass) -> str:
             undo.close()  # another pass follows, whose outputs need no look
             if bad.name == "" and bad.output.ndim == 0:
                 return "NaN began in the loss, which the model computes from finite outputs"
-            place = f"its output is the first that is not finite, at {_first_place(bad.output)}"
-            detail = _attention_detail(model, kept, bad.name) or place
+            location = f"its output is the first that is not finite, at {_first_place(bad.output)}"
+            detail = _attention_detail(model, kept, bad.name) or location
             return f"NaN began in {bad.name or type(model).__name__}: {detail}"
         for grad in kept.output_grads.values():
             if not _is_finite(grad):
@@ -347,9 +347,9 @@ def _attention_detail(model: nn.Module, kept: KeptPass, name: str) -> str:
                 sample, row = divmod(
                     int(empty.flatten().int().argmax()), empty.shape[1]
                 )
-                where = "" if layer == name else f" in {layer}"
+                location = "" if layer == name else f" in {layer}"
                 query = rows.start + row
-                return f"sample {sample}, query {query} sees no key{where}, and a softmax over nothing is NaN"
+                return f"sample {sample}, query {query} sees no key{location}, and a softmax over nothing is NaN"
     return ""
 
 

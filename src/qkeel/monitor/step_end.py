@@ -126,8 +126,8 @@ class StepEnd:
     def _train_step(self, rate: float | Tensor) -> None:
         if not self._steps.passed("train") and not self._is_warned:
             self._is_warned = True
-            others = self._steps.passed("eval")
-            caution(NOT_TRAINED.format(others) if others else NOT_SEEN)
+            n_untrained = self._steps.passed("eval")
+            caution(NOT_TRAINED.format(n_untrained) if n_untrained else NOT_SEEN)
         if self._models.has("train"):
             self._models.after_step()
         self._close("train", self._steps.done, rate, alone=False)
@@ -149,17 +149,17 @@ class StepEnd:
             self._arrivals.settle(wait=self._group.several)
         seconds = self._guard.seconds
         # On the monitor's own work since the previous measured step, as in records.MONITOR_FIELDS.
-        own = self._models.coverage(phase, stats)
-        own["calls"] -= self._calls[phase]
-        own["errors"] += self._recorder.dropped
-        own["milliseconds"] = 1000 * (seconds - self._seconds)
+        counts = self._models.coverage(phase, stats)
+        counts["calls"] -= self._calls[phase]
+        counts["errors"] += self._recorder.dropped
+        counts["milliseconds"] = 1000 * (seconds - self._seconds)
         measured = Measurement(stats=stats, numbers=numbers) if stats else None
-        transfer = self._group.send(measured, own, alone=alone)
+        transfer = self._group.send(measured, counts, alone=alone)
         if transfer is not None:
-            self._calls[phase] += own["calls"]
+            self._calls[phase] += counts["calls"]
             self._seconds = seconds
             unread = self._group.placed(fresh) if taken else None
-            self._arrivals.add(step, phase, transfer, unread=unread, monitor=own)
+            self._arrivals.add(step, phase, transfer, unread=unread, monitor=counts)
             if phase == "train":
                 self._steps.measured(step)
         self._arrivals.settle(wait=False)

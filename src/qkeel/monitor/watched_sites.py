@@ -82,9 +82,9 @@ class WatchedSites:
         except QkeelError as error:
             self._error = error
         if sites.missed:
-            others = "; ".join(map(str, sites.missed))
+            not_understood = "; ".join(map(str, sites.missed))
             caution(
-                f"{sites.share} of {type(self.model).__name__} are watched. Not understood: {others}"
+                f"{sites.share} of {type(self.model).__name__} are watched. Not understood: {not_understood}"
             )
         has_weights = any(site.terms for site in sites)
         if sites and not has_weights and dist.splits_heads(self.model):
