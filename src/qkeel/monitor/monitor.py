@@ -187,11 +187,6 @@ class Monitor(Handle):
         return self.sites.missed
 
     @property
-    def compiled(self) -> bool:
-        """Returns whether any observed forward pass ran compiled code."""
-        return any(tap.compiled for tap in self._models.taps)
-
-    @property
     def steps(self) -> int:
         """The number of optimizer steps done; set it if the optimizer's state does not say where a run continues."""
         return self._steps.done
