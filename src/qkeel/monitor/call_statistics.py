@@ -70,6 +70,7 @@ class CallStatistics:
             return maxima(counted)
         rows = None
         if not isinstance(counted, ScoresCall):
+            # Statistics are computed in the call's precision, not in autocast's.
             with torch.autocast(counted.q.device.type, enabled=False):
                 rows = call_rows(counted)
         return statistics(counted) if rows is None else rows
@@ -79,6 +80,7 @@ class CallStatistics:
     ) -> LogitStats | CallRows | None:
         """Like `call`, but for a call of torch's own attention function without a mask; None if that is not
         supported."""
+        # The kernel behind it knows neither masks of queries nor classes.
         if not self.tokens.all_count:
             return None
         self.setting.see_plain(q, scale)

@@ -99,6 +99,7 @@ class Monitor(Handle):
         if optimizer is not None:
             # It is called in the first pass, when a script that is resumed has loaded its checkpoint.
             self._steps.continued = functools.partial(steps_taken, optimizer)
+        # Everything that the user's program calls runs under this guard.
         self._guard = FaultGuard(_OFF, self._switch_off)
         introduced = Handshake(root, lambda: self.sites, layout)
         self._models = WatchedModels(root, introduced.stages)
@@ -140,6 +141,7 @@ class Monitor(Handle):
                 due=functools.partial(self._steps.due, name),
                 by_step=by_step,
                 measure=calls.call,
+                # A kernel's rows have maxima alone, and plain calls skip what gates need.
                 measure_rows=None if main is True else calls.of_rows,
                 measure_plain=None if "gates" in extras else calls.plain,
                 keeps=True,
@@ -262,6 +264,7 @@ class Monitor(Handle):
         returned only if there is nothing else, and again when it is known. If several processes train, the statistics
         of finished steps cover all of them.
         """
+        # Numbers on their way are waited for here, and nowhere in a training step.
         self._settle()
         shown_phase = phase or (
             "train"
@@ -394,6 +397,7 @@ class Monitor(Handle):
         if self._hooks is not None:
             # Again, in case the first removal happened in the middle of a step.
             self._guard(self._hooks.remove)
+        # It keeps the batches of a step alive.
         if self._origin is not None:
             self._origin.remove()
 

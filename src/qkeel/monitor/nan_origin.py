@@ -168,8 +168,10 @@ class NanOrigin(Handle):
     def _keep_grad(self, kept: KeptPass, i: int, grad: Tensor) -> None:
         if not self.active:
             return
+        # A pass is kept once a gradient reaches it: references and rollouts never are.
         if not kept.output_grads:
             self._passes.append(kept)
+        # Two losses of one pass add their gradients.
         grad = grad.detach()
         kept.output_grads[i] = (
             kept.output_grads[i] + grad if i in kept.output_grads else grad
@@ -203,6 +205,7 @@ class NanOrigin(Handle):
 
 def find_origin(model: nn.Module, passes: Sequence[KeptPass]) -> str:
     """Makes passes again, in order, and says what in them is the first that is not finite; "" if nothing is."""
+    # A weight that is NaN makes every number after it NaN, whatever the batch is.
     for name, parameter in model.named_parameters():
         if not _is_finite(parameter):
             return f"NaN began in a weight: {name} is not finite before the step"

@@ -169,6 +169,7 @@ def watch(
         raise InvalidValueError(
             f"expected an optimizer with {stats=}, because updates are measured before and after its steps"
         )
+    # Two monitors of one model would count each pass twice.
     if any(map(watched, models.values())):
         raise AlreadyAppliedError(
             "this model is already watched; remove() the first monitor, or use that one"
@@ -238,6 +239,7 @@ def _sinks(entry: Sink | str | Path) -> tuple[Sink, ...]:
     else:
         sinks = (entry if isinstance(entry, Sink) else RunDirectorySink(entry),)
     for sink in sinks:
+        # A missing library is an error now, not a fault in the first step.
         sink.require()
     return sinks
 

@@ -68,6 +68,7 @@ class WatchedSites:
         Raises: InvalidValueError if this requires a pass in all processes, and not all of them watch the model.
         """
         is_split = dist.world() > 1 and any(map(dist.is_split, self.model.parameters()))
+        # The search gathers weights, so all processes have to make it together.
         self._group.begin(self._name, gathers=is_split)
         if self._is_given:
             return
@@ -80,6 +81,7 @@ class WatchedSites:
         try:
             sites, _ = found_sites(self.model, args, kwargs)
         except QkeelError as error:
+            # Told after the pass, because the pass itself may fail with the user's own error.
             self._error = error
         if sites.missed:
             not_understood = "; ".join(map(str, sites.missed))

@@ -35,6 +35,7 @@ def last_weights(chains: Sequence[Chain]) -> list[HeadSlice]:
     """The weights whose rows belong to the heads, without duplicates."""
     lasts: list[HeadSlice] = []
     for *_, last in chains:
+        # The terms of an adapter share the weight that it is added to.
         if not any(last.parameter == x.parameter and last.same(x) for x in lasts):
             lasts.append(last)
     return lasts
@@ -62,6 +63,7 @@ def matrix(chains: Sequence[Chain], rows: RowsOfHeads) -> Tensor:
     for x in products:
         before = sum(widths[: widths.index(x.shape[-1])])
         after = sum(widths) - before - x.shape[-1]
+        # A key's rope part that all heads share stands in the columns of the tokens for each of them.
         x = torch.nn.functional.pad(x, (before, after))
         stacked.append(x.repeat_interleave(n_heads // len(x), 0))
     return torch.cat(stacked, -2)
@@ -105,6 +107,7 @@ class HeldRows:
             for i, (span, n) in enumerate(zip(block.spans, p.shape))
             if i != axis
         )
+        # A singular value needs all entries of a head, a norm only a part of them.
         self.complete = held.all(1) & has_columns
         self._at = (
             (head_slice.index - first).clamp(0, max(last - first - 1, 0)).to(p.device)
@@ -116,6 +119,7 @@ class HeldRows:
         if self.held is None:
             return self.head_slice.heads(x)
         rows = self.head_slice.rows_of(local(x))
+        # More processes than rows: some hold nothing, which no index can read.
         if not len(rows):
             return rows.new_zeros(*self.held.shape, rows.shape[1])
         return rows[self._at].masked_fill(~self.held[..., None], 0.0)
@@ -181,6 +185,7 @@ class WeightNorms:
         part."""
         numbers: dict[NumberKey, Tensor | PartialValue] = {}
         for site in self.sites:
+            # Adam's step shrinks by the smaller side, so that eps is of use only with both.
             n_gradients = 0
             for side, chains in chains_of(site).items():
                 lasts = last_weights(chains)
@@ -188,6 +193,7 @@ class WeightNorms:
                     self._parameters[head_slice.parameter] for head_slice in lasts
                 ]
                 gradients = [p.grad for p in weights if p.grad is not None]
+                # The norm of a stored weight is not that of the weight computed from it, but its gradient is its own.
                 if not site.reparametrised:
                     norm = self._norm(site, lasts, weights)
                     numbers[site.name, f"{side}_weight_norm"] = norm
@@ -221,6 +227,7 @@ class WeightNorms:
                 sizes = torch.as_tensor(n_rows * x.shape[2], device=x.device)
                 weight = weight + site.per_query_head(sizes.expand(len(x)))
                 value = torch.hypot(value, frobenius_norm([x], site).to(value.dtype))
+        # Squares add up over the processes, and the weights of a mean are the counts of its entries.
         if not is_mean:
             return PartialValue(value=value, weight=weight, how="root", of="weights")
         value = value / weight.clamp_min(1).sqrt()
@@ -234,6 +241,7 @@ class WeightNorms:
             for chains in chains_of(site).values():
                 x = matrix(chains, functools.partial(self._weight, site))
                 n_heads = site.n_heads if heads is None else len(heads)
+                # `@` calls five operators around the same product.
                 gram = torch.bmm(x, x.mT)
                 sides.append(
                     site.per_query_head(gram)
