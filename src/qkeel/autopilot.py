@@ -185,6 +185,7 @@ def active_actions(
     >>> active_actions([rates])
     {(<Action.RATES: 'lalr'>, 'a'): ('lalr', ())}
     """
+    # A refusal belongs to the decision of its own step: the site may accept a later one.
     not_taken = {(refusal.step, refusal.action, refusal.site) for refusal in refused}
     active: Active = {}
     for decision in decisions:
@@ -323,8 +324,8 @@ class _Step:
         self.ladder, self.records, self.history = ladder, records, records.history
         self.logits = np.asarray(self.history.series("max_logit"), dtype=np.float64)
         self.active = active_actions(records.decisions, records.refused)
-        known = enumerate(records.sites)
-        self.sites = {i: site for i, site in known if not site.unknown}
+        numbered = enumerate(records.sites)
+        self.sites = {i: site for i, site in numbered if not site.unknown}
         self.rising = growing(self.history, ladder.limit)
         n = self.n_rising = int(self.rising[list(self.sites)].sum())
         heads = "the logit of 1 head has" if n == 1 else f"the logits of {n} heads have"
@@ -342,6 +343,7 @@ class _Step:
     ) -> Decision:
         """Builds a decision for this step, with the remedy that the action applies at the site, or has applied."""
         ladder = self.ladder
+        # Matched steps scale steps as lalr does, so who refuses the one refuses the other.
         matched = "" if self.records.refuses(Action.RATES, site) else ",steps=matched"
         remedies = {
             Action.WATCH: f"watch:every={ladder.every}",
@@ -369,6 +371,7 @@ class _Step:
             reason = self.outlook if self.n_rising else "the run begins"
             return [self.decision(Action.WATCH, None, "outlook of each head", reason)]
         since = self._records_since(Action.WATCH, None)
+        # An active remedy is watched closely as long as it acts.
         if self.n_rising or len(self.active) > 1 or since < self.ladder.calm:
             return []
         reason = "nothing grows and no action is active"
@@ -478,10 +481,10 @@ def named_policy(spec: str | Ladder) -> Ladder:
         raise InvalidTypeError(
             f"expected the name of a policy or a Ladder, got {type(spec).__name__}"
         )
-    term, *others = parse(spec)
-    if others:
+    term, *further_terms = parse(spec)
+    if further_terms:
         raise InvalidValueError(
-            f"expected one policy, got {1 + len(others)} in {spec!r}"
+            f"expected one policy, got {1 + len(further_terms)} in {spec!r}"
         )
     policy = lookup("policy", {"ladder": Ladder}, term.name)
     return build("policy 'ladder'", policy, term.options)
@@ -516,7 +519,9 @@ class ActiveRemedies:
         parameters = dict(self.model.named_parameters())
         for site in self.sites:
             parts = (*site.query, *site.key)
-            weights = {id(parameters.get(part.parameter)) for part in parts}
+            weights = {
+                id(parameters.get(weight_slice.parameter)) for weight_slice in parts
+            }
             holding = [
                 number
                 for number, optimizer in enumerate(self.optimizers)
@@ -546,6 +551,7 @@ class ActiveRemedies:
         for (action, site), (spec, heads) in active.items():
             if action in (Action.CLIP, Action.RATES) and site is not None:
                 remedies.setdefault((spec, self._optimizer_of[site]), {})[site] = heads
+        # What ends is removed before anything is applied, as two remedies on one weight refuse each other.
         for key in self.handles.keys() - remedies.keys():
             self.handles.pop(key)[0].remove()
         refusals: Refusals = []
@@ -663,7 +669,7 @@ class Autopilot(Handle):
             InvalidValueError: the policy has already started.
         """
         optimizer = innermost(optimizer)
-        if any(optimizer is known for known in self.optimizers):
+        if any(optimizer is numbered for numbered in self.optimizers):
             return
         if self.sites is not None:
             raise InvalidValueError(
@@ -816,6 +822,7 @@ class Autopilot(Handle):
         active = active_actions(self.decisions, self.refused)
         closer, _ = active.get((Action.WATCH, None), ("", ()))
         every = parse(closer)[0].options["every"] if closer else None
+        # From here on the monitor measures more often, without a decision of its own.
         self.monitor.closer = None if every is None else int(every)
 
     def _note(self, row: Row) -> None:

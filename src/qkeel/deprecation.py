@@ -49,6 +49,7 @@ def accepts_earlier_calls(
 
         @functools.wraps(function)
         def accepting(*args: Any, **kwargs: Any) -> R:
+            # The old order is told by the types of the arguments, before their names are looked at.
             reordered = reorder(*args, **kwargs) if reorder is not None else None
             if reordered is not None:
                 args, kwargs = reordered

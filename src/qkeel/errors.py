@@ -88,17 +88,19 @@ def needed(what: str, pip: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        there = not isinstance(error, ModuleNotFoundError)
-        why = (
+        is_there = not isinstance(error, ModuleNotFoundError)
+        reason = (
             f"cannot be imported ({error}): pip install --upgrade"
-            if there
+            if is_there
             else "is not installed: pip install"
         )
         home = _importer(error)
-        if home and not there and error.name:
+        if home and not is_there and error.name:
             pip = error.name
-            why = f"is installed but broken: {home} imports {pip}, which is not installed: pip install"
-        raise MissingLibraryError(f"{what} needs a library that {why} {pip}") from error
+            reason = f"is installed but broken: {home} imports {pip}, which is not installed: pip install"
+        raise MissingLibraryError(
+            f"{what} needs a library that {reason} {pip}"
+        ) from error
 
 
 def _importer(error: ImportError) -> str:
@@ -152,8 +154,8 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     if not near or len(names) <= _FEW:
-        more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-        hint += f" Known: {', '.join(names[:_MOST]) or '(none)'}{more}"
+        ellipsis = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+        hint += f" Known: {', '.join(names[:_MOST]) or '(none)'}{ellipsis}"
     return UnknownNameError(f"unknown {kind} {str(name)!r}.{hint}")
 
 
@@ -200,13 +202,14 @@ def caution(message: str, kind: type[QkeelWarning] = QkeelWarning) -> None:
 
     The warning points to the line of the user's program that led here, not to a line in qkeel or torch.
     """
+    # The line of the user's program that led here, not one in qkeel or torch, which nobody can change.
     frame = sys._getframe(1)
     while (
         frame.f_back is not None
         and (frame.f_globals.get("__name__") or "").partition(".")[0] in _NOT_THE_USERS
     ):
         frame = frame.f_back
-    place = {
+    location = {
         "filename": frame.f_code.co_filename,
         "lineno": frame.f_lineno,
         "module": frame.f_globals.get("__name__"),
@@ -215,7 +218,7 @@ def caution(message: str, kind: type[QkeelWarning] = QkeelWarning) -> None:
         warnings.warn_explicit(
             message,
             kind,
-            **place,
+            **location,
             registry=frame.f_globals.setdefault("__warningregistry__", {}),
         )
     except QkeelWarning:

@@ -89,9 +89,9 @@ def check_taken(state: Mapping[str, object], taken: Iterable[str], what: str) ->
     """Raises InvalidValueError if a state has entries that `what` would ignore."""
     left = sorted(state.keys() - set(taken))
     if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        ellipsis = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise InvalidValueError(
-            f"the state holds {left[0]!r}{more}, which {what} does not have; load the state of the same model and "
+            f"the state holds {left[0]!r}{ellipsis}, which {what} does not have; load the state of the same model and "
             "remedy"
         )
 
@@ -107,6 +107,7 @@ def compose(handles: Iterable[Handle]) -> Handle:
     parts = list(handles)
 
     def undo() -> None:
+        # The last change was made on top of the others, so it goes first.
         for part in reversed(parts):
             part.remove()
 
@@ -118,10 +119,10 @@ def compose(handles: Iterable[Handle]) -> Handle:
         }
 
     def load(values: State) -> None:
-        own = [under(f"{i}.", values) for i in range(len(parts))]
-        taken = (f"{i}.{name}" for i, state in enumerate(own) for name in state)
+        states = [under(f"{i}.", values) for i in range(len(parts))]
+        taken = (f"{i}.{name}" for i, state in enumerate(states) for name in state)
         check_taken(values, taken, f"a change that consists of {len(parts)} parts")
-        for part, state in zip(parts, own):
+        for part, state in zip(parts, states):
             part.load(state)
 
     return Handle(undo, state=state, load=load)

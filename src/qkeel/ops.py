@@ -140,6 +140,7 @@ def attention(
 def _with_maxima(call: AttentionCall, impl: str) -> tuple[Tensor, LogitStats]:
     """Returns the output and the largest logits, from the kernel's own pass where it computes them."""
     kernel = choose(call, impl)
+    # The compiled kernel has the maxima at hand, as it subtracts them anyway.
     if isinstance(kernel, Native):
         out, rows = kernel.with_rows(call)
         return out, stats_of_rows(call, rows)

@@ -82,11 +82,11 @@ def _term(part: str, text: str) -> Term:
             f"expected an option after the colon of {part.strip()!r}, got none; write {name!r}"
         )
     options: dict[str, bool | int | float | str] = {}
-    for item in filter(None, (s.strip() for s in tail.split(","))):
-        key, equals, value = (word.strip() for word in item.partition("="))
+    for pair in filter(None, (s.strip() for s in tail.split(","))):
+        key, equals, value = (word.strip() for word in pair.partition("="))
         if not equals or not key or not value:
             raise InvalidValueError(
-                f"cannot read {item!r} in {text!r}; expected key=value"
+                f"cannot read {pair!r} in {text!r}; expected key=value"
             )
         if key in options:
             raise InvalidValueError(f"{key!r} is given twice in {text!r}; give it once")
@@ -175,6 +175,7 @@ def checked(value: Any, kind: Any, name: str) -> Any:
         return value
     if kind not in _SPOKEN:
         return value
+    # TOML and the command line write 3 for 3.0.
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
@@ -218,6 +219,7 @@ def settle(config: object, of: str = "") -> None:
     """
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value, kind = getattr(config, field.name), annotations(type(config))[field.name]
+        # The dataclass is frozen; this is its own __post_init__.
         object.__setattr__(
             config,
             field.name,
@@ -244,10 +246,10 @@ def build(
             the wrong type.
     """
     parameters = inspect.signature(make).parameters.values()
-    known = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+    accepted = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
     values = {}
     for name, value in options.items():
-        check_known(f"option of {of}", name, known)
+        check_known(f"option of {of}", name, accepted)
         kind = annotations(make).get(name)
         values[name] = (
             str(value) if kind is str and isinstance(value, (int, float)) else value
@@ -257,18 +259,18 @@ def build(
     return make(*given, **values)
 
 
-def read_fields(cls: type[OptionsT], values: Mapping[str, Any], where: str) -> OptionsT:
-    """Builds the dataclass `cls` from nested plain values; `where` names the table in errors."""
+def read_fields(cls: type[OptionsT], values: Mapping[str, Any], table: str) -> OptionsT:
+    """Builds the dataclass `cls` from nested plain values; `table` names them in errors."""
     if not isinstance(values, Mapping):
         raise InvalidTypeError(
-            f"expected a table of {where or 'settings'}, got {values!r}"
+            f"expected a table of {table or 'settings'}, got {values!r}"
         )
     kinds, arguments = annotations(cls), {}
     for key, value in values.items():
-        check_known(f"key in [{where}]" if where else "key", key, kinds)
+        check_known(f"key in [{table}]" if table else "key", key, kinds)
         nested = dataclasses.is_dataclass(kinds[key])
         arguments[key] = (
-            read_fields(kinds[key], value, f"{where}.{key}" if where else key)
+            read_fields(kinds[key], value, f"{table}.{key}" if table else key)
             if nested
             else value
         )

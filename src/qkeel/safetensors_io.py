@@ -89,9 +89,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             )
         for tensor in _header(file):
             if tensor.name in tensors:
-                other = tensors[tensor.name].file.name
+                first_file = tensors[tensor.name].file.name
                 raise DataError(
-                    f"tensor {tensor.name} is in both {other} and {file.name}; scan one file at a time"
+                    f"tensor {tensor.name} is in both {first_file} and {file.name}; scan one file at a time"
                 )
             tensors[tensor.name] = tensor
     if not tensors:
@@ -99,9 +99,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"{path} does not contain any tensors; expected the weights of a model"
         )
     if index is not None and (lost := [x for x in weight_map if x not in tensors]):
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        ellipsis = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise DataError(
-            f"{index.name} lists {', '.join(lost[:3])}{more}, but no file in {path} has it; download it again"
+            f"{index.name} lists {', '.join(lost[:3])}{ellipsis}, but no file in {path} has it; download it again"
         )
     size = sum(file.stat().st_size for file in files)
     return Checkpoint(path=path, tensors=tensors, config=_config(path), size=size)
@@ -168,10 +168,10 @@ def _header(file: Path) -> list[StoredTensor]:
                 StoredTensor(
                     name=name,
                     file=file,
-                    dtype=part.get_dtype(),
-                    shape=tuple(part.get_shape()),
+                    dtype=entry.get_dtype(),
+                    shape=tuple(entry.get_shape()),
                 )
-                for name, part in slices.items()
+                for name, entry in slices.items()
             ]
     except (SafetensorError, ValueError, OSError) as failure:
         raise DataError(
@@ -199,9 +199,9 @@ def _config(path: Path) -> dict[str, Any]:
     folder = path if path.is_dir() else path.parent
     # A qkeel run stores its weights in last/ and its configuration next to last/.
     folders = [folder, folder.parent] if folder.name == "last" else [folder]
-    for place in folders:
-        if (place / "config.json").exists():
-            return _json(place / "config.json")
+    for parent in folders:
+        if (parent / "config.json").exists():
+            return _json(parent / "config.json")
     return {}
 
 
@@ -219,6 +219,7 @@ class TensorReader:
         if self._file != tensor.file or self._bytes > REMAP:
             self._stored = safe_open(tensor.file, framework="pt")
             self._file, self._bytes = tensor.file, 0
+        # Pages that were read stay in memory as long as their map does, so it is renewed from time to time.
         self._bytes += count * DTYPES[tensor.dtype].itemsize
         return self._stored
 

@@ -369,8 +369,11 @@ BAD = [
             ("--forms kna --data topics --test-lengths 64000000", "the longest has"),
             ("--positions rope window", "window:window=128"),
             ("--continue-at 100", "larger multiple of the training length 64, got 100"),
-            ("--continue-at 128 --continue-steps 0", "at least 1 step of continued"),
-            ("--test-sequences 0", "at least 1 held-out sequence, got 0"),
+            (
+                "--continue-at 128 --continue-steps 0",
+                "at least 1 for continue_steps, got 0",
+            ),
+            ("--test-sequences 0", "at least 1 for sequences, got 0"),
             ("--blocks mha4 --d-model 60", "an even number of dimensions; got 15"),
             ("--block mha", "--block"),
         )

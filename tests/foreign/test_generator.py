@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
-from pathlib import Path
 
 import pytest
-import torch
-from tools.foreign import effects, reference
+from tools.foreign import effects
 from tools.foreign.checks import judged, overall
 from tools.foreign.generator import (
     CHOICES,
     HEADS,
-    SIZES,
-    WIDTH,
-    Model,
     Plan,
     RandomAttention,
     _truth,
@@ -24,10 +18,9 @@ from tools.foreign.generator import (
     subject,
 )
 from tools.foreign.page import shares
-from tools.foreign.reference import Call, Example, Recorder, Shape, calls
-from tools.foreign.work import MODEL, Work, claimed
-from torch import Tensor, nn
-from torch.nn import functional as F
+from tools.foreign.reference import Call, Example
+from tools.foreign.work import MODEL, Work
+from torch import nn
 
 OFTEN = ("sites", "heads", "statistics", "rows")
 PLAIN = Plan(**{part: values[0] for part, values in CHOICES.items()})
@@ -77,44 +70,6 @@ def test_more_random_attention_is_right_or_reported_whatever_is_asked(
         for f in judge(seed)
         if f.verdict == "wrong"
     }
-
-
-def test_most_parts_are_plain_and_every_choice_is_drawn() -> None:
-    drawn = [dataclasses.asdict(Plan.drawn(seed)) for seed in range(200)]
-    for part, values in CHOICES.items():
-        assert {plan[part] for plan in drawn} == set(values), part
-    odd = [
-        sum(
-            plan[part] != values[0]
-            for part, values in CHOICES.items()
-            if part not in SIZES
-        )
-        for plan in drawn
-    ]
-    assert sum(n <= 2 for n in odd) > 120 > sum(n > 3 for n in odd) > 5
-
-
-@pytest.mark.parametrize("product", sorted(set(CHOICES["product"])))
-def test_what_a_random_attention_computes_is_what_it_says(product: str) -> None:
-    """Its output is the softmax of the logits it gives as the truth, by the operators that ran."""
-    for cap in ("", "tanh"):
-        torch.manual_seed(0)
-        plan = dataclasses.replace(
-            PLAIN,
-            product=product,
-            cap="" if product == "sdpa" else cap,
-            mask="-inf",
-            batch="3",
-        )
-        model, x = Model(plan).double(), torch.randn(3, 5, WIDTH, dtype=torch.float64)
-        (call,) = _truth(model, ((x,), {}))
-        with torch.no_grad(), Recorder(model) as recorder:
-            model(x)
-        seen = recorder.seen[-1][1]
-        seen = seen.transpose(1, 2) if product == "bsht" else seen
-        torch.testing.assert_close(
-            seen, call.capped.masked_fill(~call.visible, -torch.inf)
-        )
 
 
 def test_the_plainest_attention_is_right_in_all() -> None:
@@ -210,85 +165,6 @@ def test_what_is_planted_is_found(change: str, questions: set[str]) -> None:
     found = judged(planted, OFTEN)
     assert {f.question for f in found.found if f.verdict == "wrong"} == questions
     assert "wrong" in found.attentions
-
-
-def test_calls_belong_to_the_innermost_module_around_them_in_turn() -> None:
-    @dataclasses.dataclass
-    class Named:
-        name: str
-        module: str = ""
-
-    sites = [Named("a"), Named("a#2"), Named("a.b")]
-    ran = [
-        Named("", module=m)
-        for m in ("a", "a.softmax", "a.b", "other", "a", "a.softmax")
-    ]
-    assert claimed(sites, ran) == ({"a": [0, 4], "a#2": [1, 5], "a.b": [2]}, [3])  # type: ignore[arg-type]
-
-
-def test_the_reference_imports_nothing_of_qkeel() -> None:
-    tree = ast.parse(Path(reference.__file__).read_text())
-    modules = [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-    modules += [
-        a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names
-    ]
-    assert modules
-    assert not [m for m in modules if m.startswith(("qkeel", "tests"))]
-
-
-class Fused(nn.Module):
-    """SDPA of given heads, then one softmax written out, less the largest of each row."""
-
-    def __init__(self, q: Tensor, k: Tensor) -> None:
-        super().__init__()
-        self.q, self.k = nn.Parameter(q), nn.Parameter(k)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.scaled_dot_product_attention(self.q, self.k, self.k, is_causal=True)
-        z = self.q @ self.k.mT
-        return x + y.sum() + torch.softmax(z - z.amax(-1, keepdim=True), -1).sum()
-
-
-def test_the_reference_sees_fused_attention_and_scores_before_their_largest_is_taken_off() -> (
-    None
-):
-    q = torch.tensor([[[[1.0, 0.0], [0.0, 2.0]]]])
-    k = torch.tensor([[[[3.0, 0.0], [0.0, 5.0]]]])
-    fused, written = calls(Fused(q, k), ((torch.zeros(1),), {}), Shape(heads=1))
-    torch.testing.assert_close(
-        fused.z.masked_fill(~fused.visible, 0.0),
-        torch.tensor([[[[3.0, 0.0], [0.0, 10.0]]]]).double() / 2**0.5,
-    )
-    assert fused.visible.tolist() == [[[[True, False], [True, True]]]]
-    assert written.z.tolist() == [[[[3.0, 0.0], [0.0, 10.0]]]]
-    assert written.max_logit().tolist() == [10.0]
-    weight = 1 / (1 + 2.718281828459045**-3.0)
-    low = 1 / (1 + 2.718281828459045**10.0)
-    entropy = [
-        -(w * torch.tensor(w).log() + (1 - w) * torch.tensor(1 - w).log()).item()
-        for w in (weight, low)
-    ]
-    assert written.entropy().item() == pytest.approx(sum(entropy) / 2, abs=1e-6)
-
-
-def test_the_reference_reads_dimensions_by_their_letters() -> None:
-    x = torch.arange(2 * 3 * 4 * 5 * 5.0).view(2, 3, 4, 5, 5)
-    assert torch.equal(
-        Shape(heads=4, order="bbhts").call("", x, 0).z, x.flatten(0, 1).double()
-    )
-    assert torch.equal(
-        Shape(heads=3, order="bhbts").call("", x, 0).z[1, 2], x[0, 2, 1].double()
-    )
-    merged = x.flatten(0, 1)
-    assert torch.equal(
-        Shape(heads=3, order="Mbts").call("", merged, 0).z[:4, 1], x[0, 1].double()
-    )
-    capped = Shape(heads=1, cap=4.0).call(
-        "", 4 * torch.tanh(torch.tensor([[[[3.0]]]]).double() / 4), 0
-    )
-    torch.testing.assert_close(capped.z, torch.tensor([[[[3.0]]]]).double())
-    with pytest.raises(ValueError, match="expected 7 heads"):
-        Shape(heads=7, order="bhbts").call("", x, 0)
 
 
 def test_a_random_attention_has_its_parts() -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,13 +34,6 @@ class Output:
     loss: Tensor | None = None
 
 
-class Bag:
-    """An output that is no container of torch's."""
-
-    def __init__(self, logits: Tensor, value: Tensor, loss: Tensor) -> None:
-        self.logits, self.value, self.loss = logits, value, loss
-
-
 class Block(nn.Module):
     def __init__(self, log: list[np.ndarray]) -> None:
         super().__init__()
@@ -55,9 +48,8 @@ class Block(nn.Module):
             for f in (self.q, self.k, self.v)
         )
         q = q * self.factor
-        if not torch.compiler.is_compiling():
-            z = q.detach().double() @ k.detach().double().mT * (WIDTH // HEADS) ** -0.5
-            self.log.append(z.amax((0, 2, 3)).numpy())
+        z = q.detach().double() @ k.detach().double().mT * (WIDTH // HEADS) ** -0.5
+        self.log.append(z.amax((0, 2, 3)).numpy())
         return x + self.o(
             F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         )
@@ -92,26 +84,11 @@ class Model(nn.Module):
                 return logits
             case "tuple":
                 return logits, value
-            case "dict":
-                return {"logits": logits, "more": [value]}
-            case "loss":
-                return loss
-            case "dataclass":
-                return Output(logits, value, loss)
             case "object":
-                return Bag(logits, value, loss)
+                return Output(logits, value, loss)
             case _:
                 self.loss = loss
                 return logits.detach()
-
-
-class Wrapper(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Any:
-        return self.inner(x)
 
 
 def losses(model: Model, output: Any) -> list[Tensor]:
@@ -121,11 +98,7 @@ def losses(model: Model, output: Any) -> list[Tensor]:
             return [output.square().mean()]
         case "tuple":
             return [output[0].square().mean(), output[1].square().mean()]
-        case "dict":
-            return [output["logits"].square().mean(), output["more"][0].square().mean()]
-        case "loss":
-            return [output]
-        case "dataclass" | "object":
+        case "object":
             return [output.loss, output.value.square().mean()]
         case _:
             assert model.loss is not None
@@ -136,27 +109,14 @@ class Program:
     """One drawn program: `run` trains some steps and returns, for each, the largest logits [layers heads] of the passes
     that were trained before it and of those that were not."""
 
-    FORMS = ("tensor", "tuple", "dict", "loss", "dataclass", "object", "itself")
+    FORMS = ("tensor", "tuple", "object", "itself")
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         torch.manual_seed(seed)
         pick = self.draw.choice
-        self.compiled = self.draw.random() < 0.15
-        self.repeat = None if self.compiled else pick([None, None, False, True])
-        self.model = Model("tensor" if self.compiled else pick(self.FORMS), self.repeat)
-        self.wrapped = pick([False, False, True]) and not self.compiled
-        self.called: Any = Wrapper(self.model) if self.wrapped else self.model
-        self.around = (
-            None if self.compiled else pick([None, None, None, False, True])
-        )  # a checkpoint around the model
-        if self.model.form == "itself" or (
-            self.around and self.model.form not in ("tensor", "tuple", "loss")
-        ):
-            self.around = None  # a reentrant checkpoint has gradients for tensors alone
-        if self.compiled:
-            self.called = torch.compile(self.model, backend="eager")
-        self.watched = pick([self.called, self.model]) if self.wrapped else self.called
+        self.repeat = pick([None, None, False, True])
+        self.model = Model(pick(self.FORMS), self.repeat)
         self.model.train(pick([True, True, False]))
         self.frozen = pick([False, False, True])
         if self.frozen:
@@ -198,18 +158,7 @@ class Program:
             log.clear()
         for block in self.model.blocks:
             block.factor = factor  # type: ignore[assignment]
-        if self.around is not None and torch.is_grad_enabled():
-            out = checkpoint(self.called, x.requires_grad_(), use_reentrant=self.around)
-        else:
-            out = self.called(x)
-        if self.compiled:
-            with (
-                torch.no_grad(),
-                torch.compiler.set_stance("force_eager"),
-                unhooked(self.called),
-                unhooked(self.model),
-            ):
-                self.model(x)
+        out = self.model(x)
         for block in self.model.blocks:
             block.factor = 1.0  # type: ignore[assignment]
         top = np.stack([log[0] for log in self.model.logs])
@@ -225,8 +174,6 @@ class Program:
             ["one", "accumulate", "together", "two losses", "one of two", "grad"]
         )
         self.said.append(way)
-        if self.around is True and way in ("two losses", "grad"):
-            way = "one"  # torch refuses
         if self.repeat is True and way == "grad":
             way = "one"
         if self.model.form == "itself" and way == "together":
@@ -274,14 +221,14 @@ class Program:
                 self.forward(self.batch(), trained=False, factor=big)
         elif kind == "evaluation":
             mode = self.model.training
-            self.called.eval()
+            self.model.eval()
             with (
                 torch.no_grad()
                 if self.draw.random() < 0.5
                 else contextlib.nullcontext()
             ):
                 self.forward(self.batch(), trained=False, factor=big)
-            self.called.train(mode)
+            self.model.train(mode)
         else:
             out = self.forward(self.batch(), trained=False, factor=big)
             if kind == "kept":
@@ -322,23 +269,10 @@ class Program:
             self.step()
 
     def __str__(self) -> str:
-        facts = f"form {self.model.form}, checkpoints {self.repeat}, around {self.around}, compiled {self.compiled}"
-        mode = f"training {self.model.training}, frozen {self.frozen}, two optimizers {self.two}"
-        return f"{facts}, wrapped {self.wrapped}, {mode}: {self.said}"
-
-
-@contextlib.contextmanager
-def unhooked(model: nn.Module) -> Iterator[None]:
-    """A context in which no hook of a model runs."""
-    tables = [model._forward_pre_hooks, model._forward_hooks]
-    kept = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, hooks in zip(tables, kept):
-            table.update(hooks)
+        return (
+            f"form {self.model.form}, checkpoints {self.repeat}, training {self.model.training}, frozen {self.frozen}, "
+            f"two optimizers {self.two}: {self.said}"
+        )
 
 
 class Samples(qkeel.monitor.Sink):
@@ -366,7 +300,7 @@ def watch_differences(seed: int) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer: Any = program.optimizers if program.two else program.optimizers[0]
-        with qkeel.watch(program.watched, optimizer, sinks=kept, rules=()):
+        with qkeel.watch(program.model, optimizer, sinks=kept, rules=()):
             program.run()
     wrong = []
     for phase, which in (("train", 0), ("eval", 1)):
@@ -390,7 +324,7 @@ def watch_differences(seed: int) -> list[str]:
 def clip_differences(seed: int) -> list[str]:
     """What qk_clip did in a program that is not what its trained passes ask for."""
     program, threshold = Program(seed), 1.5
-    if program.frozen or program.compiled:
+    if program.frozen:
         return []
     model = program.model
     with warnings.catch_warnings():
@@ -398,7 +332,7 @@ def clip_differences(seed: int) -> list[str]:
         optimizer: Any = program.optimizers if program.two else program.optimizers[0]
         x = torch.randn(1, 4, WIDTH)
         qkeel.apply(
-            program.watched,
+            program.model,
             "qk_clip",
             optimizer,
             batch=x,

@@ -12,10 +12,7 @@ from sites.sparse_models import DSA, H, M, MoBA, Model, Sparse, T
 from torch import nn
 
 import qkeel
-from qkeel.capture.calls import ScoresCall, dense_rows
 from qkeel.functional.chosen_keys import dense_divergence, index_divergence
-from qkeel.spec import AttentionSpec
-from qkeel.spec.call import make_call
 
 
 def expected(layer: Sparse) -> dict[str, np.ndarray]:
@@ -99,38 +96,6 @@ def test_dense_layers_and_the_other_statistics_are_as_without() -> None:
     assert all(
         np.array_equal(found[0][name], found[1][name], equal_nan=True)
         for name in found[0]
-    )
-
-
-def test_what_is_no_product_alone_is_left_out() -> None:
-    q, k = torch.randn(2, 1, 2, 6, 4).unbind()
-    mask = torch.zeros(1, 1, 6, 6).masked_fill(
-        torch.ones(6, 6).triu(1).bool(), -torch.inf
-    )
-    mask[..., 4, 1] = 0.5
-    found = dense_rows(
-        make_call(AttentionSpec(), q, k, k, causal=False, mask=mask), slice(0, 6)
-    )
-    assert found is not None
-    assert found[2].tolist() == [[[True] * 4 + [False, True]] * 2]
-    z = q @ k.mT / 2
-    call = ScoresCall(
-        spec=AttentionSpec(),
-        logits=z + mask.clamp_min(0),
-        capped=z,
-        hidden=mask < 0,
-        q=q,
-        k=k,
-    )
-    found = dense_rows(call, slice(0, 6))
-    assert found is not None
-    assert found[2].tolist() == [[[True] * 4 + [False, True]] * 2]
-    assert (
-        dense_rows(
-            make_call(AttentionSpec(), q, k[:, :, :5], k[:, :, :5], causal=False),
-            slice(0, 6),
-        )
-        is None
     )
 
 

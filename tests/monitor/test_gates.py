@@ -10,11 +10,7 @@ import torch
 
 import qkeel
 from qkeel.errors import UnknownNameError
-from qkeel.functional.statistics import row_moments, sink_gate
-from qkeel.kernels.statistics import row_logsumexp
-from qkeel.monitor import GateShut, History, replay
 from qkeel.spec import AttentionCall, AttentionSpec, Sink, Softcap
-from qkeel.spec.call import make_call
 
 NAMES = ("lse_mean", "lse_std", "sink_logit", "gate_mean", "gate_std")
 
@@ -103,43 +99,6 @@ def test_rows_that_are_masked_out_do_not_count() -> None:
         np.testing.assert_allclose(monitor.sample.heads["lse_mean"], short, rtol=1e-6)
 
 
-def test_large_logsumexps_keep_their_spread() -> None:
-    x = (1e4 + torch.linspace(0, 1, 101)).view(1, 1, -1)
-    n, total, squares = row_moments(x, torch.ones(1, 1, 101, dtype=torch.bool)).unbind()
-    mean = total / n
-    assert math.isclose(
-        (squares / n - mean**2).sqrt().item(),
-        x.double().std(correction=0).item(),
-        rel_tol=1e-3,
-    )
-
-
-def test_a_foreign_softmax_has_logsumexps_and_no_gate() -> None:
-    torch.manual_seed(3)
-
-    class Written(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qk = torch.nn.Linear(8, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k = self.qk(x).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)
-            self.scores = q @ k.mT
-            return self.scores.softmax(-1) @ x[:, None]
-
-    model = Written()
-    with qkeel.watch(model, stats="all+gates") as monitor:
-        model(torch.randn(2, 9, 8))
-        assert monitor.sample is not None
-        heads = monitor.sample.heads
-    expected = model.scores.detach().double().logsumexp(-1)
-    np.testing.assert_allclose(heads["lse_mean"][0], expected.mean((0, 2)), rtol=1e-5)
-    np.testing.assert_allclose(
-        heads["lse_std"][0], expected.std((0, 2), correction=0), rtol=1e-5
-    )
-    assert "gate_mean" not in heads
-
-
 def test_nothing_of_it_is_measured_unless_it_is_named() -> None:
     model = qkeel.nn.Attention(16, 2)
     with qkeel.watch(model) as monitor:
@@ -150,34 +109,3 @@ def test_nothing_of_it_is_measured_unless_it_is_named() -> None:
         qkeel.watch(model, stats="all+gate")
     with pytest.raises(UnknownNameError, match="max"):
         qkeel.watch(model, stats="entrpy+gates")
-
-
-def test_a_gate_is_the_factor_that_a_sink_puts_on_the_output() -> None:
-    torch.manual_seed(4)
-    q, k, v = torch.randn(3, 2, 3, 6, 8, dtype=torch.float64)
-    sink = torch.tensor([0.5, -1.0, 4.0], dtype=torch.float64)
-    with_sink = AttentionSpec(normalizer=Sink())
-    out = qkeel.attention(q, k, v, spec=with_sink, params={"sink": sink.view(3, 1, 1)})
-    without = qkeel.attention(q, k, v, spec=AttentionSpec())
-    gate = sink_gate(row_logsumexp(make_call(AttentionSpec(), q, k, v)), sink[:, None])
-    torch.testing.assert_close(out, gate[..., None] * without)
-
-
-def test_a_shut_gate_is_reported_with_its_head() -> None:
-    gates = np.array([[[0.5, 0.4, 0.6]], [[0.5, 0.004, 0.6]]])
-    steps = np.arange(2.0)
-    history = History(
-        steps=steps, values={"step": steps}, heads={"gate_mean": gates}, layers=("h.0",)
-    )
-    (alarm,) = replay(history, [GateShut()])
-    assert (alarm.layer, alarm.head, alarm.step) == ("h.0", 1, 1)
-    ratio = history.by_layer("gate_max_ratio")
-    assert ratio is not None
-    assert ratio[0, 0] == pytest.approx(0.6 / 0.5)
-    healthy = History(
-        steps=steps[:1],
-        values={"step": steps[:1]},
-        heads={"gate_mean": gates[:1]},
-        layers=("h.0",),
-    )
-    assert replay(healthy, [GateShut()]) == []

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,9 @@ from qkeel.monitor import (
     EntropyCollapse,
     History,
     Outlook,
-    Sample,
     replay,
 )
-from qkeel.records import LAYER_TYPES, RunDirectory
+from qkeel.records import RunDirectory
 from qkeel.report.watched_runs import read_watched
 
 T = 12
@@ -57,51 +53,6 @@ class Layer(nn.Module):
             q, k, v, attn_mask=mask, is_causal=causal
         )
         return x + out.transpose(1, 2).flatten(2)
-
-
-class Product(nn.Module):
-    """Multiplies what another module has projected."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(q, k, v)
-
-
-class Around(Layer):
-    """Projects, and gives queries and keys to a module that only multiplies them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.product = Product()
-
-    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        keys = x if other is None else other
-        q, k, v = (
-            f(y).unflatten(-1, (4, 8)).transpose(1, 2)
-            for f, y in ((self.q, x), (self.k, keys), (self.v, keys))
-        )
-        return x + self.product(q, k, v).transpose(1, 2).flatten(2)
-
-
-class TwoAround(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.encoder, self.own, self.cross = (
-            nn.Linear(32, 32),
-            nn.Linear(32, 32),
-            Around(),
-            Around(),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.cross(self.own(self.inner(x)), self.encoder(x))
-
-
-def test_a_module_that_is_given_queries_and_keys_is_no_cross_attention() -> None:
-    sites = qkeel.find_sites(TwoAround(), torch.randn(2, T, 32))
-    assert [(site.name, site.layer_type) for site in sites] == [
-        ("own.product", "full"),
-        ("cross.product", "cross"),
-    ]
 
 
 class Mixed(nn.Module):
@@ -237,32 +188,6 @@ def test_a_ceiling_by_type_judges_each_layer_by_its_own() -> None:
     assert len(replay(one, [rule])) == 1
 
 
-def test_forecasts_and_entropies_are_judged_by_type_too() -> None:
-    one = history(full=90.0, window=60.0)
-    found = Approach(threshold={"window": 100.0}, floor=30.0).check(one)
-    assert found is not None
-    assert (found.layer, found.value) == ("h.1", 60.0)
-    assert Approach(threshold={"window": 1e9}, floor=30.0).check(one) is None
-    planned = qkeel.monitor.PlannedRates.of([1.0] * 40)
-    known = dataclasses.replace(one, rates=np.ones(20), planned=planned)
-    found = Outlook(threshold={"full": 1e9, "window": 100.0}).check(known)
-    assert found is not None
-    assert found.layer == "h.1"
-    low = np.full((2, 2, 2), 3.0)
-    low[1, 1] = 0.2
-    entropies = History(
-        steps=np.arange(2.0),
-        values={},
-        heads={"entropy": low, "max_logit": np.full((2, 2, 2), 99.0)},
-        layers=("a", "b"),
-        types={"a": "full", "b": "sparse"},
-    )
-    assert EntropyCollapse(threshold={"full": 0.5}).check(entropies) is None
-    alarm = EntropyCollapse(threshold={"full": 0.5, "sparse": 0.3}).check(entropies)
-    assert alarm is not None
-    assert alarm.layer == "b"
-
-
 @pytest.mark.parametrize("rule", [Ceiling, Approach, Outlook, EntropyCollapse])
 def test_a_threshold_that_is_none_gets_one_clear_error(rule: Any) -> None:
     with pytest.raises(UnknownNameError, match=r"windows.*window"):
@@ -274,30 +199,3 @@ def test_a_threshold_that_is_none_gets_one_clear_error(rule: Any) -> None:
     for wrong in ("100", None, True, {"full": "100"}, {"full": {"full": 1.0}}, [100.0]):
         with pytest.raises(InvalidTypeError, match="expected a"):
             rule(threshold=wrong)
-
-
-def test_a_rule_by_type_warns_in_a_watched_run() -> None:
-    with pytest.warns(qkeel.errors.AlarmWarning, match=r"layers\.1.*window layers"):
-        _, monitor = watched(
-            every=1, rules=Ceiling(threshold={"window": -100.0, "full": 1e9})
-        )
-    (alarm,) = monitor.alarms
-    assert alarm.layer == "layers.1"
-
-
-def test_numbers_of_a_type_are_folded_over_its_layers() -> None:
-    values = np.array([[1.0, 2.0], [5.0, math.nan], [3.0, 4.0]])
-    types: Mapping[str, str] = {"a": "full", "b": "window", "c": "full"}
-    one = Sample(
-        step=0,
-        layers=("a", "b", "c"),
-        heads={"max_logit": values, "entropy": values},
-        types=types,
-    )
-    assert one.of_type("full", "max_logit") == 4
-    assert one.of_type("window", "entropy") == 5
-    assert math.isnan(one.of_type("cross", "entropy"))
-
-
-def test_every_type_is_explained() -> None:
-    assert {*TYPES.values(), "sparse", "compressed", "linear"} == {*LAYER_TYPES}

@@ -13,7 +13,6 @@ from tests.quick import quick
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.sites import Tap
 
 
 class TorchAttention(nn.Module):
@@ -95,58 +94,4 @@ def test_an_empty_batch_is_counted_and_the_steps_around_it_are_measured(
     assert all(
         torch.equal(a, b)
         for a, b in zip(model.parameters(), plain.parameters(), strict=True)
-    )
-
-
-class Experts(nn.Module):
-    """Two attentions of which the second gets the sequences that begin with a positive number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Block(), Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = x[:, 0, 0] > 0
-        out = x.clone()
-        out[~chosen], out[chosen] = self.first(x[~chosen]), self.second(x[chosen])
-        return out
-
-
-def test_an_expert_without_sequences_is_not_measured_in_that_pass() -> None:
-    model, x = Experts(), batch(0, 4, 5)
-    x[:2, 0, 0], x[2:, 0, 0] = -1.0, 1.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with Tap(model) as tap:
-            model(x)
-            assert set(tap.read()) == {"first", "second"}
-            model(x[:2])
-            assert set(tap.read()) == {"first"}
-        with Tap(model, due=lambda *_: "bracket"):
-            model(x[:2])
-
-
-@pytest.mark.parametrize("stats", [True])
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_one_token_a_sequence_raises_no_alarm(make: Any, stats: Any) -> None:
-    _, monitor, said = trained(make, [(2, 1)] * 3, True, stats=stats)
-    assert len(monitor.history) == 3
-    assert said == []
-    assert monitor.alarms == []
-
-
-@pytest.mark.parametrize("stats", [True])
-def test_attention_to_one_of_many_keys_still_raises_it(stats: Any) -> None:
-    torch.manual_seed(0)
-    model = small()
-    with torch.no_grad():
-        for block in model.blocks:
-            block.q.weight.mul_(300)
-            block.k.weight.mul_(300)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        monitor = qkeel.watch(model, stats=stats)
-        model(batch(0, 2, 64))
-    assert any(
-        "one key takes all the attention" in str(alarm) for alarm in monitor.alarms
     )

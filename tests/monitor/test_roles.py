@@ -12,7 +12,6 @@ from torch import nn
 
 import qkeel
 from qkeel.patching.roles import PassRole, tensors_within
-from qkeel.remedies.base import Target
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -41,15 +40,6 @@ def test_a_pass_on_tensors_without_values_is_not_counted() -> None:
         optimizer.step()
         assert monitor.active
         assert monitor.history.steps.tolist() == [0]
-
-
-def test_the_passes_that_a_remedy_runs_are_not_the_users() -> None:
-    model = small()
-    with qkeel.watch(model) as monitor:
-        Target(
-            model=model, optimizer=None, sites=[], batch=((batch(0),), {})
-        ).returned()
-        assert monitor.passes == 0
 
 
 def test_a_hook_that_another_removes_in_the_middle_of_a_call_does_nothing() -> None:

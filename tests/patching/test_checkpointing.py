@@ -92,24 +92,6 @@ def test_searches_that_end_in_any_order_leave_torch_as_it_was(
     assert torch.equal(gradient(True), gradient(False))
 
 
-def test_a_module_that_copies_the_name_during_a_search_runs_torch_s_own_later() -> None:
-    with CheckpointedParts().noticed():
-        copy = getattr(checkpointing, NAME)
-    parts = CheckpointedParts()
-    original = getattr(checkpointing, NAME)
-    try:
-        setattr(checkpointing, NAME, copy)
-        assert torch.equal(gradient(False), gradient(True))
-        with parts.noticed():
-            checkpointing.checkpoint(
-                nn.Linear(4, 4), torch.randn(2, 4), use_reentrant=False
-            )
-        assert parts.any
-        assert torch.equal(gradient(False), gradient(True))
-    finally:
-        setattr(checkpointing, NAME, original)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_inside_a_search_parts_are_noticed(reentrant: bool) -> None:
     parts = CheckpointedParts()

@@ -89,35 +89,6 @@ def test_the_pass_that_began_first_is_measured_alone(own: bool) -> None:
     )
 
 
-def test_a_pass_that_ends_after_another_began_leaves_nothing_behind() -> None:
-    model = Gated(False).train()
-    x = torch.randn(2, 8, 32)
-    entered, over = threading.Event(), threading.Event()
-
-    def first() -> None:
-        model.gates.gate = lambda: entered.wait(60)
-        model(x)
-        over.set()
-
-    def second() -> None:
-        model.gates.before = entered.set
-        model.gates.gate = lambda: over.wait(60)
-        model(x)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        monitor = qkeel.watch(model)
-        first_thread = threading.Thread(target=first)
-        first_thread.start()
-        run([second])
-        first_thread.join(60)
-        monitor.remove()
-    assert (
-        sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-        == 0
-    )
-
-
 def test_a_thread_that_ended_in_the_middle_of_a_pass_blocks_no_other() -> None:
     model, x = Gated(False).train(), torch.randn(2, 8, 32)
     expected = largest(model, x)

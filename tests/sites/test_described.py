@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -10,9 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from qkeel import find_sites
 from qkeel.capture.calls import statistics
 from qkeel.capture.described import arranged
 from qkeel.capture.intercept import CapturedCall, CaptureMode
@@ -20,14 +17,13 @@ from qkeel.errors import (
     InvalidTypeError,
     InvalidValueError,
     QkeelWarning,
-    RefusedError,
     ShapeError,
     UnknownNameError,
 )
 from qkeel.functional.statistics import LogitStats
 from qkeel.patching.modes import FaultGuard
 from qkeel.sites import AttentionSite, Reading, describe
-from qkeel.spec import AttentionSpec, Fixed, RMSNorm, Softcap
+from qkeel.spec import AttentionSpec, RMSNorm, Softcap
 
 B, H, G, T, D = 2, 4, 2, 6, 8
 
@@ -173,74 +169,6 @@ def test_every_layout_is_brought_into_one(layout: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("layout", "dim"),
-    [("b t (n h d)", 2), ("b t (h n d)", 3), ("b t (h d n)", 4), ("n b t h d", 0)],
-)
-def test_parts_side_by_side_are_told_apart(layout: str, dim: int) -> None:
-    parts = [torch.randn(B, T, H, D) for _ in range(3)]
-    whole = torch.stack(parts, dim=dim)
-    if dim:
-        whole = whole.flatten(2)
-    for i, part in enumerate(parts):
-        reading = Reading(module="qkv", layout=layout, part=i, parts=3)
-        assert torch.equal(arranged(whole, reading, H), part.transpose(1, 2))
-
-
-class ReformerLike(nn.Module):
-    """Queries are keys of length 1, scores as exp and sum over chunks written into place: nothing to follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query_key, self.value = (
-            nn.Linear(16, 16, bias=False),
-            nn.Linear(16, 16, bias=False),
-        )
-        self.last: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, v = (
-            y.unflatten(2, (4, 4)).transpose(1, 2)
-            for y in (self.query_key(x), self.value(x))
-        )
-        k = F.normalize(q, dim=-1)
-        self.last = (q, k)
-        out = torch.zeros_like(v)
-        for t in range(x.shape[1]):
-            z = (q[:, :, t, None] * k[:, :, : t + 1]).sum(-1)
-            out[:, :, t] = (
-                torch.exp(z - z.logsumexp(-1, keepdim=True))[..., None]
-                * v[:, :, : t + 1]
-            ).sum(2)
-        return out.transpose(1, 2).flatten(2)
-
-
-def test_a_reformer_like_attention_is_refused_with_the_way_out_and_then_described() -> (
-    None
-):
-    model, x = nn.Sequential(nn.Linear(16, 16), ReformerLike()), torch.randn(B, T, 16)
-    with pytest.raises(
-        RefusedError, match=r"(?s)saw no attention.*describe\(model, .*Reading"
-    ):
-        find_sites(model, x)
-    site = describe(
-        model,
-        "1",
-        query=Reading(module="query_key"),
-        key=Reading(
-            module="query_key", then=lambda q: F.normalize(q, dim=-1), normed=True
-        ),
-        heads=4,
-        spec=AttentionSpec(scale=Fixed(1.0)),
-    )
-    assert site.normed
-    assert site.query[0].same(site.key[0])
-    (stats,) = watch(model, [site], x).values()
-    top, entropy = oracle(*model[1].last, scale=1.0)  # type: ignore[misc]
-    torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
-
-
 def test_functions_may_read_q_k_and_the_mask_from_the_arguments_of_the_forward() -> (
     None
 ):
@@ -303,19 +231,6 @@ def test_what_is_visible_inside_a_described_module_is_reported_once_as_described
     torch.testing.assert_close(stats[0].max_logit, stats[2].max_logit)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpointed_module_is_heard_once(reentrant: bool) -> None:
-    model = Model()
-    layer = model.layers[0]
-    x = torch.randn(B, T, H * D, requires_grad=True)
-    opaque.register_autograd(lambda ctx, grad: (None, None, None))
-    found: list[CapturedCall] = []
-    with CaptureMode(model, found.append, described=[described(model)]):
-        y: Any = x + checkpoint(layer, x, use_reentrant=reentrant)
-        y.sum().backward()
-    assert len(found) == 1
-
-
 def test_an_exception_in_the_forward_leaves_nothing_for_the_next_call() -> None:
     model, x = Model(), torch.randn(B, T, H * D)
     site = described(model)
@@ -360,15 +275,6 @@ def test_a_projection_that_all_heads_share_is_one_slice() -> None:
     }
     site = describe(Shared(), "", heads=H, **reading)
     assert site.query[0].index.tolist() == [list(range(D))]
-
-
-def test_a_description_survives_a_copy_of_the_model() -> None:
-    model, x = Model(), torch.randn(B, T, H * D)
-    twin = copy.deepcopy(model)
-    assert torch.equal(
-        watch(model, [described(model)], x)["layers.0"].entropy,
-        watch(twin, [described(twin)], x)["layers.0"].entropy,
-    )
 
 
 def test_a_cap_is_part_of_the_spec() -> None:

@@ -189,23 +189,6 @@ def test_a_query_mask_reaches_the_sequences_of_a_packed_call() -> None:
     assert stats.n_pairs.tolist() == [4 * 5 + 1] * H
 
 
-def test_packed_sequences_with_packed_arguments() -> None:
-    q, k, ends = lengths()
-    kv = torch.stack([k, k], dim=1)
-    stats, _ = seen(
-        lambda: stand_in.flash_attn_varlen_kvpacked_func(
-            q, kv, ends, ends, 5, 5, causal=True
-        )
-    )
-    check(stats, pieces(q, k), positional({"causal": True}))
-    stats, _ = seen(
-        lambda: stand_in.flash_attn_varlen_qkvpacked_func(
-            torch.stack([q, q, q], 1), ends, 5
-        )
-    )
-    check(stats, pieces(q, q), positional({}))
-
-
 class Block(nn.Module):
     def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -262,28 +245,6 @@ class _Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
-def test_several_calls_of_one_module_and_shared_modules_keep_their_names() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q = nn.Linear(D, D)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q = self.q(x)[:, :, None]
-            once = stand_in.flash_attn_func(q, q, q)
-            return stand_in.flash_attn_func(once, q, q)[:, :, 0]
-
-    twice = Twice()
-    model, x = nn.Sequential(twice, twice), torch.randn(B, 5, D)
-    found: list[str] = []
-    with CaptureMode(model, lambda s: found.append(s.name)):
-        with pytest.raises(RuntimeError):
-            model(torch.randn(B, 5, D + 1))
-        model(x)
-    assert found == ["0", "0#2", "0", "0#2"]
-    assert [s.name for s in find_sites(model, x)] == ["0", "0#2"]
 
 
 def test_a_wrapper_that_falls_back_to_torch_is_one_attention(

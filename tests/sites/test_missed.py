@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,18 +12,11 @@ from torch import Tensor, nn
 
 from qkeel import apply, find_sites, watch
 from qkeel.errors import RefusedError
-from qkeel.records import RunDirectory
-from qkeel.report.watch_page import cautions
-from qkeel.report.watched_runs import read_watched
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
 H, D, M, T = 4, 8, 32, 6
 Between = Callable[["Odd", Tensor], Tensor]
-
-
-def clamped(z: Tensor) -> Tensor:
-    return (z / 4.0).tanh() * 4.0
 
 
 class Odd(nn.Module):
@@ -112,10 +104,6 @@ def test_what_was_seen_and_not_understood_is_listed(name: str) -> None:
     assert (missed.module, missed.operation) == ("odd", operation)
     assert missed.reason == f"its scores could not be followed beyond {words}"
     assert sites.share == "1 of 2 attention layers"
-    assert (
-        sites._repr_html_().count("<tr>") == 2
-    )  # the names of the columns, and the site
-    assert "<p>not understood: odd: its scores could not" in sites._repr_html_()
 
 
 MIXTURES: dict[str, Between] = {
@@ -268,37 +256,6 @@ def test_a_remedy_for_all_attention_is_refused_unless_it_may_be_partial() -> Non
     apply(
         m, "z_loss", optimizer, batch=x()
     ).remove()  # has nothing to do with attention
-
-
-def test_a_monitor_says_once_what_it_does_not_watch_and_its_pages_do_too(
-    tmp_path: Path,
-) -> None:
-    m = model()
-    optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
-    with (
-        warnings.catch_warnings(record=True) as said,
-        watch(m, optimizer, sinks=tmp_path / "run") as monitor,
-    ):
-        warnings.simplefilter("always")
-        for _ in range(3):
-            m(x()).sum().backward()
-            optimizer.step()
-        line = "1 of 2 attention layers watched; not understood: odd: its scores could not be followed beyond relu"
-        assert monitor.table().splitlines()[-1] == line
-        assert f"<p>{line}</p>" in monitor._repr_html_()
-        assert [missed.module for missed in monitor.missed] == ["odd"]
-    (message,) = [str(warning.message) for warning in said]
-    assert message.startswith(
-        "1 of 2 attention layers of Model are watched. Not understood: odd: its scores"
-    )
-    assert RunDirectory(tmp_path / "run").config()["missed"][0]["module"] == "odd"
-    (run,) = read_watched([tmp_path / "run"])
-    (text,) = [
-        text for text in cautions(run) if "attention layers were watched" in text
-    ]
-    assert text.startswith(
-        "1 of 2 attention layers were watched. Not understood: odd: its scores"
-    )
 
 
 def test_a_monitor_and_a_clip_that_see_no_call_say_so_once() -> None:

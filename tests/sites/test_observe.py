@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
 from qkeel.capture.intercept import CaptureMode
-from qkeel.errors import RefusedError
 from qkeel.functional.statistics import LogitStats
 from qkeel.sites import Tap
 
@@ -189,18 +188,6 @@ def test_every_way_to_write_causal_attention_gives_the_oracles_numbers() -> None
         assert stats.n_queries.tolist() == [B * T] * H, name
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_the_rows_of_each_head_are_found_whatever_the_way(name: str) -> None:
-    module = nn.Sequential(Block(WAYS[name]))
-    (site,) = find_sites(module, torch.randn(B, T, H * D))
-    assert (site.name, site.n_heads, site.n_kv_heads, site.head_dim) == ("0", H, H, D)
-    (query,), (key,) = site.query, site.key
-    assert query.parameter == key.parameter == "0.c_attn.weight"
-    assert torch.equal(query.index, torch.arange(H * D).view(H, D))
-    assert torch.equal(key.index, H * D + torch.arange(H * D).view(H, D))
-    assert query.bias == "0.c_attn.bias"
-
-
 def test_a_cap_is_seen_and_the_logits_are_those_before_it() -> None:
     def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = 20 * q @ k.mT / math.sqrt(D)
@@ -372,32 +359,6 @@ def test_queries_of_batch_1_are_read_for_every_sequence_of_keys(
     )
 
 
-def test_the_probe_leaves_no_trace() -> None:
-    class Counting(Block):
-        def __init__(self) -> None:
-            super().__init__(nanogpt)
-            self.register_buffer("seen", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen += 1
-            return super().forward(x)
-
-    module = nn.Sequential(Counting(), nn.BatchNorm1d(T))
-    module[0].c_attn.weight.requires_grad_(False)
-    before = {n: t.clone() for n, t in module.state_dict().items()}
-    random = torch.get_rng_state()
-    find_sites(
-        module, torch.randn(B, T, H * D, generator=torch.Generator().manual_seed(0))
-    )
-    assert torch.equal(random, torch.get_rng_state())
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    assert module[0].last is None
-    assert [p.requires_grad for p in module[0].parameters()] == [False, True]
-    assert all(p.grad is None for p in module.parameters())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-
-
 def test_a_model_that_registers_hooks_in_its_first_pass_has_them_once_after_a_probe() -> (
     None
 ):
@@ -420,74 +381,6 @@ def test_a_model_that_registers_hooks_in_its_first_pass_has_them_once_after_a_pr
     seen.clear()
     module(x)
     assert len(seen) == 1
-
-
-def test_what_stopped_the_scores_is_named_where_nothing_is_found() -> None:
-    def sigmoid(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.sigmoid(q @ k.mT) @ v
-
-    def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Key block by key block under a running maximum: no block is an attention of its own.
-        top, out, mass = (
-            torch.full((B, H, T, 1), -torch.inf),
-            torch.zeros_like(v),
-            torch.zeros(B, H, T, 1),
-        )
-        for keys in (slice(0, 3), slice(3, T)):
-            z = q @ k[:, :, keys].mT
-            new = torch.maximum(top, z.amax(-1, keepdim=True))
-            e = torch.exp(z - new)
-            out, mass = (
-                out * (top - new).exp() + e @ v[:, :, keys],
-                mass * (top - new).exp() + e.sum(-1, keepdim=True),
-            )
-            top = new
-        return out / mass
-
-    for way, why in (
-        (
-            sigmoid,
-            r"Seen but not understood: the model itself: .* values are weighted by the sigmoid of scores",
-        ),
-        (
-            in_blocks,
-            r"Seen but not understood: the model itself: its scores .* blocks of keys\..*describe\(model",
-        ),
-    ):
-        with pytest.raises(
-            RefusedError,
-            match=rf"(?s)saw no attention in a forward pass of this Block.*{why}",
-        ) as refusal:
-            find_sites(Block(way), torch.randn(B, T, H * D))
-        assert "describe it by hand" in str(refusal.value)
-
-
-def test_an_adapter_of_low_rank_is_a_term_of_its_own() -> None:
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(16, 16, bias=False).requires_grad_(False)
-            self.down, self.up = (
-                nn.Linear(16, 2, bias=False),
-                nn.Linear(2, 16, bias=False),
-            )
-            nn.init.zeros_(self.up.weight)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.base(x) + self.up(self.down(x))
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = Adapted(), nn.Linear(16, 16, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k = (p(x).unflatten(2, (4, 4)).transpose(1, 2) for p in (self.q, self.k))
-            return F.scaled_dot_product_attention(q, k, k)
-
-    (site,) = find_sites(Attention(), torch.randn(1, 3, 16))
-    ways = sorted([s.parameter for s in term.query] for term in site.terms)
-    assert ways == [["q.base.weight"], ["q.down.weight", "q.up.weight"]]
 
 
 @torch.no_grad()

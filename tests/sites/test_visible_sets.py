@@ -111,7 +111,7 @@ def test_the_type_is_that_of_the_visible_sets(
         visible=visible, blocks=blocks, queries=T
     )  # type: ignore[arg-type]
     monkeypatch.setattr(
-        "qkeel.capture.visible_sets._ROWS", 5 * 2 * mask.shape[-1]
+        "qkeel.capture.visible_sets._PAIRS", 5 * 2 * mask.shape[-1]
     )  # five rows at a time
     assert visible_sets(call_of(mask, written)) == VisibleSets(
         visible=visible, blocks=blocks, queries=T
@@ -193,42 +193,6 @@ def test_a_window_over_pieces_of_the_sequence_is_a_window() -> None:
         spec=AttentionSpec(), logits=z, capped=z, hidden=~mask, q=None, k=None
     )
     assert visible_sets(call).visible == "window"
-
-
-@pytest.mark.parametrize("rows", [4, 2])
-def test_a_window_to_both_sides_over_pieces_is_a_window(rows: int) -> None:
-    """In the last piece it ends with the sequence, and rows that fill up the piece see no key."""
-    i, j = torch.arange(4)[:, None], torch.arange(12)
-    piece = (j >= i) & (j <= i + 8)
-    last = piece & (j < 4 + rows) & (i < rows)
-    mask = torch.stack([piece & (j >= 4), piece, last])[:, None]
-    z = torch.zeros(3, 2, 4, 12)
-    call = ScoresCall(
-        spec=AttentionSpec(), logits=z, capped=z, hidden=~mask, q=None, k=None
-    )
-    assert visible_sets(call).visible == "window"
-
-
-def test_blocks_of_keys_with_the_queries_that_chose_them_are_sparse() -> None:
-    q, k, ends = (
-        torch.zeros(1, 1, 11, 4),
-        torch.zeros(1, 1, 12, 4),
-        torch.tensor([0, 4, 8, 12]),
-    )
-    call = make_call(AttentionSpec(), q, k, k, causal=False)
-    assert (
-        visible_sets(
-            band_call(call, cu_seqlens=(torch.tensor([0, 5, 7, 11]), ends))
-        ).visible
-        == "sparse"
-    )
-    even = make_call(AttentionSpec(), q[:, :, :9], k, k, causal=False)
-    assert (
-        visible_sets(
-            band_call(even, cu_seqlens=(torch.tensor([0, 3, 6, 9]), ends))
-        ).visible
-        != "sparse"
-    )
 
 
 def test_chunks_are_windows_where_another_layer_sees_across_them() -> None:

@@ -18,7 +18,7 @@ from qkeel.errors import (
     RefusedError,
     UnknownNameError,
 )
-from qkeel.nn import Decoder, DecoderConfig
+from qkeel.nn import DecoderConfig
 from qkeel.spec import (
     PI,
     POSITIONS,
@@ -153,32 +153,6 @@ def test_hwfa2_keeps_a_few_full_layers_evenly_spaced_and_only_those_change_post_
 def test_positions_of_several_layers_are_repeated() -> None:
     specs = layer_specs(BASE, 5, "window:window=4/window:window=4/nope")
     assert specs == (near(4), near(4), AttentionSpec(), near(4), near(4))
-
-
-@pytest.mark.parametrize("name", POSITIONS)
-def test_a_decoder_of_every_position_learns_and_decodes(name: str) -> None:
-    """Its loss falls, and piece by piece it says what it says at once, at one and a half times its training length."""
-    rng = torch.Generator().manual_seed(0)
-    tokens = torch.randint(11, (3, 12), generator=rng)
-    specs = layer_specs(FORM, 2, "window:window=4" if name == "window" else name, 8)
-    config = DecoderConfig(vocab_size=11, d_model=16, n_heads=2, spec=specs)
-    model = Decoder(config).double()
-    model.init_weights(rng)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.02), []
-    for _ in range(4):
-        logits = model(tokens[:, :7]).flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:8].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.2
-    with torch.no_grad():
-        caches = model.new_caches()
-        pieces = [model(x, caches=caches) for x in tokens.split((5, 1, 2, 1, 3), dim=1)]
-        torch.testing.assert_close(
-            torch.cat(pieces, 1), model(tokens), rtol=0, atol=1e-10
-        )
 
 
 REFUSED: list[tuple[type[QkeelError], str, int, int | None]] = [

@@ -232,6 +232,7 @@ def recognise(
     for name in tensors:
         path = name.removesuffix(".weight")
         module, _, leaf = path.rpartition(".")
+        # Every tensor counts as a neighbour, also a bias: it may be one that takes part in the logits.
         children.setdefault(module, []).append(leaf)
         if path == name and leaf != "in_proj_weight":
             continue
@@ -251,10 +252,10 @@ def recognise(
         streams.setdefault(site, {}).setdefault(kind, stream)
     sites = []
     for site, plans in streams.items():
-        first, *others = plans.values()
+        first, *streams_beside = plans.values()
         try:
-            for other in others:
-                first = _joined(site, first, other)
+            for stream in streams_beside:
+                first = _joined(site, first, stream)
         except _UnreadError as error:
             first = Unknown(site, str(error))
         if isinstance(first, SitePlan):
@@ -284,29 +285,31 @@ def _stream(
         plan = _fused(tensors, at, leaf, geometry)
     else:
         return None
-    for part in plan.slices():
-        _check_readable(tensors, part.tensor)
+    for weight_slice in plan.slices():
+        _check_readable(tensors, weight_slice.tensor)
     return _with_norms(tensors, plan, leaf, geometry)
 
 
-def _joined(site: str, plan: SitePlan | Unknown, other: SitePlan | Unknown) -> SitePlan:
+def _joined(
+    site: str, plan: SitePlan | Unknown, stream: SitePlan | Unknown
+) -> SitePlan:
     """Returns a layer with the streams of two plans."""
     if (
         isinstance(plan, Unknown)
-        or isinstance(other, Unknown)
-        or (plan.n_heads, plan.head_dim) != (other.n_heads, other.head_dim)
+        or isinstance(stream, Unknown)
+        or (plan.n_heads, plan.head_dim) != (stream.n_heads, stream.head_dim)
     ):
         raise _UnreadError(
             "its two streams of tokens do not fit together, or one of them is not read: "
-            + "; ".join(x.reason for x in (plan, other) if isinstance(x, Unknown))
+            + "; ".join(x.reason for x in (plan, stream) if isinstance(x, Unknown))
         )
     return dataclasses.replace(
         plan,
         name=site,
         layout=f"{plan.layout}, two streams",
-        queries=plan.queries + other.queries,
-        keys=plan.keys + other.keys,
-        notes=tuple(dict.fromkeys((*plan.notes, *other.notes))),
+        queries=plan.queries + stream.queries,
+        keys=plan.keys + stream.keys,
+        notes=tuple(dict.fromkeys((*plan.notes, *stream.notes))),
     )
 
 
@@ -314,7 +317,7 @@ def _without_bound(plan: SitePlan, leaves: Sequence[str]) -> SitePlan:
     """Returns the plan without norms, and so without a bound, if other weights beside its projections are named like
     queries or keys: a second stream of tokens, a bias of its own, relative positions that are projected."""
     sides = (*plan.queries, *plan.keys)
-    names = [part.tensor for part in plan.slices()] + [
+    names = [weight_slice.tensor for weight_slice in plan.slices()] + [
         side.gain or "" for side in sides
     ]
     read = {name.removesuffix(".weight").rpartition(".")[2] for name in names}
@@ -343,9 +346,9 @@ def _check_readable(tensors: Tensors, name: str) -> None:
         scales += [module + end for end in _SCALES_OF_8_BITS]
     scales = [f"scales in {scale}" for scale in scales if scale in tensors]
     if not tensor.floating or scales:
-        how = (*scales, f"stored as {tensor.dtype}")[0]
+        storage = (*scales, f"stored as {tensor.dtype}")[0]
         raise _UnreadError(
-            f"{name} is quantised ({how}); scan the checkpoint before quantisation"
+            f"{name} is quantised ({storage}); scan the checkpoint before quantisation"
         )
 
 
@@ -375,6 +378,7 @@ def _separate(
 ) -> SitePlan:
     query, key = f"{at}{q}.weight", f"{at}{k}.weight"
     (q_rows, _), (k_rows, _) = _matrix(tensors, query), _matrix(tensors, key)
+    # Where the number of heads differs from layer to layer, as in UNets, their width is what is known.
     heads = geometry.n_heads
     if heads is None and geometry.head_dim is not None:
         heads = q_rows // geometry.head_dim
@@ -433,6 +437,7 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
         raise _UnreadError(
             f"{leaf} is ambiguous: it could be [q | k | v] or q, k, v per head; give --layout blocks or --layout groups"
         )
+    # Models without grouped keys omit the field.
     groups = geometry.n_kv_heads or heads
     parts = heads + 2 * groups
     # nn.Linear has outputs in rows, GPT-2's Conv1D in columns. Without head_dim, the input is usually as wide as all
@@ -577,6 +582,7 @@ def _with_norms(
     for q, k in [JOINT[leaf]] if leaf in JOINT else GAINS:
         if not any(gains):
             gains = _present(tensors, at + q), _present(tensors, at + k)
+    # Between the two, gains decide: with them the weights do not matter, without them the norm before does.
     before, reason = _norm_before(tensors, plan.name, geometry)
     if geometry.normed and not any(gains) and not is_mla:
         before = None
@@ -586,11 +592,11 @@ def _with_norms(
     ):  # the second stream has a norm of its own, whose name is not known
         before = None
 
-    def input_of(part: Slice | None) -> str | None:
+    def input_of(weight_slice: Slice | None) -> str | None:
         """The norm before attention, unless its width is not that of what the weight reads."""
-        if before is None or part is None:
+        if before is None or weight_slice is None:
             return None
-        width = tensors[part.tensor].shape[1 - part.axis]
+        width = tensors[weight_slice.tensor].shape[1 - weight_slice.axis]
         return before if math.prod(tensors[before].shape) == width else None
 
     # Queries without a latent of their own (DeepSeek-V2-Lite) are projected from the module's input.
@@ -661,6 +667,7 @@ def missing_layers(
         match = re.match(r"(.*?)\.?(\d+)(\.|$)", site.name)
         if match:
             numbers.setdefault(match[1], set()).add(int(match[2]))
+    # A single layer with attention may be shared by all (ALBERT, Zamba), so nothing is missing.
     stacks = {stack for stack, layers in numbers.items() if len(layers) > 1}
     for name in checkpoint.tensors:
         match = re.match(r"(.*?)\.?(\d+)\.", name)

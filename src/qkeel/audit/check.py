@@ -107,6 +107,7 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     inner = unwrapped(model)
     sites, _ = found_sites(inner, args, kwargs)
     guard = FaultGuard("looking at attention failed: {}")
+    # The mode of the model is not changed: what is judged is what is run, dropout included.
     with Tap(inner, guard=guard) as tap, torch.no_grad(), undisturbed(inner):
         tap.sites = sites
         output = inner(*copied(args), **copied(kwargs))
@@ -137,6 +138,7 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
         mean = math.nan if entropies is None else float(entropies.double().nanmean())
         if non_finite is not None and bool((non_finite > 0).any()):
             broken.append(label)
+        # A head without a number must not win by being compared.
         # Comparisons with NaN are false, so the first number replaces it.
         if not top <= largest and not math.isnan(top):
             largest, head_name = top, f"{label} head {head}"
@@ -154,6 +156,7 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     unexpected = findings(
         inner, batch, read_visibility(inner, batch, sites), finite=is_finite
     )
+    # What is seen and should not be outweighs any number: a leak is wrong at every size of logits.
     if unexpected:
         status = Status.NOT_HEALTHY
         sentence = (
@@ -252,8 +255,10 @@ def of_scan(scanned: Scan, threshold: float = HARMFUL_LOGIT) -> Health:
 
 
 def _few(names: Sequence[str], count: int = 3, noun: str = "") -> str:
-    more = len(names) - count
-    return ", ".join(names[:count]) + (f" and {more} more{noun}" if more > 0 else "")
+    n_more = len(names) - count
+    return ", ".join(names[:count]) + (
+        f" and {n_more} more{noun}" if n_more > 0 else ""
+    )
 
 
 def _text(value: float) -> str:

@@ -63,6 +63,7 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
     """
     model = unwrapped(model)
     args, kwargs = _last_batch(model) if batch is None else arguments(batch, "batch")
+    # Two passes, one to find the sites and one to look at them: what the model stores in them is put back.
     with undisturbed(model):
         sites, _ = found_sites(model, args, kwargs)
         foreign = [site for site in sites if not isinstance(site.module, SpecModule)]
@@ -78,7 +79,6 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
         model=type(model).__name__,
         sites=tuple(recipes),
         differences=differences(model, recipes),
-        linear=sites.linear,
     )
 
 
@@ -101,11 +101,13 @@ class SiteEvidence:
         self.trace, self.site = trace, site
         self.calls = [captured.call for captured in trace.calls.get(site.name, [])]
         first = self.calls[0] if self.calls else None
+        # Packed sequences share one batch entry, so that positions start again within it: nothing here tells where.
         is_packed = isinstance(first, AttentionCall) and of_key(first) is not None
         if is_packed or any(call.q is None or call.k is None for call in self.calls):
             self.calls = []
         if self.calls:
             self.rounding = float(torch.finfo(self.calls[0].q.dtype).eps)  # type: ignore[union-attr]
+            # Float32 rounds a head's length by much less; in bfloat16, rounding itself decides.
             self.tolerance = max(2e-4, 8 * self.rounding)
             # All heads, which may have been computed in one call each.
             q, k = (
@@ -138,6 +140,7 @@ class SiteEvidence:
             reason = site.why or "q and k of this attention could not be read"
             return dataclasses.replace(recipe, unknown=(reason,))
         pairs = visible_pairs(self.calls[0])
+        # The first sample speaks for all: what padding hides in the others is no property of the layer.
         visible, window = describe_visible(pairs[0])
         sees_all = visible.startswith(("keys up to its own", "every key"))
         recipe = dataclasses.replace(
@@ -157,6 +160,7 @@ class SiteEvidence:
         for fit in fits.values():
             turn = rotation_of(fit, self.tolerance, self.rounding)
             turns.append(turn)
+            # Without a rotation there is no order to speak of.
             order = "" if turn is None else fit.recipe.order
             norms.append(dataclasses.replace(fit.recipe, order=order))
         for norm in self.trace.norms[site.name]:
@@ -201,7 +205,10 @@ class SiteEvidence:
         for term in self.site.terms:
             last = (term.query if letter == "q" else term.key)[-1]
             parts[last.parameter, last.index.shape, int(last.index[0, 0])] = last
-        outputs = [self.trace.outputs(part, batch, tokens) for part in parts.values()]
+        outputs = [
+            self.trace.outputs(weight_slice, batch, tokens)
+            for weight_slice in parts.values()
+        ]
         assembled = []
         for pieces in zip(*outputs):
             # One key for all heads, as the rotated part of MLA's, belongs to each of them.
@@ -210,6 +217,7 @@ class SiteEvidence:
             ]
             if all(x.shape[1] == heads for x in pieces):
                 assembled.append(torch.cat(pieces, -1))
+        # Weights of one head count that the projections do not have, as after head mixing, are another recipe.
         return [x for x in assembled if x.shape == self.arrived[letter].shape]
 
     def _fit(self, letter: Letter, readings: list[Tensor]) -> NormFit:
@@ -218,7 +226,10 @@ class SiteEvidence:
         reason = "the output of its projection was not seen as a product with the stored weight"
         fit = unknown_norm(arrived, reason)
         scope, module = self.trace.scopes[self.site.name]
-        weights = {part.parameter for part in (*self.site.query, *self.site.key)}
+        weights = {
+            weight_slice.parameter
+            for weight_slice in (*self.site.query, *self.site.key)
+        }
         parameters = {
             name: p
             for name, p in module.named_parameters()

@@ -99,12 +99,18 @@ def measure(
     heads, sides = plan.n_heads, (*plan.queries, *plan.keys)
     finite = torch.ones(heads, dtype=torch.bool)
     wide, frobenius, spectral = {}, {}, {}
-    for part in plan.slices():
-        is_finite = gram[part].isfinite().flatten(1).all(1)
-        products = torch.where(is_finite[:, None, None], gram[part], 0).double()
+    for weight_slice in plan.slices():
+        # A head that is not finite must not hide the others, so it is left out and marked in the end.
+        is_finite = gram[weight_slice].isfinite().flatten(1).all(1)
+        products = torch.where(is_finite[:, None, None], gram[weight_slice], 0).double()
         traces = products.diagonal(dim1=1, dim2=2).sum(1).clamp_min(0)
-        share = heads // len(part.starts)  # query heads that use one key head
-        wide[part], spectral[part], frobenius[part], is_finite = (
+        share = heads // len(weight_slice.starts)  # query heads that use one key head
+        (
+            wide[weight_slice],
+            spectral[weight_slice],
+            frobenius[weight_slice],
+            is_finite,
+        ) = (
             values.repeat_interleave(share, 0)
             for values in (
                 products,
@@ -204,6 +210,7 @@ class _Lengths:
             rotated = rotated * self._projected(key.rope, key.rope_input)
             bound = radii * interaction + rotated
             return bound, unknown, bound, note
+        # Rotations keep lengths, so the product of the largest lengths bounds the logit at any offset.
         q, k = self._longest(plan.queries), self._longest(plan.keys)
         if is_normed:
             return unknown, q * k, unknown, note
@@ -223,14 +230,15 @@ class _Lengths:
         ]
         return torch.stack(lengths).amax(0)
 
-    def _projected(self, part: Slice, gain: str | None) -> Tensor:
+    def _projected(self, weight_slice: Slice, gain: str | None) -> Tensor:
         """Returns ‖W_h‖₂ ρ + ‖b_h‖ for each query head, which no rotation changes."""
-        length = self.spectral[part] * self._radius(gain)
-        bias = None if part.bias is None else self.load(part.bias)
+        length = self.spectral[weight_slice] * self._radius(gain)
+        bias = None if weight_slice.bias is None else self.load(weight_slice.bias)
         if bias is None:
             return length
         norms = [
-            bias[start : start + part.rows].double().norm() for start in part.starts
+            bias[start : start + weight_slice.rows].double().norm()
+            for start in weight_slice.starts
         ]
         return length + self._per_query_head(torch.stack(norms))
 

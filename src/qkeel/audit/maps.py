@@ -151,6 +151,7 @@ def attention_maps(
         maps.heads[layer] = _numbers("head", heads, h, layer)
         maps.rows[layer] = _numbers("row", rows, t, layer)
         total += b * len(maps.heads[layer]) * len(maps.rows[layer]) * s
+    # Before anything is computed: a picture of all layers of a long batch would end the process.
     if total > LIMIT:
         raise InvalidValueError(
             f"expected at most {LIMIT:,} weights ({LIMIT * 4 >> 30} GiB), got {total:,}: choose layers=, heads= or "

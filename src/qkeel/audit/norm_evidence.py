@@ -125,6 +125,7 @@ def fit_norm(
     numbers alone would take any parameter of ones for a gain. `tolerance` is the relative error at which vectors count
     as equal, and `rounding` the eps of their dtype.
     """
+    # The simplest answer first: whoever scales only fits any norm too, if all tokens have one length.
     linear = _compared(projected, arrived, NormRecipe())
     without_gain = list(_norms(projected, arrived, None))
     if linear.error <= tolerance:
@@ -232,6 +233,7 @@ def _with_gain(
     gain, bias = candidate.gain[:, None], 0.0
     if candidate.bias is not None:
         bias = candidate.bias[:, None]
+    # A gain per dimension does not commute with a rotation, so the two orders differ in lengths.
     for is_rotated, order in enumerate(("before RoPE", "after RoPE")):
         if candidate.sees_rotated not in (None, bool(is_rotated)):
             continue
@@ -259,7 +261,9 @@ def rotation_of(fit: NormFit, tolerance: float, rounding: float) -> Rotation | N
     size, scale = after.shape[-1], float(after.abs().max())
     if after.shape[1] < 3:
         return Rotation(dims=0, of=size, why="the batch has fewer than three tokens")
+    # Some rotate a part of the head only, so the dimensions that never change are left out.
     change = (after - before).abs().amax((0, 1))
+    # The slowest pairs turn by little within a short batch: a hundredth of the tolerance still shows them.
     least = max(min(tolerance / 100, 1e-2), 8 * rounding) * scale
     moving = (change > least).nonzero().flatten()
     count = len(moving)
@@ -301,6 +305,7 @@ def _base(angles: Tensor) -> tuple[float | None, str]:
     if len(visible) < 2 or int(visible[0]) != 0:
         return None, "positions are not 0, 1, 2, …, or too few to see the rotation"
     logs = speed[visible].log()
+    # log speed = -i · 2 ln(base) / dims: a line through the first and last visible pair.
     slope = float((logs[-1] - logs[0]) / visible[-1])
     deviation = (logs - logs[0] - slope * visible).abs().max()
     if float(deviation) > 0.02 or abs(float(logs[0])) > 0.02:

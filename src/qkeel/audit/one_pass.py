@@ -49,6 +49,7 @@ class NormModule:
     def called_on(self, projected: Tensor) -> tuple[bool, bool | None]:
         """Returns whether it was called on a projection [b n t d], or on its first head, and whether after a rotation,
         which keeps the sum of squares but not the sum."""
+        # A ModuleList with one norm for each head sees one head at a time.
         for x in (projected, projected[:, 0]):
             total, energy = _sums(x)
             for received_total, received_energy in self.received:
@@ -118,6 +119,7 @@ class OnePass:
             calls.setdefault(captured.name, captured)
 
         watcher = CaptureMode(self.model, keep, layouts=layouts)
+        # A module that several callers share makes a site for each of them.
         watcher.stack.by_caller = names_by_caller(self.sites)
         names = {id(p): name for name, p in self.model.named_parameters() if p.ndim > 1}
         with ExitStack() as undo:
@@ -171,6 +173,7 @@ class OnePass:
                 if batch > 1:
                     by_token = output.reshape(tokens, batch, features)
                     orders.append(by_token.transpose(0, 1))
+                # Some models put tokens before the batch; which order is right shows in the lengths.
                 return [x[..., rows].transpose(1, 2) for x in orders]
         return []
 

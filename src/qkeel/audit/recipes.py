@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, final
 
-from qkeel.records import LAYER_TYPES, LINEAR
+from qkeel.records import LAYER_TYPES
 
 
 @final
@@ -196,9 +196,6 @@ class Explanation:
     differences: tuple[
         str, ...
     ] = ()  #: one sentence per config setting that the model contradicts
-    linear: tuple[
-        str, ...
-    ] = ()  #: names of the layers without logits, see records.LAYER_TYPES
 
     def __str__(self) -> str:
         parts = [f"{self.model}: {len(self.sites)} attention layers"]
@@ -206,10 +203,6 @@ class Explanation:
         for site in self.sites:
             groups.setdefault("\n  ".join(site.lines()), []).append(site.name)
         parts += [f"{compress(names)}\n  {text}" for text, names in groups.items()]
-        if self.linear:
-            parts.append(
-                f"{compress(self.linear)}\n  type      {LINEAR}: {LAYER_TYPES[LINEAR]}"
-            )
         parts += [f"differs from config: {text}" for text in self.differences]
         return "\n".join(parts)
 

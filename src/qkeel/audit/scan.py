@@ -144,7 +144,7 @@ def scan(
     waiting: dict[str, list[SitePlan]] = {}
     for plan in plans:
         if isinstance(plan, SitePlan):
-            for name in {part.tensor for part in plan.slices()}:
+            for name in {weight_slice.tensor for weight_slice in plan.slices()}:
                 waiting.setdefault(name, []).append(plan)
     gram: dict[Slice, Tensor] = {}
     tensors = []
@@ -163,11 +163,14 @@ def scan(
         for plan in waiting.get(tensor.name, ()):
             parts = plan.slices()
             weight = reader.read(tensor)
-            for part in parts:
-                if part.tensor == tensor.name and part not in gram:
-                    gram[part] = grams(weight, part)
-            if all(part in gram for part in parts):
-                products = {part: gram.pop(part) for part in set(parts)}
+            for weight_slice in parts:
+                if weight_slice.tensor == tensor.name and weight_slice not in gram:
+                    # Gram matrices of a few layers are kept instead of their weights: head_dim² numbers a head.
+                    gram[weight_slice] = grams(weight, weight_slice)
+            if all(weight_slice in gram for weight_slice in parts):
+                products = {
+                    weight_slice: gram.pop(weight_slice) for weight_slice in set(parts)
+                }
                 sizes = geometry(plan.queries[0].weight.tensor)
                 reports[plan.name] = measure(plan, products, load, sizes)
         n_read += math.prod(tensor.shape)
@@ -188,9 +191,9 @@ def scan(
 
 def _nothing_known(checkpoint: Checkpoint) -> UnknownNameError:
     matrices = [name for name, t in checkpoint.tensors.items() if len(t.shape) > 1][:6]
-    known = ", ".join([f"{q}/{k}" for q, k in SEPARATE] + sorted(FUSED))
+    conventions = ", ".join([f"{q}/{k}" for q, k in SEPARATE] + sorted(FUSED))
     return UnknownNameError(
-        f"{checkpoint.path} holds no attention weights under a known name; expected one of {known}; "
+        f"{checkpoint.path} holds no attention weights under a known name; expected one of {conventions}; "
         f"found {', '.join(matrices) or 'no matrices'}, … Rename them, or list the tensors alone with --tensors-only"
     )
 
@@ -198,10 +201,11 @@ def _nothing_known(checkpoint: Checkpoint) -> UnknownNameError:
 def _norm(reader: TensorReader, tensor: StoredTensor) -> tuple[float, int]:
     """Returns the Frobenius norm of the finite values, and the number of other values."""
     total, non_finite = 0.0, 0
-    for part in reader.parts(tensor):
-        for values in part.split(_CHUNK):
+    for weight_slice in reader.parts(tensor):
+        for values in weight_slice.split(_CHUNK):
             wide = values if values.dtype.itemsize >= 4 else values.float()
             square = float(wide.dot(wide))
+            # Counting is slow, so it is done only where the sum says that something is wrong.
             if not math.isfinite(square):  # NaN, infinity, or a square beyond float32
                 exact = values.double()
                 finite = exact.isfinite()
@@ -268,9 +272,9 @@ def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str
             "bounds: no logit can be larger, for any input (nats); unrotated: without RoPE; -: not known"
         )
     if names := outlier_heads(scan):
-        others = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        left_out = f" and {len(names) - 8} more" if len(names) > 8 else ""
         parts.append(
-            f"outlier heads (marked !): {', '.join(names[:8])}{others}: |Wq'Wk|_2 far above the median of all heads"
+            f"outlier heads (marked !): {', '.join(names[:8])}{left_out}: |Wq'Wk|_2 far above the median of all heads"
         )
     layers: dict[str, list[str]] = {}
     for site in scan.sites:
@@ -278,8 +282,8 @@ def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str
             layers.setdefault(note, []).append(site.name)
     for note, names in layers.items():
         is_everywhere = len(names) == len(scan.sites)
-        where = "all layers" if is_everywhere else ", ".join(names[:3])
-        parts.append(f"note ({where}): {note}")
+        layer_names = "all layers" if is_everywhere else ", ".join(names[:3])
+        parts.append(f"note ({layer_names}): {note}")
     parts += [
         f"not finite: {t.name} has {t.non_finite:,} NaN or infinite values"
         for t in scan.tensors
@@ -299,6 +303,7 @@ def _largest_head(site: SiteReport) -> int:
     """Returns the head with the largest bound, or norm where there is no bound; one that is not finite comes first."""
     sizes = site.bounds()
     if not any(map(math.isfinite, sizes)):
+        # Without a bound, the weights' own size orders the heads.
         sizes = site.interaction_spectral
     sizes = [math.inf if math.isnan(size) else size for size in sizes]
     return sizes.index(max(sizes))

@@ -130,6 +130,7 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
             sentence = f"sees beyond its window of {contract.size}: {beyond}"
             return _verdict(Status.NOT_HEALTHY, sentence)
     trials = list(_trials(contract, passes, layers))
+    # Two equal passes show the noise of the model itself, which no contract can ask it to be below.
     first, second = passes.outputs(passes.tokens), passes.outputs(passes.tokens)
     judged = [name for name, x in first.items() if passes.by_position(x) is not None]
     skipped = [name for name in first if name not in judged]
@@ -164,6 +165,7 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
         return _verdict(Status.NOT_KNOWN, sentence + left_out)
     note = ""
     if rounded and passes.dtype != torch.float64:
+        # Rounding or a small leak? In float64 the one falls by nine digits and the other stays.
         exact = _in_float64(passes.inner, args, kwargs, contract)
         if exact is not None and exact.status is not Status.HEALTHY:
             return exact
@@ -215,6 +217,7 @@ class _Passes:
     def __init__(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self.inner, self._model = unwrapped(model), model
         self._args, self._kwargs = args, kwargs
+        # By name first: an attention mask has two dimensions too.
         named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")]
         candidates = [
             x
@@ -256,6 +259,7 @@ class _Passes:
         If `eager`, the model itself runs, on whose modules hooks may lie, and not the compiled one.
         """
         with torch.no_grad(), extra_pass(self), undisturbed(self.inner):
+            # The same dropout in every pass, else everything moves.
             torch.manual_seed(0)
             batch = self.batch(tokens)
             with torch.compiler.set_stance("force_eager") if eager else nullcontext():
@@ -277,6 +281,7 @@ class _Passes:
                 # No other token is known to be in the vocabulary, but the one below or token 1 should be.
                 values = torch.cat([values, (values - 1).where(values > 0, values + 1)])
                 values = values.sort().values
+            # Another token of the batch is in the vocabulary for sure, and each is replaced by another one.
             following = torch.searchsorted(values, tokens) + 1
             replacements = values[following % len(values)]
         mask = trial.changed.to(tokens.device)
@@ -345,10 +350,10 @@ def _trials(contract: Contract, passes: _Passes, layers: int) -> Iterator[_Trial
     positions = torch.arange(t).expand(b, t)
     counted = torch.ones_like(positions, dtype=torch.bool)
     # The first and last positions, and others drawn once for each length.
-    places = list(range(1, t))
-    if len(places) > PLACES:
+    positions_tried = list(range(1, t))
+    if len(positions_tried) > PLACES:
         drawn = torch.randperm(t - 3, generator=torch.Generator().manual_seed(t)) + 2
-        places = sorted({1, t // 2, t - 1, *drawn[: PLACES - 3].tolist()})
+        positions_tried = sorted({1, t // 2, t - 1, *drawn[: PLACES - 3].tolist()})
     if isinstance(contract, Documents):
         ids = contract.ids.cpu()
         if ids.shape not in ((t,), (b, t)):
@@ -357,33 +362,36 @@ def _trials(contract: Contract, passes: _Passes, layers: int) -> Iterator[_Trial
             )
         ids = ids.expand(b, t)
         counted = ids >= 0
+        # One document at a time, so that a leak names the one that it came from.
         for number in ids[counted].unique().tolist()[:BORDERS]:
             yield _Trial(
                 changed=counted & (ids != number),
                 kept=ids == number,
                 words=f"the tokens outside document {number}",
             )
-        places = places if contract.causal else []
+        positions_tried = positions_tried if contract.causal else []
     elif isinstance(contract, Window):
         reach = (contract.size - 1) * layers
-        places = [place for place in places if place + reach < t]
-        for place in places:
+        positions_tried = [
+            position for position in positions_tried if position + reach < t
+        ]
+        for position in positions_tried:
             yield _Trial(
-                changed=positions < place,
-                kept=positions >= place + reach,
-                words=f"the tokens before {place}",
+                changed=positions < position,
+                kept=positions >= position + reach,
+                words=f"the tokens before {position}",
             )
     elif contract != "causal":
         raise InvalidValueError(
             f"expected sees='causal', sees=qkeel.Documents(ids) or sees=qkeel.Window(size), got {contract!r}"
         )
-    for place in places:
-        later = counted & (positions >= place)
+    for position in positions_tried:
+        later = counted & (positions >= position)
         if bool(later.any()):
             yield _Trial(
                 changed=later,
-                kept=counted & (positions < place),
-                words=f"the tokens from {place} on",
+                kept=counted & (positions < position),
+                words=f"the tokens from {position} on",
             )
 
 
@@ -416,10 +424,11 @@ def _culprit(passes: _Passes, trial: _Trial) -> str:
         after = _activations(passes, passes.changed(trial), trial.kept)
     except (RuntimeError, QkeelError):
         return ""  # such as too little memory; the verdict stands without the name
-    for (name, inputs, outputs), other in zip(before, after, strict=False):
-        if name != other[0]:
+    for (name, inputs, outputs), changed_call in zip(before, after, strict=False):
+        if name != changed_call[0]:
             return ""  # the passes took different ways through the model
-        if _equal(inputs, other[1]) and not _equal(outputs, other[2]):
+        # Later modules receive what has leaked already; the first with equal inputs is the one to blame.
+        if _equal(inputs, changed_call[1]) and not _equal(outputs, changed_call[2]):
             head = _head(passes, trial, name) or ", no attention,"
             return f": {name or type(passes.inner).__name__}{head} lets them through"
     return ""
@@ -460,10 +469,10 @@ def _activations(
     return calls
 
 
-def _equal(values: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(values) == len(others) and all(
+def _equal(values: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return len(values) == len(expected) and all(
         x.shape == y.shape and bool(((x == y) | (x != x)).all())
-        for x, y in zip(values, others, strict=True)
+        for x, y in zip(values, expected, strict=True)
     )
 
 

@@ -153,6 +153,7 @@ def _of_layer(
             weight, head = by_head.max(0)
             largest = float(weight), int(head)
             layer.weights[kind] = max(layer.weights.get(kind, largest), largest)
+        # A fused kernel gives an empty row zeros, a softmax by hand NaN.
         sums = weights.sum(-1)
         empty = ((sums == 0) | sums.isnan()).any(1)
         if padded_rows is not None:
@@ -177,6 +178,7 @@ def findings(
     kinds: dict[str, list[SeenKeys]] = {}
     for layer in layers:
         if layer.length > 1:
+            # Layers of one stack are compared with each other: an encoder beside a decoder is no odd one out.
             kinds.setdefault(re.sub(r"\d+", "*", layer.layer), []).append(layer)
     batch_tensors = tensors(arguments(batch, "batch"))
     length = next((x.shape[1] for x in batch_tensors if x.ndim > 1), 0)
@@ -226,8 +228,8 @@ def _largest(layers: Sequence[SeenKeys], kind: str) -> str:
 
 
 def _named(layers: Sequence[SeenKeys]) -> str:
-    more = len(layers) - 1
-    return f"{layers[0].layer} and {more} more" if more else layers[0].layer
+    n_more = len(layers) - 1
+    return f"{layers[0].layer} and {n_more} more" if n_more else layers[0].layer
 
 
 def is_causal_by_config(model: nn.Module) -> bool:

@@ -318,13 +318,13 @@ class EagerAttentionTracer:
         replaced = ~condition if chosen is x else condition
         more = self.tags.get(other)
         if isinstance(more, Scores):
-            pair = [dataclasses.replace(t, hidden=None) for t in (tag, more)]
-            both = _sum(*pair, 1.0, step)
+            shown = dataclasses.replace(tag, hidden=None)
+            total = _sum(shown, dataclasses.replace(more, hidden=None), 1.0, step)
             if tag.hidden is not None:
-                both = both.hiding(tag.hidden & ~replaced, out)
+                total = total.hiding(tag.hidden & ~replaced, out)
             if more.hidden is not None:
-                both = both.hiding(more.hidden & replaced, out)
-            return both
+                total = total.hiding(more.hidden & replaced, out)
+            return total
         if isinstance(other, Tensor) and other.numel() > 1:
             return tag.hiding(replaced & (other.detach() <= -APART), out)
         return tag.hiding(replaced, out) if is_low(other) else tag
@@ -537,7 +537,7 @@ def _sum(first: Scores, second: Scores, factor: float, step: Step) -> Scores:
     if first.cap is not None or second.cap is not None:
         lost.append("a term of the sum is capped before it is added")
     frames = [tag.frame.shared_with(step.frame) for tag in (first, second)]
-    both = Scores(
+    total = Scores(
         products=tuple(
             widened(product, step.out.ndim)
             for product in (*first.products, *second.products)
@@ -549,8 +549,8 @@ def _sum(first: Scores, second: Scores, factor: float, step: Step) -> Scores:
     )
     for tag in (first, second):
         if tag.hidden is not None:
-            both = both.hiding(tag.hidden, step.out)
-    return both
+            total = total.hiding(tag.hidden, step.out)
+    return total
 
 
 def _viewed(step: Step, tag: Scores, x: Tensor) -> Scores | None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.spec import AttentionCall
-from qkeel.spec.call import BandCall
 
 # The keys that the queries reach: all preceding keys (or all keys), a window that slides with the query, some of these
 # keys with hidden keys in between, or keys that each represent several tokens.
@@ -24,7 +23,7 @@ LayerType = Literal[
     "full", "window", "sparse", "compressed", "latent", "cross", "indexer"
 ]  # see records.LAYER_TYPES
 
-_ROWS = 1 << 22  # the number of pairs that are examined together
+_PAIRS = 1 << 22  # the number of pairs that are examined together
 
 
 def layer_type(visible: VisibleType, origin: KeyOrigin) -> LayerType:
@@ -56,7 +55,7 @@ class VisibleSets:
     queries: int
 
 
-def told_apart(found: Mapping[str, VisibleSets]) -> dict[str, VisibleType]:
+def told_apart(of_sites: Mapping[str, VisibleSets]) -> dict[str, VisibleType]:
     """The visible types of the sites in one pass. Packed sequences are separated in every layer, so if another site
     with the same number of queries saw all keys, without blocks, the blocks are windows.
 
@@ -66,17 +65,16 @@ def told_apart(found: Mapping[str, VisibleSets]) -> dict[str, VisibleType]:
     >>> told_apart({"a": packed, "b": VisibleSets(visible="full", blocks=False, queries=8)})
     {'a': 'window', 'b': 'full'}
     """
-    whole = {
-        one.queries
-        for one in found.values()
-        if one.visible == "full" and not one.blocks
+    unbroken = {
+        sets.queries
+        for sets in of_sites.values()
+        if sets.visible == "full" and not sets.blocks
     }
-    return {
-        name: "window"
-        if one.visible == "full" and one.blocks and one.queries in whole
-        else one.visible
-        for name, one in found.items()
-    }
+    types: dict[str, VisibleType] = {}
+    for name, sets in of_sites.items():
+        is_window = sets.blocks and sets.queries in unbroken
+        types[name] = "window" if is_window else sets.visible
+    return types
 
 
 @torch.no_grad()
@@ -89,112 +87,79 @@ def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
     - *window*: the keys of every row form a span, and at least once the start of the span advances by one key from one
       query to the next.
     - *full*: all rows have spans that do not advance in this way.
-    - *sparse*: at least one row's keys do not form a span, or keys were gathered for each query, or queries for each
-      block of keys.
+    - *sparse*: at least one row's keys do not form a span, or keys were gathered for each query.
     - *compressed*: there are fewer keys than queries, or there are more and some row's keys do not form a span. Keys
       from a source other than that of the queries are never compressed.
 
     The function waits for the device once and stores no data per pair.
     """
-    t, s = call.query_shape[1], _keys(call)
-    blocks = False
+    t = call.query_shape[1]
+    s = call.logits.shape[3] if isinstance(call, ScoresCall) else call.k.shape[2]
+    visible: VisibleType = "full"
+    has_blocks = False
     if isinstance(call, ScoresCall) and call.gathered and t > 1:
-        visible: VisibleType = "sparse"
-    elif isinstance(call, BandCall) and origin != "other" and _by_blocks(call):
         visible = "sparse"
     elif s < t and origin != "other":
         visible = "compressed"
-    elif not _any_hidden(call):
-        visible = "full"
-    else:
-        spans, slides, several = _spans(call)
-        if spans:
-            visible, blocks = ("window", False) if slides else ("full", several)
-        else:
+    elif _may_hide_pairs(call):
+        are_spans, do_slide, has_blocks = _spans(call, s)
+        if not are_spans:
             visible = "sparse" if s == t or origin == "other" else "compressed"
-    return VisibleSets(visible=visible, blocks=blocks, queries=t)
+        elif do_slide:
+            visible = "window"
+    is_full = visible == "full"
+    return VisibleSets(visible=visible, blocks=is_full and has_blocks, queries=t)
 
 
-def _spans(call: Seen) -> tuple[bool, bool, bool]:
-    """Whether the set of every row is a span, whether the start of a span advances by one key from one row to the next,
-    and whether spans start at different keys."""
-    masks = [
-        (visible.any(1), (visible | ~visible.any(-1, keepdim=True)).all(1))
-        for visible in _blocks(call)
-    ]
-    seen, always = (torch.stack(parts) for parts in zip(*masks))
-    kept = seen.any(0) & ~always.all(0)  # [n s]
-    rows = []
-    for visible in _blocks(call):
-        row = (visible & kept[:, None]).to(torch.uint8)
-        rows.append(
-            (row.argmax(-1), row.shape[-1] - 1 - row.flip(-1).argmax(-1), row.sum(-1))
-        )
-    first, last, count = (torch.cat(parts, -1) for parts in zip(*rows))  # [n t]
-    rank = kept.cumsum(-1)  # keys that are left out make no gaps
-    start, end, some = rank.gather(-1, first), rank.gather(-1, last), count > 0
-    spans = ((end - start + 1 == count) | ~some).all()
-    # A row of one key has no start of its own: in a causal mask, the first row sees one key as well.
-    wide = torch.minimum(count[..., 1:], count[..., :-1]) > 1
-    slides = (wide & (start[..., 1:] == start[..., :-1] + 1)).any()
-    several = (
-        start.masked_fill(~some, -1).amax(-1)
-        > start.masked_fill(~some, kept.shape[-1] + 1).amin(-1)
-    ).any()
-    are_spans, do_slide, are_several = torch.stack([spans, slides, several]).tolist()
-    return are_spans, do_slide, are_several
-
-
-def _keys(call: Seen) -> int:
-    return call.logits.shape[3] if isinstance(call, ScoresCall) else call.k.shape[2]
-
-
-def _by_blocks(call: BandCall) -> bool:
-    """True if the packed sequences are blocks of keys of equal length, each with the queries that chose it, as in the
-    fast implementation of MoBA, where every query sees its full block and the number of queries varies between
-    blocks."""
-    if call.causal or call.of_key is None:
-        return False
-    some = call.high > call.low
-    of_query = call.low[some].unique(return_counts=True)[1]
-    wide, own = (call.high - call.low)[some], call.of_key.unique(return_counts=True)[1]
-    alike = [
-        len(own) > 1,
-        len(of_query) > 1,
-        (own == own[:1]).all(),
-        (wide == own[:1]).all(),
-    ]
-    return all(map(bool, alike)) and bool((of_query != of_query[:1]).any())
-
-
-def _any_hidden(call: Seen) -> bool:
+def _may_hide_pairs(call: Seen) -> bool:
     """False if it is certain, without reading tensor values, that all queries see all keys or all keys up to their
     own."""
-    if isinstance(call, ScoresCall):
-        return (
-            call.hidden is not None
-            and call.hidden.shape[2] > 1
-            and call.hidden.shape[3] > 1
-        )
-    if type(call) is not AttentionCall or call.window is not None:
+    mask = call.hidden if isinstance(call, ScoresCall) else call.mask
+    if not isinstance(call, ScoresCall) and (
+        type(call) is not AttentionCall or call.window is not None
+    ):
         return True
-    return call.mask is not None and call.mask.shape[2] > 1 and call.mask.shape[3] > 1
+    return mask is not None and mask.shape[2] > 1 and mask.shape[3] > 1
 
 
-def _blocks(call: Seen) -> Iterator[Bool[Tensor, "n r s"]]:
+def _spans(call: Seen, s: int) -> tuple[bool, bool, bool]:
+    """Whether the set of every row is a span, whether the start of a span advances by one key from one row to the next,
+    and whether spans start at different keys."""
+    is_seen, is_always_seen = [], []
+    for visible in _blocks(call, s):
+        has_keys = visible.any(-1, keepdim=True)
+        is_seen.append(visible.any(1))
+        is_always_seen.append((visible | ~has_keys).all(1))
+    kept = torch.stack(is_seen).any(0) & ~torch.stack(is_always_seen).all(0)  # [n s]
+    rows = []
+    for visible in _blocks(call, s):
+        row = (visible & kept[:, None]).to(torch.uint8)
+        last = s - 1 - row.flip(-1).argmax(-1)
+        rows.append((row.argmax(-1), last, row.sum(-1)))
+    first, last, count = (torch.cat(parts, -1) for parts in zip(*rows))  # [n t]
+    rank = kept.cumsum(-1)  # keys that are left out make no gaps
+    start, end, has_keys = rank.gather(-1, first), rank.gather(-1, last), count > 0
+    are_spans = ((end - start + 1 == count) | ~has_keys).all()
+    # A row of one key has no start of its own: in a causal mask, the first row sees one key as well.
+    are_wide = torch.minimum(count[..., 1:], count[..., :-1]) > 1
+    do_slide = (are_wide & (start[..., 1:] == start[..., :-1] + 1)).any()
+    latest = start.masked_fill(~has_keys, -1).amax(-1)
+    earliest = start.masked_fill(~has_keys, s + 1).amin(-1)
+    answers = torch.stack([are_spans, do_slide, (latest > earliest).any()]).tolist()
+    return answers[0], answers[1], answers[2]
+
+
+def _blocks(call: Seen, s: int) -> Iterator[Bool[Tensor, "n r s"]]:
     """The visible pairs in blocks of rows, for each sequence and head that has a separate mask."""
     b, h, t = (call.logits if isinstance(call, ScoresCall) else call.q).shape[:3]
-    s = _keys(call)
-    n_rows = max(1, _ROWS // max(1, b * h * s))
-    for begin in range(0, t, n_rows):
-        rows = slice(begin, min(t, begin + n_rows))
+    size = max(1, _PAIRS // max(1, b * h * s))
+    for start in range(0, t, size):
+        rows = slice(start, min(t, start + size))
         if isinstance(call, ScoresCall):
-            assert call.hidden is not None
-            visible: Tensor | None = ~(
-                call.hidden if call.hidden.shape[2] == 1 else call.hidden[:, :, rows]
-            )
+            hidden = call.hidden_in(rows)
+            visible = None if hidden is None else ~hidden
         else:
             visible = call.visible(rows, slice(0, s))
         if visible is None:
             visible = torch.ones(1, 1, 1, s, dtype=torch.bool, device=call.query_device)
-        yield visible.expand(*visible.shape[:2], rows.stop - begin, s).flatten(0, 1)
+        yield visible.expand(*visible.shape[:2], rows.stop - start, s).flatten(0, 1)

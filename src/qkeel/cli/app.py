@@ -59,11 +59,11 @@ def make_app(words: Sequence[str]) -> App:
             help_epilogue=f"{ALL_OPTIONS}Example: {example('study')}",
         )
     )
-    for command, (place, line) in commands().items():
+    for command, (location, line) in commands().items():
         parent, _, name = command.rpartition(" ")
         has_more = parent or command in ("run", "demo")
         (study if parent else app).command(
-            place,
+            location,
             name=name,
             help=None if name in words else line,
             help_epilogue=(ALL_OPTIONS if has_more else "") + example_of[command],
@@ -88,6 +88,7 @@ def main(arguments: Sequence[str]) -> int:
             "--help" if word == HELP_ALL else word for word in _before_dashes(arguments)
         ]
         app = make_app(words)
+        # What stands behind -- belongs to another command and is never read as an option of ours.
         words += arguments[len(words) :]
         code = app(
             words, exit_on_error=False, print_error=False, result_action="return_value"
@@ -104,6 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"interrupted. Resume with: {command_line()}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `qkeel presets | head`
+        # The interpreter flushes stdout once more at its end, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except OSError as error:

@@ -75,8 +75,8 @@ EXAMPLES = {
 def commands() -> dict[str, tuple[str, str]]:
     """Returns the location and the summary of each command: those in COMMANDS, `qkeel demo` and `qkeel study NAME`."""
     places = {
-        command: (f"qkeel.cli.{place}", _summary(*place.split(":")))
-        for command, place in COMMANDS.items()
+        command: (f"qkeel.cli.{location}", _summary(*location.split(":")))
+        for command, location in COMMANDS.items()
     }
     for name, study in STUDIES.items():
         command = "demo" if name == "demo" else f"study {name}"
@@ -87,6 +87,7 @@ def commands() -> dict[str, tuple[str, str]]:
 @functools.cache
 def _summary(module: str, name: str) -> str:
     """Returns the first line of a command's docstring, read from the file because an import would load torch."""
+    # Read, not imported: the help of all commands would wait for torch.
     text = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
     docstring = text.partition(f"\ndef {name}(")[2].partition('"""')[2]
     return docstring.partition("\n")[0].removesuffix('"""')
@@ -114,9 +115,9 @@ def overview() -> str:
         "Keeps attention logits on an even keel. For help on a command: qkeel COMMAND --help",
     ]
     for name, members in GROUPS.items():
-        others = [c for c in lines if c not in members and group(c) == name]
+        unlisted = [c for c in lines if c not in members and group(c) == name]
         parts += ["", f"{name}:"]
-        for command in (*members, *sorted(others)):
+        for command in (*members, *sorted(unlisted)):
             row = f"  {command:<{width - 2}}{lines[command]}"
             parts.append(textwrap.fill(row, 100, subsequent_indent=" " * width))
     parts += ["", "Examples:"]

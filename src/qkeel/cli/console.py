@@ -96,10 +96,10 @@ class RunView:
 
     def on_record(self, record: Row) -> None:
         """Prints a record of metrics.jsonl as one line: step, losses, grad_norm, max_logit, entropy, tok/s and ETA."""
-        now, step = time.monotonic(), record["step"]
+        at, step = time.monotonic(), record["step"]
         if self.first is None:
-            self.first = (now, step)
-        seconds = now - self.first[0]
+            self.first = (at, step)
+        seconds = at - self.first[0]
         line = f"step {step:>{len(str(self.steps))}}"
         for name, label in (
             ("train_loss", "loss"),

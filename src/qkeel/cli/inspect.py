@@ -283,10 +283,12 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 def _model_and_batch(name: str) -> tuple[nn.Module, object]:
     """Calls module:function, looked for in the current folder first, and returns the model and batch that it gives."""
     module_name, _, function_name = name.partition(":")
+    # As python -m does, so that a file beside is found though `qkeel` is installed elsewhere.
     sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # A library that the module needs is another error than the module itself.
         if error.name != module_name.partition(".")[0] and error.name != module_name:
             raise  # what the module imports is missing
         raise DataError(

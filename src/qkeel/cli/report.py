@@ -41,19 +41,19 @@ def explain_command(name: str, /) -> int:
         name: A preset or remedy, with options if needed, like gemma2:cap=30 or lalr:tau=0.1, or a metric like
             sink_head_ratio.
     """
-    known = answers()["explained"].get(name)
+    explanation = answers()["explained"].get(name)
     with suppress(UnknownNameError):
         number = f"{name}: {explain_field(name)}"
-        known = (
+        explanation = (
             number
-            if known is None
-            else f"{known}\n\nA recorded metric has the same name. {number}"
+            if explanation is None
+            else f"{explanation}\n\nA recorded metric has the same name. {number}"
         )
-    if known is None:  # a name with options, several names, or an unknown name
+    if explanation is None:  # a name with options, several names, or an unknown name
         from qkeel.cli.inspect import explain
 
-        known = explain(name)
-    print(known)
+        explanation = explain(name)
+    print(explanation)
     return OK
 
 

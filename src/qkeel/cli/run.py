@@ -119,16 +119,16 @@ _kinds = functools.cache(
 
 def view(
     without: Collection[tuple[str, str]] = (),
-    more: Iterable[Flag] = (),
+    extra: Iterable[Flag] = (),
     several: Collection[str] = (),
 ) -> type:
-    """Returns a dataclass of flags: those in `more` and one for each field of RunConfig and its parts that is not
+    """Returns a dataclass of flags: those in `extra` and one for each field of RunConfig and its parts that is not
     itself a dataclass. Flags that are not given are None.
 
     The flags of the fields in `several` take a list of values.
     """
     docs = {section: _documents(cls) for section, (cls, _) in _SECTIONS.items()}
-    flags = list(more)
+    flags = list(extra)
     for flag, (section, field) in _ENTRIES.items():
         if (section, field) in without:
             continue
@@ -213,11 +213,11 @@ def starting(flags: object) -> RunConfig | None:
     return MULTIMODAL_BASE if task == "multimodal" else None
 
 
-def _over(values: Settings, more: Settings) -> Settings:
-    """Updates nested values with those in `more`, which replace values of the same name, and returns them."""
-    for key, value in more.items():
-        both = isinstance(value, dict) and isinstance(values.get(key), dict)
-        values[key] = _over(values[key], value) if both else value
+def _over(values: Settings, extra: Settings) -> Settings:
+    """Updates nested values with those in `extra`, which replace values of the same name, and returns them."""
+    for key, value in extra.items():
+        are_tables = isinstance(value, dict) and isinstance(values.get(key), dict)
+        values[key] = _over(values[key], value) if are_tables else value
     return values
 
 
@@ -244,20 +244,20 @@ def run(
         fail_on_collapse: Exit with code 3 if attention collapsed or the loss is NaN.
     """
     config = resolve(configure(flags, recipe, starting(flags))[0])
-    place = out or Path("runs") / config.run_id
+    path = out or Path("runs") / config.run_id
     console = make_console(stderr=json_)
-    print_line(console, f"run {place}")
+    print_line(console, f"run {path}")
     watcher = Watcher(
         on_record=RunView(console, config.steps).on_record,
         should_stop=_stop_on_interrupt(),
     )
     try:
-        directory = train(config, place, command=command_line(), watcher=watcher)
+        directory = train(config, path, command=command_line(), watcher=watcher)
     except QkeelError:
         raise
     except Exception as error:
         print(
-            f"error: the run failed: {type(error).__name__}: {error}; see {place / 'FAILED'}",
+            f"error: the run failed: {type(error).__name__}: {error}; see {path / 'FAILED'}",
             file=sys.stderr,
         )
         return FAILED
@@ -265,9 +265,9 @@ def run(
     if json_:
         print(json.dumps({k: v if v == v else None for k, v in row.items()}))
     state = "collapsed" if row["collapsed"] else "healthy"
-    result = f"val_loss {row['val_loss']:.3f}, max logit {number(row['max_logit'])}, {row['cpu_seconds']:.1f} cpu-s"
-    console.print(f"{state}: {result}", highlight=False)
-    print_line(console, f"run {place}")
+    outcome_text = f"val_loss {row['val_loss']:.3f}, max logit {number(row['max_logit'])}, {row['cpu_seconds']:.1f} cpu-s"
+    console.print(f"{state}: {outcome_text}", highlight=False)
+    print_line(console, f"run {path}")
     return COLLAPSED if fail_on_collapse and row["collapsed"] else OK
 
 
@@ -328,7 +328,7 @@ def study_command(name: str) -> Callable[..., int]:
     study = STUDIES[name]
     without = {("", "remedy"), ("", "seed"), *study.decides}
     options = (*study.options, QUICK) if name == "demo" else study.options
-    flags: Any = view(without=without, more=map(_flag, options), several=study.axes)
+    flags: Any = view(without=without, extra=map(_flag, options), several=study.axes)
 
     def command(
         *,
@@ -458,23 +458,25 @@ def run_study(
             console,
             f"page {page.file}: it appears after two runs, and fills while the others end",
         )
-    result = _execute(console, plan, out, execution, page)
+    study_result = _execute(console, plan, out, execution, page)
     write(out, page.file, baseline=baseline)
     if plan.contexts:
         print_line(console, "next-token accuracy in %, mean over seeds:")
-        console.print(extrapolated(result.long_table))
+        console.print(extrapolated(study_result.long_table))
     for role in () if plan.contexts else dict.fromkeys(run.role for run in plan.runs):
         ids = {run.config.run_id for run in plan.runs if run.role == role}
         title = "" if role == "grid" else f"{role}: "
         print_line(console, f"{title}mean val_loss over seeds (largest max logit):")
-        console.print(ranking([row for row in result.table if row["run_id"] in ids]))
-    for failure in result.failures:
+        console.print(
+            ranking([row for row in study_result.table if row["run_id"] in ids])
+        )
+    for failure in study_result.failures:
         print_line(console, f"failed: {failure.directory}: {failure.error}")
     print_line(console, f"report {page.file}")
     print_line(console, f"study {out}")
-    if result.failures:
+    if study_result.failures:
         return FAILED
-    collapsed = any(row["collapsed"] for row in result.table)
+    collapsed = any(row["collapsed"] for row in study_result.table)
     return COLLAPSED if how.fail_on_collapse and collapsed else OK
 
 
@@ -489,14 +491,14 @@ class StudyPage:
     def on_outcome(self, outcome: Outcome) -> None:
         """Writes the page if two runs have ended and the last version is PAGE_SECONDS old."""
         self._ended += 1
-        now = time.monotonic()
-        if self._ended >= 2 and now >= self._written + PAGE_SECONDS:
+        at = time.monotonic()
+        if self._ended >= 2 and at >= self._written + PAGE_SECONDS:
             # A page that cannot be written, for example on a full disk, must not stop the runs; at the end it is said.
             with contextlib.suppress(QkeelError):
                 write(
                     self._out, self.file, baseline=self._baseline, refresh=PAGE_SECONDS
                 )
-            self._written = now
+            self._written = at
 
 
 def _execute(

@@ -93,11 +93,12 @@ def watch(
         policy: The autopilot's policy, like ladder:threshold=50 [default: ladder].
     """
     cadence = when.cadence()
-    others = [part for text in sink for part in sinks(text)]
-    for one in others:
-        one.require()
-    own = sys.argv[1 : len(sys.argv) - len(command)]
-    if command and own[-1:] != ["--"]:
+    trackers = [tracker for text in sink for tracker in sinks(text)]
+    for tracker in trackers:
+        tracker.require()
+    # The words before -- are qkeel's, and are typed again in what an alarm proposes.
+    words = sys.argv[1 : len(sys.argv) - len(command)]
+    if command and words[-1:] != ["--"]:
         raise _misread(command)
     if apply is not None:
         if autopilot or policy is not None:
@@ -107,15 +108,16 @@ def watch(
         apply = canonical(apply)
     program = parse(command)
     if not isinstance(program, Program):
-        words = under_torchrun(program, ["qkeel", *own])
+        launcher = under_torchrun(program, ["qkeel", *words])
         os.environ[TYPED] = shlex.join(command)
-        _become(words)
+        _become(launcher)
     typed = os.environ.pop(
         TYPED, None
     )  # so that the script's environment is the same as without qkeel
     source = prepare(program)
-    place = out or Path("qkeel-runs") / program.title
-    folder = place.absolute().parent
+    directory = out or Path("qkeel-runs") / program.title
+    folder = directory.absolute().parent
+    # Before the script runs: its first record would come after minutes of training.
     while not folder.exists():
         folder = folder.parent
     if not os.access(folder, os.W_OK):
@@ -127,16 +129,16 @@ def watch(
         named_policy(named)
     plan = WatchPlan(
         cadence=cadence,
-        out=place.absolute(),
-        shown=place,
+        out=directory.absolute(),
+        shown=directory,
         fix=Fix(
-            own=own,
+            own=words,
             command=command if typed is None else shlex.split(typed),
             applied=apply or "",
             piloted=named is not None,
             launched=typed is None and int(os.environ.get("WORLD_SIZE", "1")) > 1,
         ),
-        sinks=tuple(others),
+        sinks=tuple(trackers),
         query_mask=query_mask,
         nan=nan,
         policy=named,

@@ -91,12 +91,13 @@ class Fix:
         line, spec = proposed[0], proposed[1]
         if re.search(r"\b(lalr|qk_clip)\b", spec):
             line += _WHY
-        again = f"restart it with --apply {spec} before the --"
+        # A launcher's own command is not known here, so only its change can be said.
+        command = f"restart it with --apply {spec} before the --"
         if not self.launched:
             applied = [*self.own[:-1], "--apply", spec, "--", *self.command]
-            again = shlex.join(["qkeel", *applied])
+            command = shlex.join(["qkeel", *applied])
         return [
-            f"to fix it: {again}",
+            f"to fix it: {command}",
             f"or in the script, after the optimizer is created: {line}",
         ]
 
@@ -164,11 +165,14 @@ class MessageSink(Sink):
 
     def alarm(self, alarm: Alarm) -> None:
         """Prints one line and, for the first alarm that needs action, also what to do."""
-        before = [other for other in self._alarms if other.cause == alarm.cause]
+        earlier = [x for x in self._alarms if x.cause == alarm.cause]
         self._alarms.append(alarm)
-        if any(other.step == alarm.step for other in before):
-            return  # the most severe alarm came first
-        self.writer(dataclasses.replace(alarm, trend="").line if before else alarm.line)
+        # Of one step, the most severe alarm comes first, and the others say the same.
+        if any(x.step == alarm.step for x in earlier):
+            return
+        self.writer(
+            dataclasses.replace(alarm, trend="").line if earlier else alarm.line
+        )
         if alarm.severity is not Severity.NOTICE and alarm.remedy not in self._fixed:
             self._fixed.add(alarm.remedy)
             for line in self.fix.lines(alarm.remedy):
@@ -229,10 +233,10 @@ class MessageWriter(Handle):
         super().__init__(self._stop)
 
     def _show(
-        self, message: Warning | str, category: type[Warning], *where: Any
+        self, message: Warning | str, category: type[Warning], *location: Any
     ) -> None:
         if not issubclass(category, QkeelWarning):
-            self._plain(message, category, *where)
+            self._plain(message, category, *location)
         elif self.here and not issubclass(category, AlarmWarning):
             # Alarms are printed separately.
             rank = f" (rank {self.rank})" if self.rank else ""
@@ -290,7 +294,7 @@ class ModelFinder(Handle):
         of_script: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: (
             None
         ),
-        another: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
+        further: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
         end: Callable[[Monitor], None] = Monitor.close,
     ) -> None:
         """Registers the hooks on optimizers.
@@ -298,24 +302,24 @@ class ModelFinder(Handle):
         Args:
             start: called to start watching a model.
             of_script: called once for each model that the script watches itself.
-            another: called for each further optimizer of a model that is already watched.
+            further: called for each further optimizer of a model that is already watched.
             end: called to stop watching a model before another watch of it begins.
         """
         self.optimizers = 0  # number of optimizers created so far
         self._start, self._of_script = start, of_script
-        self._another, self._end = another, end
+        self._further, self._end = further, end
         # Models that the script watches itself.
         self._theirs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._pid = os.getpid()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int]
         self._steps = weakref.WeakKeyDictionary()
         self._watches: list[_Watch] = []
-        made = when_made(lambda optimizer: self._safely(self._made, optimizer))
+        creation = when_made(lambda optimizer: self._safely(self._made, optimizer))
         steps = StepHooks(
             lambda optimizer: self._safely(self._before_step, optimizer),
             lambda optimizer: self._safely(self._after_step, optimizer),
         )
-        super().__init__(compose([made, steps]).remove)
+        super().__init__(compose([creation, steps]).remove)
 
     def _made(self, optimizer: Optimizer) -> None:
         self.optimizers += 1
@@ -324,13 +328,14 @@ class ModelFinder(Handle):
 
     def _look(self, optimizer: Optimizer) -> None:
         self._watches = [w for w in self._watches if w.monitor() is not None]
+        # An optimizer may hold the weights of several models, as a loss of two networks does.
         for chain in chains(optimizer):
             watches = [w for w in self._watches if any(w.model is m for m in chain)]
             theirs = next(filter(watched, chain), None)
-            if not watches and theirs is None:
-                self._begin(chain, optimizer)
-            elif not watches:
-                if theirs not in self._theirs:
+            if not watches:
+                if theirs is None:
+                    self._begin(chain, optimizer)
+                elif theirs not in self._theirs:
                     self._theirs.add(theirs)
                     self._of_script(theirs, optimizer)
             elif not self._steps[optimizer] and self._has_stepped(watches[0]):
@@ -338,8 +343,10 @@ class ModelFinder(Handle):
                 watches[0].end(self._end)
                 self._watches.remove(watches[0])
                 self._begin(chain, optimizer)
-            elif watches[0].optimizer() is not optimizer and watches[0].model:
-                self._another(watches[0].model, optimizer)
+            elif watches[0].optimizer() is not optimizer:
+                model = watches[0].model
+                if model is not None:
+                    self._further(model, optimizer)
 
     def _has_stepped(self, watch: _Watch) -> bool:
         first = watch.optimizer()
@@ -376,6 +383,7 @@ class ModelFinder(Handle):
             self._look(optimizer)
 
     def _safely(self, act: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
+        # Workers of a data loader are forked with these hooks and must stay silent.
         if os.getpid() != self._pid or not self.active:
             return
         try:
@@ -422,48 +430,46 @@ def chains(optimizer: Optimizer) -> list[list[nn.Module]]:
     """
     left = {id(p) for group in optimizer.param_groups for p in group["params"]}
     least = LEAST_SHARE * len(left)
+    # The program's variables are not known, so models are sought among all objects. `type`, and not `isinstance`, which
+    # asks the object for its class: proxies of other libraries answer by doing things.
     modules = [
-        thing
-        for thing in gc.get_objects()
-        if issubclass(type(thing), nn.Module) and is_made(thing)
+        candidate
+        for candidate in gc.get_objects()
+        if issubclass(type(candidate), nn.Module) and is_made(candidate)
     ]
-    parts = {id(part) for module in modules for part in _parts(module)}
-    tops = [m for m in modules if id(m) not in parts and COPY_MARK not in vars(m)]
+    inner = {id(child) for module in modules for child in _children(module)}
+    tops = [m for m in modules if id(m) not in inner and COPY_MARK not in vars(m)]
     roots = {id(root): root for root in map(_model, tops)}
     sizes = {key: sum(1 for _ in root.parameters()) for key, root in roots.items()}
     held = {
         key: left & {id(p) for p in root.parameters()} for key, root in roots.items()
     }
-    found = []
-    for key in sorted(
-        roots,
-        key=lambda key: (-len(held[key]), sizes[key], type(roots[key]).__qualname__),
-    ):
-        own = held[key] & left
-        if not own or len(own) < least:
-            continue
-        left -= own
-        found.append(_inwards(roots[key], own))
-    return found
+
+    def order(key: int) -> tuple[int, int, str]:
+        # Of several that hold the same parameters, the one with the fewest others.
+        return -len(held[key]), sizes[key], type(roots[key]).__qualname__
+
+    models = []
+    for key in sorted(roots, key=order):
+        parameters = held[key] & left
+        if parameters and len(parameters) >= least:
+            left -= parameters
+            models.append(_inwards(roots[key], parameters))
+    return models
 
 
-def _inwards(module: nn.Module, own: set[int]) -> list[nn.Module]:
+def _inwards(root: nn.Module, parameters: set[int]) -> list[nn.Module]:
+    """The module and those inside it that hold these parameters too, from the outermost inwards."""
     chain = []
-    part: nn.Module | None = module
-    while part is not None:
-        if (
-            type(part).forward is not nn.Module.forward
-        ):  # containers such as ModuleList can't be called
-            chain.append(part)
-        part = next(
-            (
-                unwrapped(p)
-                for p in _parts(part)
-                if own <= {id(x) for x in p.parameters()}
-            ),
-            None,
-        )
-    return chain or [module]
+    module: nn.Module | None = root
+    while module is not None:
+        # Containers such as ModuleList can't be called.
+        if type(module).forward is not nn.Module.forward:
+            chain.append(module)
+        children = [unwrapped(child) for child in _children(module)]
+        holding = [c for c in children if parameters <= {id(p) for p in c.parameters()}]
+        module = holding[0] if holding else None
+    return chain or [root]
 
 
 def _model(module: nn.Module) -> nn.Module:
@@ -473,8 +479,8 @@ def _model(module: nn.Module) -> nn.Module:
         return module
 
 
-def _parts(module: nn.Module) -> list[nn.Module]:
-    return [part for part in submodules_of(module).values() if part is not None]
+def _children(module: nn.Module) -> list[nn.Module]:
+    return [child for child in submodules_of(module).values() if child is not None]
 
 
 # The models of a training script, each recorded in a separate run directory.
@@ -535,8 +541,8 @@ class _Remedied:
             for parsed in parse_remedies(str(term))
         ]
         on_pass, self._on_steps = (
-            "+".join(text for text, one in terms if one.on_steps is wanted)
-            for wanted in (False, True)
+            "+".join(text for text, remedy in terms if remedy.on_steps is on_steps)
+            for on_steps in (False, True)
         )
         self._before = {name for name, _ in model.named_parameters()}
         self._model, self._optimizers = weakref.ref(model), [weakref.ref(optimizer)]
@@ -564,8 +570,8 @@ class _Remedied:
             self._steps.remove()
             self._steps = steps = self._at_next_pass(self._on_steps, optimizer, refused)
             if steps is not None:
-                for other in disjoint(self._optimizers, optimizer):
-                    steps.or_with(other)
+                for earlier in disjoint(self._optimizers, optimizer):
+                    steps.or_with(earlier)
             if had_state:
                 write(
                     f"{self._on_steps} starts again from its initial state on the new {type(optimizer).__name__}"
@@ -573,12 +579,12 @@ class _Remedied:
         self._optimizers.append(weakref.ref(optimizer))
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         model = self._model()
-        own = (
-            {}
-            if model is None
-            else {n: p for n, p in model.named_parameters() if n not in self._before}
-        )
-        left = [name for name, p in own.items() if id(p) not in stepped]
+        names = {} if model is None else dict(model.named_parameters())
+        left = [
+            name
+            for name, p in names.items()
+            if name not in self._before and id(p) not in stepped
+        ]
         if left:
             write(
                 f"the new {type(optimizer).__name__} does not train {', '.join(left)}, which --apply added: these "
@@ -598,15 +604,15 @@ def disjoint(
     earlier: Sequence[weakref.ref[Optimizer]], new: Optimizer
 ) -> list[Optimizer]:
     """The earlier optimizers that still exist and share no parameter with a new one, so that they may continue."""
-    own = {id(p) for group in new.param_groups for p in group["params"]}
-    alive = [
-        found for ref in earlier if (found := ref()) is not None and found is not new
-    ]
-    return [
-        old
-        for old in alive
-        if not own & {id(p) for group in old.param_groups for p in group["params"]}
-    ]
+    parameters = {id(p) for group in new.param_groups for p in group["params"]}
+    apart = []
+    for ref in earlier:
+        old = ref()
+        if old is not None and old is not new:
+            groups = [group["params"] for group in old.param_groups]
+            if parameters.isdisjoint({id(p) for group in groups for p in group}):
+                apart.append(old)
+    return apart
 
 
 @final
@@ -632,12 +638,13 @@ class WatchSession:
         name, plan = type(model).__name__, self.plan
         run = RunDirectorySink(self._place(name), watcher=plan.fix.watcher)
         message_sink = MessageSink(run, self.writer, shown=plan.shown, fix=plan.fix)
-        others = () if any(run.used for run in self._runs) else plan.sinks
+        # A tracker's run takes the numbers of one model.
+        sinks = () if any(run.used for run in self._runs) else plan.sinks
         monitor = attach(
             model,
             optimizer,
             every=plan.cadence,
-            sinks=[run, message_sink, *others] if self.writer.rank == 0 else [],
+            sinks=[run, message_sink, *sinks] if self.writer.rank == 0 else [],
             query_mask=plan.query_mask,
             nan=plan.nan,
         )
@@ -653,6 +660,7 @@ class WatchSession:
                 attach_autopilot(monitor, optimizers, policy=plan.policy)
             )
         self._optimizers.setdefault(model, []).append(weakref.ref(optimizer))
+        # A script may drop model and optimizer long before it ends; the run's files are closed then.
         done = weakref.finalize(optimizer, run.close, True)
         done.atexit = False
         self._runs.append(
@@ -698,7 +706,7 @@ class WatchSession:
             dataclasses.replace(r, over=r.over or r.monitor() is monitor)
             for r in self._runs
         ]
-        pilot = next((one for one in self._pilots() if one.monitor is monitor), None)
+        pilot = next((x for x in self._pilots() if x.monitor is monitor), None)
         (monitor if pilot is None else pilot).close()
 
     def _pilots(self) -> list[Autopilot]:
@@ -720,6 +728,7 @@ class WatchSession:
             self.writer(
                 f"error: {spec} cannot be applied to {name}: {' '.join(str(error).split())}"
             )
+            # Nobody may mistake the run for one with the remedies, so it does not begin.
             raise SystemExit(USAGE)
 
         try:
@@ -743,13 +752,13 @@ class WatchSession:
             complete: whether the script ended without an error.
         """
         self._finder.remove()
-        seen = [monitor for run in self._runs if (monitor := run.monitor()) is not None]
-        broken = any(monitor.passes and not monitor.active for monitor in seen)
-        for one in (
-            *self._pilots(),
-            *seen,
-        ):  # an autopilot closes its monitor after it has seen the last record
-            one.close(complete=complete)
+        monitors = [
+            monitor for run in self._runs if (monitor := run.monitor()) is not None
+        ]
+        broken = any(monitor.passes and not monitor.active for monitor in monitors)
+        # An autopilot closes its monitor after it has seen the last record.
+        for watcher in (*self._pilots(), *monitors):
+            watcher.close(complete=complete)
         for run in self._runs:
             run.done.detach()
         written = [
@@ -768,7 +777,7 @@ class WatchSession:
             )
         if not written:
             self.writer(
-                f"nothing was measured: {'see above' if broken else self._why_nothing(seen)}"
+                f"nothing was measured: {'see above' if broken else self._why_nothing(monitors)}"
             )
 
     def _why_nothing(self, monitors: list[Monitor]) -> str:
@@ -836,29 +845,24 @@ def parse(words: Sequence[str]) -> Program | list[str]:
         raise InvalidValueError(
             f"expected a training command after --, got none; for example: {EXAMPLE}"
         )
-    first, rest = words[0], list(words[1:])
+    first, arguments = words[0], list(words[1:])
     if Path(first).name == "torchrun":
-        return rest
+        return arguments
     if first.endswith(".py"):
-        return Program(name=first, arguments=tuple(rest))
+        return Program(name=first, arguments=tuple(arguments))
     if not _is_this_python(first):
         raise InvalidValueError(
             f"expected python, torchrun or a .py file, got {first!r}. If it is a launcher, let it start the watcher: "
             f"{first} ... -m qkeel watch -- python train.py. If it is the command of a package, try running it as a "
             "module: qkeel watch -- python -m NAME"
         )
-    return _behind_python(rest)
+    return _behind_python(arguments)
 
 
 def _is_this_python(word: str) -> bool:
-    name, own = (
-        Path(word).name,
-        f"python{sys.version_info.major}.{sys.version_info.minor}",
-    )
-    if (
-        name.removesuffix(".exe") not in ("python", "python3", own)
-        and word != sys.executable
-    ):
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    name = Path(word).name.removesuffix(".exe")
+    if name not in ("python", "python3", version) and word != sys.executable:
         return False
     if (
         os.sep in word
@@ -871,33 +875,33 @@ def _is_this_python(word: str) -> bool:
     return True
 
 
-def _behind_python(rest: list[str]) -> Program | list[str]:
+def _behind_python(words: list[str]) -> Program | list[str]:
     unbuffered = False
-    while rest and rest[0].startswith("-"):
-        option = rest.pop(0)
+    while words and words[0].startswith("-"):
+        option = words.pop(0)
         if option == "-u":
             unbuffered = True
         elif option.startswith("-m"):
-            name = option[2:] or (rest.pop(0) if rest else "")
+            name = option[2:] or (words.pop(0) if words else "")
             if not name:
                 raise InvalidValueError(
                     f"expected the name of a module after -m, got nothing; see {EXAMPLE}"
                 )
             if name in TORCHRUN:
-                return rest
+                return words
             return Program(
-                name=name, arguments=tuple(rest), module=True, unbuffered=unbuffered
+                name=name, arguments=tuple(words), module=True, unbuffered=unbuffered
             )
         else:
             raise InvalidValueError(
                 f"python's option {option} has no effect here, because the script runs in the watcher's own "
                 f"interpreter. Pass it to that interpreter: python {option} -m qkeel watch -- python train.py"
             )
-    if not rest:
+    if not words:
         raise InvalidValueError(
             f"expected a script after python, got none; for example: {EXAMPLE}"
         )
-    return Program(name=rest[0], arguments=tuple(rest[1:]), unbuffered=unbuffered)
+    return Program(name=words[0], arguments=tuple(words[1:]), unbuffered=unbuffered)
 
 
 def under_torchrun(words: Sequence[str], watcher: Sequence[str]) -> list[str]:
@@ -906,18 +910,19 @@ def under_torchrun(words: Sequence[str], watcher: Sequence[str]) -> list[str]:
         get_args_parser,
     )  # takes 0.2 s, which other programs need not wait for
 
-    given = get_args_parser().parse_args(list(words))
-    if given.no_python:
+    parsed = get_args_parser().parse_args(list(words))
+    if parsed.no_python:
         raise InvalidValueError(
             "torchrun's --no-python starts a program that is not Python, which can't be watched"
         )
-    options = list(words[: len(words) - 1 - len(given.training_script_args)])
-    if not given.module:
+    options = list(words[: len(words) - 1 - len(parsed.training_script_args)])
+    if not parsed.module:
+        # The worker is a module, `qkeel`, whatever the script is.
         options.append("-m")
     program = Program(
-        name=given.training_script,
-        arguments=tuple(given.training_script_args),
-        module=given.module,
+        name=parsed.training_script,
+        arguments=tuple(parsed.training_script_args),
+        module=parsed.module,
         unbuffered=True,
     )
     return [
@@ -938,6 +943,7 @@ def prepare(program: Program) -> bytes | None:
     code = None if program.module else read_file(Path(program.name), DataError)
     folder = Path.cwd() if program.module else Path(program.name).resolve().parent
     if not sys.flags.safe_path:
+        # As python does: the folder of the script, or the current one for -m.
         sys.path[0] = str(folder)
     if (
         program.module
@@ -948,8 +954,8 @@ def prepare(program: Program) -> bytes | None:
         )
     if program.unbuffered:
         raw = open(sys.stdout.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - stdout until the end
-        how = sys.stdout.encoding, sys.stdout.errors
-        sys.stdout = io.TextIOWrapper(raw, *how, write_through=True)  # type: ignore[arg-type]
+        encoding = sys.stdout.encoding, sys.stdout.errors
+        sys.stdout = io.TextIOWrapper(raw, *encoding, write_through=True)  # type: ignore[arg-type]
     sys.argv = [program.name, *program.arguments]
     return code
 
@@ -964,6 +970,7 @@ def execute(program: Program, source: bytes | None) -> int:
     except SystemExit as leave:
         return _exit_code(leave)
     except BaseException as error:
+        # The traceback is the script's alone, as if python had run it.
         error.__traceback__ = _from_users_code(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
@@ -978,6 +985,7 @@ def _run_script(name: str, source: bytes) -> None:
     main.__cached__ = None  # type: ignore[attr-defined]
     main.__loader__ = SourceFileLoader("__main__", path)
     main.__builtins__ = builtins  # type: ignore[attr-defined]
+    # Pickles and threads of the script find its classes here, also after it has ended.
     sys.modules["__main__"] = main
     exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
 

@@ -196,14 +196,7 @@ class NanOrigin(Handle):
         ]
         if _all_finite(grads):
             return
-        sentence = find_origin(self._model, self._passes)
-        if not sentence:
-            dropped = (
-                f" (the last {PASSES} of them were kept)"
-                if len(self._passes) == PASSES
-                else ""
-            )
-            sentence = NOT_FOUND + dropped
+        sentence = find_origin(self._model, self._passes) or NOT_FOUND
         self.remove()
         self._report(sentence)
 
@@ -214,145 +207,118 @@ def find_origin(model: nn.Module, passes: Sequence[KeptPass]) -> str:
         if not _is_finite(parameter):
             return f"NaN began in a weight: {name} is not finite before the step"
     for kept in passes:
-        sentence = _origin_in_arguments(kept) or _origin_in_pass(model, kept)
-        if sentence:
+        for argument, value in [*enumerate(kept.args), *kept.kwargs.items()]:
+            for x in filter(_is_bad, tensors(value)):
+                return (
+                    f"NaN began in the data: argument {argument!r} at {_first_place(x)}"
+                )
+        if sentence := _origin_in_pass(model, kept):
             return sentence
-    return ""
-
-
-def _origin_in_arguments(kept: KeptPass) -> str:
-    for name, value in [*enumerate(kept.args), *kept.kwargs.items()]:
-        for x in tensors(value):
-            if _is_bad(x):
-                return f"NaN began in the data: argument {name!r} at {_first_place(x)}"
     return ""
 
 
 def _origin_in_pass(model: nn.Module, kept: KeptPass) -> str:
     """Runs a pass forward, and backward from the gradients at its outputs, and names the first module that made a
     number that is not finite from numbers that are."""
-    looks = _Looks(model)
+    trace = _Trace()
     with kept.restored(model), ExitStack() as undo:
-        looks.attach(undo)
-        output = model(*copied(kept.args), **copied(kept.kwargs))
-        origin = looks.forward_origin()
-        if origin is not None:
-            name, place, scalar = origin
-            if name == "" and scalar:
+        trace.attach(model, undo)
+        try:
+            output = model(*copied(kept.args), **copied(kept.kwargs))
+        except _BadOutputError as bad:
+            undo.close()  # another pass follows, whose outputs need no look
+            if bad.name == "" and bad.output.ndim == 0:
                 return "NaN began in the loss, which the model computes from finite outputs"
-            child = looks.last_child(name)
-            after = (
-                f"between the output of {child}, which is finite, and its own"
-                if child
-                else "its output is the first"
-            )
-            detail = _attention_detail(model, kept, name) or f"{after}, at {place}"
-            return f"NaN began in {name or type(model).__name__}: {detail}"
-        outputs = list(tensors_within(output))
+            place = f"its output is the first that is not finite, at {_first_place(bad.output)}"
+            detail = _attention_detail(model, kept, bad.name) or place
+            return f"NaN began in {bad.name or type(model).__name__}: {detail}"
         for grad in kept.output_grads.values():
             if not _is_finite(grad):
                 return (
                     f"NaN began in the loss: the model's output is finite, and the gradient at it is not, at "
                     f"{_first_place(grad)}"
                 )
-        heads = [
-            (outputs[i], grad)
-            for i, grad in kept.output_grads.items()
-            if i < len(outputs)
-        ]
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        outputs = list(tensors_within(output))
+        indices = [i for i in kept.output_grads if i < len(outputs)]
         torch.autograd.grad(
-            [x for x, _ in heads],
-            parameters,
-            [grad for _, grad in heads],
+            [outputs[i] for i in indices],
+            [p for p in model.parameters() if p.requires_grad],
+            [kept.output_grads[i] for i in indices],
             allow_unused=True,
-            retain_graph=False,
         )
-        name = looks.backward_origin()
-        if name is None:
-            return ""
-        return (
-            f"NaN began in the backward of {name or type(model).__name__}: its output and the gradient at it are "
-            "finite, the gradient at its input is not"
-        )
+    name = trace.backward_origin()
+    if name is None:
+        return ""
+    return (
+        f"NaN began in the backward of {name or type(model).__name__}: its output and the gradient at it are finite, "
+        "the gradient at its input is not"
+    )
+
+
+class _BadOutputError(BaseException):
+    """Ends a pass at the first output that is not finite; no Exception, so that no model handles it."""
+
+    def __init__(self, name: str, output: Tensor) -> None:
+        super().__init__(name)
+        self.name, self.output = name, output
 
 
 @final
-class _Looks:
-    """Looks at what modules receive and return, in the order in which their calls end, and at the gradients there."""
+class _Trace:
+    """The calls of modules in a pass, in the order in which they end, and whether the gradients there are finite."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = dict(model.named_modules())
-        self._bad_forward: tuple[str, str, bool] | None = None
-        self._grads_finite: dict[tuple[str, int, str], bool] = {}
-        self._ended: list[tuple[str, int]] = []
+    def __init__(self) -> None:
+        self._calls: list[str] = []
+        self._bad_grads: set[tuple[int, str]] = set()
 
-    def attach(self, undo: ExitStack) -> None:
+    def attach(self, model: nn.Module, undo: ExitStack) -> None:
         """Puts hooks on all modules until `undo` is closed."""
-        self._undo = undo
-        for name, module in self._modules.items():
+        for name, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):
-                hook = module.register_forward_hook(
-                    functools.partial(self._look, name), with_kwargs=True
-                )
-                undo.callback(hook.remove)
+                hook = functools.partial(self._look, name, undo)
+                handle = module.register_forward_hook(hook, with_kwargs=True)
+                undo.callback(handle.remove)
 
     def _look(
-        self, name: str, module: nn.Module, args: object, kwargs: object, output: object
+        self,
+        name: str,
+        undo: ExitStack,
+        module: nn.Module,
+        args: object,
+        kwargs: object,
+        output: object,
     ) -> None:
-        if self._bad_forward is not None:
-            return
         inputs, outputs = list(tensors((args, kwargs))), list(tensors_within(output))
-        for x in outputs:
-            if _is_bad(x) and not any(map(_is_bad, inputs)):
-                self._bad_forward = name, str(_first_place(x)), x.ndim == 0
-                return
-        number = len(self._ended)
-        self._ended.append((name, number))
-        for side, values in (("input", inputs), ("output", outputs)):
+        for x in filter(_is_bad, outputs):
+            if not any(map(_is_bad, inputs)):
+                raise _BadOutputError(name, x)
+        number = len(self._calls)
+        self._calls.append(name)
+        # A weight counts as an input; the hook of one that several modules share sees one gradient of each.
+        leaves = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        inner = [x for x in inputs if x.requires_grad and not x.is_leaf]
+        for side, values in (("input", inner + leaves), ("output", outputs)):
             for x in values:
-                if x.requires_grad and not x.is_leaf:
-                    x.register_hook(
-                        functools.partial(self._look_at_grad, (name, number, side))
-                    )
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad:
-                # The hook of a weight that several modules share sees one gradient of each.
-                hook = parameter.register_hook(
-                    functools.partial(self._look_at_grad, (name, number, "input"))
-                )
-                self._undo.callback(hook.remove)
+                if x.requires_grad:
+                    hook = functools.partial(self._look_at_grad, (number, side))
+                    undo.callback(x.register_hook(hook).remove)
 
-    def _look_at_grad(self, key: tuple[str, int, str], grad: Tensor) -> None:
-        self._grads_finite[key] = self._grads_finite.get(key, True) and _is_finite(grad)
-
-    def forward_origin(self) -> tuple[str, str, bool] | None:
-        """The module, the place in its output and whether that is a scalar, of the first output that is not finite."""
-        return self._bad_forward
-
-    def last_child(self, name: str) -> str:
-        """The module inside another that ended last with a finite output, or ""."""
-        inside = [
-            child
-            for child, _ in self._ended
-            if child.startswith(f"{name}." if name else "")
-        ]
-        return inside[-1] if inside else ""
+    def _look_at_grad(self, key: tuple[int, str], grad: Tensor) -> None:
+        if not _is_finite(grad):
+            self._bad_grads.add(key)
 
     def backward_origin(self) -> str | None:
         """The module whose backward made the first gradient that is not finite: the last and innermost one whose
         gradient at the output is finite and whose gradient at the input or a weight is not."""
-        for name, number in reversed(self._ended):
-            after = self._grads_finite.get((name, number, "output"), True)
-            before = self._grads_finite.get((name, number, "input"), True)
-            inside = any(
-                other.startswith(f"{name}." if name else "")
-                and other != name
-                and not self._grads_finite.get((other, earlier, "input"), True)
-                and self._grads_finite.get((other, earlier, "output"), True)
-                for other, earlier in self._ended
-            )
-            if after and not before and not inside:
+        makers = [
+            name
+            for number, name in enumerate(self._calls)
+            if (number, "input") in self._bad_grads
+            and (number, "output") not in self._bad_grads
+        ]
+        for name in reversed(makers):
+            prefix = f"{name}." if name else ""
+            if not any(x != name and x.startswith(prefix) for x in makers):
                 return name
         return None
 

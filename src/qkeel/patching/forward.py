@@ -102,7 +102,9 @@ def _entrance(function: types.FunctionType, begin: Begin) -> Callable[..., Any]:
         function.__closure__,
     )
     original.__kwdefaults__ = function.__kwdefaults__
-    uncompiled = torch.compiler.disable(unguarded) if compiler_loaded() else unguarded
+    uncompiled: Any = unguarded
+    if compiler_loaded():
+        uncompiled = torch.compiler.disable(unguarded)
 
     def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = None

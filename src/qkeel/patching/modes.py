@@ -166,21 +166,8 @@ def in_this_thread(act: Callable[..., T]) -> Callable[..., T | None]:
     )
 
 
-def without_gradients(function: Callable[..., T]) -> Callable[..., T]:
-    """Returns the function with gradients turned off.
-
-    torch.no_grad() as a decorator adds ten Python calls to each call, too many for functions that run in every step."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> T:
-        before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch._C._set_grad_enabled(before)
-
-    return run
+# Returns the function with gradients turned off.
+without_gradients = torch.no_grad()
 
 
 def unguarded(act: Callable[..., T], *args: object) -> T:
@@ -382,10 +369,9 @@ flash_on_cpu_backward = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 )
 
-# Operators over a list of tensors. All of them but `lerp_all` work in place.
+# Operators over a list of tensors, which work in place.
 multiply_all = torch._foreach_mul_
 copy_to_all = torch._foreach_copy_
-lerp_all = torch._foreach_lerp
 lerp_all_in_place = torch._foreach_lerp_
 
 

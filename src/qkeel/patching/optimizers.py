@@ -102,14 +102,6 @@ class StepHooks(Handle):
             for hook in self._hooks:
                 hook.remove()
 
-    def come_first(self) -> None:
-        """Moves the hook `after` ahead of the other post-step hooks."""
-        go_first(self._hooks[-1])
-
-    def come_last(self) -> None:
-        """Moves the hook `after` behind the other post-step hooks. No post-step hook may call this method."""
-        _move(self._hooks[-1], last=True)
-
     def _idle_once_removed(self, act: Act) -> Callable[..., None]:
         return lambda optimizer, *_: (
             act(optimizer)
@@ -120,7 +112,9 @@ class StepHooks(Handle):
 
 def go_first(hook: RemovableHandle) -> None:
     """Moves a hook ahead of all other hooks of its kind."""
-    _move(hook, last=False)
+    hooks = hook.hooks_dict_ref()
+    assert hooks is not None
+    hooks.move_to_end(hook.id, last=False)
 
 
 def is_last(hook: RemovableHandle) -> bool:
@@ -129,12 +123,6 @@ def is_last(hook: RemovableHandle) -> bool:
     While torch iterates over the OrderedDict of hooks, only its last item can be deleted without an error."""
     hooks = hook.hooks_dict_ref()
     return isinstance(hooks, OrderedDict) and next(reversed(hooks), None) == hook.id
-
-
-def _move(hook: RemovableHandle, *, last: bool) -> None:
-    hooks = hook.hooks_dict_ref()
-    assert hooks is not None
-    hooks.move_to_end(hook.id, last=last)
 
 
 def before_change(act: Act) -> Callable[..., Any]:

@@ -18,18 +18,16 @@ from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.forward import put_in_place
 from qkeel.patching.modes import names_in_use, parameters_of
+from qkeel.remedies.added_parameters import add_submodules
 from qkeel.remedies.base import Target, module_name, where
 from qkeel.remedies.change_spec import (
     ChangeSpec,
-    add_submodules,
-    base_spec,
-    exchange_calls,
-    number,
     refuse_heads,
     refuse_norm,
     refuse_scale,
     refuse_unseen,
 )
+from qkeel.remedies.exchange import base_spec, exchange_calls, number
 from qkeel.remedies.head_norms import (
     SIDES,
     HeadNorm,
@@ -141,6 +139,7 @@ class ChangeNorm(ChangeSpec):
     def change_others(
         self, target: Target, sites: list[AttentionSite]
     ) -> Iterator[Handle]:
+        # All processes refuse together, or none does.
         plans = agreed(functools.partial(self._plans, target, sites))
         if plans:
             yield from self._norm_projections(target, sites, plans)
@@ -177,9 +176,9 @@ class ChangeNorm(ChangeSpec):
             ],
         }
         for side in self.sides:
-            for other_side in {*slices} - {side}:
-                for s in slices[side]:
-                    if any(target.overlap(s, t) for t in slices[other_side]):
+            for other_side, slices_of_other in slices.items():
+                for s in slices[side] if other_side != side else ():
+                    if any(target.overlap(s, t) for t in slices_of_other):
                         raise refuse_heads(
                             f"{s.parameter} makes the {SIDES[side]} and the {SIDES[other_side]} at once"
                         )
@@ -232,6 +231,7 @@ class ChangeNorm(ChangeSpec):
                         id(source.module), _Projection(site, source)
                     )
                     projection.add(self.name, site, side, number_of_source, source)
+        # Modules whose forward ran; the weights of the others are read by the module around them.
         called, placed = target.seen().called, []
         for projection in projections.values():
             module, site = projection.source.module, projection.site
@@ -271,6 +271,7 @@ class ChangeNorm(ChangeSpec):
         for side, rows in projection.rows.items():
             index = torch.tensor(sorted(rows))
             factor, learned = 1.0, None
+            # On one side only, since the factors of q and k multiply.
             if side == self.sides[0] and spec.scale != base:
                 learned = spec.scale if spec.scale.kind == "learned" else None
                 new = 1.0 if learned else number(spec.scale, site.head_dim)
@@ -312,6 +313,7 @@ class ChangeNorm(ChangeSpec):
             for projection in placed:
                 projection.seen = None
         after = {site.name: site for site in trace.sites}
+        # A norm whose output nothing reads would leave the logits as they are.
         idle = [
             s.name for s in sites if s.name not in after or not is_normed(after[s.name])
         ]
@@ -321,6 +323,7 @@ class ChangeNorm(ChangeSpec):
                 "affect the attention scores, because something other than the module that holds the weights uses them"
             )
         norm = self.norm()
+        # Only for the norms of known length; of one by a user nothing is known.
         operands = trace.operands() if summed or norm.kind in KINDS else {}
         for site in sites:
             # eps shortens small vectors. No tolerance is allowed for this if several outputs are summed.

@@ -4,26 +4,21 @@ changed."""
 from __future__ import annotations
 
 import abc
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.forward import forwards_of
-from qkeel.patching.modes import names_in_use, parameters_of, shard_alike, submodules_of
-from qkeel.remedies.added_parameters import join
-from qkeel.remedies.base import Remedy, Target, compose_all, inside, module_name, where
-from qkeel.remedies.changed_call import ChangedCalls, PlacedChange, changed
+from qkeel.remedies.added_parameters import change_parameters
+from qkeel.remedies.base import Remedy, Target, compose_all
+from qkeel.remedies.changed_call import PlacedChange, changed
+from qkeel.remedies.exchange import exchange_calls
 from qkeel.sites.find import is_normed
-from qkeel.sites.trace import is_product, run_once
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import Norm
@@ -104,121 +99,9 @@ def refuse_taken(site: AttentionSite, slot: SlotName) -> Refusal | None:
     return None
 
 
-# Parameters and submodules that a remedy adds to a site's module and removes on undo.
-
-
-def change_parameters(
-    target: Target,
-    site: AttentionSite,
-    old: AttentionSpec,
-    new: AttentionSpec,
-    geometry: ParameterSizes,
-) -> Handle:
-    """Adds parameters that only the new spec needs to the site's module and the optimizer.
-
-    Parameters that only the old spec needs are dropped. The handle restores the previous parameters.
-    """
-    sizes = (geometry.n_heads, geometry.n_kv_heads, geometry.head_dim)
-    had, needed = old.init_params(*sizes), new.init_params(*sizes)
-    values = {n: value for n, value in needed.items() if n not in had}
-    module = site.module
-    near = (
-        target.parameter(site.query[0].parameter)
-        if site.terms
-        else next(target.model.parameters())
-    )
-    _check_free(site, values)
-    added = {n: nn.Parameter(value.to(near)) for n, value in values.items()}
-    dropped = {n: parameters_of(module)[n] for n in had if n not in needed}
-    before = dict(parameters_of(module))
-    joined = join(
-        target.optimizer,
-        {inside(module_name(site), n): p for n, p in added.items()},
-        near,
-    )
-    _swap(module, dropped, added)
-
-    def undo() -> None:
-        _swap(module, added, dropped)
-        current = dict(parameters_of(module))
-        parameters_of(module).clear()
-        parameters_of(module).update(
-            {n: current[n] for n in (*before, *current) if n in current}
-        )
-        joined.remove()
-
-    return Handle(undo)
-
-
-def add_submodules(
-    target: Target,
-    site: AttentionSite,
-    added: Mapping[str, nn.Module],
-    near: Tensor,
-    *,
-    matrices: bool = False,
-) -> Handle:
-    """Adds submodules to a site's module, and their parameters to the optimizer (see `join`).
-
-    If the module's weights are under fully_shard, it is applied to the submodules too.
-
-    Args:
-        target: the model and its optimizer.
-        site: the attention to whose module the submodules are added.
-        added: the submodules, keyed by name.
-        near: an existing parameter that determines the optimizer group of the new ones (see `join`).
-        matrices: True if the new parameters are matrices (see `join`).
-    """
-    module, name = site.module, module_name(site)
-    held = submodules_of(module)
-    _check_free(site, added)
-    for new in added.values():
-        shard_alike(target.model, new, near)
-    parameters = {
-        inside(name, f"{child}.{n}"): p
-        for child, new in added.items()
-        for n, p in new.named_parameters()
-    }
-    joined = join(target.optimizer, parameters, near, matrices=matrices)
-    for child, new in added.items():
-        held[child] = new.train(module.training)
-
-    def undo() -> None:
-        for child in added:
-            del held[child]
-        for parameter in parameters.values():
-            parameter.grad = None
-        joined.remove()
-
-    return Handle(undo)
-
-
-def _check_free(site: AttentionSite, names: Iterable[str]) -> None:
-    for name in names:
-        if name in names_in_use(site.module):
-            raise RefusedError(
-                f"{module_name(site) or 'the model itself'} already has an attribute {name}"
-            )
-
-
-def _swap(
-    module: nn.Module,
-    out: Mapping[str, nn.Parameter | None],
-    into: Mapping[str, nn.Parameter | None],
-) -> None:
-    for name, parameter in out.items():
-        del parameters_of(module)[name]
-        if parameter is not None:
-            parameter.grad = None  # zero_grad no longer reaches it, so an optimizer would apply it in every step
-    parameters_of(module).update(into)
-
-
 # Remedies that change a site's spec. qkeel's own modules have a spec; in other modules the attention call is replaced.
 
 _CHANGES = "_qkeel_changes"  # on one of qkeel's own modules: its original spec, and the active changes
-_NESTED = (
-    "_qkeel_use_nested_tensor"  # on a torch encoder: its original use_nested_tensor
-)
 
 
 class ChangeSpec(Remedy):
@@ -276,6 +159,7 @@ class ChangeSpec(Remedy):
             n_heads=site.n_heads, n_kv_heads=site.n_kv_heads, head_dim=site.head_dim
         )
         undo_parameters = change_parameters(target, site, module.spec, new, geometry)
+        # On the module itself, so that a copy of the model keeps what it has.
         module.__dict__[_CHANGES] = (base, [*changes, mine])
         module.spec = new
 
@@ -307,264 +191,3 @@ def known_length(
             f"{use}: give L, as length=512 in the remedy or as qkeel.apply(..., train_length=512){otherwise}"
         )
     return tokens
-
-
-def base_spec(site: AttentionSite) -> AttentionSpec:
-    """Returns the spec of a site, with a fixed scale that equals 1/√d replaced by InverseSqrt."""
-    if site.spec.scale.kind != "fixed":
-        return site.spec
-    usual = math.isclose(
-        number(site.spec.scale, site.head_dim),
-        max(1, site.head_dim) ** -0.5,
-        rel_tol=1e-6,
-    )
-    return site.spec.replace(scale=InverseSqrt()) if usual else site.spec
-
-
-def number(scale: Scale, head_dim: int) -> float:
-    """Returns a constant scale as a number, and refuses learned and position-dependent scales."""
-    if scale.kind == "learned" or scale.follows_position:
-        raise RefusedError(
-            f"expected a scale that is one number, got {scale.formula()}; give the model a fixed scale"
-        )
-    return float(scale.factor(torch.zeros(1, 1), head_dim, {}))
-
-
-def exchange_calls(
-    change: PlacedChange, target: Target, sites: list[AttentionSite]
-) -> Iterator[Handle]:
-    """Replaces the attention calls of modules, and checks in one pass on the example that all of them were replaced."""
-    _check_masks(target, sites)
-    changed_modules: dict[ChangedCalls, list[AttentionSite]] = {}
-    for module in {id(site.module): site.module for site in sites}.values():
-        sites_of_module = [site for site in sites if site.module is module]
-        _check_alone(sites_of_module, sites)
-        calls = _calls_of(sites_of_module)
-        if isinstance(module, nn.MultiheadAttention):
-            yield _no_nested_tensors(target.model, module)
-        yield _add_change(calls, change, target, sites_of_module[0])
-        changed_modules[calls] = sites_of_module
-    if changed_modules:
-        _check_pass(target, changed_modules)
-
-
-def _check_masks(target: Target, sites: list[AttentionSite]) -> None:
-    """Raises RefusedError unless hidden pairs can be told from low logits by their scores alone, which is all that
-    reaches the softmax of hand-written attention."""
-    unchanged = [
-        site
-        for site in sites
-        if not any(isinstance(f, ChangedCalls) for f in forwards_of(site.module))
-    ]
-    if not unchanged:
-        return
-    trace = target.seen()
-    for site in unchanged:
-        call = (
-            trace.calls[site.name][0].captured.call
-            if site.name in trace.calls
-            else None
-        )
-        if isinstance(call, ScoresCall) and call.sink is not None:
-            raise RefusedError(
-                f"{where(site)}: a sink, or another column that is no key, is joined to the scores before the softmax, "
-                "where it can't be told from a key; use the model's fused attention, or qk_clip or lalr"
-            )
-        if trace.hidden_by_small.get(site.name, 0):
-            raise RefusedError(
-                f"{where(site)}: its mask hides keys by a number above {HIDES:.0f} (such as -100), which the softmax "
-                "of hand-written attention can't tell from a low logit, so hidden pairs could become visible; write "
-                "the mask with -inf, use the model's fused attention, or use qk_clip or lalr"
-            )
-
-
-def _calls_of(sites: list[AttentionSite]) -> ChangedCalls:
-    """Returns the existing replacement of a module's forward, or a new one without changes."""
-    module, first = sites[0].module, sites[0]
-    existing = next(
-        (s for s in forwards_of(module) if isinstance(s, ChangedCalls)), None
-    )
-    if existing is not None:
-        return existing
-    calls = ChangedCalls(
-        module,
-        ParameterSizes(
-            n_heads=first.n_heads, n_kv_heads=first.n_kv_heads, head_dim=first.head_dim
-        ),
-    )
-    calls.layouts = _layouts(sites)
-    for site in sites:
-        calls.bases[number(site.spec.scale, site.head_dim)] = AttentionSpec(
-            scale=base_spec(site).scale
-        )
-    return calls
-
-
-def _layouts(sites: list[AttentionSite]) -> list[HeadLayout]:
-    """Returns the distinct layouts of a module's scores."""
-    layouts: list[HeadLayout] = []
-    for site in sites:
-        # A fused function has scores [b h t s]; internally it may compute a softmax with torch's functions.
-        layout = site.layout or HeadLayout(
-            groups=("b", "h", "t", "s"), sizes=(site.n_heads,)
-        )
-        if not any(
-            (layout.groups, layout.sizes) == (known_layout.groups, known_layout.sizes)
-            for known_layout in layouts
-        ):
-            layouts.append(layout)
-    if len({len(layout.groups) for layout in layouts}) < len(layouts):
-        raise RefusedError(
-            f"{sites[0].name} lays out the scores of its attention calls as [{'] and ['.join(map(str, layouts))}], "
-            "which can't be distinguished"
-        )
-    return layouts
-
-
-def _add_change(
-    calls: ChangedCalls, mine: PlacedChange, target: Target, site: AttentionSite
-) -> Handle:
-    """Adds a change to a module's calls, with the parameters it needs."""
-    base = next(iter(calls.bases.values()))
-    old, new = (
-        changed(base, changes) for changes in (calls.changes, [*calls.changes, mine])
-    )
-    g = calls.geometry
-    if (
-        site.layout is not None
-        and site.layout.guess
-        and new.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim)
-    ):
-        raise RefusedError(
-            f"{where(site)}: {site.layout.guess}, and each head would need a separate parameter"
-        )
-    parameters = change_parameters(target, site, old, new, calls.geometry)
-    calls.change([*calls.changes, mine])
-
-    def undo() -> None:
-        calls.change([change for change in calls.changes if change is not mine])
-        parameters.remove()
-
-    return Handle(undo)
-
-
-def _check_alone(
-    sites_of_module: list[AttentionSite], sites: list[AttentionSite]
-) -> None:
-    module, first = sites_of_module[0].module, sites_of_module[0]
-    for site in sites:
-        if site.module is not module and any(
-            m is site.module for m in module.modules()
-        ):
-            raise RefusedError(
-                f"the attention of {site.name} is part of the attention of {first.name}; change only one of them"
-            )
-    if any(
-        (s.n_heads, s.head_dim) != (first.n_heads, first.head_dim)
-        for s in sites_of_module
-    ):
-        raise RefusedError(
-            f"{first.name} computes attention several times, with different heads; no parameter fits all of them"
-        )
-
-
-Modules = Mapping[ChangedCalls, list[AttentionSite]]
-
-
-def _check_pass(target: Target, changed_modules: Modules) -> None:
-    """Runs the example and checks that every attention call of every module was replaced, and nothing else."""
-    for calls in changed_modules:
-        calls.seen = []
-    try:
-        run_once(target.model, *target.batch)
-        for calls, sites in changed_modules.items():
-            _check_calls(calls, sites, calls.seen or [])
-    except InvalidValueError as error:
-        raise (
-            error.__cause__ if isinstance(error.__cause__, RefusedError) else error
-        ) from None
-    finally:
-        for calls in changed_modules:
-            calls.seen = None
-
-
-def _check_calls(
-    calls: ChangedCalls, sites: list[AttentionSite], passes: list[list[float | None]]
-) -> None:
-    name = module_name(sites[0]) or "the model itself"
-    counts = {len(calls) for calls in passes}
-    if counts == {0} or not counts:
-        raise RefusedError(
-            f"{name}: its attention is not computed by F.scaled_dot_product_attention, nn.MultiheadAttention or a "
-            "softmax within its forward, so it can't be changed from outside; with transformers use "
-            "attn_implementation='sdpa' or 'eager'"
-        )
-    if counts != {len(sites)}:
-        raise RefusedError(
-            f"{name}: expected {len(sites)} attention calls in its forward, saw {sorted(counts)} softmaxes or fused "
-            "calls; it is not known which of them are attention"
-        )
-    hidden = [h for calls in passes for h in calls if h is not None]
-    if hidden and not all(spec.norm.kind == "none" for spec in calls.specs.values()):
-        raise RefusedError(
-            f"{name} multiplies queries and keys itself, before its softmax, and no module outputs complete heads of "
-            "them; use the model's fused attention (attn_implementation='sdpa'), or qk_clip or lalr"
-        )
-    if hidden and len({*calls.specs.values()}) > 1:
-        raise RefusedError(
-            f"{name} computes hand-written attention several times with different scales, which cannot be distinguished"
-        )
-    masked = [h for h in hidden if h > -math.inf]
-    if masked:
-        calls.low = min(calls.low, max(masked) / 2)
-
-
-def refuse_added_scores(
-    remedy: str, target: Target, sites: list[AttentionSite]
-) -> None:
-    """Raises RefusedError if a factor on q·k would also scale a term that is added to it.
-
-    Written-out attention passes only the sum to the softmax, and this sum may include a bias or a cap."""
-    calls = target.seen().calls if sites else {}
-    written: set[str] = set()
-    for name, (first, *_) in calls.items():
-        call = first.captured.call
-        if isinstance(call, ScoresCall) and not is_product(call):
-            written.add(name)
-    for site in sites:
-        changed_before = any(
-            isinstance(s, ChangedCalls) for s in forwards_of(site.module)
-        )
-        # The model's own cap is applied before the new scale; a cap that qkeel added is applied after it.
-        if not changed_before and (
-            site.name in written or site.spec.cap.kind != "none"
-        ):
-            raise RefusedError(
-                f"{remedy} at {where(site)}: a bias or a cap is in the scores before the softmax, where it can't be "
-                "separated from q·k; use the model's fused attention (attn_implementation='sdpa')"
-            )
-
-
-def _no_nested_tensors(model: nn.Module, module: nn.Module) -> Handle:
-    """Stops torch's encoder from packing padded batches into nested tensors, which the replacement does not support."""
-    encoders = [
-        m
-        for m in model.modules()
-        if isinstance(m, nn.TransformerEncoder) and module in m.modules()
-    ]
-    for encoder in encoders:
-        encoder.__dict__.setdefault(_NESTED, encoder.use_nested_tensor)
-        encoder.use_nested_tensor = False
-
-    def undo() -> None:
-        for encoder in encoders:
-            if not any(
-                isinstance(s, ChangedCalls)
-                for m in encoder.modules()
-                for s in forwards_of(m)
-            ):
-                encoder.use_nested_tensor = encoder.__dict__.pop(
-                    _NESTED, encoder.use_nested_tensor
-                )
-
-    return Handle(undo)

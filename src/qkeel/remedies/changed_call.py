@@ -41,55 +41,56 @@ from qkeel.spec.slot import ParameterSizes, Params
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
-# The function itself: while calls by its name are read, another one is stored there.
 _FUSED: tuple[Callable[..., Tensor], ...] = (SDPA, functional_attention)
-_SUBTRACTIONS: tuple[Callable[..., object], ...] = (
-    *(torch.sub, Tensor.sub, Tensor.sub_, Tensor.__sub__, Tensor.__isub__),
-)
 _SOFTMAX: tuple[Callable[..., Tensor], ...] = (F.softmax, torch.softmax, Tensor.softmax)
 
 
 @final
 class ChangedCalls(InstanceForward):
-    """Runs a module's forward with its attention calls under changed specs, which are looked up by each call's scale.
+    """Runs a module's forward with its attention calls under a changed spec.
 
-    `bases` are the module's original specs, keyed by scale, `changes` are the active changes, `specs` the resulting
-    specs, `names` the names of their parameters on the module, and `layouts` the layouts of its scores. A written-out
-    logit at or below `low` counts as masked. `writes` becomes True once the example has shown a written-out softmax,
-    so that its scores have been checked. While `seen` is a list, it collects the calls of each forward: the largest
-    logit that a mask hides in a written-out call, None for a fused one.
+    `base` is the module's original spec, called with the factor `scale`, `changes` are the active changes, `spec` the
+    resulting spec, `names` the names of its parameters on the module, and `layout` the layout of its scores. A
+    written-out logit at or below `low` counts as masked. `writes` becomes True once the example has shown a written-out
+    softmax, so that its scores have been checked. While `seen` is a list, it collects the calls of each forward: the
+    largest logit that a mask hides in a written-out call, None for a fused one.
     """
 
-    def __init__(self, module: nn.Module, geometry: ParameterSizes) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        geometry: ParameterSizes,
+        base: AttentionSpec,
+        scale: float,
+        layout: HeadLayout,
+    ) -> None:
         super().__init__(module)
-        self.geometry = geometry
-        self.bases: dict[float, AttentionSpec] = {}
-        self.specs: dict[float, AttentionSpec] = {}
+        self.geometry, self.layout = geometry, layout
+        self.base = self.spec = base
+        self.scale = scale
         self.changes: list[PlacedChange] = []
-        self.layouts: list[HeadLayout] = []
         self.names: tuple[str, ...] = ()
         self.low = HIDES
         self.writes = False
         self.seen: list[list[float | None]] | None = None
-        self.is_shifted = False  # whether the largest score of a row was subtracted in the current pass
 
     def change(self, changes: list[PlacedChange]) -> None:
         """Activates these changes, applying them in order. If the list is empty, restores the original forward."""
-        specs = {scale: changed(base, changes) for scale, base in self.bases.items()}
-        first, g = next(iter(specs.values())), self.geometry
-        self.names = tuple(first.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim))
+        g = self.geometry
+        self.spec = changed(self.base, changes)
+        self.names = tuple(
+            self.spec.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim)
+        )
         if changes and not self.changes:
             put_in_place(self)
             if isinstance(self.module, nn.MultiheadAttention):
                 self.module.register_forward_pre_hook(_not_the_fast_path)
                 compile_again()  # code compiled for the fast path does not detect new hooks
-        self.changes, self.specs = changes, specs
+        self.changes = changes
         if not changes:
             take_out(self)
             hooks = hooks_before(self.module)
-            for key in [
-                key for key, hook in hooks.items() if hook is _not_the_fast_path
-            ]:
+            for key in [k for k, hook in hooks.items() if hook is _not_the_fast_path]:
                 del hooks[key]
                 compile_again()  # code compiled with the hook does not detect its removal
 
@@ -102,7 +103,7 @@ class ChangedCalls(InstanceForward):
             )
         if self.seen is not None:
             self.seen.append([])
-            self.is_shifted = False
+        # Entered in each forward, so that other modules' softmaxes keep their function.
         with _Exchange(self):
             return self.replaced(args, kwargs)
 
@@ -112,20 +113,8 @@ class ChangedCalls(InstanceForward):
             self.seen[-1].append(hidden)
 
     def params(self) -> Params:
-        """Returns the module's parameters that the specs need."""
+        """Returns the module's parameters that the spec needs."""
         return {name: getattr(self.module, name) for name in self.names}
-
-    def spec(self, scale: float) -> AttentionSpec:
-        """Returns the spec for a call with this scale."""
-        nearest = next(
-            (s for s in self.specs if abs(s - scale) <= 1e-6 * abs(s)), None
-        )  # 1/√d is rounded in two ways
-        if nearest is None:
-            raise RefusedError(
-                f"attention was called with the scale {scale:g}, but with {sorted(self.specs)} on the example; apply "
-                "the remedy with an example that shows how the model will be used"
-            )
-        return self.specs[nearest]
 
     # --- F.scaled_dot_product_attention
 
@@ -143,7 +132,7 @@ class ChangedCalls(InstanceForward):
             raise RefusedError(
                 "expected attention with q [b h t d], got nested tensors, whose heads are not known"
             )
-        spec = self.spec(1 / math.sqrt(q.shape[-1]) if scale is None else float(scale))
+        self._check_scale(1 / math.sqrt(q.shape[-1]) if scale is None else float(scale))
         if q.ndim != 4:
             lead, t, s = (
                 torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]),
@@ -153,46 +142,38 @@ class ChangedCalls(InstanceForward):
             layout = self._layout(torch.Size((*lead, t, s)), -1)
             q, k, v = (layout.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k, v))
             mask = None if mask is None else layout.apply(mask.expand(*lead, t, s))
-            out = run(self._call(spec, (q, k, v), mask, causal=causal, dropout=dropout))
+            out = run(self._call((q, k, v), mask, causal=causal, dropout=dropout))
             return layout.undo(out, (*lead, t, out.shape[-1]))
         apart = unpacked(arguments, self.geometry.n_heads)
         if apart is not None:
-            packed = run(
-                self._call(
-                    spec,
-                    (apart["query"], k, v),
-                    apart["attn_mask"],
-                    causal=False,
-                    dropout=dropout,
-                )
-            )
+            q1, mask = apart["query"], apart["attn_mask"]
+            packed = run(self._call((q1, k, v), mask, causal=False, dropout=dropout))
             return packed.unflatten(1, q.shape[1:3]).squeeze(3)
-        return run(self._call(spec, (q, k, v), mask, causal=causal, dropout=dropout))
+        return run(self._call((q, k, v), mask, causal=causal, dropout=dropout))
+
+    def _check_scale(self, scale: float) -> None:
+        # 1/√d is rounded in two ways.
+        if abs(self.scale - scale) > 1e-6 * abs(scale):
+            raise RefusedError(
+                f"attention was called with the scale {scale:g}, but with {self.scale:g} on the example; apply "
+                "the remedy with an example that shows how the model will be used"
+            )
 
     def _call(
-        self,
-        spec: AttentionSpec,
-        qkv: QKV,
-        mask: Tensor | None,
-        *,
-        causal: bool,
-        dropout: float,
+        self, qkv: QKV, mask: Tensor | None, *, causal: bool, dropout: float
     ) -> AttentionCall:
         q, k, v = qkv
         t, s = q.shape[2], k.shape[2]
         mask = hiding(mask)
         pos_q, pos_k = None, None
-        if (
-            causal and t != s
-        ):  # torch aligns the causal flag to the first key, qkeel to the last
-            pos_q, pos_k = (
-                torch.arange(t, device=q.device),
-                torch.arange(s, device=q.device),
-            )
-        elif not causal and spec.scale.follows_position:
+        if causal and t != s:
+            # torch aligns the causal flag to the first key, qkeel to the last
+            pos_q = torch.arange(t, device=q.device)
+            pos_k = torch.arange(s, device=q.device)
+        elif not causal and self.spec.scale.follows_position:
             pos_q = _last_seen(mask, t, s, q.device, check=self.seen is not None)
         return make_call(
-            spec,
+            self.spec,
             q,
             k,
             v,
@@ -220,43 +201,41 @@ class ChangedCalls(InstanceForward):
         )
         layout = self._layout(x.shape, -1 if dim is None else dim)
         z = layout.apply(x).to(wide(dtype or x.dtype))
+        # In half precision a mask holds the lowest number of its dtype, or the sum of two masks.
         low = max(self.low, torch.finfo(x.dtype).min / 2)
         visible = z > low
         if self.seen is not None:
             self.writes = True
-            if self.is_shifted or _is_shifted(z, visible):
+            if _is_shifted(z, visible):
                 raise RefusedError(
                     "the largest score of each row is subtracted before the softmax, so a cap or a scale would act on "
                     "something other than the logits; leave that subtraction out (torch's softmax does it), or use "
                     "qk_clip or lalr"
                 )
             self.note(float(z.detach().masked_fill(visible, -math.inf).max()))
-        ((scale, spec),) = self.specs.items()
+        # 0 in place of -inf, which would be NaN times a factor of 0 or in a gradient.
         z = torch.where(visible, z, 0.0)
-        if spec.scale != self.bases[scale].scale:
-            z = z * self._ratio(spec, scale, visible)
+        if self.spec.scale != self.base.scale:
+            # The new factor on q·k divided by the factor that the logits already contain.
+            pos_q = _same_for_all_heads(visible, self.seen is not None).sum(-1) - 1
+            factor = self.spec.scale.factor(
+                pos_q, self.geometry.head_dim, self.params()
+            )
+            z = z * (factor / self.scale)
         weights = softmax(
-            spec.cap.apply(z), -1, visible, spec.normalizer, self.params()
+            self.spec.cap.apply(z), -1, visible, self.spec.normalizer, self.params()
         )
         return layout.undo(weights.to(dtype or x.dtype), x.shape)
 
     def _layout(self, shape: torch.Size, keys: int) -> HeadLayout:
         """Returns the layout of scores of this shape, where the softmax is over dimension `keys`."""
-        for candidate in self.layouts:
-            layout = candidate.fitted(shape)
-            if layout is not None and layout.keys == keys % len(shape):
-                return layout
-        raise RefusedError(
-            f"expected scores [{'] or ['.join(map(str, self.layouts))}], h heads, t queries, s keys, got a softmax "
-            f"over dimension {keys} of {tuple(shape)}; its heads are not known"
-        )
-
-    def _ratio(
-        self, spec: AttentionSpec, scale: float, visible: Tensor
-    ) -> float | Tensor:
-        """Returns the new factor on q·k divided by the factor that the logits already contain."""
-        pos_q = _same_for_all_heads(visible, self.seen is not None).sum(-1) - 1
-        return spec.scale.factor(pos_q, self.geometry.head_dim, self.params()) / scale
+        layout = self.layout.fitted(shape)
+        if layout is None or layout.keys != keys % len(shape):
+            raise RefusedError(
+                f"expected scores [{self.layout}], h heads, t queries, s keys, got a softmax over dimension {keys} of "
+                f"{tuple(shape)}; its heads are not known"
+            )
+        return layout
 
     # --- F.multi_head_attention_forward
 
@@ -302,10 +281,10 @@ class ChangedCalls(InstanceForward):
         if masks["key_padding_mask"] is not None and not batched:
             masks["key_padding_mask"] = masks["key_padding_mask"][None]
         mask = mha_mask(masks, (b, h, t, s))
+        # torch's function drops only in training, whatever the module's rate.
         p = dropout if kwargs.get("training", True) else 0.0
-        call = self._call(
-            self.spec(1 / math.sqrt(d)), (q, k, v), mask, causal=False, dropout=p
-        )
+        self._check_scale(1 / math.sqrt(d))
+        call = self._call((q, k, v), mask, causal=False, dropout=p)
         out, weights = (
             run_with_weights(call)
             if kwargs.get("need_weights", True)
@@ -345,12 +324,6 @@ class _Exchange(TorchFunctionMode):
             return self.calls.written(args, kwargs)
         if func is F.multi_head_attention_forward:
             return self.calls.multi_head(args, kwargs)
-        if (
-            func in _SUBTRACTIONS
-            and self.calls.seen is not None
-            and _subtracts_largest(args)
-        ):
-            self.calls.is_shifted = True
         if (
             isinstance(func, types.FunctionType)
             and getattr(Tensor, func.__name__, None) is func
@@ -393,23 +366,12 @@ def softmax(
     return normalizer.weights(x, visible, params)
 
 
-def _subtracts_largest(args: Args) -> bool:
-    """True if the arguments of a subtraction are scores and the largest of each row."""
-    if len(args) < 2 or not all(
-        isinstance(x, Tensor) and x.ndim == args[0].ndim > 0 for x in args[:2]
-    ):
-        return False
-    scores, largest = args[:2]
-    rows = [i for i in range(scores.ndim) if largest.shape[i] == 1 < scores.shape[i]]
-    return len(rows) == 1 and torch.equal(
-        scores.detach().amax(rows[0], keepdim=True), largest.detach()
-    )
-
-
 def _is_shifted(z: Tensor, visible: Tensor) -> bool:
-    """True if every row's largest logit is 0, so that the softmax does not reveal the logits."""
-    tops = z.detach().masked_fill(~visible, -math.inf).amax(-1)[visible.any(-1)]
-    return bool((tops == 0).all()) and bool((z.detach()[visible] != 0).any())
+    """True if the largest logit of a row is exactly 0 and others are not, as where it was subtracted, so that the
+    softmax does not reveal the logits."""
+    z = z.detach().masked_fill(~visible, -math.inf)
+    others = (z != 0) & visible
+    return bool(((z.amax(-1) == 0) & others.any(-1)).any())
 
 
 def _same_for_all_heads(visible: Tensor, check: bool) -> Tensor:

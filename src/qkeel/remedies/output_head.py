@@ -181,6 +181,7 @@ class _LossHook:
 
     def _counts(self, p: Tensor, g: Tensor) -> Tensor:
         """Returns the weights c_i [... 1], which are 0 for tokens that the loss ignores."""
+        # g = c (p - e_y): the target's entry is the only negative one.
         right = g.argmin(-1, keepdim=True)
         wrong_share = p.scatter(-1, right, 0.0).sum(-1, keepdim=True)
         pushed = g.scatter(-1, right, 0.0).sum(-1, keepdim=True)

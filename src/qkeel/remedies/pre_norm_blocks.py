@@ -64,7 +64,7 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
     Raises:
         RefusedError: a site's block has a different form. The message names the site and the expected form.
     """
-    own_blocks = {}
+    own_blocks: dict[int, tuple[str, Block]] = {}
     for name, block in target.model.named_modules():
         if isinstance(block, Block):
             own_blocks[id(block.attention)] = name, block
@@ -131,6 +131,7 @@ def _calls_of_blocks(
         if x is not None and y is not None:
             of_block.setdefault(name, []).append((x, y))
 
+    # In evaluation mode: dropout between the modules would break the equalities.
     with ExitStack() as hooks, evaluating(target.model):
         for block_name, of_block in calls.items():
             block = target.model.get_submodule(block_name)
@@ -178,6 +179,7 @@ def _branches_around(
 
 def _matched(calls: BlockCalls, attention: str) -> tuple[str, str, str] | None:
     """Returns the names of N₁, N₂ and M of a block that computes the formula with this attention as A, or None."""
+    # A module that runs twice in a block is neither its norm nor its MLP.
     once = {name: pairs[0] for name, pairs in calls.items() if len(pairs) == 1}
     block = calls.get("", [])
     once.pop("", None)
@@ -195,6 +197,7 @@ def _matched(calls: BlockCalls, attention: str) -> tuple[str, str, str] | None:
     first = norms(a_in, x)
     if len(first) != 1 or a_out.shape != x.shape:
         return None
+    # The stream between the branches is no module's output, so it is computed.
     middle = x + a_out
     for mlp, (m_in, m_out) in once.items():
         second = [c for c in norms(m_in, middle) if c not in (mlp, *first)]

@@ -78,6 +78,7 @@ class SpectralScale(nn.Module):
         return (self.gamma / _sigma(weight, left, right)).to(weight.dtype) * weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # model.to(torch.bfloat16) would leave γ/σ with three digits.
         def converted(x: Tensor) -> Tensor:
             y = fn(x)
             return y if wide(y.dtype) == y.dtype else x.to(y.device)
@@ -155,17 +156,16 @@ class PowerIteration:
 
 
 def _iterate(layer: nn.Module) -> None:
-    for parametrizations in _scaled(layer).values():
-        scale = parametrizations[0]
-        if isinstance(scale, SpectralScale) and scale.training:
+    weights = stored(layer)
+    for name, scale in _scales(layer).items():
+        if scale.training:
             # Between passes, fully_shard keeps only a part of the weight on each process.
-            scale.iterate(
-                dist.whole(parametrizations.get_parameter("original").detach())
-            )
+            scale.iterate(dist.whole(weights[name].detach()))
 
 
 def _top_right(weight: Tensor) -> Tensor:
     """Returns the first right singular vector, computed from the smaller Gram matrix in double precision."""
+    # Once, at `apply`: in float32 the smaller Gram matrix would lose half of the digits.
     w = weight.to(device="cpu", dtype=torch.float64)
     if w.shape[0] < w.shape[1]:
         vector = w.mT @ torch.linalg.eigh(w @ w.mT).eigenvectors[:, -1]
@@ -253,12 +253,13 @@ class SigmaReparam(Remedy):
 
 
 def _weights_of(module: nn.Module) -> list[str]:
-    """Returns the names of the parameters with which a module multiplies its input, or [] if it is not known to do
-    so."""
+    """Returns the names of the parameters with which a module multiplies its input, or [] if it does not."""
     if isinstance(module, nn.MultiheadAttention):
         parameters = parameters_of(module)
         return [name for name in _PROJECTIONS if parameters.get(name) is not None]
-    return ["weight"] if isinstance(module, nn.Linear) or _multiplies(module) else []
+    # transformers' Conv1D, of GPT-2, computes x W + b.
+    is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return ["weight"] if is_linear else []
 
 
 # The weights of q, k and v in nn.MultiheadAttention: one for all of them, or one each.
@@ -296,43 +297,10 @@ def _check_logits(target: Target, covered: set[int]) -> None:
             )
 
 
-def _multiplies(module: nn.Module) -> bool:
-    """True if a module other than nn.Linear computes x W + b (transformers' Conv1D), tested on two random rows."""
-    weight, bias = (parameters_of(module).get(name) for name in ("weight", "bias"))
-    names = {name for name, p in parameters_of(module).items() if p is not None}
-    if (
-        weight is None
-        or weight.ndim != 2
-        or not names <= {"weight", "bias"}
-        or any(module.children())
-    ):
-        return False
-    if (
-        isinstance(module, nn.Embedding)
-        or weight.is_meta
-        or not weight.is_floating_point()
-    ):
-        return False
-    rng = torch.Generator().manual_seed(0)
-    x = torch.randn(2, weight.shape[0], generator=rng).to(weight)
-    try:
-        with torch.no_grad():
-            got, want = (
-                module(x),
-                x @ weight if bias is None else torch.addmm(bias, x, weight),
-            )
-    except Exception:  # the module takes other inputs
-        return False
-    return (
-        isinstance(got, Tensor)
-        and got.shape == want.shape
-        and bool(torch.allclose(got, want, rtol=1e-3, atol=1e-4))
-    )
-
-
 def _reparametrise(
     layer: nn.Module, weights: list[str], init: Literal["keep", "one"]
 ) -> tuple[dict[str, SpectralScale], Handle]:
+    # state_dict and optimizers count parameters in this order.
     names = list(parameters_of(layer))
     cls, attributes = layer.__class__, set(layer.__dict__)
     scales = {
@@ -355,34 +323,24 @@ def _reparametrise(
     return scales, Handle(undo)
 
 
-def _scaled(layer: nn.Module) -> dict[str, parametrize.ParametrizationList]:
-    """Returns the parametrizations of a layer's weights under the remedy, by name of the weight."""
-    container = submodules_of(layer).get("parametrizations")
-    by_name = {} if container is None else submodules_of(container)
-    return {
-        name: parametrizations
-        for name, parametrizations in by_name.items()
-        if isinstance(parametrizations, parametrize.ParametrizationList)
-        and isinstance(parametrizations[0], SpectralScale)
-    }
-
-
 def _scales(layer: nn.Module) -> dict[str, SpectralScale]:
-    first_by_name = {
-        name: parametrizations[0] for name, parametrizations in _scaled(layer).items()
-    }
-    return {
-        name: scale
-        for name, scale in first_by_name.items()
-        if isinstance(scale, SpectralScale)
-    }
+    """Returns the scales of a layer's weights under the remedy, by name of the weight; {} for other layers."""
+    container = submodules_of(layer).get("parametrizations")
+    scales = {}
+    for name, entry in (
+        submodules_of(container).items() if container is not None else ()
+    ):
+        scale = submodules_of(entry).get("0")
+        if isinstance(scale, SpectralScale):
+            scales[name] = scale
+    return scales
 
 
 def stored(layer: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the trained weights of a layer under the remedy, by name; {} for other layers."""
     return {
-        name: parametrizations.get_parameter("original")
-        for name, parametrizations in _scaled(layer).items()
+        name: layer.get_parameter(f"parametrizations.{name}.original")
+        for name in _scales(layer)
     }
 
 
@@ -425,11 +383,10 @@ def _put_back(layer: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
 def fold_layer(layer: nn.Module) -> None:
     """Writes Ŵ, as computed in evaluation mode, into the stored weights and makes the layer an ordinary one again."""
     weights = stored(layer)
-    for name, scaled in _scaled(layer).items():
-        training = scaled.training
-        scaled.eval()
-        weights[name].copy_(scaled())
-        scaled.train(training)
+    for name, scale in _scales(layer).items():
+        training = scale.training
+        weights[name].copy_(scale.eval()(weights[name]))
+        scale.train(training)
     del submodules_of(layer)["parametrizations"]
     set_class(layer, layer.__class__.__bases__[0])
     _put_back(layer, weights)

@@ -138,6 +138,7 @@ class AttentionSpec:
         >>> AttentionSpec(norm=RMSNorm(gain="head_dim")).parameter_shapes(8, 2, 16)
         {'q_norm': (8, 16), 'k_norm': (2, 16)}
         """
+        # Dynamo cannot trace a cached function's table.
         shapes = _shapes if torch.compiler.is_compiling() else _shapes_once
         return {**shapes(self, n_heads, n_kv_heads, head_dim)}
 
@@ -176,12 +177,14 @@ class AttentionSpec:
         spec = dataclasses.replace(
             self, norm=NoNorm(), position=self.position.encoded()
         )
+        # The gains of norms are in the encoded keys already.
         return spec, {name: p for name, p in params.items() if "_norm" not in name}
 
     def encode(
         self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params
     ) -> tuple[Queries, Keys]:
         """Returns q [b h t d] and k [b g s d] after the norm and the rotation, in float32 or wider."""
+        # Rounding of cos and sin in bfloat16 would grow with the position.
         kind = wide(q.dtype)
         q, k = q.to(kind), k.to(kind)
         if self.position.order == "rotate_then_norm":
@@ -234,6 +237,7 @@ class AttentionSpec:
         if self.cap.kind != "none":
             lines.append(f"  z ← {self.cap.formula()}")
         lines.append(f"  weights = {self.normalizer.formula()} over visible keys")
+        # A letter and its combining tilde become one character where there is one.
         text = unicodedata.normalize("NFC", "\n".join(lines))
         return text + f"\n  out = weights · {'ṽ' if 'ṽ' in text else 'v'}"
 

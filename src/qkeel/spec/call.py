@@ -80,6 +80,8 @@ class AttentionCall:
         square and causal with plain positions."""
         if self.mask is not None or self.window is not None:
             return False
+        # The causal flag of fused kernels starts at the first key, so a call that is not square
+        # needs a mask.
         return not self.causal or (self.plain and self.q.shape[2] == self.k.shape[2])
 
     @property
@@ -124,6 +126,7 @@ class AttentionCall:
         block = self._mask_block(rows, keys)
         if block is None or block.dtype == torch.bool:
             return None
+        # Hidden pairs are told by `visible`; -inf here would make gradients NaN.
         return block.masked_fill(_hides(block), 0.0)
 
     def visible(self, rows: slice, keys: slice) -> Visible | None:
@@ -151,6 +154,7 @@ class AttentionCall:
         if not self.plain:
             return slice(0, s)
         first, last = s - t + rows.start, s - t + rows.stop - 1
+        # Positions are plain here, so they are indices, shifted by s - t.
         start = 0 if reach is None else first - reach + 1
         stop = last + 1 if self.causal else s if reach is None else last + reach
         stop = max(0, min(s, stop))
@@ -159,6 +163,7 @@ class AttentionCall:
     def _mask_block(self, rows: slice, keys: slice) -> Tensor | None:
         if self.mask is None:
             return None
+        # A dimension of size 1 broadcasts and has no blocks.
         r = rows if self.mask.shape[-2] > 1 else slice(None)
         c = keys if self.mask.shape[-1] > 1 else slice(None)
         return self.mask[..., r, c]
@@ -281,6 +286,11 @@ def _check_tensor(name: str, x: object) -> None:
         )
 
 
+def _holds_numbers(x: Tensor) -> bool:
+    # float8 and its like hold numbers only together with a scale.
+    return x.is_floating_point() and x.dtype.itemsize > 1
+
+
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if (
         x.device != q.device and x.ndim
@@ -297,13 +307,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ShapeError(
                 f"expected {name} of shape [batch heads tokens dim], got {tuple(x.shape)}"
             )
-        if not x.is_floating_point():
+        if not _holds_numbers(x):
             raise InvalidTypeError(
-                f"expected a floating-point {name}, got {x.dtype}; convert it first"
-            )
-        if x.dtype.itemsize < 2:
-            raise InvalidTypeError(
-                f"expected {name} with at least 16 bits, got {x.dtype}; multiply it by its scale and convert it first"
+                f"expected a floating-point {name} with at least 16 bits, got {x.dtype}; multiply it by its scale and "
+                "convert it first"
             )
     if not (q.dtype == k.dtype == v.dtype):
         raise InvalidTypeError(
@@ -333,9 +340,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _positions(name: str, pos: Tensor, q: Tensor, n: int) -> Tensor:
     _check_tensor(name, pos)
     _check_device(name, pos, q)
-    if pos.dtype not in _COUNTS and not (
-        pos.is_floating_point() and pos.dtype.itemsize > 1
-    ):
+    if pos.dtype not in _COUNTS and not _holds_numbers(pos):
         raise InvalidTypeError(
             f"expected {name} as integers (int64, int32, int16, int8, uint8) or floating-point numbers of at least 16 "
             f"bits, got {pos.dtype}; convert it first"
@@ -355,13 +360,12 @@ def _mask(mask: AttentionMask | None, q: Tensor, s: int) -> Tensor | None:
     _check_tensor("mask", mask)
     _check_device("mask", mask, q)
     b, h, t, _ = q.shape
-    if mask.dtype != torch.bool and not (
-        mask.is_floating_point() and mask.dtype.itemsize > 1
-    ):
+    if mask.dtype != torch.bool and not _holds_numbers(mask):
         raise InvalidTypeError(
             "expected a boolean mask (True = may attend) or a floating-point mask of at least 16 bits (added to the "
             f"logits), got {mask.dtype}"
         )
+    # [b, s] could be padding or, with as many queries as sequences, pairs: both are in use.
     if b == t > 1 and mask.shape == (b, s):
         raise ShapeError(
             f"a mask of shape {tuple(mask.shape)} is ambiguous here: it could be [batch keys] or [queries keys]; "
@@ -395,7 +399,7 @@ def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) ->
             )
         _check_tensor(f"parameter {name!r}", values[name])
         _check_device(f"parameter {name!r}", values[name], q)
-        if not values[name].is_floating_point() or values[name].dtype.itemsize < 2:
+        if not _holds_numbers(values[name]):
             raise InvalidTypeError(
                 f"expected parameter {name!r} as floating-point numbers of at least 16 bits, got {values[name].dtype}; "
                 "convert it first"
@@ -588,6 +592,7 @@ def _tokens(ends: Ends, total: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens 0 .. total-1, the index of each token's sequence (or of the nearest sequence if the token is in none), and
     whether the token is in a sequence."""
     token = torch.arange(total, device=ends.device)
+    # Empty sequences repeat an end; `right` picks the last of them, which holds the token.
     document = torch.searchsorted(ends, token, right=True) - 1
     n = document.clamp(0, len(ends) - 2)
     return token, n, n == document
@@ -612,6 +617,7 @@ def _spans(
     if right >= 0:
         high = torch.minimum(high, begin + (at + (right + 1)).clamp_min(0))
     s = call.k.shape[2]
+    # An empty range keeps low = high, inside of the keys.
     low = low.clamp(0, s)
     return low, torch.maximum(low, high.clamp(0, s))
 

@@ -67,6 +67,7 @@ class Scale(Slot):
     def constant(self, head_dim: int) -> float | None:
         """The factor if it is the same constant for all queries, or None if it is learned or depends on the
         position."""
+        # A learned scale is a number too, but not the same one tomorrow.
         learned = self.parameters(
             ParameterSizes(n_heads=1, n_kv_heads=1, head_dim=head_dim)
         )
@@ -285,6 +286,7 @@ class LogN(PositionFactor):
             self.learned,
             ("none", "layer", "head"),
         )
+        # Under clip the factor is 1 for all lengths of training.
         if self.clip and self.learned != "none":
             raise InvalidValueError(
                 "clip keeps the ratio at 1 or more, where a learned factor gets no gradient; choose one of the two"
@@ -312,6 +314,7 @@ class LogN(PositionFactor):
         if self.learned == "none":
             return factor
         learned = params["log_n_scale"]
+        # The ratio has 1/ln L in it already, which the learned s takes the place of.
         return factor * (learned.to(wide(learned.dtype)) * math.log(self.train_length))
 
     def formula(self) -> str:

@@ -172,6 +172,7 @@ class GainNorm(Norm):
             return x
         if self.over == "layer":
             b, h, t, d = x.shape
+            # [b h t d] becomes [b t (h d)]: one vector for each token.
             flat = self.normalise(
                 x.transpose(1, 2).reshape(
                     b,
@@ -215,6 +216,7 @@ class GainNorm(Norm):
             )
         needed: dict[str, Parameter] = {}
         for operand in _PARTS:
+            # A shared gain is stored once, as that of q.
             if operand not in self.on or (self.shared and operand == "k"):
                 continue
             heads = geometry.n_heads if operand == "q" else geometry.n_kv_heads

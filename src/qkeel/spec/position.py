@@ -55,6 +55,7 @@ class ALiBi(Position):
     def scores(
         self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params
     ) -> Logits:
+        # Added after the scale, as published: the bias does not shrink with √d.
         slopes = alibi_slopes(q.shape[1]).to(q)[:, None, None]
         return Position.scores(self, q, k, pos_q, pos_k, params) - slopes * _apart(
             pos_q, pos_k
@@ -146,6 +147,7 @@ class ReRope(Position):
     def scores(
         self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params
     ) -> Logits:
+        # Three products and a choice: no rotation of q and k alone gives a clipped distance.
         distance = (pos_q[:, :, None] - pos_k[:, None, :])[:, None]
         near = self.product(self.near(q, pos_q), self.near(k, pos_k))
         ahead = self.product(self.far_query(q, pos_q), self.far_key(k, pos_k))
@@ -356,6 +358,7 @@ def _seeing(position: Position, train_length: int | None, options: Options) -> P
             "never seen in training"
         )
     inner = position.inner if isinstance(position, SlidingWindow) else position
+    # A window in training has hidden what lies beyond it, so it only gets narrower.
     narrow = window if position.reach is None else min(window, position.reach)
     return SlidingWindow(window=narrow, inner=inner)
 

@@ -94,6 +94,7 @@ def _hwfa2(
     )
     default = min(3 * train_length // n_layers, train_length // 2)
     near = _windowed(spec, _under("hwfa2", window, default, train_length))
+    # Evenly spaced, neither the first nor the last layer where there are others.
     full_layers = {n_layers * j // (full + 1) for j in range(1, full + 1)}
     return tuple(spec if i in full_layers else near for i in range(n_layers))
 

@@ -149,6 +149,7 @@ class DynamicNTK(Stretch):
         _check(self, factor=self.factor, train_length=self.train_length)
 
     def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
+        # A tensor, so that no length is read back from a device.
         length = (
             pos_k.amax() + 1 if pos_k.numel() else torch.ones((), device=pos_k.device)
         )
@@ -422,6 +423,7 @@ class Rope(Position):
             if self.stretch.changes
             else theta
         )
+        # Built once where q and k share positions, which is nearly always.
         keys = self._table(pos_k, frequencies, k)
         return (keys if pos_q is pos_k else self._table(pos_q, frequencies, q)), keys
 
@@ -550,6 +552,7 @@ class XPos(Position):
             rope_frequencies(d, self.base),
             x.dtype,
         )
+        # ζ^(i/scale) on q and ζ^(-j/scale) on k make ζ^((i - j)/scale) in the score.
         power = sign * pos[:, None, :, None].to(x.dtype) / self.scale
         faded = xpos_decay(d).to(x) ** power
         return rotate(x, cos * faded, sin * faded, "interleaved")

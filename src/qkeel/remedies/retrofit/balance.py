@@ -68,6 +68,7 @@ class Balance:
         self._begin(pairs)
         generator = torch.Generator().manual_seed(0)
         for t in self.numbers:
+            # An experiment in place of reading the model's rotation: a wrong pairing shows at once.
             t.copy_(torch.rand(t.shape, generator=generator) - 0.5)
         self.put()
         new = predictions(reference.model, reference.batches[0])
@@ -96,20 +97,17 @@ class Balance:
 
     def _factor(self, p: Tensor, rows: Sequence[_ScaledRows]) -> Tensor:
         axis = rows[0].heads.axis if p.ndim > 1 else 0
-        lines = torch.ones(
-            len(rows[0].heads.rows_of(p)), device=p.device, dtype=torch.float32
-        )
+        n = len(rows[0].heads.rows_of(p))
+        lines = torch.ones(n, device=p.device, dtype=torch.float32)
         for scaled_rows in rows:
-            t = self.numbers[scaled_rows.site][:, self._pairs[scaled_rows.site]]
-            t = (
-                t
-                if len(t) == scaled_rows.heads.n
-                else self.sites[scaled_rows.site].per_query_head(t)
-            )
-            lines = lines.index_put(
-                (scaled_rows.heads.index.to(p.device).flatten(),),
-                (scaled_rows.sign * t).exp().flatten(),
-            )
+            heads, i = scaled_rows.heads, scaled_rows.site
+            t = self.numbers[i][:, self._pairs[i]]
+            if (
+                len(t) != heads.n
+            ):  # the query heads of a group share the numbers of its key head
+                t = self.sites[i].per_query_head(t)
+            index = heads.index.to(p.device).flatten()
+            lines = lines.index_put((index,), (scaled_rows.sign * t).exp().flatten())
         return across(lines, axis, p).to(p.dtype)
 
     @torch.no_grad()
@@ -150,18 +148,14 @@ _PAIRINGS: dict[str, Callable[[int], Tensor]] = {
 
 def _plain(model: nn.Module, site: AttentionSite) -> bool:
     """True if one weight produces all of q, one weight produces all of k, and nothing else uses these weights."""
-    if (
-        len(site.terms) != 1
-        or len(site.query) != 1
-        or len(site.key) != 1
-        or site.reparametrised
-    ):
+    if (len(site.terms), len(site.query), len(site.key)) != (1, 1, 1):
         return False
     query, key = site.query[0], site.key[0]
-    if (query.n, key.n) != (site.n_heads, site.n_kv_heads):
+    if site.reparametrised or (query.n, key.n) != (site.n_heads, site.n_kv_heads):
         return False
-    if query.index.shape[1] != site.head_dim or key.index.shape[1] != site.head_dim:
+    if {query.index.shape[1], key.index.shape[1]} != {site.head_dim}:
         return False
+    # Scaling a shared weight would change what else is computed with it.
     used = collections.Counter(
         id(p) for _, p in model.named_parameters(remove_duplicate=False)
     )

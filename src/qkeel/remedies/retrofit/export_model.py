@@ -270,6 +270,7 @@ class Conversion:
         gain = gain.expand(d)
         if not self.shape.one_plus:
             return gain
+        # Gemma multiplies by 1 + w.
         stored = (gain.double() - 1).to(gain.dtype)
         if not torch.allclose(stored.double() + 1, gain.double(), rtol=1e-6, atol=1e-7):
             raise RefusedError(
@@ -453,6 +454,7 @@ def export(
         weights.pop("lm_head.weight", None)
     gains, eps = _gains(inner_model, architecture)
     weights |= gains
+    # transformers loads in the dtype of the config, float32 if there is none.
     dtypes = {x.dtype for x in weights.values() if x.is_floating_point()}
     if len(dtypes) == 1:
         config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
@@ -522,11 +524,13 @@ def _write(folder: Path, conversion: Conversion, loaders: Loaders) -> None:
         except SafetensorError as error:
             # A full disk, which safetensors does not report as an OSError.
             raise OSError(str(error)) from error
+        # On disk before the folder gets its name.
         with open(file, "rb") as written:
             os.fsync(written.fileno())
         shards.append({name: x.nbytes for name, x in shard.items()})
         shard.clear()
 
+    # One file's tensors are in memory at a time.
     for name, load in loaders.items():
         tensors = conversion.converted(name, load())
         if (
@@ -570,6 +574,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         )
         try:
             yield folder
+            # mkdtemp makes folders that only the user can read.
             os.chmod(folder, 0o755)
             os.replace(folder, out)
         finally:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.functional.norms import widest
-from qkeel.heads.site import AttentionSite, HeadSlice
+from qkeel.heads.site import AttentionSite
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import parameters_of
@@ -69,52 +69,40 @@ def fold(model: nn.Module) -> Folded:
             f"expected a torch.nn.Module to fold, got {type(model).__name__}"
         )
     inner_model = unwrapped(model)
-    written, kept = _fold_scaled_layers(inner_model)
-    if written and not kept:  # otherwise the handle still has layers to restore
-        forget(inner_model, lambda remedy: isinstance(remedy, SigmaReparam))
-    for site in (
-        find_sites(inner_model)
-        if any(isinstance(m, SpecModule) for m in inner_model.modules())
-        else ()
-    ):
-        reason = _fold_scale(inner_model, site)
-        (kept if reason else written).extend(
-            [f"{where(site)}: {reason or 'its scale'}"] if reason is not None else []
-        )
-    if not written:
-        raise RefusedError(
-            "nothing to fold: "
-            + (
-                "; ".join(kept)
-                or "no layer under sigma_reparam, and no scale other than 1/√d in qkeel's own attention"
-            )
-        )
-    return Folded(written=tuple(written), kept=tuple(kept))
-
-
-def _fold_scaled_layers(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Folds the layers under sigma_reparam whose weights nothing else uses. Returns phrases for these and for the
-    others."""
-    written, kept, held = list[str](), list[str](), _holders(model)
-    for name, layer in list(model.named_modules()):  # folding removes modules
+    written, kept = list[str](), list[str]()
+    holders = _holders(inner_model)
+    for name, layer in list(inner_model.named_modules()):  # folding removes modules
         phrase, weights = f"sigma_reparam of {name or 'the model'}", stored(layer)
-        if not weights:
-            continue
-        other_holders = {
-            n: m
+        sharing = [
+            holder
             for p in weights.values()
-            for n, m in held[id(p)].items()
-            if m is not layer
-        }
-        if other_holders:
+            for holder, module in holders[id(p)].items()
+            if module is not layer
+        ]
+        if sharing:
             kept.append(
-                f"{phrase}: {', '.join(n or 'the model' for n in other_holders)} shares its weight and would change "
+                f"{phrase}: {', '.join(n or 'the model' for n in sharing)} shares its weight and would change "
                 "too; give the layer a weight of its own before the remedy is applied, or remove() the handle"
             )
-        else:
+        elif weights:
             fold_layer(layer)
             written.append(phrase)
-    return written, kept
+    if written and not kept:  # otherwise the handle still has layers to restore
+        forget(inner_model, lambda remedy: isinstance(remedy, SigmaReparam))
+    if any(isinstance(m, SpecModule) for m in inner_model.modules()):
+        for site in find_sites(inner_model):
+            reason = _fold_scale(inner_model, site)
+            if reason:
+                kept.append(f"{where(site)}: {reason}")
+            elif reason is not None:
+                written.append(f"{where(site)}: its scale")
+    if not written:
+        default = (
+            "no layer under sigma_reparam, and no scale other than 1/√d in qkeel's own "
+            "attention"
+        )
+        raise RefusedError(f"nothing to fold: {'; '.join(kept) or default}")
+    return Folded(written=tuple(written), kept=tuple(kept))
 
 
 def _holders(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
@@ -174,28 +162,25 @@ def _into_weights(model: nn.Module, site: AttentionSite, ratio: Tensor) -> str:
     """Multiplies q's last weight in each term, and its bias, by a factor per query head.
 
     Returns the reason if this is not possible, or else ""."""
-    pieces: list[HeadSlice] = [term.query[-1] for term in site.terms]
     if site.reparametrised:
         return "W_q is computed from another weight"
-    other_slices = [
-        s
+    elsewhere = {
+        id(model.get_parameter(s.parameter))
         for other_site in find_sites(model)
         if other_site.module is not site.module
         for s in (*other_site.query, *other_site.key)
-    ]
-    owned = {id(model.get_parameter(s.parameter)) for s in other_slices}
+    }
+    holders = _holders(model)
+    pieces = [term.query[-1] for term in site.terms]
     for piece in pieces:
-        if id(model.get_parameter(piece.parameter)) in owned:
-            return f"{piece.parameter} is shared with another attention layer"
-    held = _holders(model)
-    for piece in pieces:
-        if len(held[id(model.get_parameter(piece.parameter))]) > 1:
+        key = id(model.get_parameter(piece.parameter))
+        if key in elsewhere or len(holders[key]) > 1:
             return f"{piece.parameter} is shared with another layer"
     for piece in pieces:
-        for part in filter(None, (piece, piece.bias_of())):
-            p = model.get_parameter(part.parameter)
-            rows = part.lines(ratio.to(p.device, widest(p.device)), p.shape[0])
-            p.copy_(p.to(rows.dtype) * (rows[:, None] if p.ndim > 1 else rows))
+        for rows in filter(None, (piece, piece.bias_of())):
+            p = model.get_parameter(rows.parameter)
+            by = rows.lines(ratio.to(p.device, widest(p.device)), p.shape[0])
+            p.copy_(p.to(by.dtype) * (by[:, None] if p.ndim > 1 else by))
     return ""
 
 

@@ -71,8 +71,9 @@ def held_out(
 
     def cut(start: int, end: int) -> Arguments:
         def rows_of(x: object) -> object:
-            holds_rows = isinstance(x, Tensor) and x.ndim and len(x) == rows
-            return x[start:end] if holds_rows else x
+            if isinstance(x, Tensor) and x.ndim and len(x) == rows:
+                return x[start:end]
+            return x
 
         args, kwargs = mapped(batch, rows_of)
         return args, kwargs
@@ -115,6 +116,7 @@ class Reference:
         self.model, self.batches = model, batches
         self.old = [predictions(model, batch) for batch in batches]
         self.kind = kind_of_outputs(model, self.old[0], batches[0])
+        # Error is a share of the old outputs' variance, so that units don't matter.
         values = torch.cat([output.flatten().double() for output in self.old])
         self._variance = float(values.var(correction=0)) or 1.0
         self.loss = self._loss(self.old)  #: the old model's next-token loss

@@ -1,0 +1,30 @@
+"""A run whose records of heads are lost is judged by what is left, and says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.contract.audit.test_check import run
+
+import qkeel
+from qkeel.metrics import Status
+
+
+@pytest.mark.parametrize(
+    ("logits", "alarms", "status"),
+    [
+        ([1.0, 7.0, 3.0], [], Status.HEALTHY),
+        ([1.0, 1340.0], [], Status.NOT_HEALTHY),
+        ([1.0, 863.0], [("alarm", 1)], Status.NOT_HEALTHY),
+    ],
+)
+def test_lost_heads_are_said(
+    logits: list[float], alarms: list[tuple[str, int]], status: Status, tmp_path: Path
+) -> None:
+    folder = run(tmp_path / "r", logits, alarms=alarms)
+    (folder / "heads.json").unlink()
+    found = qkeel.check(folder)
+    assert found.status is status
+    assert found.largest == max(logits)
+    assert "heads.json is missing" in str(found)
