@@ -189,18 +189,6 @@ def test_every_way_to_write_causal_attention_gives_the_oracles_numbers() -> None
         assert stats.n_queries.tolist() == [B * T] * H, name
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_the_rows_of_each_head_are_found_whatever_the_way(name: str) -> None:
-    module = nn.Sequential(Block(WAYS[name]))
-    (site,) = find_sites(module, torch.randn(B, T, H * D))
-    assert (site.name, site.n_heads, site.n_kv_heads, site.head_dim) == ("0", H, H, D)
-    (query,), (key,) = site.query, site.key
-    assert query.parameter == key.parameter == "0.c_attn.weight"
-    assert torch.equal(query.index, torch.arange(H * D).view(H, D))
-    assert torch.equal(key.index, H * D + torch.arange(H * D).view(H, D))
-    assert query.bias == "0.c_attn.bias"
-
-
 def test_a_cap_is_seen_and_the_logits_are_those_before_it() -> None:
     def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = 20 * q @ k.mT / math.sqrt(D)
