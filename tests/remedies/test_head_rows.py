@@ -19,6 +19,7 @@ from qkeel.functional.bounds import spectral_norm
 from qkeel.remedies.base import Target
 from qkeel.remedies.head_rows import HeadRows
 from qkeel.remedies.head_weights import HeadNorms, HeadWeights
+from qkeel.remedies.shared_maxima import SharedMaxima
 from qkeel.sites import HeadSlice, find_sites
 
 from .models import attention
@@ -181,3 +182,29 @@ def test_what_cannot_be_done_with_a_part_or_a_quantised_weight_is_refused() -> N
     )
     with pytest.raises(RefusedError, match=r"q_proj.weight is quantised"):
         qkeel.apply(model, "lalr", optimizer, sites=sites)
+
+
+def test_a_process_knows_its_first_head_and_a_head_that_is_cut_is_refused() -> None:
+    model = attention(n_kv_heads=4)
+    (site,) = find_sites(model)
+    whole = model.q_proj.weight.detach()
+    with process(1):
+        mesh = init_device_mesh("cpu", (2,))
+        own = whole.chunk(2)[1].contiguous()
+        split = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+        model.q_proj.weight = torch.nn.Parameter(split)
+        # Two heads of four rows a process, or one and a half.
+        for n_heads, rows, first in ((4, 4, 2), (2, 6, None)):
+            index = torch.arange(n_heads * rows).view(n_heads, rows)
+            s = HeadSlice(parameter="q_proj.weight", axis=0, index=index)
+            terms = (dataclasses.replace(site.terms[0], query=(s,)),)
+            part_site = dataclasses.replace(site, terms=terms, n_heads=n_heads)
+            target = Target(model=model, optimizer=None, sites=[part_site])
+            maxima = SharedMaxima.__new__(SharedMaxima)
+            maxima._first = {}
+            if first is None:
+                with pytest.raises(RefusedError, match="in the middle of a head"):
+                    maxima._find_first_heads(target)
+            else:
+                maxima._find_first_heads(target)
+                assert maxima._first == {"": first}

@@ -48,14 +48,14 @@ def test_named_heads_are_treated_as_without_the_option_and_others_keep_their_bit
     plain, whole, some = (
         stepped(None),
         stepped(make(None)),
-        stepped(make(((SITE, (1, 3)),))),
+        stepped(make(((SITE, (0, 3)),))),
     )
     everything = stepped(make(((SITE, ()), ("blocks.0.attention", ()))))
     changed = 0
     for name, weight in some.items():
         assert torch.equal(everything[name], whole[name])
         for head in range(4):
-            named = name.startswith(SITE) and head in (1, 3)
+            named = name.startswith(SITE) and head in (0, 3)
             assert torch.equal(weight[head], (whole if named else plain)[name][head])
             changed += not torch.equal(weight[head], plain[name][head])
     assert changed
@@ -66,6 +66,7 @@ def test_heads_that_are_not_there_are_one_sentence() -> None:
     for error, make in (
         (InvalidTypeError, lambda: QKClip(heads=SITE)),  # type: ignore[arg-type]
         (InvalidTypeError, lambda: LALR(heads=((SITE, (-1,)),))),
+        (InvalidTypeError, lambda: LALR(heads=())),
         (
             UnknownNameError,
             lambda: qkeel.apply(model, QKClip(heads=(("blocks.7", ()),)), adamw(model)),

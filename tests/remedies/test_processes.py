@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +11,13 @@ import pytest
 import torch
 from tests.contract.processes.setups import SETUPS
 from tests.forked import together
-from torch import nn
+from torch import Tensor, nn
 
 import qkeel
+from qkeel.distributed import ApartError
 from qkeel.errors import InvalidTypeError, RefusedError
+from qkeel.remedies.base import Target
+from qkeel.remedies.processes import agreed, check_peers
 from qkeel.remedies.shared_maxima import SharedMaxima
 
 from .models import attention
@@ -94,29 +97,86 @@ def test_four_processes_on_meshes_of_two_axes(tmp_path: Path) -> None:
     run(tmp_path, 4, with_remedies(quick=False, processes=4), limit=900)
 
 
-def test_a_head_is_clipped_by_the_largest_logit_of_all_processes(
+class Two:
+    """Two processes, of which this one is the first: what it sends, and what the second one says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: list[str] = []
+        self.other: Callable[[str], str] = lambda text: text
+        for name, value in {
+            "world": lambda: 2,
+            "rank": lambda: 0,
+            "peer_ranks": lambda model: (0,),
+            "fingerprint": lambda model, names: "alike",
+            "gather_messages": self.gather,
+            "fail_on_all": lambda subject, error: self.sent.append(str(error)),
+        }.items():
+            monkeypatch.setattr(f"qkeel.distributed.{name}", value)
+
+    def gather(self, subject: str, text: str) -> list[str]:
+        self.sent.append(text)
+        # Where a wrapper names no peers, each process knows itself alone.
+        second = text.replace('"peers": [0]', '"peers": [1]')
+        second = f"1|{second[2:]}" if second.startswith("0|") else second
+        return [text, self.other(second)]
+
+
+def test_what_one_process_refuses_all_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = Two(monkeypatch)
+    assert agreed(lambda: 3) == 3
+    assert len(two.sent) == 1
+
+    def refuse() -> None:
+        raise RefusedError("no")
+
+    with pytest.raises(RefusedError, match="no"):
+        agreed(refuse)
+    assert two.sent[1:] == ["no"]
+
+
+def test_processes_of_one_model_must_find_the_same_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    others = torch.tensor([0.0, 80.0, -torch.inf, torch.inf], dtype=torch.float64)
-    monkeypatch.setattr(
-        "qkeel.distributed.reduced", lambda own, by: torch.maximum(own, others)
-    )
-    model = attention(torch.float64, 4)
-    before = model.q_proj.weight.detach().clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    several = SharedMaxima.__init__
+    two, model = Two(monkeypatch), attention()
+    sites = qkeel.find_sites(model)
+    two.other = lambda text: text.replace("4 heads", "2 heads")
+    check_peers(model, sites)  # each is alone in its model, as stages are
+    monkeypatch.setattr("qkeel.distributed.peer_ranks", lambda model: (0, 1))
+    with pytest.raises(ApartError, match="different attention"):
+        check_peers(model, sites)
+    two.other = lambda text: text
+    check_peers(model, sites)
 
-    def shared(self: SharedMaxima, *args: object) -> None:
-        several(self, *args)  # type: ignore[arg-type]
-        self.several = True
 
-    monkeypatch.setattr(SharedMaxima, "__init__", shared)
-    with qkeel.apply(model, "qk_clip:threshold=20", optimizer):
-        model(torch.randn(1, 5, 16, dtype=torch.float64))
-        optimizer.step()
-        optimizer.step()  # this process saw nothing, the other did
-    ratio = (model.q_proj.weight / before)[::4, 0]
-    assert torch.allclose(ratio, torch.tensor([1, 0.25, 1, 1], dtype=torch.float64))
+@pytest.mark.parametrize("kind", ["replica", "stage"])
+def test_maxima_are_shared_by_replicas_and_lie_side_by_side_for_stages(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two, model = Two(monkeypatch), attention(torch.float32, 4)
+    (site,) = qkeel.find_sites(model)
+    target = Target(model=model, optimizer=None, sites=[site])
+    if kind == "stage":
+        two.other = lambda text: text.replace("alike", "other")
+    maxima = SharedMaxima(target)
+    sent: list[Tensor] = []
+
+    def reduced(row: Tensor, by: str) -> Tensor:
+        sent.append(row)
+        return row.clamp(min=2.0)
+
+    monkeypatch.setattr("qkeel.distributed.reduced", reduced)
+    assert maxima.several is (kind == "replica")
+    own = torch.tensor([1.0, 3.0, -torch.inf, torch.nan])
+    largest = maxima.over_all({site.name: own})
+    if kind == "replica":
+        assert largest.tolist() == [2.0, 3.0, 2.0, torch.inf]
+        assert largest.dtype == torch.float32
+        assert sent[0].dtype == torch.float64
+        assert maxima.over_all({}).tolist() == [2.0] * 4
+    else:
+        assert not sent
+        assert torch.equal(largest[:3], own[:3])
+        assert (maxima._before, maxima._behind) == (0, 4)
 
 
 def test_sites_are_known_again_by_their_names() -> None:

@@ -133,6 +133,20 @@ def test_a_checkpoint_without_the_state_is_told_in_the_next_step_and_the_state_g
     assert optimizer.state_dict()["param_groups"][0]["qkeel"]
 
 
+def test_a_state_that_the_handle_loads_is_not_missing() -> None:
+    plain, (model, optimizer) = made(), made()
+    train(*plain, 3)
+    handle = qkeel.apply(model, "lalr", optimizer)
+    state = {name: torch.rand_like(value) for name, value in handle.state().items()}
+    optimizer.load_state_dict(plain[1].state_dict())
+    handle.load(state)
+    (values,) = optimizer.state_dict()["param_groups"][0]["qkeel"].values()
+    assert all(torch.equal(value, state[f"0.{name}"]) for name, value in values.items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QkeelWarning)
+        train(model, optimizer, 1)
+
+
 def test_nothing_is_left_in_the_groups_after_removal() -> None:
     model, optimizer = made()
     before = [set(group) for group in optimizer.param_groups]

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import qkeel
 from qkeel.errors import RefusedError
+from qkeel.remedies.qk_clip import QKClip
 
 SEEDS = range(40)
 pytestmark = pytest.mark.filterwarnings(
@@ -286,3 +287,27 @@ def test_rates_follow_the_weights_in_use(seed: int) -> None:
         torch.testing.assert_close(
             taken, (full - start[name]).detach() * (0.5 if is_weight else 1.0)
         )
+
+
+@pytest.mark.parametrize("clipped", [["0"], ["0", "1"]])
+def test_layers_of_the_same_weights_are_clipped_together_or_not_at_all(
+    clipped: list[str],
+) -> None:
+    torch.manual_seed(0)
+    q, k, *values = (nn.Linear(8, 8) for _ in range(4))
+    model = nn.Sequential(*(Layer(q, k, v, heads=2, size=4) for v in values))
+    x = 9 * torch.randn(2, 5, 8)
+    sites = qkeel.find_sites(model, x)
+    assert len(sites) == 2
+    names = [sites[int(i)].name for i in clipped]
+    remedy = QKClip(threshold=0.1, heads=tuple((name, ()) for name in names))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if len(clipped) == 1:
+        with pytest.raises(RefusedError, match="other layers"):
+            qkeel.apply(model, remedy, optimizer, batch=x)
+        return
+    before = q.weight.detach().clone()
+    qkeel.apply(model, remedy, optimizer, batch=x)
+    model(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, q.weight)

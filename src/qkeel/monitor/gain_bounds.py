@@ -41,8 +41,8 @@ class GainBounds:
         for site in sites:
             norms = (*site.query_gains, *site.key_gains)
             # Norms of biases and scales do not follow from the parts of them.
-            whole = [self._parameters[norm.bias] for norm in norms if norm.bias]
-            whole += _scale_params(site).values()
+            whole: list[Tensor] = [*_scale_params(site).values()]
+            whole += [self._parameters[norm.bias] for norm in norms if norm.bias]
             if (
                 site.query_gains
                 and site.key_gains

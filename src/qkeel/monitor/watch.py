@@ -233,15 +233,13 @@ def _several(given: object, kinds: tuple[type[K], ...], what: str) -> tuple[K, .
 
 def _sinks(given: Sink | str | Path) -> tuple[Sink, ...]:
     """The sinks for one entry; a string contains the names of sinks or is the path of a run directory."""
-    if isinstance(given, Sink):
-        found: tuple[Sink, ...] = (given,)
+    if isinstance(given, str):
+        sinks = named_sinks(given)
     else:
-        found = (
-            named_sinks(given) if isinstance(given, str) else (RunDirectorySink(given),)
-        )
-    for one in found:
-        one.require()
-    return found
+        sinks = (given if isinstance(given, Sink) else RunDirectorySink(given),)
+    for sink in sinks:
+        sink.require()
+    return sinks
 
 
 def _inner_optimizers(optimizer: object) -> list[torch.optim.Optimizer]:
@@ -258,19 +256,16 @@ def _first(
 ) -> torch.optim.Optimizer | None:
     """Returns the first optimizer, which counts the steps."""
     weights = {id(p) for model in models for p in model.parameters()}
-    for entry in listed(optimizer):
-        in_backward = getattr(
-            vars(entry).get("optimizer", entry), "optimizer_dict", None
-        )
-        if any(
-            id(p) in weights for p in in_backward or ()
-        ):  # transformers' dummy, which counts the steps of others
+    inner = _inner_optimizers(optimizer)
+    for entry, of_steps in zip(listed(optimizer), inner):
+        # transformers' dummy counts the steps of optimizers that step in the backward pass.
+        in_backward = getattr(of_steps, "optimizer_dict", None) or ()
+        stepped = [p for group in entry.param_groups for p in group["params"]]
+        if not weights.isdisjoint(map(id, in_backward)):
             caution(_IN_BACKWARD)
-        elif not any(
-            id(p) in weights for group in entry.param_groups for p in group["params"]
-        ):
+        elif weights.isdisjoint(map(id, stepped)):
             raise InvalidValueError(
                 "the optimizer does not contain any of the model's parameters; pass the optimizer that trains this "
                 "model, created from model.parameters()"
             )
-    return next(iter(_inner_optimizers(optimizer)), None)
+    return next(iter(inner), None)

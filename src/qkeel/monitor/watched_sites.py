@@ -113,7 +113,9 @@ class WatchedSites:
         if not self._is_stale:
             return
         self._is_stale, visible = False, told_apart(self._sets)
-        types = {name: layer_type(x, "tokens") for name, x in visible.items()}
+        types: dict[str, LayerType] = {}
+        for name, kind in visible.items():
+            types[name] = layer_type(kind, "tokens")
         for i, site in enumerate(self.all):
             if visible.get(site.name, site.visible) != site.visible:
                 self.all[i] = dataclasses.replace(site, visible=visible[site.name])

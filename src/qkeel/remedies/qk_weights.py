@@ -121,7 +121,8 @@ def _biases_and_gains(target: Target) -> Iterator[HeadSlice]:
             ):
                 if name is not None and index is not None:
                     # All rows of a gain are frozen, so they count as one head. The index is of single entries.
-                    entries = max(1, target.parameter(name)[0].numel())
+                    p = target.parameter(name)
+                    entries = p.numel() // p.shape[0]
                     rows = (index // entries).unique()[None]
                     yield HeadSlice(parameter=name, axis=0, index=rows)
 
