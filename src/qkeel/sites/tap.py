@@ -15,7 +15,7 @@ from qkeel.capture.compiled_bounds import CompiledBounds
 from qkeel.capture.example import LastPass, copied, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall
 from qkeel.errors import caution
-from qkeel.functional.statistics import KernelRows, LogitStats
+from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
 from qkeel.heads.site import INDEX, AttentionSite, Sites
 from qkeel.kernels.statistics import is_over, only_extremes, plain_rows
@@ -26,10 +26,8 @@ from qkeel.patching.modes import (
     FaultGuard,
     Kwargs,
     ModuleTree,
-    Uncopied,
     in_function_transform,
     is_fake,
-    recomputing,
 )
 from qkeel.patching.roles import PassRole, Phase, inside_checkpoint
 from qkeel.sites.observed_pass import (
@@ -40,7 +38,6 @@ from qkeel.sites.observed_pass import (
     PassSearch,
     Places,
 )
-from qkeel.spec import AttentionCall
 
 _TRANSFORMED = (
     "a pass inside a transform of torch.func (grad, vmap, jvp) is not measured, because its tensors have no values "
@@ -115,7 +112,6 @@ class Tap(Handle):
     Args:
         model: the model to watch.
         when_training: whether to ignore passes that cannot be trained, because gradients are off.
-        parts: whether qkeel's own modules also report calls that are made outside a pass of the full model.
         due: a function that is called as due(candidate, training) and returns whether to measure a pass, and whether
             this counts if the pass is trained. candidate: whether gradients are on; training: the model's mode.
         by_step: whether an optimizer's step settles the roles.
@@ -139,7 +135,6 @@ class Tap(Handle):
         model: nn.Module,
         *,
         when_training: bool = False,
-        parts: bool = False,
         due: Callable[[bool, bool], tuple[bool, bool]] | None = None,
         by_step: bool = False,
         measure: MeasureCall = statistics,
@@ -195,11 +190,6 @@ class Tap(Handle):
         )
         super().__init__(self._detach)
         self.guard.off += [self.remove, self._forwards.remove]
-        self._parts: list[tuple[SpecModule, Connection]] = []
-        for name, module in self.model.named_modules() if parts else ():
-            if isinstance(module, SpecModule):
-                self._parts.append((module, Connection(self, name, module)))
-                module.observers.append(self._parts[-1][1])
 
     @property
     def latest(self) -> LastPass | None:
@@ -250,8 +240,7 @@ class Tap(Handle):
         if held.stats is not None and measured:
             self._stats[phase].update(held.stats)
             self.calls_seen[phase] += held.calls
-        if not held.part:
-            self.visitor.settled(phase, held.collected, measured)
+        self.visitor.settled(phase, held.collected, measured)
 
     def read(self, phase: Phase | None = None) -> dict[str, LogitStats]:
         """Returns the statistics since the last read, keyed by site name; sites without a call are absent.
@@ -284,38 +273,6 @@ class Tap(Handle):
         if self._bounds is not None:
             self._bounds.remove()
         self._latest = None
-        for module, connection in self._parts:
-            if connection in module.observers:
-                module.observers.remove(connection)
-
-    def take_part(
-        self,
-        name: str,
-        call: AttentionCall,
-        training: bool,
-        rows: KernelRows | None = None,
-    ) -> None:
-        """Receives a call that one of qkeel's own modules made outside a pass of the model, with the statistics of its
-        rows if they are known."""
-        if self._forwards.busy or recomputing():
-            return
-        candidate = torch.is_grad_enabled()
-        measured, counts = self._due(candidate, training)
-        if not measured:
-            return
-        if self.measure_rows is not None and rows is not None:
-            stats = self.measure_rows(call, rows)
-        else:
-            stats = self.measure(call)
-        self.visitor.call(name, call, candidate)
-        if stats is not None:
-            sites = SiteStatistics()
-            sites.add(name, stats, None)
-            held = _HeldPass(
-                training=training, counts=counts, part=True, calls=1, stats=sites
-            )
-            held.role = PassRole.of_tensors([call.q, call.k])
-            self._hold(held)
 
     def calls(self, args: Args, kwargs: Kwargs) -> dict[str, Seen]:
         """Returns the first call of each site in an additional pass with these arguments. The pass runs eagerly and
@@ -507,13 +464,12 @@ class Tap(Handle):
 class _HeldPass:
     """What is known of a pass until its role is: its mode, its statistics, and what the visitor collected in it.
 
-    `counts` says whether its statistics count if it was trained, and `part` that it is a single call outside a pass.
+    `counts` says whether its statistics count if it was trained.
     """
 
     training: bool
     counts: bool
     candidate: bool = True
-    part: bool = False
     role: PassRole = dataclasses.field(default_factory=PassRole)
     inputs: tuple[Args, Kwargs] | None = None
     random: Tensor | None = None
@@ -521,26 +477,6 @@ class _HeldPass:
     stats: SiteStatistics | None = None
     calls: int = 0
     collected: object = None
-
-
-class Connection(Uncopied):
-    """Connects one of qkeel's modules to a tap, for calls outside a pass. Copies of the module are not connected."""
-
-    def __init__(self, tap: Tap, name: str, module: SpecModule) -> None:
-        self.tap, self.name, self.module = tap, name, module
-
-    def __call__(self, call: AttentionCall) -> None:
-        if not torch.compiler.is_compiling():
-            self.tap.guard(self.tap.take_part, self.name, call, self.module.training)
-
-    @property
-    def reads(self) -> bool:
-        """True if the row statistics of a kernel are sufficient."""
-        return self.tap.measure_rows is not None
-
-    def read(self, call: AttentionCall, rows: KernelRows) -> None:
-        """Receives a call and the statistics of its rows, from code that runs the module's calls in its place."""
-        self.tap.guard(self.tap.take_part, self.name, call, self.module.training, rows)
 
 
 def is_empty(args: Args, kwargs: Kwargs) -> bool:
