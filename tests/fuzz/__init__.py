@@ -1,1 +1,1 @@
-"""Random inputs of every class: whatever comes, the library gives the right numbers or one QkeelError, and in time."""
+"""Random inputs: whatever comes, the library gives the right result or one QkeelError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Callable
@@ -45,6 +46,8 @@ from qkeel.report.study_runs import read_study
 Make = Callable[..., RunConfig]
 FOUR = Grid(remedies=["none", "quack:tau=0.1"], lrs=[0.1], seeds=[1, 0])
 TWO = Grid(remedies=["none"], lrs=[0.1], seeds=[0, 1])
+NOTHING = {"study": "lr", "base": {"": {}}, "remedies": [], "lrs": [], "seeds": []}
+NOTHING |= {"command": ""}
 ONE = Grid(remedies=["none"], lrs=[0.1], seeds=[0])
 
 
@@ -283,6 +286,10 @@ def test_a_study_refuses_to_mix_what_was_computed_otherwise(
         ("study.json", "{"),
         ("study.json", "[]"),
         ("study.json", '{"study": "lr"}'),
+        (
+            "study.json",
+            json.dumps({**NOTHING, "runs": [{"run_id": "../x", "role": ""}]}),
+        ),
     ],
 )
 def test_a_directory_of_something_else_is_left_alone(
@@ -331,18 +338,20 @@ def test_the_choice_by_hand(tiny: Make) -> None:
         tiny, dataclasses.replace(ONE, lrs=[0.01, 0.03, 0.1], tuning_seeds=[7, 8])
     )
 
-    def chosen(*losses: float) -> tuple[float, str, list[float]]:
+    def chosen(*losses: float) -> tuple[float, str, float | None]:
         rows = [
             {"run_id": run.config.run_id, "status": "done", "val_loss": loss}
             for run, loss in zip(tuning_plan(made).runs, losses, strict=True)
         ]
         tuned = tuned_plan(made, rows)
-        rates = [run.config.optim.lr for run in tuned.runs]
-        return tuned.tuned[0]["lr"], tuned.tuned[0]["border"], rates
+        (choice,) = tuned.tuned
+        assert [run.config.optim.lr for run in tuned.runs] == [choice["lr"]]
+        return choice["lr"], choice["border"], choice["val_loss"]
 
-    assert chosen(3.0, 3.0, 1.0, 4.0, 2.6, 2.6) == (0.03, "", [0.03])
-    assert chosen(2.0, 2.0, 2.0, 2.0, 1.0, math.nan) == (0.01, "lowest", [0.01])
-    assert chosen(*[math.nan] * 4, 9.0, 9.0) == (0.1, "highest", [0.1])
+    assert chosen(3.0, 3.0, 1.0, 4.0, 2.6, 2.6) == (0.03, "", 2.5)
+    assert chosen(2.0, 2.0, 2.0, 2.0, 1.0, math.nan) == (0.01, "lowest", 2.0)
+    assert chosen(*[math.nan] * 4, 9.0, 9.0) == (0.1, "highest", 9.0)
+    assert chosen(*[math.nan] * 6)[2] is None
     with pytest.raises(RunDirectoryError, match="has not finished"):
         tuned_plan(made, [])
 

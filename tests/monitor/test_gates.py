@@ -10,7 +10,6 @@ import torch
 
 import qkeel
 from qkeel.errors import UnknownNameError
-from qkeel.monitor import GateShut, History, replay
 from qkeel.spec import AttentionCall, AttentionSpec, Sink, Softcap
 
 NAMES = ("lse_mean", "lse_std", "sink_logit", "gate_mean", "gate_std")
@@ -100,32 +99,6 @@ def test_rows_that_are_masked_out_do_not_count() -> None:
         np.testing.assert_allclose(monitor.sample.heads["lse_mean"], short, rtol=1e-6)
 
 
-def test_a_foreign_softmax_has_logsumexps_and_no_gate() -> None:
-    torch.manual_seed(3)
-
-    class Written(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qk = torch.nn.Linear(8, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k = self.qk(x).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)
-            self.scores = q @ k.mT
-            return self.scores.softmax(-1) @ x[:, None]
-
-    model = Written()
-    with qkeel.watch(model, stats="all+gates") as monitor:
-        model(torch.randn(2, 9, 8))
-        assert monitor.sample is not None
-        heads = monitor.sample.heads
-    expected = model.scores.detach().double().logsumexp(-1)
-    np.testing.assert_allclose(heads["lse_mean"][0], expected.mean((0, 2)), rtol=1e-5)
-    np.testing.assert_allclose(
-        heads["lse_std"][0], expected.std((0, 2), correction=0), rtol=1e-5
-    )
-    assert "gate_mean" not in heads
-
-
 def test_nothing_of_it_is_measured_unless_it_is_named() -> None:
     model = qkeel.nn.Attention(16, 2)
     with qkeel.watch(model) as monitor:
@@ -136,23 +109,3 @@ def test_nothing_of_it_is_measured_unless_it_is_named() -> None:
         qkeel.watch(model, stats="all+gate")
     with pytest.raises(UnknownNameError, match="max"):
         qkeel.watch(model, stats="entrpy+gates")
-
-
-def test_a_shut_gate_is_reported_with_its_head() -> None:
-    gates = np.array([[[0.5, 0.4, 0.6]], [[0.5, 0.004, 0.6]]])
-    steps = np.arange(2.0)
-    history = History(
-        steps=steps, values={"step": steps}, heads={"gate_mean": gates}, layers=("h.0",)
-    )
-    (alarm,) = replay(history, [GateShut()])
-    assert (alarm.layer, alarm.head, alarm.step) == ("h.0", 1, 1)
-    ratio = history.by_layer("gate_max_ratio")
-    assert ratio is not None
-    assert ratio[0, 0] == pytest.approx(0.6 / 0.5)
-    healthy = History(
-        steps=steps[:1],
-        values={"step": steps[:1]},
-        heads={"gate_mean": gates[:1]},
-        layers=("h.0",),
-    )
-    assert replay(healthy, [GateShut()]) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -187,32 +186,6 @@ def test_a_ceiling_by_type_judges_each_layer_by_its_own() -> None:
     assert Ceiling(threshold={"latent": 0.0}).check(one) is None
     assert Ceiling(threshold=100.0).check(one).layer == "h.2"  # type: ignore[union-attr]
     assert len(replay(one, [rule])) == 1
-
-
-def test_forecasts_and_entropies_are_judged_by_type_too() -> None:
-    one = history(full=90.0, window=60.0)
-    found = Approach(threshold={"window": 100.0}, floor=30.0).check(one)
-    assert found is not None
-    assert (found.layer, found.value) == ("h.1", 60.0)
-    assert Approach(threshold={"window": 1e9}, floor=30.0).check(one) is None
-    planned = qkeel.monitor.PlannedRates.of([1.0] * 40)
-    known = dataclasses.replace(one, rates=np.ones(20), planned=planned)
-    found = Outlook(threshold={"full": 1e9, "window": 100.0}).check(known)
-    assert found is not None
-    assert found.layer == "h.1"
-    low = np.full((2, 2, 2), 3.0)
-    low[1, 1] = 0.2
-    entropies = History(
-        steps=np.arange(2.0),
-        values={},
-        heads={"entropy": low, "max_logit": np.full((2, 2, 2), 99.0)},
-        layers=("a", "b"),
-        types={"a": "full", "b": "sparse"},
-    )
-    assert EntropyCollapse(threshold={"full": 0.5}).check(entropies) is None
-    alarm = EntropyCollapse(threshold={"full": 0.5, "sparse": 0.3}).check(entropies)
-    assert alarm is not None
-    assert alarm.layer == "b"
 
 
 @pytest.mark.parametrize("rule", [Ceiling, Approach, Outlook, EntropyCollapse])

@@ -95,12 +95,3 @@ def test_an_empty_batch_is_counted_and_the_steps_around_it_are_measured(
         torch.equal(a, b)
         for a, b in zip(model.parameters(), plain.parameters(), strict=True)
     )
-
-
-@pytest.mark.parametrize("stats", [True])
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_one_token_a_sequence_raises_no_alarm(make: Any, stats: Any) -> None:
-    _, monitor, said = trained(make, [(2, 1)] * 3, True, stats=stats)
-    assert len(monitor.history) == 3
-    assert said == []
-    assert monitor.alarms == []

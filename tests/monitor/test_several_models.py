@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 from tests.contract.watch.small import batch, small
-from tests.processes.test_members import number, reduced
 from torch import nn
 
 import qkeel
-from qkeel.distributed.reduce import Member, SharedTable
 from qkeel.errors import (
     AlreadyAppliedError,
     InvalidTypeError,
@@ -20,9 +18,7 @@ from qkeel.errors import (
     QkeelError,
     RefusedError,
 )
-from qkeel.functional.statistics import LogitStats
-from qkeel.monitor import Layout, Sample
-from qkeel.monitor.gather import Measurement, PartialValue, flatten
+from qkeel.monitor import Sample
 from qkeel.monitor.monitor import Monitor
 from qkeel.report import write
 
@@ -151,55 +147,3 @@ def test_what_cannot_be_watched_as_one_is_said_and_nothing_is_left() -> None:
     with qkeel.watch(other), pytest.raises(AlreadyAppliedError):
         qkeel.watch([model, other])
     assert not model._forward_hooks
-
-
-def test_stages_of_two_processes_are_one_model_in_order() -> None:
-    """A schedule in the form of a V: the first process has the first stage and the last."""
-    torch.manual_seed(0)
-    stages = [{"0": 0, "1": 3}, {"0": 1, "1": 2}, {"0": 1, "1": 2}]
-    measured = [
-        Measurement(stats={f"{m}.attn": stats() for m in own}, numbers=numbers(own))
-        for own in stages
-    ]
-    members = [
-        Member(
-            layout=Layout(data=rank),
-            form=flatten(of_rank)[0]
-            if rank < 2
-            else (),  # the third had no numbers when they met
-            splits=dict.fromkeys(of_rank.stats, (False, False)),
-            parameters=dict.fromkeys(own, 1),
-            stages=own,
-        )
-        for rank, (own, of_rank) in enumerate(zip(stages, measured))
-    ]
-    table = SharedTable(members, 1)
-    names = [f"stages.{i}.attn" for i in range(4)]
-    assert [site["name"] for site in table.about()["sites"]] == names
-    assert table.about()["parameters"] == 4
-    record = reduced(members, [*measured[:2], None])
-    assert record is not None
-    homes = [(0, "0.attn"), (1, "0.attn"), (1, "1.attn"), (0, "1.attn")]
-    for name, (rank, site) in zip(names, homes, strict=True):
-        assert torch.equal(
-            record.stats[name].max_logit, measured[rank].stats[site].max_logit.double()
-        )
-        (norm,) = number(record, name, "query_weight_norm")
-        assert norm == float(measured[rank].numbers[site, "query_weight_norm"])  # type: ignore[arg-type]
-    assert number(record, "", "train_loss") == 3.0  # of the last stage
-    assert table.placements()["1.attn"][0] == "stages.2.attn"
-
-
-def stats() -> LogitStats:
-    q, k, v = torch.randn(3, 1, 2, 4, 8)
-    return qkeel.attention(q, k, v, spec=qkeel.AttentionSpec(), stats=True)[1]
-
-
-def numbers(
-    stages: dict[str, int],
-) -> dict[tuple[str, str], torch.Tensor | PartialValue]:
-    norms = {(f"{name}.attn", "query_weight_norm"): torch.rand(1) for name in stages}
-    loss = PartialValue(
-        value=torch.tensor(float(max(stages.values()))), weight=torch.ones(())
-    )
-    return {("", "lr"): torch.tensor(1e-2), ("", "train_loss"): loss, **norms}

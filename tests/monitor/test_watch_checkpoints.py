@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import qkeel
@@ -145,34 +141,3 @@ def test_a_remedy_that_waits_for_the_next_pass_is_applied_inside_a_checkpoint(
     assert found[0].keys() == found[1].keys()
     for key, x in found[0].items():
         torch.testing.assert_close(x, found[1][key], msg=key)
-
-
-def test_the_hooks_and_modes_of_a_checkpoint_are_the_same_after_the_search() -> None:
-    net, notes = (
-        nn.Sequential(model()),
-        queue.SimpleQueue[Any](),
-    )  # not a list, which a search puts back as it was
-
-    def note(
-        _module: object, args: Any
-    ) -> Any:  # a hook that returned nothing would be held back in a search
-        modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
-        notes.put((modes, _top_saved_tensors_default_hooks(True) is not None))
-        return args
-
-    def noted() -> list[Any]:
-        return [notes.get() for _ in range(notes.qsize())]
-
-    net[0].register_forward_pre_hook(note)
-    gradients(copy.deepcopy(net), RUNS["selective"], 0)
-    expected = noted()
-    with qkeel.watch(net):
-        gradients(net, RUNS["selective"], 0)
-    seen = noted()
-    assert len(expected) == 2
-    assert seen[-2:] == expected
-    assert len(seen) > 2
-    assert all(
-        "_CachingTorchDispatchMode" not in modes and not hooks
-        for modes, hooks in seen[:-2]
-    )

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import errno
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.contract.watch.families import decoder, token_loss
 from tests.contract.watch.small import batch, train
 from tests.contract.watch.test_bad_input import Plain
 from tests.contract.watch.test_watch_faults import caught, same
 from torch import Tensor, nn
 
 from qkeel import watch
-from qkeel.monitor.call_statistics import CallStatistics
 from qkeel.monitor.gather import Transfer
 from qkeel.monitor.journal import Recorder
 from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.weight_norms import WeightNorms
 from qkeel.nn import Attention
-from qkeel.sites.tap import Tap
 
 
 def boom(*args: object, **kwargs: object) -> Any:
@@ -33,20 +28,6 @@ def boom(*args: object, **kwargs: object) -> Any:
 @pytest.fixture
 def plain() -> Mapping[str, Tensor]:
     return train(None)[0].state_dict()
-
-
-def test_a_fault_of_an_extra_pass_switches_the_monitor_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Tap, "_extra_pass", boom)
-    model = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
-    with torch.no_grad():
-        expected = model(batch(0))
-        monitor = watch(model)
-        out, warned = caught(lambda: model(batch(0)))
-    assert torch.equal(out, expected)
-    assert not monitor.active
-    assert len(warned) == 1
 
 
 def test_a_fault_later_on_keeps_what_was_recorded(
@@ -87,20 +68,6 @@ def test_a_disk_that_fills_up_drops_the_run_directory_and_training_goes_on(
     assert len(monitor.history) == 4
 
 
-def test_warnings_that_are_errors_stop_nobody(
-    plain: Mapping[str, Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(WeightNorms, "read", boom)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model, _, monitor = train(lambda m, o: watch(m, o))
-    assert same(model, plain)
-    assert not monitor.active
-    assert [r.name for r in caplog.records if "boom" in r.message] == ["qkeel"]
-
-
 @pytest.mark.filterwarnings("ignore::qkeel.errors.QkeelWarning")
 @pytest.mark.parametrize("name", ["sample", "alarms", "history", "read", "table"])
 def test_reading_a_monitor_never_raises_its_faults(
@@ -116,22 +83,6 @@ def test_reading_a_monitor_never_raises_its_faults(
     if callable(value):
         value()
     assert not monitor.active
-
-
-def test_a_fault_in_the_observer_of_an_own_module(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = decoder()
-    monkeypatch.setattr(CallStatistics, "call", boom)
-    monitor = watch(model)
-    _, warned = caught(lambda: token_loss(model, 0))
-    assert not monitor.active
-    assert len(warned) == 1
-    assert all(
-        not m.observers
-        for m in model.modules()
-        if isinstance(getattr(m, "observers", None), list)
-    )
 
 
 class Sometimes(nn.Module):

@@ -16,7 +16,7 @@ from qkeel.errors import (
     ShapeError,
     UnknownNameError,
 )
-from qkeel.nn import Decoder, DecoderConfig
+from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder, FusedEmbedding, ViT
 from qkeel.nn.decoder import NORM_ORDERS
 
 VOCAB = 101
@@ -138,3 +138,40 @@ def test_bad_tokens_are_refused() -> None:
         make()(torch.zeros(3, dtype=torch.int64))
     with pytest.raises(InvalidTypeError):
         make()(torch.zeros(2, 3))
+
+
+def test_a_fused_embedding_maps_pixels_and_leaves_text_to_the_table() -> None:
+    table, pixels = torch.nn.Embedding(7, 5), torch.randn(3, 2)
+    embedding = FusedEmbedding(table, pixels)
+    out = embedding(torch.tensor([[0, 3, 4, 6]]))[0]
+    assert torch.equal(out[:2], table.weight[[0, 3]])
+    torch.testing.assert_close(out[2:], pixels[[0, 2]] @ embedding.patch.weight.T)
+    names = [name for name, _ in embedding.named_parameters()]
+    assert names == ["weight", "patch.weight"]
+
+
+def test_a_vision_transformer_sees_the_whole_image_from_weights_of_the_same_rule() -> (
+    None
+):
+    config = DecoderConfig(vocab_size=3, d_model=128, n_layers=1)
+    model = ViT(config, patches=64, width=6)
+    model.init_weights(torch.Generator().manual_seed(0))
+    assert model.position.weight.std().item() == pytest.approx(1.0, rel=0.05)
+    assert model.patch.weight.std().item() == pytest.approx(6**-0.5, rel=0.1)
+    x, first = torch.randn(1, 64, 6, requires_grad=True), []
+    model.blocks[0].register_forward_hook(lambda _, __, out: first.append(out[0, 0]))
+    assert model(x).shape == (1, 3)
+    (grad,) = torch.autograd.grad(first[0].sum(), x)
+    assert grad[0, -1].any(), "the first patch sees the last"
+    for wrong in (x[:, 1:], x[..., 1:], x[0]):
+        with pytest.raises(ShapeError, match="64 6"):
+            model(wrong)
+
+
+def test_a_sequence_without_a_target_is_refused() -> None:
+    model = EncoderDecoder(DecoderConfig(vocab_size=VOCAB), source=4)
+    tokens = torch.zeros(1, 6, dtype=torch.int64)
+    assert model(tokens).shape == (1, 2, VOCAB)
+    for wrong in (tokens[:, :4], tokens[0]):
+        with pytest.raises(ShapeError, match="more than 4"):
+            model(wrong)

@@ -103,6 +103,13 @@ def test_outputs_gradients_and_errors_are_torchs(
     assert bool(taken) is (ours and compiled_attention.ready())
 
 
+def test_an_output_lies_in_memory_as_torchs() -> None:
+    x = torch.randn(2, 13, 4, 16).transpose(1, 2)
+    for v in (x, x[..., :8]):
+        ours, theirs = (function(x, x, v) for function in BOTH)
+        assert ours.stride() == theirs.stride()
+
+
 def random_call(source: random.Random) -> tuple[list[Tensor], dict[str, Any]]:
     """Arguments of any shape, layout, dtype, mask and option, most of which torch takes."""
     pick, toss = source.choice, lambda: source.random() < 0.5
@@ -149,7 +156,7 @@ def test_random_calls_give_what_torch_gives(taken: list[object]) -> None:
         qkv, options = random_call(source)
         case = (number, [tuple(x.shape) for x in qkv], qkv[0].dtype, options)
         refused += check(qkv, options, case)
-    assert len(taken) > 40 or not compiled_attention.ready()
+    assert len(taken) > 30 or not compiled_attention.ready()
     assert 20 < refused < 200
 
 

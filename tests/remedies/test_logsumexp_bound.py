@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import qkeel
 from qkeel.capture import logsumexp
 from qkeel.capture.logsumexp import attention_with_logsumexp
+from qkeel.capture.readers import SDPA
+from qkeel.sites import Tap
 
 CALLS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
@@ -220,3 +224,97 @@ def test_an_idle_clip_makes_no_pass_over_q_and_k(
     assert (
         len(calls) == 2 * 2
     )  # of two layers; passes 0, 1, 2 and 4 are searched everywhere
+
+
+# torch's compiler asks every tensor for its gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("by", ["the whole", "layers", "padded", "checkpointed"])
+def test_a_compiled_pass_is_not_made_twice_while_nothing_is_over(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra_passes = []
+    extra_pass = Tap._extra_pass
+    monkeypatch.setattr(
+        Tap,
+        "_extra_pass",
+        lambda *args, **kwargs: extra_passes.append(1) or extra_pass(*args, **kwargs),
+    )
+    x = torch.randn(2, 9, 32)
+    losses, weights = [], []
+    for remedy in ("none", "qk_clip:threshold=100"):
+        torch._dynamo.reset()
+        torch.manual_seed(9)
+        last = Checkpointed() if by == "checkpointed" else Layer()
+        model: Any = Stack(Layer(padded=by == "padded"), Layer(), last)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        run = model
+        if by == "layers":
+            for layer in model:
+                layer.compile(backend="aot_eager", fullgraph=True)
+        else:
+            run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        qkeel.apply(run, remedy, optimizer, batch=x)
+        losses.append([])
+        for _ in range(7):
+            loss = run(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, *weights))
+    # Passes 1, 2 and 4 are observed eagerly; 3, 5, 6 and 7 are not.
+    assert len(extra_passes) == 3
+
+
+class Stack(nn.Sequential):
+    """torch.compile looks into an nn.Sequential itself, past the hooks of a pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class Checkpointed(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_a_compiled_model_with_heads_over_the_threshold_is_clipped_exactly() -> None:
+    weights = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(10)
+        model: Any = Stack(Layer(), Layer())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        x = torch.randn(2, 9, 32)
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        qkeel.apply(run, "qk_clip:threshold=2", optimizer, batch=x)
+        for step in range(6):
+            if step == 4:  # pass 5 is not observed
+                with torch.no_grad():
+                    model[1].q.weight[8:16] *= 50
+            run(x).square().mean().backward()
+            optimizer.step()
+        weights.append(model[1].q.weight.detach().clone())
+        assert largest(model, x).max() < 2.001
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+
+
+def test_the_name_is_torchs_own_again_when_no_clip_is_left() -> None:
+    gc.collect()  # of earlier tests
+    handles = []
+    for _ in range(2):
+        model = nn.Sequential(Layer())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        remedy = "qk_clip:threshold=2"
+        handles.append(
+            qkeel.apply(model, remedy, optimizer, batch=torch.randn(2, 9, 32))
+        )
+    assert F.scaled_dot_product_attention is not SDPA
+    handles[0].remove()
+    assert F.scaled_dot_product_attention is not SDPA
+    handles[1].remove()
+    assert F.scaled_dot_product_attention is SDPA

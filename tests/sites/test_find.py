@@ -53,23 +53,6 @@ def test_zeroing_a_heads_query_rows_silences_that_head_alone(kind: str) -> None:
             p.copy_(saved[n])
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mqa", "mha"])
-@torch.no_grad()
-def test_zeroing_a_key_heads_rows_silences_its_group(kind: str) -> None:
-    model = KINDS[kind]()
-    before = maxima(model)
-    (site,) = find_sites(model)
-    (piece,) = site.terms[0].key
-    assert piece.n == site.n_kv_heads
-    piece.heads(model.get_parameter(piece.parameter))[0] = 0
-    if piece.bias is not None:
-        model.get_parameter(piece.bias).view(piece.n, -1)[0] = 0
-    group = 4 // site.n_kv_heads
-    after = maxima(model)
-    assert (after[:group] == 0).all()
-    assert torch.equal(after[group:], before[group:])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_scaling_every_matrix_of_a_term_by_its_own_factor_scales_the_logit_by_their_product(

@@ -367,28 +367,3 @@ def test_maxima_and_bounds_come_from_the_call_itself_and_the_caller_gets_what_it
         torch.testing.assert_close(
             maxima(one.call).max_logit.double(), tops, rtol=1e-5, atol=1e-5
         )
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_kernel_without_maxima_is_not_asked(
-    as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q, k, v = parts("not asked")
-    ways: list[tuple[dict[str, Any], list[str]]] = [
-        ({"return_lse": True}, []),
-        ({"kernel_options": {"BACKEND": "FLASH"}}, []),
-        ({"kernel_options": {"BACKEND": "TRITON_DECODE"}}, []),
-        ({}, ["cpu"]),
-    ]
-    for how, without in ways:
-        monkeypatch.setattr(foreign_functions, "_WITHOUT_MAXIMA", without)
-        model = Flex(functools.partial(flex_attention, enable_gqa=True, **how))
-        found: list[CapturedCall] = []
-        with torch.no_grad():
-            expected = model(q, k, v)
-            with Asking(model, found.append):
-                assert alike(model(q, k, v), expected), how
-        (one,) = found
-        assert one.call.largest is None, how  # type: ignore[union-attr]
-        tops = maxima(one.call).max_logit
-        torch.testing.assert_close(tops, statistics(one.call).max_logit)

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from qkeel.errors import QkeelWarning
 from qkeel.patching.forward import ForwardPasses
-from qkeel.patching.modes import FaultGuard, recomputing
+from qkeel.patching.modes import FaultGuard
 
 
 class Half(nn.Module):
@@ -259,13 +259,6 @@ def test_what_checkpointing_computes_again_is_not_a_pass(reentrant: bool) -> Non
         inner, x, use_reentrant=reentrant
     ).sum().backward()
     assert len(log.compiled) == log.ended == 1
-
-
-def test_what_torch_says_of_a_backward_pass_and_of_its_compiler_is_as_expected_outside_of_both() -> (
-    None
-):
-    assert not recomputing()
-    assert torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False)
 
 
 def test_a_forked_process_is_not_watched() -> None:

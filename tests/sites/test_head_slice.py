@@ -8,8 +8,7 @@ from torch import Tensor
 
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.heads.site import rows
-from qkeel.sites import AttentionSite, HeadSlice, QKProduct
-from qkeel.spec import AttentionSpec
+from qkeel.sites import HeadSlice
 
 H, R, M = 4, 3, 5
 ROWS = torch.arange(3 * H * R)
@@ -73,14 +72,6 @@ def test_a_weight_that_is_itself_a_view_is_read_right(name: str) -> None:
     )
 
 
-def test_writing_through_heads_reaches_the_weight() -> None:
-    weight = torch.zeros(36, M)
-    HeadSlice(parameter="w", axis=0, index=LAYOUTS["interleaved per head"][0]).heads(
-        weight
-    ).add_(1)
-    assert weight[:, 0].tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0] * 4
-
-
 def test_a_weight_with_too_few_rows_is_an_error_and_not_a_read_beyond_it() -> None:
     whole = torch.randn(36, M)
     part = HeadSlice(parameter="w", axis=0, index=LAYOUTS["after the queries"][0])
@@ -100,33 +91,6 @@ def test_a_weight_with_too_few_rows_is_an_error_and_not_a_read_beyond_it() -> No
 def test_an_index_that_makes_no_sense_is_refused(index: Tensor, error: str) -> None:
     with pytest.raises(InvalidValueError, match=error):
         HeadSlice(parameter="w", axis=0, index=index)
-
-
-def test_an_axis_is_rows_or_columns() -> None:
-    with pytest.raises(
-        InvalidValueError, match=r"axis 0 .rows. or 1 .columns. of w, got 2"
-    ):
-        HeadSlice(parameter="w", axis=2, index=torch.zeros(1, 1, dtype=torch.int64))
-
-
-def test_a_fused_projection_is_listed_for_q_and_for_k() -> None:
-    q, k = (
-        HeadSlice(parameter="qkv", axis=0, index=ROWS.view(3, H, R)[i]) for i in (0, 1)
-    )
-    term = QKProduct(query=(q,), key=(k,))
-    site = AttentionSite(
-        name="s",
-        module=torch.nn.Identity(),
-        spec=AttentionSpec(),
-        n_heads=H,
-        n_kv_heads=H,
-        head_dim=R,
-        terms=(term, term),
-    )
-    assert site.query == [q]
-    assert site.key == [k]
-    assert not q.same(k)
-    assert q.same(rows("other", H, R))
 
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import qkeel
-from qkeel import find_sites
 from qkeel.capture.calls import hides, is_low
-from qkeel.sites import Tap
 
 B, H, T, D = 2, 2, 6, 8
 LOWEST = float(torch.finfo(torch.float32).min)
@@ -104,74 +102,6 @@ def test_nothing_at_all_and_not_a_number_hide_nothing() -> None:
         is_low(x)
         for x in (-60, -59.0, torch.tensor(-1e4), torch.tensor([-1e4, 0.0]), None, True)
     ] == [*(True, False, True, False, False, False)]
-
-
-class Windows(nn.Module):
-    """Attention with a relative bias and a mask of -100, as Swin has it; `how` it comes to the scores."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.qkv, self.n_heads = how, nn.Linear(H * D, 3 * H * D), H
-        self.bias = nn.Parameter(torch.randn(H, T, T))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
-        )
-        mask = torch.zeros(T, T).masked_fill(~CAUSAL, -100.0)
-        if self.how == "fused":
-            return (
-                F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias + mask)
-                .transpose(1, 2)
-                .flatten(2)
-            )
-        z = q @ k.mT * D**-0.5
-        if self.how == "one after the other":
-            z = z + self.bias
-            z = z.view(1, B, H, T, T) + mask
-            z = z.view(B, H, T, T)
-        elif self.how == "in one sum":
-            z = z + (self.bias + mask)
-        elif self.how == "less its negative":
-            z = z + self.bias - -mask
-        elif self.how == "filled":
-            z = (z + self.bias).masked_fill(~CAUSAL, -100.0)
-        else:
-            z = (z + self.bias).where(CAUSAL, torch.tensor(-100.0))
-        return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-
-WAYS = (
-    "fused",
-    "one after the other",
-    "in one sum",
-    "less its negative",
-    "filled",
-    "chosen",
-)
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_pairs_under_a_mask_of_minus_one_hundred_are_in_no_statistic(how: str) -> None:
-    model, x = Windows(how), torch.randn(B, T, H * D)
-    sites = find_sites(model, x)
-    assert sites[0].terms
-    with torch.no_grad(), Tap(model) as tap:
-        model(x)
-        stats = next(iter(tap.read().values()))
-        q, k, _ = (
-            y.unflatten(-1, (H, D)).transpose(1, 2) for y in model.qkv(x).chunk(3, -1)
-        )
-        z = (q @ k.mT * D**-0.5 + model.bias).masked_fill(~CAUSAL, -math.inf)
-    assert stats.n_pairs.tolist() == [B * T * (T + 1) // 2] * H
-    torch.testing.assert_close(stats.max_logit, z.amax((0, 2, 3)))
-    torch.testing.assert_close(
-        stats.min_logit, z.masked_fill(~CAUSAL, math.inf).amin((0, 2, 3))
-    )
-    w = z.softmax(-1)
-    torch.testing.assert_close(
-        stats.entropy, -torch.special.xlogy(w, w).sum(-1).mean((0, 2))
-    )
 
 
 class Padded(nn.Module):

@@ -30,29 +30,6 @@ def test_every_product_is_a_term(name: str) -> None:
     assert terms == SUMS[name][2]
 
 
-@pytest.mark.parametrize("name", SUMS)
-@torch.no_grad()
-def test_rows_of_one_head_move_that_heads_logits_and_rows_of_none_move_nothing(
-    name: str,
-) -> None:
-    model = made(name)
-    (site,) = find_sites(model, batch())
-    model(batch())
-    before = model.z.clone()
-    parts = [s for s in (*site.query, *site.key) if s.n == H]
-    for h in range(H):
-        kept = {n: p.clone() for n, p in model.named_parameters()}
-        for s in parts:
-            s.heads(model.get_parameter(s.parameter))[h] = 0
-        model(batch())
-        finite = before.isfinite()
-        assert (model.z[:, h][finite[:, h]] == 0).all()
-        others = [i for i in range(H) if i != h]
-        assert torch.equal(model.z[:, others], before[:, others])
-        for n, p in model.named_parameters():
-            p.copy_(kept[n])
-
-
 @torch.no_grad()
 def test_statistics_are_those_of_the_sum() -> None:
     for name in SUMS:

@@ -210,7 +210,7 @@ def head_counts(module: nn.Module) -> frozenset[int]:
     config = vars(module).get("config")
     if config is not None and not isinstance(config, (dict, str, int, float)):
         holders.append(vars(config))
-    found: set[int] = set()
+    counts: set[int] = set()
     for holder in holders:
         for name, value in holder.items():
             if (
@@ -219,8 +219,8 @@ def head_counts(module: nn.Module) -> frozenset[int]:
                 and type(value) is int
                 and value > 0
             ):
-                found.add(value)
-    return frozenset(found)
+                counts.add(value)
+    return frozenset(counts)
 
 
 def layout(
@@ -328,15 +328,14 @@ def key_heads(k: Float[Tensor, "b h s d"]) -> tuple[int, ...] | None:
     h = k.shape[1]
     if h < 3 or not bool(k.any()):
         return None
-    _, same = k.detach().transpose(0, 1).flatten(1).unique(dim=0, return_inverse=True)
-    order = list(dict.fromkeys(same.tolist()))
-    found = tuple(order.index(i) for i in same.tolist())
-    counts = {found.count(j) for j in range(len(order))}
-    return (
-        found
-        if 1 < len(order) < h and len(counts) == 1 and list(found) != sorted(found)
-        else None
+    _, numbers = (
+        k.detach().transpose(0, 1).flatten(1).unique(dim=0, return_inverse=True)
     )
+    order = list(dict.fromkeys(numbers.tolist()))
+    heads = tuple(order.index(i) for i in numbers.tolist())
+    counts = {heads.count(head) for head in range(len(order))}
+    is_even = 1 < len(order) < h and len(counts) == 1
+    return heads if is_even and list(heads) != sorted(heads) else None
 
 
 # --- Attention calls whose masks are functions of positions, evaluated block by block without ever forming T×T
@@ -365,20 +364,20 @@ class FlexCall(AttentionCall):
         return z if self.score_mod is None else _modified(self.score_mod, z, rows, keys)
 
     def visible(self, rows: slice, keys: slice) -> Tensor | None:
-        seen = (
+        visible = (
             None
             if self.block_mask is None
             else _block_visible(self.block_mask, rows, keys)
         )
         if self.score_mod is None:
-            return seen
+            return visible
         q, k = self.spec.encode(
             self.q[:, :, rows], self.k, self.pos_q[:, rows], self.pos_k, self.params
         )
         z = AttentionCall.scores(self, q, k[:, :, keys], rows, keys)
         modified = _modified(self.score_mod, z, rows, keys)
         kept = ~((modified < 0) & (modified - z <= HIDES))
-        return kept if seen is None else seen & kept
+        return kept if visible is None else visible & kept
 
 
 def _modified(score_mod: ScoreMod, z: Tensor, rows: slice, keys: slice) -> Tensor:
@@ -400,13 +399,13 @@ def _block_visible(mask: BlockMask, rows: slice, keys: slice) -> Tensor:
 
     device = mask.kv_num_blocks.device
     b, h = mask.kv_num_blocks.shape[:2]
-    seen = create_mask(
+    visible = create_mask(
         at, b, h, rows.stop - rows.start, keys.stop - keys.start, device=device
     )
     tall, wide = mask.BLOCK_SIZE
     row = torch.arange(rows.start, rows.stop, device=device) // tall
     column = torch.arange(keys.start, keys.stop, device=device) // wide
-    return seen & mask.to_dense().bool()[..., row[:, None], column]
+    return visible & mask.to_dense().bool()[..., row[:, None], column]
 
 
 def flex_call(
@@ -634,10 +633,14 @@ def dense_rows(call: Seen, rows: slice) -> tuple[Tensor, Tensor, Tensor] | None:
     return call.spec.cap.apply(z), chosen, counted & z.isfinite().all(-1)
 
 
-def cat_heads(parts: list[LogitStats]) -> LogitStats:
+def cat_heads(heads: list[LogitStats]) -> LogitStats:
     """Joins the statistics of single-head calls into the statistics of one site."""
-    whole = {name: torch.cat([getattr(p, name) for p in parts]) for name in TENSORS}
-    return LogitStats(**whole, classes=joined_classes([p.classes for p in parts]))
+    fields = {
+        name: torch.cat([getattr(stats, name) for stats in heads]) for name in TENSORS
+    }
+    return LogitStats(
+        **fields, classes=joined_classes([stats.classes for stats in heads])
+    )
 
 
 # The per-head statistics of captured attention calls, for one call or for a pass.

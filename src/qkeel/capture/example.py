@@ -89,6 +89,18 @@ class ModuleCall:
         return next((f for f in other.line() if id(f) in mine), self)
 
 
+def _autocast_now(device: str) -> Callable[[], torch.autocast]:
+    """Returns a function that makes a context of autocast as it is set now."""
+    # The meta device has none.
+    device = device if torch.amp.is_autocast_available(device) else "cpu"
+    return functools.partial(
+        torch.autocast,
+        device,
+        dtype=torch.get_autocast_dtype(device),
+        enabled=torch.is_autocast_enabled(device),
+    )
+
+
 class GivenArguments:
     """What a module was called with, so that it can be called again: the arguments, the contents of the objects among
     them, and the setting of autocast."""
@@ -96,14 +108,7 @@ class GivenArguments:
     def __init__(self, args: Args, kwargs: Kwargs, inputs: Sequence[Tensor]) -> None:
         self.args, self.kwargs = args, kwargs
         self._contents = ObjectContents((args, dict(kwargs)))
-        device = inputs[0].device.type if inputs else "cpu"
-        self._device = (
-            device if torch.amp.is_autocast_available(device) else "cpu"
-        )  # the meta device has none
-        self._cast = (
-            torch.is_autocast_enabled(self._device),
-            torch.get_autocast_dtype(self._device),
-        )
+        self._autocast = _autocast_now(inputs[0].device.type if inputs else "cpu")
         self._copied = False
 
     def copy_tensors(self) -> None:
@@ -129,7 +134,7 @@ class GivenArguments:
     def as_given(self) -> Iterator[None]:
         """A context in which objects among the arguments have their former contents, under the same autocast."""
         self._contents.restore()
-        with torch.autocast(self._device, dtype=self._cast[1], enabled=self._cast[0]):
+        with self._autocast():
             yield
 
 
@@ -495,40 +500,22 @@ class LastPass:
         training: bool = True,
     ) -> None:
         """Takes the arguments of the call, the type of the device that the model is on, and the model's mode."""
-        self._training = training
-        # This runs in every training pass, so tensors are handled without a Python call for each.
-        self.args = tuple(
-            [
-                x.detach() if isinstance(x, Tensor) else mapped(x, _detached)
-                for x in args
-            ]
-        )
-        self.kwargs = {
-            n: x.detach() if isinstance(x, Tensor) else mapped(x, _detached)
-            for n, x in kwargs.items()
-        }
-        self._device = (
-            device if torch.amp.is_autocast_available(device) else "cpu"
-        )  # the meta device has none
-        self._cast = (
-            torch.is_autocast_enabled(self._device),
-            torch.get_autocast_dtype(self._device),
-        )
+        self._training, self._autocast = training, _autocast_now(device)
+
+        def detached(x: object) -> object:
+            return x.detach() if isinstance(x, Tensor) else x
+
+        self.args, self.kwargs = mapped((tuple(args), dict(kwargs)), detached)
 
     @contextmanager
     def setting(self, model: nn.Module) -> Iterator[None]:
         """A context in which the model is in the mode of the pass, under the same autocast setting."""
         modes = [(module, module.training) for module in model.modules()]
-        enabled, dtype = self._cast
         if model.training != self._training:
             model.train(self._training)
         try:
-            with torch.autocast(self._device, dtype=dtype, enabled=enabled):
+            with self._autocast():
                 yield
         finally:
             for module, mode in modes:
                 module.training = mode
-
-
-def _detached(value: object) -> object:
-    return value.detach() if isinstance(value, Tensor) else value

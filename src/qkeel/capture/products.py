@@ -195,12 +195,13 @@ def _operand(x: Tensor, letters: str, of_scores: str, summed: Sequence[str]) -> 
 
 def _letters(equation: object, first: int, second: int) -> tuple[str, str, str] | None:
     """The letters of the dimensions of both factors of an einsum and of its result, with those of an ellipsis; None if
-    the result is not one of scores, because a letter is repeated, summed alone, or nothing is summed."""
+    the equation names no result, or the result is not one of scores, because a letter is repeated, summed alone, or
+    nothing is summed."""
     if not isinstance(equation, str):
         return None
     inputs, arrow, result = equation.replace(" ", "").partition("->")
     left, comma, right = inputs.partition(",")
-    if not comma or "," in right:
+    if not arrow or not comma or "," in right:
         return None
     spare = [letter for letter in string.ascii_letters if letter not in equation]
     n_left = first - len(left.replace("...", ""))
@@ -209,15 +210,7 @@ def _letters(equation: object, first: int, second: int) -> tuple[str, str, str] 
     left = left.replace("...", ellipsis[len(ellipsis) - n_left :])
     right = right.replace("...", ellipsis[len(ellipsis) - n_right :])
     both = left + right
-    if arrow:
-        result = result.replace("...", ellipsis)
-    else:
-        alone = [
-            letter
-            for letter in set(both)
-            if both.count(letter) == 1 and letter not in ellipsis
-        ]
-        result = ellipsis + "".join(sorted(alone))
+    result = result.replace("...", ellipsis)
     summed = set(left) & set(right) - set(result)
     for letters in (left, right, result):
         if len(set(letters)) < len(letters):
@@ -278,13 +271,13 @@ def _part(factor: Tensor, x: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor
     """A factor after a view of the scores x. It keeps the size 1 along what it does not vary along."""
     sizes = [n if m == 1 else m for n, m in zip(x.shape, factor.shape)]
     # The features are a dimension of their own, which the view does not know of.
-    part = torch.vmap(view, in_dims=-1, out_dims=-1)(
+    view_of_factor = torch.vmap(view, in_dims=-1, out_dims=-1)(
         factor.expand(*sizes, factor.shape[-1])
     )
-    for dim, step in enumerate(part.stride()[:-1]):
-        if step == 0 and part.shape[dim] > 1:
-            part = part.narrow(dim, 0, 1)
-    return part
+    for dim, step in enumerate(view_of_factor.stride()[:-1]):
+        if step == 0 and view_of_factor.shape[dim] > 1:
+            view_of_factor = view_of_factor.narrow(dim, 0, 1)
+    return view_of_factor
 
 
 def _reshaped(

@@ -164,17 +164,19 @@ def _ask_for_maxima(function: types.FunctionType, call: ObservedCall) -> None:
     receive them."""
     bound = inspect.signature(function).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    asked = given.get("return_aux")
-    backend = (given["kernel_options"] or {}).get("BACKEND", "AUTO")
+    arguments = bound.arguments
+    asked = arguments.get("return_aux")
+    backend = (arguments["kernel_options"] or {}).get("BACKEND", "AUTO")
     if (
-        given["query"].device.type in _WITHOUT_MAXIMA
+        arguments["query"].device.type in _WITHOUT_MAXIMA
         or backend not in _WITH_MAXIMA
-        or given.get("return_lse")  # the older option, which torch accepts only alone
+        or arguments.get(
+            "return_lse"
+        )  # the older option, which torch accepts only alone
         or (asked is not None and asked.max_scores)
     ):
         return
-    given["return_aux"] = (asked or AuxRequest())._replace(max_scores=True)
+    arguments["return_aux"] = (asked or AuxRequest())._replace(max_scores=True)
     call.args, call.kwargs = list(bound.args), bound.kwargs
     report = call.finish
 
@@ -234,16 +236,13 @@ _MHA = inspect.signature(inspect.unwrap(F.multi_head_attention_forward))
 
 def sdpa(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
     """Reads a call of F.scaled_dot_product_attention."""
-    return _sdpa(sdpa_arguments(args, kwargs), geometry)
-
-
-def _sdpa(given: Kwargs, geometry: CallGeometry) -> Seen:
-    q, k, causal = given["query"], given["key"], bool(given.get("is_causal", False))
-    scale = given.get("scale")
-    scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
+    arguments = sdpa_arguments(args, kwargs)
+    q, k, scale = arguments["query"], arguments["key"], arguments["scale"]
     if q.is_nested:
         raise UnreadError("nested tensors")
-    return _call(q, k, scale, given.get("attn_mask"), geometry, causal=causal)
+    scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
+    causal = bool(arguments["is_causal"])
+    return _call(q, k, scale, arguments["attn_mask"], geometry, causal=causal)
 
 
 def _call(
@@ -258,25 +257,26 @@ def _call(
     """The call of q and k [... t d]. `causal` has the meaning it has in SDPA: query i sees the keys up to i, regardless
     of their number."""
     t, s = q.shape[-2], k.shape[-2]
-    if q.ndim == 4:  # either batch may be 1, as that of learned queries
+    if q.ndim == 4:
+        # Either batch may be 1, as that of learned queries.
         b = k.shape[0] if q.shape[0] == 1 else q.shape[0]
-        q4, k4 = (x if x.shape[0] == b else x.expand(b, *x.shape[1:]) for x in (q, k))
+        q, k = (x if len(x) == b else x.expand(b, -1, -1, -1) for x in (q, k))
     else:
         lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
-        geometry.used = how = geometry.layout(q, k)
-        q4, k4 = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k))
-        mask = mask if mask is None else how.apply(mask.expand(*lead, t, s))
-    if (
-        k4.shape[1] == q4.shape[1]
-    ):  # with fewer, no head is repeated, and the comparison would wait for the device
-        k4 = geometry.keys(k4)
+        geometry.used = layout = geometry.layout(q, k)
+        q, k = (layout.apply(x.expand(*lead, -1, -1)) for x in (q, k))
+        mask = mask if mask is None else layout.apply(mask.expand(*lead, t, s))
+    # With fewer key heads, no head is repeated, and the comparison would wait for the device.
+    if k.shape[1] == q.shape[1]:
+        k = geometry.keys(k)
+    positions = {}
+    if causal and t != s:
+        positions = {
+            name: torch.arange(n, device=q.device)
+            for name, n in (("pos_q", t), ("pos_k", s))
+        }
     mask = hiding(mask if mask is None else mask.detach())
-    pos_q, pos_k = (
-        torch.arange(n, device=q.device) if causal and t != s else None for n in (t, s)
-    )
-    return make_call(
-        _plain(scale), q4, k4, k4, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k
-    )
+    return make_call(_plain(scale), q, k, k, causal=causal, mask=mask, **positions)
 
 
 @functools.lru_cache(maxsize=256)
@@ -301,72 +301,48 @@ def mha(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:
     its arguments."""
     bound = _MHA.bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    query, key = given["query"], given["key"]
+    arguments = bound.arguments
+    for name in ("bias_k", "static_k", "add_zero_attn"):
+        if arguments[name] is not None and arguments[name] is not False:
+            raise UnreadError(name)
+    query, key, bias = arguments["query"], arguments["key"], arguments["in_proj_bias"]
     if query.ndim == 2:
         query, key = query[:, None], key[:, None]
-    t, b, m = query.shape
-    h = given["num_heads"]
-    q, k = _projected(given, query, key, m)
-    q = q.reshape(t, b, h, m // h).permute(1, 2, 0, 3)
-    k = k.reshape(key.shape[0], b, h, m // h).permute(1, 2, 0, 3)
-    if given["static_k"] is not None:
-        k = given["static_k"].unflatten(0, (b, h))
-    mask = mha_mask(given, (b, h, t, k.shape[2]))
-    if given["bias_k"] is not None:
-        k = torch.cat(
-            [k, given["bias_k"].view(1, h, 1, -1).expand(b, -1, -1, -1)], dim=2
-        )
-    if given["add_zero_attn"]:
-        k = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2)
-    if mask is not None:
-        mask = F.pad(mask, (0, k.shape[2] - mask.shape[-1]))
-    causal = bool(given["is_causal"]) and mask is None
+    (t, b, m), h = query.shape, arguments["num_heads"]
+    if arguments["use_separate_proj_weight"]:
+        of_q, of_k = (None, None) if bias is None else (bias[:m], bias[m : 2 * m])
+        q = F.linear(query, arguments["q_proj_weight"], of_q)
+        k = F.linear(key, arguments["k_proj_weight"], of_k)
+    else:
+        # The complete packed matrix is used, so that gradients show its rows.
+        weight = arguments["in_proj_weight"]
+        q = F.linear(query, weight, bias)[..., :m]
+        k = F.linear(key, weight, bias)[..., m : 2 * m]
+    q, k = (x.unflatten(2, (h, -1)).permute(1, 2, 0, 3) for x in (q, k))
+    mask = mha_mask(arguments, (b, h, t, k.shape[2]))
+    causal = bool(arguments["is_causal"]) and mask is None
     return _call(q, k, 1 / math.sqrt(q.shape[-1]), mask, geometry, causal=causal)
 
 
-def _projected(
-    given: Kwargs, query: Tensor, key: Tensor, m: int
-) -> tuple[Tensor, Tensor]:
-    bias = given["in_proj_bias"]
-    if given["use_separate_proj_weight"]:
-        parts = (None, None) if bias is None else (bias[:m], bias[m : 2 * m])
-        return F.linear(query, given["q_proj_weight"], parts[0]), F.linear(
-            key, given["k_proj_weight"], parts[1]
-        )
-    # The complete packed matrix is used, so that gradients show its rows.
-    weight = given["in_proj_weight"]
-    return F.linear(query, weight, bias)[..., :m], F.linear(key, weight, bias)[
-        ..., m : 2 * m
-    ]
-
-
 def mha_mask(
-    given: Kwargs, shape: tuple[int, int, int, int]
+    arguments: Kwargs, shape: tuple[int, int, int, int]
 ) -> Float[Tensor, "#b #h t s"] | None:
     """The attn_mask and key_padding_mask as one additive mask."""
     b, h, t, s = shape
+    of_pairs, of_keys = arguments["attn_mask"], arguments["key_padding_mask"]
+    if of_pairs is not None:
+        has_heads = of_pairs.ndim == 3 and len(of_pairs) == b * h
+        of_pairs = (
+            of_pairs.view(b, h, t, s) if has_heads else of_pairs.expand(1, 1, t, s)
+        )
     total = None
-    of_keys = given["key_padding_mask"]
-    of_keys = of_keys if of_keys is None else of_keys.view(b, 1, 1, s)
-    for mask in (_of_pairs(given["attn_mask"], b, h, t, s), of_keys):
+    for mask in (of_pairs, None if of_keys is None else of_keys.view(b, 1, 1, s)):
         if mask is not None:
             if mask.dtype == torch.bool:
-                mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(
-                    mask, -torch.inf
-                )
+                zeros = torch.zeros_like(mask, dtype=torch.float32)
+                mask = zeros.masked_fill(mask, -torch.inf)
             total = mask if total is None else total + mask
     return total
-
-
-def _of_pairs(mask: Tensor | None, b: int, h: int, t: int, s: int) -> Tensor | None:
-    if mask is None:
-        return None
-    return (
-        mask.view(b, h, t, s)
-        if mask.ndim == 3 and mask.shape[0] == b * h
-        else mask.expand(1, 1, t, s)
-    )
 
 
 # The readers of torch's fused attention functions.
@@ -400,26 +376,26 @@ def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, 
     >>> sdpa_arguments((1, 2, 3), {"is_causal": True})["is_causal"]
     True
     """
-    given = {**_DEFAULTS, **dict(zip(_BY_PLACE, args)), **kwargs}
-    mask: Any = given["attn_mask"]
+    arguments = {**_DEFAULTS, **dict(zip(_BY_PLACE, args)), **kwargs}
+    mask: Any = arguments["attn_mask"]
     if is_mask_object(mask):
         t, s = mask.seq_len_q, mask.seq_len_kv
         if t == s or mask.variant.name == "UPPER_LEFT":
-            given |= {"attn_mask": None, "is_causal": True}
+            arguments |= {"attn_mask": None, "is_causal": True}
         else:
-            given["attn_mask"] = torch.ones(
-                t, s, dtype=torch.bool, device=given["query"].device
+            arguments["attn_mask"] = torch.ones(
+                t, s, dtype=torch.bool, device=arguments["query"].device
             ).tril(s - t)
-    return given
+    return arguments
 
 
-def unpacked(given: Mapping[str, Any], heads: int) -> dict[str, Any] | None:
+def unpacked(arguments: Mapping[str, Any], heads: int) -> dict[str, Any] | None:
     """The arguments of a call of SDPA with q [b h 1 d], if its query heads lie in the token dimension; None otherwise.
 
     Where transformers decodes one token and doesn't use enable_gqa, it passes q as [b g h/g d] and keys that are not
     repeated. With as many tokens as a group has heads, it repeats the keys, so q then has all `heads`.
     """
-    q, k, mask = given["query"], given["key"], given["attn_mask"]
+    q, k, mask = arguments["query"], arguments["key"], arguments["attn_mask"]
     if q.ndim != 4 or k.ndim != 4 or q.is_nested or k.is_nested:
         return None
     b, groups, each, d = q.shape
@@ -427,8 +403,8 @@ def unpacked(given: Mapping[str, Any], heads: int) -> dict[str, Any] | None:
         groups == heads
         or groups * each != heads
         or k.shape[1] != groups
-        or given["is_causal"]
-        or given["enable_gqa"]
+        or arguments["is_causal"]
+        or arguments["enable_gqa"]
     ):
         return None
     if mask is not None and mask.ndim > 1 and mask.shape[-2] != 1:
@@ -439,7 +415,7 @@ def unpacked(given: Mapping[str, Any], heads: int) -> dict[str, Any] | None:
         mask = mask.reshape(mask.shape[0], heads, 1, mask.shape[3])
     elif mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
         mask = mask.repeat_interleave(each, -3)
-    return {**given, "query": q.reshape(b, heads, 1, d), "attn_mask": mask}
+    return {**arguments, "query": q.reshape(b, heads, 1, d), "attn_mask": mask}
 
 
 # --- The readers of flex_attention, flash-attn's functions and torch's varlen_attn, which turn their arguments into
@@ -459,36 +435,40 @@ class UnreadError(QkeelError, NotImplementedError):
     """The call has an option that cannot be accounted for exactly."""
 
 
-def qkeel_call(given: Kwargs) -> AttentionCall:
+def qkeel_call(arguments: Kwargs) -> AttentionCall:
     """Reads qkeel.ops.run(call, impl) and similar functions: returns the call with repeated keys removed."""
-    call = given["call"]
+    call = arguments["call"]
     return dataclasses.replace(call, k=fewest_keys(call.k))
 
 
-def own(given: Kwargs) -> AttentionCall:
+def own(arguments: Kwargs) -> AttentionCall:
     """Reads qkeel.attention(q, k, v, spec=..., ...), which is qkeel.ops.attention."""
     names = ("params", "causal", "mask", "pos_q", "pos_k")
     call = make_call(
-        given["spec"],
-        given["q"],
-        given["k"],
-        given["v"],
-        **{name: given[name] for name in names},
+        arguments["spec"],
+        arguments["q"],
+        arguments["k"],
+        arguments["v"],
+        **{name: arguments[name] for name in names},
     )
     call = (
         call
-        if given["cu_seqlens"] is not None
+        if arguments["cu_seqlens"] is not None
         else dataclasses.replace(call, k=fewest_keys(call.k))
     )
-    return band_call(call, cu_seqlens=given["cu_seqlens"])
+    return band_call(call, cu_seqlens=arguments["cu_seqlens"])
 
 
-def flex(given: Kwargs) -> AttentionCall:
+def flex(arguments: Kwargs) -> AttentionCall:
     """Reads flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, ...)."""
-    q, k = given["query"], given["key"]
+    q, k = arguments["query"], arguments["key"]
     k = fewest_keys(k.expand(q.shape[0], *k.shape[1:]))
     return flex_call(
-        _spec(q, given["scale"], 0.0), q, k, given["score_mod"], given["block_mask"]
+        _spec(q, arguments["scale"], 0.0),
+        q,
+        k,
+        arguments["score_mod"],
+        arguments["block_mask"],
     )
 
 
@@ -507,38 +487,42 @@ def returned_rows(out: object) -> tuple[PerRow | None, PerRow | None]:
     )
 
 
-def flash(given: Kwargs) -> AttentionCall:
+def flash(arguments: Kwargs) -> AttentionCall:
     """Reads flash_attn_func and its relatives, and torch.nn.attention.varlen.varlen_attn."""
     for name, harmless in _UNREAD.items():
-        value = given.get(name)
+        value = arguments.get(name)
         if isinstance(value, Tensor) or value not in harmless:
             raise UnreadError(name)
-    q, k = _q_and_k(given)
+    q, k = _q_and_k(arguments)
     spec = _spec(
-        q, given.get("softmax_scale", given.get("scale")), given.get("softcap") or 0.0
+        q,
+        arguments.get("softmax_scale", arguments.get("scale")),
+        arguments.get("softcap") or 0.0,
     )
-    slopes = given.get("alibi_slopes")
+    slopes = arguments.get("alibi_slopes")
     if slopes is not None and spec.cap != NoCap():
         raise UnreadError("alibi_slopes with softcap: a bias after the cap")
-    band = {"window": _window(given.get("window_size")), "slopes": slopes}
-    ends = _first(given, ("cu_seqlens_q", "cu_seqlens", "cu_seq_q"))
+    band = {"window": _window(arguments.get("window_size")), "slopes": slopes}
+    ends = _first(arguments, ("cu_seqlens_q", "cu_seqlens", "cu_seq_q"))
     if ends is None:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     elif not (len(q) and len(k)):
         raise UnreadError("packed sequences without any tokens")
     else:
-        of_keys = _first(given, ("cu_seqlens_k", "cu_seq_k"))
-        longest = given.get("max_seqlen", given.get("max_seqlen_k", given.get("max_k")))
+        of_keys = _first(arguments, ("cu_seqlens_k", "cu_seq_k"))
+        longest = arguments.get(
+            "max_seqlen", arguments.get("max_seqlen_k", arguments.get("max_k"))
+        )
         band["longest"] = longest if isinstance(longest, int) else None
         band["cu_seqlens"] = ends if of_keys is None else (ends, of_keys)
         q, k = (x.transpose(0, 1)[None] for x in (q, k))
     return band_call(
-        make_call(spec, q, k, k, causal=bool(given.get("causal", False))), **band
+        make_call(spec, q, k, k, causal=bool(arguments.get("causal", False))), **band
     )
 
 
-def _first(given: Kwargs, names: tuple[str, ...]) -> Tensor | None:
-    return next((given[n] for n in names if given.get(n) is not None), None)
+def _first(arguments: Kwargs, names: tuple[str, ...]) -> Tensor | None:
+    return next((arguments[n] for n in names if arguments.get(n) is not None), None)
 
 
 def _spec(q: Tensor, scale: float | None, softcap: float) -> AttentionSpec:
@@ -548,12 +532,16 @@ def _spec(q: Tensor, scale: float | None, softcap: float) -> AttentionSpec:
     )
 
 
-def _q_and_k(given: Kwargs) -> tuple[Tensor, Tensor]:
-    if "qkv" in given:
-        q, k, _ = given["qkv"].unbind(-3)
+def _q_and_k(arguments: Kwargs) -> tuple[Tensor, Tensor]:
+    if "qkv" in arguments:
+        q, k, _ = arguments["qkv"].unbind(-3)
         return q, k
-    q = _first(given, ("q", "query"))
-    k = given["kv"].unbind(-3)[0] if "kv" in given else _first(given, ("k", "key"))
+    q = _first(arguments, ("q", "query"))
+    k = (
+        arguments["kv"].unbind(-3)[0]
+        if "kv" in arguments
+        else _first(arguments, ("k", "key"))
+    )
     if torch.is_tensor(q) and torch.is_tensor(k) and q.is_floating_point():
         return q, k
     raise UnreadError("arguments q and k of an unexpected form")

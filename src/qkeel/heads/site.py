@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Literal, final, get_args
 
-import numpy as np
 import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
@@ -18,8 +17,6 @@ from torch import Tensor, nn
 from qkeel.capture.calls import HeadLayout
 from qkeel.capture.visible_sets import KeyOrigin, LayerType, VisibleType, layer_type
 from qkeel.errors import InvalidValueError, ShapeError, check, check_known
-from qkeel.frames import Frame
-from qkeel.frames.tables import Markup, markup
 from qkeel.functional.bounds import repeat_groups
 from qkeel.spec import AttentionSpec
 
@@ -127,8 +124,6 @@ class HeadSlice:
     ) -> Shaped[Tensor, " rows"]:
         """Expands one value per head to one value per row, with the value `nobody` for rows that belong to no head."""
         n, r = self.index.shape
-        if self.grid == (0, r, 1) and rows == n * r:
-            return per_head.expand(rows) if n == 1 else per_head.repeat_interleave(r)
         lines = per_head.new_full((rows,), nobody)
         if self.grid is None:
             return lines.index_put_((self._index(lines.device),), per_head[:, None])
@@ -151,8 +146,6 @@ class HeadSlice:
             raise ShapeError(
                 f"{self.parameter} has {rows.shape[0]} rows, too few for {n} heads of {r}"
             )
-        if (first, head, row) == (0, r, 1) and rows.shape[0] == n * r:
-            return rows.view(n, r, *rows.shape[1:])
         step = rows.stride(0)
         return rows.as_strided(
             (n, r, *rows.shape[1:]),
@@ -397,12 +390,12 @@ class AttentionSite:
     @property
     def query(self) -> list[HeadSlice]:
         """Every weight on the query's logit path, without duplicates."""
-        return _unique(s for term in self.terms for s in term.query)
+        return unique_slices(s for term in self.terms for s in term.query)
 
     @property
     def key(self) -> list[HeadSlice]:
         """Every weight on the key's logit path, without duplicates."""
-        return _unique(s for term in self.terms for s in term.key)
+        return unique_slices(s for term in self.terms for s in term.key)
 
     @property
     def reparametrised(self) -> bool:
@@ -416,13 +409,13 @@ class AttentionSite:
         )
 
 
-def _unique(slices: Iterable[HeadSlice]) -> list[HeadSlice]:
-    # Slices are compared by name and rows, because a fused projection holds q and k in one parameter.
-    found: list[HeadSlice] = []
+def unique_slices(slices: Iterable[HeadSlice]) -> list[HeadSlice]:
+    """The slices without repetitions. A fused projection holds q and k in one parameter, so rows are compared too."""
+    unique: list[HeadSlice] = []
     for s in slices:
-        if not any(s.parameter == f.parameter and s.same(f) for f in found):
-            found.append(s)
-    return found
+        if not any(s.parameter == u.parameter and s.same(u) for u in unique):
+            unique.append(s)
+    return unique
 
 
 def rows(parameter: str, n: int, size: int, bias: str | None = None) -> HeadSlice:
@@ -489,26 +482,6 @@ class Sites(list[AttentionSite]):
         '0 of 1 attention layers'
         """
         return share(len(self), len(self.missed))
-
-    def _repr_html_(self) -> str:
-        """An HTML table with one row per site, and a line for each attention layer that was not understood."""
-        rows = [
-            (
-                s.name,
-                s.n_heads,
-                s.n_kv_heads,
-                s.head_dim,
-                "known" if s.verified else "not confirmed",
-            )
-            for s in self
-        ]
-        names = ("site", "heads", "key heads", "head_dim", "weights")
-        columns = {
-            name: np.array([row[i] for row in rows], dtype=object)
-            for i, name in enumerate(names)
-        }
-        missed = [markup("<p>not understood: {}</p>", str(one)) for one in self.missed]
-        return markup("{}{}", Markup(Frame(columns)._repr_html_()), missed)
 
 
 INDEX = "#index"  # the suffix of the name of an indexer

@@ -6,8 +6,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import final, get_args
+from typing import final
 
 from qkeel import distributed as dist
 from qkeel.errors import InvalidTypeError, InvalidValueError, check
@@ -142,31 +143,31 @@ class MeasuredSteps:
 
     If there is an optimizer, passes that may be trained belong to its steps. All other passes, and those in evaluation
     mode, are counted individually, separately for each model. The role of a pass is known later; see `counted`.
+
+    Attributes:
+        done: the number of optimizer steps.
+        last: the last measured training step.
+        closer: if not None, every so many steps are measured in addition to those that the cadence selects.
+        besides: training steps that are measured regardless of the cadence.
+        continued: if not None, returns the number of steps before this run; called in the first pass.
     """
 
     def __init__(
         self, cadence: Cadence, models: Iterable[str] = ("",), *, by_optimizer: bool
     ) -> None:
-        self.done = 0  # optimizer steps
-        self.closer: int | None = (
-            None  # every so many steps, in addition to the steps that the cadence selects
-        )
-        self.besides: set[int] = (
-            set()
-        )  # training steps that are measured regardless of the cadence
-        self._passes: dict[tuple[Phase, str], int] = {
-            (p, name): 0 for p in get_args(Phase) for name in models
-        }
-        self._begun = dict(self._passes)  # by the role that their mode suggests
+        self.done = 0
+        self.last: int | None = None
+        self.closer: int | None = None
+        self.besides: set[int] = set()
+        self.continued: Callable[[], int] | None = None
         self._cadence, self._by_optimizer = cadence, by_optimizer
-        self._last: dict[tuple[Phase, str], int] = {}
-        self._tops: list[
-            float
-        ] = []  # the largest logits at the latest measured training steps
-        self._recorded: int | None = None  # the latest of these steps
-        self.continued: Callable[[], int] | None = (
-            None  # returns the steps before this run
-        )
+        self._models = tuple(models)
+        self._passes: Counter[tuple[Phase, str]] = Counter()
+        self._begun: Counter[tuple[Phase, str]] = Counter()  # by their likely roles
+        self._last_untrained: dict[str, int] = {}
+        # The largest logits at the latest measured training steps, and the latest of these steps.
+        self._tops: list[float] = []
+        self._recorded: int | None = None
 
     def due(self, model: str, candidate: bool, training: bool) -> tuple[bool, bool]:
         """Returns whether the pass that is about to start is measured, and whether this counts if it turns out to be
@@ -174,20 +175,35 @@ class MeasuredSteps:
 
         candidate: whether gradients are on, so that the pass may be trained. training: the mode of the model.
         """
+        # A script loads its checkpoint after `watch`, at the latest before its first pass.
         if candidate and self.continued is not None:
             self.done, self.continued = max(self.done, self.continued()), None
         likely: Phase = "train" if candidate and training else "eval"
-        begun, self._begun[likely, model] = (
-            self._begun[likely, model],
-            self._begun[likely, model] + 1,
-        )
-        counts = candidate and self._by_optimizer and self._measures(self.done, "train")
-        if likely == "train" and self._by_optimizer:
-            return counts, counts
-        is_due = self._measures(begun, likely, "" if likely == "train" else model)
-        if is_due and likely == "eval":
-            self._last["eval", model] = begun
+        number = self._begun[likely, model]
+        self._begun[likely, model] += 1
+        counts = candidate and self._by_optimizer and self.step_due
+        if likely == "eval":
+            last = self._last_untrained.get(model)
+            is_due = self._cadence.due(number, last)
+            if is_due:
+                self._last_untrained[model] = number
+        else:
+            is_due = not self._by_optimizer and self._is_due(number)
         return counts or is_due, counts or not self._by_optimizer
+
+    @property
+    def step_due(self) -> bool:
+        """Whether the current optimizer step is measured."""
+        # What has been recorded is not measured again.
+        return not (self._by_optimizer and self.done == self.last) and self._is_due(
+            self.done
+        )
+
+    def _is_due(self, step: int) -> bool:
+        is_closer = self.closer is not None and step % self.closer == 0
+        if step in self.besides or is_closer:
+            return True
+        return self._cadence.due(step, self.last, self._tops)
 
     def counted(self, model: str, phase: Phase) -> None:
         """Counts a pass whose role is known."""
@@ -195,38 +211,16 @@ class MeasuredSteps:
 
     def passed(self, phase: Phase) -> int:
         """Returns the total number of passes of all models."""
-        return sum(n for (of, _), n in self._passes.items() if of == phase)
+        return sum(self._passes[phase, model] for model in self._models)
+
+    def rounds(self, phase: Phase) -> int:
+        """Returns the smallest number of passes that any of the models has made."""
+        return min(self._passes[phase, model] for model in self._models)
 
     @property
     def begun(self) -> int:
         """The number of passes of all models that have begun."""
-        return sum(self._begun.values())
-
-    def rounds(self, phase: Phase) -> int:
-        """Returns the smallest number of passes that any of the models has made."""
-        return min(n for (of, _), n in self._passes.items() if of == phase)
-
-    @property
-    def step_due(self) -> bool:
-        """Whether the current optimizer step is measured."""
-        return self._measures(self.done, "train")
-
-    def _measures(self, step: int, phase: Phase, model: str = "") -> bool:
-        if phase == "train" and step == self.last and self._by_optimizer:
-            return False  # it has been recorded already
-        if phase == "train" and (
-            step in self.besides
-            or (self.closer is not None and step % self.closer == 0)
-        ):
-            return True
-        return self._cadence.due(
-            step, self._last.get((phase, model)), self._tops if phase == "train" else ()
-        )
-
-    @property
-    def last(self) -> int | None:
-        """The last measured training step."""
-        return self._last.get(("train", ""))
+        return self._begun.total()
 
     def recorded(self, step: int, top: float) -> None:
         """Records the largest logit of a measured training step; call it between two steps only, so that whether a step
@@ -236,7 +230,7 @@ class MeasuredSteps:
 
     def measured(self, step: int) -> None:
         """Records that this training step was measured."""
-        self._last["train", ""] = step
+        self.last = step
         self.besides.discard(step)
 
     def stepped(self) -> None:

@@ -12,7 +12,7 @@ from qkeel.capture.calls import ScoresCall, Seen, call_logsumexp, maxima, statis
 from qkeel.errors import unknown
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import KernelRows, LogitStats, row_moments, sink_gate
-from qkeel.heads.site import AttentionSite, Kind, NormGain
+from qkeel.heads.site import AttentionSite, Kind
 from qkeel.kernels.statistics import (
     CallRows,
     call_rows,
@@ -43,14 +43,14 @@ def wanted(stats: bool | str) -> tuple[Wanted, frozenset[Extra]]:
     >>> wanted("all+gates")
     (True, frozenset({'gates'}))
     """
-    first, *others = ["all"] if stats is True else str(stats).split("+")
-    known = get_args(Wanted)[1:]
-    if first != "all" and first not in known:
-        raise unknown("statistics", first, ("all", *known))
-    for name in others:
+    first, *extras = ["all"] if stats is True else str(stats).split("+")
+    choices = get_args(Wanted)[1:]
+    if first != "all" and first not in choices:
+        raise unknown("statistics", first, ("all", *choices))
+    for name in extras:
         if name not in get_args(Extra):
             raise unknown("further statistics", name, get_args(Extra))
-    return (True if first == "all" else first), frozenset(others)  # type: ignore[return-value]
+    return (True if first == "all" else first), frozenset(extras)  # type: ignore[return-value]
 
 
 @final
@@ -70,6 +70,7 @@ class CallStatistics:
             return maxima(counted)
         rows = None
         if not isinstance(counted, ScoresCall):
+            # Statistics are computed in the call's precision, not in autocast's.
             with torch.autocast(counted.q.device.type, enabled=False):
                 rows = call_rows(counted)
         return statistics(counted) if rows is None else rows
@@ -79,6 +80,7 @@ class CallStatistics:
     ) -> LogitStats | CallRows | None:
         """Like `call`, but for a call of torch's own attention function without a mask; None if that is not
         supported."""
+        # The kernel behind it knows neither masks of queries nor classes.
         if not self.tokens.all_count:
             return None
         self.setting.see_plain(q, scale)
@@ -111,56 +113,44 @@ class SettingSeen:
 
     def __init__(self) -> None:
         self._formats: set[tuple[torch.dtype, Literal["fused", "eager"]]] = set()
-        self._dims: set[int] = set()
-        self._scales: set[float | None] = set()
+        self._shapes: set[tuple[int, float | None]] = set()
 
     def see(self, call: Seen) -> None:
-        """Records the setting of one attention call."""
-        written = isinstance(call, ScoresCall)  # its scores are in memory
-        dtype = (
-            call.logits.dtype
-            if isinstance(call, ScoresCall) and call.q is None
-            else None
-        )
+        """Records the setting of one attention call; the scores of a hand-written one are in memory."""
+        is_eager = isinstance(call, ScoresCall)
         if call.q is not None:
-            dtype = call.q.dtype
-            self._dims.add(call.q.shape[-1])
-            self._scales.add(call.spec.scale.constant(call.q.shape[-1]))
-        if dtype is not None:
-            self._formats.add((dtype, "eager" if written else "fused"))
+            head_dim = call.q.shape[-1]
+            self._shapes.add((head_dim, call.spec.scale.constant(head_dim)))
+            self._formats.add((call.q.dtype, "eager" if is_eager else "fused"))
+        elif isinstance(call, ScoresCall):
+            self._formats.add((call.logits.dtype, "eager"))
 
     def see_plain(self, q: Tensor, scale: float) -> None:
         """Records the setting of one call of torch's own attention function."""
-        self._dims.add(q.shape[-1])
-        self._scales.add(scale)
+        self._shapes.add((q.shape[-1], scale))
         self._formats.add((q.dtype, "fused"))
 
     def of(self, sites: Sequence[AttentionSite]) -> Setting:
         """The facts that apply to all sites, and the q/k norm of the sites that have one, which is needed for the bound
         from its gains."""
-        head_dim = next(iter(self._dims)) if len(self._dims) == 1 else None
+        dims = {head_dim for head_dim, _ in self._shapes}
+        scales = {scale for _, scale in self._shapes}
+        scale = next(iter(scales)) if len(scales) == 1 else None
         dtype, kernel = (
             next(iter(self._formats)) if len(self._formats) == 1 else (None, None)
         )
-        scale = next(iter(self._scales)) if len(self._scales) == 1 else None
-        known = kernel == "eager" or scale is not None
-        kinds: set[Kind] = {gain.kind for site in sites for gain in _both(site)}
+        kinds: set[Kind] = set()
+        for site in sites:
+            if site.query_gains and site.key_gains:
+                kinds |= {gain.kind for gain in (*site.query_gains, *site.key_gains)}
+        is_known = dtype is not None and (kernel == "eager" or scale is not None)
         return Setting(
-            dtype=_NAMES.get(dtype) if dtype is not None and known else None,
+            dtype=_NAMES.get(dtype) if is_known else None,  # type: ignore[arg-type]
             kernel=kernel,
-            head_dim=head_dim,
+            head_dim=next(iter(dims)) if len(dims) == 1 else None,
             scale=scale,
             norm=next(iter(kinds)) if len(kinds) == 1 else None,
         )
-
-
-def _both(site: AttentionSite) -> tuple[NormGain, ...]:
-    """The norms of q and k, if both have one."""
-    return (
-        (*site.query_gains, *site.key_gains)
-        if site.query_gains and site.key_gains
-        else ()
-    )
 
 
 @torch.no_grad()

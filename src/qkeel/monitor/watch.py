@@ -140,14 +140,14 @@ def watch(
     models = named_models(model, "watch")
     if any(
         dist.is_flat(wrapper)
-        for one in models.values()
-        for wrapper in dist.wrappers(one)
+        for module in models.values()
+        for wrapper in dist.wrappers(module)
     ):
         raise RefusedError(
             "expected fully_shard, DistributedDataParallel or a plain model; FullyShardedDataParallel (FSDP1) keeps "
             "flattened pieces of weights, in which heads cannot be found. Move to torch.distributed.fsdp.fully_shard"
         )
-    if any(dist.zero_stage(one) == 3 for one in models.values()):
+    if any(dist.zero_stage(module) == 3 for module in models.values()):
         raise RefusedError(
             "expected fully_shard, DistributedDataParallel or a plain model; DeepSpeed's ZeRO stage 3 does not keep "
             "weights between passes, so heads cannot be read. Move to torch.distributed.fsdp.fully_shard, or to ZeRO "
@@ -169,6 +169,7 @@ def watch(
         raise InvalidValueError(
             f"expected an optimizer with {stats=}, because updates are measured before and after its steps"
         )
+    # Two monitors of one model would count each pass twice.
     if any(map(watched, models.values())):
         raise AlreadyAppliedError(
             "this model is already watched; remove() the first monitor, or use that one"
@@ -188,23 +189,23 @@ def watch(
         every=cadence(every),
         stats=stats,
         sinks=[
-            one
-            for given in _several(
+            sink
+            for entry in _several(
                 sinks,
                 (Sink, str, Path),
                 "sinks, their names or paths of run directories",
             )
-            for one in _sinks(given)
+            for sink in _sinks(entry)
         ],
         rules=None
         if rules is None
         else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
         query_mask={}
         if query_mask is None
-        else {n: QueryMaskSource.on(one, query_mask) for n, one in models.items()},
+        else {n: QueryMaskSource.on(x, query_mask) for n, x in models.items()},
         classes={}
         if classes is None
-        else {n: Classes.on(one, classes) for n, one in models.items()},
+        else {n: Classes.on(x, classes) for n, x in models.items()},
         probe=None if probe_batch is None else arguments(probe_batch, "probe batch"),
         planned=planned,
         sites=sites_of_each(sites, models),
@@ -215,33 +216,32 @@ def watch(
     return monitor
 
 
-def _several(given: object, kinds: tuple[type[K], ...], what: str) -> tuple[K, ...]:
+def _several(value: object, kinds: tuple[type[K], ...], expected: str) -> tuple[K, ...]:
     """Returns an object of one of these types, or a sequence of such objects, as a tuple."""
-    if isinstance(given, kinds):
-        return (given,)
-    if not isinstance(given, Sequence):
+    if isinstance(value, kinds):
+        return (value,)
+    if not isinstance(value, Sequence):
         raise InvalidTypeError(
-            f"expected {what}, got {type(given).__name__}; pass () for none"
+            f"expected {expected}, got {type(value).__name__}; pass () for none"
         )
-    for one in given:
-        if not isinstance(one, kinds):
+    for entry in value:
+        if not isinstance(entry, kinds):
             raise InvalidTypeError(
-                f"expected {what}, got {type(one).__name__} among them"
+                f"expected {expected}, got {type(entry).__name__} among them"
             )
-    return tuple(given)
+    return tuple(value)
 
 
-def _sinks(given: Sink | str | Path) -> tuple[Sink, ...]:
+def _sinks(entry: Sink | str | Path) -> tuple[Sink, ...]:
     """The sinks for one entry; a string contains the names of sinks or is the path of a run directory."""
-    if isinstance(given, Sink):
-        found: tuple[Sink, ...] = (given,)
+    if isinstance(entry, str):
+        sinks = named_sinks(entry)
     else:
-        found = (
-            named_sinks(given) if isinstance(given, str) else (RunDirectorySink(given),)
-        )
-    for one in found:
-        one.require()
-    return found
+        sinks = (entry if isinstance(entry, Sink) else RunDirectorySink(entry),)
+    for sink in sinks:
+        # A missing library is an error now, not a fault in the first step.
+        sink.require()
+    return sinks
 
 
 def _inner_optimizers(optimizer: object) -> list[torch.optim.Optimizer]:
@@ -258,19 +258,16 @@ def _first(
 ) -> torch.optim.Optimizer | None:
     """Returns the first optimizer, which counts the steps."""
     weights = {id(p) for model in models for p in model.parameters()}
-    for entry in listed(optimizer):
-        in_backward = getattr(
-            vars(entry).get("optimizer", entry), "optimizer_dict", None
-        )
-        if any(
-            id(p) in weights for p in in_backward or ()
-        ):  # transformers' dummy, which counts the steps of others
+    inner = _inner_optimizers(optimizer)
+    for entry, of_steps in zip(listed(optimizer), inner):
+        # transformers' dummy counts the steps of optimizers that step in the backward pass.
+        in_backward = getattr(of_steps, "optimizer_dict", None) or ()
+        stepped = [p for group in entry.param_groups for p in group["params"]]
+        if not weights.isdisjoint(map(id, in_backward)):
             caution(_IN_BACKWARD)
-        elif not any(
-            id(p) in weights for group in entry.param_groups for p in group["params"]
-        ):
+        elif weights.isdisjoint(map(id, stepped)):
             raise InvalidValueError(
                 "the optimizer does not contain any of the model's parameters; pass the optimizer that trains this "
                 "model, created from model.parameters()"
             )
-    return next(iter(_inner_optimizers(optimizer)), None)
+    return next(iter(inner), None)

@@ -1,7 +1,6 @@
 """The private parts of torch that qkeel uses, one module per group of mechanisms.
 
-Everywhere else torch is used as documented. `tests/patching/private_names.py` lists each private name, its purpose, and
-what stops working if a version of torch lacks the name.
+Everywhere else torch is used as documented.
 
 | purpose | module |
 |---|---|

@@ -77,14 +77,6 @@ class PassRole:
         return role
 
     @classmethod
-    def of_tensors(cls, tensors: Iterable[Tensor]) -> PassRole:
-        """Returns the role of a computation that has produced these tensors."""
-        role = cls()
-        if torch.is_grad_enabled() and not transformed_now():
-            role.wait_for(_graph_nodes(list(tensors)))
-        return role
-
-    @classmethod
     def to_be_repeated(cls) -> PassRole:
         """Returns the role of a pass without gradients inside a checkpoint, which the backward pass will repeat."""
         role = cls()

@@ -191,7 +191,6 @@ class _Clip:
             target.model,
             when_training=True,
             by_step=True,
-            parts=True,
             measure=maxima,
             measure_rows=stats_of_rows,
             measure_plain=plain_max_stats,

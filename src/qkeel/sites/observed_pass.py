@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, maxima
+from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics, maxima
 from qkeel.capture.example import ModuleCall
 from qkeel.capture.intercept import CapturedCall, CaptureMode, PlainCall, name_of
 from qkeel.capture.readers import FLASH_AND_FLEX, SDPA
@@ -76,12 +76,8 @@ class PassSearch:
         """Notes where a pass that was searched everywhere had attention; None if that does not say where to search."""
         if places is not None and self._modules is tree.named():
             for name, (module, functions) in (self._places or {}).items():
-                places[name] = (
-                    module,
-                    _either(functions, places[name][1])
-                    if name in places
-                    else functions,
-                )
+                _, latest = places.get(name, (module, functions))
+                places[name] = module, _either(functions, latest)
         self._places, self._modules = places, tree.named()
 
 
@@ -98,8 +94,8 @@ class ObservedPass:
         self.sites = SiteStatistics()
         self.error: Exception | None = None
         self.watcher: CaptureMode | None = None
-        self.places: dict[str, tuple[nn.Module, frozenset[Function] | None] | None] = {}
-        self.indexed = False  # whether a module has chosen keys
+        self.places: Places = {}
+        self.is_local = True  # whether the places are where attention may be
 
     def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
         """Observes until `around` is closed; `call` holds the arguments of the model's own call if that has already
@@ -130,7 +126,9 @@ class ObservedPass:
         watcher.stack.by_caller = by_caller
         watcher.key_heads = self.tap.facts.key_heads
         if self.tap.facts.indexers and self.kept is None:
-            watcher.index, watcher.index_layouts = self._index, self._index_layout
+            layouts = self.tap.facts.indexers
+            watcher.index = self._index
+            watcher.index_layouts = lambda name: layouts.get(self._layer(name))
         if call is not None and only_in is None:
             watcher.stack.begun(call[0], dict(call[1]))
         if (
@@ -154,22 +152,9 @@ class ObservedPass:
                     None
                 )  # attention that was found there is now computed elsewhere
             return
-        is_local = not (watcher.hidden or self.indexed)
-        for name, place in self.places.items():
-            # Attention of qkeel's modules inside must not be attributed to this module.
-            if place is not None and any(
-                [
-                    m is not place[0] and isinstance(m, SpecModule)
-                    for m in place[0].modules()
-                ]
-            ):
-                self.places[name] = None
-        places = {
-            name: place for name, place in self.places.items() if place is not None
-        }
-        self.tap.searched(
-            places if is_local and len(places) == len(self.places) else None
-        )
+        # Where attention may be hidden, the next pass is searched everywhere.
+        is_local = self.is_local and not watcher.hidden
+        self.tap.searched(self.places if is_local else None)
 
     def _note_place(self, captured: CapturedCall) -> None:
         """Records the module in which attention was observed, and the function by which it was found."""
@@ -177,21 +162,18 @@ class ObservedPass:
         is_known = layout is None or (
             layout == self.tap.facts.layouts.get(captured.name) and not layout.guess
         )
-        if (
-            captured.headless
-            or not name
-            or not is_known
-            or captured.how not in _FUNCTIONS
-        ):
-            self.places[name] = None
+        module = captured.frame.module
+        # Attention of qkeel's modules inside must not be attributed to this module.
+        holds_others = any(
+            [m is not module and isinstance(m, SpecModule) for m in module.modules()]
+        )
+        is_unclear = captured.headless or not name or not is_known or holds_others
+        if is_unclear or captured.how not in _FUNCTIONS:
+            self.is_local = False
         else:
-            only = _FUNCTIONS[captured.how]
-            if name not in self.places:
-                self.places[name] = captured.frame.module, only
-                return
-            before = self.places[name]
-            if before is not None:
-                self.places[name] = before[0], _either(before[1], only)
+            functions = _FUNCTIONS[captured.how]
+            _, before = self.places.get(name, (module, functions))
+            self.places[name] = module, _either(before, functions)
 
     def _observer(self, name: str) -> Observer:
         see = in_this_thread(functools.partial(self.tap.guard, self._take, name))
@@ -241,27 +223,16 @@ class ObservedPass:
         self.calls += 1
         return True
 
-    def _layer(self, frame: ModuleCall) -> str | None:
-        """The layer whose keys a module chooses, if the module belongs to a known indexer."""
-        indexers = self.tap.facts.indexers
-        layer = (
-            layer_of(frame.name, [site.name for site in self.tap.sites])
-            if indexers
-            else None
-        )
-        return layer if layer in indexers else None
-
-    def _index_layout(self, name: str) -> HeadLayout | None:
-        return self.tap.facts.indexers.get(
-            layer_of(name, [site.name for site in self.tap.sites]) or ""
-        )
+    def _layer(self, name: str) -> str:
+        """The layer whose keys a module may choose, or ""."""
+        return layer_of(name, [site.name for site in self.tap.sites]) or ""
 
     def _index(self, frame: ModuleCall, call: ScoresCall) -> None:
-        layer = self._layer(frame)
-        if layer is None or not self.tap.active or extra_of_another(self.tap):
-            return
-        self.indexed = True
-        self.tap.visitor.index(layer, call, self.candidate)
+        layer = self._layer(frame.name)
+        is_indexer = layer in self.tap.facts.indexers
+        if is_indexer and self.tap.active and not extra_of_another(self.tap):
+            self.is_local = False
+            self.tap.visitor.index(layer, call, self.candidate)
 
     def _foreign(self, captured: CapturedCall) -> None:
         if not self.tap.active:

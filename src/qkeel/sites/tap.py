@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, statistics
+from qkeel.capture.compiled_bounds import CompiledBounds
 from qkeel.capture.example import LastPass, copied, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall
 from qkeel.errors import caution
-from qkeel.functional.statistics import KernelRows, LogitStats
+from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
 from qkeel.heads.site import INDEX, AttentionSite, Sites
-from qkeel.kernels.statistics import plain_rows
+from qkeel.kernels.statistics import is_over, only_extremes, plain_rows
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.modes import (
@@ -25,10 +26,8 @@ from qkeel.patching.modes import (
     FaultGuard,
     Kwargs,
     ModuleTree,
-    Uncopied,
     in_function_transform,
     is_fake,
-    recomputing,
 )
 from qkeel.patching.roles import PassRole, Phase, inside_checkpoint
 from qkeel.sites.observed_pass import (
@@ -39,7 +38,6 @@ from qkeel.sites.observed_pass import (
     PassSearch,
     Places,
 )
-from qkeel.spec import AttentionCall
 
 _TRANSFORMED = (
     "a pass inside a transform of torch.func (grad, vmap, jvp) is not measured, because its tensors have no values "
@@ -114,7 +112,6 @@ class Tap(Handle):
     Args:
         model: the model to watch.
         when_training: whether to ignore passes that cannot be trained, because gradients are off.
-        parts: whether qkeel's own modules also report calls that are made outside a pass of the full model.
         due: a function that is called as due(candidate, training) and returns whether to measure a pass, and whether
             this counts if the pass is trained. candidate: whether gradients are on; training: the model's mode.
         by_step: whether an optimizer's step settles the roles.
@@ -138,7 +135,6 @@ class Tap(Handle):
         model: nn.Module,
         *,
         when_training: bool = False,
-        parts: bool = False,
         due: Callable[[bool, bool], tuple[bool, bool]] | None = None,
         by_step: bool = False,
         measure: MeasureCall = statistics,
@@ -155,6 +151,7 @@ class Tap(Handle):
             else measure_plain
         )
         self.threshold = threshold
+        self._bounds = None if threshold is None else CompiledBounds()
         self.visitor = Visitor()
         self.sites = (
             Sites()
@@ -174,7 +171,6 @@ class Tap(Handle):
             "train": 0,
             "eval": 0,
         }  # attention calls that were measured
-        self.compiled = False  # whether any pass so far ran compiled code
         self._due = due or (lambda candidate, _: (candidate or not when_training, True))
         self.guard = FaultGuard(_OFF) if guard is None else guard
         self._guessed: set[str] = set()
@@ -194,11 +190,6 @@ class Tap(Handle):
         )
         super().__init__(self._detach)
         self.guard.off += [self.remove, self._forwards.remove]
-        self._parts: list[tuple[SpecModule, Connection]] = []
-        for name, module in self.model.named_modules() if parts else ():
-            if isinstance(module, SpecModule):
-                self._parts.append((module, Connection(self, name, module)))
-                module.observers.append(self._parts[-1][1])
 
     @property
     def latest(self) -> LastPass | None:
@@ -249,8 +240,7 @@ class Tap(Handle):
         if held.stats is not None and measured:
             self._stats[phase].update(held.stats)
             self.calls_seen[phase] += held.calls
-        if not held.part:
-            self.visitor.settled(phase, held.collected, measured)
+        self.visitor.settled(phase, held.collected, measured)
 
     def read(self, phase: Phase | None = None) -> dict[str, LogitStats]:
         """Returns the statistics since the last read, keyed by site name; sites without a call are absent.
@@ -280,39 +270,9 @@ class Tap(Handle):
 
     def _detach(self) -> None:
         self._forwards.remove()
+        if self._bounds is not None:
+            self._bounds.remove()
         self._latest = None
-        for module, connection in self._parts:
-            if connection in module.observers:
-                module.observers.remove(connection)
-
-    def take_part(
-        self,
-        name: str,
-        call: AttentionCall,
-        training: bool,
-        rows: KernelRows | None = None,
-    ) -> None:
-        """Receives a call that one of qkeel's own modules made outside a pass of the model, with the statistics of its
-        rows if they are known."""
-        if self._forwards.busy or recomputing():
-            return
-        candidate = torch.is_grad_enabled()
-        measured, counts = self._due(candidate, training)
-        if not measured:
-            return
-        if self.measure_rows is not None and rows is not None:
-            stats = self.measure_rows(call, rows)
-        else:
-            stats = self.measure(call)
-        self.visitor.call(name, call, candidate)
-        if stats is not None:
-            sites = SiteStatistics()
-            sites.add(name, stats, None)
-            held = _HeldPass(
-                training=training, counts=counts, part=True, calls=1, stats=sites
-            )
-            held.role = PassRole.of_tensors([call.q, call.k])
-            self._hold(held)
 
     def calls(self, args: Args, kwargs: Kwargs) -> dict[str, Seen]:
         """Returns the first call of each site in an additional pass with these arguments. The pass runs eagerly and
@@ -366,7 +326,6 @@ class Tap(Handle):
             training=training, counts=counts, candidate=candidate
         )
         held.inputs = (args, kwargs)
-        self.compiled = self.compiled or compiled
         if is_repeated:
             held.role = PassRole.to_be_repeated()
         if is_empty(args, kwargs):
@@ -379,6 +338,9 @@ class Tap(Handle):
             )
         if not measured or not self.visitor.before(args, kwargs):
             return
+        if compiled and self._bounds is not None and self._bounds.begin():
+            held.random = torch.get_rng_state()
+            return
         self._running = running = ObservedPass(self, candidate=candidate)
         if compiled or _takes_fast_path(self.tree):
             self._extra_pass(running, args, kwargs)
@@ -387,10 +349,15 @@ class Tap(Handle):
             running.begin(call, self._forwards.around)
 
     def _extra_pass(
-        self, look: ObservedPass, args: Args, kwargs: Kwargs, seed: int | None = None
+        self,
+        look: ObservedPass,
+        args: Args,
+        kwargs: Kwargs,
+        seed: int | None = None,
+        random: Tensor | None = None,
     ) -> object:
-        """Makes the pass that the model is about to make, but eagerly, and returns its output. `seed` seeds the random
-        generators."""
+        """Makes a pass of the model eagerly and returns its output. `seed` seeds the random generators; `random` is the
+        state of the CPU's."""
         with (
             extra_pass(self),
             torch.no_grad(),
@@ -399,6 +366,8 @@ class Tap(Handle):
         ):
             if seed is not None:
                 torch.manual_seed(seed)
+            if random is not None:
+                torch.set_rng_state(random)
             try:
                 with ExitStack() as around:
                     look.begin(None, around)
@@ -407,9 +376,31 @@ class Tap(Handle):
                 look.error = error  # it is not an error of the tap if the model's own pass fails too
         return None
 
+    def _bounded_pass(
+        self, held: _HeldPass, bound: float | None
+    ) -> ObservedPass | None:
+        """Takes the bound of a compiled pass for its logits, or makes the pass again where a logit may be over the
+        threshold."""
+        assert self.threshold is not None
+        if bound is not None and not is_over(bound, self.threshold):
+            held.stats = SiteStatistics()
+            for site in self.sites:
+                top = torch.full((site.n_heads,), bound)
+                held.stats.add(site.name, only_extremes(top), None)
+            held.calls = (self._bounds and self._bounds.calls) or 0
+            return None
+        look = ObservedPass(self, candidate=held.candidate)
+        args, kwargs = held.inputs
+        self._extra_pass(look, args, kwargs, random=held.random)
+        return look
+
     def _after(self, output: object, failed: bool) -> None:
         look, self._running = self._running, None
         held, self._beginning = self._beginning, None
+        if self._bounds is not None and self._bounds.running:
+            bound = self._bounds.end()
+            if held is not None and self.active and not failed:
+                look = self._bounded_pass(held, bound)
         if failed and look is not None:
             self.visitor.failed()
         if held is None or not self.active:
@@ -423,6 +414,8 @@ class Tap(Handle):
             if look.error is not None:
                 raise look.error
             look.over()
+            if self._bounds is not None:
+                self._bounds.calls = look.calls
             held.stats, held.calls = look.sites, look.calls
             seen = bool(held.stats) or any(
                 [self.has("train"), self.has("eval"), *(x.stats for x in self._held)]
@@ -471,39 +464,19 @@ class Tap(Handle):
 class _HeldPass:
     """What is known of a pass until its role is: its mode, its statistics, and what the visitor collected in it.
 
-    `counts` says whether its statistics count if it was trained, and `part` that it is a single call outside a pass.
+    `counts` says whether its statistics count if it was trained.
     """
 
     training: bool
     counts: bool
     candidate: bool = True
-    part: bool = False
     role: PassRole = dataclasses.field(default_factory=PassRole)
-    inputs: object = None
+    inputs: tuple[Args, Kwargs] | None = None
+    random: Tensor | None = None
     latest: LastPass | None = None
     stats: SiteStatistics | None = None
     calls: int = 0
     collected: object = None
-
-
-class Connection(Uncopied):
-    """Connects one of qkeel's modules to a tap, for calls outside a pass. Copies of the module are not connected."""
-
-    def __init__(self, tap: Tap, name: str, module: SpecModule) -> None:
-        self.tap, self.name, self.module = tap, name, module
-
-    def __call__(self, call: AttentionCall) -> None:
-        if not torch.compiler.is_compiling():
-            self.tap.guard(self.tap.take_part, self.name, call, self.module.training)
-
-    @property
-    def reads(self) -> bool:
-        """True if the row statistics of a kernel are sufficient."""
-        return self.tap.measure_rows is not None
-
-    def read(self, call: AttentionCall, rows: KernelRows) -> None:
-        """Receives a call and the statistics of its rows, from code that runs the module's calls in its place."""
-        self.tap.guard(self.tap.take_part, self.name, call, self.module.training, rows)
 
 
 def is_empty(args: Args, kwargs: Kwargs) -> bool:

@@ -32,7 +32,7 @@ from qkeel.capture.example import ModuleCall, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
 from qkeel.errors import RefusedError, caution
 from qkeel.functional.norms import wide
-from qkeel.heads.site import AttentionSite, HeadSlice
+from qkeel.heads.site import AttentionSite, HeadSlice, unique_slices
 from qkeel.heads.walk import nodes_of
 from qkeel.patching.modes import CollectiveMode, modules_of, submodules_of
 from qkeel.sites.run import forward, spread
@@ -673,7 +673,7 @@ class ChangedWeights:
         """
         weights = self.filled()
         for s, heads in chosen:
-            uses = [x for x in self._slices if _same(s, x)]
+            uses = [x for x in self._slices if s.parameter == x.parameter and s.same(x)]
 
             def rotate(rows: Tensor, uses: int = len(uses)) -> Tensor:
                 n = rows.shape[1]
@@ -710,16 +710,3 @@ class ChangedWeights:
                 rows = part.rows_of(changed[part.parameter])
                 rows[index] = change(part.rows_of(base)[index])
         return changed
-
-
-def _same(s: HeadSlice, other: HeadSlice) -> bool:
-    return s.parameter == other.parameter and s.same(other)
-
-
-def unique_slices(slices: Iterable[HeadSlice]) -> list[HeadSlice]:
-    """The slices without repetitions. A fused projection holds q and k in one parameter, so rows are compared too."""
-    unique: list[HeadSlice] = []
-    for s in slices:
-        if not any(_same(s, other) for other in unique):
-            unique.append(s)
-    return unique

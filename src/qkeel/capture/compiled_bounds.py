@@ -1,0 +1,171 @@
+"""A bound on the logits of attention inside compiled code, which no mode and no hook sees.
+
+While somebody asks for bounds, F.scaled_dot_product_attention is a function that torch's compiler puts into the graph as
+an operator of ours. The operator calls the one that torch would choose and notes its largest logsumexp, so a compiled
+pass needs no second one as long as no logit can be over a threshold.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qkeel.capture.logsumexp import attention_with_logsumexp
+from qkeel.capture.readers import SDPA, sdpa_arguments
+from qkeel.errors import caution
+
+_ATEN = torch.ops.aten
+_FORWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
+_LOCK = threading.Lock()
+_users = [0]
+
+
+class _Notes(threading.local):
+    """The largest logsumexps of this thread's pass, in the order of its calls; None while nobody asks.
+
+    What gradient checkpointing repeats runs in the backward pass, when nobody asks any more."""
+
+    tops: list[Tensor] | None = None
+
+
+_notes = _Notes()
+_LIBRARY = torch.library.Library("qkeel_bounds", "DEF")
+_LIBRARY.define(
+    "attend(Tensor q, Tensor k, Tensor v, bool is_causal, Tensor? mask, float? scale) -> (Tensor, Tensor)"
+)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    out, lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+    if _notes.tops is not None:
+        _notes.tops.append(lse.amax())
+    return out, lse
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.is_causal, mask, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, mask)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, above: Tensor, _: object) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, mask = ctx.saved_tensors
+    gradients = _BACKWARD(
+        above, q, k, v, out, lse, 0.0, ctx.is_causal, attn_mask=mask, scale=ctx.scale
+    )
+    return *gradients, None, None, None
+
+
+_LIBRARY.impl("attend", _attend, "CPU")
+torch.library.register_fake("qkeel_bounds::attend", lib=_LIBRARY)(
+    lambda q, k, v, is_causal, mask, scale: _FORWARD(
+        q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+)
+torch.library.register_autograd(
+    "qkeel_bounds::attend", _gradients, setup_context=_save, lib=_LIBRARY
+)
+
+
+def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
+    """Stands for F.scaled_dot_product_attention under its name; the same bits, and its largest logsumexp is noted."""
+    if not torch.compiler.is_compiling():
+        if _notes.tops is None:
+            return SDPA(*args, **kwargs)
+        rows = attention_with_logsumexp(args, kwargs)
+        if rows is None:
+            return SDPA(*args, **kwargs)
+        _notes.tops.append(rows[1].detach().amax())
+        return rows[0]
+    arguments = sdpa_arguments(args, kwargs)
+    q, k, v = arguments["query"], arguments["key"], arguments["value"]
+    mask = arguments["attn_mask"]
+    # What torch asks of its fused operator on a CPU. A mask that adds numbers is part of another logit.
+    if (
+        not q.is_cpu
+        or q.dim() != 4
+        or q.shape[-1] != v.shape[-1]
+        or arguments["dropout_p"] != 0.0
+        or (mask is not None and mask.dtype != torch.bool)
+        or torch.is_autocast_enabled("cpu")
+    ):
+        return SDPA(*args, **kwargs)
+    if mask is not None:  # as the public function converts it
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+    return torch.ops.qkeel_bounds.attend(
+        q, k, v, arguments["is_causal"], mask, arguments["scale"]
+    )[0]
+
+
+class CompiledBounds:
+    """Asks compiled passes for a bound on their logits, until `remove`.
+
+    Attributes:
+        calls: the attention calls of a pass that was observed. As many have to note their logsumexps, or there is no
+            bound: a graph from before, another device, dropout. None before the first observed pass.
+    """
+
+    def __init__(self) -> None:
+        self.calls: int | None = None
+        self._passes = 0
+        self._outer: list[Tensor] | None = None
+        self._is_running = False
+        with _LOCK:
+            public = F.scaled_dot_product_attention
+            # Somebody else's function under the name may do more than torch's: its calls are not noted.
+            self._is_active = public in (SDPA, scaled_dot_product_attention)
+            if self._is_active:
+                _users[0] += 1
+                F.scaled_dot_product_attention = scaled_dot_product_attention
+        if not self._is_active:
+            caution(
+                "F.scaled_dot_product_attention is not torch's own function here, so logits in compiled code are "
+                "computed in an additional pass"
+            )
+
+    def begin(self) -> bool:
+        """Called before a compiled pass; False if it has to be observed instead, as passes 1, 2, 4, 8, … are, in which
+        attention may appear that was not seen before."""
+        self._passes += 1
+        is_searched = self._passes & (self._passes - 1) == 0
+        if not self._is_active or self.calls is None or is_searched:
+            return False
+        self._outer, _notes.tops = _notes.tops, []
+        self._is_running = True
+        return True
+
+    @property
+    def running(self) -> bool:
+        """True between `begin` and `end` of a pass."""
+        return self._is_running
+
+    def end(self) -> float | None:
+        """Called after the pass: the largest logsumexp of its rows in nats, or None if a call has noted none."""
+        tops, _notes.tops = _notes.tops, self._outer
+        self._outer, self._is_running = None, False
+        if not tops or len(tops) != self.calls:
+            return None
+        return float(torch.stack([top.double() for top in tops]).amax())
+
+    def remove(self) -> None:
+        """Gives torch's function its name back. Graphs with the operator are compiled again without it."""
+        if not self._is_active:
+            return
+        self._is_active = False
+        with _LOCK:
+            _users[0] -= 1
+            public = F.scaled_dot_product_attention
+            if not _users[0] and public is scaled_dot_product_attention:
+                F.scaled_dot_product_attention = SDPA

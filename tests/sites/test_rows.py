@@ -1,0 +1,205 @@
+"""Which rows of which weights make each head: the same laws for every model of the table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from tests.sites.models import CASES, OF_ADAPTER, Case, D, H
+from torch import Tensor, nn
+
+from qkeel import apply, find_sites
+from qkeel.functional.statistics import LogitStats
+from qkeel.sites import AttentionSite, HeadSlice, QKProduct, Tap
+from qkeel.sites.trace import traced
+
+IDS = {id(case): name for name, case in CASES.items()}
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def paths_of(site: AttentionSite, side: str) -> list[list[tuple[object, ...]]]:
+    """The weights on each path to q or k, without repetitions."""
+    paths: list[list[tuple[object, ...]]] = []
+    for term in site.terms:
+        slices = getattr(term, side)
+        path = [(s.parameter, s.axis, s.index.tolist()) for s in slices]
+        if path not in paths:
+            paths.append(path)
+    return paths
+
+
+def statistics(model: nn.Module, x: Tensor, site: AttentionSite) -> LogitStats:
+    with torch.no_grad(), Tap(model) as tap:
+        tap.sites = [site]
+        torch.manual_seed(3)
+        model(x)
+        (stats,) = tap.read().values()
+    return stats
+
+
+@each_case
+def test_rows_and_biases_of_each_head_are_found_and_confirmed_and_nothing_is_changed(
+    case: Case,
+) -> None:
+    model, x = case.model(), case.x()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    versions = [p._version for p in model.parameters()]
+    torch.manual_seed(3)
+    stream = torch.get_rng_state()
+    (site,) = find_sites(model, x)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert [p._version for p in model.parameters()] == versions
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert (site.why, site.unverified) == ("", "")
+    assert (site.unscaled == "") == case.scales
+    assert site.verified
+    assert (site.n_heads, site.n_kv_heads) == case.heads
+    assert site.key_heads == case.key_heads
+    assert site.normed == case.normed
+    assert site.layout is None or site.layout.guess == ""
+    for side in ("query", "key"):
+        expected = [
+            [(name, axis, index.tolist()) for name, axis, index in path]
+            for path in getattr(case, side)
+        ]
+        assert paths_of(site, side) == expected
+    for path, bias in zip((site.query, site.key), case.biases):
+        last = path[0]
+        if bias is not None:
+            assert (last.bias, last.bias_shift + int(last.index[0, 0])) == bias
+
+
+@each_case
+@torch.no_grad()
+def test_other_rows_move_other_heads_and_no_more(case: Case) -> None:
+    model, x = case.model(), case.x()
+    with torch.enable_grad():
+        (site,) = find_sites(model, x)
+    before = statistics(model, x, site)
+    for s in (*site.query, *site.key):
+        weight = model.get_parameter(s.parameter)
+        rows = s.rows_of(weight)
+        head = s.n - 1
+        stored = weight.clone()
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(rows[s.index[head]].shape, generator=generator)
+        rows[s.index[head]] += 3 * noise.to(rows)
+        after = statistics(model, x, site)
+        weight.copy_(stored)
+        uses = (site.used(s.n) == head).tolist()
+        moved = (after.max_abs_logit != before.max_abs_logit) | (
+            after.entropy != before.entropy
+        )
+        mine, others = torch.tensor(uses), ~torch.tensor(uses)
+        # A factor of zero, as of an adapter before its first step, hides the other one.
+        if not bool(moved.any()):
+            assert case.query == OF_ADAPTER or "zeros" in IDS[id(case)]
+            continue
+        assert moved[mine].all()
+        # A norm over all heads moves others a little.
+        distance = (after.entropy - before.entropy).abs()
+        assert site.normed or not (distance[others] > distance[mine].min() / 3).any()
+
+
+def swapped(slices: tuple[HeadSlice, ...]) -> tuple[HeadSlice, ...]:
+    """The slices in which the first two heads have each other's rows."""
+    last = slices[-1]
+    order = [1, 0, *range(2, last.n)]
+    index = last.index[order]
+    return (*slices[:-1], dataclasses.replace(last, index=index))
+
+
+def checked(case: Case, site: AttentionSite) -> AttentionSite:
+    trace = traced(case.model(), (case.x(),), {}, expected=True)
+    return trace.verified([site])[0]
+
+
+@each_case
+def test_rows_of_the_wrong_head_are_not_confirmed(case: Case) -> None:
+    (site,) = find_sites(case.model(), case.x())
+    for side in ("query", "key"):
+        terms = list(site.terms)
+        slices = getattr(terms[0], side)
+        if slices[-1].n > 1:
+            wrong = {"query": terms[0].query, "key": terms[0].key} | {
+                side: swapped(slices)
+            }
+            terms[0] = QKProduct(**wrong)
+            doubtful = checked(case, dataclasses.replace(site, terms=tuple(terms)))
+            assert not doubtful.verified
+            assert "changed the logits of" in doubtful.unverified
+
+
+def planted(case: Case, site: AttentionSite, **changes: object) -> str:
+    return checked(case, dataclasses.replace(site, **changes)).unverified  # type: ignore[arg-type]
+
+
+def test_planted_faults_are_told() -> None:
+    case = CASES["written"]
+    (site,) = find_sites(case.model(), case.x())
+    (term,) = site.terms
+    (q,) = term.query
+
+    def of(*terms: QKProduct) -> str:
+        return planted(case, site, terms=terms)
+
+    values = dataclasses.replace(q, parameter="v.weight", bias="v.bias")
+    of_values = QKProduct(query=(values,), key=term.key)
+    assert "changed the logits of no head" in of(of_values)
+    assert "rows of v.weight" in of(term, of_values)
+    half = dataclasses.replace(q, index=q.index[:, : D // 2])
+    assert "from other weights" in of(QKProduct(query=(half,), key=term.key))
+    beyond = dataclasses.replace(q, index=q.index + 1000)
+    why = of(QKProduct(query=(beyond,), key=term.key))
+    assert "cannot run again: IndexError" in why
+    assert "heads instead of 2" in planted(case, site, n_heads=2)
+    assert "did not contain" in planted(case, site, name="elsewhere")
+    case = CASES["a sum of products"]
+    (site,) = find_sites(case.model(), case.x())
+    for term in site.terms:
+        assert "from other weights" in of(term)
+
+
+@pytest.mark.parametrize(
+    "name", ["written", "joined biases", "cross attention", "convolutions", "latent"]
+)
+def test_a_clip_brings_the_largest_logit_of_each_head_to_the_threshold(
+    name: str,
+) -> None:
+    case = dataclasses.replace(CASES[name], dtype=torch.float64)
+    model, x = case.model(), case.x()
+    (site,) = find_sites(model, x)
+    before = statistics(model, x, site).max_logit
+    threshold = float(before.mean())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with apply(model, f"qk_clip:threshold={threshold}", optimizer, batch=x):
+        model(x).sum().backward()
+        optimizer.step()
+    after = statistics(model, x, site).max_logit
+    torch.testing.assert_close(after, before.clamp_max(threshold))
+
+
+@pytest.mark.parametrize("heads", [3, 5, 64, 70])
+def test_the_heads_of_a_permuted_projection_are_told_apart(heads: int) -> None:
+    """Whatever their number; verification takes about log₂ h changes."""
+
+    class Permuted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.qkv = nn.Linear(8, 3 * heads * 2)
+            self.order = torch.randperm(heads)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, heads, 2)).permute(2, 0, 3, 1, 4)
+            return (q[:, self.order] @ k.mT).softmax(-1) @ v
+
+    model = Permuted()
+    (site,) = find_sites(model, torch.randn(2, 3, 8))
+    assert site.verified
+    rows = torch.arange(heads * 2).view(heads, 2)
+    assert site.query[0].index.tolist() == rows[model.order].tolist()
+    assert site.key[0].index.tolist() == (rows + heads * 2).tolist()
+    assert site.n_heads == heads != H
