@@ -54,6 +54,22 @@ def test_the_gate_is_a_sigmoid_of_the_input_before_the_output_projection(
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+class Placed(Hand):
+    """Its hidden states come after whole numbers, as positions do."""
+
+    def forward(self, place: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        return Hand.forward(self, x)
+
+
+def test_the_input_of_a_gate_is_the_first_tensor_of_floating_point_numbers() -> None:
+    model, plain, x = Placed("linear"), Hand("linear"), torch.randn(2, 6, 16)
+    place = torch.arange(6).expand(2, 6)
+    qkeel.apply(model, "output_gate:init=random", batch=(place, x))
+    qkeel.apply(plain, "output_gate:init=random", batch=x)
+    assert torch.equal(model(place, x), plain(x))
+    assert torch.equal(model(place, x=x), plain(x))
+
+
 def test_gates_are_weights_to_the_optimizer_and_train() -> None:
     model, x = hf("llama", "sdpa"), example("llama")
     matrices, gains = (

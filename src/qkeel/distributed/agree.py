@@ -99,6 +99,7 @@ def absent(name: str, seconds: float, subject: str = "") -> list[int]:
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
     missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+    # compare_set keeps the first value, so a late process reads the decision instead of making another.
     decision = store.compare_set(
         f"qkeel/{name}/absent", "", ",".join(missing) or "none"
     ).decode()
@@ -165,6 +166,7 @@ class OwnGroup:
         work = self._open().allgather([sizes], [torch.tensor([len(encoded)])])  # pyright: ignore
         self._warn_while_waiting(work, subject)
         work.wait()
+        # gloo gathers tensors of one size.
         longest = max(int(size) for size in sizes)
         padded = torch.nn.functional.pad(encoded, (0, longest - len(encoded)))
         rows = [torch.empty_like(padded) for _ in range(self.size)]
@@ -297,6 +299,7 @@ def agree(
     except ApartError:
         raise
     except Exception as error:
+        # The others wait for a message of this process, so they get one before the error is raised.
         if not vars(error).get(_TOLD):
             vars(error)[_TOLD] = True
             with suppress(ApartError):  # this process has an error of its own
@@ -345,7 +348,8 @@ def agreed_collectives(subject: str) -> Iterator[None]:
         if len(ranks) > 1:
             _meet(f"{subject} at {operator}", _DONE, "")
 
-    if _AGREED.get():  # the outer context already meets
+    # The outer context already meets, and two meetings at one collective would not match the other processes' one.
+    if _AGREED.get():
         yield
         return
     token = _AGREED.set(True)

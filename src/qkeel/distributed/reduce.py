@@ -143,6 +143,7 @@ class StepTable:
         tops = (vector * signs).nan_to_num(
             torch.inf, torch.finfo(vector.dtype).max, -torch.inf
         )
+        # Roots and means do not add up; squares and weighted sums do.
         powers = torch.where(squared, vector.square(), vector)
         shares = torch.where(divided, weights * powers, powers)
         is_extreme = signs != 0
@@ -153,6 +154,7 @@ class StepTable:
     def join(self, largest: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """Returns the vector of the merged data, from the maxima and the sums over all data."""
         weights = np.append(sums, 1.0)[self._weight_of]
+        # The numbers may have been split in float32, on a device that has no float64.
         is_infinite = (largest == np.finfo(np.float32).max) | (
             largest == np.finfo(np.float64).max
         )

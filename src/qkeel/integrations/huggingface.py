@@ -441,6 +441,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
                     f"eval_{key.removeprefix('eval/')}": value
                     for key, value in numbers.items()
                 }
+            # Reporters read the step from the state, and these numbers are of an earlier one.
             state_then = copy.copy(state)
             state_then.global_step = sample.step
             state.log_history.append({**numbers, "step": sample.step})

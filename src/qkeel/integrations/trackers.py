@@ -369,6 +369,7 @@ class TrackioSink(_LibrarySink):
 
     def write(self, sample: Sample) -> None:
         """Logs the sample in one call and restores the step counter of a joined run."""
+        # trackio counts the steps of a run by its logs; the owner's next one must follow the owner's last.
         owners = vars(self._run).get("_next_step")
         heads = {
             key: self._histogram(values.tolist())

@@ -443,8 +443,10 @@ def _weight_rows(
         z = visible_keys.lower_(visible_keys.blank_(cap.apply(z)))
     if normalizer.softmax_over_keys:
         return softmax_rows(z, visible_keys, members, sink)
+    # What other normalisers do with hidden keys is their own.
     weights = normalizer.weights(z, visible_keys.whole(z), call.params)
     total = weights.sum(-1)
+    # A row of softpick may put no weight on any key.
     total = torch.where(total > 0, total, 1.0)
     split = (
         {}
@@ -504,6 +506,7 @@ def _keys_before(call: AttentionCall) -> Tensor:
     last, counted = call.pos_q.expand(b, -1), call.query_mask
     visible_keys = torch.ones(b, 1, s, dtype=torch.bool, device=call.k.device)
     if counted is not None:
+        # A row that does not count sees nothing.
         last = torch.where(counted, last, torch.iinfo(last.dtype).min)
         visible_keys = visible_keys & counted.any(1)[:, None, None]
     if call.causal:

@@ -73,11 +73,8 @@ def outside(
     model: nn.Module, texts: Iterable[Tensor], ranges: Sequence[Range]
 ) -> Outside:
     """Counts the pairs of texts [b t] that lie outside the ranges of each layer."""
-    pairs = torch.zeros(
-        len(ranges),
-        len(ranges[0].low),
-        dtype=torch.float64,
-    )
+    # float64, which counts exactly, since long texts have more pairs than float32 can tell apart.
+    pairs = torch.zeros(len(ranges), len(ranges[0].low), dtype=torch.float64)
     counted = Outside(pairs, pairs.clone())
 
     def count(layer: int, call: AttentionCall) -> None:
@@ -119,6 +116,7 @@ def observed(
 
 def _cosines(call: AttentionCall) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields blocks of cosines [b h rows s], each with a mask of the visible pairs."""
+    # A vector of zeros gets cosines of 0.
     q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in call.encoded())
     # A window hides keys but does not rotate anything.
     position = call.spec.position.unwindowed

@@ -166,6 +166,7 @@ def _read(path: Path, size: int) -> np.ndarray:
             f"{path} is {width} × {height} pixels; expected {size} × {size}. Resize the images, or give their size "
             "with --image-size"
         )
+    # Pillow gives grey images without a dimension for their channel.
     return pixels.reshape(size, size, -1)
 
 

@@ -101,6 +101,7 @@ class Muon(torch.optim.Optimizer):
     def _steps(self, weight: Tensor) -> Tensor:
         state = self.state[weight]
         if "step" not in state:
+            # The fused step wants its count on the device of the weight, others on the CPU.
             state["step"] = torch.zeros(
                 (), device=weight.device if fusable(weight) else "cpu"
             )

@@ -20,15 +20,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "Sequence[float]": (int, float),
 }
 # Source: Wortsman et al. 2023, arXiv 2309.14322, section 2.1.
-FULL_GRID = (
-    3e-4,
-    1e-3,
-    3e-3,
-    1e-2,
-    3e-2,
-    1e-1,
-    3e-1,
-)
+FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 
 
 @final
@@ -109,6 +101,7 @@ class LongContexts:
         object.__setattr__(self, "test_lengths", tuple(sorted(self.test_lengths)))
         for name in ("sequences", "continue_steps"):
             value = getattr(self, name)
+            # isinstance would let True through.
             if type(value) is not int:
                 raise InvalidTypeError(
                     f"expected a whole number for {name}, got {value!r}"

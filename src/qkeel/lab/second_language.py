@@ -22,15 +22,13 @@ def _table(steps: int) -> bytes:
         for letters in _SETS
         for i, a in enumerate(letters)
     }
+    # In ASCII a capital stands 32 before its small letter.
     upper = {a - 32: b - 32 for a, b in lower.items()}
     return bytes({**lower, **upper}.get(byte, byte) for byte in range(256))
 
 
 # For words with an odd and an even number of letters.
-_ODD, _EVEN = (
-    _table(1),
-    _table(3),
-)
+_ODD, _EVEN = _table(1), _table(3)
 
 
 def translated(text: bytes) -> bytes:

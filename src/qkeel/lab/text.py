@@ -77,6 +77,7 @@ def _stdlib() -> TextSource:
     root = sysconfig.get_path("stdlib")
     paths: list[str] = []
     for folder, folders, names in os.walk(root):
+        # File systems list in any order, and the corpus is to be the same everywhere.
         folders[:] = sorted(f for f in folders if f not in _NOT_STDLIB)
         paths.extend(
             os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")
@@ -348,6 +349,7 @@ def _read_bin(path: Path, kind: str) -> np.ndarray:
                 f"{path} has {size >> 30} GiB; expected at most {_MOST_BYTES >> 30}, because the entire corpus is read "
                 "to compute its hash and its largest token. Use a part of the corpus."
             )
+        # Mapped, so that a batch reads its windows alone.
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
@@ -364,6 +366,7 @@ def _corpus(
             f"{name} has token {largest}; expected tokens below the vocabulary size, {vocab_size}. "
             f"Set vocab_size to at least {largest + 1}, or use the right file."
         )
+    # Lengths first: the same tokens with the border elsewhere are another corpus.
     digest = hashlib.sha256(f"{unit} {len(parts[0])} {len(parts[1])}\n".encode())
     for tokens in parts:
         digest.update(memoryview(np.ascontiguousarray(tokens)))  # type: ignore[arg-type]

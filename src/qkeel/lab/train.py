@@ -66,6 +66,7 @@ def run(
         UnknownNameError: the configuration contains an unknown name.
     """
     config = resolve(config)
+    # What the configuration cannot be is said before anything is written.
     check(config)
     load_task(config)
     run_directory = RunDirectory(Path(directory))

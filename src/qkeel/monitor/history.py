@@ -23,6 +23,7 @@ from qkeel.records import (
     field_unit,
     fold_heads,
     layer_types,
+    layer_values,
     measured_field,
     of_layers,
 )
@@ -384,14 +385,14 @@ class History:
             field, _, layer = name.partition("/")
             if layer and of_layers(field):
                 fields[field] = layers[layer] = None
-        whole = dataclasses.replace(self, layers=tuple(layers))
-        found = {}
+        every = dataclasses.replace(self, layers=tuple(layers))
+        columns = {}
         for name in (*HEAD_FIELDS, *LAYER_FIELDS, *fields):
-            values = whole.by_layer(name)
+            values = every.by_layer(name)
             if values is not None:
                 width = ((0, 0), (0, len(layers) - values.shape[1]))
-                found[name] = np.pad(values, width, constant_values=np.nan)
-        return whole.layers, found
+                columns[name] = np.pad(values, width, constant_values=np.nan)
+        return every.layers, columns
 
     def to_pandas(self, rows: Rows = "heads") -> Foreign:
         """The same table as a pandas.DataFrame."""
@@ -495,14 +496,7 @@ class History:
     def by_layer(self, name: str) -> np.ndarray | None:
         """Returns [n layers]: a head field aggregated over heads, or a field of records.LAYER_FIELDS or BLOCK_FIELDS;
         None if it was not recorded."""
-        if not of_layers(name):
-            heads = self.heads.get(measured_field(name))
-            return None if heads is None else fold_heads(name, heads)
-        columns = [self.values.get(f"{name}/{layer}") for layer in self.layers]
-        if all(column is None for column in columns):
-            return None
-        missing = np.full(len(self), np.nan)
-        return np.stack([missing if x is None else x for x in columns], axis=1)
+        return layer_values(name, self.layers, self.values, self.heads)
 
     def top(self, name: str) -> np.ndarray | None:
         """Returns [n], the largest value over all heads in each record; NaN if no head was measured."""

@@ -134,38 +134,33 @@ class Recorder:
 
     def _tell_alarm(self, alarm: Alarm) -> None:
         if self._leads():
-            known = any(
-                other.remedy == alarm.remedy
-                for other in self.log.alarms
-                if other.step < alarm.step
-            )
-            caution(alarm.line if known else str(alarm), AlarmWarning)
+            earlier = [x.remedy for x in self.log.alarms if x.step < alarm.step]
+            text = alarm.line if alarm.remedy in earlier else str(alarm)
+            caution(text, AlarmWarning)
         self._each(lambda sink: sink.alarm(alarm))
 
     def _tell_types(self, step: int) -> None:
         """Reports to the sinks which layers have a type that differs from their description."""
-        types = self._types()
-        changed = {
-            site: of for site, of in types.items() if self._local.get(site, of) != of
-        }
+        types, changed = self._types(), {}
+        for site, kind in types.items():
+            if self._local.get(site, kind) != kind:
+                changed[site] = kind
         self._local |= types
         if changed:
-            words = ", ".join(f"{site} is {of}" for site, of in changed.items())
-            self.event(
-                {
-                    "step": step,
-                    "event": TYPES_EVENT,
-                    "types": changed,
-                    "text": f"a longer batch shows: {words}",
-                }
-            )
+            words = ", ".join(f"{site} is {kind}" for site, kind in changed.items())
+            text = f"a longer batch shows: {words}"
+            event = {"step": step, "event": TYPES_EVENT, "types": changed, "text": text}
+            self.event(event)
 
     @property
     def types(self) -> dict[str, str]:
         """The type of each recorded layer, where it is known, and of the layers without logits."""
-        known = {**self._described, **self._local}
-        linear = {name: of for name, of in known.items() if of == LINEAR}
-        return {site: known[site] for site in self.sites if site in known} | linear
+        types, sites = {**self._described, **self._local}, {*self.sites}
+        return {
+            name: kind
+            for name, kind in types.items()
+            if name in sites or kind == LINEAR
+        }
 
     def _tell_late(self, step: int, record: StepRecord) -> None:
         """Warns once for each site that is not recorded because it was missing in the first measured step."""
@@ -188,17 +183,10 @@ class Recorder:
     def history(self) -> History:
         """The history of training or, if the model was only seen in evaluation mode, the history of its evaluation
         passes."""
-        one = (
-            self.recording
-            if len(self.recording) or not len(self._evaluated)
-            else self._evaluated
-        )
-        history = dataclasses.replace(one.history, types=self.types)
-        return (
-            history
-            if one is self.recording
-            else dataclasses.replace(history, phase="eval")
-        )
+        if len(self.recording) or not len(self._evaluated):
+            return dataclasses.replace(self.recording.history, types=self.types)
+        evaluated = self._evaluated.history
+        return dataclasses.replace(evaluated, types=self.types, phase="eval")
 
     def state(self) -> State:
         """The records and the alarms so far, as tensors by name."""
@@ -252,6 +240,7 @@ class Recorder:
 
     def _each(self, act: Callable[[Sink], None]) -> None:
         for sink in list(self.sinks):
+            # A tracker that is offline, or a disk that is full, must not end the training.
             try:
                 act(sink)
             except Exception as error:
@@ -333,6 +322,7 @@ class PendingResults:
         while self._coming and (
             wait or self._coming[0].step < before or self._coming[0].transfer.arrived
         ):
+            # In the order of the steps, because rules compare a record with those before it.
             coming = self._coming.pop(0)
             record = coming.transfer.result()
             if record is None:
@@ -359,17 +349,14 @@ class PendingResults:
             return
         split = []
         for site in record.sites:
-            norm = record.table.entries.get((site, "query_weight_norm"))
-            largest = record.table.entries.get((site, "qk_spectral_norm"))
-            if norm is not None and largest is not None:
-                norms = record.table.read(record.vector, norm)
-                if bool(
-                    (
-                        record.table.read(record.vector, largest).isnan()
-                        & norms.isfinite()
-                    ).any()
-                ):
-                    split.append(site)
+            names = ("query_weight_norm", "qk_spectral_norm")
+            entries = [record.table.entries.get((site, name)) for name in names]
+            numbers = [record.table.read(record.vector, x) for x in entries if x]
+            # Norms of rows add up over processes; a singular value does not.
+            if len(numbers) == 2 and bool(
+                (numbers[1].isnan() & numbers[0].isfinite()).any()
+            ):
+                split.append(site)
         if split:
             self._warned = True
             caution(

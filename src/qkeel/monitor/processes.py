@@ -236,6 +236,7 @@ class ProcessGroup:
 
         Raises: InvalidValueError if another process has stopped measuring.
         """
+        # Only while a schedule runs does torch know which stage a module is.
         self._introduced.stages[model] = running_stage()
         if (
             gathers
@@ -292,12 +293,14 @@ class ProcessGroup:
         vector = None
         if measured is not None:
             form, tensors = flatten(measured)
+            # The places in the shared vector were agreed on in the first measured step.
             if form != members.own_form:
                 raise InvalidValueError(
                     "this process no longer measures what it measured at first (perhaps some layers run only in some "
                     "steps), so the numbers of the processes of this run can't be merged"
                 )
             vector = vector_of(tensors)
+        # A smallest value travels as the largest of its negatives, so one reduction serves both.
         extremes: list[float] = []
         for name in MONITOR_FIELDS:
             value = monitor.get(name, -np.inf)
@@ -378,6 +381,7 @@ class ProcessGroup:
 
     def _introduce(self, group: OwnGroup, measured: Measurement | None) -> list[Member]:
         """Returns what all processes say of themselves. A description that several share is sent by the first only."""
+        # Replicas describe themselves alike, and a description of many layers is long.
         own = self._introduced(measured)
         shared = dataclasses.replace(own, layout=Layout(), keys_seen=0)
         checksum = zlib.crc32(repr(shared).encode())
@@ -396,6 +400,7 @@ class ProcessGroup:
 
     def _of_this_model(self, group: OwnGroup, infos: Sequence[Member]) -> list[int]:
         """Returns the ranks of the processes that run the same model as this one."""
+        # One process group may train several models, as in a search over settings.
         has_numbers = bool(infos[dist.rank()].form)
         evidence = self._introduced.evidence(has_numbers=has_numbers)
         everyones = group.gather(evidence)

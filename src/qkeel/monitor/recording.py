@@ -159,6 +159,7 @@ class Recording:
     def _next_row(self) -> int:
         """Returns the index of the new record, after the last; if the record before the last is dropped, the last first
         takes its place."""
+        # The record before the last was kept for rules that compare two; now it stays only if it is on the grid.
         n = self._kept
         if n >= _TAIL and self._column("own", "index")[n - _TAIL] % self._every:
             self._keep(np.delete(np.arange(n), n - _TAIL))
@@ -192,6 +193,7 @@ class Recording:
             np.flatnonzero(np.diff(rows, prepend=-1) > 1)[0]
         )  # the rows before it stay what they are
         begin = max(first - 1, 0)
+        # A dropped record's rate goes into the next one, so that the sum of rates, the clock of forecasts, is exact.
         ticks = np.cumsum(
             rates[begin : self._kept] * np.diff(steps[begin:], prepend=steps[begin])
         )

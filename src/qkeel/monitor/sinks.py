@@ -158,6 +158,7 @@ class RunDirectorySink(Sink):
             )
             self._write_heads(path, sample)
         except RunDirectoryError as error:
+            # Without the directory no later record can be written either, so the sink is dropped.
             if not path.is_dir():
                 raise
             if not self._warned:

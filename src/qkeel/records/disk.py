@@ -94,6 +94,7 @@ def append(path: Path, data: bytes) -> None:
     """
     kept = "Earlier records are kept; free some space or choose another directory, then run the same command"
     with _reported("append to", path, f"{kept} again to continue."):
+        # A record of which half fits on the disk would make the next one unreadable.
         size = path.stat().st_size if path.exists() else 0
         try:
             with open(path, "ab") as file:

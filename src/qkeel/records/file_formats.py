@@ -10,7 +10,7 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from qkeel.records.names_and_units import (
     LAYER_FIELDS,
     SINK_HEAD,
     head_field,
+    measured_field,
+    of_layers,
 )
 
 # JSON documents and JSON lines. Readers drop an incomplete last line and report any other damage. Before 0.2.0, the
@@ -378,3 +380,27 @@ def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
     """
     field = LAYER_FIELDS.get(name) or BLOCK_FIELDS.get(name) or head_field(name)
     return _FOLDS["mean" if field is None else field.fold](values)
+
+
+def layer_values(
+    name: str,
+    layers: Sequence[str],
+    values: Mapping[str, Any],
+    heads: Mapping[str, np.ndarray],
+) -> np.ndarray | None:
+    """Returns [... layers]: a head field summarised over heads, or a value that each layer has under its own name.
+
+    None if it was not recorded.
+
+    >>> layer_values("block_output_rms", ["a", "b"], {"block_output_rms/b": 2.0}, {})
+    array([nan,  2.])
+    """
+    if not of_layers(name):
+        of_heads = heads.get(measured_field(name))
+        return None if of_heads is None else fold_heads(name, of_heads)
+    columns = [values.get(f"{name}/{layer}") for layer in layers]
+    recorded = [np.shape(column) for column in columns if column is not None]
+    if not recorded:
+        return None
+    missing = np.full(recorded[0], np.nan)
+    return np.stack([missing if x is None else x for x in columns], axis=-1)

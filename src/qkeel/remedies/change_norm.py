@@ -18,18 +18,16 @@ from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.forward import put_in_place
 from qkeel.patching.modes import names_in_use, parameters_of
+from qkeel.remedies.added_parameters import add_submodules
 from qkeel.remedies.base import Target, module_name, where
 from qkeel.remedies.change_spec import (
     ChangeSpec,
-    add_submodules,
-    base_spec,
-    exchange_calls,
-    number,
     refuse_heads,
     refuse_norm,
     refuse_scale,
     refuse_unseen,
 )
+from qkeel.remedies.exchange import base_spec, exchange_calls, number
 from qkeel.remedies.head_norms import (
     SIDES,
     HeadNorm,
@@ -273,6 +271,7 @@ class ChangeNorm(ChangeSpec):
         for side, rows in projection.rows.items():
             index = torch.tensor(sorted(rows))
             factor, learned = 1.0, None
+            # On one side only, since the factors of q and k multiply.
             if side == self.sides[0] and spec.scale != base:
                 learned = spec.scale if spec.scale.kind == "learned" else None
                 new = 1.0 if learned else number(spec.scale, site.head_dim)
@@ -314,6 +313,7 @@ class ChangeNorm(ChangeSpec):
             for projection in placed:
                 projection.seen = None
         after = {site.name: site for site in trace.sites}
+        # A norm whose output nothing reads would leave the logits as they are.
         idle = [
             s.name for s in sites if s.name not in after or not is_normed(after[s.name])
         ]

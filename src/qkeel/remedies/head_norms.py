@@ -113,6 +113,7 @@ def heads_of(
         RefusedError: there are none. The message says why.
     """
     side, n_heads = SIDES[part], site.n_heads if part == "q" else site.n_kv_heads
+    # Values have no logit by which an experiment could confirm them.
     if part != "v" and site.unverified:
         raise RefusedError(str(unconfirmed(site)))
     by_branch: dict[str, list[HeadSlice]] = {}
@@ -136,14 +137,9 @@ def heads_of(
             )
         name, index = _common_module(slices)
         module = model.get_submodule(name)
-        is_complete = index is not None and len(index) == n_heads
-        if site.module in module.modules() or (len(by_branch) > 1 and not is_complete):
+        if site.module in module.modules() or index is None or len(index) != n_heads:
             raise refuse_heads(
-                f"the {side} are not the output of a single module: they are computed by {names}"
-            )
-        if index is None or not is_complete:
-            raise refuse_heads(
-                f"no module outputs complete heads of the {side} ({n_heads} heads of {site.head_dim}): they are "
+                f"no single module outputs complete heads of the {side} ({n_heads} heads of {site.head_dim}): they are "
                 f"computed by {names}"
             )
         # A term of a sum that is zero, such as a new low-rank adapter, would be normed to full size.
@@ -234,6 +230,7 @@ class NormedProjection(InstanceForward):
         """Returns the normed output of the projection, or the output of the module around it."""
         if self.projection is None:
             return self.normed(self.replaced(args, kwargs))
+        # The mode is entered for this module alone, whose forward reads the weight.
         with _LinearCalls(self, self.projection.get_parameter("weight")):
             return self.replaced(args, kwargs)
 

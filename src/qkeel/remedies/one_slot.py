@@ -23,9 +23,9 @@ from qkeel.remedies.change_spec import (
     ChangeSpec,
     SlotName,
     known_length,
-    refuse_added_scores,
     refuse_taken,
 )
+from qkeel.remedies.exchange import refuse_added_scores
 from qkeel.spec import AttentionSpec, LogN, Sigmoid, Sink, Softcap, Softpick
 from qkeel.spec.logits import Cap, FloorLogTemperature, Normalizer, Scale
 

@@ -15,8 +15,8 @@ from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import InstanceForward, put_in_place
+from qkeel.remedies.added_parameters import add_submodules
 from qkeel.remedies.base import Args, Kwargs, Remedy, Target, compose_all, where
-from qkeel.remedies.change_spec import add_submodules
 from qkeel.sites.trace import traced
 
 
@@ -209,6 +209,7 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
     if trace.called.get(id(site.module)) == 1:
         x = next((x for x in own.inputs if x.is_floating_point()), None)
     module = a = b = None
+    # Modules in the order of their calls, so the first that differs is the projection.
     changed_inputs = trace.inputs_after(
         site, {query.parameter: _turned(weight, query, head)}
     )
@@ -227,6 +228,7 @@ def output_of(target: Target, site: AttentionSite, *, per_head: bool) -> Output:
             f"output_gate at {site_name}: no module inside it multiplies the output of attention by a weight, token by "
             "token; the gate belongs before such an output projection"
         )
+    # Features of the head whose queries were negated.
     changed = (a != b).flatten(0, -2).any(0)
     size = a.shape[-1] // site.n_heads
     if per_head and (not changed[head * size :].any() or changed[: head * size].any()):

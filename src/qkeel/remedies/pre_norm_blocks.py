@@ -131,6 +131,7 @@ def _calls_of_blocks(
         if x is not None and y is not None:
             of_block.setdefault(name, []).append((x, y))
 
+    # In evaluation mode: dropout between the modules would break the equalities.
     with ExitStack() as hooks, evaluating(target.model):
         for block_name, of_block in calls.items():
             block = target.model.get_submodule(block_name)
@@ -178,6 +179,7 @@ def _branches_around(
 
 def _matched(calls: BlockCalls, attention: str) -> tuple[str, str, str] | None:
     """Returns the names of N₁, N₂ and M of a block that computes the formula with this attention as A, or None."""
+    # A module that runs twice in a block is neither its norm nor its MLP.
     once = {name: pairs[0] for name, pairs in calls.items() if len(pairs) == 1}
     block = calls.get("", [])
     once.pop("", None)

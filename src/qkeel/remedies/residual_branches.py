@@ -61,6 +61,7 @@ def _norm_behind(branch: Branch) -> Iterator[Handle]:
     norm = branch.block.get_submodule(branch.norm)
     yield swap(branch.block, branch.norm, nn.Identity())
     yield branch.post_norm(norm)
+    # Last: until then the block still computes its own order.
     yield ordered(branch.block, "swin")
 
 

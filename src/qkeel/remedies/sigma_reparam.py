@@ -78,6 +78,7 @@ class SpectralScale(nn.Module):
         return (self.gamma / _sigma(weight, left, right)).to(weight.dtype) * weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # model.to(torch.bfloat16) would leave γ/σ with three digits.
         def converted(x: Tensor) -> Tensor:
             y = fn(x)
             return y if wide(y.dtype) == y.dtype else x.to(y.device)
@@ -299,6 +300,7 @@ def _check_logits(target: Target, covered: set[int]) -> None:
 def _reparametrise(
     layer: nn.Module, weights: list[str], init: Literal["keep", "one"]
 ) -> tuple[dict[str, SpectralScale], Handle]:
+    # state_dict and optimizers count parameters in this order.
     names = list(parameters_of(layer))
     cls, attributes = layer.__class__, set(layer.__dict__)
     scales = {
@@ -324,10 +326,10 @@ def _reparametrise(
 def _scales(layer: nn.Module) -> dict[str, SpectralScale]:
     """Returns the scales of a layer's weights under the remedy, by name of the weight; {} for other layers."""
     container = submodules_of(layer).get("parametrizations")
+    if container is None:
+        return {}
     scales = {}
-    for name, entry in (
-        submodules_of(container).items() if container is not None else ()
-    ):
+    for name, entry in container.named_children():
         scale = submodules_of(entry).get("0")
         if isinstance(scale, SpectralScale):
             scales[name] = scale

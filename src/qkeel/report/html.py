@@ -277,6 +277,7 @@ def json_script(identifier: str, value: object) -> Markup:
     '<script type="application/json" id="d">["\\u003c/script>"]</script>'
     """
     text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+    # A string that contains "</script>" would end the element.
     text = text.replace("<", "\\u003c")
     return markup(
         '<script type="application/json" id="{}">{}</script>', identifier, Markup(text)

@@ -286,6 +286,11 @@ def _check_tensor(name: str, x: object) -> None:
         )
 
 
+def _holds_numbers(x: Tensor) -> bool:
+    # float8 and its like hold numbers only together with a scale.
+    return x.is_floating_point() and x.dtype.itemsize > 1
+
+
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if (
         x.device != q.device and x.ndim
@@ -302,13 +307,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ShapeError(
                 f"expected {name} of shape [batch heads tokens dim], got {tuple(x.shape)}"
             )
-        if not x.is_floating_point():
+        if not _holds_numbers(x):
             raise InvalidTypeError(
-                f"expected a floating-point {name}, got {x.dtype}; convert it first"
-            )
-        if x.dtype.itemsize < 2:
-            raise InvalidTypeError(
-                f"expected {name} with at least 16 bits, got {x.dtype}; multiply it by its scale and convert it first"
+                f"expected a floating-point {name} with at least 16 bits, got {x.dtype}; multiply it by its scale and "
+                "convert it first"
             )
     if not (q.dtype == k.dtype == v.dtype):
         raise InvalidTypeError(
@@ -338,9 +340,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _positions(name: str, pos: Tensor, q: Tensor, n: int) -> Tensor:
     _check_tensor(name, pos)
     _check_device(name, pos, q)
-    if pos.dtype not in _COUNTS and not (
-        pos.is_floating_point() and pos.dtype.itemsize > 1
-    ):
+    if pos.dtype not in _COUNTS and not _holds_numbers(pos):
         raise InvalidTypeError(
             f"expected {name} as integers (int64, int32, int16, int8, uint8) or floating-point numbers of at least 16 "
             f"bits, got {pos.dtype}; convert it first"
@@ -360,9 +360,7 @@ def _mask(mask: AttentionMask | None, q: Tensor, s: int) -> Tensor | None:
     _check_tensor("mask", mask)
     _check_device("mask", mask, q)
     b, h, t, _ = q.shape
-    if mask.dtype != torch.bool and not (
-        mask.is_floating_point() and mask.dtype.itemsize > 1
-    ):
+    if mask.dtype != torch.bool and not _holds_numbers(mask):
         raise InvalidTypeError(
             "expected a boolean mask (True = may attend) or a floating-point mask of at least 16 bits (added to the "
             f"logits), got {mask.dtype}"
@@ -401,7 +399,7 @@ def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) ->
             )
         _check_tensor(f"parameter {name!r}", values[name])
         _check_device(f"parameter {name!r}", values[name], q)
-        if not values[name].is_floating_point() or values[name].dtype.itemsize < 2:
+        if not _holds_numbers(values[name]):
             raise InvalidTypeError(
                 f"expected parameter {name!r} as floating-point numbers of at least 16 bits, got {values[name].dtype}; "
                 "convert it first"

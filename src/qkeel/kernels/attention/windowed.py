@@ -69,6 +69,7 @@ class Windowed(Kernel):
         near = [
             dense(x.to(dtype)) for x in (position.near(q, pos), position.near(k, pos))
         ]
+        # All pairs are near.
         if t <= w:
             return flash_on_cpu(*near, v, 0.0, True, scale=1.0)[0]
         far = [

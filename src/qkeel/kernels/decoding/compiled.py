@@ -73,6 +73,7 @@ def latents(
         return None
     wide = q.float()
     if isinstance(scale, Tensor):
+        # The kernel takes a number; queries are few, so scaling them costs little.
         wide, scale = wide * scale, 1.0
     mask, causal, window = _visibility(call)
     return OPS.decode.default(

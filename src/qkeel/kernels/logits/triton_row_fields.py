@@ -106,6 +106,7 @@ def _add(
         n += products.shape[1]
     total += tl.sum(products, 1)
     squares += tl.sum(products * products, 1)
+    # Divided by the norms of the keys here, and by those of the queries at the end.
     angles = products * inverse[None, :]
     angles = angles if ALL else tl.where(is_visible, angles, 0.0)
     cosines += tl.sum(angles, 1)
@@ -132,7 +133,9 @@ def _add(
     if tl.max(largest, 0) > threshold:
         over = products * factor[:, None] > threshold
         above += tl.sum((over if ALL else over & is_visible).to(tl.int32), 1)
+    # A cap is monotone, so the largest capped logit is that of the largest logit.
     highest = capped(tl.where(none, 0.0, largest), cap, CAP) * _LOG2_E
+    # The running maximum, to which all weights are relative.
     new = tl.maximum(most, tl.where(none, float("-inf"), highest))
     # Before the first key any finite number works.
     base = tl.where(new == float("-inf"), 0.0, new)
@@ -141,9 +144,11 @@ def _add(
         away = capped(products * factor[:, None], cap, CAP) * _LOG2_E - base[:, None]
     else:
         away = products * (factor * _LOG2_E)[:, None] - base[:, None]
+    # What a hidden key holds must not reach a sum.
     away = away if ALL else tl.where(is_visible, away, 0.0)
     p = tl.exp2(away)
     p = p if ALL else tl.where(is_visible, p, 0.0)
+    # What was summed under the former maximum counts less now.
     fade = tl.exp2(was - base)
     along = fade * (along + mass * (was - base)) + tl.sum(p * away, 1)
     mass = fade * mass + tl.sum(p, 1)

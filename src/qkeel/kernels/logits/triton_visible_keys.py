@@ -46,9 +46,11 @@ def reach(
     stop = tl.minimum(length, tl.maximum(last + 1, 0)) if CAUSAL else length
     begin = 0
     if WINDOW:
+        # From the start of a tile on; `visible` hides what lies before the window.
         begin = tl.maximum(first - window + 1, 0) // KEYS * KEYS
         stop = tl.minimum(stop, tl.maximum(last + window, 0))
     shared_end = begin
+    # Else no tile is known to be seen whole.
     if not (WINDOW or MASK):
         shared_end = (
             (tl.minimum(length, tl.maximum(first + 1, 0)) if CAUSAL else length)

@@ -353,6 +353,7 @@ def backward(
             )
         if TURN:
             cosine, sine = _angles(cos, sin, n * cos_b + time * cos_t, ok, HALF, WIDE)
+            # The derivative of a rotation is the rotation back.
             ua, ub = _turn(ua, ub, cosine, -sine)
         a, b, c = _hat(
             a,
@@ -377,11 +378,13 @@ def backward(
             WHOLE,
         )
         if GAIN:
+            # The gradient of the gain, before the gain scales that of x̂.
             da, db, dc = da + ua * a, db + ub * b, dc + uc * c
             ua, ub, uc = ua * ga, ub * gb, uc * gc
         along = _total(ua * a, ub * b, uc * c, WHOLE)
         # Where eps exceeds the norm, the size does not depend on x.
         along = tl.where(k < 1.0 / eps, along, 0.0) if KIND == L2 else along / size
+        # LayerNorm takes a mean out forward, so also out of the gradient.
         mean = (_total(ua, ub, uc, WHOLE) / size if KIND == LAYER else along * 0.0)[
             :, None
         ]
@@ -498,11 +501,13 @@ def _constants(
         max(8, triton.next_power_of_2(half)),
         triton.next_power_of_2(max(1, d - 2 * half)),
     )
+    # The rest that is not rotated may be wider than the pairs.
     rows = _ROWS[max(wide, triton.next_power_of_2(triton.cdiv(tail, 2)))]
     heads = triton.next_power_of_2(h) if whole else min(rows, triton.next_power_of_2(h))
     constants = {"D": d, "HALF": half, "WIDE": wide, "TAIL": tail, "HEADS": heads}
     constants["TOKENS"] = 1 if by_head or whole else rows // heads
     if whole:
+        # As many rows for each warp as in other tiles.
         constants["num_warps"] = 4 * max(1, heads // rows)
     constants["STEP"] = 2 if kind & norm_rope.INTERLEAVED else 1
     constants |= {
@@ -602,6 +607,7 @@ def _run_backward(
         triton.cdiv(h, constants["HEADS"]),
         triton.cdiv(b * t, constants["TOKENS"]),
     )
+    # Without a gain nothing is summed over rows, so every tile may be a program.
     most = (
         groups
         if gain is None

@@ -68,6 +68,7 @@ class Balance:
         self._begin(pairs)
         generator = torch.Generator().manual_seed(0)
         for t in self.numbers:
+            # An experiment in place of reading the model's rotation: a wrong pairing shows at once.
             t.copy_(torch.rand(t.shape, generator=generator) - 0.5)
         self.put()
         new = predictions(reference.model, reference.batches[0])

@@ -454,6 +454,7 @@ def export(
         weights.pop("lm_head.weight", None)
     gains, eps = _gains(inner_model, architecture)
     weights |= gains
+    # transformers loads in the dtype of the config, float32 if there is none.
     dtypes = {x.dtype for x in weights.values() if x.is_floating_point()}
     if len(dtypes) == 1:
         config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
@@ -529,6 +530,7 @@ def _write(folder: Path, conversion: Conversion, loaders: Loaders) -> None:
         shards.append({name: x.nbytes for name, x in shard.items()})
         shard.clear()
 
+    # One file's tensors are in memory at a time.
     for name, load in loaders.items():
         tensors = conversion.converted(name, load())
         if (
@@ -572,6 +574,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         )
         try:
             yield folder
+            # mkdtemp makes folders that only the user can read.
             os.chmod(folder, 0o755)
             os.replace(folder, out)
         finally:

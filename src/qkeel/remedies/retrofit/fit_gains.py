@@ -72,6 +72,7 @@ class InsertedNorm:
             sides["q"], sides["k"] = call.q, call.k
 
         def see_heads(head: HeadNorm, args: tuple[Tensor, ...]) -> None:
+            # [1 h n d], where n counts all tokens of the batch.
             x = args[0].reshape(-1, *args[0].shape[-2:])
             sides[head.part] = x.transpose(0, 1)[None]
 
@@ -94,6 +95,7 @@ class InsertedNorm:
                     _summed(y.transpose(0, 1).flatten(1, 2), gain)
                     for y in (x * n, n * n)
                 )
+                # A head that is all zeros keeps a finite gain.
                 factor = above / below.clamp_min(torch.finfo(below.dtype).tiny)
                 offset = 1.0 if self.norm.gain == "one_plus_dim" else 0.0
                 gain.copy_(factor - offset)

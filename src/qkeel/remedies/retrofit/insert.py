@@ -108,6 +108,7 @@ def retrofit(
         )
     norm_remedy = _norm_remedy(remedy)
     several = _several(batch)
+    # A fit is always better on what it has seen.
     fitted_batches, measured_batches, measured_on = held_out(
         [arguments(single) for single in several]
     )
@@ -152,6 +153,7 @@ def _fit(
     """Fits the norms in stages, and keeps the result of a stage only if it reduces the gap on the fitted data."""
     gains = [p for norm in norms for p in norm.gains]
     naive = measured.gap()
+    # Each stage is offered, and dropped if it made the outputs worse.
     best = Best(gains, lambda: reference.gap().distance)
 
     @torch.no_grad()
