@@ -206,3 +206,17 @@ def test_norms_behind_convolutions_refuse_what_scales_rows() -> None:
     for remedy in ("lalr", "qk_clip"):
         with pytest.raises(RefusedError, match="a norm"):
             apply(model, remedy, torch.optim.SGD(model.parameters()), batch=image)
+
+
+def test_heads_that_share_some_rows_of_a_weight_are_unknown() -> None:
+    class Overlapping(Heads):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = (
+                p(x).unfold(-1, D, D // 2).transpose(1, 2) for p in (self.q, self.k)
+            )
+            return (q @ k.mT * SCALE).softmax(-1) @ k
+
+    torch.manual_seed(0)
+    (site,) = find_sites(Overlapping(), x())
+    assert (site.verified, site.terms) == (False, ())
+    assert "share some rows of q.weight" in site.why
