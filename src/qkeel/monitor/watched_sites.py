@@ -60,7 +60,6 @@ class WatchedSites:
         described = {site.name for site in self.all}
         self.all += [site for site in sites if site.name not in described]
         self.all.missed, self.all.indexers = sites.missed, sites.indexers
-        self.all.linear = sites.linear
 
     def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Finds the sites from the arguments of a pass that is about to begin, in one more forward pass.
