@@ -293,7 +293,9 @@ class SiteEvidence:
 
     def _latent(self) -> str:
         """Describes MLA: which dimensions of a key come from which weight."""
-        if len(self.site.terms) < 2:
+        # The parts of MLA's key make up a head; low-rank adapters add a term as wide as the head.
+        widths = [term.key[-1].index.shape[1] for term in self.site.terms]
+        if len(widths) < 2 or sum(widths) != self.site.head_dim:
             return ""
         parts = []
         for term in self.site.terms:

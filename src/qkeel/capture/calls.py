@@ -364,20 +364,20 @@ class FlexCall(AttentionCall):
         return z if self.score_mod is None else _modified(self.score_mod, z, rows, keys)
 
     def visible(self, rows: slice, keys: slice) -> Tensor | None:
-        seen = (
+        visible = (
             None
             if self.block_mask is None
             else _block_visible(self.block_mask, rows, keys)
         )
         if self.score_mod is None:
-            return seen
+            return visible
         q, k = self.spec.encode(
             self.q[:, :, rows], self.k, self.pos_q[:, rows], self.pos_k, self.params
         )
         z = AttentionCall.scores(self, q, k[:, :, keys], rows, keys)
         modified = _modified(self.score_mod, z, rows, keys)
         kept = ~((modified < 0) & (modified - z <= HIDES))
-        return kept if seen is None else seen & kept
+        return kept if visible is None else visible & kept
 
 
 def _modified(score_mod: ScoreMod, z: Tensor, rows: slice, keys: slice) -> Tensor:
@@ -399,13 +399,13 @@ def _block_visible(mask: BlockMask, rows: slice, keys: slice) -> Tensor:
 
     device = mask.kv_num_blocks.device
     b, h = mask.kv_num_blocks.shape[:2]
-    seen = create_mask(
+    visible = create_mask(
         at, b, h, rows.stop - rows.start, keys.stop - keys.start, device=device
     )
     tall, wide = mask.BLOCK_SIZE
     row = torch.arange(rows.start, rows.stop, device=device) // tall
     column = torch.arange(keys.start, keys.stop, device=device) // wide
-    return seen & mask.to_dense().bool()[..., row[:, None], column]
+    return visible & mask.to_dense().bool()[..., row[:, None], column]
 
 
 def flex_call(

@@ -175,6 +175,7 @@ class MeasuredSteps:
 
         candidate: whether gradients are on, so that the pass may be trained. training: the mode of the model.
         """
+        # A script loads its checkpoint after `watch`, at the latest before its first pass.
         if candidate and self.continued is not None:
             self.done, self.continued = max(self.done, self.continued()), None
         likely: Phase = "train" if candidate and training else "eval"

@@ -47,17 +47,17 @@ class LogitChanges:
             {name: frozen(call) for name, call in new.items()},
             self._versions(),
         )
-        found = {}
+        changes = {}
         for site in (
             name for name in old if name in new
         ):  # in the same order in every process
             change = change_between(old[site], new[site])
             if change is not None:
                 (
-                    found[site, "logit_change_rms"],
-                    found[site, "logit_change_mean_abs"],
+                    changes[site, "logit_change_rms"],
+                    changes[site, "logit_change_mean_abs"],
                 ) = change.rms, change.mean_abs
-        return found
+        return changes
 
     def _versions(self) -> tuple[int, ...]:
         """The versions of all weights, which increase with every change that torch tracks."""

@@ -174,8 +174,10 @@ class Classes:
         Raises: InvalidTypeError or InvalidValueError for an invalid source; InvalidValueError if the forward does not
             have such an argument.
         """
-        own = source if isinstance(source, Classes) else cls(source)
-        return cls(own.source, own.names, positional(model, "classes", own.source))
+        classes = source if isinstance(source, Classes) else cls(source)
+        return cls(
+            classes.source, classes.names, positional(model, "classes", classes.source)
+        )
 
     def of(
         self,
@@ -233,9 +235,9 @@ def _class_of_id(source: Mapping[str, Ids]) -> Tensor:
     for number, (name, numbers) in enumerate(zip(source, ids_of_class)):
         taken = numbers[table[numbers] >= 0]
         if len(taken):
-            other = list(source)[int(table[taken[0]])]
+            first_class = list(source)[int(table[taken[0]])]
             raise InvalidValueError(
-                f"expected each token id in only one class, got {int(taken[0])} in both {other!r} and {name!r}"
+                f"expected each token id in only one class, got {int(taken[0])} in both {first_class!r} and {name!r}"
             )
         table[numbers] = number
     return table
@@ -261,9 +263,9 @@ def _classes_of(table: Tensor, ids: Tensor, counted: Tensor | None) -> Tensor:
     if counted is not None and counted.shape == strays.shape:
         strays = strays & counted.to(strays.device)
     if bool(strays.any()):
-        some = ", ".join(map(str, ids[strays].unique()[:5].tolist()))
+        examples = ", ".join(map(str, ids[strays].unique()[:5].tolist()))
         raise InvalidValueError(
-            f"expected every token id to be in a class, got {int(strays.sum())} tokens in none (ids {some}): add "
+            f"expected every token id to be in a class, got {int(strays.sum())} tokens in none (ids {examples}): add "
             'them to one, such as "padding": [0], or mark the rows that count with query_mask='
         )
     return classes

@@ -289,9 +289,10 @@ class ForwardPasses(Handle):
             if not elsewhere:
                 self._depth += 1
                 self._pass = self._pass or _Running()
-        if elsewhere:
-            self._tell_overlap()
-        elif self._depth == 1:
+        if elsewhere and not self._warned:
+            self._warned = True
+            self._guard(caution, _OVERLAP.format(type(self.inner).__name__))
+        elif not elsewhere and self._depth == 1:
             compiled = self.tree.any_compiled() or compiled
             self.tree.settled = True
             try:
@@ -306,11 +307,6 @@ class ForwardPasses(Handle):
         """True if the running pass belongs to another thread."""
         return self._pass is not None and self._pass.thread != threading.get_ident()
 
-    def _tell_overlap(self) -> None:
-        if not self._warned:
-            self._warned = True
-            self._guard(caution, _OVERLAP.format(type(self.inner).__name__))
-
     def _leave(
         self, module: nn.Module, args: object, output: object, compiled: bool
     ) -> None:
@@ -322,7 +318,8 @@ class ForwardPasses(Handle):
         ):
             return
         if self._depth == 1:
-            self._end(output, failed=self._pass is not None and self._pass.failing)
+            # Torch calls this hook without an output if the call raised an exception.
+            self._end(output, failed=output is None and sys.exception() is not None)
         else:
             self._depth -= 1
 
@@ -386,19 +383,11 @@ class _Running:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.error = (
-            sys.exception()
-        )  # an exception that was already being handled before the call
         # The frame of the innermost running call of a module. This loop needs no Python call per frame.
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != calls.__file__:
             frame = frame.f_back
         self.frame = frame
-
-    @property
-    def failing(self) -> bool:
-        """True if an exception is propagating out of the call."""
-        return sys.exception() not in (None, self.error)
 
     @property
     def abandoned(self) -> bool:

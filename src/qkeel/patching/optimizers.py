@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, final
 
@@ -201,41 +201,24 @@ def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
 
 
 def when_made(act: Act) -> Handle:
-    """Calls `act(optimizer)` at the end of every `Optimizer.__init__`. Several handles may be removed in any order."""
-    init: Any = Optimizer.__init__
-    if (
-        vars(init).get("qkeel_made") is not init
-    ):  # functools.wraps copies the attribute to other replacements
-        init = _following(init)
-    own, acts = (
-        [act],
-        init.qkeel_acts,
-    )  # in a list of its own, since equal functions may be registered twice
-    acts.append(own)
-
-    def undo() -> None:
-        acts[:] = [other for other in acts if other is not own]
-        if (
-            not acts and Optimizer.__init__ is init
-        ):  # otherwise a later replacement calls this one, which is now idle
-            Optimizer.__init__ = init.qkeel_before
-
-    return Handle(undo)
-
-
-def _following(before: Callable[..., None]) -> Any:
-    """Replaces Optimizer.__init__, once for all handles, so that the number of nested calls does not grow with them."""
-    acts: list[list[Act]] = []
-
-    def made(self: Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        before(self, params, defaults)
-        for act in [own[0] for own in acts]:
-            act(self)
+    """Calls `act(optimizer)` at the end of every `Optimizer.__init__`."""
+    before: Any = Optimizer.__init__
 
     # Safe under torch.compile, since constructors of optimizers are not compiled.
-    Optimizer.__init__ = made
-    vars(made).update(qkeel_made=made, qkeel_acts=acts, qkeel_before=before)
-    return made
+    @functools.wraps(before)
+    def made(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        if handle.active:
+            act(self)
+
+    def undo() -> None:
+        # Under a later replacement, which calls this one, it stays and is idle.
+        if Optimizer.__init__ is made:
+            Optimizer.__init__ = before  # type: ignore[method-assign]
+
+    handle = Handle(undo)
+    Optimizer.__init__ = made  # type: ignore[method-assign]
+    return handle
 
 
 def runs_step_hooks(optimizer: Optimizer) -> bool:

@@ -171,7 +171,6 @@ class Tap(Handle):
             "train": 0,
             "eval": 0,
         }  # attention calls that were measured
-        self.compiled = False  # whether any pass so far ran compiled code
         self._due = due or (lambda candidate, _: (candidate or not when_training, True))
         self.guard = FaultGuard(_OFF) if guard is None else guard
         self._guessed: set[str] = set()
@@ -327,7 +326,6 @@ class Tap(Handle):
             training=training, counts=counts, candidate=candidate
         )
         held.inputs = (args, kwargs)
-        self.compiled = self.compiled or compiled
         if is_repeated:
             held.role = PassRole.to_be_repeated()
         if is_empty(args, kwargs):
@@ -392,6 +390,7 @@ class Tap(Handle):
             held.calls = (self._bounds and self._bounds.calls) or 0
             return None
         look = ObservedPass(self, candidate=held.candidate)
+        assert held.inputs is not None
         args, kwargs = held.inputs
         self._extra_pass(look, args, kwargs, random=held.random)
         return look
