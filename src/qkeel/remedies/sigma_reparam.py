@@ -326,10 +326,10 @@ def _reparametrise(
 def _scales(layer: nn.Module) -> dict[str, SpectralScale]:
     """Returns the scales of a layer's weights under the remedy, by name of the weight; {} for other layers."""
     container = submodules_of(layer).get("parametrizations")
+    if container is None:
+        return {}
     scales = {}
-    for name, entry in (
-        submodules_of(container).items() if container is not None else ()
-    ):
+    for name, entry in container.named_children():
         scale = submodules_of(entry).get("0")
         if isinstance(scale, SpectralScale):
             scales[name] = scale

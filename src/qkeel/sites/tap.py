@@ -390,6 +390,7 @@ class Tap(Handle):
             held.calls = (self._bounds and self._bounds.calls) or 0
             return None
         look = ObservedPass(self, candidate=held.candidate)
+        assert held.inputs is not None
         args, kwargs = held.inputs
         self._extra_pass(look, args, kwargs, random=held.random)
         return look
