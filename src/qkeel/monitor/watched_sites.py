@@ -53,7 +53,8 @@ class WatchedSites:
         # By site, of the call with the most queries so far, and whether `types` lacks some of them.
         self._sets: dict[str, VisibleSets] = {}
         self._is_stale = False
-        self._error: QkeelError | None = None  # of the search, told after the pass
+        # Of the search, told after the pass.
+        self._error: QkeelError | None = None
         self._has_attention = self._told_silent = False
 
     def _add(self, sites: Sites) -> None:
