@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ def test_lost_heads_are_said(
     logits: list[float], alarms: list[tuple[str, int]], status: Status, tmp_path: Path
 ) -> None:
     folder = run(tmp_path / "r", logits, alarms=alarms)
+    rows = [{"step": i, "max_logit": logit} for i, logit in enumerate(logits)]
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text)
     (folder / "heads.json").unlink()
     found = qkeel.check(folder)
     assert found.status is status

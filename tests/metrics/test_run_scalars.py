@@ -5,41 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
-from qkeel.errors import InvalidValueError
-from qkeel.metrics import alarm_step, collapsed, lr_sensitivity, spike_score
+from qkeel.metrics import alarm_step, collapsed, spike_score
 
 LOSSES = st.lists(st.floats(0.1, 20), min_size=1, max_size=8)
-
-
-def test_lr_sensitivity_of_the_golden_case() -> None:
-    # minima 3.2; clipped at ln 32101: (0.3+0.1+0+0.05+0.4+5.8+7.176642)/7
-    losses = [3.5, 3.3, 3.2, 3.25, 3.6, 9.0, math.inf]
-    assert lr_sensitivity(losses, math.log(32101)) == pytest.approx(1.975235, abs=1e-6)
-    assert lr_sensitivity([*losses[:-1], math.nan], math.log(32101)) == pytest.approx(
-        1.975235, abs=1e-6
-    )
-    assert lr_sensitivity([2.0, 3.0, 5.0]) == pytest.approx(4 / 3)
-
-
-@given(LOSSES, st.floats(0, 5))
-def test_lr_sensitivity_is_at_least_zero_and_blind_to_a_shift(
-    losses: list[float], shift: float
-) -> None:
-    assert lr_sensitivity(losses) >= 0
-    assert lr_sensitivity([x + shift for x in losses]) == pytest.approx(
-        lr_sensitivity(losses), abs=1e-9
-    )
-    assert lr_sensitivity([losses[0]] * 3) == pytest.approx(0, abs=1e-12)
-
-
-def test_lr_sensitivity_of_nothing_or_of_only_diverged_runs() -> None:
-    with pytest.raises(InvalidValueError, match="at least one loss"):
-        lr_sensitivity([])
-    assert math.isnan(lr_sensitivity([math.inf, math.nan]))
-    assert lr_sensitivity([math.inf, math.nan], 5.0) == 0
 
 
 @pytest.mark.parametrize(

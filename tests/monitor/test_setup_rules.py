@@ -68,28 +68,6 @@ def test_the_errors_at_the_edges() -> None:
         fused_logit_error(1.0, 1.0, 8, "bf8")
 
 
-def test_eager_loses_resolution_long_before_fused() -> None:
-    logits = np.geomspace(10, 2000, 30)
-    norms = np.sqrt(
-        logits * 128**0.5
-    )  # q parallel to k: the longest logit these norms can make
-    seen = history(
-        max_logit=logits[:, None, None],
-        query_norm=norms[:, None, None],
-        key_norm=norms[:, None, None],
-    )
-    kernels = ("eager", "fused")
-    eager, fused = (
-        replay(seen, [Resolution(dtype="bf16", kernel=k, head_dim=128)])
-        for k in kernels
-    )
-    assert eager[0].value > 0.25
-    assert logits[eager[0].step // 10] < 200
-    assert fused[0].step > eager[0].step
-    assert "bf16" in str(fused[0])
-    assert replay(seen, [Resolution(dtype="fp16", kernel="fused", head_dim=128)]) == []
-
-
 def test_growing_gains_are_noticed_where_they_grow() -> None:
     bound = np.full((6, 2, 2), 8.0)
     bound[:, 1, 0] = [8, 12, 18, 27, 40, 60]

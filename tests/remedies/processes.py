@@ -298,14 +298,6 @@ def thresholds_differ(
     qkeel.apply(model, "qk_clip", optimizer, threshold=0.1 + (dist.rank() == on))
 
 
-def an_option_is_wrong(
-    model: nn.Module, optimizer: torch.optim.Optimizer, on: int
-) -> None:
-    qkeel.apply(
-        model, "qk_clip", optimizer, threshold=-1.0 if dist.rank() == on else 1.0
-    )
-
-
 def weights_are_not_finite(
     model: nn.Module, optimizer: torch.optim.Optimizer, on: int
 ) -> None:
@@ -317,13 +309,6 @@ def weights_are_not_finite(
         qkeel.apply(model, "lalr", optimizer)
     finally:
         dist.local(query).detach().copy_(kept)
-
-
-MISUSES: tuple[Misuse, ...] = (
-    thresholds_differ,
-    an_option_is_wrong,
-    weights_are_not_finite,
-)
 
 
 def own(setup: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -378,14 +363,6 @@ def alike(found: dict[str, Tensor], what: str) -> None:
     assert all(torch.equal(x, flat) for x in everyones), what
 
 
-def misuses() -> None:
-    """Each misuse once."""
-    for act in MISUSES:
-        misuse("ddp", act, on=0)
-    for act in MISUSES:
-        misuse("fsdp2", act, on=1)
-
-
 def some_misuses() -> None:
     """Two of them on sharded weights, for the quick suite."""
     for act in (thresholds_differ, weights_are_not_finite):
@@ -426,7 +403,6 @@ def refused_before_anything() -> None:
 
 FUNCTIONS: tuple[Callable[[], None], ...] = (
     collectives,
-    misuses,
     some_misuses,
     refused_before_anything,
     heads_that_fully_shard_cuts,

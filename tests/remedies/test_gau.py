@@ -30,31 +30,6 @@ def largest(module: nn.Module, x: Tensor) -> float:
     return float(stats.max_logit)
 
 
-@pytest.mark.parametrize("norm", ["frobenius", "spectral"])
-def test_lalr_gives_each_weight_the_product_of_what_else_is_on_the_way(
-    norm: str,
-) -> None:
-    """logit ~ |W_z|^2 |g_q| |g_k|: W_z is its own partner on the other side."""
-    module = gau()
-    w, q, k = module.qk_proj.z_proj.weight, module.qk_proj.q_gain, module.qk_proj.k_gain
-    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
-    with qkeel.apply(module, f"lalr:tau={TAU},norm={norm}", optimizer):
-        with torch.no_grad():
-            for p, factor in ((w, 2.0), (q, 5.0), (k, 3.0)):
-                p.mul_(factor)
-        before = [p.detach().clone() for p in (w, q, k, module.o_proj.weight)]
-        for p in module.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-    moved = [
-        (b - p.detach()) / LR for b, p in zip(before, (w, q, k, module.o_proj.weight))
-    ]
-    for found, expected in zip(
-        moved, (TAU / (2 * 5 * 3), TAU / (2 * 2 * 3), TAU / (2 * 2 * 5), 1.0)
-    ):
-        assert torch.allclose(found, torch.full_like(found, expected), rtol=1e-12)
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_clip_scales_gains_and_offsets_by_the_root_and_gives_exactly_the_threshold(
     bias: bool,

@@ -75,12 +75,6 @@ def test_cut_heads_are_clipped_as_by_one_process_and_a_misuse_is_an_error_on_eve
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_misuse_in_both_ways_to_wrap(tmp_path: Path) -> None:
-    run(tmp_path, 2, ["misuses"])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "pipeline", "context"])
 def test_two_processes_in_other_setups(kind: str, tmp_path: Path) -> None:
     run(

@@ -110,12 +110,6 @@ def written_without_torch(run: Path, out: Path) -> None:
     assert out.exists()
 
 
-def test_a_page_is_written_where_torch_cannot_be_imported(tmp_path: Path) -> None:
-    written_without_torch(
-        make_study(tmp_path / "study", SMALL[:2]), tmp_path / "r.html"
-    )
-
-
 def test_a_study_becomes_one_small_file_that_loads_nothing(tmp_path: Path) -> None:
     html = page(make_study(tmp_path / "study", [*drift(), *grid()]), tmp_path)
     assert "default-src &#x27;none&#x27;" in html

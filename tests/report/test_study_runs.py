@@ -81,14 +81,6 @@ def test_a_run_without_a_verdict_on_collapse_gets_one(tmp_path: Path) -> None:
     ]
 
 
-def test_a_torn_tail_is_dropped(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", dataclasses.replace(SMALL[0], status="started"))
-    whole = read_study(run).runs[0]
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 70, "max')
-    assert read_study(run).runs[0].metrics == whole.metrics
-
-
 def test_a_path_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         RunDirectoryError,

@@ -49,6 +49,8 @@ FUSED: dict[str, str | None] = {
     "qkv_x": "blocks",
     "qkv_y": "blocks",
 }
+# What may hold queries: nothing else of a checkpoint is looked up in the config, of which a file has thousands.
+_QUERIES = {*(q for q, _ in SEPARATE), *FUSED, "q_b_proj", "q_up"}
 # Model types that override the table above (transformers 5.23, modeling files).
 GROUPED = words(
     "gpt_neox gpt_neox_japanese bloom falcon persimmon internlm2 gpt_bigcode"
@@ -234,7 +236,8 @@ def recognise(
         module, _, leaf = path.rpartition(".")
         # Every tensor counts as a neighbour, also a bias: it may be one that takes part in the logits.
         children.setdefault(module, []).append(leaf)
-        if path == name and leaf != "in_proj_weight":
+        is_weight = path != name or leaf == "in_proj_weight"
+        if not is_weight or leaf not in _QUERIES:
             continue
         stream: SitePlan | Unknown | None
         try:
@@ -587,9 +590,8 @@ def _with_norms(
     if geometry.normed and not any(gains) and not is_mla:
         before = None
         reason = "config.json says that q and k are normed, and their gains were not found: no bound"
-    if (
-        leaf in JOINT
-    ):  # the second stream has a norm of its own, whose name is not known
+    # The second stream has a norm of its own, whose name is not known.
+    if leaf in JOINT:
         before = None
 
     def input_of(weight_slice: Slice | None) -> str | None:

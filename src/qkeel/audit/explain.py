@@ -32,7 +32,8 @@ from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key
 
 Letter = Literal["q", "k"]
-_ROWS = 256  # queries whose scores are compared with q·k
+# Queries whose scores are compared with q·k.
+_ROWS = 256
 
 
 def explain(model: nn.Module, batch: object = None) -> Explanation:
@@ -293,7 +294,9 @@ class SiteEvidence:
 
     def _latent(self) -> str:
         """Describes MLA: which dimensions of a key come from which weight."""
-        if len(self.site.terms) < 2:
+        # The parts of MLA's key make up a head; low-rank adapters add a term as wide as the head.
+        widths = [term.key[-1].index.shape[1] for term in self.site.terms]
+        if len(widths) < 2 or sum(widths) != self.site.head_dim:
             return ""
         parts = []
         for term in self.site.terms:
@@ -318,7 +321,8 @@ def _slope(
         visible = torch.where(pairs, visible - visible.sum(-1, keepdim=True) / count, 0)
         centred.append(visible.transpose(0, 1).flatten(1))
     x, y = centred
-    slope = (x * y).sum(1) / x.square().sum(1)  # NaN where no row sees two keys
+    # NaN where no row sees two keys.
+    slope = (x * y).sum(1) / x.square().sum(1)
     error = (y - slope[:, None] * x).abs().amax(1)
     is_close = error <= tolerance * y.abs().amax(1)
     return tuple(slope.tolist()) if bool(is_close.all()) else ()

@@ -79,7 +79,7 @@ def describe(
         )
     spec = AttentionSpec() if spec is None else spec
     module = _submodule(model, name)
-    parts = [_slice(name, module, part, n) for part, n in ((query, h), (key, g))]
+    parts = [_slice(name, module, reading, n) for reading, n in ((query, h), (key, g))]
     pieces = [p for p in parts if isinstance(p, HeadSlice)]
     sizes = {p.index.shape[1] for p in pieces}
     if len(sizes) > 1:
@@ -116,22 +116,22 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _slice(
-    name: str, module: nn.Module, part: Reading | Callable[..., Tensor], heads: int
+    name: str, module: nn.Module, reading: Reading | Callable[..., Tensor], heads: int
 ) -> HeadSlice | str:
     """The rows of each head, or the reason why they are unknown."""
-    if not isinstance(part, Reading):
-        return f"{getattr(part, '__name__', 'a function')} computes it"
-    layer = _submodule(module, part.module)
+    if not isinstance(reading, Reading):
+        return f"{getattr(reading, '__name__', 'a function')} computes it"
+    layer = _submodule(module, reading.module)
     if not isinstance(layer, nn.Linear) or "weight" not in parameters_of(layer):
-        return f"{part.module} is a {type(layer).__name__}, not an nn.Linear with a weight of its own"
+        return f"{reading.module} is a {type(layer).__name__}, not an nn.Linear with a weight of its own"
     # Features whose layout contains no h are shared by all heads.
-    heads = heads if "h" in part.groups[-1] else 1
-    features = torch.arange(layer.out_features).expand([1] * (part.dims - 1) + [-1])
-    home = ".".join(filter(None, (name, part.module)))
+    heads = heads if "h" in reading.groups[-1] else 1
+    features = torch.arange(layer.out_features).expand([1] * (reading.dims - 1) + [-1])
+    home = ".".join(filter(None, (name, reading.module)))
     return HeadSlice(
         parameter=f"{home}.weight",
         axis=0,
-        index=arranged(features, part, heads)[0, :, 0],
+        index=arranged(features, reading, heads)[0, :, 0],
         bias=f"{home}.bias" if layer.bias is not None else None,
     )
 
@@ -149,10 +149,10 @@ def arranged(
         raise ShapeError(expected)
     fixed, shape = {"h": heads, "n": reading.parts}, list[int]()
     for size, group in zip(x.shape, reading.groups):
-        known = math.prod([fixed.get(letter, 1) for letter in group])
-        if size % known or (group in fixed and size != known):
+        fixed_size = math.prod([fixed.get(letter, 1) for letter in group])
+        if size % fixed_size or (group in fixed and size != fixed_size):
             raise ShapeError(expected)
-        shape += [fixed.get(letter, size // known) for letter in group]
+        shape += [fixed.get(letter, size // fixed_size) for letter in group]
     letters = "".join(reading.groups)
     x = x.reshape(shape)
     if "n" in letters:
@@ -184,10 +184,10 @@ class DescribedSiteHooks:
     def attach(self, undo: ExitStack) -> None:
         """Installs hooks on the modules until `undo` is closed."""
         undo.callback(self._outputs.clear)
-        for part in (self.description.query, self.description.key):
-            if isinstance(part, Reading):
-                layer = self.site.module.get_submodule(part.module)
-                keep = functools.partial(self._guard, self._keep, part.module)
+        for reading in (self.description.query, self.description.key):
+            if isinstance(reading, Reading):
+                layer = self.site.module.get_submodule(reading.module)
+                keep = functools.partial(self._guard, self._keep, reading.module)
                 undo.callback(layer.register_forward_hook(in_this_thread(keep)).remove)
         finish = in_this_thread(functools.partial(self._guard, self._finish))
         hook = self.site.module.register_forward_hook(finish, with_kwargs=True)
@@ -205,15 +205,15 @@ class DescribedSiteHooks:
         outputs, site, description = dict(self._outputs), self.site, self.description
         self._outputs.clear()
 
-        def value(part: Reading | Callable[..., Tensor], heads: int) -> Tensor:
-            if not isinstance(part, Reading):
-                return part(module, *args, **kwargs)
-            if part.module not in outputs:
+        def value(reading: Reading | Callable[..., Tensor], heads: int) -> Tensor:
+            if not isinstance(reading, Reading):
+                return reading(module, *args, **kwargs)
+            if reading.module not in outputs:
                 raise InvalidValueError(
-                    f"{part.module} did not run in this call of {site.name!r}; describe it in another way"
+                    f"{reading.module} did not run in this call of {site.name!r}; describe it in another way"
                 )
-            x = arranged(outputs[part.module], part, heads)
-            return x if part.then is None else part.then(x)
+            x = arranged(outputs[reading.module], reading, heads)
+            return x if reading.then is None else reading.then(x)
 
         def call() -> AttentionCall:
             q = value(description.query, site.n_heads)

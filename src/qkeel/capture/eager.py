@@ -193,9 +193,9 @@ class EagerAttentionTracer:
             frame=step.frame,
             scale=float(step.kwargs.get("alpha", 1.0)),
         )
-        more = self.tags.get(added)
-        if isinstance(more, Scores):
-            tag = _sum(more, tag, float(step.kwargs.get("beta", 1.0)), step)
+        other_tag = self.tags.get(added)
+        if isinstance(other_tag, Scores):
+            tag = _sum(other_tag, tag, float(step.kwargs.get("beta", 1.0)), step)
         elif added is not None:
             tag = self._with_term(step, tag, added, 1.0)
         self.tags.put(step.out, tag)
@@ -212,7 +212,8 @@ class EagerAttentionTracer:
         elif not isinstance(out, Tensor):
             self._lose(step, tag, x)
         elif tag.only_tables and name in (*_SOFTMAXES, "exp", "sigmoid"):
-            pass  # of features, as in a language model's head
+            # Of features, as in a language model's head.
+            pass
         elif name in ("softmax", "safe_softmax"):
             self.tags.put(out, Weights(self._softmax(step, tag, x)))
         elif name == "exp":
@@ -269,28 +270,31 @@ class EagerAttentionTracer:
     def _added(self, step: Step, tag: Scores, x: Tensor) -> Scores | None:
         """The tag of scores to or from which something was added or subtracted: other scores, a mask or bias, or one
         number per row, which changes no weight."""
-        other = step.other(x)
-        more = self.tags.get(other)
+        operand = step.operand(x)
+        other_tag = self.tags.get(operand)
         signs = list(_SUMS[step.name])
         signs[step.name != "rsub"] *= step.kwargs.get("alpha", 1.0)
         if not step.args or step.args[0] is not x:
             signs.reverse()
         sign, sign_of_other = signs
-        if isinstance(more, Scores):
-            return _sum(tag, more, sign, step)
-        if sign < 0 or isinstance(more, (Weights, Powers, RowSum)):
+        if isinstance(other_tag, Scores):
+            return _sum(tag, other_tag, sign, step)
+        if sign < 0 or isinstance(other_tag, (Weights, Powers, RowSum)):
             return None
-        if isinstance(more, RowTop) and sign_of_other < 0:
+        if isinstance(other_tag, RowTop) and sign_of_other < 0:
             unshifted = tag.unshifted
             if unshifted is None:
-                unshifted = x if step.out is not x else x + other
+                unshifted = x if step.out is not x else x + operand
             return dataclasses.replace(
-                tag, unshifted=unshifted, normalised=tag.normalised or more.normalises
+                tag,
+                unshifted=unshifted,
+                normalised=tag.normalised or other_tag.normalises,
             )
-        has_width = isinstance(other, Tensor) and other.ndim == x.ndim
-        if sign_of_other < 0 and has_width and other.shape[-1] == 1 < x.shape[-1]:
-            return None  # as in a softmax over blocks of keys, whose rows are not whole
-        return self._with_term(step, tag, other, sign_of_other)
+        has_width = isinstance(operand, Tensor) and operand.ndim == x.ndim
+        if sign_of_other < 0 and has_width and operand.shape[-1] == 1 < x.shape[-1]:
+            # As in a softmax over blocks of keys, whose rows are not whole.
+            return None
+        return self._with_term(step, tag, operand, sign_of_other)
 
     def _with_term(self, step: Step, tag: Scores, term: object, sign: float) -> Scores:
         """The tag of scores to which a mask or a bias was added."""
@@ -314,20 +318,20 @@ class EagerAttentionTracer:
         if condition.is_floating_point():
             condition, chosen = chosen, condition
         condition = condition.bool()
-        other = otherwise if chosen is x else chosen
+        operand = otherwise if chosen is x else chosen
         replaced = ~condition if chosen is x else condition
-        more = self.tags.get(other)
-        if isinstance(more, Scores):
+        other_tag = self.tags.get(operand)
+        if isinstance(other_tag, Scores):
             shown = dataclasses.replace(tag, hidden=None)
-            total = _sum(shown, dataclasses.replace(more, hidden=None), 1.0, step)
+            total = _sum(shown, dataclasses.replace(other_tag, hidden=None), 1.0, step)
             if tag.hidden is not None:
                 total = total.hiding(tag.hidden & ~replaced, out)
-            if more.hidden is not None:
-                total = total.hiding(more.hidden & replaced, out)
+            if other_tag.hidden is not None:
+                total = total.hiding(other_tag.hidden & replaced, out)
             return total
-        if isinstance(other, Tensor) and other.numel() > 1:
-            return tag.hiding(replaced & (other.detach() <= -APART), out)
-        return tag.hiding(replaced, out) if is_low(other) else tag
+        if isinstance(operand, Tensor) and operand.numel() > 1:
+            return tag.hiding(replaced & (operand.detach() <= -APART), out)
+        return tag.hiding(replaced, out) if is_low(operand) else tag
 
     def _joined(self, parts: Sequence[Tensor]) -> Scores | None:
         """The tag of scores to which columns were attached: sinks, which have no values, or the scores of other
@@ -386,14 +390,14 @@ class EagerAttentionTracer:
         """Handles a call with a row's sum of exponentials. Any use of it but a guard against 0 / 0 is the division by
         it."""
         name, powers = step.name, total.powers
-        others = [y for y in step.arguments() if self.tags.get(y) is not total]
-        constants = [y for y in others if type(y) in (int, float)]
+        operands = [y for y in step.arguments() if self.tags.get(y) is not total]
+        constants = [y for y in operands if type(y) in (int, float)]
         if name in _SUMS and constants and constants[0] > SMALLEST_CONSTANT:
             frame = powers.scores.frame.shared_with(step.frame)
             reason = "a constant is added to the sum of its exponentials"
             self._miss(frame, name, reason)
             self.tags.put(total.exponentials, Weights())
-        elif name in _PASSES and not any(isinstance(y, Tensor) for y in others):
+        elif name in _PASSES and not any(isinstance(y, Tensor) for y in operands):
             self.tags.put(step.out, total)
         else:
             weights = self.tags.get(total.exponentials)
@@ -454,11 +458,13 @@ class EagerAttentionTracer:
         understood. A softmax over it is missed."""
         name, outputs = step.name, list(tensors((step.out,)))
         if name in _CHOICES:
-            del outputs[1:]  # the others are indices
+            # The others are indices.
+            del outputs[1:]
         if isinstance(tag, Scores):
             self.ends[name] = None
             if x.ndim < 4 and not any(product.has_pairs() for product in tag.products):
-                return  # heads are concatenated, so these are features
+                # Heads are concatenated, so these are features.
+                return
             columns, out = x.shape[-1], outputs[0] if outputs else x
             if name in _CHOICES:
                 columns = out.shape[-1]
@@ -565,7 +571,8 @@ def _viewed(step: Step, tag: Scores, x: Tensor) -> Scores | None:
             return None
         with torch.no_grad():
             y = y.broadcast_to(x.shape)
-            if y.dtype == torch.bool:  # not all functions take booleans
+            # Not all functions take booleans.
+            if y.dtype == torch.bool:
                 return function(y.to(torch.uint8), *args, **kwargs).bool()
             return function(y, *args, **kwargs)
 

@@ -137,7 +137,8 @@ def read_product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product 
     elif name == "baddbmm":
         added, *factors = arguments
         if kwargs.get("beta", 1.0) == 0:
-            added = None  # torch does not read this tensor, which may be uninitialised memory
+            # torch does not read this tensor, which may be uninitialised memory.
+            added = None
     else:
         factors = arguments
     if len(factors) != 2 or not all(
@@ -271,13 +272,13 @@ def _part(factor: Tensor, x: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor
     """A factor after a view of the scores x. It keeps the size 1 along what it does not vary along."""
     sizes = [n if m == 1 else m for n, m in zip(x.shape, factor.shape)]
     # The features are a dimension of their own, which the view does not know of.
-    part = torch.vmap(view, in_dims=-1, out_dims=-1)(
+    view_of_factor = torch.vmap(view, in_dims=-1, out_dims=-1)(
         factor.expand(*sizes, factor.shape[-1])
     )
-    for dim, step in enumerate(part.stride()[:-1]):
-        if step == 0 and part.shape[dim] > 1:
-            part = part.narrow(dim, 0, 1)
-    return part
+    for dim, step in enumerate(view_of_factor.stride()[:-1]):
+        if step == 0 and view_of_factor.shape[dim] > 1:
+            view_of_factor = view_of_factor.narrow(dim, 0, 1)
+    return view_of_factor
 
 
 def _reshaped(

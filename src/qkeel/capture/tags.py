@@ -50,9 +50,9 @@ class Scores:
         """True if all products have a possible weight as a factor, so that they are features by themselves."""
         return all(product.table for product in self.products)
 
-    def hiding(self, mask: Tensor, like: Tensor) -> Scores:
+    def hiding(self, mask: Tensor, scores: Tensor) -> Scores:
         """The tag with more pairs hidden."""
-        mask = mask.to(torch.bool).broadcast_to(like.shape)
+        mask = mask.to(torch.bool).broadcast_to(scores.shape)
         return dataclasses.replace(
             self, hidden=mask if self.hidden is None else self.hidden | mask
         )
@@ -186,7 +186,7 @@ class Step:
             return list(self.argument("tensors", 0))
         return [*self.args, *self.kwargs.values()]
 
-    def other(self, x: Tensor) -> Any:
+    def operand(self, x: Tensor) -> Any:
         """The other operand of a function of two."""
         for key, value in (*enumerate(self.args), *self.kwargs.items()):
             if value is not x and key not in ("alpha", "out"):
@@ -209,9 +209,9 @@ class Step:
         """The constant by which a function multiplies x, or None if it does not, or by a tensor."""
         if self.name not in SCALES:
             return None
-        other = self.other(x)
-        if isinstance(other, Tensor) and not isinstance(other, nn.Parameter):
-            other = float(other.detach()) if other.numel() == 1 else other
-        if isinstance(other, bool) or not isinstance(other, (int, float)):
+        operand = self.operand(x)
+        if isinstance(operand, Tensor) and not isinstance(operand, nn.Parameter):
+            operand = float(operand.detach()) if operand.numel() == 1 else operand
+        if isinstance(operand, bool) or not isinstance(operand, (int, float)):
             return None
-        return 1.0 / other if "div" in self.name else float(other)
+        return 1.0 / operand if "div" in self.name else float(operand)

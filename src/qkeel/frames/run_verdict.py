@@ -59,6 +59,7 @@ def judge_run(
         event.get("event") == "decision" and event.get("remedy") for event in events
     )
     is_mended = has_acted and float(logits[-1].max()) <= ALARM_THRESHOLD
+    # What an autopilot has mended says nothing of the run as it is now.
     first = len(logits) - 1 if is_mended else 0
     record, layer, head = np.unravel_index(
         int(logits[first:].argmax()), logits[first:].shape

@@ -43,14 +43,14 @@ def wanted(stats: bool | str) -> tuple[Wanted, frozenset[Extra]]:
     >>> wanted("all+gates")
     (True, frozenset({'gates'}))
     """
-    first, *others = ["all"] if stats is True else str(stats).split("+")
-    known = get_args(Wanted)[1:]
-    if first != "all" and first not in known:
-        raise unknown("statistics", first, ("all", *known))
-    for name in others:
+    first, *extras = ["all"] if stats is True else str(stats).split("+")
+    choices = get_args(Wanted)[1:]
+    if first != "all" and first not in choices:
+        raise unknown("statistics", first, ("all", *choices))
+    for name in extras:
         if name not in get_args(Extra):
             raise unknown("further statistics", name, get_args(Extra))
-    return (True if first == "all" else first), frozenset(others)  # type: ignore[return-value]
+    return (True if first == "all" else first), frozenset(extras)  # type: ignore[return-value]
 
 
 @final
@@ -70,6 +70,7 @@ class CallStatistics:
             return maxima(counted)
         rows = None
         if not isinstance(counted, ScoresCall):
+            # Statistics are computed in the call's precision, not in autocast's.
             with torch.autocast(counted.q.device.type, enabled=False):
                 rows = call_rows(counted)
         return statistics(counted) if rows is None else rows
@@ -79,6 +80,7 @@ class CallStatistics:
     ) -> LogitStats | CallRows | None:
         """Like `call`, but for a call of torch's own attention function without a mask; None if that is not
         supported."""
+        # The kernel behind it knows neither masks of queries nor classes.
         if not self.tokens.all_count:
             return None
         self.setting.see_plain(q, scale)
@@ -158,7 +160,8 @@ def add_gates(numbers: PassNumbers, site: str, call: Seen) -> None:
     lse_mean, lse_square, lse_min, sink_logit, gate_mean, gate_square [h]
     """
     lse = call_logsumexp(call)
-    counted = lse != -torch.inf  # NaN must remain visible
+    # NaN must remain visible.
+    counted = lse != -torch.inf
     if call.query_mask is not None:
         counted = counted & call.query_mask[:, None]
 

@@ -41,12 +41,12 @@ class GainBounds:
         for site in sites:
             norms = (*site.query_gains, *site.key_gains)
             # Norms of biases and scales do not follow from the parts of them.
-            whole: list[Tensor] = [*_scale_params(site).values()]
-            whole += [self._parameters[norm.bias] for norm in norms if norm.bias]
+            unsplit: list[Tensor] = [*_scale_params(site).values()]
+            unsplit += [self._parameters[norm.bias] for norm in norms if norm.bias]
             if (
                 site.query_gains
                 and site.key_gains
-                and not any(map(dist.is_split, whole))
+                and not any(map(dist.is_split, unsplit))
             ):
                 self.sites.append(site)
 
@@ -58,6 +58,7 @@ class GainBounds:
             query = self._lengths(site.query_gains, site.n_heads)
             query = query * _scale(site, query)
             key = site.per_query_head(self._lengths(site.key_gains, site.n_kv_heads))
+            # A product of maxima is no maximum of products, so the factors travel apart.
             gains = [norm.parameter for norm in (*site.query_gains, *site.key_gains)]
             if any(name and dist.is_split(self._parameters[name]) for name in gains):
                 for name, value in (("query_bound", query), ("key_bound", key)):
@@ -94,6 +95,7 @@ class GainBounds:
         """offset + the elements of a parameter for each head [n r], or 0 for those that another process has."""
         p = self._parameters[name]
         x = local(p).detach()
+        # The index is moved once: a copy to the device in each step would make the host wait.
         if id(index) not in self._places:
             self._places[id(index)] = self._place(name, index)
         at, held = self._places[id(index)]
@@ -111,6 +113,7 @@ class GainBounds:
         block = local_block(name, p)
         if block is None:
             every = torch.arange(p.numel())
+            # A view costs no launch, and nearly all gains are read whole.
             in_order = index.numel() == len(every) and index.flatten().equal(every)
             return None if in_order else index.to(p.device), None
         first, last = (n * (p.numel() // len(p)) for n in block.spans[0])
@@ -128,8 +131,12 @@ def _scale_params(site: AttentionSite) -> Params:
     return site.module.spec_params()
 
 
-def _scale(site: AttentionSite, like: Tensor) -> Tensor:
+def _scale(site: AttentionSite, template: Tensor) -> Tensor:
     """|scale|, as one value or as one value for each head."""
-    at = torch.full((1, 1), site.spec.scale.last_position, device=like.device)
+    at = torch.full((1, 1), site.spec.scale.last_position, device=template.device)
     factor = site.spec.scale.factor(at, site.head_dim, _scale_params(site))
-    return torch.as_tensor(factor, dtype=like.dtype, device=like.device).abs().flatten()
+    return (
+        torch.as_tensor(factor, dtype=template.dtype, device=template.device)
+        .abs()
+        .flatten()
+    )

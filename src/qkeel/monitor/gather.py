@@ -123,41 +123,34 @@ def flatten(measured: Measurement) -> tuple[Form, list[Tensor]]:
 
     Tensors of one dtype are neighbours, so that they are converted together.
     """
-    pairs: dict[torch.dtype, list[tuple[Entry, Tensor]]] = {}
+    pairs: list[tuple[Entry, Tensor]] = []
     for site, stats in measured.stats.items():
-        classes = stats.classes
-        tensors = [*stats.tensors().values()]
+        classes, tensors = stats.classes, [*stats.tensors().values()]
         if classes is not None:
             by_class = classes.tensors()
             tensors += [by_class[name] for name in CLASS_MERGES]
         names = None if classes is None else classes.names
         sizes = len(stats.max_logit), len(stats.key_norm)
-        entries = _site_entries(site, *sizes, names)
-        for entry, tensor in zip(entries, tensors, strict=True):
-            pairs.setdefault(tensor.dtype, []).append((entry, tensor))
+        pairs += zip(_site_entries(site, *sizes, names), tensors, strict=True)
     for (site, name), number in measured.numbers.items():
-        if isinstance(number, PartialValue):
-            shape = tuple(number.value.shape)
-            stats = measured.stats.get(site)
-            by_head = (
-                number.own
-                and stats is not None
-                and shape[:1] == tuple(stats.max_logit.shape)
-            )
-            axis: Axis = "query" if by_head else ""
-            weight, by_weights = f"{name}:weight", number.of == "weights"
-            entry = Entry(site, name, shape, number.how, weight, axis, by_weights)
-            pairs.setdefault(number.value.dtype, []).append((entry, number.value))
-            entry = Entry(site, weight, shape, "sum", "", axis, by_weights, 0.0)
-            pairs.setdefault(number.weight.dtype, []).append((entry, number.weight))
-        else:
-            entry = Entry(site, name, tuple(number.shape), "max")
-            pairs.setdefault(number.dtype, []).append((entry, number))
-    form, tensors = [], []
-    for of_dtype in pairs.values():
-        form += [entry for entry, _ in of_dtype]
-        tensors += [tensor for _, tensor in of_dtype]
-    return tuple(form), tensors
+        if not isinstance(number, PartialValue):
+            pairs.append((Entry(site, name, tuple(number.shape), "max"), number))
+            continue
+        shape, stats = tuple(number.value.shape), measured.stats.get(site)
+        by_head = (
+            number.own and stats is not None and shape[:1] == stats.max_logit.shape
+        )
+        axis: Axis = "query" if by_head else ""
+        weight, by_weights = f"{name}:weight", number.of == "weights"
+        entry = Entry(site, name, shape, number.how, weight, axis, by_weights)
+        of_weight = Entry(site, weight, shape, "sum", "", axis, by_weights, 0.0)
+        pairs += [(entry, number.value), (of_weight, number.weight)]
+    # Neighbours of one dtype are converted by one kernel.
+    by_dtype: dict[torch.dtype, list[tuple[Entry, Tensor]]] = {}
+    for pair in pairs:
+        by_dtype.setdefault(pair[1].dtype, []).append(pair)
+    ordered = [pair for of_dtype in by_dtype.values() for pair in of_dtype]
+    return tuple(entry for entry, _ in ordered), [tensor for _, tensor in ordered]
 
 
 def vector_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -170,7 +163,8 @@ def vector_of(tensors: Sequence[Tensor]) -> Tensor:
     flat: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         piece = tensor.detach() if tensor.requires_grad else tensor
-        if piece.ndim != 1:  # nearly all tensors are vectors, and there are hundreds
+        # Nearly all tensors are vectors, and there are hundreds.
+        if piece.ndim != 1:
             piece = piece.reshape(-1)
         if piece.device != device:
             fills = piece.device.type == "cpu" and piece.numel() == 1
@@ -253,6 +247,7 @@ class Transfer:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         if vectors[0].device.type == "cuda":
+            # Pinned, so that the copy runs beside the training's kernels.
             self._host = [
                 torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in vectors
             ]
@@ -286,6 +281,7 @@ class Transfer:
             if self._exchange is not None:
                 self._exchange(self._host)
         except Exception as error:
+            # In a thread it would be lost; `result` raises it under the monitor's guard.
             self._error = error
 
     @property

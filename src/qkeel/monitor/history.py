@@ -23,6 +23,7 @@ from qkeel.records import (
     field_unit,
     fold_heads,
     layer_types,
+    layer_values,
     measured_field,
     of_layers,
 )
@@ -32,11 +33,19 @@ from qkeel.records import (
 # It does not use torch, so recorded runs can be replayed through it anywhere.
 
 LEAST_POINTS = 6
-LEAST_SPAN = 1.5  # of the clock; within less, noise has any slope (records may begin late, in a run that was resumed)
-LEAST_EXPONENT = 0.05  # below it, a logit takes a million times the training to double, which is negligible
-WINDOW = 10.0  # the fit uses the last decade of the clock; in a long warm-up, the logit hardly changes before that
-VAGUE = 10.0  # times the low end of an interval; a wider forecast says only before which step the logit will not pass
-FARTHEST = 50.0  # in ln clock; further than any training goes
+# Of the clock; within less, noise has any slope (records may begin late, in a run that
+# was resumed).
+LEAST_SPAN = 1.5
+# Below it, a logit takes a million times the training to double, which is negligible.
+LEAST_EXPONENT = 0.05
+# The fit uses the last decade of the clock; in a long warm-up, the logit hardly changes
+# before that.
+WINDOW = 10.0
+# Times the low end of an interval; a wider forecast says only before which step the
+# logit will not pass.
+VAGUE = 10.0
+# In ln clock; further than any training goes.
+FARTHEST = 50.0
 # The interval is measured, not derived: residuals of one run are not independent draws, and they do not show what bends
 # the curve later. It was calibrated on the tuning seeds of experiments/notes/alarms.md; its coverage is measured on
 # other seeds.
@@ -182,7 +191,8 @@ def forecast(
     )
 
 
-_NEAR = 0.01  # a rate this close to the planned rate counts as equal to it
+# a rate this close to the planned rate counts as equal to it.
+_NEAR = 0.01
 
 
 @final
@@ -384,14 +394,14 @@ class History:
             field, _, layer = name.partition("/")
             if layer and of_layers(field):
                 fields[field] = layers[layer] = None
-        whole = dataclasses.replace(self, layers=tuple(layers))
-        found = {}
+        every = dataclasses.replace(self, layers=tuple(layers))
+        columns = {}
         for name in (*HEAD_FIELDS, *LAYER_FIELDS, *fields):
-            values = whole.by_layer(name)
+            values = every.by_layer(name)
             if values is not None:
                 width = ((0, 0), (0, len(layers) - values.shape[1]))
-                found[name] = np.pad(values, width, constant_values=np.nan)
-        return whole.layers, found
+                columns[name] = np.pad(values, width, constant_values=np.nan)
+        return every.layers, columns
 
     def to_pandas(self, rows: Rows = "heads") -> Foreign:
         """The same table as a pandas.DataFrame."""
@@ -495,14 +505,7 @@ class History:
     def by_layer(self, name: str) -> np.ndarray | None:
         """Returns [n layers]: a head field aggregated over heads, or a field of records.LAYER_FIELDS or BLOCK_FIELDS;
         None if it was not recorded."""
-        if not of_layers(name):
-            heads = self.heads.get(measured_field(name))
-            return None if heads is None else fold_heads(name, heads)
-        columns = [self.values.get(f"{name}/{layer}") for layer in self.layers]
-        if all(column is None for column in columns):
-            return None
-        missing = np.full(len(self), np.nan)
-        return np.stack([missing if x is None else x for x in columns], axis=1)
+        return layer_values(name, self.layers, self.values, self.heads)
 
     def top(self, name: str) -> np.ndarray | None:
         """Returns [n], the largest value over all heads in each record; NaN if no head was measured."""

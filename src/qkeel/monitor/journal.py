@@ -28,13 +28,14 @@ from qkeel.records import HEAD_FIELDS, LINEAR, TYPES_EVENT, fold_heads, layer_ty
 
 # How measurements are recorded: as samples, split by token class if there are classes, for the rules and the sinks.
 
+# Names in STEP_FIELDS.
 _WHOLE = (
     "max_logit",
     "min_logit",
     "max_abs_logit",
     "capped_max_logit",
     "entropy",
-)  # names in STEP_FIELDS
+)
 
 
 @final
@@ -62,11 +63,11 @@ class Recorder:
         self.log = AlarmLog(())
         self._rules = rules
         self.sample: Sample | None = None
-        self._trained: list[Sample] = []  # the last two training samples
+        # The last two training samples.
+        self._trained: list[Sample] = []
         self.recording = Recording(planned=planned)
-        self._evaluated = (
-            Recording()
-        )  # used if the model is never seen in training mode
+        # Used if the model is never seen in training mode.
+        self._evaluated = Recording()
         self._last_evaluated = -1
         self._about: Callable[[], Mapping[str, object]] | None = about
         self.sites: tuple[str, ...] = ()
@@ -74,14 +75,17 @@ class Recorder:
         self._described: Mapping[
             str, str
         ] = {}  # types of all layers according to the description of the run
-        self._width = 0  # number of heads of the layer with the most heads, once the sites are known
+        # Number of heads of the layer with the most heads, once the sites are known.
+        self._width = 0
         self._arrays: dict[StepTable, RecordArrays] = {}
-        self._late: set[str] = (
-            set()
-        )  # sites for which a warning that they came too late was raised
-        self.dropped = 0  # sinks that failed
-        self.complete = False  # whether training ended as planned
-        self._carried: State = {}  # loaded from a checkpoint, until the first numbers arrive
+        # Sites for which a warning that they came too late was raised.
+        self._late: set[str] = set()
+        # Sinks that failed.
+        self.dropped = 0
+        # Whether training ended as planned.
+        self.complete = False
+        # Loaded from a checkpoint, until the first numbers arrive.
+        self._carried: State = {}
 
     def add(self, step: int, phase: Phase, record: StepRecord) -> None:
         """Adds the numbers of one step."""
@@ -134,38 +138,33 @@ class Recorder:
 
     def _tell_alarm(self, alarm: Alarm) -> None:
         if self._leads():
-            known = any(
-                other.remedy == alarm.remedy
-                for other in self.log.alarms
-                if other.step < alarm.step
-            )
-            caution(alarm.line if known else str(alarm), AlarmWarning)
+            earlier = [x.remedy for x in self.log.alarms if x.step < alarm.step]
+            text = alarm.line if alarm.remedy in earlier else str(alarm)
+            caution(text, AlarmWarning)
         self._each(lambda sink: sink.alarm(alarm))
 
     def _tell_types(self, step: int) -> None:
         """Reports to the sinks which layers have a type that differs from their description."""
-        types = self._types()
-        changed = {
-            site: of for site, of in types.items() if self._local.get(site, of) != of
-        }
+        types, changed = self._types(), {}
+        for site, kind in types.items():
+            if self._local.get(site, kind) != kind:
+                changed[site] = kind
         self._local |= types
         if changed:
-            words = ", ".join(f"{site} is {of}" for site, of in changed.items())
-            self.event(
-                {
-                    "step": step,
-                    "event": TYPES_EVENT,
-                    "types": changed,
-                    "text": f"a longer batch shows: {words}",
-                }
-            )
+            words = ", ".join(f"{site} is {kind}" for site, kind in changed.items())
+            text = f"a longer batch shows: {words}"
+            event = {"step": step, "event": TYPES_EVENT, "types": changed, "text": text}
+            self.event(event)
 
     @property
     def types(self) -> dict[str, str]:
         """The type of each recorded layer, where it is known, and of the layers without logits."""
-        known = {**self._described, **self._local}
-        linear = {name: of for name, of in known.items() if of == LINEAR}
-        return {site: known[site] for site in self.sites if site in known} | linear
+        types, sites = {**self._described, **self._local}, {*self.sites}
+        return {
+            name: kind
+            for name, kind in types.items()
+            if name in sites or kind == LINEAR
+        }
 
     def _tell_late(self, step: int, record: StepRecord) -> None:
         """Warns once for each site that is not recorded because it was missing in the first measured step."""
@@ -188,17 +187,10 @@ class Recorder:
     def history(self) -> History:
         """The history of training or, if the model was only seen in evaluation mode, the history of its evaluation
         passes."""
-        one = (
-            self.recording
-            if len(self.recording) or not len(self._evaluated)
-            else self._evaluated
-        )
-        history = dataclasses.replace(one.history, types=self.types)
-        return (
-            history
-            if one is self.recording
-            else dataclasses.replace(history, phase="eval")
-        )
+        if len(self.recording) or not len(self._evaluated):
+            return dataclasses.replace(self.recording.history, types=self.types)
+        evaluated = self._evaluated.history
+        return dataclasses.replace(evaluated, types=self.types, phase="eval")
 
     def state(self) -> State:
         """The records and the alarms so far, as tensors by name."""
@@ -252,6 +244,7 @@ class Recorder:
 
     def _each(self, act: Callable[[Sink], None]) -> None:
         for sink in list(self.sinks):
+            # A tracker that is offline, or a disk that is full, must not end the training.
             try:
                 act(sink)
             except Exception as error:
@@ -289,7 +282,8 @@ class Recorder:
 
 # The numbers of steps that have not yet arrived from the device and the other processes.
 
-_UNREAD = 16  # steps whose statistics wait to be merged, if anybody reads them
+# Steps whose statistics wait to be merged, if anybody reads them.
+_UNREAD = 16
 
 
 @final
@@ -333,6 +327,7 @@ class PendingResults:
         while self._coming and (
             wait or self._coming[0].step < before or self._coming[0].transfer.arrived
         ):
+            # In the order of the steps, because rules compare a record with those before it.
             coming = self._coming.pop(0)
             record = coming.transfer.result()
             if record is None:
@@ -359,17 +354,14 @@ class PendingResults:
             return
         split = []
         for site in record.sites:
-            norm = record.table.entries.get((site, "query_weight_norm"))
-            largest = record.table.entries.get((site, "qk_spectral_norm"))
-            if norm is not None and largest is not None:
-                norms = record.table.read(record.vector, norm)
-                if bool(
-                    (
-                        record.table.read(record.vector, largest).isnan()
-                        & norms.isfinite()
-                    ).any()
-                ):
-                    split.append(site)
+            names = ("query_weight_norm", "qk_spectral_norm")
+            entries = [record.table.entries.get((site, name)) for name in names]
+            numbers = [record.table.read(record.vector, x) for x in entries if x]
+            # Norms of rows add up over processes; a singular value does not.
+            if len(numbers) == 2 and bool(
+                (numbers[1].isnan() & numbers[0].isfinite()).any()
+            ):
+                split.append(site)
         if split:
             self._warned = True
             caution(

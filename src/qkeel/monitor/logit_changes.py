@@ -47,17 +47,16 @@ class LogitChanges:
             {name: frozen(call) for name, call in new.items()},
             self._versions(),
         )
-        found = {}
-        for site in (
-            name for name in old if name in new
-        ):  # in the same order in every process
+        changes = {}
+        # In the same order in every process.
+        for site in (name for name in old if name in new):
             change = change_between(old[site], new[site])
             if change is not None:
                 (
-                    found[site, "logit_change_rms"],
-                    found[site, "logit_change_mean_abs"],
+                    changes[site, "logit_change_rms"],
+                    changes[site, "logit_change_mean_abs"],
                 ) = change.rms, change.mean_abs
-        return found
+        return changes
 
     def _versions(self) -> tuple[int, ...]:
         """The versions of all weights, which increase with every change that torch tracks."""
@@ -78,8 +77,7 @@ def change_between(before: Seen, after: Seen) -> LogitChange | None:
     if isinstance(before, ScoresCall) and isinstance(after, ScoresCall):
         return scores_change(before, after)
     if isinstance(before, AttentionCall) and isinstance(after, AttentionCall):
-        with torch.autocast(
-            after.q.device.type, enabled=False
-        ):  # products of differences need full precision
+        # Products of differences need full precision.
+        with torch.autocast(after.q.device.type, enabled=False):
             return logit_change(before, after)
     return None

@@ -79,12 +79,14 @@ class StepNumbers(Visitor):
         self._read: SiteNumbers = {}
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
+        # What a pass that failed has left is not of this one.
         self._numbers.begin()
         self._sparse.begin()
         # Such a loss is a sum over the pass's tokens, divided by those of all passes of the step.
         self._is_loss_summed = kwargs.get("num_items_in_batch") is not None
         self._tokens.begin(args, kwargs)
         if self._hidden is None:
+            # The names of sites are known only now, and blocks are named by them.
             self.sites.find(args, kwargs)
             self._hidden = HiddenStates(
                 self.sites.model,
@@ -114,6 +116,7 @@ class StepNumbers(Visitor):
         self._tokens.end()
         self.sites.pass_over()
         self.sites.report(seen)
+        # Of several scalars nobody knows which one is the loss.
         losses = [
             x
             for x in tensors(output)
@@ -131,12 +134,14 @@ class StepNumbers(Visitor):
 
     def failed(self) -> None:
         self._numbers.begin()
+        # A model that fails in the user's own pass fails in the search too, which is then made again.
         if self.sites.pass_failed():
             self._hidden = None
 
     def before_step(self, gradient_scale: Tensor | None) -> None:
         """Reads weights and gradients before the step; gradients are divided by the loss scale if they are still
         scaled."""
+        # All of this is read before the step: a record describes the model that its passes ran.
         if self._changes is not None:
             self._changes.before()
         self._read_weights()
@@ -153,9 +158,9 @@ class StepNumbers(Visitor):
     def _compared(self, sites: list[AttentionSite]) -> StepSpectra:
         """The object that compares the weights of these sites; warns if those of other sites cannot be compared."""
         compared = {site.name for site in sites}
-        others = [site.name for site in self.sites.all if site.name not in compared]
-        if others:
-            names = ", ".join(name or "the model itself" for name in others)
+        left_out = [site.name for site in self.sites.all if site.name not in compared]
+        if left_out:
+            names = ", ".join(name or "the model itself" for name in left_out)
             caution(NOT_COMPARED.format(names))
         return StepSpectra(self.sites.model, sites)
 
@@ -222,6 +227,7 @@ class WatchedModels:
 
         def role_known(phase: Phase, measured: bool) -> None:
             counted(name, phase)
+            # Without an optimizer, a step is over once every model has run, in any order.
             if measured and round_over is not None:
                 self._passed[phase].add(name)
                 if len(self._passed[phase]) == len(self._models) and self.has(phase):
@@ -236,6 +242,7 @@ class WatchedModels:
         return [tap for tap, _ in self._models.values()]
 
     def _in_order(self) -> Iterator[tuple[str, Tap, StepNumbers]]:
+        # Processes must send their numbers in the same order, whatever order the models are given in.
         for name in sorted(self._models, key=lambda name: self._stages.get(name) or 0):
             yield name, *self._models[name]
 
@@ -287,16 +294,16 @@ class WatchedModels:
     def coverage(self, phase: Phase, stats: Stats) -> dict[str, float]:
         """How much of the models these statistics cover, keyed by the names in records.MONITOR_FIELDS; calls are
         counted from the start."""
-        known = [
+        site_names = [
             within(name, site.name)
             for name, (tap, _) in self._models.items()
             for site in tap.sites
         ]
         return {
-            "sites": len(known),
+            "sites": len(site_names),
             "calls": sum([tap.calls_seen[phase] for tap in self.taps]),
             "missed": sum([len(tap.sites.missed) for tap in self.taps]),
-            "silent": len(set(known).difference(stats)),
+            "silent": len(set(site_names).difference(stats)),
             "errors": sum([x.sites.errors for _, x in self._models.values()]),
         }
 

@@ -89,8 +89,8 @@ class Monitor(Handle):
         sites: Mapping[str, Sites | None],
         layout: Layout | None,
     ) -> None:
-        inner = {name: unwrapped(one) for name, one in model.items()}
-        whole = inner[""] if "" in inner else nn.ModuleDict(inner)
+        inner = {name: unwrapped(module) for name, module in model.items()}
+        root = inner[""] if "" in inner else nn.ModuleDict(inner)
         setting, (main, extras) = SettingSeen(), wanted(stats)
         by_step = optimizer is not None
         self._steps = MeasuredSteps(every, model, by_optimizer=by_step)
@@ -99,9 +99,10 @@ class Monitor(Handle):
         if optimizer is not None:
             # It is called in the first pass, when a script that is resumed has loaded its checkpoint.
             self._steps.continued = functools.partial(steps_taken, optimizer)
+        # Everything that the user's program calls runs under this guard.
         self._guard = FaultGuard(_OFF, self._switch_off)
-        introduced = Handshake(whole, lambda: self.sites, layout)
-        self._models = WatchedModels(whole, introduced.stages)
+        introduced = Handshake(root, lambda: self.sites, layout)
+        self._models = WatchedModels(root, introduced.stages)
         self._group = group = ProcessGroup(
             introduced, lambda: JOINED if any(map(joined, model.values())) else ""
         )
@@ -132,14 +133,15 @@ class Monitor(Handle):
             self._journal,
             self._guard,
         )
-        for name, one in model.items():
+        for name, module in model.items():
             tokens = PassTokens(query_mask.get(name), classes.get(name))
             calls = CallStatistics(tokens, setting, main)
             tap = Tap(
-                one,
+                module,
                 due=functools.partial(self._steps.due, name),
                 by_step=by_step,
                 measure=calls.call,
+                # A kernel's rows have maxima alone, and plain calls skip what gates need.
                 measure_rows=None if main is True else calls.of_rows,
                 measure_plain=None if "gates" in extras else calls.plain,
                 keeps=True,
@@ -187,11 +189,6 @@ class Monitor(Handle):
         return self.sites.missed
 
     @property
-    def compiled(self) -> bool:
-        """Returns whether any observed forward pass ran compiled code."""
-        return any(tap.compiled for tap in self._models.taps)
-
-    @property
     def steps(self) -> int:
         """The number of optimizer steps done; set it if the optimizer's state does not say where a run continues."""
         return self._steps.done
@@ -200,9 +197,8 @@ class Monitor(Handle):
     def steps(self, done: int) -> None:
         self._models.settle(decide=False)
         if done != self.steps and self._steps.step_due and self._models.has("train"):
-            self._steps.besides.add(
-                done
-            )  # measured for a step that was skipped; it counts for this one
+            # Measured for a step that was skipped; it counts for this one.
+            self._steps.besides.add(done)
         self._steps.done, self._steps.continued = done, None
 
     def measure_next(self) -> None:
@@ -267,13 +263,16 @@ class Monitor(Handle):
         returned only if there is nothing else, and again when it is known. If several processes train, the statistics
         of finished steps cover all of them.
         """
+        # Numbers on their way are waited for here, and nowhere in a training step.
         self._settle()
-        wanted = phase or (
+        shown_phase = phase or (
             "train"
             if self._arrivals.has("train") or self._models.has("train")
             else "eval"
         )
-        stats = merged([self._arrivals.take(wanted), self._step_end.take(wanted)])
+        stats = merged(
+            [self._arrivals.take(shown_phase), self._step_end.take(shown_phase)]
+        )
         return stats or self._step_end.peek(phase)
 
     def include(self, *sites: AttentionSite) -> Self:
@@ -351,10 +350,12 @@ class Monitor(Handle):
     def _shown(self) -> tuple[Sample | None, str]:
         """The sample that a table shows, and what is said below it."""
         latest, trained = self.sample, self._journal.before(sys.maxsize)
-        others = latest is not None and latest.phase == "eval" and trained is not None
+        is_untrained = (
+            latest is not None and latest.phase == "eval" and trained is not None
+        )
         line = (
             f"passes that were not trained: {sample_line(latest, self._root)}"
-            if others and latest is not None
+            if is_untrained and latest is not None
             else ""
         )
         return trained or latest, "; ".join(filter(None, [line, self._coverage]))
@@ -365,14 +366,14 @@ class Monitor(Handle):
 
     @property
     def _coverage(self) -> str:
-        said = coverage(len(self.sites), [str(missed) for missed in self.missed])
+        share = coverage(len(self.sites), [str(missed) for missed in self.missed])
         error = self._guard.error
         off = (
             ""
             if error is None
             else f"the monitor switched itself off after a fault: {type(error).__name__}: {error}"
         )
-        return "; ".join(filter(None, [said, off]))
+        return "; ".join(filter(None, [share, off]))
 
     def __enter__(self) -> Self:
         return self
@@ -395,13 +396,15 @@ class Monitor(Handle):
         if self._hooks is not None:
             # Again, in case the first removal happened in the middle of a step.
             self._guard(self._hooks.remove)
+        # It keeps the batches of a step alive.
         if self._origin is not None:
             self._origin.remove()
 
     def _state(self) -> State:
         """The number of steps done, the last measured step, the last learning rate (-1 if there is none), the records
         and the alarms."""
-        self.sample_before(self.steps)  # this waits for the last record
+        # This waits for the last record.
+        self.sample_before(self.steps)
         last, rate = self._steps.last, self._step_end.rate
         no_rate = torch.tensor(-1.0, dtype=torch.float64)
         state = {

@@ -150,7 +150,8 @@ class NanOrigin(Handle):
     def _before(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool
     ) -> None:
-        if self._has_stepped:  # only now, as several optimizers step on the same passes
+        # Only now, as several optimizers step on the same passes.
+        if self._has_stepped:
             self._has_stepped = False
             self._passes.clear()
         self._running = (
@@ -168,8 +169,10 @@ class NanOrigin(Handle):
     def _keep_grad(self, kept: KeptPass, i: int, grad: Tensor) -> None:
         if not self.active:
             return
+        # A pass is kept once a gradient reaches it: references and rollouts never are.
         if not kept.output_grads:
             self._passes.append(kept)
+        # Two losses of one pass add their gradients.
         grad = grad.detach()
         kept.output_grads[i] = (
             kept.output_grads[i] + grad if i in kept.output_grads else grad
@@ -182,9 +185,8 @@ class NanOrigin(Handle):
             self.guard(self._check, optimizer)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        infinite = vars(optimizer).get(
-            "found_inf"
-        )  # GradScaler calls a fused optimizer even for a step that it skips
+        # GradScaler calls a fused optimizer even for a step that it skips.
+        infinite = vars(optimizer).get("found_inf")
         self._has_stepped = True
         if isinstance(infinite, Tensor) and bool(infinite.any()):
             return
@@ -203,6 +205,7 @@ class NanOrigin(Handle):
 
 def find_origin(model: nn.Module, passes: Sequence[KeptPass]) -> str:
     """Makes passes again, in order, and says what in them is the first that is not finite; "" if nothing is."""
+    # A weight that is NaN makes every number after it NaN, whatever the batch is.
     for name, parameter in model.named_parameters():
         if not _is_finite(parameter):
             return f"NaN began in a weight: {name} is not finite before the step"
@@ -226,11 +229,12 @@ def _origin_in_pass(model: nn.Module, kept: KeptPass) -> str:
         try:
             output = model(*copied(kept.args), **copied(kept.kwargs))
         except _BadOutputError as bad:
-            undo.close()  # another pass follows, whose outputs need no look
+            # Another pass follows, whose outputs need no look.
+            undo.close()
             if bad.name == "" and bad.output.ndim == 0:
                 return "NaN began in the loss, which the model computes from finite outputs"
-            place = f"its output is the first that is not finite, at {_first_place(bad.output)}"
-            detail = _attention_detail(model, kept, bad.name) or place
+            location = f"its output is the first that is not finite, at {_first_place(bad.output)}"
+            detail = _attention_detail(model, kept, bad.name) or location
             return f"NaN began in {bad.name or type(model).__name__}: {detail}"
         for grad in kept.output_grads.values():
             if not _is_finite(grad):
@@ -347,9 +351,9 @@ def _attention_detail(model: nn.Module, kept: KeptPass, name: str) -> str:
                 sample, row = divmod(
                     int(empty.flatten().int().argmax()), empty.shape[1]
                 )
-                where = "" if layer == name else f" in {layer}"
+                location = "" if layer == name else f" in {layer}"
                 query = rows.start + row
-                return f"sample {sample}, query {query} sees no key{where}, and a softmax over nothing is NaN"
+                return f"sample {sample}, query {query} sees no key{location}, and a softmax over nothing is NaN"
     return ""
 
 

@@ -117,9 +117,8 @@ class Handshake:
         if len(peers) > 1 or not has_numbers:
             return peers, ""
         names = [name for name, _ in self._model.named_parameters()]
-        some = names[
-            :: max(1, len(names) // 8)
-        ]  # replicas are equal in all of them, other models hardly in any
+        # Replicas are equal in all of them, other models hardly in any.
+        some = names[:: max(1, len(names) // 8)]
         return peers, fingerprint(self._model, some)
 
     def _known_stages(self) -> dict[str, int]:
@@ -195,17 +194,19 @@ class ProcessGroup:
         """introduced: how this process introduces itself. apart: returns the reason why it must measure alone, or "" if
         it does not have to."""
         self._introduced, self._apart = introduced, apart
-        self.records_alone = False  # each process records only what it sees, as it does without an optimizer
-        self.stopped = False  # this process has stopped measuring
+        # Each process records only what it sees, as it does without an optimizer.
+        self.records_alone = False
+        # This process has stopped measuring.
+        self.stopped = False
         self.unseen: QkeelError | None = (
             None  # why this process has no attention; other processes may have some
         )
-        self.leads = (
-            dist.rank() == 0
-        )  # whether this process warns and writes for all that run its model
+        # Whether this process warns and writes for all that run its model.
+        self.leads = dist.rank() == 0
         self._alone = False
         self._name = ""
-        self._watching = False  # it is known that all processes watch
+        # It is known that all processes watch.
+        self._watching = False
         self._group: OwnGroup | None = None
         self.members: SharedTable | None = None
         self.here()
@@ -236,6 +237,7 @@ class ProcessGroup:
 
         Raises: InvalidValueError if another process has stopped measuring.
         """
+        # Only while a schedule runs does torch know which stage a module is.
         self._introduced.stages[model] = running_stage()
         if (
             gathers
@@ -292,12 +294,14 @@ class ProcessGroup:
         vector = None
         if measured is not None:
             form, tensors = flatten(measured)
+            # The places in the shared vector were agreed on in the first measured step.
             if form != members.own_form:
                 raise InvalidValueError(
                     "this process no longer measures what it measured at first (perhaps some layers run only in some "
                     "steps), so the numbers of the processes of this run can't be merged"
                 )
             vector = vector_of(tensors)
+        # A smallest value travels as the largest of its negatives, so one reduction serves both.
         extremes: list[float] = []
         for name in MONITOR_FIELDS:
             value = monitor.get(name, -np.inf)
@@ -342,9 +346,8 @@ class ProcessGroup:
         if self._group is not None:
             self._group.close()
         elif self._name and not self._alone:
-            with suppress(
-                RuntimeError
-            ):  # the store may have ended with the process that hosts it
+            # The store may have ended with the process that hosts it.
+            with suppress(RuntimeError):
                 for point in ("begins", "meets"):
                     withdraw(f"{self._name} {point}")
 
@@ -378,6 +381,7 @@ class ProcessGroup:
 
     def _introduce(self, group: OwnGroup, measured: Measurement | None) -> list[Member]:
         """Returns what all processes say of themselves. A description that several share is sent by the first only."""
+        # Replicas describe themselves alike, and a description of many layers is long.
         own = self._introduced(measured)
         shared = dataclasses.replace(own, layout=Layout(), keys_seen=0)
         checksum = zlib.crc32(repr(shared).encode())
@@ -396,15 +400,15 @@ class ProcessGroup:
 
     def _of_this_model(self, group: OwnGroup, infos: Sequence[Member]) -> list[int]:
         """Returns the ranks of the processes that run the same model as this one."""
+        # One process group may train several models, as in a search over settings.
         has_numbers = bool(infos[dist.rank()].form)
         evidence = self._introduced.evidence(has_numbers=has_numbers)
         everyones = group.gather(evidence)
         with_numbers = [rank for rank, info in enumerate(infos) if info.form]
         peers = []
         for rank, (ranks, _) in enumerate(everyones):
-            if (
-                ranks == (rank,) and not infos[rank].form
-            ):  # nothing shows where it belongs
+            # Nothing shows where it belongs.
+            if ranks == (rank,) and not infos[rank].form:
                 ranks = (rank, with_numbers[0])
             peers.append(ranks)
         groups = groups_of_models(peers, [checksum for _, checksum in everyones])

@@ -31,8 +31,8 @@ from qkeel.records import (
     VALUE_FIELDS,
     fold_heads,
     layer_fields,
+    layer_values,
     measured_field,
-    of_layers,
 )
 from qkeel.records.run_directory import made_on
 from qkeel.sites.find import site_label
@@ -40,10 +40,11 @@ from qkeel.version import VERSION
 
 # One record of a watched model, as the sinks receive it.
 
+# Fields whose distribution over the heads is sent to trackers.
 HISTOGRAMS = (
     "max_logit",
     "entropy",
-)  # fields whose distribution over the heads is sent to trackers
+)
 
 
 @final
@@ -88,12 +89,8 @@ class Sample:
     def by_layer(self, name: str) -> np.ndarray:
         """Returns [layers]: a head field, aggregated over heads as records.HEAD_FIELDS specifies, or a field of
         records.LAYER_FIELDS or BLOCK_FIELDS; NaN where nothing was measured."""
-        if of_layers(name):
-            return np.array(
-                [self.values.get(f"{name}/{layer}", math.nan) for layer in self.layers],
-                dtype=np.float64,
-            )
-        return fold_heads(name, self.heads[measured_field(name)])
+        values = layer_values(name, self.layers, self.values, self.heads)
+        return np.full(len(self.layers), np.nan) if values is None else values
 
     def of_type(self, layer_type: str, name: str) -> float:
         """Returns a head or layer field aggregated over the layers of one type; NaN if nothing was measured."""
@@ -106,16 +103,14 @@ class Sample:
     def overall(self, name: str) -> float:
         """Returns a head, layer or block field aggregated over the whole model, or else the value with that name, or
         else NaN."""
+        heads = self.heads.get(measured_field(name))
         if name in BLOCK_FIELDS:
-            every = [
-                value
-                for of, value in self.values.items()
-                if of.partition("/")[0] == name
-            ]
-            return float(fold_heads(name, np.array([every], dtype=np.float64))[0])
-        if (heads := self.heads.get(measured_field(name))) is not None:
-            return float(fold_heads(name, heads.reshape(1, -1))[0])
-        return float(self.values.get(name, math.nan))
+            prefix = f"{name}/"
+            blocks = [x for key, x in self.values.items() if key.startswith(prefix)]
+            heads = np.array(blocks, dtype=np.float64)
+        if heads is None:
+            return float(self.values.get(name, math.nan))
+        return float(fold_heads(name, heads.reshape(1, -1))[0])
 
     def head_values(self) -> dict[str, np.ndarray]:
         """Returns the values of all heads for histograms, keyed as in trackers: attn/heads/max_logit and
@@ -125,16 +120,13 @@ class Sample:
         {'attn/heads/entropy': array([1.])}
         """
         prefix = "eval/" if self.phase == "eval" else ""
-        known = {
-            name: values[np.isfinite(values)]
-            for name in HISTOGRAMS
-            if (values := self.heads.get(name)) is not None
-        }
-        return {
-            f"{prefix}attn/heads/{name}": values
-            for name, values in known.items()
-            if len(values)
-        }
+        measured = {}
+        for name in HISTOGRAMS:
+            values = self.heads.get(name, np.zeros(0))
+            values = values[np.isfinite(values)]
+            if len(values):
+                measured[f"{prefix}attn/heads/{name}"] = values
+        return measured
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -160,47 +152,35 @@ class Sample:
         if per_layer is None:
             per_layer = layer_fields()
         digits = max(2, len(str(len(self.layers) - 1)))
-        names = [
-            *self.heads,
-            *(name for name, field in LAYER_FIELDS.items() if field.of in self.heads),
+        key_of = {x: f"layer_{i:0{digits}d}" for i, x in enumerate(self.layers)}
+        names = [*self.heads]
+        names += [
+            name for name, field in LAYER_FIELDS.items() if field.of in self.heads
         ]
         names += [n for n in self.values if n in HEAD_FIELDS and n not in self.heads]
-        found = {f"attn/{name}": self.overall(name) for name in names}
-        types = list(
-            dict.fromkeys(
-                self.types[layer] for layer in self.layers if layer in self.types
-            )
-        )
+        summaries = {f"attn/{name}": self.overall(name) for name in names}
+        types = dict.fromkeys(self.types[x] for x in self.layers if x in self.types)
+        kinds = types if len(types) > 1 else ()
         for name in per_layer:
             if measured_field(name) in self.heads:
-                found |= {
-                    f"attn/{of}/{name}": self.of_type(of, name)
-                    for of in types
-                    if len(types) > 1
-                }
-                for i, value in enumerate(self.by_layer(name)):
-                    found[f"attn/layer_{i:0{digits}d}/{name}"] = float(value)
+                for kind in kinds:
+                    summaries[f"attn/{kind}/{name}"] = self.of_type(kind, name)
+                for key, value in zip(key_of.values(), self.by_layer(name)):
+                    summaries[f"attn/{key}/{name}"] = float(value)
         for name, value in self.values.items():
             field, _, layer = name.partition("/")
+            if field in BLOCK_FIELDS:
+                summaries[f"hidden/{field}"] = self.overall(field)
             if field in VALUE_FIELDS or (field in BLOCK_FIELDS and field in per_layer):
-                place = (
-                    f"layer_{self.layers.index(layer):0{digits}d}"
-                    if layer in self.layers
-                    else layer
-                )
-                found["/".join(filter(None, ("hidden", place, field)))] = float(value)
-        blocks = dict.fromkeys(name.partition("/")[0] for name in self.values)
-        found |= {
-            f"hidden/{name}": self.overall(name)
-            for name in blocks
-            if name in BLOCK_FIELDS
-        }
-        found |= {
-            f"monitor/{name}": float(value) for name, value in self.monitor.items()
-        }
+                keys = filter(None, ("hidden", key_of.get(layer, layer), field))
+                summaries["/".join(keys)] = float(value)
+        for name, value in self.monitor.items():
+            summaries[f"monitor/{name}"] = float(value)
         prefix = "eval/" if self.phase == "eval" else ""
         return {
-            prefix + key: value for key, value in found.items() if not math.isnan(value)
+            prefix + key: value
+            for key, value in summaries.items()
+            if not math.isnan(value)
         }
 
 
@@ -295,21 +275,17 @@ def monitor_line(sample: Sample) -> str:
     >>> monitor_line(Sample(step=0, monitor=itself))
     'monitor: 1 site, 4 calls (0 to 4 over processes), 1.25 milliseconds'
     """
-    said = []
-    for name in [name for name in MONITOR_FIELDS if name in sample.monitor]:
-        own, *ends = (
-            sample.monitor.get(f"{name}{end}", sample.monitor[name])
-            for end in ("", "_min", "_max")
-        )
-        over = (
-            ""
-            if ends[0] == ends[1]
-            else f" ({' to '.join(map(_number, ends))} over processes)"
-        )
-        said.append(
-            f"{_number(float(own))} {name.removesuffix('s') if own == 1 else name}{over}"
-        )
-    return f"monitor: {', '.join(said)}" if said else ""
+    phrases = []
+    for name in MONITOR_FIELDS:
+        if name not in sample.monitor:
+            continue
+        value = sample.monitor[name]
+        ends = [sample.monitor.get(f"{name}_{end}", value) for end in ("min", "max")]
+        span = " to ".join(map(_number, ends))
+        over = f" ({span} over processes)" if ends[0] != ends[1] else ""
+        noun = name.removesuffix("s") if value == 1 else name
+        phrases.append(f"{_number(float(value))} {noun}{over}")
+    return f"monitor: {', '.join(phrases)}" if phrases else ""
 
 
 def sample_table(
@@ -376,41 +352,28 @@ def _columns() -> dict[str, str]:
 
 
 def _rows(sample: Sample, root: str) -> tuple[list[str], list[list[str]]]:
-    columns = _columns()
-    known = [
-        name
-        for name in columns
-        if of_layers(name) or measured_field(name) in sample.heads
-    ]
-    folded = {
-        name: values
-        for name in known
-        if not np.isnan(values := sample.by_layer(name)).all()
-    }
-    shown = list(folded)
-    typed = any(of != "full" for of in sample.types.values())
-    head = ["layer", "type"] if typed else ["layer"]
-    for name in shown:
-        head += [columns[name], "head"] if name == "max_logit" else [columns[name]]
+    columns = {}
+    for name, heading in _columns().items():
+        values = sample.by_layer(name)
+        if not np.isnan(values).all():
+            columns[name] = heading, values
+    typed = any(kind != "full" for kind in sample.types.values())
+    head = ["layer", *["type"] * typed]
+    for name, (heading, _) in columns.items():
+        head += [heading, "head"] if name == "max_logit" else [heading]
     rows = []
-    for i, layer in enumerate(sample.layers if shown else ()):
-        row = (
-            [site_label(layer, root), sample.types.get(layer, "-")]
-            if typed
-            else [site_label(layer, root)]
-        )
-        for name in shown:
-            row.append(_number(float(folded[name][i])))
+    for i, layer in enumerate(sample.layers if columns else ()):
+        row = [site_label(layer, root), *[sample.types.get(layer, "-")] * typed]
+        for name, (_, values) in columns.items():
+            row.append(_number(float(values[i])))
             if name == "max_logit":
                 logits = sample.heads[name][i]
-                row.append(
-                    "-" if np.isnan(logits).all() else str(int(np.nanargmax(logits)))
-                )
+                row.append("-" if np.isnan(logits).all() else str(np.nanargmax(logits)))
         rows.append(row)
-    for layer in (
-        [name for name, of in sample.types.items() if of == LINEAR] if rows else ()
-    ):
-        rows.append([site_label(layer, root), LINEAR, *["-"] * (len(head) - 2)])
+    for name, kind in sample.types.items() if rows else ():
+        if kind == LINEAR:
+            empty = ["-"] * (len(head) - 2)
+            rows.append([site_label(name, root), LINEAR, *empty])
     return head, rows
 
 

@@ -55,7 +55,8 @@ class StepEnd:
         self._steps, self._models, self._group = steps, models, group
         self._arrivals, self._recorder = arrivals, recorder
         self._guard = guard
-        self._noted: Sample | None = None  # the latest of which the cadence knows
+        # The latest of which the cadence knows.
+        self._noted: Sample | None = None
         # What has been sent of the monitor's own counts.
         self._calls: dict[Phase, float] = {"train": 0, "eval": 0}
         self._seconds = 0.0
@@ -83,6 +84,7 @@ class StepEnd:
 
     def before(self, optimizer: Optimizer) -> None:
         """Must be called before each optimizer step."""
+        # What no gradient has reached by now, none will: the step changes the weights.
         self._models.settle(decide=True)
         if self._steps.step_due and not self._group.stopped:
             # The factor by which the gradients are still multiplied, because GradScaler lets a fused optimizer unscale.
@@ -126,8 +128,9 @@ class StepEnd:
     def _train_step(self, rate: float | Tensor) -> None:
         if not self._steps.passed("train") and not self._is_warned:
             self._is_warned = True
-            others = self._steps.passed("eval")
-            caution(NOT_TRAINED.format(others) if others else NOT_SEEN)
+            # Passes that were seen but not trained have another cause than passes that were not seen.
+            n_untrained = self._steps.passed("eval")
+            caution(NOT_TRAINED.format(n_untrained) if n_untrained else NOT_SEEN)
         if self._models.has("train"):
             self._models.after_step()
         self._close("train", self._steps.done, rate, alone=False)
@@ -138,6 +141,7 @@ class StepEnd:
         """Sends the numbers of a phase on; with `alone`, only this process records them."""
         fresh, taken = self._models.read(phase), self._taken[phase]
         self._taken[phase] = []
+        # What was read before is on the host, and is merged there.
         if taken:
             fresh = on_host(fresh)
         stats = merged([*taken, fresh])
@@ -149,17 +153,18 @@ class StepEnd:
             self._arrivals.settle(wait=self._group.several)
         seconds = self._guard.seconds
         # On the monitor's own work since the previous measured step, as in records.MONITOR_FIELDS.
-        own = self._models.coverage(phase, stats)
-        own["calls"] -= self._calls[phase]
-        own["errors"] += self._recorder.dropped
-        own["milliseconds"] = 1000 * (seconds - self._seconds)
+        counts = self._models.coverage(phase, stats)
+        counts["calls"] -= self._calls[phase]
+        counts["errors"] += self._recorder.dropped
+        counts["milliseconds"] = 1000 * (seconds - self._seconds)
         measured = Measurement(stats=stats, numbers=numbers) if stats else None
-        transfer = self._group.send(measured, own, alone=alone)
+        transfer = self._group.send(measured, counts, alone=alone)
         if transfer is not None:
-            self._calls[phase] += own["calls"]
+            self._calls[phase] += counts["calls"]
             self._seconds = seconds
+            # `read` has handed out the rest of this step already.
             unread = self._group.placed(fresh) if taken else None
-            self._arrivals.add(step, phase, transfer, unread=unread, monitor=own)
+            self._arrivals.add(step, phase, transfer, unread=unread, monitor=counts)
             if phase == "train":
                 self._steps.measured(step)
         self._arrivals.settle(wait=False)

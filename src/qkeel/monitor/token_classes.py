@@ -25,7 +25,8 @@ _WHAT = (
     "arguments, a tensor [b t] of class numbers, or a qkeel.monitor.Classes created from one of these, with names"
 )
 _ID_TYPES = (torch.int64, torch.int32)
-_MOST_CLASSES = 1 << 31  # where their number is not known
+# Where their number is not known.
+_MOST_CLASSES = 1 << 31
 
 
 def positional(model: nn.Module, option: str, source: object) -> tuple[str, ...]:
@@ -76,7 +77,8 @@ class QueryMaskSource:
     """
 
     given: MaskSource
-    forward: tuple[str, ...] = ()  # the names of the forward's positional arguments
+    # The names of the forward's positional arguments.
+    forward: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.given, (str, Tensor)) and not callable(self.given):
@@ -174,8 +176,10 @@ class Classes:
         Raises: InvalidTypeError or InvalidValueError for an invalid source; InvalidValueError if the forward does not
             have such an argument.
         """
-        own = source if isinstance(source, Classes) else cls(source)
-        return cls(own.source, own.names, positional(model, "classes", own.source))
+        classes = source if isinstance(source, Classes) else cls(source)
+        return cls(
+            classes.source, classes.names, positional(model, "classes", classes.source)
+        )
 
     def of(
         self,
@@ -233,9 +237,9 @@ def _class_of_id(source: Mapping[str, Ids]) -> Tensor:
     for number, (name, numbers) in enumerate(zip(source, ids_of_class)):
         taken = numbers[table[numbers] >= 0]
         if len(taken):
-            other = list(source)[int(table[taken[0]])]
+            first_class = list(source)[int(table[taken[0]])]
             raise InvalidValueError(
-                f"expected each token id in only one class, got {int(taken[0])} in both {other!r} and {name!r}"
+                f"expected each token id in only one class, got {int(taken[0])} in both {first_class!r} and {name!r}"
             )
         table[numbers] = number
     return table
@@ -261,9 +265,9 @@ def _classes_of(table: Tensor, ids: Tensor, counted: Tensor | None) -> Tensor:
     if counted is not None and counted.shape == strays.shape:
         strays = strays & counted.to(strays.device)
     if bool(strays.any()):
-        some = ", ".join(map(str, ids[strays].unique()[:5].tolist()))
+        examples = ", ".join(map(str, ids[strays].unique()[:5].tolist()))
         raise InvalidValueError(
-            f"expected every token id to be in a class, got {int(strays.sum())} tokens in none (ids {some}): add "
+            f"expected every token id to be in a class, got {int(strays.sum())} tokens in none (ids {examples}): add "
             'them to one, such as "padding": [0], or mark the rows that count with query_mask='
         )
     return classes

@@ -140,14 +140,14 @@ def watch(
     models = named_models(model, "watch")
     if any(
         dist.is_flat(wrapper)
-        for one in models.values()
-        for wrapper in dist.wrappers(one)
+        for module in models.values()
+        for wrapper in dist.wrappers(module)
     ):
         raise RefusedError(
             "expected fully_shard, DistributedDataParallel or a plain model; FullyShardedDataParallel (FSDP1) keeps "
             "flattened pieces of weights, in which heads cannot be found. Move to torch.distributed.fsdp.fully_shard"
         )
-    if any(dist.zero_stage(one) == 3 for one in models.values()):
+    if any(dist.zero_stage(module) == 3 for module in models.values()):
         raise RefusedError(
             "expected fully_shard, DistributedDataParallel or a plain model; DeepSpeed's ZeRO stage 3 does not keep "
             "weights between passes, so heads cannot be read. Move to torch.distributed.fsdp.fully_shard, or to ZeRO "
@@ -169,6 +169,7 @@ def watch(
         raise InvalidValueError(
             f"expected an optimizer with {stats=}, because updates are measured before and after its steps"
         )
+    # Two monitors of one model would count each pass twice.
     if any(map(watched, models.values())):
         raise AlreadyAppliedError(
             "this model is already watched; remove() the first monitor, or use that one"
@@ -188,23 +189,23 @@ def watch(
         every=cadence(every),
         stats=stats,
         sinks=[
-            one
-            for given in _several(
+            sink
+            for entry in _several(
                 sinks,
                 (Sink, str, Path),
                 "sinks, their names or paths of run directories",
             )
-            for one in _sinks(given)
+            for sink in _sinks(entry)
         ],
         rules=None
         if rules is None
         else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
         query_mask={}
         if query_mask is None
-        else {n: QueryMaskSource.on(one, query_mask) for n, one in models.items()},
+        else {n: QueryMaskSource.on(x, query_mask) for n, x in models.items()},
         classes={}
         if classes is None
-        else {n: Classes.on(one, classes) for n, one in models.items()},
+        else {n: Classes.on(x, classes) for n, x in models.items()},
         probe=None if probe_batch is None else arguments(probe_batch, "probe batch"),
         planned=planned,
         sites=sites_of_each(sites, models),
@@ -215,29 +216,30 @@ def watch(
     return monitor
 
 
-def _several(given: object, kinds: tuple[type[K], ...], what: str) -> tuple[K, ...]:
+def _several(value: object, kinds: tuple[type[K], ...], expected: str) -> tuple[K, ...]:
     """Returns an object of one of these types, or a sequence of such objects, as a tuple."""
-    if isinstance(given, kinds):
-        return (given,)
-    if not isinstance(given, Sequence):
+    if isinstance(value, kinds):
+        return (value,)
+    if not isinstance(value, Sequence):
         raise InvalidTypeError(
-            f"expected {what}, got {type(given).__name__}; pass () for none"
+            f"expected {expected}, got {type(value).__name__}; pass () for none"
         )
-    for one in given:
-        if not isinstance(one, kinds):
+    for entry in value:
+        if not isinstance(entry, kinds):
             raise InvalidTypeError(
-                f"expected {what}, got {type(one).__name__} among them"
+                f"expected {expected}, got {type(entry).__name__} among them"
             )
-    return tuple(given)
+    return tuple(value)
 
 
-def _sinks(given: Sink | str | Path) -> tuple[Sink, ...]:
+def _sinks(entry: Sink | str | Path) -> tuple[Sink, ...]:
     """The sinks for one entry; a string contains the names of sinks or is the path of a run directory."""
-    if isinstance(given, str):
-        sinks = named_sinks(given)
+    if isinstance(entry, str):
+        sinks = named_sinks(entry)
     else:
-        sinks = (given if isinstance(given, Sink) else RunDirectorySink(given),)
+        sinks = (entry if isinstance(entry, Sink) else RunDirectorySink(entry),)
     for sink in sinks:
+        # A missing library is an error now, not a fault in the first step.
         sink.require()
     return sinks
 

@@ -53,14 +53,14 @@ class WatchedSites:
         # By site, of the call with the most queries so far, and whether `types` lacks some of them.
         self._sets: dict[str, VisibleSets] = {}
         self._is_stale = False
-        self._error: QkeelError | None = None  # of the search, told after the pass
+        # Of the search, told after the pass.
+        self._error: QkeelError | None = None
         self._has_attention = self._told_silent = False
 
     def _add(self, sites: Sites) -> None:
         described = {site.name for site in self.all}
         self.all += [site for site in sites if site.name not in described]
         self.all.missed, self.all.indexers = sites.missed, sites.indexers
-        self.all.linear = sites.linear
 
     def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Finds the sites from the arguments of a pass that is about to begin, in one more forward pass.
@@ -68,6 +68,7 @@ class WatchedSites:
         Raises: InvalidValueError if this requires a pass in all processes, and not all of them watch the model.
         """
         is_split = dist.world() > 1 and any(map(dist.is_split, self.model.parameters()))
+        # The search gathers weights, so all processes have to make it together.
         self._group.begin(self._name, gathers=is_split)
         if self._is_given:
             return
@@ -80,11 +81,12 @@ class WatchedSites:
         try:
             sites, _ = found_sites(self.model, args, kwargs)
         except QkeelError as error:
+            # Told after the pass, because the pass itself may fail with the user's own error.
             self._error = error
         if sites.missed:
-            others = "; ".join(map(str, sites.missed))
+            not_understood = "; ".join(map(str, sites.missed))
             caution(
-                f"{sites.share} of {type(self.model).__name__} are watched. Not understood: {others}"
+                f"{sites.share} of {type(self.model).__name__} are watched. Not understood: {not_understood}"
             )
         has_weights = any(site.terms for site in sites)
         if sites and not has_weights and dist.splits_heads(self.model):

@@ -19,8 +19,10 @@ from qkeel.heads.site import AttentionSite, HeadSlice, NormGain
 from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
 from qkeel.patching.modes import without_gradients
 
-Chain = tuple[HeadSlice, ...]  # the weights of one term on the path of q or k
-RowsOfHeads = Callable[[HeadSlice], Tensor]  # the rows of each head [n r m]
+# The weights of one term on the path of q or k.
+Chain = tuple[HeadSlice, ...]
+# The rows of each head [n r m].
+RowsOfHeads = Callable[[HeadSlice], Tensor]
 
 
 def chains_of(site: AttentionSite) -> dict[str, list[Chain]]:
@@ -35,6 +37,7 @@ def last_weights(chains: Sequence[Chain]) -> list[HeadSlice]:
     """The weights whose rows belong to the heads, without duplicates."""
     lasts: list[HeadSlice] = []
     for *_, last in chains:
+        # The terms of an adapter share the weight that it is added to.
         if not any(last.parameter == x.parameter and last.same(x) for x in lasts):
             lasts.append(last)
     return lasts
@@ -49,8 +52,8 @@ def matrix(chains: Sequence[Chain], rows: RowsOfHeads) -> Tensor:
     products = []
     for chain in chains:
         product = rows(chain[0])
-        for part in chain[1:]:
-            weight = rows(part)
+        for head_slice in chain[1:]:
+            weight = rows(head_slice)
             # A weight with one column, such as gains, multiplies row by row.
             product = weight * product if weight.shape[-1] == 1 else weight @ product
         products.append(product)
@@ -62,6 +65,7 @@ def matrix(chains: Sequence[Chain], rows: RowsOfHeads) -> Tensor:
     for x in products:
         before = sum(widths[: widths.index(x.shape[-1])])
         after = sum(widths) - before - x.shape[-1]
+        # A key's rope part that all heads share stands in the columns of the tokens for each of them.
         x = torch.nn.functional.pad(x, (before, after))
         stacked.append(x.repeat_interleave(n_heads // len(x), 0))
     return torch.cat(stacked, -2)
@@ -90,30 +94,34 @@ class HeldRows:
         complete: the heads [n] whose rows are here with all their columns.
     """
 
-    def __init__(self, part: HeadSlice, p: Tensor, counts: bool) -> None:
-        self.part, self.counts = part, counts
+    def __init__(self, head_slice: HeadSlice, p: Tensor, counts: bool) -> None:
+        self.head_slice, self.counts = head_slice, counts
         self.held: Tensor | None = None
-        self.complete = torch.ones(part.n, dtype=torch.bool)
-        block = local_block(part.parameter, p)
+        self.complete = torch.ones(head_slice.n, dtype=torch.bool)
+        block = local_block(head_slice.parameter, p)
         if block is None:
             return
-        axis = part.axis if p.ndim > 1 else 0
+        axis = head_slice.axis if p.ndim > 1 else 0
         first, last = block.spans[axis]
-        held = (part.index >= first) & (part.index < last)
+        held = (head_slice.index >= first) & (head_slice.index < last)
         has_columns = all(
             span == (0, n)
             for i, (span, n) in enumerate(zip(block.spans, p.shape))
             if i != axis
         )
+        # A singular value needs all entries of a head, a norm only a part of them.
         self.complete = held.all(1) & has_columns
-        self._at = (part.index - first).clamp(0, max(last - first - 1, 0)).to(p.device)
+        self._at = (
+            (head_slice.index - first).clamp(0, max(last - first - 1, 0)).to(p.device)
+        )
         self.held = held.to(p.device)
 
     def of(self, x: Tensor) -> Tensor:
         """The rows [n r m] of the weight or of its gradient, with 0 for those that are elsewhere."""
         if self.held is None:
-            return self.part.heads(x)
-        rows = self.part.rows_of(local(x))
+            return self.head_slice.heads(x)
+        rows = self.head_slice.rows_of(local(x))
+        # More processes than rows: some hold nothing, which no index can read.
         if not len(rows):
             return rows.new_zeros(*self.held.shape, rows.shape[1])
         return rows[self._at].masked_fill(~self.held[..., None], 0.0)
@@ -156,10 +164,10 @@ class WeightNorms:
         counts, eps = counted(model), _eps_by_weight(optimizer)
         for site in self.sites:
             chains = itertools.chain(*chains_of(site).values())
-            for part in itertools.chain(*chains):
-                p = self._parameters[part.parameter]
-                self._rows[part] = HeldRows(part, p, counts(p))
-                if self._rows[part].held is not None:
+            for head_slice in itertools.chain(*chains):
+                p = self._parameters[head_slice.parameter]
+                self._rows[head_slice] = HeldRows(head_slice, p, counts(p))
+                if self._rows[head_slice].held is not None:
                     self._split.add(site)
             weight = self._parameters[site.terms[0].query[-1].parameter]
             if id(weight) in eps:
@@ -179,11 +187,15 @@ class WeightNorms:
         part."""
         numbers: dict[NumberKey, Tensor | PartialValue] = {}
         for site in self.sites:
+            # Adam's step shrinks by the smaller side, so that eps is of use only with both.
             n_gradients = 0
             for side, chains in chains_of(site).items():
                 lasts = last_weights(chains)
-                weights = [self._parameters[part.parameter] for part in lasts]
+                weights = [
+                    self._parameters[head_slice.parameter] for head_slice in lasts
+                ]
                 gradients = [p.grad for p in weights if p.grad is not None]
+                # The norm of a stored weight is not that of the weight computed from it, but its gradient is its own.
                 if not site.reparametrised:
                     norm = self._norm(site, lasts, weights)
                     numbers[site.name, f"{side}_weight_norm"] = norm
@@ -204,19 +216,20 @@ class WeightNorms:
         is_mean: bool = False,
     ) -> Tensor | PartialValue:
         """The Frobenius norm of the heads' rows of these tensors, or the root mean square of their entries."""
-        rows = [self._rows[part].of(x) for part, x in zip(lasts, tensors)]
+        rows = [self._rows[head_slice].of(x) for head_slice, x in zip(lasts, tensors)]
         if site not in self._split:
             size = sum(x.shape[1] * x.shape[2] for x in rows)
             norm = frobenius_norm(rows, site)
             return norm / size**0.5 if is_mean else norm
         value = weight = rows[0].new_zeros(site.n_heads, dtype=widest(rows[0].device))
-        for part, x in zip(lasts, rows):
-            held = self._rows[part]
+        for head_slice, x in zip(lasts, rows):
+            held = self._rows[head_slice]
             if held.counts:
                 n_rows = x.shape[1] if held.held is None else held.held.sum(1)
                 sizes = torch.as_tensor(n_rows * x.shape[2], device=x.device)
                 weight = weight + site.per_query_head(sizes.expand(len(x)))
                 value = torch.hypot(value, frobenius_norm([x], site).to(value.dtype))
+        # Squares add up over the processes, and the weights of a mean are the counts of its entries.
         if not is_mean:
             return PartialValue(value=value, weight=weight, how="root", of="weights")
         value = value / weight.clamp_min(1).sqrt()
@@ -230,6 +243,7 @@ class WeightNorms:
             for chains in chains_of(site).values():
                 x = matrix(chains, functools.partial(self._weight, site))
                 n_heads = site.n_heads if heads is None else len(heads)
+                # `@` calls five operators around the same product.
                 gram = torch.bmm(x, x.mT)
                 sides.append(
                     site.per_query_head(gram)
@@ -237,8 +251,8 @@ class WeightNorms:
                     else gram.expand(n_heads, -1, -1)
                 )
             query, key = sides
-            alike = (query.shape[-1], key.shape[-1], query.dtype, query.device)
-            grams.setdefault(alike, []).append((site, query, key))
+            same_shape = (query.shape[-1], key.shape[-1], query.dtype, query.device)
+            grams.setdefault(same_shape, []).append((site, query, key))
         numbers: dict[NumberKey, Tensor | PartialValue] = {}
         for group in grams.values():
             norms = interaction_norm(
@@ -257,12 +271,14 @@ class WeightNorms:
                 numbers[site.name, "qk_spectral_norm"] = spectral
         return numbers
 
-    def _weight(self, site: AttentionSite, part: HeadSlice) -> Tensor:
+    def _weight(self, site: AttentionSite, head_slice: HeadSlice) -> Tensor:
         """The rows [n r m] in float32 or wider; of a split site, those of the query heads that are complete here."""
-        rows = self._rows[part].of(self._parameters[part.parameter].detach())
+        rows = self._rows[head_slice].of(
+            self._parameters[head_slice.parameter].detach()
+        )
         heads = self._heads[site]
         if heads is not None:
-            rows = rows[site.used(part.n).to(rows.device)[heads]]
+            rows = rows[site.used(head_slice.n).to(rows.device)[heads]]
         return rows.to(wide(rows.dtype))
 
     def _complete_heads(self, site: AttentionSite) -> Tensor | None:
@@ -271,8 +287,8 @@ class WeightNorms:
         if site not in self._split:
             return None
         complete = torch.ones(site.n_heads, dtype=torch.bool)
-        for part in (*site.query, *site.key):
-            complete &= self._rows[part].complete[site.used(part.n)]
+        for head_slice in (*site.query, *site.key):
+            complete &= self._rows[head_slice].complete[site.used(head_slice.n)]
         device = self._parameters[site.query[0].parameter].device
         return complete.nonzero().flatten().to(device)
 
@@ -284,10 +300,17 @@ class WeightNorms:
             if term.query[-1].index.shape[1] != term.key[-1].index.shape[1]:
                 return False
             for path in (term.query, term.key):
-                weights = [self._parameters[part.parameter] for part in path]
-                for part, p in zip(path, weights):
-                    if p.ndim > 2 and part.axis == 0 and part.index.shape[1] == 1:
-                        return False  # the row is itself a matrix
+                weights = [
+                    self._parameters[head_slice.parameter] for head_slice in path
+                ]
+                for head_slice, p in zip(path, weights):
+                    if (
+                        p.ndim > 2
+                        and head_slice.axis == 0
+                        and head_slice.index.shape[1] == 1
+                    ):
+                        # The row is itself a matrix.
+                        return False
                 for (first, second), p in zip(itertools.pairwise(path), weights[1:]):
                     width = p.numel() // len(second.rows_of(p)) if p.ndim > 1 else 0
                     if width and width != first.index.shape[1]:
@@ -326,7 +349,9 @@ class StepSpectra:
         self._sites = sites
         self._names: set[str] = set()
         for site in sites:
-            self._names |= {part.parameter for part in (*site.query, *site.key)}
+            self._names |= {
+                head_slice.parameter for head_slice in (*site.query, *site.key)
+            }
             for norm in (*site.query_gains, *site.key_gains):
                 self._names |= {norm.parameter} - {None}  # type: ignore[arg-type]
         self._before: dict[str, Tensor] = {}
@@ -351,16 +376,18 @@ class StepSpectra:
                 stacks, lasts = [], []
                 for weights in (weights_before, self._parameters):
 
-                    def rows(part: HeadSlice) -> Tensor:
+                    def rows(head_slice: HeadSlice) -> Tensor:
                         # As wide as possible, because steps are small differences.
-                        x = part.heads(weights[part.parameter].detach())  # noqa: B023
+                        x = head_slice.heads(weights[head_slice.parameter].detach())  # noqa: B023
                         return x.to(widest(x.device))
 
                     stack = matrix(chains, rows)
                     if len(site.terms) == 1 and norms:
                         stack = _times_gains(stack, norms, n_heads, weights)
                     stacks.append(site.per_query_head(stack))
-                    lasts.append([rows(part) for part in last_weights(chains)])
+                    lasts.append(
+                        [rows(head_slice) for head_slice in last_weights(chains)]
+                    )
                 factors += [stacks[0], stacks[1] - stacks[0]]
                 moved = [new - old for old, new in zip(*lasts)]
                 ratio = frobenius_norm(moved, site) / frobenius_norm(lasts[0], site)
@@ -368,11 +395,11 @@ class StepSpectra:
             for name, product in zip(("delta2", "delta3"), step_products(*factors)):
                 shape = tuple(product.shape[1:])
                 products.setdefault(shape, []).append(((site.name, name), product))
-        for alike in products.values():
+        for same_shape in products.values():
             # Each decomposition waits for the device once, so many sites share one.
-            n_sites = max(1, _ENTRIES // max(1, alike[0][1].numel()))
-            for i in range(0, len(alike), n_sites):
-                batch = alike[i : i + n_sites]
+            n_sites = max(1, _ENTRIES // max(1, same_shape[0][1].numel()))
+            for i in range(0, len(same_shape), n_sites):
+                batch = same_shape[i : i + n_sites]
                 spectra = spectrum(torch.cat([product for _, product in batch]))
                 counts = [len(product) for _, product in batch]
                 for summary, values in spectra._asdict().items():

@@ -23,23 +23,18 @@ _NORM = "qkeel: a norm"
 
 def saved_operand(node: Node, place: int) -> Tensor | None:
     """Returns the first (0) or second (1) operand of a product or quotient, or None if the graph does not keep it."""
-    kept: Any = node
-    try:
-        value = (
-            (kept._saved_self, kept._saved_other)[place] if place else kept._saved_self
-        )
-    except (AttributeError, RuntimeError):  # not saved, or freed
-        return None
-    return value if isinstance(value, Tensor) else None
+    return _saved(node, "_saved_other" if place else "_saved_self")
 
 
 def saved_factor(node: Node) -> Tensor | None:
     """Returns the first factor of a matrix product, or None for other nodes and if the graph does not keep it."""
-    kept: Any = node
+    is_sum = node.name().startswith("Addmm")
+    return _saved(node, "_saved_mat1" if is_sum else "_saved_self")
+
+
+def _saved(node: Node, name: str) -> Tensor | None:
     try:
-        value = (
-            kept._saved_mat1 if node.name().startswith("Addmm") else kept._saved_self
-        )
+        value = getattr(node, name)
     except (AttributeError, RuntimeError):  # not saved, or freed
         return None
     return value if isinstance(value, Tensor) else None
@@ -250,9 +245,8 @@ class _Patch:
                     setattr(home, name, self._put[-1][2])
 
     def _end(self) -> None:
-        del (
-            torch.utils.checkpoint.CheckpointFunction.apply
-        )  # uncovers the inherited method
+        # Uncovers the inherited method.
+        del torch.utils.checkpoint.CheckpointFunction.apply
         for home, name, mine in self._put:
             if vars(home).get(name) is mine:
                 setattr(home, name, mine.original)

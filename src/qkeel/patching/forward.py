@@ -238,14 +238,14 @@ class ForwardPasses(Handle):
         self.tree = ModuleTree(model)
         self._pid = os.getpid()
         self._depth = 0
+        # The lock guards _depth and _pass.
         self._lock, self._warned = (
             threading.Lock(),
             False,
-        )  # the lock guards _depth and _pass
+        )
         self._pass: _Running | None = None
-        self.around = (
-            ExitStack()
-        )  # closed at the end of the current pass, even if it fails
+        # Closed at the end of the current pass, even if it fails.
+        self.around = ExitStack()
         self.repeated: Callable[[], None] | None = (
             None  # called when a checkpoint repeats a call, with gradients
         )
@@ -289,15 +289,15 @@ class ForwardPasses(Handle):
             if not elsewhere:
                 self._depth += 1
                 self._pass = self._pass or _Running()
-        if elsewhere:
-            self._tell_overlap()
-        elif self._depth == 1:
+        if elsewhere and not self._warned:
+            self._warned = True
+            self._guard(caution, _OVERLAP.format(type(self.inner).__name__))
+        elif not elsewhere and self._depth == 1:
             compiled = self.tree.any_compiled() or compiled
             self.tree.settled = True
             try:
-                with (
-                    outside_checkpoints()
-                ):  # the pass may run inside one, and `before` may make extra passes
+                # The pass may run inside one, and `before` may make extra passes.
+                with outside_checkpoints():
                     self._guard(self._before, args, kwargs, compiled)
             finally:
                 self.tree.settled = False
@@ -305,11 +305,6 @@ class ForwardPasses(Handle):
     def _in_another_thread(self) -> bool:
         """True if the running pass belongs to another thread."""
         return self._pass is not None and self._pass.thread != threading.get_ident()
-
-    def _tell_overlap(self) -> None:
-        if not self._warned:
-            self._warned = True
-            self._guard(caution, _OVERLAP.format(type(self.inner).__name__))
 
     def _leave(
         self, module: nn.Module, args: object, output: object, compiled: bool
@@ -322,7 +317,8 @@ class ForwardPasses(Handle):
         ):
             return
         if self._depth == 1:
-            self._end(output, failed=self._pass is not None and self._pass.failing)
+            # Torch calls this hook without an output if the call raised an exception.
+            self._end(output, failed=output is None and sys.exception() is not None)
         else:
             self._depth -= 1
 
@@ -386,19 +382,11 @@ class _Running:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.error = (
-            sys.exception()
-        )  # an exception that was already being handled before the call
         # The frame of the innermost running call of a module. This loop needs no Python call per frame.
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != calls.__file__:
             frame = frame.f_back
         self.frame = frame
-
-    @property
-    def failing(self) -> bool:
-        """True if an exception is propagating out of the call."""
-        return sys.exception() not in (None, self.error)
 
     @property
     def abandoned(self) -> bool:

@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, final
 
@@ -25,9 +25,8 @@ from qkeel.patching.modes import running_frames
 # Hooks on optimizer steps, and on the creation of optimizers, for which torch has no hook.
 
 Act = Callable[[Optimizer], None]
-Group = dict[
-    str, Any
-]  # a parameter group: its weights and options, as torch stores them
+# a parameter group: its weights and options, as torch stores them.
+Group = dict[str, Any]
 
 
 def listed(optimizer: object) -> list[Optimizer]:
@@ -135,7 +134,8 @@ def before_change(act: Act) -> Callable[..., Any]:
     def before(
         optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
-        given = args[1:2]  # args[0] is the optimizer
+        # Args[0] is the optimizer.
+        given = args[1:2]
         closure = given[0] if given else kwargs.get("closure")
         if not callable(closure):
             act(optimizer)
@@ -195,47 +195,31 @@ def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
 
     post: Any = torch.compiler.disable(fire)
     registered = register_optimizer_step_post_hook(post)
-    undo = weakref.finalize(optimizer, registered.remove)  # runs at most once
+    # Runs at most once.
+    undo = weakref.finalize(optimizer, registered.remove)
     undo.atexit = False
     return Handle(undo)
 
 
 def when_made(act: Act) -> Handle:
-    """Calls `act(optimizer)` at the end of every `Optimizer.__init__`. Several handles may be removed in any order."""
-    init: Any = Optimizer.__init__
-    if (
-        vars(init).get("qkeel_made") is not init
-    ):  # functools.wraps copies the attribute to other replacements
-        init = _following(init)
-    own, acts = (
-        [act],
-        init.qkeel_acts,
-    )  # in a list of its own, since equal functions may be registered twice
-    acts.append(own)
-
-    def undo() -> None:
-        acts[:] = [other for other in acts if other is not own]
-        if (
-            not acts and Optimizer.__init__ is init
-        ):  # otherwise a later replacement calls this one, which is now idle
-            Optimizer.__init__ = init.qkeel_before
-
-    return Handle(undo)
-
-
-def _following(before: Callable[..., None]) -> Any:
-    """Replaces Optimizer.__init__, once for all handles, so that the number of nested calls does not grow with them."""
-    acts: list[list[Act]] = []
-
-    def made(self: Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        before(self, params, defaults)
-        for act in [own[0] for own in acts]:
-            act(self)
+    """Calls `act(optimizer)` at the end of every `Optimizer.__init__`."""
+    before: Any = Optimizer.__init__
 
     # Safe under torch.compile, since constructors of optimizers are not compiled.
-    Optimizer.__init__ = made
-    vars(made).update(qkeel_made=made, qkeel_acts=acts, qkeel_before=before)
-    return made
+    @functools.wraps(before)
+    def made(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        if handle.active:
+            act(self)
+
+    def undo() -> None:
+        # Under a later replacement, which calls this one, it stays and is idle.
+        if Optimizer.__init__ is made:
+            Optimizer.__init__ = before  # type: ignore[method-assign]
+
+    handle = Handle(undo)
+    Optimizer.__init__ = made  # type: ignore[method-assign]
+    return handle
 
 
 def runs_step_hooks(optimizer: Optimizer) -> bool:
@@ -262,9 +246,8 @@ def filling_state() -> bool:
     if fills is None:
         return False
     frame: FrameType | None = sys._getframe(1)
-    while (
-        frame is not None and frame.f_code is not fills.__code__
-    ):  # a plain loop, since every step runs it
+    # a plain loop, since every step runs it.
+    while frame is not None and frame.f_code is not fills.__code__:
         frame = frame.f_back
     return frame is not None
 

@@ -49,14 +49,12 @@ class SpectralScale(nn.Module):
         # computing them from u.
         self.register_buffer("pass_left", left, persistent=False)
         self.register_buffer("pass_right", right.clone(), persistent=False)
-        sigma = _sigma(weight.detach(), left, right)[
-            None
-        ]  # one dimension, since fully_shard accepts no scalars
+        # One dimension, since fully_shard accepts no scalars.
+        sigma = _sigma(weight.detach(), left, right)[None]
         # γ starts at σ exactly as the forward computes it, so γ/σ is 1 and the weight is unchanged bit for bit.
         gamma = sigma if init == "keep" else torch.ones_like(sigma)
-        self.gamma = nn.Parameter(
-            gamma, requires_grad=weight.requires_grad
-        )  # γ would train a frozen layer
+        # Γ would train a frozen layer.
+        self.gamma = nn.Parameter(gamma, requires_grad=weight.requires_grad)
 
     def iterate(self, weight: Tensor) -> None:
         """Makes one step of power iteration, at the start of a training forward."""
@@ -310,7 +308,8 @@ def _reparametrise(
 
     def undo() -> None:
         trained = stored(layer)
-        if not trained:  # `fold_layer` has made it an ordinary layer
+        # `fold_layer` has made it an ordinary layer.
+        if not trained:
             return
         del submodules_of(layer)["parametrizations"]
         set_class(layer, cls)
@@ -326,10 +325,10 @@ def _reparametrise(
 def _scales(layer: nn.Module) -> dict[str, SpectralScale]:
     """Returns the scales of a layer's weights under the remedy, by name of the weight; {} for other layers."""
     container = submodules_of(layer).get("parametrizations")
+    if container is None:
+        return {}
     scales = {}
-    for name, entry in (
-        submodules_of(container).items() if container is not None else ()
-    ):
+    for name, entry in container.named_children():
         scale = submodules_of(entry).get("0")
         if isinstance(scale, SpectralScale):
             scales[name] = scale

@@ -25,12 +25,13 @@ from qkeel.records import (
 from qkeel.report.study_runs import as_number, differences
 
 KIND = "watch"
+# Effects in runs of earlier versions.
 INTERVENTIONS = (
     "autopilot",
     "decision",
     "refused",
     "effect",
-)  # effects in runs of earlier versions
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -182,6 +183,7 @@ def _aligned(records: Sequence[Row], heads: Heads) -> tuple[Sequence[Row], Heads
     """Restricts records and heads to their common steps, as a killed run may lack the heads of its last step."""
     if not heads.values:
         return records, heads
+    # A kill between the two writes leaves a line of metrics without its heads.
     row = {int(step): i for i, step in enumerate(heads.steps)}
     records = [record for record in records if record["step"] in row]
     rows = [row[record["step"]] for record in records]
