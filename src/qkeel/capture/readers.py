@@ -407,9 +407,8 @@ def unpacked(arguments: Mapping[str, Any], heads: int) -> dict[str, Any] | None:
     ):
         return None
     if mask is not None and mask.ndim > 1 and mask.shape[-2] != 1:
-        if (
-            mask.ndim != 4 or mask.shape[1] != groups
-        ):  # it differs between queries, but not between groups of heads
+        # It differs between queries, but not between groups of heads.
+        if mask.ndim != 4 or mask.shape[1] != groups:
             return None
         mask = mask.reshape(mask.shape[0], heads, 1, mask.shape[3])
     elif mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
