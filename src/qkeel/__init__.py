@@ -101,7 +101,8 @@ def __getattr__(name: str) -> Any:
     name = earlier_name(__name__, name, {"explain_model": "explain"})
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in __all__:  # a package
+    # a package.
+    if name in __all__:
         return importlib.import_module(f"qkeel.{name}")
     raise AttributeError(
         f"module 'qkeel' has no attribute {name!r}; it has {', '.join(__all__)}"

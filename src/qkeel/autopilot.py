@@ -492,10 +492,10 @@ def named_policy(spec: str | Ladder) -> Ladder:
 
 # The remedies of a run. No other code in this file changes the model.
 
-RemedyKey = tuple[
-    str, int
-]  # a remedy with its options, and the index of the optimizer that it acts on
-SiteHeads = dict[str, tuple[int, ...]]  # heads by site, where () stands for all heads
+# a remedy with its options, and the index of the optimizer that it acts on.
+RemedyKey = tuple[str, int]
+# Heads by site, where () stands for all heads.
+SiteHeads = dict[str, tuple[int, ...]]
 Refusals = list[tuple[Action, str | None, str]]
 
 
@@ -563,7 +563,8 @@ class ActiveRemedies:
             if handle is not None:
                 self.handles.pop(key)[0].remove()
             accepted = heads_of
-            if self._refusal(key, heads_of):  # at least one site refuses: one by one
+            # At least one site refuses: one by one.
+            if self._refusal(key, heads_of):
                 accepted = {site: x for site, x in before.items() if site in heads_of}
                 for site, heads in heads_of.items():
                     if reason := self._refusal(key, {**accepted, site: heads}):
@@ -610,9 +611,11 @@ class ActiveRemedies:
 
 # The handle calls the policy after each measured step and carries out its decisions.
 
-EVERY = 10  # steps
+# Steps.
+EVERY = 10
 WITH_REMEDY = (Action.CLIP, Action.RATES)
-FIELDS = ("max_logit", "entropy")  # the fields per head that the policy reads
+# The fields per head that the policy reads.
+FIELDS = ("max_logit", "entropy")
 _OFF = (
     "the autopilot failed and changes nothing further: {}. Remedies that it has applied stay active until remove(); "
     "training continues"
@@ -647,9 +650,11 @@ class Autopilot(Handle):
         self.decisions: list[Decision] = []
         self.refused: list[Refused] = []
         self.events: list[Row] = []
-        self.warns = True  # whether each decision raises a warning, as alarms do
+        # Whether each decision raises a warning, as alarms do.
+        self.warns = True
         self.recording = Recording(planned=monitor.history.planned)
-        self.sites: tuple[SiteFacts, ...] | None = None  # None until the first record
+        # None until the first record.
+        self.sites: tuple[SiteFacts, ...] | None = None
         self.remedies = ActiveRemedies(monitor.model, self.optimizers)
         self._carried: Sample | None = (
             None  # measured before a checkpoint; the decision is made after it
@@ -972,7 +977,8 @@ def autopilot(
     []
     """
     optimizers = _optimizers(optimizer)
-    named_policy(policy)  # refused before anything is watched
+    # Refused before anything is watched.
+    named_policy(policy)
     sites = None
     if batch is not None and isinstance(model, nn.Module):
         sites = find_sites(unwrapped(model), batch)

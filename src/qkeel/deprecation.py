@@ -13,7 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+# Positional and keyword arguments.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 # The new names of parameters, each in the functions that have it.
 RENAMED = {

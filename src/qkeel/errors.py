@@ -105,9 +105,8 @@ def needed(what: str, pip: str) -> Iterator[None]:
 
 def _importer(error: ImportError) -> str:
     """The library in which an import failed, or "" if the import is the caller's own."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][
-        2:
-    ]  # after `needed` and its caller
+    # After `needed` and its caller.
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][2:]
     names = [
         str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames
     ]
@@ -136,10 +135,11 @@ def reported(
         raise error(f"{said}: {failure.strerror or failure}{advice}") from failure
 
 
+# How many names of a table a message lists in addition to near names, and at most.
 _FEW, _MOST = (
     10,
     40,
-)  # how many names of a table a message lists in addition to near names, and at most
+)
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
@@ -164,7 +164,8 @@ def check_known(kind: str, name: object, known: Collection[str]) -> None:
 
     >>> check_known("remedy", "softcap", ["qk_norm", "softcap"])
     """
-    if name not in tuple(known):  # not a table, where a list could not be looked up
+    # Not a table, where a list could not be looked up.
+    if name not in tuple(known):
         raise unknown(kind, name, known)
 
 

@@ -9,9 +9,8 @@ from qkeel.errors import InvalidValueError
 
 T = TypeVar("T")
 
-State = dict[
-    str, Any
-]  # tensors and numbers by name, as they are stored in a checkpoint
+# Tensors and numbers by name, as they are stored in a checkpoint.
+State = dict[str, Any]
 
 
 class Handle:
@@ -21,7 +20,8 @@ class Handle:
     (initial norms, power-iteration vectors) provides `state` and `load`.
     """
 
-    about = ""  # what was changed, in a few words
+    # What was changed, in a few words.
+    about = ""
 
     def __init__(
         self,

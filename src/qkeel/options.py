@@ -112,9 +112,8 @@ def _value(text: str) -> bool | int | float | str:
 # name, the error suggests the nearest name.
 
 OptionsT = TypeVar("OptionsT")
-Json = dict[
-    str, Any
-]  # an object as in JSON and TOML: plain values by name, possibly nested
+# An object as in JSON and TOML: plain values by name, possibly nested.
+Json = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from qkeel.records.disk import refuse_path
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-REMAP = 1 << 25  # bytes that are read through one memory map
+# Bytes that are read through one memory map.
+REMAP = 1 << 25
 
 # Dtype names of the format -> dtypes of torch. Tensors of other dtypes are listed without their values.
 DTYPES: dict[str, torch.dtype] = {

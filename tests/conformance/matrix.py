@@ -59,7 +59,7 @@ why, and what to do instead.
 | CUDA GPU | PyTorch's operators and Triton kernels, checked in Triton's interpreter and on one H200 |
 | several processes | gloo is tested; NCCL is not ([processes](guides/watch.md#under-torchrun)) |
 
-`make gpu` checks and times everything on a GPU in ten minutes ([GPU](internals/gpu.md)).
+`make gpu` checks and times everything on a GPU in five minutes ([GPU](internals/gpu.md)).
 """
 
 

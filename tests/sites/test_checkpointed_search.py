@@ -140,7 +140,7 @@ def most() -> Iterator[list[int]]:
 
 
 def batch() -> Tensor:
-    return torch.randn(3, T, H * D, generator=torch.Generator().manual_seed(1))
+    return torch.randn(6, T, H * D, generator=torch.Generator().manual_seed(1))
 
 
 def known(model: nn.Module, x: Tensor) -> list[object]:

@@ -590,9 +590,8 @@ def _with_norms(
     if geometry.normed and not any(gains) and not is_mla:
         before = None
         reason = "config.json says that q and k are normed, and their gains were not found: no bound"
-    if (
-        leaf in JOINT
-    ):  # the second stream has a norm of its own, whose name is not known
+    # The second stream has a norm of its own, whose name is not known.
+    if leaf in JOINT:
         before = None
 
     def input_of(weight_slice: Slice | None) -> str | None:

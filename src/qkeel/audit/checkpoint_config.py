@@ -10,7 +10,8 @@ from typing import Any, final
 
 from qkeel.errors import DataError
 
-ConfigMapping = Mapping[str, Any]  # config.json, or a part of it: whatever JSON holds
+# config.json, or a part of it: whatever JSON holds.
+ConfigMapping = Mapping[str, Any]
 
 
 def words(text: str) -> frozenset[str]:
@@ -208,11 +209,13 @@ def _kv_heads(config: ConfigMapping) -> int | None:
         config.get("multi_query") is True
         and config.get("new_decoder_architecture") is not True
     ):
-        return 1  # Falcon, GPT-BigCode
+        # Falcon, GPT-BigCode.
+        return 1
     key_heads = first_number(config, N_KV_HEADS)
     if key_heads is not None or "decoder_attention_heads" in config:
         return key_heads
-    return first_number(config, N_HEADS)  # models without grouped keys omit the field
+    # Models without grouped keys omit the field.
+    return first_number(config, N_HEADS)
 
 
 def _scale(config: ConfigMapping, tensor: str) -> float | None:
@@ -240,7 +243,8 @@ def _scale(config: ConfigMapping, tensor: str) -> float | None:
     hidden = first_number(config, ("hidden_size", "n_embd", "d_model"))
     if size is None and heads and hidden:
         size = hidden // heads
-    usual = size**-0.5 if size else math.nan  # NaN: the config does not give the size
+    # NaN: the config does not give the size.
+    usual = size**-0.5 if size else math.nan
     number = re.search(r"\.(\d+)\.", tensor)
     if config.get("scale_attn_by_inverse_layer_idx") is True and number:
         return usual / (int(number[1]) + 1)

@@ -32,7 +32,8 @@ from qkeel.spec import AttentionCall
 from qkeel.spec.call import of_key
 
 Letter = Literal["q", "k"]
-_ROWS = 256  # queries whose scores are compared with q·k
+# Queries whose scores are compared with q·k.
+_ROWS = 256
 
 
 def explain(model: nn.Module, batch: object = None) -> Explanation:
@@ -320,7 +321,8 @@ def _slope(
         visible = torch.where(pairs, visible - visible.sum(-1, keepdim=True) / count, 0)
         centred.append(visible.transpose(0, 1).flatten(1))
     x, y = centred
-    slope = (x * y).sum(1) / x.square().sum(1)  # NaN where no row sees two keys
+    # NaN where no row sees two keys.
+    slope = (x * y).sum(1) / x.square().sum(1)
     error = (y - slope[:, None] * x).abs().amax(1)
     is_close = error <= tolerance * y.abs().amax(1)
     return tuple(slope.tolist()) if bool(is_close.all()) else ()

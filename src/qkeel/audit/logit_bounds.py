@@ -104,7 +104,8 @@ def measure(
         is_finite = gram[weight_slice].isfinite().flatten(1).all(1)
         products = torch.where(is_finite[:, None, None], gram[weight_slice], 0).double()
         traces = products.diagonal(dim1=1, dim2=2).sum(1).clamp_min(0)
-        share = heads // len(weight_slice.starts)  # query heads that use one key head
+        # Query heads that use one key head.
+        share = heads // len(weight_slice.starts)
         (
             wide[weight_slice],
             spectral[weight_slice],
@@ -129,7 +130,8 @@ def measure(
     lengths = _Lengths(plan, spectral, load, geometry)
     logit_bound, gain_bound, interaction_bound, note = lengths.bounds(interaction)
     scale = geometry.scale_of(plan.head_dim)
-    rotated = scale * geometry.rope_factor**2  # YaRN scales cos and sin of both sides
+    # YaRN scales cos and sin of both sides.
+    rotated = scale * geometry.rope_factor**2
 
     def per_head(column: Tensor) -> tuple[float, ...]:
         return tuple(torch.where(finite, column.expand(heads), math.nan).tolist())
@@ -273,7 +275,8 @@ class _Lengths:
     def _gain(self, name: str) -> tuple[Tensor, Tensor]:
         """Returns a norm's gain and bias."""
         gain = self.load(name)
-        assert gain is not None, name  # the plan names only what is there
+        # The plan names only what is there.
+        assert gain is not None, name
         is_module = name.endswith((".weight", ".scale"))
         bias = self.load(
             f"{name.rpartition('.')[0]}.bias" if is_module else f"{name}_bias"

@@ -23,9 +23,8 @@ from qkeel.sites.weights import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
-LIMIT = (
-    1 << 28
-)  # numbers that are returned without being asked for by rows or heads: 1 GiB in float32
+# Numbers that are returned without being asked for by rows or heads: 1 GiB in float32.
+LIMIT = 1 << 28
 
 
 @final

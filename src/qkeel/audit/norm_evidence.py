@@ -22,7 +22,8 @@ from qkeel.audit.one_pass import NormModule
 from qkeel.audit.recipes import NormRecipe, Rotation
 
 EITHER_ORDER = "before or after RoPE (equivalent without a gain per dim)"
-_EPS = (0.0, 1e-8, 1e-6, 1e-5, 1e-3)  # tried where no module says its eps
+# Tried where no module says its eps.
+_EPS = (0.0, 1e-8, 1e-6, 1e-5, 1e-3)
 
 
 @final

@@ -190,7 +190,8 @@ def _scope(model: nn.Module, site: AttentionSite) -> tuple[str, nn.Module]:
         owner = weight_slice.parameter.split(".parametrizations.")[0].split(".")[:-1]
         module = model.get_submodule(".".join(owner))
         names = {name for name, _ in module.named_parameters()}
-        is_linear = names <= {"weight", "bias"}  # else the module of raw parameters
+        # Else the module of raw parameters.
+        is_linear = names <= {"weight", "bias"}
         paths.append(owner[:-1] if is_linear else owner)
     shared = itertools.takewhile(lambda words: len(set(words)) == 1, zip(*paths))
     name = ".".join(words[0] for words in shared)

@@ -27,9 +27,14 @@ from qkeel.errors import InvalidValueError, UnknownNameError
 from qkeel.metrics import text_table
 from qkeel.safetensors_io import Checkpoint, StoredTensor, TensorReader, open_checkpoint
 
-_CHUNK = 1 << 19  # numbers converted at once: small enough for a core's cache
-Z_SCORE = 3.5  # Iglewicz & Hoaglin 1993, "How to detect and handle outliers": modified z-score above 3.5
-RATIO = 2.0  # an outlier also exceeds this multiple of the median, so that a tight checkpoint has none
+# Numbers converted at once: small enough for a core's cache.
+_CHUNK = 1 << 19
+# Iglewicz & Hoaglin 1993, "How to detect and handle outliers": modified z-score above
+# 3.5.
+Z_SCORE = 3.5
+# An outlier also exceeds this multiple of the median, so that a tight checkpoint has
+# none.
+RATIO = 2.0
 
 
 def outliers(sites: Sequence[SiteReport]) -> list[tuple[bool, ...]]:
@@ -206,7 +211,8 @@ def _norm(reader: TensorReader, tensor: StoredTensor) -> tuple[float, int]:
             wide = values if values.dtype.itemsize >= 4 else values.float()
             square = float(wide.dot(wide))
             # Counting is slow, so it is done only where the sum says that something is wrong.
-            if not math.isfinite(square):  # NaN, infinity, or a square beyond float32
+            # NaN, infinity, or a square beyond float32.
+            if not math.isfinite(square):
                 exact = values.double()
                 finite = exact.isfinite()
                 non_finite += int((~finite).sum())

@@ -35,8 +35,10 @@ from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.find import site_label
 from qkeel.sites.weights import blocks_of_weights, captured_calls
 
-PLACES = 12  # positions at which a contract is tried, borders of documents apart
-BORDERS = 64  # documents that are tried one by one, at most
+# Positions at which a contract is tried, borders of documents apart.
+PLACES = 12
+# Documents that are tried one by one, at most.
+BORDERS = 64
 # Outputs may move by so many roundings of their dtype where experts or kernels group the tokens in another way.
 ROUNDINGS = 4
 
@@ -423,10 +425,12 @@ def _culprit(passes: _Passes, trial: _Trial) -> str:
         before = _activations(passes, passes.tokens, trial.kept)
         after = _activations(passes, passes.changed(trial), trial.kept)
     except (RuntimeError, QkeelError):
-        return ""  # such as too little memory; the verdict stands without the name
+        # Such as too little memory; the verdict stands without the name.
+        return ""
     for (name, inputs, outputs), changed_call in zip(before, after, strict=False):
         if name != changed_call[0]:
-            return ""  # the passes took different ways through the model
+            # The passes took different ways through the model.
+            return ""
         # Later modules receive what has leaked already; the first with equal inputs is the one to blame.
         if _equal(inputs, changed_call[1]) and not _equal(outputs, changed_call[2]):
             head = _head(passes, trial, name) or ", no attention,"

@@ -22,14 +22,16 @@ from qkeel.patching.forward import unwrapped
 from qkeel.sites.find import site_label
 from qkeel.sites.weights import blocks_of_weights, captured_calls
 
-LEAST_WEIGHT = 1e-3  # of a row on keys it should not see, under which nothing is said
+# Of a row on keys it should not see, under which nothing is said.
+LEAST_WEIGHT = 1e-3
 # Names under which models take the documents of a packed batch, and its padding.
 SEGMENTS = ("segment_ids", "document_ids", "seq_idx")
 BORDERS = ("cu_seqlens", "cu_seq_lens_q", "cu_seqlens_q")
 HIDDEN_IF_TRUE = ("key_padding_mask", "src_key_padding_mask")
 
 
-Largest = tuple[float, int]  # the largest weight, and its head
+# The largest weight, and its head.
+Largest = tuple[float, int]
 
 
 @final
@@ -127,7 +129,8 @@ def _of_layer(
         keys = torch.arange(s, device=device)
         queries = torch.arange(rows.start, rows.stop, device=device)[:, None]
         masks: dict[str, Tensor] = {}
-        is_self = length == s  # otherwise queries and keys may be different sequences
+        # Otherwise queries and keys may be different sequences.
+        is_self = length == s
         if is_self:
             layer.length = length
             masks |= {"later": keys > queries, "earlier": keys < queries}
@@ -138,7 +141,8 @@ def _of_layer(
         padded_rows = None
         if padding is not None and padding.shape == (b, s):
             padded = padding.to(device)[:, None, None]
-            if is_self:  # a query that is padding itself may see anything
+            # a query that is padding itself may see anything.
+            if is_self:
                 padded_rows = padded.mT[:, :, rows]
                 padded = padded & ~padded_rows
             masks["padding"] = padded

@@ -47,8 +47,12 @@ from qkeel.spec.slot import PerRow
 # Captured attention calls with their layout and hidden pairs, calls whose masks are functions, scores that are written
 # out by hand, and the statistics of each.
 
-HIDES = -9e3  # an added value this low hides a pair regardless of other values; published masks start at -1e4
-APART = 60.0  # minimum gap in nats between the two levels of a mask with values above HIDES; published masks: 100
+# An added value this low hides a pair regardless of other values; published masks start
+# at -1e4.
+HIDES = -9e3
+# Minimum gap in nats between the two levels of a mask with values above HIDES;
+# published masks: 100.
+APART = 60.0
 
 
 @torch.no_grad()
@@ -139,9 +143,8 @@ class HeadLayout:
             return None
         sizes, groups = iter(self.sizes), list(self.groups)
         for place, (n, group) in enumerate(zip(shape, self.groups)):
-            heads = math.prod(
-                [next(sizes) for letter in group if letter == "h"]
-            )  # torch.compile takes no generator
+            # torch.compile takes no generator.
+            heads = math.prod([next(sizes) for letter in group if letter == "h"])
             if n % heads or (n != heads and group == "h" and len(shape) > 3):
                 return None
             if n != heads and group == "h":
@@ -522,7 +525,9 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
             z = visible_keys.lower_(visible_keys.blank_(z))
         sink = None if call.sink is None else call.sink[:, :, rows]
         weights = softmax_rows(z, visible_keys, classes, sink)
-        if call.gathered:  # the first column is the key that was picked first, not the first key of the sequence
+        # The first column is the key that was picked first, not the first key of the
+        # sequence.
+        if call.gathered:
             weights["first_weight"] = torch.full_like(z[..., 0], torch.nan)
         parts.append(RowStats(**angles, **logits, **weights))
     visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.logits.device)
@@ -681,7 +686,8 @@ def _device(call: Seen) -> str:
     return (call.logits if isinstance(call, ScoresCall) else call.q).device.type
 
 
-WAITING = 1 << 20  # numbers of rows that wait to be reduced together: 4 MB in float32
+# Numbers of rows that wait to be reduced together: 4 MB in float32.
+WAITING = 1 << 20
 
 
 @final

@@ -102,7 +102,8 @@ def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
         or torch.is_autocast_enabled("cpu")
     ):
         return SDPA(*args, **kwargs)
-    if mask is not None:  # as the public function converts it
+    # As the public function converts it.
+    if mask is not None:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
     return torch.ops.qkeel_bounds.attend(
         q, k, v, arguments["is_causal"], mask, arguments["scale"]

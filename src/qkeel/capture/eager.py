@@ -212,7 +212,8 @@ class EagerAttentionTracer:
         elif not isinstance(out, Tensor):
             self._lose(step, tag, x)
         elif tag.only_tables and name in (*_SOFTMAXES, "exp", "sigmoid"):
-            pass  # of features, as in a language model's head
+            # Of features, as in a language model's head.
+            pass
         elif name in ("softmax", "safe_softmax"):
             self.tags.put(out, Weights(self._softmax(step, tag, x)))
         elif name == "exp":
@@ -291,7 +292,8 @@ class EagerAttentionTracer:
             )
         has_width = isinstance(operand, Tensor) and operand.ndim == x.ndim
         if sign_of_other < 0 and has_width and operand.shape[-1] == 1 < x.shape[-1]:
-            return None  # as in a softmax over blocks of keys, whose rows are not whole
+            # As in a softmax over blocks of keys, whose rows are not whole.
+            return None
         return self._with_term(step, tag, operand, sign_of_other)
 
     def _with_term(self, step: Step, tag: Scores, term: object, sign: float) -> Scores:
@@ -456,11 +458,13 @@ class EagerAttentionTracer:
         understood. A softmax over it is missed."""
         name, outputs = step.name, list(tensors((step.out,)))
         if name in _CHOICES:
-            del outputs[1:]  # the others are indices
+            # The others are indices.
+            del outputs[1:]
         if isinstance(tag, Scores):
             self.ends[name] = None
             if x.ndim < 4 and not any(product.has_pairs() for product in tag.products):
-                return  # heads are concatenated, so these are features
+                # Heads are concatenated, so these are features.
+                return
             columns, out = x.shape[-1], outputs[0] if outputs else x
             if name in _CHOICES:
                 columns = out.shape[-1]
@@ -567,7 +571,8 @@ def _viewed(step: Step, tag: Scores, x: Tensor) -> Scores | None:
             return None
         with torch.no_grad():
             y = y.broadcast_to(x.shape)
-            if y.dtype == torch.bool:  # not all functions take booleans
+            # Not all functions take booleans.
+            if y.dtype == torch.bool:
                 return function(y.to(torch.uint8), *args, **kwargs).bool()
             return function(y, *args, **kwargs)
 

@@ -40,9 +40,8 @@ from qkeel.patching.modes import (
 # The module that is currently running, tracked by forward hooks during a probe or a sampled forward pass.
 
 
-Caller = tuple[
-    str, str, int
-]  # the name of a module, of the module that called it, and the number of that call
+# The name of a module, of the module that called it, and the number of that call.
+Caller = tuple[str, str, int]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -435,7 +434,9 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
             for restore in reversed(kept):
                 restore()
 
-        for restore in kept:  # each separately, so that a failure does not keep the remaining ones from restoring
+        # Each separately, so that a failure does not keep the remaining ones from
+        # restoring.
+        for restore in kept:
             undo.callback(restore)
         for p in parameters:
             if not p.requires_grad and (p.is_floating_point() or p.is_complex()):

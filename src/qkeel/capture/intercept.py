@@ -71,7 +71,8 @@ from qkeel.patching.modes import (
     unguarded,
 )
 
-PlainCall = tuple[Tensor, Tensor, float, bool]  # q, k, scale, causality
+# q, k, scale, causality.
+PlainCall = tuple[Tensor, Tensor, float, bool]
 _SDPA = "scaled_dot_product_attention"
 
 
@@ -172,9 +173,11 @@ class CaptureMode(CallObserver):
         # Called with the logsumexps of an SDPA call's rows, where its kernel hands them out, and with q, k, scale and
         # causality unless there is a mask; returns whether no further reading of the call is needed.
         self.bounded: Callable[[str, Tensor, PlainCall | None], bool] | None = None
-        self.called_in: list[ModuleCall] = []  # the calls of the modules in `only_in`
+        # The calls of the modules in `only_in`.
+        self.called_in: list[ModuleCall] = []
         self.unread: list[UnrecognizedAttention] = []
-        self.hidden: dict[str, None] = {}  # where attention would not be seen
+        # Where attention would not be seen.
+        self.hidden: dict[str, None] = {}
         self._report, self._rows = report, rows
         self._described = {site.name for site in described}
         self._hooks = [
@@ -345,7 +348,8 @@ class CaptureMode(CallObserver):
             return False
         plain, mask = None, args[3] if len(args) > 3 else kwargs.get("attn_mask")
         if mask is None and 3 <= len(args) <= 5:
-            (q, k), scale = args[:2], kwargs.get("scale")
+            q, k, *_ = args
+            scale = kwargs.get("scale")
             # In a packed call, which has to be unpacked first, the query heads lie in the token dimension.
             if q.shape[1] != heads[0] == q.shape[1] * q.shape[-2]:
                 return False

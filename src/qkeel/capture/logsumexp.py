@@ -54,6 +54,7 @@ def attention_with_logsumexp(
         return None
     if choice != SDPBackend.FLASH_ATTENTION.value:
         return None
-    if mask is not None:  # as the public function converts it
+    # As the public function converts it.
+    if mask is not None:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     return _FLASH_ON_CPU(q, k, v, dropout, is_causal, attn_mask=mask, scale=scale)

@@ -137,7 +137,8 @@ def read_product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product 
     elif name == "baddbmm":
         added, *factors = arguments
         if kwargs.get("beta", 1.0) == 0:
-            added = None  # torch does not read this tensor, which may be uninitialised memory
+            # torch does not read this tensor, which may be uninitialised memory.
+            added = None
     else:
         factors = arguments
     if len(factors) != 2 or not all(

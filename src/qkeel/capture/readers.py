@@ -269,14 +269,13 @@ def _call(
     # With fewer key heads, no head is repeated, and the comparison would wait for the device.
     if k.shape[1] == q.shape[1]:
         k = geometry.keys(k)
-    positions = {}
+    pos_q = pos_k = None
     if causal and t != s:
-        positions = {
-            name: torch.arange(n, device=q.device)
-            for name, n in (("pos_q", t), ("pos_k", s))
-        }
+        pos_q, pos_k = (torch.arange(n, device=q.device) for n in (t, s))
     mask = hiding(mask if mask is None else mask.detach())
-    return make_call(_plain(scale), q, k, k, causal=causal, mask=mask, **positions)
+    return make_call(
+        _plain(scale), q, k, k, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -408,9 +407,8 @@ def unpacked(arguments: Mapping[str, Any], heads: int) -> dict[str, Any] | None:
     ):
         return None
     if mask is not None and mask.ndim > 1 and mask.shape[-2] != 1:
-        if (
-            mask.ndim != 4 or mask.shape[1] != groups
-        ):  # it differs between queries, but not between groups of heads
+        # It differs between queries, but not between groups of heads.
+        if mask.ndim != 4 or mask.shape[1] != groups:
             return None
         mask = mask.reshape(mask.shape[0], heads, 1, mask.shape[3])
     elif mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:

@@ -61,7 +61,8 @@ def hooks_held_back(model: nn.Module) -> Iterator[None]:
     finally:
         stores.restore()
         for table, key, hook in held:
-            if key in table:  # the pass may have removed the hook
+            # The pass may have removed the hook.
+            if key in table:
                 table[key] = hook
 
 
@@ -124,7 +125,8 @@ def _is_of_library(hook: object) -> bool:
     if not isinstance(
         hook, (types.FunctionType, types.MethodType, functools.partial, type)
     ):
-        hook = type(hook)  # an object that can be called
+        # An object that can be called.
+        hook = type(hook)
     home = getattr(_function_of(hook), "__module__", None) or ""
     package = home.partition(".")[0]
     is_standard = package in sys.stdlib_module_names and package != "__main__"
@@ -149,7 +151,8 @@ class OutsideStores:
                 continue
             reached += plain.__defaults__ or ()
             for cell in plain.__closure__ or ():
-                with suppress(ValueError):  # an empty cell
+                # An empty cell.
+                with suppress(ValueError):
                     self._cells.append((cell, cell.cell_contents))
             names = plain.__globals__
             for name in set(plain.__code__.co_names) & names.keys():

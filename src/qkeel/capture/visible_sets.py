@@ -19,11 +19,13 @@ VisibleType = Literal["full", "window", "sparse", "compressed"]
 # What the keys are computed from: the tokens of the queries, a vector per token that is narrower than the keys of all
 # heads together, or a source other than that of the queries.
 KeyOrigin = Literal["tokens", "latent", "other"]
+# See records.LAYER_TYPES.
 LayerType = Literal[
     "full", "window", "sparse", "compressed", "latent", "cross", "indexer"
-]  # see records.LAYER_TYPES
+]
 
-_PAIRS = 1 << 22  # the number of pairs that are examined together
+# The number of pairs that are examined together.
+_PAIRS = 1 << 22
 
 
 def layer_type(visible: VisibleType, origin: KeyOrigin) -> LayerType:
@@ -130,14 +132,17 @@ def _spans(call: Seen, s: int) -> tuple[bool, bool, bool]:
         has_keys = visible.any(-1, keepdim=True)
         is_seen.append(visible.any(1))
         is_always_seen.append((visible | ~has_keys).all(1))
-    kept = torch.stack(is_seen).any(0) & ~torch.stack(is_always_seen).all(0)  # [n s]
+    # [n s].
+    kept = torch.stack(is_seen).any(0) & ~torch.stack(is_always_seen).all(0)
     rows = []
     for visible in _blocks(call, s):
         row = (visible & kept[:, None]).to(torch.uint8)
         last = s - 1 - row.flip(-1).argmax(-1)
         rows.append((row.argmax(-1), last, row.sum(-1)))
-    first, last, count = (torch.cat(parts, -1) for parts in zip(*rows))  # [n t]
-    rank = kept.cumsum(-1)  # keys that are left out make no gaps
+    # [n t].
+    first, last, count = (torch.cat(parts, -1) for parts in zip(*rows))
+    # Keys that are left out make no gaps.
+    rank = kept.cumsum(-1)
     start, end, has_keys = rank.gather(-1, first), rank.gather(-1, last), count > 0
     are_spans = ((end - start + 1 == count) | ~has_keys).all()
     # A row of one key has no start of its own: in a causal mask, the first row sees one key as well.

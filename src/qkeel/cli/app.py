@@ -26,16 +26,16 @@ from qkeel.cli.output import printable
 from qkeel.cli.retired import retired
 from qkeel.errors import QkeelError
 
-USAGES = {
-    "watch": "Usage: qkeel watch [OPTIONS] -- COMMAND"
-}  # where cyclopts' own would mislead
+# Where cyclopts' own would mislead.
+USAGES = {"watch": "Usage: qkeel watch [OPTIONS] -- COMMAND"}
 ALL_OPTIONS = f"{HELP_ALL} shows every option.\n\n"
+# Of stdout: no command opens files bare.
 _FULL = (
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EFBIG,
     errno.EIO,
-)  # of stdout: no command opens files bare
+)
 
 
 def make_app(words: Sequence[str]) -> App:
@@ -93,7 +93,8 @@ def main(arguments: Sequence[str]) -> int:
         code = app(
             words, exit_on_error=False, print_error=False, result_action="return_value"
         )
-        sys.stdout.flush()  # here a full disk can still be reported; at the interpreter's end it cannot
+        # Here a full disk can still be reported; at the interpreter's end it cannot.
+        sys.stdout.flush()
     except (CycloptsError, QkeelError) as error:
         text = str(error)
         if isinstance(error, MissingArgumentError) and error.argument is not None:

@@ -13,10 +13,14 @@ from qkeel.lab.studies import STUDIES
 # Exit codes, and the command line as it was typed.
 
 OK = 0
-FAILED = 1  # a run failed
-USAGE = 2  # wrong usage or bad input
-COLLAPSED = 3  # with --fail-on-collapse
-UNDECIDED = 4  # a check could not decide
+# a run failed.
+FAILED = 1
+# Wrong usage or bad input.
+USAGE = 2
+# With --fail-on-collapse.
+COLLAPSED = 3
+# a check could not decide.
+UNDECIDED = 4
 INTERRUPTED = 130
 
 
@@ -25,7 +29,8 @@ def command_line() -> str:
     return shlex.join(["qkeel", *sys.argv[1:]])
 
 
-HELP_ALL = "--help-all"  # like --help, but including options that few users need
+# Like --help, but including options that few users need.
+HELP_ALL = "--help-all"
 
 # Name, as typed -> where it is in qkeel.cli. A module is imported when its command is called.
 COMMANDS = {

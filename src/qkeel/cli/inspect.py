@@ -290,7 +290,8 @@ def _model_and_batch(name: str) -> tuple[nn.Module, object]:
     except ModuleNotFoundError as error:
         # A library that the module needs is another error than the module itself.
         if error.name != module_name.partition(".")[0] and error.name != module_name:
-            raise  # what the module imports is missing
+            # What the module imports is missing.
+            raise
         raise DataError(
             f"expected a module {module_name} on Python's path or in {Path.cwd()}, found none"
         ) from error
@@ -357,7 +358,8 @@ def export(
     }
     folder = out or Path(f"{run.resolve().name}-tables")
     if to == "parquet":
-        arrow()  # a missing library is told of before anything is written
+        # a missing library is told of before anything is written.
+        arrow()
     if not disk.make_directory(folder) and any(folder.iterdir()):
         raise RunDirectoryError(
             f"expected a new or empty folder to write tables to, but {folder} is not empty"

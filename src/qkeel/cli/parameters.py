@@ -11,7 +11,7 @@ SEVERAL = Parameter(consume_multiple=True, negative_iterable=())
 
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
 JsonSwitch = Annotated[bool, Parameter(name="--json", negative=(), show_default=False)]
-Several = Annotated[list[T], SEVERAL]  # several words after one option
-Unset = Annotated[
-    T | None, Parameter(show_default=False)
-]  # None if it is not given; its help says what that means
+# Several words after one option.
+Several = Annotated[list[T], SEVERAL]
+# None if it is not given; its help says what that means.
+Unset = Annotated[T | None, Parameter(show_default=False)]

@@ -49,7 +49,8 @@ def explain_command(name: str, /) -> int:
             if explanation is None
             else f"{explanation}\n\nA recorded metric has the same name. {number}"
         )
-    if explanation is None:  # a name with options, several names, or an unknown name
+    # a name with options, several names, or an unknown name.
+    if explanation is None:
         from qkeel.cli.inspect import explain
 
         explanation = explain(name)

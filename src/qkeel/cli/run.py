@@ -74,10 +74,10 @@ from qkeel.report.study_runs import BASELINE
 
 # Flags as views of the configuration dataclasses: names, types, choices and help come from there.
 
-Settings = dict[
-    str, Any
-]  # a TOML table: numbers, text, booleans, lists and tables by name
-Flag = tuple[str, object, Parameter]  # its name, its type, and how it is shown
+# a TOML table: numbers, text, booleans, lists and tables by name.
+Settings = dict[str, Any]
+# Its name, its type, and how it is shown.
+Flag = tuple[str, object, Parameter]
 _SECTIONS: dict[str, tuple[type, str]] = {
     "": (RunConfig, "Run"),
     "data": (DataConfig, "Data"),
@@ -112,9 +112,8 @@ _ENTRIES: dict[str, tuple[str, str]] = {
     for field, kind in annotations(cls).items()
     if not dataclasses.is_dataclass(kind)
 }
-_kinds = functools.cache(
-    typing.get_type_hints
-)  # without the bounds, which the configuration checks
+# Without the bounds, which the configuration checks.
+_kinds = functools.cache(typing.get_type_hints)
 
 
 def view(
@@ -137,7 +136,8 @@ def view(
         default = next(f.default for f in dataclasses.fields(cls) if f.name == field)
         help_text = docs[section][field]
         shown: dict[str, Any] = {}
-        if flag in several:  # a list of the field's type, without None
+        # a list of the field's type, without None.
+        if flag in several:
             kind = (
                 typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
             )
@@ -164,7 +164,8 @@ def view(
     view_class = dataclasses.make_dataclass(
         "RunFlags", fields, frozen=True, kw_only=True
     )
-    view_class.__module__ = __name__  # else it passes for a built-in type
+    # Else it passes for a built-in type.
+    view_class.__module__ = __name__
     return view_class
 
 
@@ -397,8 +398,11 @@ def _flag(option: StudyOption) -> Flag:
 
 # A study from the command line: plan, progress, table, report, exit code.
 
-_LONG = 10  # seconds; a study that takes longer says so before its first run ends
-PAGE_SECONDS = 10.0  # between two versions of the page, which a browser loads again by itself while the runs end
+# Seconds; a study that takes longer says so before its first run ends.
+_LONG = 10
+# Between two versions of the page, which a browser loads again by itself while the runs
+# end.
+PAGE_SECONDS = 10.0
 
 
 def run_study(

@@ -111,9 +111,8 @@ def watch(
         launcher = under_torchrun(program, ["qkeel", *words])
         os.environ[TYPED] = shlex.join(command)
         _become(launcher)
-    typed = os.environ.pop(
-        TYPED, None
-    )  # so that the script's environment is the same as without qkeel
+    # So that the script's environment is the same as without qkeel.
+    typed = os.environ.pop(TYPED, None)
     source = prepare(program)
     directory = out or Path("qkeel-runs") / program.title
     folder = directory.absolute().parent

@@ -70,11 +70,16 @@ from qkeel.sites.verify import COPY_MARK
 class Fix:
     """What the user can do about an alarm, given the typed command and the remedies that are already active."""
 
-    own: Sequence[str]  # words of `qkeel watch ...` before --
-    command: Sequence[str]  # the words after it
-    applied: str = ""  # remedies of --apply
-    piloted: bool = False  # --autopilot was given
-    launched: bool = False  # started by a launcher, whose own command is not known
+    # Words of `qkeel watch ...` before --.
+    own: Sequence[str]
+    # The words after it.
+    command: Sequence[str]
+    # Remedies of --apply.
+    applied: str = ""
+    # --autopilot was given.
+    piloted: bool = False
+    # Started by a launcher, whose own command is not known.
+    launched: bool = False
 
     @property
     def watcher(self) -> str:
@@ -109,8 +114,10 @@ _WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a
 
 
 PAGE = "report.html"
-PAGE_SECONDS = 30.0  # between two versions of the page during a run, at least
-PAGE_SHARE = 0.01  # of a run's time at most is spent on versions of its page
+# Between two versions of the page during a run, at least.
+PAGE_SECONDS = 30.0
+# Of a run's time at most is spent on versions of its page.
+PAGE_SHARE = 0.01
 
 
 @final
@@ -132,7 +139,8 @@ class MessageSink(Sink):
         self._fixed: set[str] = set()
         self._model = ""
         self._next_page = time.monotonic() + PAGE_SECONDS
-        self._page_told = False  # where the page is
+        # Where the page is.
+        self._page_told = False
 
     @property
     def last(self) -> int | None:
@@ -254,7 +262,8 @@ class MessageWriter(Handle):
 
     def _print(self, line: str) -> None:
         """Prints at the beginning of a line, even if a progress bar has left the cursor in the middle of one."""
-        bars = sys.modules.get("tqdm.std")  # a script without bars need not wait for it
+        # a script without bars need not wait for it.
+        bars = sys.modules.get("tqdm.std")
         is_shown = bars is not None and bool(vars(bars.tqdm).get("_instances"))
         text = f"qkeel: {line}"
         if bars is not None and is_shown and self._stream.isatty():
@@ -269,9 +278,13 @@ class MessageWriter(Handle):
 
 # Finds the models that a program trains, from the optimizers that appear in it.
 
-LEAST_SHARE = 0.1  # the share of an optimizer's parameters that a model must hold to be watched beside a larger model
+# The share of an optimizer's parameters that a model must hold to be watched beside a
+# larger model.
+LEAST_SHARE = 0.1
 
-LOOKS = 3  # the number of an optimizer's first steps after which its model is searched for, if none was found before
+# The number of an optimizer's first steps after which its model is searched for, if
+# none was found before.
+LOOKS = 3
 
 
 @final
@@ -305,7 +318,8 @@ class ModelFinder(Handle):
             further: called for each further optimizer of a model that is already watched.
             end: called to stop watching a model before another watch of it begins.
         """
-        self.optimizers = 0  # number of optimizers created so far
+        # Number of optimizers created so far.
+        self.optimizers = 0
         self._start, self._of_script = start, of_script
         self._further, self._end = further, end
         # Models that the script watches itself.
@@ -493,12 +507,15 @@ class WatchPlan:
 
     cadence: Cadence
     out: Path
-    shown: Path  # `out` as it is printed, in the form in which the user gave it
+    # `out` as it is printed, in the form in which the user gave it.
+    shown: Path
     fix: Fix
     sinks: tuple[Sink, ...] = ()
     query_mask: str | None = None
-    policy: str | None = None  # policy of an autopilot
-    nan: bool = False  # whether to name the origin of the first NaN
+    # Policy of an autopilot.
+    policy: str | None = None
+    # Whether to name the origin of the first NaN.
+    nan: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -622,14 +639,15 @@ class WatchSession:
     def __init__(self, plan: WatchPlan, writer: MessageWriter) -> None:
         self.plan, self.writer = plan, writer
         self._runs: list[_WatchedModel] = []
-        self._applied: dict[nn.Module, _Remedied] = {}  # kept until the process ends
+        # Kept until the process ends.
+        self._applied: dict[nn.Module, _Remedied] = {}
         self._optimizers: weakref.WeakKeyDictionary[
             nn.Module, list[weakref.ref[Optimizer]]
         ] = weakref.WeakKeyDictionary()
-        self._late: weakref.WeakSet[Optimizer] = (
-            weakref.WeakSet()
-        )  # found after the autopilot of their model had begun
-        self._by_script = False  # the script watches a model itself
+        # Found after the autopilot of their model had begun.
+        self._late: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # The script watches a model itself.
+        self._by_script = False
         self._finder = ModelFinder(
             self._start, self._of_script, self._another, self._end
         )
@@ -906,9 +924,10 @@ def _behind_python(words: list[str]) -> Program | list[str]:
 
 def under_torchrun(words: Sequence[str], watcher: Sequence[str]) -> list[str]:
     """The torchrun command in which every worker runs under `watcher`, the words `qkeel watch ...` with their --."""
+    # Takes 0.2 s, which other programs need not wait for.
     from torch.distributed.run import (
         get_args_parser,
-    )  # takes 0.2 s, which other programs need not wait for
+    )
 
     parsed = get_args_parser().parse_args(list(words))
     if parsed.no_python:

@@ -20,10 +20,12 @@ from qkeel.patching.modes import CollectiveMode, process_store
 
 T = TypeVar("T")
 
-PATIENCE = 8.0  # seconds until a process that waits for another one says so
+# Seconds until a process that waits for another one says so.
+PATIENCE = 8.0
 
 _DONE, _FAILED, _GOES_ON = "done", "failed", "failed, but may go on in another way"
-_TOLD = "_qkeel_told"  # an attribute of errors that all processes know of
+# An attribute of errors that all processes know of.
+_TOLD = "_qkeel_told"
 _AGREED = ContextVar("qkeel_agreed_collectives", default=False)
 
 
@@ -137,7 +139,8 @@ class OwnGroup:
 
     def close(self) -> None:
         """Leaves the group."""
-        self._group = None  # its end closes the connections
+        # Its end closes the connections.
+        self._group = None
 
     def reduce_(self, vector: Tensor, by: Literal["sum", "max"]) -> None:
         """Replaces a vector on the CPU by its sums or maxima over the group.
@@ -171,9 +174,8 @@ class OwnGroup:
         padded = torch.nn.functional.pad(encoded, (0, longest - len(encoded)))
         rows = [torch.empty_like(padded) for _ in range(self.size)]
         self._open().allgather([rows], [padded]).wait()  # pyright: ignore[reportAttributeAccessIssue]
-        return [
-            pickle.loads(bytes(row.numpy())) for row in rows
-        ]  # what is behind a pickle's end is ignored
+        # What is behind a pickle's end is ignored.
+        return [pickle.loads(bytes(row.numpy())) for row in rows]
 
     def _open(self) -> torch_distributed.ProcessGroupGloo:
         if self._group is None:
@@ -203,7 +205,8 @@ class _Meetings:
     runs = 0
 
 
-_Message = tuple[str, str, str]  # the subject, the status and the text
+# The subject, the status and the text.
+_Message = tuple[str, str, str]
 
 
 def _gather(subject: str, message: _Message) -> list[_Message]:
@@ -213,7 +216,8 @@ def _gather(subject: str, message: _Message) -> list[_Message]:
     """
     absent_ranks: list[int] = []
     try:
-        if _Meetings.store is not process_store():  # a new run of torch.distributed
+        # a new run of torch.distributed.
+        if _Meetings.store is not process_store():
             _Meetings.store, _Meetings.group = process_store(), None
             _Meetings.runs += 1
             name = f"meetings {_Meetings.runs}"
@@ -302,7 +306,8 @@ def agree(
         # The others wait for a message of this process, so they get one before the error is raised.
         if not vars(error).get(_TOLD):
             vars(error)[_TOLD] = True
-            with suppress(ApartError):  # this process has an error of its own
+            # This process has an error of its own.
+            with suppress(ApartError):
                 _meet(subject, _FAILED, f"{type(error).__name__}: {error}")
         raise
     try:

@@ -134,9 +134,8 @@ def counted(model: nn.Module) -> Callable[[Tensor], bool]:
 def _living(*kinds: type) -> list[Any]:
     """Returns all objects of these kinds. It checks each type once, because there are far fewer types than objects."""
     objects = gc.get_objects()
-    types = {
-        id(kind): kind for kind in map(type, objects)
-    }  # by identity: a metaclass may forbid hashes
+    # By identity: a metaclass may forbid hashes.
+    types = {id(kind): kind for kind in map(type, objects)}
     wanted = {number for number, kind in types.items() if issubclass(kind, kinds)}
     return [x for x in objects if id(type(x)) in wanted] if wanted else []
 
@@ -209,9 +208,11 @@ def peer_ranks(model: nn.Module) -> tuple[int, ...]:
 def stage_of(model: nn.Module) -> tuple[int, bool] | None:
     """Returns the model's pipeline stage and whether it is the last one, or None if there is no pipeline."""
     home = sys.modules.get(_PIPELINE)
-    if home is None or not on():  # spares the search through all objects
+    # Spares the search through all objects.
+    if home is None or not on():
         return None
-    base = home.PipelineStage.__mro__[1]  # also the base of traced stages
+    # Also the base of traced stages.
+    base = home.PipelineStage.__mro__[1]
     for stage in _living(base):
         if any(module is model for module in stage.submod.modules()):
             return stage.stage_index, stage.is_last

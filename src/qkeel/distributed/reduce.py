@@ -45,7 +45,8 @@ class Entry(NamedTuple):
     weight: str = ""
     axis: Axis = ""
     by_weights: bool = False
-    blank: float | None = None  # not NaN, because forms are compared
+    # Not NaN, because forms are compared.
+    blank: float | None = None
 
     @property
     def size(self) -> int:
@@ -54,14 +55,14 @@ class Entry(NamedTuple):
 
 
 Form = tuple[Entry, ...]
-NumberKey = tuple[
-    str, str
-]  # the site, "" for the whole model, and the name of the number
+# The site, "" for the whole model, and the name of the number.
+NumberKey = tuple[str, str]
+# Numbers that do not belong to a site.
 WHOLE_MODEL = (
     "lr",
     "train_loss",
     "final_hidden_norm",
-)  # numbers that do not belong to a site
+)
 
 
 @final
@@ -80,12 +81,10 @@ class StepTable:
         for entry in form:
             self.firsts[entry.site, entry.name] = self.size
             self.size += entry.size
-        self._signs = np.zeros(
-            self.size
-        )  # of extremes: 1 for maxima and -1 for minima, which are negative maxima
-        self._weight_of = np.full(
-            self.size, self.size
-        )  # the value behind the last one is 1
+        # Of extremes: 1 for maxima and -1 for minima, which are negative maxima.
+        self._signs = np.zeros(self.size)
+        # The value behind the last one is 1.
+        self._weight_of = np.full(self.size, self.size)
         self._blanks = np.full(self.size, np.nan)
         self._squared = np.zeros(self.size, dtype=bool)
         self._divided = np.zeros(self.size, dtype=bool)
@@ -93,9 +92,8 @@ class StepTable:
             indices = self.indices(entry)
             if entry.weight:
                 of_weights = self.indices(self.entries[entry.site, entry.weight])
-                missing = (
-                    len(entry.shape) - of_weights.ndim
-                )  # weights may lack the last dimensions
+                # Weights may lack the last dimensions.
+                missing = len(entry.shape) - of_weights.ndim
                 self._weight_of[indices] = of_weights.reshape(
                     of_weights.shape + (1,) * missing
                 )
@@ -240,9 +238,8 @@ class Member:
         return parts
 
 
-HeadSpan = tuple[
-    int, int, int
-]  # the first head, the number of heads, and the total number of heads
+# The first head, the number of heads, and the total number of heads.
+HeadSpan = tuple[int, int, int]
 
 
 @final
@@ -430,7 +427,8 @@ class SharedTable:
         device = torch.device("cpu") if vector is None else vector.device
         further = torch.tensor(extremes, dtype=widest(device))
         if device.type == "cuda":
-            further = further.pin_memory()  # so that the copy does not block
+            # So that the copy does not block.
+            further = further.pin_memory()
         like = {"dtype": further.dtype, "device": device}
         n, size = len(extremes), self.table.size
         largest = torch.full((n + size,), -torch.inf, **like)

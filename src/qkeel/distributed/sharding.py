@@ -15,7 +15,8 @@ from qkeel.distributed.agree import reduced, world
 from qkeel.distributed.layout import is_split, local
 from qkeel.errors import RefusedError
 
-Span = tuple[int, int]  # the first index, and the index after the last
+# The first index, and the index after the last.
+Span = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

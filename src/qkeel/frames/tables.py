@@ -69,8 +69,10 @@ def plain_table(
 
 # Tables of named columns, and the tables of a run: one row per step, per step and layer, or per step, layer and head.
 
-Foreign = Any  # an object of an optional library: a DataFrame, an Axes
-_SHOWN = 6  # a notebook shows this many rows from each end
+# An object of an optional library: a DataFrame, an Axes.
+Foreign = Any
+# a notebook shows this many rows from each end.
+_SHOWN = 6
 
 
 @final
@@ -251,7 +253,9 @@ def heads_frame(
 
 # Figures in matplotlib: one line per layer over the steps, a heat map of heads, a forecast.
 
-_NAMED = 8  # a legend lists at most this many lines; if there are more, the title explains the colors
+# a legend lists at most this many lines; if there are more, the title explains the
+# colors.
+_NAMED = 8
 
 
 def axes(given: Foreign = None) -> Foreign:

@@ -21,8 +21,10 @@ from qkeel.functional.bounds import repeat_groups
 from qkeel.spec import AttentionSpec
 
 Grid = tuple[int, int, int]
-Kind = Literal["rms", "layer", "l2"]  # the kinds of norms that bound a logit
-APPLIED = "_qkeel_applied"  # attribute of a site's module: the remedies that are applied to it, by name
+# The kinds of norms that bound a logit.
+Kind = Literal["rms", "layer", "l2"]
+# Attribute of a site's module: the remedies that are applied to it, by name.
+APPLIED = "_qkeel_applied"
 _LAYOUT = (
     r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them in parentheses
 )
@@ -85,9 +87,8 @@ class HeadSlice:
 
     def renamed(self, parameter: str, bias: str | None) -> HeadSlice:
         """The same rows of a different weight."""
-        other = copy.copy(
-            self
-        )  # everything that would be checked is already known to be valid
+        # Everything that would be checked is already known to be valid.
+        other = copy.copy(self)
         object.__setattr__(other, "parameter", parameter)
         object.__setattr__(other, "bias", bias)
         return other
@@ -484,7 +485,8 @@ class Sites(list[AttentionSite]):
         return share(len(self), len(self.missed))
 
 
-INDEX = "#index"  # the suffix of the name of an indexer
+# The suffix of the name of an indexer.
+INDEX = "#index"
 
 
 def layer_of(module: str, sites: Iterable[str]) -> str | None:

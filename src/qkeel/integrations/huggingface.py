@@ -93,9 +93,8 @@ def attend(
     t, s = query.shape[2], key.shape[2]
     causal = bool(vars(module).get("is_causal", True) if causal is None else causal)
     causal = causal and attention_mask is None and t > 1
-    if (
-        causal and s > t
-    ):  # a static cache that is still empty, so its first keys belong to the queries
+    # a static cache that is still empty, so its first keys belong to the queries.
+    if causal and s > t:
         key, value = key[:, :, :t], value[:, :, :t]
         bias = None if bias is None else bias[..., :t]
     if bias is not None:
@@ -125,9 +124,8 @@ def attend(
         out = attention(query, key, value, spec=spec, params=params, **options)
         return out.transpose(1, 2).contiguous(), None
     share = query.shape[1] // key.shape[1]
-    if (
-        share > 1 and attention_mask is not None and not query.is_cpu
-    ):  # fused GPU kernels take a mask or GQA, not both
+    # Fused GPU kernels take a mask or GQA, not both.
+    if share > 1 and attention_mask is not None and not query.is_cpu:
         key, value, share = (
             key.repeat_interleave(share, 1),
             value.repeat_interleave(share, 1),
@@ -176,9 +174,8 @@ def _names(kind: type[nn.Module], argument: str) -> bool:
     forward = inspect.unwrap(kind.forward)
     if not isinstance(forward, types.FunctionType):
         return True
-    consts = (
-        forward.__code__.co_consts
-    )  # keyword names of a call: one tuple, or separate strings next to **kwargs
+    # Keyword names of a call: one tuple, or separate strings next to **kwargs.
+    consts = forward.__code__.co_consts
     return any(
         argument == const or (isinstance(const, tuple) and argument in const)
         for const in consts
@@ -318,7 +315,8 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         **kwargs: Foreign,
     ) -> None:
         """Starts watching; a resumed run continues the step count."""
-        self.close(complete=False)  # a previous training may have ended with an error
+        # a previous training may have ended with an error.
+        self.close(complete=False)
         model: nn.Module = kwargs["model"]
         optimizer: Optimizer = kwargs["optimizer"]
         self._handler = _calling_handler(self)
@@ -334,7 +332,8 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         try:
             self._watch(args, state, model, optimizer, kwargs.get("train_dataloader"))
         except (OSError, RunDirectoryError):
-            raise  # where nothing can be written is said before hours of training, not after
+            # Where nothing can be written is said before hours of training, not after.
+            raise
         except QkeelError as error:
             # Training is the user's aim and must not end for want of its numbers.
             caution(
@@ -409,9 +408,8 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         **kwargs: object,
     ) -> None:
         """Logs everything that was measured, because the Trainer logs one last time before its trackers close."""
-        if (
-            self.monitor is not None and self.monitor.sample is not None
-        ):  # reading `sample` waits for pending ones
+        # Reading `sample` waits for pending ones.
+        if self.monitor is not None and self.monitor.sample is not None:
             self._send(args, state, control)
 
     def on_train_end(

@@ -61,7 +61,8 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
     ) -> None:
         super().__init__(every, sinks, rules, query_mask, autopilot)
         self._module, self._batch = module, batch
-        self._state: State = {}  # loaded from a checkpoint
+        # Loaded from a checkpoint.
+        self._state: State = {}
         self._last: float = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -80,13 +81,13 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
             _step(trainer),
         )
         self._last = -1
-        with contextlib.suppress(
-            MisconfigurationException
-        ):  # the number of accumulated batches varies
+        # The number of accumulated batches varies.
+        with contextlib.suppress(MisconfigurationException):
             self._last = trainer.estimated_stepping_batches - 1
         if self._policy is not False:
             self.pilot = attach(monitor, held, policy=self._policy, batch=self._batch)
-            state, self._state = self._state, {}  # used for this fit only
+            # Used for this fit only.
+            state, self._state = self._state, {}
             if state:
                 self.pilot.load_state_dict(state)
 
@@ -122,9 +123,8 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs the rest."""
-        if (
-            self.monitor is not None and self.monitor.sample is not None
-        ):  # reading `sample` waits for pending ones
+        # Reading `sample` waits for pending ones.
+        if self.monitor is not None and self.monitor.sample is not None:
             for sample in self._queue.take("train"):
                 for logger in trainer.loggers:
                     logger.log_metrics(sample.summaries(), step=sample.step)

@@ -158,12 +158,14 @@ class TensorBoardSink(_LibrarySink):
 # Weights & Biases: summaries and head histograms over `qkeel/step`, alarms as alerts and tags.
 
 STEP = "qkeel/step"
+# AlertLevel names.
 _ALERT_LEVELS = {
     Severity.NOTICE: "INFO",
     Severity.ALARM: "WARN",
     Severity.CRITICAL: "ERROR",
-}  # AlertLevel names
-_MANY = 100  # the number of waiting samples at which a warning is raised
+}
+# The number of waiting samples at which a warning is raised.
+_MANY = 100
 _LATE = (
     f"{_MANY} samples are waiting for the owner of the active W&B run to log: one is sent with each of its logs, and "
     "the rest when watching ends. To write each at once (this advances the run's own step counter), use "
@@ -197,7 +199,8 @@ class WandbSink(_LibrarySink):
         self._own = False
         self._waiting: list[dict[str, object]] = []
         self._histogram: Foreign = None
-        self._place = -1  # the run's step counter when a sample was last merged
+        # The run's step counter when a sample was last merged.
+        self._place = -1
 
     def _library(self) -> Any:
         with needed("the W&B sink", "wandb"):
@@ -244,10 +247,11 @@ class WandbSink(_LibrarySink):
             text=str(alarm),
             level=AlertLevel[_ALERT_LEVELS[alarm.severity]],
         )
+        # W&B's limit.
         self._run.tags = (
             *(self._run.tags or ()),
             f"qkeel {alarm.severity}: {alarm.rule}"[:64],
-        )  # W&B's limit
+        )
 
     def close(self, complete: bool) -> None:
         """Writes queued samples, and finishes the run if the sink started it."""
@@ -258,7 +262,8 @@ class WandbSink(_LibrarySink):
 
     def _write_waiting(self) -> None:
         if self._waiting and not self._own and not self.commit:
-            self._run.log({}, commit=True)  # completes the row that may hold a sample
+            # Completes the row that may hold a sample.
+            self._run.log({}, commit=True)
         for row in self._waiting:
             self._run.log(row, commit=True)
         self._waiting = []
@@ -356,9 +361,8 @@ class TrackioSink(_LibrarySink):
         stopped: Foreign = (
             None if self._run is None else vars(self._run).get("_stop_flag")
         )
-        self._own = self._run is None or (
-            stopped is not None and stopped.is_set()
-        )  # run.finish() leaves it in context
+        # run.finish() leaves it in context.
+        self._own = self._run is None or (stopped is not None and stopped.is_set())
         if self._own:
             self._run = module.init(
                 project=self.project,

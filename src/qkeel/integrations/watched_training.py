@@ -99,7 +99,8 @@ class WatchedTraining:
         query_mask: MaskSource | None,
         autopilot: bool | str | Ladder,
     ) -> None:
-        super().__init__()  # initialises the trainer's callback class
+        # Initialises the trainer's callback class.
+        super().__init__()
         self.monitor: Monitor | None = None
         self.pilot: Autopilot | None = None
         self._policy: str | Ladder | Literal[False] = (

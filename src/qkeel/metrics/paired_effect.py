@@ -55,7 +55,9 @@ def quantile(level: float, freedom: int) -> float:
 
 
 Verdict = Literal["better", "worse", "equal", "undecided"]
-_SAME = 1e-9  # a spread below this share of the mean is rounding: the differences are all the same number
+# a spread below this share of the mean is rounding: the differences are all the same
+# number.
+_SAME = 1e-9
 
 
 @final

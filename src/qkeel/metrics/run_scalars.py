@@ -16,7 +16,8 @@ from qkeel.errors import InvalidValueError, check_known
 # Rounding errors of a logit that follow from the number format of q and k, or of the stored logit itself.
 
 # Number of fraction bits of each format.
-FRACTION_BITS = {"fp8": 3, "bf16": 7, "fp16": 10, "fp32": 23}  # fp8: e4m3
+# Fp8: e4m3.
+FRACTION_BITS = {"fp8": 3, "bf16": 7, "fp16": 10, "fp32": 23}
 # RMS relative error of rounding to p such bits is 2^-p · √(1/12) · √(3/(8 ln 2)): the absolute error is uniform over a
 # spacing of 2^-p for m in [1, 2), and mantissas are spread evenly on a logarithmic scale (Benford).
 _RELATIVE = math.sqrt(3 / (96 * math.log(2)))
@@ -78,13 +79,15 @@ def _fraction_bits(dtype: str) -> int:
 
 # Scalars of recorded runs: LR sensitivity, collapse, spikes, alarms.
 
-Row = Mapping[
-    str, Any
-]  # a record or a table row: numbers, text, booleans and null by name
-ALARM_THRESHOLD = 100.0  # nats; Kimi K2's clip threshold (arXiv 2507.20534), and a reliable early sign in tiny models
+# a record or a table row: numbers, text, booleans and null by name.
+Row = Mapping[str, Any]
+# Nats; Kimi K2's clip threshold (arXiv 2507.20534), and a reliable early sign in tiny
+# models.
+ALARM_THRESHOLD = 100.0
 # nats; with transplanted logits of 1e3 the loss degrades (Wortsman et al. 2023, arXiv 2309.14322)
 HARMFUL_LOGIT = 1000.0
-COLLAPSE_ENTROPY = 0.1  # nats per query row, mean over the model
+# Nats per query row, mean over the model.
+COLLAPSE_ENTROPY = 0.1
 
 
 def lr_sensitivity(losses: Sequence[float], init_loss: float = math.inf) -> float:
@@ -195,9 +198,8 @@ def without_constant(logits: np.ndarray, spreads: np.ndarray) -> np.ndarray:
 
 # Verdicts on the health of attention, each a sentence with its number and threshold.
 
-LAYER_ENTROPY = (
-    COLLAPSE_ENTROPY / 2
-)  # nats, for one layer; half the threshold for a whole model
+# Nats, for one layer; half the threshold for a whole model.
+LAYER_ENTROPY = COLLAPSE_ENTROPY / 2
 
 
 class Status(StrEnum):

@@ -195,7 +195,8 @@ class VanishingGradient(Rule):
         series = history.series("grad_over_eps")
         if series is None or len(series) < 2:
             return None
-        larger = series[-2:].max(0)  # NaN where either of the two was not measured
+        # NaN where either of the two was not measured.
+        larger = series[-2:].max(0)
         if not (larger < 1).any():
             return None
         at = peak("grad_over_eps", -larger)
@@ -313,7 +314,8 @@ def _step_remedy(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
         names = [part.parameter for part in (*site.query, *site.key)]
         weights += [parameters[name] for name in names if name in parameters]
     if any("lora_magnitude_vector" in name for name in parameters):
-        return ""  # DoRA computes its weights from others
+        # DoRA computes its weights from others.
+        return ""
     half = any(weight.dtype in (torch.bfloat16, torch.float16) for weight in weights)
     frozen = any(not weight.requires_grad for weight in weights)
     if half or frozen or any(len(site.terms) > 1 for site in sites):

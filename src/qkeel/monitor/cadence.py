@@ -14,8 +14,11 @@ from qkeel import distributed as dist
 from qkeel.errors import InvalidTypeError, InvalidValueError, check
 from qkeel.patching.roles import Phase
 
-LEAST = 1.0  # nats; logits below this count as equal, because they make no difference to a softmax
-MOST_TOPS = 16  # records of which a cadence is told: intervals double, so that older ones cannot matter
+# Nats; logits below this count as equal, because they make no difference to a softmax.
+LEAST = 1.0
+# Records of which a cadence is told: intervals double, so that older ones cannot
+# matter.
+MOST_TOPS = 16
 
 
 class Cadence(abc.ABC):
@@ -127,9 +130,8 @@ class Adaptive(Cadence):
         return step - last >= interval
 
 
-WHILE_LOGITS_MOVE = Adaptive(
-    least=2, most=10, change=0.25, start=20
-)  # the default of the command line
+# The default of the command line.
+WHILE_LOGITS_MOVE = Adaptive(least=2, most=10, change=0.25, start=20)
 
 
 def cadence(every: int | Cadence) -> Cadence:
@@ -163,7 +165,8 @@ class MeasuredSteps:
         self._cadence, self._by_optimizer = cadence, by_optimizer
         self._models = tuple(models)
         self._passes: Counter[tuple[Phase, str]] = Counter()
-        self._begun: Counter[tuple[Phase, str]] = Counter()  # by their likely roles
+        # By their likely roles.
+        self._begun: Counter[tuple[Phase, str]] = Counter()
         self._last_untrained: dict[str, int] = {}
         # The largest logits at the latest measured training steps, and the latest of these steps.
         self._tops: list[float] = []

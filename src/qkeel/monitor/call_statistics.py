@@ -160,7 +160,8 @@ def add_gates(numbers: PassNumbers, site: str, call: Seen) -> None:
     lse_mean, lse_square, lse_min, sink_logit, gate_mean, gate_square [h]
     """
     lse = call_logsumexp(call)
-    counted = lse != -torch.inf  # NaN must remain visible
+    # NaN must remain visible.
+    counted = lse != -torch.inf
     if call.query_mask is not None:
         counted = counted & call.query_mask[:, None]
 

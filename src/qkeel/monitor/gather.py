@@ -163,7 +163,8 @@ def vector_of(tensors: Sequence[Tensor]) -> Tensor:
     flat: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         piece = tensor.detach() if tensor.requires_grad else tensor
-        if piece.ndim != 1:  # nearly all tensors are vectors, and there are hundreds
+        # Nearly all tensors are vectors, and there are hundreds.
+        if piece.ndim != 1:
             piece = piece.reshape(-1)
         if piece.device != device:
             fills = piece.device.type == "cpu" and piece.numel() == 1

@@ -67,7 +67,8 @@ class HiddenStates:
         self._named: list[tuple[str, nn.Module]] | None = None
         self._outside: list[nn.Module] = []
         self._blocks: list[tuple[str, nn.Module]] = []
-        self._awaited: torch.Size | None = None  # the shape of the last block's output
+        # The shape of the last block's output.
+        self._awaited: torch.Size | None = None
         self._final: Number | None = None
         if inputs_too and not self._sites:
             caution(NO_BLOCKS)

@@ -33,11 +33,19 @@ from qkeel.records import (
 # It does not use torch, so recorded runs can be replayed through it anywhere.
 
 LEAST_POINTS = 6
-LEAST_SPAN = 1.5  # of the clock; within less, noise has any slope (records may begin late, in a run that was resumed)
-LEAST_EXPONENT = 0.05  # below it, a logit takes a million times the training to double, which is negligible
-WINDOW = 10.0  # the fit uses the last decade of the clock; in a long warm-up, the logit hardly changes before that
-VAGUE = 10.0  # times the low end of an interval; a wider forecast says only before which step the logit will not pass
-FARTHEST = 50.0  # in ln clock; further than any training goes
+# Of the clock; within less, noise has any slope (records may begin late, in a run that
+# was resumed).
+LEAST_SPAN = 1.5
+# Below it, a logit takes a million times the training to double, which is negligible.
+LEAST_EXPONENT = 0.05
+# The fit uses the last decade of the clock; in a long warm-up, the logit hardly changes
+# before that.
+WINDOW = 10.0
+# Times the low end of an interval; a wider forecast says only before which step the
+# logit will not pass.
+VAGUE = 10.0
+# In ln clock; further than any training goes.
+FARTHEST = 50.0
 # The interval is measured, not derived: residuals of one run are not independent draws, and they do not show what bends
 # the curve later. It was calibrated on the tuning seeds of experiments/notes/alarms.md; its coverage is measured on
 # other seeds.
@@ -183,7 +191,8 @@ def forecast(
     )
 
 
-_NEAR = 0.01  # a rate this close to the planned rate counts as equal to it
+# a rate this close to the planned rate counts as equal to it.
+_NEAR = 0.01
 
 
 @final

@@ -28,13 +28,14 @@ from qkeel.records import HEAD_FIELDS, LINEAR, TYPES_EVENT, fold_heads, layer_ty
 
 # How measurements are recorded: as samples, split by token class if there are classes, for the rules and the sinks.
 
+# Names in STEP_FIELDS.
 _WHOLE = (
     "max_logit",
     "min_logit",
     "max_abs_logit",
     "capped_max_logit",
     "entropy",
-)  # names in STEP_FIELDS
+)
 
 
 @final
@@ -62,11 +63,11 @@ class Recorder:
         self.log = AlarmLog(())
         self._rules = rules
         self.sample: Sample | None = None
-        self._trained: list[Sample] = []  # the last two training samples
+        # The last two training samples.
+        self._trained: list[Sample] = []
         self.recording = Recording(planned=planned)
-        self._evaluated = (
-            Recording()
-        )  # used if the model is never seen in training mode
+        # Used if the model is never seen in training mode.
+        self._evaluated = Recording()
         self._last_evaluated = -1
         self._about: Callable[[], Mapping[str, object]] | None = about
         self.sites: tuple[str, ...] = ()
@@ -74,14 +75,17 @@ class Recorder:
         self._described: Mapping[
             str, str
         ] = {}  # types of all layers according to the description of the run
-        self._width = 0  # number of heads of the layer with the most heads, once the sites are known
+        # Number of heads of the layer with the most heads, once the sites are known.
+        self._width = 0
         self._arrays: dict[StepTable, RecordArrays] = {}
-        self._late: set[str] = (
-            set()
-        )  # sites for which a warning that they came too late was raised
-        self.dropped = 0  # sinks that failed
-        self.complete = False  # whether training ended as planned
-        self._carried: State = {}  # loaded from a checkpoint, until the first numbers arrive
+        # Sites for which a warning that they came too late was raised.
+        self._late: set[str] = set()
+        # Sinks that failed.
+        self.dropped = 0
+        # Whether training ended as planned.
+        self.complete = False
+        # Loaded from a checkpoint, until the first numbers arrive.
+        self._carried: State = {}
 
     def add(self, step: int, phase: Phase, record: StepRecord) -> None:
         """Adds the numbers of one step."""
@@ -278,7 +282,8 @@ class Recorder:
 
 # The numbers of steps that have not yet arrived from the device and the other processes.
 
-_UNREAD = 16  # steps whose statistics wait to be merged, if anybody reads them
+# Steps whose statistics wait to be merged, if anybody reads them.
+_UNREAD = 16
 
 
 @final

@@ -48,9 +48,8 @@ class LogitChanges:
             self._versions(),
         )
         changes = {}
-        for site in (
-            name for name in old if name in new
-        ):  # in the same order in every process
+        # In the same order in every process.
+        for site in (name for name in old if name in new):
             change = change_between(old[site], new[site])
             if change is not None:
                 (
@@ -78,8 +77,7 @@ def change_between(before: Seen, after: Seen) -> LogitChange | None:
     if isinstance(before, ScoresCall) and isinstance(after, ScoresCall):
         return scores_change(before, after)
     if isinstance(before, AttentionCall) and isinstance(after, AttentionCall):
-        with torch.autocast(
-            after.q.device.type, enabled=False
-        ):  # products of differences need full precision
+        # Products of differences need full precision.
+        with torch.autocast(after.q.device.type, enabled=False):
             return logit_change(before, after)
     return None

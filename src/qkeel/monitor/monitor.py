@@ -197,9 +197,8 @@ class Monitor(Handle):
     def steps(self, done: int) -> None:
         self._models.settle(decide=False)
         if done != self.steps and self._steps.step_due and self._models.has("train"):
-            self._steps.besides.add(
-                done
-            )  # measured for a step that was skipped; it counts for this one
+            # Measured for a step that was skipped; it counts for this one.
+            self._steps.besides.add(done)
         self._steps.done, self._steps.continued = done, None
 
     def measure_next(self) -> None:
@@ -404,7 +403,8 @@ class Monitor(Handle):
     def _state(self) -> State:
         """The number of steps done, the last measured step, the last learning rate (-1 if there is none), the records
         and the alarms."""
-        self.sample_before(self.steps)  # this waits for the last record
+        # This waits for the last record.
+        self.sample_before(self.steps)
         last, rate = self._steps.last, self._step_end.rate
         no_rate = torch.tensor(-1.0, dtype=torch.float64)
         state = {

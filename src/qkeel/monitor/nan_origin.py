@@ -150,7 +150,8 @@ class NanOrigin(Handle):
     def _before(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool
     ) -> None:
-        if self._has_stepped:  # only now, as several optimizers step on the same passes
+        # Only now, as several optimizers step on the same passes.
+        if self._has_stepped:
             self._has_stepped = False
             self._passes.clear()
         self._running = (
@@ -184,9 +185,8 @@ class NanOrigin(Handle):
             self.guard(self._check, optimizer)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        infinite = vars(optimizer).get(
-            "found_inf"
-        )  # GradScaler calls a fused optimizer even for a step that it skips
+        # GradScaler calls a fused optimizer even for a step that it skips.
+        infinite = vars(optimizer).get("found_inf")
         self._has_stepped = True
         if isinstance(infinite, Tensor) and bool(infinite.any()):
             return
@@ -229,7 +229,8 @@ def _origin_in_pass(model: nn.Module, kept: KeptPass) -> str:
         try:
             output = model(*copied(kept.args), **copied(kept.kwargs))
         except _BadOutputError as bad:
-            undo.close()  # another pass follows, whose outputs need no look
+            # Another pass follows, whose outputs need no look.
+            undo.close()
             if bad.name == "" and bad.output.ndim == 0:
                 return "NaN began in the loss, which the model computes from finite outputs"
             location = f"its output is the first that is not finite, at {_first_place(bad.output)}"

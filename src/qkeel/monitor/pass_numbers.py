@@ -30,7 +30,8 @@ def joined(old: Number, new: Number) -> Number:
     >>> value.value, value.weight
     (tensor(5.), 6)
     """
-    if old.value.shape != new.value.shape:  # another number of heads
+    # Another number of heads.
+    if old.value.shape != new.value.shape:
         return new
     weight = old.weight + new.weight
     if new.how == "total":

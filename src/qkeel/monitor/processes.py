@@ -117,9 +117,8 @@ class Handshake:
         if len(peers) > 1 or not has_numbers:
             return peers, ""
         names = [name for name, _ in self._model.named_parameters()]
-        some = names[
-            :: max(1, len(names) // 8)
-        ]  # replicas are equal in all of them, other models hardly in any
+        # Replicas are equal in all of them, other models hardly in any.
+        some = names[:: max(1, len(names) // 8)]
         return peers, fingerprint(self._model, some)
 
     def _known_stages(self) -> dict[str, int]:
@@ -195,17 +194,19 @@ class ProcessGroup:
         """introduced: how this process introduces itself. apart: returns the reason why it must measure alone, or "" if
         it does not have to."""
         self._introduced, self._apart = introduced, apart
-        self.records_alone = False  # each process records only what it sees, as it does without an optimizer
-        self.stopped = False  # this process has stopped measuring
+        # Each process records only what it sees, as it does without an optimizer.
+        self.records_alone = False
+        # This process has stopped measuring.
+        self.stopped = False
         self.unseen: QkeelError | None = (
             None  # why this process has no attention; other processes may have some
         )
-        self.leads = (
-            dist.rank() == 0
-        )  # whether this process warns and writes for all that run its model
+        # Whether this process warns and writes for all that run its model.
+        self.leads = dist.rank() == 0
         self._alone = False
         self._name = ""
-        self._watching = False  # it is known that all processes watch
+        # It is known that all processes watch.
+        self._watching = False
         self._group: OwnGroup | None = None
         self.members: SharedTable | None = None
         self.here()
@@ -345,9 +346,8 @@ class ProcessGroup:
         if self._group is not None:
             self._group.close()
         elif self._name and not self._alone:
-            with suppress(
-                RuntimeError
-            ):  # the store may have ended with the process that hosts it
+            # The store may have ended with the process that hosts it.
+            with suppress(RuntimeError):
                 for point in ("begins", "meets"):
                     withdraw(f"{self._name} {point}")
 
@@ -407,9 +407,8 @@ class ProcessGroup:
         with_numbers = [rank for rank, info in enumerate(infos) if info.form]
         peers = []
         for rank, (ranks, _) in enumerate(everyones):
-            if (
-                ranks == (rank,) and not infos[rank].form
-            ):  # nothing shows where it belongs
+            # Nothing shows where it belongs.
+            if ranks == (rank,) and not infos[rank].form:
                 ranks = (rank, with_numbers[0])
             peers.append(ranks)
         groups = groups_of_models(peers, [checksum for _, checksum in everyones])

@@ -40,10 +40,11 @@ from qkeel.version import VERSION
 
 # One record of a watched model, as the sinks receive it.
 
+# Fields whose distribution over the heads is sent to trackers.
 HISTOGRAMS = (
     "max_logit",
     "entropy",
-)  # fields whose distribution over the heads is sent to trackers
+)
 
 
 @final

@@ -34,11 +34,12 @@ COMPUTED: Mapping[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]] = {
 _SERVING = {
     part for parts, _ in COMPUTED.values() for part in parts if part not in HEAD_FIELDS
 }
+# Known even where only the maxima were measured.
 _OF_MAXIMA = (
     "max_logit",
     "capped_max_logit",
     NON_FINITE,
-)  # known even where only the maxima were measured
+)
 
 
 # The statistics by token class that are recorded, and the counts that say whether they were measured.
@@ -86,10 +87,11 @@ class RecordArrays:
     def __init__(self, table: StepTable, sites: Sequence[str], width: int) -> None:
         """Takes the layers of the record, and the number of heads of the layer with the most heads."""
         layers = {site: layer for layer, site in enumerate(sites)}
+        # The index of a NaN behind the vector.
         self._shape, self._nan = (
             (len(sites), width),
             table.size,
-        )  # the index of a NaN behind the vector
+        )
         self._index: dict[str, np.ndarray] = {}
         self._counts: dict[
             str, np.ndarray
@@ -136,9 +138,8 @@ class RecordArrays:
         n_heads = table.entries[entry.site, "max_logit"].shape[0]
         indices = table.indices(entry)
         counts = table.indices(table.entries[entry.site, "\t".join([count, *classes])])
-        repeats = n_heads // len(
-            indices
-        )  # of the values of a key head, for each query head of its group
+        # Of the values of a key head, for each query head of its group.
+        repeats = n_heads // len(indices)
         indices, counts = (
             np.repeat(indices, repeats, axis=0),
             np.repeat(counts, repeats, axis=0),
@@ -194,9 +195,8 @@ class RecordArrays:
         """
         top, low, entropy = arrays["max_logit"], arrays["min_logit"], arrays["entropy"]
         arrays["max_abs_logit"] = np.maximum(np.maximum(top, -low), 0.0)
-        low_is_finite = np.isfinite(low) | (
-            arrays["n_pairs"] == 0
-        )  # without pairs, the minimum was not measured
+        # Without pairs, the minimum was not measured.
+        low_is_finite = np.isfinite(low) | (arrays["n_pairs"] == 0)
         arrays[NON_FINITE] = 1.0 - (
             np.isfinite(top) & low_is_finite & np.isfinite(entropy)
         )

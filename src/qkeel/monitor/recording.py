@@ -10,8 +10,11 @@ import numpy as np
 from qkeel.errors import ShapeError
 from qkeel.monitor.history import History, PlannedRates, number
 
-MOST = 512  # records kept: a power law fits 512 points as well as 100,000, and a rule reads all of them
-_TAIL = 2  # the newest records are always kept, because rules compare the last two
+# Records kept: a power law fits 512 points as well as 100,000, and a rule reads all of
+# them.
+MOST = 512
+# The newest records are always kept, because rules compare the last two.
+_TAIL = 2
 
 # Columns of the recording itself, of the values of a record, and of its heads.
 Kind = Literal["own", "values", "heads"]
@@ -72,7 +75,8 @@ class Recording:
             self._column("values", name)[row] = number(value)
         for name, of_heads in heads.items():
             column = self._column("heads", name, np.shape(of_heads))
-            with np.errstate(over="ignore"):  # beyond float32 is infinite
+            # Beyond float32 is infinite.
+            with np.errstate(over="ignore"):
                 column[row] = of_heads
         self._seen += 1
         if self._kept > self._most:
@@ -119,7 +123,8 @@ class Recording:
         self._columns, self._room = {}, max(4, self._kept)
         for key, records in state.items():
             kind, _, name = key.partition(":")
-            if kind in ("own", "values", "heads"):  # a state of 0.1.0 has others
+            # a state of 0.1.0 has others.
+            if kind in ("own", "values", "heads"):
                 self._column(kind, name, records.shape[1:])[: len(records)] = records  # type: ignore[arg-type]
 
     def __len__(self) -> int:
@@ -189,9 +194,8 @@ class Recording:
             self._column("own", "step")[: self._kept],
             self._column("own", "rate"),
         )
-        first = int(
-            np.flatnonzero(np.diff(rows, prepend=-1) > 1)[0]
-        )  # the rows before it stay what they are
+        # The rows before it stay what they are.
+        first = int(np.flatnonzero(np.diff(rows, prepend=-1) > 1)[0])
         begin = max(first - 1, 0)
         # A dropped record's rate goes into the next one, so that the sum of rates, the clock of forecasts, is exact.
         ticks = np.cumsum(

@@ -28,7 +28,8 @@ FIND_NON_FINITE = (
     "print([n for n, p in model.named_parameters() if not p.isfinite().all()])  # in the last checkpoint before "
     "this step; if there are none, look at the batch, the loss scale and the norms"
 )
-GROWTH = "attention logits have grown too large"  # what most alarms are about
+# What most alarms are about.
+GROWTH = "attention logits have grown too large"
 
 
 class Severity(StrEnum):
@@ -84,9 +85,8 @@ class Alarm:
         return f"{self.line}. To act: {self.remedy}"
 
 
-Threshold = (
-    float | Mapping[str, float]
-)  # for all layers, or for the layers of each of these types and no others
+# For all layers, or for the layers of each of these types and no others.
+Threshold = float | Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,8 +276,10 @@ def trend(history: History, values: np.ndarray, of: str = "it") -> str:
 # A rule reads all records so far and decides whether the last one is a reason for an alarm. How early each rule fires,
 # and how often without a reason, is measured in experiments/notes/alarms.md. The thresholds are in thresholds.py.
 
-_FEW_NATS = 40.0  # logits of at most this size differ too little for a weight to become 0 in float32
-_MODEL = "the largest of all heads"  # the series that forecasts use; an alarm names the head that is now largest
+# Logits of at most this size differ too little for a weight to become 0 in float32.
+_FEW_NATS = 40.0
+# The series that forecasts use; an alarm names the head that is now largest.
+_MODEL = "the largest of all heads"
 
 
 @final
@@ -597,10 +599,12 @@ class Over(Rule):
     field: str
     threshold: float
     cause: str = "a number is over its threshold"
-    remedy: str = ""  # "" stands for the command that explains the field
+    # "" stands for the command that explains the field.
+    remedy: str = ""
 
     def __post_init__(self) -> None:
-        explain_field(self.field)  # raises an error if the field does not exist
+        # Raises an error if the field does not exist.
+        explain_field(self.field)
         if not self.remedy:
             object.__setattr__(self, "remedy", f"qkeel explain {self.field}")
 

@@ -46,13 +46,14 @@ from qkeel.records.file_formats import JSONObject
 
 DEFAULT_PATH = Path("qkeel-runs/watch")
 KIND = "watch"
+# Keys written to env.json; the other keys describe what is watched.
 ENVIRONMENT = (
     "versions",
     "system",
     "commit",
     "command",
     "watcher",
-)  # keys written to env.json; the other keys describe what is watched
+)
 
 
 class Sink(abc.ABC):
@@ -115,7 +116,8 @@ class RunDirectorySink(Sink):
                 f"expected a path for the records, got {type(path).__name__}"
             )
         self.asked, self.watcher = Path(path), watcher
-        self._home = Path.cwd()  # a script may change its folder later
+        # a script may change its folder later.
+        self._home = Path.cwd()
         self.path: Path | None = None
         self._fields: tuple[str, ...] = ()
         self._heads: dict[str, HeadRecorder] = {}

@@ -14,7 +14,8 @@ from qkeel.monitor.gather import NumberKey
 from qkeel.monitor.pass_numbers import Number, PassNumbers
 from qkeel.monitor.token_classes import PassTokens
 
-ROWS = 32  # query rows of each call that are compared with dense attention
+# Query rows of each call that are compared with dense attention.
+ROWS = 32
 
 
 @final

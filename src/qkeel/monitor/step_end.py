@@ -55,7 +55,8 @@ class StepEnd:
         self._steps, self._models, self._group = steps, models, group
         self._arrivals, self._recorder = arrivals, recorder
         self._guard = guard
-        self._noted: Sample | None = None  # the latest of which the cadence knows
+        # The latest of which the cadence knows.
+        self._noted: Sample | None = None
         # What has been sent of the monitor's own counts.
         self._calls: dict[Phase, float] = {"train": 0, "eval": 0}
         self._seconds = 0.0

@@ -16,13 +16,16 @@ SOURCES = {
 # Chosen on the tuning seeds of experiments/notes/alarms.md, and measured on other seeds.
 GROWTH_FLOOR, GROWTH_FACTOR = ALARM_THRESHOLD, 3.0
 APPROACH_FLOOR = 30.0
-HORIZON = 4.0  # times the training so far
+# Times the training so far.
+HORIZON = 4.0
 OUTLOOK, OUTLOOK_FLOOR, OUTLOOK_FACTOR = 500.0, 8.0, 2.0
 ENTROPY = LAYER_ENTROPY
 
 # Thresholds of rules that depend on the setting of a run.
-ROUNDING = 0.25  # nats by which rounding changes the logits of the top keys
-GAIN_FACTOR = 4.0  # times the gain's first value
+# Nats by which rounding changes the logits of the top keys.
+ROUNDING = 0.25
+# Times the gain's first value.
+GAIN_FACTOR = 4.0
 IDLE_TOLERANCE = (
     0.05  # relative deviation allowed between a head's size and what the norm produces
 )

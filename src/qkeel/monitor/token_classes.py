@@ -25,7 +25,8 @@ _WHAT = (
     "arguments, a tensor [b t] of class numbers, or a qkeel.monitor.Classes created from one of these, with names"
 )
 _ID_TYPES = (torch.int64, torch.int32)
-_MOST_CLASSES = 1 << 31  # where their number is not known
+# Where their number is not known.
+_MOST_CLASSES = 1 << 31
 
 
 def positional(model: nn.Module, option: str, source: object) -> tuple[str, ...]:
@@ -76,7 +77,8 @@ class QueryMaskSource:
     """
 
     given: MaskSource
-    forward: tuple[str, ...] = ()  # the names of the forward's positional arguments
+    # The names of the forward's positional arguments.
+    forward: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.given, (str, Tensor)) and not callable(self.given):

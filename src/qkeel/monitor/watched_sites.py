@@ -53,14 +53,14 @@ class WatchedSites:
         # By site, of the call with the most queries so far, and whether `types` lacks some of them.
         self._sets: dict[str, VisibleSets] = {}
         self._is_stale = False
-        self._error: QkeelError | None = None  # of the search, told after the pass
+        # Of the search, told after the pass.
+        self._error: QkeelError | None = None
         self._has_attention = self._told_silent = False
 
     def _add(self, sites: Sites) -> None:
         described = {site.name for site in self.all}
         self.all += [site for site in sites if site.name not in described]
         self.all.missed, self.all.indexers = sites.missed, sites.indexers
-        self.all.linear = sites.linear
 
     def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Finds the sites from the arguments of a pass that is about to begin, in one more forward pass.

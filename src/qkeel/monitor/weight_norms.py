@@ -19,8 +19,10 @@ from qkeel.heads.site import AttentionSite, HeadSlice, NormGain
 from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
 from qkeel.patching.modes import without_gradients
 
-Chain = tuple[HeadSlice, ...]  # the weights of one term on the path of q or k
-RowsOfHeads = Callable[[HeadSlice], Tensor]  # the rows of each head [n r m]
+# The weights of one term on the path of q or k.
+Chain = tuple[HeadSlice, ...]
+# The rows of each head [n r m].
+RowsOfHeads = Callable[[HeadSlice], Tensor]
 
 
 def chains_of(site: AttentionSite) -> dict[str, list[Chain]]:
@@ -307,7 +309,8 @@ class WeightNorms:
                         and head_slice.axis == 0
                         and head_slice.index.shape[1] == 1
                     ):
-                        return False  # the row is itself a matrix
+                        # The row is itself a matrix.
+                        return False
                 for (first, second), p in zip(itertools.pairwise(path), weights[1:]):
                     width = p.numel() // len(second.rows_of(p)) if p.ndim > 1 else 0
                     if width and width != first.index.shape[1]:

@@ -245,9 +245,8 @@ class _Patch:
                     setattr(home, name, self._put[-1][2])
 
     def _end(self) -> None:
-        del (
-            torch.utils.checkpoint.CheckpointFunction.apply
-        )  # uncovers the inherited method
+        # Uncovers the inherited method.
+        del torch.utils.checkpoint.CheckpointFunction.apply
         for home, name, mine in self._put:
             if vars(home).get(name) is mine:
                 setattr(home, name, mine.original)

@@ -238,14 +238,14 @@ class ForwardPasses(Handle):
         self.tree = ModuleTree(model)
         self._pid = os.getpid()
         self._depth = 0
+        # The lock guards _depth and _pass.
         self._lock, self._warned = (
             threading.Lock(),
             False,
-        )  # the lock guards _depth and _pass
+        )
         self._pass: _Running | None = None
-        self.around = (
-            ExitStack()
-        )  # closed at the end of the current pass, even if it fails
+        # Closed at the end of the current pass, even if it fails.
+        self.around = ExitStack()
         self.repeated: Callable[[], None] | None = (
             None  # called when a checkpoint repeats a call, with gradients
         )
@@ -296,9 +296,8 @@ class ForwardPasses(Handle):
             compiled = self.tree.any_compiled() or compiled
             self.tree.settled = True
             try:
-                with (
-                    outside_checkpoints()
-                ):  # the pass may run inside one, and `before` may make extra passes
+                # The pass may run inside one, and `before` may make extra passes.
+                with outside_checkpoints():
                     self._guard(self._before, args, kwargs, compiled)
             finally:
                 self.tree.settled = False

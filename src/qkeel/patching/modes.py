@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 # Guards around everything that qkeel calls during training, so that its errors do not disturb the training.
 
 T = TypeVar("T")
-Guarded = Callable[..., Any]  # called as guard(function, *arguments)
+# Called as guard(function, *arguments).
+Guarded = Callable[..., Any]
 
 
 @final
@@ -67,7 +68,8 @@ class FaultGuard:
         """Takes the text of the warning, with {} for the error, and the functions that switch off what failed."""
         self.words, self.off = words, list(off)
         self.error: Exception | None = None
-        self._inside: set[int] = set()  # threads in which a guarded function runs
+        # Threads in which a guarded function runs.
+        self._inside: set[int] = set()
         self._spent: dict[
             int, float
         ] = {}  # by thread, so that no two threads write to the same entry
@@ -82,9 +84,8 @@ class FaultGuard:
         begun = None if thread in self._inside else time.perf_counter()
         self._inside.add(thread)
         try:
-            if (
-                _len_torch_dispatch_stack()
-            ):  # what it computes, a selective checkpoint must not store
+            # What it computes, a selective checkpoint must not store.
+            if _len_torch_dispatch_stack():
                 with outside_checkpoints():
                     return act(*args)
             return act(*args)
@@ -238,7 +239,8 @@ def hooks_after(module: nn.Module) -> dict[int, Callable[..., Any]]:
     return module._forward_hooks
 
 
-Hook = tuple[dict[Any, Any], object]  # a table of hooks, and the key of a hook in it
+# a table of hooks, and the key of a hook in it.
+Hook = tuple[dict[Any, Any], object]
 
 
 def put_hooks(
@@ -250,7 +252,8 @@ def put_hooks(
     before(module, args, kwargs) runs before all other hooks. If it is given, after(module, args, output) also runs
     after an exception.
     """
-    key = object()  # torch's keys are numbers, none of which may be used twice
+    # torch's keys are numbers, none of which may be used twice.
+    key = object()
     hooks: list[Hook] = [(module._forward_hooks, key)]
     module._forward_hooks[key] = _Uncopied(after)  # type: ignore[index]
     if before is not None:
@@ -291,7 +294,8 @@ class ModuleTree:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.settled = False  # True while nothing can change the tree, which is then not compared again
+        # True while nothing can change the tree, which is then not compared again.
+        self.settled = False
         self._named: list[tuple[str, nn.Module]] = []
         self._tables: list[dict[str, Any]] = []
         self._children: list[tuple[object, ...]] = []
@@ -513,12 +517,14 @@ def running_stage() -> int | None:
     return None
 
 
-_SHAPES_INFERRED = ("_compute_outputs", "_shape_inference")  # the latter in torch 2.11
+# The latter in torch 2.11.
+_SHAPES_INFERRED = ("_compute_outputs", "_shape_inference")
 
 
 def inferring_shapes() -> bool:
     """True in the pass in which a pipeline stage infers the shapes of its outputs, from tensors without data."""
-    if _STAGES not in sys.modules:  # a fast exit, since every pass calls this function
+    # a fast exit, since every pass calls this function.
+    if _STAGES not in sys.modules:
         return False
     return any(frame.f_code.co_name in _SHAPES_INFERRED for frame in _stage_frames())
 
@@ -564,7 +570,9 @@ def gathered(model: nn.Module) -> Iterator[None]:
         modules = _sharded_modules(model)
         for module in modules:
             state = module._get_fsdp_state()
-            state._lazy_init()  # the first pass would do it and set the outermost module to stay whole afterwards
+            # The first pass would do it and set the outermost module to stay whole
+            # afterwards.
+            state._lazy_init()
             groups = _parameter_groups(module)
             kept = [
                 (state, "_auto_reshard_after_forward"),
@@ -746,7 +754,9 @@ class CollectiveMode(TorchDispatchMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # a DTensor's operators on its local parts are dispatched to this mode again
+            # a DTensor's operators on its local parts are dispatched to this mode
+            # again.
+            return NotImplemented
         if (ranks := collective_of(func, args)) is not None:
             self._before(ranks, str(func))
         return func(*args, **(kwargs or {}))

@@ -25,9 +25,8 @@ from qkeel.patching.modes import running_frames
 # Hooks on optimizer steps, and on the creation of optimizers, for which torch has no hook.
 
 Act = Callable[[Optimizer], None]
-Group = dict[
-    str, Any
-]  # a parameter group: its weights and options, as torch stores them
+# a parameter group: its weights and options, as torch stores them.
+Group = dict[str, Any]
 
 
 def listed(optimizer: object) -> list[Optimizer]:
@@ -135,7 +134,8 @@ def before_change(act: Act) -> Callable[..., Any]:
     def before(
         optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
-        given = args[1:2]  # args[0] is the optimizer
+        # Args[0] is the optimizer.
+        given = args[1:2]
         closure = given[0] if given else kwargs.get("closure")
         if not callable(closure):
             act(optimizer)
@@ -195,7 +195,8 @@ def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
 
     post: Any = torch.compiler.disable(fire)
     registered = register_optimizer_step_post_hook(post)
-    undo = weakref.finalize(optimizer, registered.remove)  # runs at most once
+    # Runs at most once.
+    undo = weakref.finalize(optimizer, registered.remove)
     undo.atexit = False
     return Handle(undo)
 
@@ -245,9 +246,8 @@ def filling_state() -> bool:
     if fills is None:
         return False
     frame: FrameType | None = sys._getframe(1)
-    while (
-        frame is not None and frame.f_code is not fills.__code__
-    ):  # a plain loop, since every step runs it
+    # a plain loop, since every step runs it.
+    while frame is not None and frame.f_code is not fills.__code__:
         frame = frame.f_back
     return frame is not None
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from qkeel.patching.modes import modules_of, running_frames, transformed_now
 
-Phase = Literal[
-    "train", "eval"
-]  # of passes that are trained, and of passes that are not
+# Of passes that are trained, and of passes that are not.
+Phase = Literal["train", "eval"]
 
-MOST_OBJECTS = 2000  # looked through for tensors in what a pass returned
+# Looked through for tensors in what a pass returned.
+MOST_OBJECTS = 2000
 
 
 @final
@@ -56,11 +56,14 @@ class PassRole:
         role = cls(reached)
         if not torch.is_grad_enabled():
             return role
-        if transformed_now():  # torch.func differentiates tensors that do not leave it, so nothing can be hooked
+        # torch.func differentiates tensors that do not leave it, so nothing can be
+        # hooked.
+        if transformed_now():
             role.arrive()
             return role
         nodes = _graph_nodes(output, without=_graph_nodes(inputs))
-        if not nodes:  # a model may also keep its loss for itself: self.loss = ...
+        # a model may also keep its loss for itself: self.loss = ...
+        if not nodes:
             kept = [
                 vars(module)
                 for module in modules_of(model).values()
@@ -106,9 +109,8 @@ class PassRole:
     @property
     def trained(self) -> bool | None:
         """True if the pass was trained, False if it never will be, and None if that is open."""
-        if (
-            self._open and self._hook is not None and self._hook() is None
-        ):  # nothing refers to the graph any more
+        # Nothing refers to the graph any more.
+        if self._open and self._hook is not None and self._hook() is None:
             self._open = False
         return None if self._open else self._trained
 

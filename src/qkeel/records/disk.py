@@ -28,7 +28,8 @@ def read_file(path: Path, error: type[QkeelError] = RunDirectoryError) -> bytes:
     Raises:
         QkeelError: the file is missing or not readable. The class is `error`.
     """
-    if not os.path.exists(path):  # Path.exists raises for a name that is too long
+    # Path.exists raises for a name that is too long.
+    if not os.path.exists(path):
         raise error(f"{path} is missing; give the path of an existing file.")
     with reported(f"cannot read {path}", ". Expected a readable file.", error):
         return path.read_bytes()
@@ -76,9 +77,8 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
             with open(temporary, "xb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(
-                    file.fileno()
-                )  # a renamed file must not be empty after a crash of the system
+                # a renamed file must not be empty after a crash of the system.
+                os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -163,7 +163,8 @@ def make_directory(path: Path, parents: bool = True) -> bool:
         try:
             path.mkdir()
         except FileExistsError:
-            if not path.is_dir():  # otherwise, it existed or another process was faster
+            # Otherwise, it existed or another process was faster.
+            if not path.is_dir():
                 raise
             return False
     return True
@@ -224,7 +225,8 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
             os.write(file, str(os.getpid()).encode())
         yield
     finally:
-        with contextlib.suppress(OSError):  # a failed close loses a process id at most
+        # a failed close loses a process id at most.
+        with contextlib.suppress(OSError):
             os.close(file)
 
 

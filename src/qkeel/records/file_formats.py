@@ -37,7 +37,8 @@ from qkeel.records.names_and_units import (
 # JSON documents and JSON lines. Readers drop an incomplete last line and report any other damage. Before 0.2.0, the
 # last field of every object was a checksum, which is ignored.
 
-JSONObject = dict[str, Any]  # parsed JSON
+# Parsed JSON.
+JSONObject = dict[str, Any]
 _CHECKSUM = "crc32"
 _RESTORE = "It is damaged or has a different format; restore it or create it again."
 
@@ -124,7 +125,8 @@ def read_lines(path: Path) -> Iterator[JSONObject]:
     """
     damage = None
     for number, (_, value) in enumerate(_scan(path), start=1):
-        if damage is not None:  # a torn line is the last one
+        # a torn line is the last one.
+        if damage is not None:
             raise DamagedFileError(
                 f"{path}, line {number - 1} is not complete JSON, so the file was damaged ({damage})"
             )
@@ -146,7 +148,8 @@ def whole_bytes(path: Path) -> int:
 
 def _scan(path: Path) -> Iterator[tuple[int, Any]]:
     """Yields, for each line, the byte offset of its end and its object, or the ValueError from parsing it."""
-    if not os.path.exists(path):  # Path.exists raises for a name that is too long
+    # Path.exists raises for a name that is too long.
+    if not os.path.exists(path):
         return
     end = 0
     with reported(f"cannot read {path}"), open(path, "rb") as file:
@@ -186,9 +189,8 @@ def _writable(value: object) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, str) and not value.isascii():
-        return value.encode("utf-8", "replace").decode(
-            "utf-8"
-        )  # file names may contain lone surrogates
+        # File names may contain lone surrogates.
+        return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, Mapping):
         return {k: _writable(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -315,7 +317,8 @@ def read_heads(directory: Path, name: str = "heads") -> Heads:
     content = read_file(path) if path.exists() else b""
     shape = len(about["fields"]), about["n_layers"], about["n_heads"]
     width = 1 + math.prod(shape)
-    n = len(content) // (4 * width)  # a torn record at the end is left out
+    # a torn record at the end is left out.
+    n = len(content) // (4 * width)
     rows = np.frombuffer(content, dtype="<f4", count=n * width).reshape(n, width)
     steps = rows[:, 0]
     if not (np.isfinite(steps) & (steps >= 0)).all():

@@ -114,9 +114,11 @@ STEP_FIELDS: dict[str, Field] = {
     ),
 }
 
-NON_FINITE = "non_finite"  # if it is 1, all other values of the head are meaningless, so code checks it by name
+# If it is 1, all other values of the head are meaningless, so code checks it by name.
+NON_FINITE = "non_finite"
 
-_STORED = ", absent if weights are computed from stored ones (sigma_reparam)"  # whose norm would be another one
+# Whose norm would be another one.
+_STORED = ", absent if weights are computed from stored ones (sigma_reparam)"
 
 # One value per layer and head in heads.f32. The value of a key head is repeated for every query head of its group.
 HEAD_FIELDS: dict[str, HeadField] = {
@@ -601,7 +603,8 @@ LAYER_TYPES: dict[str, str] = {
     "cross": "keys come from a different source than queries",
     "linear": "positions are mixed without logits, as in linear attention and state-space layers; nothing is measured",
 }
-LINEAR = "linear"  # the only type whose layers have no logits, and therefore no values and no thresholds
+# The only type whose layers have no logits, and therefore no values and no thresholds.
+LINEAR = "linear"
 
 # One row per run in a study's table.csv.
 TABLE_COLUMNS: dict[str, Field] = {

@@ -292,7 +292,8 @@ def fresh_directory(path: Path, first: str = "") -> Path:
         is_new = disk.make_directory(folder)
         if is_new or (number == 1 and not any(folder.iterdir())):
             if first and not disk.create(folder / first):
-                continue  # another process was faster
+                # Another process was faster.
+                continue
             return folder
     raise AssertionError("unreachable")
 

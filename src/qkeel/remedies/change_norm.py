@@ -43,8 +43,10 @@ from qkeel.spec.logits import Scale
 from qkeel.spec.norm import GainKind, GainNorm, NormedPart, On, Over
 from qkeel.spec.slot import ParameterSizes
 
-SourcesBySide = dict[NormedPart, list[HeadSource]]  # the modules that produce each side
-_SHORTER = 0.05  # the relative length by which eps, under the root, may shorten a vector of usual size
+# The modules that produce each side.
+SourcesBySide = dict[NormedPart, list[HeadSource]]
+# The relative length by which eps, under the root, may shorten a vector of usual size.
+_SHORTER = 0.05
 KINDS: dict[str, type[GainNorm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
 
 
@@ -55,7 +57,8 @@ class _Projection:
     The calls may use different heads of it, as in differential attention or with local heads."""
 
     def __init__(self, site: AttentionSite, source: HeadSource) -> None:
-        self.site, self.source = site, source  # the first call, and what it uses
+        # The first call, and what it uses.
+        self.site, self.source = site, source
         self.rows: dict[NormedPart, set[tuple[int, ...]]] = {}
         self.names: dict[NormedPart, str] = {}
 
@@ -352,7 +355,8 @@ class NormOptions(ChangeNorm):
 
     def __post_init__(self) -> None:
         check_known(f"kind of {self.name}", self.kind, KINDS)
-        self.norm()  # validates the options
+        # Validates the options.
+        self.norm()
 
     def norm(self) -> GainNorm:
         on = cast("On", "".join(self.sides))

@@ -101,7 +101,8 @@ def refuse_taken(site: AttentionSite, slot: SlotName) -> Refusal | None:
 
 # Remedies that change a site's spec. qkeel's own modules have a spec; in other modules the attention call is replaced.
 
-_CHANGES = "_qkeel_changes"  # on one of qkeel's own modules: its original spec, and the active changes
+# On one of qkeel's own modules: its original spec, and the active changes.
+_CHANGES = "_qkeel_changes"
 
 
 class ChangeSpec(Remedy):

@@ -85,14 +85,16 @@ class ChangedCalls(InstanceForward):
             put_in_place(self)
             if isinstance(self.module, nn.MultiheadAttention):
                 self.module.register_forward_pre_hook(_not_the_fast_path)
-                compile_again()  # code compiled for the fast path does not detect new hooks
+                # Code compiled for the fast path does not detect new hooks.
+                compile_again()
         self.changes = changes
         if not changes:
             take_out(self)
             hooks = hooks_before(self.module)
             for key in [k for k, hook in hooks.items() if hook is _not_the_fast_path]:
                 del hooks[key]
-                compile_again()  # code compiled with the hook does not detect its removal
+                # Code compiled with the hook does not detect its removal.
+                compile_again()
 
     def run(self, args: Args, kwargs: Kwargs) -> object:
         """Runs the module's forward with its attention calls replaced."""
@@ -345,9 +347,8 @@ class SpecChange(Protocol):
         ...
 
 
-PlacedChange = tuple[
-    SpecChange, int | None
-]  # a remedy, and the training length in tokens if the remedy needs it
+# a remedy, and the training length in tokens if the remedy needs it.
+PlacedChange = tuple[SpecChange, int | None]
 
 
 def changed(base: AttentionSpec, changes: Iterable[PlacedChange]) -> AttentionSpec:

@@ -131,7 +131,8 @@ def heads_of(
     sources = []
     for slices in by_branch.values():
         weights = {s.parameter: model.get_parameter(s.parameter) for s in slices}
-        if any(p.ndim > 2 for p in weights.values()):  # channels of a convolution
+        # Channels of a convolution.
+        if any(p.ndim > 2 for p in weights.values()):
             raise refuse_heads(
                 f"the {side} are not the last dimension of a module's output: {names} produces them"
             )
@@ -210,7 +211,8 @@ class NormedProjection(InstanceForward):
         self.projection = None if inside is None else source.module
         self.biased, self.size = source.biased, source.size
         self.norms = [norm for norm, _ in norms]
-        self.seen: list[int] | None = None  # the sizes of the outputs in a trial pass
+        # The sizes of the outputs in a trial pass.
+        self.seen: list[int] | None = None
         # Adjacent heads are views of the output; others are gathered and put back.
         self.blocks: list[tuple[int, int, HeadNorm]] | None = []
         for norm, index in norms:

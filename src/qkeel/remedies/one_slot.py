@@ -52,7 +52,8 @@ class OneSlot(ChangeSpec):
     def change_others(
         self, target: Target, sites: list[AttentionSite]
     ) -> Iterator[Handle]:
-        if self.slot == "scale":  # the factor must scale q·k but no added bias
+        # The factor must scale q·k but no added bias.
+        if self.slot == "scale":
             refuse_added_scores(self.name, target, sites)
         yield from ChangeSpec.change_others(self, target, sites)
 
@@ -187,7 +188,8 @@ class SinkRemedy(OneSlot):
 
     def __post_init__(self) -> None:
         settle(self, self.name)
-        Sink(init=float(self.init))  # validates the number
+        # Validates the number.
+        Sink(init=float(self.init))
 
     def value(self, old: AttentionSpec, train_length: int | None) -> Sink:
         return Sink(learned=self.learned, init=float(self.init))

@@ -35,7 +35,8 @@ def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
     """
     stage = dist.stage_of(target.model)
     if stage is not None and not stage[1]:
-        return nn.Identity()  # a different stage of the pipeline computes the logits
+        # a different stage of the pipeline computes the logits.
+        return nn.Identity()
     if named:
         try:
             return target.model.get_submodule(named)
@@ -68,9 +69,8 @@ def _observed(target: Target) -> list[str]:
 
     def note(name: str, module: nn.Module, inputs: object, output: object) -> None:
         if isinstance(output, Tensor):
-            first_outputs.setdefault(
-                id(output), (name, output)
-            )  # inner modules end first
+            # Inner modules end first.
+            first_outputs.setdefault(id(output), (name, output))
 
     with ExitStack() as hooks:
         for name, module in target.model.named_modules():
@@ -198,9 +198,8 @@ class _LossHook:
     def _check(self, p: Tensor, g: Tensor, right: Tensor, counts: Tensor) -> None:
         target = torch.zeros_like(p).scatter(-1, right, 1.0)
         off = (g - counts * (p - target)).abs().amax()
-        if not bool(
-            off <= 0.05 * g.abs().amax()
-        ):  # low-precision gradients are inexact by a few parts in a thousand
+        # Low-precision gradients are inexact by a few parts in a thousand.
+        if not bool(off <= 0.05 * g.abs().amax()):
             raise RefusedError(
                 "z_loss weighs each token as the cross-entropy of a single target does, but the gradient at the final "
                 "logits is not that of such a loss (label smoothing, distillation, a cap after it, another loss); use "
@@ -222,9 +221,8 @@ class _AddGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        if (
-            torch.is_grad_enabled()
-        ):  # torch's once_differentiable would let autograd.grad drop this silently
+        # torch's once_differentiable would let autograd.grad drop this silently.
+        if torch.is_grad_enabled():
             raise RefusedError(
                 "a loss with z_loss can be differentiated only once; remove the remedy for create_graph=True"
             )

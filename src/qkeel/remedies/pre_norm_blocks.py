@@ -30,7 +30,8 @@ class Branch:
     """A branch x + F(N(x)) of a block, with the names of the children F and N and of the norm to add after F."""
 
     block: nn.Module
-    name: str  # the block's name in the model
+    # The block's name in the model.
+    name: str
     function: str
     norm: str
     post: str

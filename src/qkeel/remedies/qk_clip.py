@@ -256,7 +256,8 @@ class _Clip:
 
     def _is_over(self, largest: Tensor) -> bool:
         """True if a head exceeds the threshold, or if the host would have to wait for its maximum."""
-        under = float(self.remedy.threshold).__lt__  # NaN is not over
+        # NaN is not over.
+        under = float(self.remedy.threshold).__lt__
         return not _readable(largest) or any(map(under, largest.tolist()))
 
     def _clip(self, row: Tensor, optimizer: Optimizer, infinite: Tensor | None) -> None:

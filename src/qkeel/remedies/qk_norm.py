@@ -51,7 +51,8 @@ class QKNorm(NormOptions):
         NormOptions.__post_init__(self)
         if self.length is not None:
             checked(self.length, Count, f"length of {self.name}")
-            qk_norm_init(self.length)  # validates the length
+            # Validates the length.
+            qk_norm_init(self.length)
             if not self._learned_scale:
                 raise InvalidValueError(
                     f"length={self.length} sets the initial value of a learned scale, which qk_norm has only with "
@@ -127,7 +128,8 @@ class Cosine(ChangeNorm):
         if self.length is not None and self.scale is not None:
             raise InvalidValueError("cosine takes either a length or scale=…, got both")
         if self.length is not None:
-            cosine_scale(self.length)  # validates the length
+            # Validates the length.
+            cosine_scale(self.length)
 
     def norm(self) -> GainNorm:
         return L2Norm()
@@ -230,5 +232,6 @@ def _drop(block: nn.Module, name: str) -> Handle:
     """Replaces the named norm of a block with the identity."""
     norm = block.get_submodule(name)
     for parameter in norm.parameters():
-        parameter.grad = None  # zero_grad no longer reaches it, so an optimizer would apply it in every step
+        # zero_grad no longer reaches it, so an optimizer would apply it in every step.
+        parameter.grad = None
     return swap(block, name, nn.Identity())

@@ -49,14 +49,12 @@ class SpectralScale(nn.Module):
         # computing them from u.
         self.register_buffer("pass_left", left, persistent=False)
         self.register_buffer("pass_right", right.clone(), persistent=False)
-        sigma = _sigma(weight.detach(), left, right)[
-            None
-        ]  # one dimension, since fully_shard accepts no scalars
+        # One dimension, since fully_shard accepts no scalars.
+        sigma = _sigma(weight.detach(), left, right)[None]
         # γ starts at σ exactly as the forward computes it, so γ/σ is 1 and the weight is unchanged bit for bit.
         gamma = sigma if init == "keep" else torch.ones_like(sigma)
-        self.gamma = nn.Parameter(
-            gamma, requires_grad=weight.requires_grad
-        )  # γ would train a frozen layer
+        # Γ would train a frozen layer.
+        self.gamma = nn.Parameter(gamma, requires_grad=weight.requires_grad)
 
     def iterate(self, weight: Tensor) -> None:
         """Makes one step of power iteration, at the start of a training forward."""
@@ -310,7 +308,8 @@ def _reparametrise(
 
     def undo() -> None:
         trained = stored(layer)
-        if not trained:  # `fold_layer` has made it an ordinary layer
+        # `fold_layer` has made it an ordinary layer.
+        if not trained:
             return
         del submodules_of(layer)["parametrizations"]
         set_class(layer, cls)

@@ -11,7 +11,8 @@ from qkeel.metrics import PairedEffect, paired_effect
 from qkeel.report import html as h
 from qkeel.report.study_runs import RunData, StudyData
 
-LEVEL = 0.95  # coverage of each interval of a page
+# Coverage of each interval of a page.
+LEVEL = 0.95
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +188,8 @@ def long_cells(study: StudyData) -> list[LongCell]:
         ):
             for line in run.long:
                 if line.get("kept_nonrepeat") is None:
-                    continue  # the form refused the method
+                    # The form refused the method.
+                    continue
                 key = (run.remedy, str(line["posthoc"]), int(line["test_length"]))
                 for field, value in line.items():
                     if isinstance(value, float):

@@ -20,8 +20,10 @@ from qkeel.report.watch_page import short_names
 from qkeel.report.watched_runs import Watched, is_watched, read_watched
 
 FORMATS = ("pdf", "svg", "png")
-WIDTH = 3.3  # inches: one column of a two-column page
-_RATIO = 0.68  # height / width
+# Inches: one column of a two-column page.
+WIDTH = 3.3
+# Height / width.
+_RATIO = 0.68
 # Colours of Okabe and Ito (2008), which red-green colour-blind readers can distinguish.
 _COLOURS = (
     "#5a6169",
@@ -111,9 +113,8 @@ def figures(
     return written
 
 
-Drawing = Iterator[
-    tuple[str, Foreign]
-]  # the name of a figure, and a function that draws it on Axes
+# The name of a figure, and a function that draws it on Axes.
+Drawing = Iterator[tuple[str, Foreign]]
 
 
 def _of_watched(run: Watched) -> Drawing:
@@ -238,7 +239,8 @@ def _courses(ax: Foreign, study: StudyData, lr: float) -> None:
 
 def _gains(ax: Foreign, study: StudyData, table: Sequence[Cell]) -> None:
     """Draws gains with 95 % intervals, with one line per remedy and rate, grouped by remedy."""
-    ordered = table[::-1]  # from the bottom of the figure to its top
+    # From the bottom of the figure to its top.
+    ordered = table[::-1]
     for y, cell in enumerate(ordered):
         gain, colour = cell.gain, _colour(study, cell.remedy)
         assert gain is not None

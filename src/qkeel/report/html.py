@@ -32,7 +32,8 @@ def number(value: float | None, digits: int = 3) -> str:
         return "–"
     if not math.isfinite(value):
         return {math.inf: "∞", -math.inf: f"{MINUS}∞"}.get(value, "NaN")
-    short = float(f"{value:.{digits}g}") or 0.0  # -0.0 is written as 0
+    # -0.0 is written as 0.
+    short = float(f"{value:.{digits}g}") or 0.0
     if short == 0 or 1e-4 <= abs(short) < 1e5:
         return f"{short:,}".removesuffix(".0").replace("-", MINUS)
     return _short_exponent(f"{value:.{digits}g}")
@@ -92,7 +93,8 @@ def listing(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-MAX_RECORDS = 300  # per run
+# Per run.
+MAX_RECORDS = 300
 
 
 def rounded(value: float | None, digits: int = 5) -> float | int | None:

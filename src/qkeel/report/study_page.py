@@ -435,7 +435,8 @@ def _long_table(study: StudyData, table: Sequence[LongCell]) -> Markup:
     return markup("{}{}", h.note(text), h.table("Every form and length", head, rows))
 
 
-TABLE_SERIES = 8  # number of colours in assets/report.css
+# Number of colours in assets/report.css.
+TABLE_SERIES = 8
 
 
 def swatch(study: StudyData, remedy: str) -> Markup:
@@ -523,7 +524,8 @@ def _nothing(study: StudyData) -> Markup:
 
 # Provenance.
 
-_MAX_VALUES = 8  # of one kind in the provenance; further values are counted
+# Of one kind in the provenance; further values are counted.
+_MAX_VALUES = 8
 
 # Where each fact is found: in the environment or the configuration of a run.
 _FACTS: Mapping[str, Sequence[str]] = {

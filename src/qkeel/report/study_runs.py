@@ -16,10 +16,11 @@ from qkeel.records.file_formats import read_object
 from qkeel.records.run_directory import flat
 
 BASELINE = "none"
+# Roles of runs; every other role names a part of a study, like a mix of modalities.
 GRID, DRIFT = (
     "grid",
     "drift",
-)  # roles of runs; every other role names a part of a study, like a mix of modalities
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +240,8 @@ def as_number(value: object) -> float:
 
 # Names of runs with equal remedy, rate and seed: the settings in which their configurations and commands differ.
 
-_MAX_SETTINGS = 3  # in a name
+# In a name.
+_MAX_SETTINGS = 3
 _NOT_SETTINGS = frozenset(
     {"crc32", "kind", "sites", "missed", "fields", "seed", "remedy", "versions", "step"}
 )

@@ -83,15 +83,15 @@ def _meta(runs: Sequence[Watched]) -> str:
 
 # The verdict, and the fix of the most severe alarm.
 
-CAUSE = "attention logits have grown too large"  # the default for alarms recorded without a cause
+# The default for alarms recorded without a cause.
+CAUSE = "attention logits have grown too large"
 _WHY = (
     "An attention logit is the score of a key for a query, before the softmax. "
     f"Above {h.number(HARMFUL_LOGIT)}, the softmax gives nearly all the weight to one key: "
     "the head hardly learns, and the final loss is higher or training diverges."
 )
-_APPLY = re.compile(
-    r'qkeel\.apply\((?:model, )?"([^"]+)"'
-)  # runs of 0.1.0 have the remedy before the model
+# Runs of 0.1.0 have the remedy before the model.
+_APPLY = re.compile(r'qkeel\.apply\((?:model, )?"([^"]+)"')
 
 
 def verdict(run: Watched) -> tuple[str, str]:
@@ -336,12 +336,13 @@ MORE = Chart(
     "One line per layer, coloured by depth; a layer's heads are aggregated as defined below.",
     "Line chart: the chosen metric against step, one line per layer.",
 )
+# Fields with a chart of their own.
 LINES = (
     "max_logit",
     "entropy",
     "query_norm",
     "key_norm",
-)  # fields with a chart of their own
+)
 VALUES = (
     "max_logit",
     "entropy",
@@ -351,8 +352,10 @@ VALUES = (
     "lr",
     "final_hidden_norm",
 )
-MAX_LINES = 120_000  # values in all lines of a page, about 600 KB
-MAX_CELLS = 60_000  # values in all head maps of a page
+# Values in all lines of a page, about 600 KB.
+MAX_LINES = 120_000
+# Values in all head maps of a page.
+MAX_CELLS = 60_000
 MIN_RECORDS = 30
 
 

@@ -25,12 +25,13 @@ from qkeel.records import (
 from qkeel.report.study_runs import as_number, differences
 
 KIND = "watch"
+# Effects in runs of earlier versions.
 INTERVENTIONS = (
     "autopilot",
     "decision",
     "refused",
     "effect",
-)  # effects in runs of earlier versions
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -89,13 +89,16 @@ class ObservedPass:
         self, tap: Tap, kept: dict[str, Seen] | None = None, *, candidate: bool = True
     ) -> None:
         self.tap, self.kept = tap, kept
-        self.candidate = candidate  # whether it may be trained
-        self.calls = 0  # attention calls that were measured
+        # Whether it may be trained.
+        self.candidate = candidate
+        # Attention calls that were measured.
+        self.calls = 0
         self.sites = SiteStatistics()
         self.error: Exception | None = None
         self.watcher: CaptureMode | None = None
         self.places: Places = {}
-        self.is_local = True  # whether the places are where attention may be
+        # Whether the places are where attention may be.
+        self.is_local = True
 
     def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
         """Observes until `around` is closed; `call` holds the arguments of the model's own call if that has already
@@ -122,7 +125,8 @@ class ObservedPass:
             layouts=self.tap.facts.layouts,
             only_in=only_in,
         )
-        watcher.maxima = self.tap.measure is maxima  # no other result of a call is read
+        # No other result of a call is read.
+        watcher.maxima = self.tap.measure is maxima
         watcher.stack.by_caller = by_caller
         watcher.key_heads = self.tap.facts.key_heads
         if self.tap.facts.indexers and self.kept is None:
@@ -148,9 +152,8 @@ class ObservedPass:
             return
         if not watcher.whole:
             if 0 in [frame.calls + frame.indexes for frame in watcher.called_in]:
-                self.tap.searched(
-                    None
-                )  # attention that was found there is now computed elsewhere
+                # Attention that was found there is now computed elsewhere.
+                self.tap.searched(None)
             return
         # Where attention may be hidden, the next pass is searched everywhere.
         is_local = self.is_local and not watcher.hidden

@@ -45,7 +45,8 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
         if spread(model):
             with dist.agreed_collectives(SEARCH):
                 undo.enter_context(gathered(model))
-            if spread(model):  # the weights are split by heads and remain so
+            # The weights are split by heads and remain so.
+            if spread(model):
                 undo.enter_context(dist.agreed_collectives(SEARCH))
         elif (
             dist.world() == 1

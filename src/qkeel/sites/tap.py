@@ -43,7 +43,8 @@ _TRANSFORMED = (
     "a pass inside a transform of torch.func (grad, vmap, jvp) is not measured, because its tensors have no values "
     "outside it; passes outside are measured"
 )
-MOST_HELD = 1024  # passes whose role is open
+# Passes whose role is open.
+MOST_HELD = 1024
 _OFF = "qkeel's tap failed and switched itself off: {}. The model continues unwatched"
 
 
@@ -56,7 +57,8 @@ class KnownSites:
     described: list[AttentionSite]
     layouts: Mapping[str, HeadLayout]
     key_heads: Mapping[str, tuple[int, int]]
-    indexers: Mapping[str, HeadLayout | None]  # keyed by the name of the layer
+    # Keyed by the name of the layer.
+    indexers: Mapping[str, HeadLayout | None]
 
 
 class Visitor:
@@ -153,24 +155,29 @@ class Tap(Handle):
         self.threshold = threshold
         self._bounds = None if threshold is None else CompiledBounds()
         self.visitor = Visitor()
-        self.sites = (
-            Sites()
-        )  # the known sites, with the information needed to observe them
+        # The known sites, with the information needed to observe them.
+        self.sites = Sites()
         self._facts: KnownSites | None = None
-        self._latest: LastPass | None = None  # the latest trained pass
+        # The latest trained pass.
+        self._latest: LastPass | None = None
         self._keeps, self._by_step = keeps, by_step
-        self._held: list[_HeldPass] = []  # passes whose role is open
-        self._beginning: _HeldPass | None = None  # the pass that is running
+        # Passes whose role is open.
+        self._held: list[_HeldPass] = []
+        # The pass that is running.
+        self._beginning: _HeldPass | None = None
         self.own_alone = False
+        # By the mode of the model.
         self._searches = {
             True: PassSearch(),
             False: PassSearch(),
-        }  # by the mode of the model
-        self.empty = 0  # passes over an empty batch
+        }
+        # Passes over an empty batch.
+        self.empty = 0
+        # Attention calls that were measured.
         self.calls_seen: dict[Phase, int] = {
             "train": 0,
             "eval": 0,
-        }  # attention calls that were measured
+        }
         self._due = due or (lambda candidate, _: (candidate or not when_training, True))
         self.guard = FaultGuard(_OFF) if guard is None else guard
         self._guessed: set[str] = set()
@@ -212,7 +219,8 @@ class Tap(Handle):
     def searched(self, places: Places | None) -> None:
         """Notes where a pass had attention that was searched everywhere; with None, the next pass is so too."""
         if not places and not self.tree.of_kind(SpecModule):
-            places = None  # no attention was found, so it may appear anywhere
+            # No attention was found, so it may appear anywhere.
+            places = None
         self._searches[self.model.training].note(places, self.tree)
 
     def has(self, phase: Phase) -> bool:
@@ -289,9 +297,8 @@ class Tap(Handle):
         """The facts known about the sites, which are collected again whenever `sites` has changed."""
         sites = [*self.sites]
         if self._facts is None or self._facts.sites != sites:
-            indexers = (
-                self.sites.indexers if isinstance(self.sites, Sites) else ()
-            )  # an ordinary list has no indexers
+            # An ordinary list has no indexers.
+            indexers = self.sites.indexers if isinstance(self.sites, Sites) else ()
             self._facts = KnownSites(
                 sites=sites,
                 described=[site for site in self.sites if site.description is not None],
@@ -373,7 +380,8 @@ class Tap(Handle):
                     look.begin(None, around)
                     return self.model(*copied(args), **copied(dict(kwargs)))
             except Exception as error:
-                look.error = error  # it is not an error of the tap if the model's own pass fails too
+                # It is not an error of the tap if the model's own pass fails too.
+                look.error = error
         return None
 
     def _bounded_pass(
@@ -431,9 +439,8 @@ class Tap(Handle):
             trained = True
         if trained is None:
             self._held.append(held)
-            if (
-                len(self._held) > MOST_HELD
-            ):  # graphs that the program keeps, or checkpoints that nothing repeats
+            # Graphs that the program keeps, or checkpoints that nothing repeats.
+            if len(self._held) > MOST_HELD:
                 self._sort(self._held.pop(0), "eval")
         else:
             self._sort(held, "train" if trained else "eval")
@@ -486,10 +493,11 @@ def is_empty(args: Args, kwargs: Kwargs) -> bool:
     >>> is_empty((torch.zeros(0, 5),), {"mask": None}), is_empty((torch.zeros(2, 5), torch.zeros(0)), {})
     (True, False)
     """
+    # In most cases the first one decides, without another Python call.
     for x in (
         *args,
         *kwargs.values(),
-    ):  # in most cases the first one decides, without another Python call
+    ):
         if isinstance(x, Tensor) and x.ndim and x.numel():
             return False
     sizes = [x.numel() for x in tensors((args, dict(kwargs))) if x.ndim]

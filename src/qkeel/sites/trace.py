@@ -337,7 +337,8 @@ def _traced(
         },
     )
     if verifies:
-        undo()  # a module that holds tensors of the pass could not be copied
+        # a module that holds tensors of the pass could not be copied.
+        undo()
         trace = _with_sites(trace, trace.verified(sites))
     return trace
 
@@ -464,7 +465,8 @@ class _Reading:
         self._given, self._verifies = given, verifies
         self.parts = CheckpointedParts(self._at_end_of_part, keep=keep)
         self.sites: dict[str, AttentionSite] = {}
-        self.order: dict[str, RecordedCall] = {}  # the first call for each name
+        # The first call for each name.
+        self.order: dict[str, RecordedCall] = {}
         self._visible: dict[str, VisibleSets] = {}
         self._waiting: list[CapturedCall] = []
         # For each call by its first name: the sets of weights with which it was made, and the names of their sites.
@@ -474,7 +476,8 @@ class _Reading:
 
     def run(self) -> None:
         """Runs the pass and reads its sites; `parts.missed` says if that needed a checkpointed part that was not kept."""
-        torch.clear_autocast_cache()  # otherwise the cast of a weight may come from an earlier pass
+        # Otherwise the cast of a weight may come from an earlier pass.
+        torch.clear_autocast_cache()
         model, guard = self.watcher.stack.root.module, self.watcher.guard
         forward(model, self.watcher, *self._given, parts=self.parts, guard=guard)
         try:
@@ -535,7 +538,8 @@ class _Reading:
         incomplete: list[CapturedCall] = []
         for calls in grouped(self._waiting):
             if calls[0].headless and any(calls[0].frame is frame for frame in running):
-                incomplete += calls  # more heads may follow
+                # More heads may follow.
+                incomplete += calls
             else:
                 self._read_site(calls)
         self._waiting = incomplete

@@ -41,7 +41,8 @@ Weights = Mapping[str, Tensor]
 Logits = list[Tensor]
 # The rows of a weight, and some of their heads or None for all.
 RowsOfHeads = tuple[HeadSlice, Sequence[int] | None]
-_ROWS = 32  # enough rows of logits to see whether a head changes
+# Enough rows of logits to see whether a head changes.
+_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -190,13 +191,15 @@ def smallest_rerun(
         if _largest(before, after) > 0:
             return rerun
         fallback = fallback or rerun
-    if fallback is not None:  # the experiment will say that its rows change nothing
+    # The experiment will say that its rows change nothing.
+    if fallback is not None:
         return fallback
     failures.sort(key=lambda error: not isinstance(error, CannotRerunError))
     raise (failures or [RefusedError("no module of the model holds its weights")])[0]
 
 
-COPY_MARK = "_qkeel_copy_for_rerun"  # an attribute of the copies that a Rerun makes
+# An attribute of the copies that a Rerun makes.
+COPY_MARK = "_qkeel_copy_for_rerun"
 
 
 class _EnoughError(BaseException):

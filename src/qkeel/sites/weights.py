@@ -18,7 +18,8 @@ from qkeel.patching.forward import unwrapped
 from qkeel.sites.find import found_sites
 from qkeel.sites.tap import Tap
 
-BLOCK = 1 << 24  # numbers of one block of rows, all heads, that are in memory at once
+# Numbers of one block of rows, all heads, that are in memory at once.
+BLOCK = 1 << 24
 
 Weights = Float[Tensor, "b h r s"]
 

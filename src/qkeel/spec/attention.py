@@ -249,6 +249,5 @@ def _shapes(
     return {name: parameter.shape for name, parameter in needed.items()}
 
 
-_shapes_once = functools.lru_cache(maxsize=256)(
-    _shapes
-)  # every call asks for the shapes
+# Every call asks for the shapes.
+_shapes_once = functools.lru_cache(maxsize=256)(_shapes)

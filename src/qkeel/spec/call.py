@@ -204,7 +204,8 @@ class Visibility:
             else _positions("pos_k", self.pos_k, q, s)
         )
         if t == s and (self.pos_q is None or self.pos_q is self.pos_k):
-            queries = keys  # the same object, so that tables computed from it are built only once
+            # The same object, so that tables computed from it are built only once.
+            queries = keys
         elif self.pos_q is not None:
             queries = _positions("pos_q", self.pos_q, q, t)
         else:
@@ -228,9 +229,8 @@ class Visibility:
         )
 
 
-CallT = TypeVar(
-    "CallT", bound=Any
-)  # a frozen dataclass with query_shape, query_device and query_mask
+# a frozen dataclass with query_shape, query_device and query_mask.
+CallT = TypeVar("CallT", bound=Any)
 
 
 def with_query_mask(call: CallT, mask: Bool[Tensor, "b t"]) -> CallT:
@@ -292,9 +292,8 @@ def _holds_numbers(x: Tensor) -> bool:
 
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
-    if (
-        x.device != q.device and x.ndim
-    ):  # torch accepts a 0-dim CPU tensor on any device
+    # torch accepts a 0-dim CPU tensor on any device.
+    if x.device != q.device and x.ndim:
         raise InvalidValueError(
             f"expected {name} on {q.device} like q, but it is on {x.device}; move it with .to(q.device)"
         )
@@ -463,9 +462,8 @@ class BandCall(AttentionCall):
         ):
             low, high = self.low[:, rows], self.high[:, rows]
             is_used = high > low
-            stop = int(
-                high.where(is_used, 0).max()
-            )  # on a GPU, reading this value would wait for the device
+            # On a GPU, reading this value would wait for the device.
+            stop = int(high.where(is_used, 0).max())
             return slice(min(int(low.where(is_used, s).min()), stop), stop)
         if self.longest is None:
             return slice(0, s)
@@ -479,9 +477,8 @@ class BandCall(AttentionCall):
         return self.mask if self.masked else None
 
 
-_FIELDS = tuple(
-    f.name for f in dataclasses.fields(AttentionCall)
-)  # torch.compile can't trace dataclasses.fields
+# torch.compile can't trace dataclasses.fields.
+_FIELDS = tuple(f.name for f in dataclasses.fields(AttentionCall))
 
 
 def fields_of(call: AttentionCall) -> dict[str, Any]:
@@ -566,7 +563,8 @@ def band_call(
             slopes = slopes[n].mT[None] if slopes.ndim == 2 else slopes[None, :, None]
     low, high = _spans(call, at, begin, length, window)
     mask = call.mask
-    if mask is None:  # use a placeholder that neither hides nor adds anything
+    # Use a placeholder that neither hides nor adds anything.
+    if mask is None:
         mask = (
             call.q.new_ones((1, 1, 1, 1), dtype=torch.bool)
             if slopes is None
@@ -646,9 +644,8 @@ def _check(call: AttentionCall, *ends: object) -> None:
             raise InvalidValueError(
                 f"expected cu_seqlens on {call.q.device} like q, but it is on {x.device}"
             )
-        wrong = (
-            x.device.type == "cpu" and not torch.compiler.is_compiling()
-        )  # reading from a GPU would wait for it
+        # Reading from a GPU would wait for it.
+        wrong = x.device.type == "cpu" and not torch.compiler.is_compiling()
         if wrong and (int(x[0]) or int(x[-1]) > total or bool((x[1:] < x[:-1]).any())):
             raise InvalidValueError(
                 f"expected cu_seqlens to ascend from 0 to at most {total}, the number of tokens, got {x.tolist()}"

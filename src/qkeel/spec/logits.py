@@ -161,7 +161,8 @@ class GradientMax(Scale):
     kind = "gradient_max"
 
     def __post_init__(self) -> None:
-        gradient_scale(self.keys, 128)  # validates `keys`
+        # Validates `keys`.
+        gradient_scale(self.keys, 128)
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
         return gradient_scale(self.keys, head_dim)
@@ -205,9 +206,8 @@ class Learned(Scale):
         scale = params["logit_scale"]
         if not self.log:
             return scale
-        scale = scale.to(
-            wide(scale.dtype)
-        )  # in bfloat16, exp would change all logits by one factor of up to 1 ± 2^-9
+        # In bfloat16, exp would change all logits by one factor of up to 1 ± 2^-9.
+        scale = scale.to(wide(scale.dtype))
         return (
             scale if self.maximum is None else scale.clamp(max=math.log(self.maximum))
         ).exp()
@@ -412,7 +412,8 @@ class Normalizer(Slot):
 
     __slots__ = ()
     kind: NormalizerKind = "other"
-    softmax_over_keys: bool = False  # True if the weights, rescaled to sum to one, are those of an ordinary softmax
+    # True if the weights, rescaled to sum to one, are those of an ordinary softmax.
+    softmax_over_keys: bool = False
 
     @abc.abstractmethod
     def weights(
@@ -471,7 +472,8 @@ class AttentionSink(Normalizer):
         return f"exp(z)/(exp({'s_h' if self.learned else f'{self.init:g}'}) + Σ exp(z))"
 
 
-Sink = AttentionSink  # the name until 0.1, which `qkeel.monitor.Sink` also has
+# The name until 0.1, which `qkeel.monitor.Sink` also has.
+Sink = AttentionSink
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

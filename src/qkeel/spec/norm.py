@@ -52,7 +52,8 @@ class Norm(Slot):
     gain: GainKind = "none"
     eps: float = 0.0
     bias: bool = False
-    shared: bool = False  # True if q and k share the same gain
+    # True if q and k share the same gain.
+    shared: bool = False
 
     @property
     def sides(self) -> str:

@@ -129,7 +129,8 @@ class ReRope(Position):
     rotary: float = 1.0  #: the fraction of each head that is rotated
     kind = "rerope"
     folds = False
-    rounded = False  # True if positions beyond the window are rounded to integers
+    # True if positions beyond the window are rounded to integers.
+    rounded = False
 
     def __post_init__(self) -> None:
         check(self.window >= 1, "a window of at least 1 token", self.window)

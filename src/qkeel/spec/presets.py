@@ -239,7 +239,9 @@ def _placed(
 
 _HF = "as shipped in transformers 5.23"
 _SU = "Su 2023, kexue.fm 9859"
-FAR_OFF = 1.25  # scale_advice gives advice if a fixed λ differs from the best one by more than this factor
+# scale_advice gives advice if a fixed λ differs from the best one by more than this
+# factor.
+FAR_OFF = 1.25
 
 
 def _slots(on: On, gain: bool) -> dict[str, Any]:

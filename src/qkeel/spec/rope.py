@@ -264,7 +264,8 @@ def _check(stretch: Stretch, *, factor: float, train_length: int = 2) -> None:
 # Position slot: how positions enter the logits. This file has NoPE, RoPE, sliding windows and xPos; position.py has the
 # others.
 
-CosSin = tuple[Tensor, Tensor]  # the tables of cos and sin
+# The tables of cos and sin.
+CosSin = tuple[Tensor, Tensor]
 Order = Literal["norm_then_rotate", "rotate_then_norm"]
 
 
@@ -392,7 +393,8 @@ class Rope(Position):
         check_pairs(self._rotated(head_dim))
 
     def _rotated(self, head_dim: int) -> int:
-        return round(int(head_dim) * self.rotary)  # tracing turns sizes into tensors
+        # Tracing turns sizes into tensors.
+        return round(int(head_dim) * self.rotary)
 
     def encode(
         self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK

@@ -24,14 +24,14 @@ Logits = Float[Tensor, "b h t s"]
 Visible = Bool[Tensor, "#b #h #t #s"]
 Mask = Shaped[Tensor, "#b #h #t #s"]
 PerRow = Float[Tensor, "b h t"]
-HeadTensor = Float[Tensor, "b heads n d"]  # q, k or v
+# q, k or v.
+HeadTensor = Float[Tensor, "b heads n d"]
 Hidden = Float[Tensor, "b t m"]
 Tokens = Real[Tensor, "b t"]
 QueryMask = Bool[Tensor, "b t"]
 # Tensors as passed by callers, before `Visibility.call` converts them to the shapes above.
-AttentionMask = Shaped[
-    Tensor, "..."
-]  # bool or float, broadcasting to [b h t s], or [b s]
+# Bool or float, broadcasting to [b h t s], or [b s].
+AttentionMask = Shaped[Tensor, "..."]
 QueryPositions = Real[Tensor, "*b t"]
 KeyPositions = Real[Tensor, "*b s"]
 

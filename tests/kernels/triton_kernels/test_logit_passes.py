@@ -111,7 +111,7 @@ def test_masks_of_pairs_of_any_shape(heads: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(3), pytest.param(range(3, 200), marks=pytest.mark.slow)], ids=str
+    "seeds", [range(3), pytest.param(range(3, 60), marks=pytest.mark.slow)], ids=str
 )
 def test_drawn_calls(seeds: range) -> None:
     for seed in seeds:
@@ -136,7 +136,7 @@ def test_drawn_calls(seeds: range) -> None:
         call = make_call(spec, q, k, k, params=params, mask=mask, causal=causal)
         if rng.random() < 0.3:
             call = with_query_mask(call, torch.rand(b, t) < 0.6)
-        check(call, f"seed {seed}", shape is not None and shape[2] > 1)
+        check(call, f"seed {seed}", shape is not None and shape[1:3] != (1, 1))
 
 
 @pytest.mark.parametrize("position", [None, Rope()])

@@ -20,7 +20,9 @@ from qkeel.remedies.retrofit.outputs import Reference, predictions
 # t and the gains are fitted together to the KL of the output, and e^{±t} is then multiplied into the rows of the q and
 # k projections. There is one t per dimension (or pair) and key head, shared by the query heads of a group.
 
-_SAME = 1e-4  # relative to the largest output: above float32 rounding, but far below the effect of a wrong pairing
+# Relative to the largest output: above float32 rounding, but far below the effect of a
+# wrong pairing.
+_SAME = 1e-4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,9 +104,8 @@ class Balance:
         for scaled_rows in rows:
             heads, i = scaled_rows.heads, scaled_rows.site
             t = self.numbers[i][:, self._pairs[i]]
-            if (
-                len(t) != heads.n
-            ):  # the query heads of a group share the numbers of its key head
+            # The query heads of a group share the numbers of its key head.
+            if len(t) != heads.n:
                 t = self.sites[i].per_query_head(t)
             index = heads.index.to(p.device).flatten()
             lines = lines.index_put((index,), (scaled_rows.sign * t).exp().flatten())

@@ -283,7 +283,8 @@ class Conversion:
         """Returns the config.json of the architecture."""
         config = self.config
         rope = dict(config.get("rope_parameters") or {})
-        if not rope:  # as transformers wrote it before version 5
+        # As transformers wrote it before version 5.
+        if not rope:
             scaling = dict(config.get("rope_scaling") or {})
             rope = {
                 "rope_type": scaling.pop("type", "default"),
@@ -304,7 +305,8 @@ class Conversion:
             new["attention_bias"] = has_bias or bool(config.get("attention_bias"))
             new |= self._windows()
         elif self.to == "olmo2":
-            del new["head_dim"]  # OLMo 2 has no such field
+            # OLMo 2 has no such field.
+            del new["head_dim"]
             if self.head_dim * self.heads != self.width:
                 raise RefusedError(
                     f"olmo2 has heads of size hidden_size / n_heads, but these have size {self.head_dim}"
@@ -325,7 +327,8 @@ class Conversion:
         if self.config["model_type"] == "mistral":
             window = self.config.get("sliding_window", 4096)
         elif self.config.get("use_sliding_window"):
-            return {}  # Qwen3 reads the same keys as Qwen2
+            # Qwen3 reads the same keys as Qwen2.
+            return {}
         kind = "full_attention" if window is None else "sliding_attention"
         return {
             "use_sliding_window": window is not None,
@@ -337,7 +340,8 @@ class Conversion:
 
 # Writing models and checkpoints with q/k norms in an architecture that transformers loads.
 
-SHARD = 5_000_000_000  # largest file size in bytes
+# Largest file size in bytes.
+SHARD = 5_000_000_000
 _WEIGHTS = (".safetensors", ".index.json", ".py", ".gguf", ".h5", ".msgpack", *PICKLES)
 
 
@@ -448,9 +452,8 @@ def export(
             "it; remove() its handle, or fold() what can be folded, first"
         )
     weights = inner_model.state_dict()
-    if config.get(
-        "tie_word_embeddings"
-    ):  # loading rebuilds the head from the embedding
+    # Loading rebuilds the head from the embedding.
+    if config.get("tie_word_embeddings"):
         weights.pop("lm_head.weight", None)
     gains, eps = _gains(inner_model, architecture)
     weights |= gains

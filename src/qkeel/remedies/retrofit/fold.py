@@ -71,7 +71,8 @@ def fold(model: nn.Module) -> Folded:
     inner_model = unwrapped(model)
     written, kept = list[str](), list[str]()
     holders = _holders(inner_model)
-    for name, layer in list(inner_model.named_modules()):  # folding removes modules
+    # Folding removes modules.
+    for name, layer in list(inner_model.named_modules()):
         phrase, weights = f"sigma_reparam of {name or 'the model'}", stored(layer)
         sharing = [
             holder
@@ -87,7 +88,8 @@ def fold(model: nn.Module) -> Folded:
         elif weights:
             fold_layer(layer)
             written.append(phrase)
-    if written and not kept:  # otherwise the handle still has layers to restore
+    # Otherwise the handle still has layers to restore.
+    if written and not kept:
         forget(inner_model, lambda remedy: isinstance(remedy, SigmaReparam))
     if any(isinstance(m, SpecModule) for m in inner_model.modules()):
         for site in find_sites(inner_model):

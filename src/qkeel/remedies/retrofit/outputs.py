@@ -17,7 +17,8 @@ from qkeel.remedies.retrofit.report import Gap
 # What the outputs are: scores of classes, compared by KL, or numbers and channels, compared by squared error.
 OutputKind = Literal["classes", "numbers"]
 
-_IGNORED = -100  # a target that cross_entropy leaves out
+# a target that cross_entropy leaves out.
+_IGNORED = -100
 # Arguments of the same shape as the tokens.
 _NOT_TOKENS = ("attention_mask", "position_ids", "token_type_ids")
 
