@@ -513,7 +513,9 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
     parts = []
     for rows, z, visible_keys in call.blocks():
         angles = no_product_rows(z.amax(-1))
-        if q is not None and k is not None and q_norm is not None:
+        if q is not None and k is not None:
+            assert q_norm is not None
+            assert k_norm is not None
             repeated = k.repeat_interleave(h // k.shape[1], dim=1)
             products = visible_keys.blank_(q[:, :, rows] @ repeated.mT)
             angles = product_rows(

@@ -18,7 +18,8 @@ from qkeel.functional.statistics import PerHead, VisibleKeys
 
 PerMatrix = Float[Tensor, "*h"]
 Grams = Float[Tensor, "*h d d"]
-Left = Float[Tensor, "*h r m"]  # of a product leftᵀ right
+# Of a product leftᵀ right.
+Left = Float[Tensor, "*h r m"]
 Right = Float[Tensor, "*h r n"]
 
 # Bounds on logits and entropy from norms of q, k and their weights, without a T×T or D×D matrix.
@@ -181,7 +182,8 @@ def squared_eigenvalue(
             x = x @ x
         else:  # with a trace of √d the largest eigenvalue is in [1/√d, √d], its sixteenth power in [d⁻⁸, d⁸]
             x = x / _trace(x)[:, None, None] if i else x
-            x = torch.baddbmm(x, x, x, beta=0, alpha=x.shape[-1])  # (√d x)²
+            # (√d x)².
+            x = torch.baddbmm(x, x, x, beta=0, alpha=x.shape[-1])
     x = x.view_as(m)
     mean = (x * scaled.mT).sum((-2, -1)) / _trace(x)
     # 0 / 0 of a zero matrix becomes 0.
@@ -259,7 +261,8 @@ def spectrum(product: Float[Tensor, "*h i j"]) -> Spectrum:
     finite = product.isfinite().flatten(-2).all(-1)
     sigma = torch.linalg.svdvals(product.masked_fill(~finite[..., None, None], 0.0))
     largest = sigma[..., 0]
-    p = (sigma / largest[..., None]).square()  # NaN of a zero matrix
+    # NaN of a zero matrix.
+    p = (sigma / largest[..., None]).square()
     total = p.sum(-1)
     entropy = total.log() - torch.special.xlogy(p, p).sum(-1) / total
     return Spectrum(

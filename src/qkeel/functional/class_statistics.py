@@ -93,7 +93,8 @@ def merged_rows(every: Mapping[str, Tensor], name: str, rule: Merge) -> Tensor:
     if rule.how == "mean":
         counts = every[rule.count]
         share = counts.to(values.dtype) / counts.sum(0).clamp_min(1)
-        over = values - values[0]  # so that the mean of equal values is that value
+        # So that the mean of equal values is that value.
+        over = values - values[0]
         return values[0] + (
             over * (share if share.ndim == over.ndim else share[..., None])
         ).sum(0)
@@ -103,7 +104,8 @@ def merged_rows(every: Mapping[str, Tensor], name: str, rule: Merge) -> Tensor:
 # ClassStats: per head, norms, largest logits and attention weights of one site, split by token class.
 
 PerPair = Float[Tensor, "h c c"]
-Members = Float[Tensor, "#b s c"]  # of keys in classes
+# Of keys in classes.
+Members = Float[Tensor, "#b s c"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -279,7 +281,8 @@ def class_stats(
         n_keys: the number of keys that each row sees.
     """
     top, mass, n_of = rows
-    of = query[:, None] & over[..., None]  # [b h t a]
+    # [b h t a].
+    of = query[:, None] & over[..., None]
     count = of.sum((0, 2))
     share = n_of / n_keys.clamp_min(1)[..., None]
     weigh = of.to(mass.dtype)

@@ -124,7 +124,8 @@ def gradient_scale(n: float, head_dim: int | None = None) -> float:
     )
 
     def passed_on(scale: float) -> float:
-        spread = scale * scale  # ln M(2λ) - 2 ln M(λ) of N(0, 1)
+        # Ln M(2λ) - 2 ln M(λ) of N(0, 1).
+        spread = scale * scale
         if head_dim is not None:
             spread = _log_moment(2 * scale, head_dim) - 2 * _log_moment(scale, head_dim)
         return scale * (1 - math.exp(spread) / n)
@@ -203,7 +204,8 @@ def softcap(z: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:
     """
     if not cap > 0:
         raise InvalidValueError(f"expected a cap above 0, got {cap}")
-    if math.isinf(cap):  # the formula would give ∞ · 0
+    # The formula would give ∞ · 0.
+    if math.isinf(cap):
         return z
     return cap * torch.tanh(z / cap)
 
@@ -268,7 +270,8 @@ def softpick(z: Logits, visible: Visible = None, eps: float = 1e-8) -> Logits:
 
     Source: Zuhri et al. 2025, arXiv 2504.20966, equation 5 and their code.
     """
-    if z.shape[-1] == 0:  # amax fails without keys
+    # Amax fails without keys.
+    if z.shape[-1] == 0:
         return z
     hidden = _hide(z, visible)
     m = hidden.amax(-1, keepdim=True).detach().clamp_min(0.0)

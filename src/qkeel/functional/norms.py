@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from qkeel.errors import InvalidTypeError
 from qkeel.patching.modes import with_tangents
 
-WITHOUT_FLOAT64 = frozenset({"mps"})  # device types
+# Device types.
+WITHOUT_FLOAT64 = frozenset({"mps"})
 
 
 def widest(device: torch.device) -> torch.dtype:
@@ -164,7 +165,8 @@ class _Resize(torch.autograd.Function):
         ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
     ) -> None:
         ctx.mark_non_differentiable(output[2])
-        ctx.set_materialize_grads(False)  # only a second derivative has a gradient of r
+        # Only a second derivative has a gradient of r.
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output)
 
     @staticmethod

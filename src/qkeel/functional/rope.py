@@ -143,7 +143,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
         half = cos.shape[-1]
-        out = x * _widened(cos, x.shape[-1], pairing)  # keeps x's strides
+        # Keeps x's strides.
+        out = x * _widened(cos, x.shape[-1], pairing)
         a, b, to_a, to_b = (*_pairs(x, half, pairing), *_pairs(out, half, pairing))
         to_a.addcmul_(b, sin, value=-1)
         to_b.addcmul_(a, sin)

@@ -146,7 +146,8 @@ def of_key_heads(name: str) -> bool:
 MERGES = merge_rules(LogitStats)
 TENSORS = tuple(MERGES)
 _ALL_TENSORS = operator.attrgetter(*TENSORS)
-DERIVED = ("max_abs_logit", "non_finite")  # properties that are recorded
+# Properties that are recorded.
+DERIVED = ("max_abs_logit", "non_finite")
 RECORDED = {*TENSORS, *DERIVED}
 
 
@@ -487,7 +488,8 @@ def reduce_kernel_rows(
 
     Other fields are neutral, including capped_max_logit, because the cap is unknown here.
     """
-    over = rows.lse != -torch.inf  # keeps NaN, which must not be lost
+    # Keeps NaN, which must not be lost.
+    over = rows.lse != -torch.inf
     if counted is not None:
         over = over & counted[:, None]
     n = over.sum((0, 2))
@@ -582,7 +584,8 @@ def reduce_fields(
         counted, k_norm, sinks: see `reduce_rows`.
     """
     n = n_keys if counted is None else n_keys.masked_fill(~counted[:, None], 0)
-    n = n.transpose(0, 1).flatten(1)  # [h n], over the rows of all sequences
+    # [h n], over the rows of all sequences.
+    n = n.transpose(0, 1).flatten(1)
     blank, bound = n < 1, n < 2
     n_queries, n_free, n_pairs = (~blank).sum(1), (~bound).sum(1), n.sum(1)
     x = fields.transpose(1, 2).flatten(2).clone()
@@ -683,7 +686,8 @@ def _keys(
         if visible_keys is None
         else visible_keys
     )
-    if not norm.shape[2]:  # amax needs a key, so pad with one that nobody sees
+    # Amax needs a key, so pad with one that nobody sees.
+    if not norm.shape[2]:
         norm, visible_keys = (
             torch.nn.functional.pad(x, (0, 1)) for x in (norm, visible_keys)
         )

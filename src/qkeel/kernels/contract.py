@@ -41,7 +41,8 @@ class Kernel(abc.ABC):
 
 # Helpers that several kernels share: row blocks and the average of values.
 
-LEAST_UNDER_WINDOW = 128  # least rows per block under a narrower window: fewer make inefficient matrix products
+# Least rows per block under a narrower window: fewer make inefficient matrix products.
+LEAST_UNDER_WINDOW = 128
 
 
 def row_blocks(call: AttentionCall, elements: int, least: int = 1) -> Iterator[slice]:

@@ -51,7 +51,8 @@ from qkeel.spec.slot import PerRow
 BLOCK = 1 << 20
 # 128 MB: the time of a pass depends on launches, not on a cache.
 BLOCK_OFF_CPU = 1 << 25
-ROWS = 64  # least rows per block: fewer make inefficient matrix products
+# Least rows per block: fewer make inefficient matrix products.
+ROWS = 64
 
 # All statistics, and the largest logits alone.
 
@@ -468,7 +469,8 @@ def _keys_seen(call: AttentionCall) -> Tensor:
     counted = call.query_mask
     if _all_keys_seen(call):
         return torch.ones(b, g, s, dtype=torch.bool, device=call.k.device)
-    same_for_rows = call.mask is None or call.mask.shape[2] == 1  # as padding is
+    # As padding is.
+    same_for_rows = call.mask is None or call.mask.shape[2] == 1
     # The last row that counts then sees every key that any of them sees.
     plain_call = (
         type(call) is AttentionCall and call.window is None and call.pos_q.numel() > 0

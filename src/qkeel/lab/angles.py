@@ -17,7 +17,8 @@ from qkeel.nn.attention import SpecModule
 from qkeel.spec import AttentionCall
 from qkeel.spec.rope import Position
 
-_ROWS = 128  # query rows of cosines computed at a time, so that no t × s matrix is held
+# Query rows of cosines computed at a time, so that no t × s matrix is held.
+_ROWS = 128
 
 
 @final

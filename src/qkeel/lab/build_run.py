@@ -28,7 +28,9 @@ from qkeel.spec.presets import attention_spec
 
 # The optimizer of a run (AdamW, SGD or Muon) and its learning rate as a function of the step.
 
-RATE = "rate"  # option of a parameter group: its learning rate as a multiple of the run's learning rate
+# Option of a parameter group: its learning rate as a multiple of the run's learning
+# rate.
+RATE = "rate"
 
 
 def build_optimizer(
@@ -216,7 +218,8 @@ def resolve(config: RunConfig) -> RunConfig:
     }
     # An unknown preset or position is an error here, not in a worker.
     layers(config.model, config.data.context)
-    if config.data.task == "vision":  # a token is a patch
+    # a token is a patch.
+    if config.data.task == "vision":
         config = with_values(
             config,
             data={"context": (config.images.image_size // config.images.patch) ** 2},

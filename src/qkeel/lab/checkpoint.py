@@ -218,7 +218,8 @@ def _nudge(model: nn.Module, ulps: int) -> None:
 
 # The checkpoint of a run: one safetensors file, replaced atomically. Nothing is pickled.
 
-_SCALING = "loss_scale.numbers"  # scale, sound steps since it changed, skipped steps
+# Scale, sound steps since it changed, skipped steps.
+_SCALING = "loss_scale.numbers"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -292,7 +293,8 @@ def read_checkpoint(directory: RunDirectory) -> RunCheckpoint:
     path = directory.checkpoint
     data = read_file(path)
     try:
-        tensors = safetensors.torch.load(data)  # checks the header too
+        # Checks the header too.
+        tensors = safetensors.torch.load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         about = json.loads(header["__metadata__"]["qkeel"])
         cpu_seconds = float(about["cpu_seconds"])

@@ -18,8 +18,10 @@ from qkeel.lab.config import RunConfig
 from qkeel.records import RunDirectory, RunStatus
 from qkeel.records.disk import make_directory, remove
 
-HEARTBEAT = 15.0  # seconds between signs of life
-EXPIRY = 180.0  # seconds without one; network disks show the times of a file up to a minute late
+# Seconds between signs of life.
+HEARTBEAT = 15.0
+# Seconds without one; network disks show the times of a file up to a minute late.
+EXPIRY = 180.0
 
 
 @functools.cache
@@ -52,7 +54,8 @@ class Claim:
         """Raises RunInUseError if another machine has taken the run over, because this process was stopped for long."""
         newest = _newest(self.run_directory)
         if newest is None and not self.path.parent.exists():
-            return  # the next write says that the directory is gone
+            # The next write says that the directory is gone.
+            return
         if newest is None or newest._text != self._text:
             raise RunInUseError(
                 f"{self.run_directory.path} was taken over by another machine, which continues it"
@@ -79,7 +82,8 @@ class Claim:
         """True if another machine holds the claim and it has not expired."""
         with contextlib.suppress(FileNotFoundError):
             folder = self.path.parent
-            os.utime(folder)  # the clock of the file server, whose times are compared
+            # The clock of the file server, whose times are compared.
+            os.utime(folder)
             age = folder.stat().st_mtime - self.path.stat().st_mtime
             return self._text.split(" ")[0] != machine() and age < EXPIRY
         return False

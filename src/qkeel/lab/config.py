@@ -25,7 +25,8 @@ from qkeel.options import (
 # Command-line flags, TOML recipes and config.json are views of these frozen dataclasses. The strings below the fields
 # are the help texts of the flags.
 
-OptionalSize = Annotated[int | None, Bound(1, included=True)]  # None if it is not given
+# None if it is not given.
+OptionalSize = Annotated[int | None, Bound(1, included=True)]
 
 
 @final

@@ -43,7 +43,8 @@ from qkeel.records.run_directory import locked
 # Progress of a study, read from its files, and an estimate of its duration from a few timed steps.
 
 # The first steps allocate and compile.
-_WARM, _TIMED = 3, 10  # steps
+# Steps.
+_WARM, _TIMED = 3, 10
 
 
 def last_step(directory: Path) -> int:
@@ -76,11 +77,13 @@ def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
         around_training = 2 * (time.perf_counter() - start)
         for step in range(_WARM):
             train_step(state, step)
-        measure_probe(state)  # reads a result, so the device is idle when timing starts
+        # Reads a result, so the device is idle when timing starts.
+        measure_probe(state)
         start = time.perf_counter()
         for step in range(_TIMED):
             train_step(state, step)
-        measure_probe(state)  # once per ten steps, the default cadence of a run
+        # Once per ten steps, the default cadence of a run.
+        measure_probe(state)
         seconds_per_step = (time.perf_counter() - start) / _TIMED
     steps = sum(run.config.steps for run in runs)
     return (steps * seconds_per_step + len(runs) * around_training) / min(
@@ -90,7 +93,8 @@ def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
 
 # Execution of a plan in a directory, which may already contain a part of the same study.
 
-BUSY_WAIT = 2.0  # seconds between looks at runs that other processes train
+# Seconds between looks at runs that other processes train.
+BUSY_WAIT = 2.0
 # Seconds until a file written on another machine must be visible here.
 NETWORK_WAIT = 10.0
 
@@ -320,7 +324,9 @@ def _outcomes(
         ) as ended:
             for outcome in ended:
                 if outcome.busy:
-                    continue  # looked at again below, until the process that trains it has finished or died
+                    # Looked at again below, until the process that trains it has
+                    # finished or died.
+                    continue
                 run = runs.pop(outcome.directory)
                 error = (
                     (outcome.error or _invisible(plan, out, run))
@@ -331,7 +337,8 @@ def _outcomes(
         if runs:
             time.sleep(BUSY_WAIT)
         for directory, run in list(runs.items()):
-            if not _is_pending(plan, out, run):  # another process has finished it
+            # Another process has finished it.
+            if not _is_pending(plan, out, run):
                 del runs[directory]
                 yield Outcome(str(run_directory(out, run)))
 

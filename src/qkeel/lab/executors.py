@@ -27,10 +27,12 @@ from qkeel.lab.train import run
 from qkeel.options import Json, Term, lookup, parse
 from qkeel.records import RunDirectory
 
-LOCK_WAIT = 10.0  # seconds; a worker of a study that was killed may hold the lock of a run for a moment
+# Seconds; a worker of a study that was killed may hold the lock of a run for a moment.
+LOCK_WAIT = 10.0
 # Processes on this machine unless --jobs says otherwise; each uses about 0.4 GB.
 _MOST_HERE = 4
-_ALL = -1  # joblib's word for every core of a cluster
+# Joblib's word for every core of a cluster.
+_ALL = -1
 
 # A worker of Dask may have several threads, but random numbers and torch's threads belong to the whole process.
 _ONE_AT_A_TIME = threading.Lock()

@@ -31,9 +31,11 @@ from qkeel.records.disk import cut, remove, sync
 from qkeel.records.file_formats import JSONObject, whole_bytes
 from qkeel.spec import PRESETS, AttentionSpec
 
-_TOKENS = 8192  # tokens per forward pass
+# Tokens per forward pass.
+_TOKENS = 8192
 FILE = "extrapolation.jsonl"
-_ANGLED = 16  # number of texts for the angles, with about two million pairs per head at 512 tokens
+# Number of texts for the angles, with about two million pairs per head at 512 tokens.
+_ANGLED = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from torch.optim.adamw import adamw
 from qkeel.functional.bounds import newton_schulz
 from qkeel.patching.optimizers import Group
 
-RMS_MATCH = 0.2  # from Moonlight: gives updates the root mean square that AdamW's updates usually have
+# From Moonlight: gives updates the root mean square that AdamW's updates usually have.
+RMS_MATCH = 0.2
 
 
 @final

@@ -221,7 +221,8 @@ class Plan:
 
 
 Request = tuple[RunConfig, Grid, LongContexts | None]
-StudyOptions = Mapping[str, Any]  # options by name, from a command line or a recipe
+# Options by name, from a command line or a recipe.
+StudyOptions = Mapping[str, Any]
 
 
 @final
@@ -336,7 +337,8 @@ class Study:
         if primary is not None:
             sides = {run.name for run in runs if primary.holds(run)}
             if sides != {primary.remedy, primary.baseline}:
-                primary = None  # the grid lacks a side of the comparison
+                # The grid lacks a side of the comparison.
+                primary = None
         return Plan(
             name=self.name,
             grid=grid,

@@ -19,7 +19,8 @@ STEPS = 60
 # threshold. It does so slowly enough for a forecast to be worth reading.
 RATE = 0.15
 REMEDY = "qk_norm"
-PRINTED_EVERY = 15  # steps
+# Steps.
+PRINTED_EVERY = 15
 
 
 def quick_demo(say: Callable[[str], None], steps: int = STEPS) -> None:

@@ -363,11 +363,14 @@ class RunRecord:
         self._clock = time.process_time()
         self.state = RunState(config)
         self.step = 0
-        self.stopped = False  # True after a loss or gradient that is not finite
+        # True after a loss or gradient that is not finite.
+        self.stopped = False
         # Steps and wall time since the last record.
         self._trained, self._seconds = 0, 0.0
-        self._noted = 0  # number of autopilot events already written
-        self._skipped = 0  # number of skipped steps already reported
+        # Number of autopilot events already written.
+        self._noted = 0
+        # Number of skipped steps already reported.
+        self._skipped = 0
 
     def prepare(self, command: str) -> None:
         """Sets the directory and the weights to the step of the checkpoint, or to step 0 if there is no record.

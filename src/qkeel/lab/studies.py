@@ -189,7 +189,8 @@ def _sizes(model: ModelConfig, block: str) -> dict[str, object]:
 
 def _trained(form: str, base: RunConfig) -> dict[str, str]:
     """Returns the attention and position of a form, with the training length if the form's constants depend on it."""
-    from qkeel.spec import PRESETS  # imports torch
+    # Imports torch.
+    from qkeel.spec import PRESETS
 
     terms = parse(form)
     attention, _, position = form.partition("+") if len(terms) > 1 else (form, "", "")

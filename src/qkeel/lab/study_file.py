@@ -49,7 +49,8 @@ def joined_study(out: Path, old: Json, new: Json) -> Json:
     recorded = {entry["run_id"] for entry in old["runs"]}
     added = [entry for entry in new["runs"] if entry["run_id"] not in recorded]
     commands = old["command"].splitlines()
-    if added:  # a repetition is no new command
+    # a repetition is no new command.
+    if added:
         commands += new["command"].splitlines()
     axes = {}
     for name in _AXES:

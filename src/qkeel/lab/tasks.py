@@ -330,7 +330,8 @@ def _examples(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Examples:
     return Examples(tokens[:, :-1], tokens[:, 1:], kinds[:, 1:])
 
 
-BEGIN_TRANSLATION = 256  # the first token of every translation
+# The first token of every translation.
+BEGIN_TRANSLATION = 256
 
 
 @final
@@ -455,7 +456,8 @@ def _next_tokens(windows: np.ndarray) -> Examples:
     return Examples(tokens[:, :-1], tokens[:, 1:])
 
 
-_MOST_COUNTED = 1 << 22  # tokens; counting more takes seconds
+# Tokens; counting more takes seconds.
+_MOST_COUNTED = 1 << 22
 
 
 def counted_bigrams(config: RunConfig) -> float | None:

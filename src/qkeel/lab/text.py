@@ -144,8 +144,10 @@ def _files(source: str) -> Iterator[bytes]:
 
 # A corpus of tokens, split by file, and batches that depend on (seed, step) alone.
 
-HELD_OUT = 0.1  # share of the bytes that is held out
-_MOST_BYTES = 1 << 35  # size limit of a token file
+# Share of the bytes that is held out.
+HELD_OUT = 0.1
+# Size limit of a token file.
+_MOST_BYTES = 1 << 35
 _TOKEN_KINDS = {"uint8": "u1", "uint16": "<u2"}
 
 
@@ -204,7 +206,8 @@ def spread(tokens: np.ndarray, context: int, sequences: int) -> np.ndarray:
     [[2, 3, 4], [6, 7, 8]]
     """
     room = len(tokens) - context
-    count = min(sequences, max(1, room // context))  # no more than fit without overlap
+    # No more than fit without overlap.
+    count = min(sequences, max(1, room // context))
     starts = ((np.arange(count) + 0.5) / count * room).astype(np.int64)
     return _windows(tokens, starts, context)
 

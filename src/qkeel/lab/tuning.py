@@ -10,7 +10,8 @@ from qkeel.errors import RunDirectoryError
 from qkeel.lab.plan import Plan
 from qkeel.options import Json
 
-FOLDER = "tuning"  # the folder in a study's directory that contains the tuning runs
+# The folder in a study's directory that contains the tuning runs.
+FOLDER = "tuning"
 
 
 def tuning_plan(plan: Plan) -> Plan:

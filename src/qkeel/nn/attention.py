@@ -349,7 +349,9 @@ class SpecModule(nn.Module):
         # Before the cache grows, since it counts from the tokens that are there.
         at = cache.next_positions(k, pos)
         spec, params = self.spec, self.spec_params()
-        if spec.position.keeps:  # encode each token once; otherwise the full spec runs on raw keys in every step
+        # Encode each token once; otherwise the full spec runs on raw keys in every
+        # step.
+        if spec.position.keeps:
             q, k = encoded(spec, q, k, at, at, params)
             v = spec.values(v, params)
             spec, params = spec.core(params)

@@ -318,7 +318,8 @@ def init_tokens(
     """Initialises a model that maps tokens to tokens, see `Decoder.init_weights`; `table` is its embedding's weight."""
     init_linears(model, config, table, generator)
     table.normal_(0.0, 1.0, generator=generator)
-    if config.tied:  # a head with std 1 would start at a loss of tens of nats
+    # a head with std 1 would start at a loss of tens of nats.
+    if config.tied:
         table.mul_((config.base_width or config.d_model) ** -0.5)
 
 

@@ -45,7 +45,8 @@ from qkeel.spec.slot import (
 PerKey = Float[Tensor, "b g n"]
 SharedKey = Float[Tensor, "b 1 t r"]
 GainTensor = Float[Tensor, "*gain"]
-BLOCK = 1 << 21  # largest number of logits computed at once
+# Largest number of logits computed at once.
+BLOCK = 1 << 21
 _WAY_OUT = (
     "use RMSNorm or L2Norm on q and k with gain none, dim, one_plus_dim or scalar; without a cache, this norm works "
     "unchanged, because keys and values are recomputed"
@@ -205,7 +206,8 @@ def _block(
 
 # The module: q and k come from small latents, part of each is rotated, and a cache holds the latents.
 
-NewTokens = tuple[Tensor, Tensor, Tensor]  # queries, latents and shared keys
+# Queries, latents and shared keys.
+NewTokens = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,7 +119,8 @@ def _compiled_call(
         or not (scale is None or math.isfinite(scale))
     ):
         return None, None
-    if causal and s > t:  # torch aligns the first query with the first key
+    # torch aligns the first query with the first key.
+    if causal and s > t:
         k, v = k[:, :, :t], v[:, :, :t]
     spec = _spec(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     # The kernel takes masks of four dimensions.

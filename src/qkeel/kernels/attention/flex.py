@@ -84,7 +84,8 @@ class Flex(Kernel):
         assert auxiliary.lse is not None
         assert auxiliary.max_scores is not None
         lse, top = auxiliary.lse.detach(), auxiliary.max_scores.detach()
-        return out, lse, torch.where(lse.isnan(), lse, top)  # a GPU's maximum drops NaN
+        # a GPU's maximum drops NaN.
+        return out, lse, torch.where(lse.isnan(), lse, top)
 
 
 def _attend(
@@ -123,7 +124,8 @@ def visible(call: AttentionCall) -> BlockMask | None:
 def _block_mask(
     t: int, s: int, window: int | None, causal: bool, device: torch.device
 ) -> BlockMask:
-    back = s - t  # a constant in the compiled mask: 0 for square calls of any length
+    # a constant in the compiled mask: 0 for square calls of any length.
+    back = s - t
 
     # Plain lambdas, since FlexAttention counts a mask's parameters and a type-checking wrapper would hide them.
     # The mask is cached, and a later pass may need gradients.

@@ -19,7 +19,8 @@ from qkeel.spec.call import AttentionCall
 from qkeel.spec.slot import Outputs
 
 QKV = tuple[Tensor, Tensor, Tensor]
-MASK_BLOCK = 1 << 24  # entries of a boolean mask built at once
+# Entries of a boolean mask built at once.
+MASK_BLOCK = 1 << 24
 
 
 @final
@@ -135,7 +136,8 @@ def _sdpa(
     q, k, v = [
         x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in qkv
     ]
-    gqa = bool(q.shape[1] != k.shape[1])  # tracing turns sizes into tensors
+    # Tracing turns sizes into tensors.
+    gqa = bool(q.shape[1] != k.shape[1])
     out = sdpa(
         q,
         k,
@@ -158,7 +160,8 @@ def _mask(
     NaN gradients.
     """
     visible, bias = call.visible(rows, keys), call.bias(rows, keys)
-    assert visible is not None  # only calls with a mask, a window or causality get here
+    # Only calls with a mask, a window or causality get here.
+    assert visible is not None
     empty = ~visible.any(-1, keepdim=True)
     allowed = visible | empty
     if bias is None:

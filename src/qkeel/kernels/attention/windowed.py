@@ -61,7 +61,8 @@ class Windowed(Kernel):
 
     def __call__(self, call: AttentionCall) -> Outputs:
         position = rerope(call.spec.position)
-        assert position is not None  # `supports` refuses other positions
+        # `supports` refuses other positions.
+        assert position is not None
         q, k = call.encoded()
         v, dtype = dense(call.spec.values(call.v, call.params)), call.q.dtype
         q = q * call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
@@ -114,7 +115,8 @@ class _MergedSoftmax(torch.autograd.Function):
                 "the windowed kernel can be differentiated only once; use impl='chunked' for higher derivatives"
             )
         *inputs, out, lse = ctx.saved_tensors
-        with torch.enable_grad():  # autograd reverses the slicing into triangles
+        # Autograd reverses the slicing into triangles.
+        with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in inputs]
             triangles = _triangles(ctx.w, *leaves)
         grads: list[Tensor] = []

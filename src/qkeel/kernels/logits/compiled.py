@@ -15,7 +15,8 @@ from qkeel.spec.call import AttentionCall, BandCall
 
 _MASKS = (torch.bool, *STORED)
 _PLAIN = (Tensor, nn.Parameter)
-FIELDS = ROW_FIELDS[:-1]  # the operator's order; the norms of the queries follow
+# The operator's order; the norms of the queries follow.
+FIELDS = ROW_FIELDS[:-1]
 
 VisibilityTensors = tuple[Tensor | None, Tensor | None, Tensor | None]
 OperatorArguments = tuple[
@@ -125,7 +126,8 @@ def _arguments(call: AttentionCall) -> OperatorArguments | None:
     """Returns the operators' arguments q, k, scale, low, high and mask; None if unsupported."""
     banded = isinstance(call, BandCall) and call.slopes is None
     if type(call) is not AttentionCall and not banded:
-        return None  # a subclass may override visibility and bias
+        # a subclass may override visibility and bias.
+        return None
     spec = call.spec
     # The maxima alone would support more, but must equal those of the full statistics bit for bit.
     if (
@@ -160,7 +162,8 @@ def _encoded(call: AttentionCall) -> tuple[Tensor, Tensor]:
     spec = call.spec
     if spec.norm.kind == "none" and spec.position.unwindowed.kind == "none":
         return call.q, call.k
-    if call.q.dtype == torch.float32:  # otherwise the compiled encoding would round
+    # Otherwise the compiled encoding would round.
+    if call.q.dtype == torch.float32:
         return encoded(spec, call.q, call.k, call.pos_q, call.pos_k, call.params)
     return call.encoded()
 

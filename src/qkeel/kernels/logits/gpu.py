@@ -60,7 +60,8 @@ def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     from qkeel.kernels.logits import triton_extremes
 
     q, k, scale, visibility = operands
-    if isinstance(scale, Tensor):  # the kernel takes a number
+    # The kernel takes a number.
+    if isinstance(scale, Tensor):
         q, scale = q * scale, 1.0
     largest, smallest = triton_extremes.extremes(
         q, k, scale, counted=call.query_mask, **visibility
@@ -77,7 +78,8 @@ def _operands(call: AttentionCall, pairs: bool) -> _LogitOperands | None:
     """
     band = call if isinstance(call, BandCall) else None
     if type(call) is not AttentionCall and (band is None or band.slopes is not None):
-        return None  # a subclass may override visibility and bias
+        # a subclass may override visibility and bias.
+        return None
     spec, mask = call.spec, call.mask if band is None else band.padding
     boolean = mask is not None and mask.dtype == torch.bool
     is_padding = mask is not None and boolean and mask.shape[1] == mask.shape[2] == 1

@@ -63,7 +63,8 @@ def _extremes(
 ):
     """Computes the largest and smallest logit of a tile of rows: NaN if a logit is NaN, -inf and inf if nothing was
     read."""
-    of = (tl.program_id(0) // tiles).to(tl.int64)  # sequence and head
+    # Sequence and head.
+    of = (tl.program_id(0) // tiles).to(tl.int64)
     n, h = of // heads, of % heads
     # Longest rows first under a causal mask.
     tile = tiles - 1 - tl.program_id(0) % tiles

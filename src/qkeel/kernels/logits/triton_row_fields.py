@@ -49,7 +49,8 @@ _TILES_FLOAT32 = {
 # Where keys or pairs are masked: what a larger tile needs more would not fit in the registers.
 _MASKED = (64, 32, 4)
 _LOG2_E, _LN_2 = constexpr(1.4426950408889634), constexpr(0.6931471805599453)
-_NONE = constexpr(2**31 - 1)  # no key
+# No key.
+_NONE = constexpr(2**31 - 1)
 _YES, _NO = constexpr(True), constexpr(False)
 
 
@@ -96,7 +97,8 @@ def _add(
     """
     products = tl.dot(x, y, input_precision="ieee")
     if not ALL:
-        products = tl.where(is_visible, products, 0.0)  # a hidden key may hold anything
+        # a hidden key may hold anything.
+        products = tl.where(is_visible, products, 0.0)
         n += tl.sum(is_visible.to(tl.int32), 1)
         if MASK:
             begin = tl.minimum(
@@ -204,13 +206,15 @@ def _fields(
     SCALED: constexpr,
     PAIRS: constexpr,
 ):
-    of = (tl.program_id(0) // tiles).to(tl.int64)  # sequence and head
+    # Sequence and head.
+    of = (tl.program_id(0) // tiles).to(tl.int64)
     n, h = of // heads, of % heads
     # Longest rows first under a causal mask.
     start = (tiles - 1 - tl.program_id(0) % tiles) * ROWS
     row, i = start + tl.arange(0, ROWS), tl.arange(0, WIDE)
     ok = row < times
-    past_keys = length - times  # queries are aligned to the end of the keys
+    # Queries are aligned to the end of the keys.
+    past_keys = length - times
     at = row + past_keys
     query_rows = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
     x = tl.load(query_rows, mask=ok[:, None] & (i[None, :] < D), other=0.0)
@@ -391,7 +395,8 @@ def _fields(
     )
     cosine, turned = tl.where(sees_a_key, widest, 0.0) * inverse, cosines * inverse
     count = seen_keys.to(tl.float32)
-    to, apart = fields + of * times + row, of * 0 + rows_in_all  # in 64 bits
+    # In 64 bits.
+    to, apart = fields + of * times + row, of * 0 + rows_in_all
     tl.store(to, tl.where(unknown, nan, top), mask=ok)
     tl.store(to + apart, tl.where(unknown, nan, low), mask=ok)
     tl.store(to + 2 * apart, tl.where(unknown, nan, best), mask=ok)

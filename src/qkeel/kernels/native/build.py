@@ -40,8 +40,10 @@ CARRIED = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "x86-64-v3": {"avx2", "bmi2", "fma", "f16c"},
 }
-LONGEST = 600.0  # seconds a compiler may take
-PATIENCE = 300.0  # seconds of waiting for another process before torch is used instead
+# Seconds a compiler may take.
+LONGEST = 600.0
+# Seconds of waiting for another process before torch is used instead.
+PATIENCE = 300.0
 
 
 class BuildError(RuntimeError):
@@ -81,7 +83,8 @@ def compiled(anew: bool = False) -> Path:
                 raise BuildError(
                     f"another process has held {lock.name} for more than {PATIENCE:.0f} s"
                 )
-        if anew or not library.is_file():  # otherwise another process was faster
+        # Otherwise another process was faster.
+        if anew or not library.is_file():
             _say(
                 f"compiling its kernels for this CPU, once, into {folder} (QKEEL_NATIVE=0 switches this off)"
             )

@@ -24,7 +24,8 @@ STORED = (
     torch.bfloat16,
     torch.float16,
 )
-WIDEST = 1024  # WIDEST in the sources
+# WIDEST in the sources.
+WIDEST = 1024
 _LOADING = threading.Lock()
 OPS: Any = torch.ops.qkeel_native
 
@@ -131,7 +132,8 @@ def _decode_shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
 
 def _norm_rope_shapes(x: Tensor, *options: object) -> tuple[Tensor, Tensor]:
     y, kind = same_shape(x), options[3]
-    if kind == 0:  # a rotation alone
+    # a rotation alone.
+    if kind == 0:
         return y, y.new_empty(0, dtype=torch.float32)
     b, h, t = y.shape[:3]
     # The kernel goes through memory in order, so these lie like the rows of x.

@@ -18,8 +18,10 @@ from qkeel.kernels.native.operators import STORED, is_plain
 from qkeel.patching.modes import constant_when_compiled, transformed
 
 _LOADING = threading.Lock()
-_OLDEST = (8, 0)  # least compute capability, the first with bfloat16
-_WIDEST = 256  # largest head_dim of the statistics
+# Least compute capability, the first with bfloat16.
+_OLDEST = (8, 0)
+# Largest head_dim of the statistics.
+_WIDEST = 256
 
 
 @constant_when_compiled

@@ -33,10 +33,13 @@ KINDS: dict[NormKind, int] = {"none": NONE, "rms": RMS, "l2": L2, "layer": LAYER
 # Least min |gain| / max |gain| of a pair for which x̂ is recomputed from the result, since the division magnifies
 # rounding.
 _SPREADS = {torch.float32: 0.05, torch.bfloat16: 0.25, torch.float16: 0.25}
-_WIDEST_TOKEN = 8192  # numbers of all heads, rounded up to a power of two, that one program can hold
+# Numbers of all heads, rounded up to a power of two, that one program can hold.
+_WIDEST_TOKEN = 8192
 
-CosSin = tuple[Tensor, Tensor]  # of q and of k may differ in length
-KeyParts = Float[Tensor, "b g s r"]  # keys, or their rotated part
+# Of q and of k may differ in length.
+CosSin = tuple[Tensor, Tensor]
+# Keys, or their rotated part.
+KeyParts = Float[Tensor, "b g s r"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,7 +51,9 @@ class _EncodePlan:
     kind_q: int
     kind_k: int
     eps: float
-    on_gpu: bool  # True if only the GPU operators do this: interleaved pairs, or a norm over all heads of a token
+    # True if only the GPU operators do this: interleaved pairs, or a norm over all
+    # heads of a token.
+    on_gpu: bool
 
 
 def _planned(norm: Norm, position: Position) -> _EncodePlan | None:
@@ -156,7 +161,8 @@ def fused(
         return None
     for x in (k, *params.values()):
         if x.device != device:
-            return None  # torch raises its own error
+            # torch raises its own error.
+            return None
     operators = operators_for(device)
     if operators is None or (
         plan.on_gpu and (operators is OPS or not _fits(plan, q, k))

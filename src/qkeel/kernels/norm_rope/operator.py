@@ -29,7 +29,8 @@ WHOLE, INTERLEAVED = 4, 8
 
 # Cos and sin, float32; b and t may be 1.
 CosSin = tuple[Float[Tensor, "b 1 t half"], Float[Tensor, "b 1 t half"]]
-Pair = tuple[Any, Any]  # one thing of q, one of k
+# One thing of q, one of k.
+Pair = tuple[Any, Any]
 
 
 def operators_for(device: torch.device) -> Any | None:
@@ -168,7 +169,8 @@ def _gradients(
     )
     if gain is None:
         return grad, None
-    if gain_sums.numel() == gain.numel():  # the usual gain, at the price of a view
+    # The usual gain, at the price of a view.
+    if gain_sums.numel() == gain.numel():
         return grad, gain_sums.view(gain.shape).to(gain.dtype)
     return grad, gain_sums.sum_to_size(gain.shape).to(gain.dtype)
 

@@ -21,7 +21,8 @@ L2 = constexpr(norm_rope.L2)
 LAYER = constexpr(norm_rope.LAYER)
 # Rows of a tile by half the head size: 1024 pairs, 8 for each of 128 threads, so that 16-bit data loads 16 bytes each.
 _ROWS = {8: 64, 16: 64, 32: 32, 64: 16, 128: 8, 256: 4, 512: 2}
-_PROGRAMS = 2048  # in backward with a shared gain: several for each of 132 processors
+# In backward with a shared gain: several for each of 132 processors.
+_PROGRAMS = 2048
 # With a gain per head, so that partial sums stay small next to q and k.
 _PROGRAMS_BY_HEAD = 256
 
@@ -446,7 +447,8 @@ def _keep_sums(
     BY_HEAD: constexpr,
 ):
     """Stores this program's part of the gain's gradient: [chunks h d], or [programs d] if heads share the gain."""
-    if BY_HEAD:  # such a tile has a single token
+    # Such a tile has a single token.
+    if BY_HEAD:
         head = block * HEADS + tl.arange(0, HEADS)
         _store(
             parts,
