@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
-from qkeel.capture import logsumexp
+from qkeel.capture import compiled_bounds, logsumexp
 from qkeel.capture.logsumexp import attention_with_logsumexp
 from qkeel.capture.readers import SDPA
 from qkeel.sites import Tap
@@ -303,18 +304,83 @@ def test_a_compiled_model_with_heads_over_the_threshold_is_clipped_exactly() -> 
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
 
 
-def test_the_name_is_torchs_own_again_when_no_clip_is_left() -> None:
-    gc.collect()  # of earlier tests
-    handles = []
-    for _ in range(2):
-        model = nn.Sequential(Layer())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        remedy = "qk_clip:threshold=2"
-        handles.append(
-            qkeel.apply(model, remedy, optimizer, batch=torch.randn(2, 9, 32))
-        )
+@pytest.fixture
+def stand_in() -> Iterator[Any]:
+    bounds = compiled_bounds.CompiledBounds()
+    yield F.scaled_dot_product_attention
+    bounds.remove()
+
+
+def test_the_name_is_torchs_own_again_when_nobody_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Clips of earlier tests may still wait for the garbage collector.
+    monkeypatch.setattr(compiled_bounds, "_users", [0])
+    monkeypatch.setattr(F, "scaled_dot_product_attention", SDPA)
+    first, second = compiled_bounds.CompiledBounds(), compiled_bounds.CompiledBounds()
     assert F.scaled_dot_product_attention is not SDPA
-    handles[0].remove()
+    first.remove()
+    first.remove()
     assert F.scaled_dot_product_attention is not SDPA
-    handles[1].remove()
+    second.remove()
     assert F.scaled_dot_product_attention is SDPA
+
+
+@pytest.mark.parametrize("kind", [causal_lower_right, causal_upper_left])
+def test_under_the_name_mask_objects_mean_what_they_say(
+    kind: Any, stand_in: Any
+) -> None:
+    q, k, v = drawn(5, torch.float32, 4)
+    q = q[:, :, :4]
+    visible = torch.ones(4, 7, dtype=torch.bool).tril(
+        3 if kind is causal_lower_right else 0
+    )
+    expected = SDPA(q, k, v, attn_mask=visible)
+    torch.testing.assert_close(stand_in(q, k, v, attn_mask=kind(4, 7)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_scripts_and_exports_hold_torchs_own_function(stand_in: Any) -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    x = drawn(6, torch.float32, 4)[0].detach()
+    expected = SDPA(x, x, x, is_causal=True)
+    assert torch.equal(torch.jit.script(Plain())(x), expected)
+    program = torch.export.export(Plain(), (x,))
+    assert "qkeel" not in program.graph_module.code
+    assert torch.equal(program.module()(x), expected)
+
+
+@pytest.mark.parametrize(
+    "change", ["broadcast", "three-dimensional", "float mask", "narrow values", "empty"]
+)
+def test_a_compiled_call_that_torch_does_not_fuse_is_left_alone(
+    change: str, stand_in: Any
+) -> None:
+    torch._dynamo.reset()
+    q, k, v = (x.detach() for x in drawn(7, torch.float32, 4))
+    mask = None
+    if change == "broadcast":
+        k, v = k[:1], v[:1]
+    elif change == "three-dimensional":
+        q, k, v = q[0], k[0], v[0]
+    elif change == "float mask":
+        mask = torch.randn(7, 7)
+    elif change == "narrow values":
+        v = v[..., :8]
+    else:
+        q = q[:, :, :0]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    run = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    compiled_bounds._notes.tops = tops = []
+    try:
+        out = run(q, k, v)
+    finally:
+        compiled_bounds._notes.tops = None
+    assert not tops
+    assert torch.equal(out, SDPA(q, k, v, attn_mask=mask))

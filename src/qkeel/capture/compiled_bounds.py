@@ -11,11 +11,11 @@ import threading
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkeel.capture.logsumexp import attention_with_logsumexp
-from qkeel.capture.readers import SDPA, sdpa_arguments
+from qkeel.capture.readers import SDPA, is_mask_object, sdpa_arguments
 from qkeel.errors import caution
 
 _ATEN = torch.ops.aten
@@ -81,33 +81,68 @@ torch.library.register_autograd(
 
 def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
     """Stands for F.scaled_dot_product_attention under its name; the same bits, and its largest logsumexp is noted."""
-    if not torch.compiler.is_compiling():
-        if _notes.tops is None:
+    mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+    if is_mask_object(mask):
+        # Such a mask knows the function by what is stored under its name, and calls it again with plain tensors.
+        public = F.scaled_dot_product_attention
+        return type(mask).__torch_function__(public, (type(mask),), args, kwargs)
+    if torch.compiler.is_compiling():
+        arguments = sdpa_arguments(args, kwargs)
+        if torch.compiler.is_exporting() or not _is_fused(**arguments):
             return SDPA(*args, **kwargs)
+        q, k, v = arguments["query"], arguments["key"], arguments["value"]
+        if mask is not None:  # as the public function converts it
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+        return torch.ops.qkeel_bounds.attend(
+            q, k, v, arguments["is_causal"], mask, arguments["scale"]
+        )[0]
+    rows = None
+    if _notes.tops is not None:
         rows = attention_with_logsumexp(args, kwargs)
-        if rows is None:
-            return SDPA(*args, **kwargs)
-        _notes.tops.append(rows[1].detach().amax())
-        return rows[0]
-    arguments = sdpa_arguments(args, kwargs)
-    q, k, v = arguments["query"], arguments["key"], arguments["value"]
-    mask = arguments["attn_mask"]
-    # What torch asks of its fused operator on a CPU. A mask that adds numbers is part of another logit.
-    if (
-        not q.is_cpu
-        or q.dim() != 4
-        or q.shape[-1] != v.shape[-1]
-        or arguments["dropout_p"] != 0.0
-        or (mask is not None and mask.dtype != torch.bool)
-        or torch.is_autocast_enabled("cpu")
-    ):
+    if rows is None or _notes.tops is None:
         return SDPA(*args, **kwargs)
-    # As the public function converts it.
-    if mask is not None:
-        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-    return torch.ops.qkeel_bounds.attend(
-        q, k, v, arguments["is_causal"], mask, arguments["scale"]
-    )[0]
+    _notes.tops.append(rows[1].detach().amax())
+    return rows[0]
+
+
+# What reads the function's documentation, and TorchScript, which compiles no variable arguments, find torch's own.
+scaled_dot_product_attention.__doc__ = SDPA.__doc__
+torch.jit._builtins._register_builtin(
+    scaled_dot_product_attention, "aten::scaled_dot_product_attention"
+)
+
+
+def _is_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> bool:
+    """True if torch chooses its fused operator for a call on a CPU, and no mask adds numbers to the logits.
+
+    `torch._fused_sdp_choice` says the same of a call that is not compiled."""
+    inputs = (query, key, value)
+    if any([type(x) not in (Tensor, nn.Parameter) or not x.is_cpu for x in inputs]):
+        return False
+    if any([x.dim() != 4 or x.stride(-1) != 1 or x.numel() == 0 for x in inputs]):
+        return False
+    if attn_mask is not None and (
+        attn_mask.dtype != torch.bool or attn_mask.dim() not in (2, 4)
+    ):
+        return False
+    q, k, v = (x.shape for x in inputs)
+    return (
+        q[0] == k[0] == v[0]
+        and k[1] == v[1]
+        and (q[1] == k[1] or (enable_gqa and q[1] % k[1] == 0))
+        and q[3] == k[3] == v[3]
+        and dropout_p == 0.0
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 class CompiledBounds:
