@@ -85,7 +85,8 @@ def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
     if is_mask_object(mask):
         # Such a mask knows the function by what is stored under its name, and calls it again with plain tensors.
         public = F.scaled_dot_product_attention
-        return type(mask).__torch_function__(public, (type(mask),), args, kwargs)
+        kind: Any = type(mask)
+        return kind.__torch_function__(public, (kind,), args, kwargs)
     if torch.compiler.is_compiling():
         arguments = sdpa_arguments(args, kwargs)
         if torch.compiler.is_exporting() or not _is_fused(**arguments):
@@ -107,7 +108,7 @@ def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
 
 # What reads the function's documentation, and TorchScript, which compiles no variable arguments, find torch's own.
 scaled_dot_product_attention.__doc__ = SDPA.__doc__
-torch.jit._builtins._register_builtin(
+torch.jit._builtins._register_builtin(  # type: ignore[attr-defined]
     scaled_dot_product_attention, "aten::scaled_dot_product_attention"
 )
 

@@ -348,7 +348,7 @@ class CaptureMode(CallObserver):
             return False
         plain, mask = None, args[3] if len(args) > 3 else kwargs.get("attn_mask")
         if mask is None and 3 <= len(args) <= 5:
-            q, k = args[0], args[1]
+            q, k, *_ = iter(args)
             scale = kwargs.get("scale")
             # In a packed call, which has to be unpacked first, the query heads lie in the token dimension.
             if q.shape[1] != heads[0] == q.shape[1] * q.shape[-2]:
