@@ -120,10 +120,16 @@ def unobserved() -> Iterator[None]:
         _OBSERVERS.reset(token)
 
 
+@functools.lru_cache(maxsize=1)
+def _flash_modules(count: int) -> list[str]:
+    """The names of flash-attn's modules among the `count` that are loaded. A verification asks eight times a layer."""
+    return [home for home in list(sys.modules) if "flash_att" in home]
+
+
 def _functions() -> list[types.FunctionType]:
     """The attention functions of loaded modules, each once; functions of other modules cannot be called."""
     homes = dict(_HOMES)
-    homes |= {home: FLASH for home in list(sys.modules) if "flash_att" in home}
+    homes |= dict.fromkeys(_flash_modules(len(sys.modules)), FLASH)
     functions: dict[int, types.FunctionType] = {}
     for home, names in homes.items():
         for name in names if home in sys.modules else ():

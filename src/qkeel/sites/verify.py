@@ -181,7 +181,7 @@ def smallest_rerun(
             with rerun.opened():
                 rerun.check()
                 all_rows = [(s, None) for s in (*site.query, *site.key)]
-                before = rerun.logits(weights.filled())
+                before = rerun.base = rerun.logits(weights.filled())
                 after = rerun.logits(weights.rotated(all_rows))
         except dist.ApartError:
             raise
@@ -219,6 +219,9 @@ class Rerun:
         parameters: the weights that change, by name.
         on_copy: whether a deep copy of the module runs instead of the module itself.
     """
+
+    #: the logits with the known weights as they are, which every change is compared with
+    base: Logits | None = None
 
     def __init__(
         self,
@@ -483,7 +486,8 @@ class _Experiment:
         self, site: AttentionSite, weights: ChangedWeights, rerun: Rerun
     ) -> None:
         self._site, self._weights, self._rerun = site, weights, rerun
-        self._base = rerun.logits(weights.filled())
+        assert rerun.base is not None
+        self._base = rerun.base
         dtypes = [torch.finfo(p.dtype) for p in weights.parameters.values()]
         least = min(dtypes, key=lambda dtype: dtype.bits)
         steps = 4 if least.bits < 32 else 64
