@@ -88,7 +88,7 @@ and writes this table. `python -m tools.machines --only "AVX2" "not root"` runs 
 other tests than the usual ones. With `--pieces 4 --minutes 8` it stops after some minutes, and the next call continues.
 
 Tests that round, train or compile try the conditions of a processor. Tests of files, commands and processes try those
-of a system. `tests/machines.py` lists both, as `NUMBERS` and `SYSTEM`. Processor seconds are those of all processes,
+of a system. `tools/machines.py` lists both, as `NUMBERS` and `SYSTEM`. Processor seconds are those of all processes,
 compiling included.
 
 <!-- written by python -m tools.machines; a run replaces the rows of its conditions -->

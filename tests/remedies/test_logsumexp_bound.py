@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -384,3 +385,69 @@ def test_a_compiled_call_that_torch_does_not_fuse_is_left_alone(
         compiled_bounds._notes.tops = None
     assert not tops
     assert torch.equal(out, SDPA(q, k, v, attn_mask=mask))
+
+
+def test_a_pass_that_fails_or_loses_its_clip_leaves_no_notes() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(2, 9, 32)
+    model: Any = Stack(Layer(), Layer())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    run = torch.compile(model, backend="aot_eager")
+    handle = qkeel.apply(run, "qk_clip:threshold=100", optimizer, batch=x)
+    for _ in range(4):
+        run(x).square().mean().backward()
+        optimizer.step()
+    with pytest.raises(RuntimeError):
+        run(torch.randn(2, 9, 31))  # pass 5 is not observed
+    assert compiled_bounds._notes.tops is None
+
+    bounds = compiled_bounds.CompiledBounds()
+    bounds.calls = 1
+    assert [bounds.begin() for _ in range(3)] == [False, False, True]
+    bounds.remove()
+    assert compiled_bounds._notes.tops is None
+    handle.remove()
+
+
+@pytest.mark.parametrize("reason", ["processes", "inputs"])
+def test_no_second_pass_where_it_would_hang_or_see_other_inputs(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Writes(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x.clone())
+            x.mul_(1.0)
+            return y
+
+    torch._dynamo.reset()
+    torch.manual_seed(11)
+    x = torch.randn(2, 9, 32)
+    model: Any = (Writes if reason == "inputs" else Stack)(Layer(), Layer())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    run = torch.compile(model, backend="aot_eager")
+    qkeel.apply(run, "qk_clip:threshold=5", optimizer, batch=x)
+    second_passes = []
+    extra_pass = Tap._extra_pass
+    monkeypatch.setattr(
+        Tap,
+        "_extra_pass",
+        lambda *args, **kwargs: second_passes.append(1) or extra_pass(*args, **kwargs),
+    )
+    if reason == "processes":
+        # A world of two in which nothing else is asked of the other process.
+        monkeypatch.setattr("qkeel.sites.tap.dist.world", lambda: 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(7):
+            if step == 4:
+                with torch.no_grad():
+                    model[1].q.weight[8:16] *= 50
+            run(x).float().square().mean().backward()
+            optimizer.step()
+    words = [str(warning.message) for warning in caught]
+    told = any("writes into its inputs" in text for text in words)
+    assert told == (reason == "inputs")
+    # Of seven passes 1, 2 and 4 are observed, and 5, which was over the threshold and wrote into its inputs, made 6 and
+    # 7 observed too. On several processes all are.
+    assert len(second_passes) == (6 if reason == "inputs" else 7)
+    assert largest(model, x.clone()).max() < 5.001

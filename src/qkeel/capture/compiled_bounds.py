@@ -175,6 +175,8 @@ class CompiledBounds:
     def begin(self) -> bool:
         """Called before a compiled pass; False if it has to be observed instead, as passes 1, 2, 4, 8, … are, in which
         attention may appear that was not seen before."""
+        if self._is_running:
+            self.end()  # an interrupt ended the pass before
         self._passes += 1
         is_searched = self._passes & (self._passes - 1) == 0
         if not self._is_active or self.calls is None or is_searched:
@@ -200,6 +202,8 @@ class CompiledBounds:
         """Gives torch's function its name back. Graphs with the operator are compiled again without it."""
         if not self._is_active:
             return
+        if self._is_running:
+            self.end()
         self._is_active = False
         with _LOCK:
             _users[0] -= 1

@@ -463,8 +463,6 @@ class Sites(list[AttentionSite]):
             #index.
     """
 
-    linear: tuple[str, ...] = ()
-
     def __init__(
         self,
         sites: Iterable[AttentionSite] = (),

@@ -17,7 +17,7 @@ from torch import nn
 from qkeel import distributed as dist
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.frames.tables import markup, plain_table
-from qkeel.heads.site import AttentionSite, Sites, UnrecognizedAttention
+from qkeel.heads.site import AttentionSite, UnrecognizedAttention
 from qkeel.metrics import text_table
 from qkeel.monitor.cadence import Cadence
 from qkeel.monitor.rules import Alarm, Severity
@@ -419,11 +419,6 @@ def about(
         "dtype": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
         "sites": site_facts(sites),
         "missed": [dataclasses.asdict(one) for one in missed],
-        **(
-            {LINEAR: list(sites.linear)}
-            if isinstance(sites, Sites) and sites.linear
-            else {}
-        ),
         "optimizer": None if optimizer is None else type(optimizer).__name__,
         "cadence": repr(cadence),
         "processes": dist.world(),

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from qkeel import distributed as dist
 from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, statistics
 from qkeel.capture.compiled_bounds import CompiledBounds
 from qkeel.capture.example import LastPass, copied, tensors, undisturbed
@@ -345,8 +346,11 @@ class Tap(Handle):
             )
         if not measured or not self.visitor.before(args, kwargs):
             return
-        if compiled and self._bounds is not None and self._bounds.begin():
+        # One process alone may find a logit over the threshold, and would make collectives of its own in a second pass.
+        is_bounded = compiled and self._bounds is not None and dist.world() == 1
+        if is_bounded and self._bounds is not None and self._bounds.begin():
             held.random = torch.get_rng_state()
+            held.versions = _versions(args, kwargs)
             return
         self._running = running = ObservedPass(self, candidate=candidate)
         if compiled or _takes_fast_path(self.tree):
@@ -400,6 +404,14 @@ class Tap(Handle):
         look = ObservedPass(self, candidate=held.candidate)
         assert held.inputs is not None
         args, kwargs = held.inputs
+        if _versions(args, kwargs) != held.versions:
+            # The pass has written into its own inputs, so a second one would see others. It comes first from now on.
+            assert self._bounds is not None
+            self._bounds.remove()
+            caution(
+                "the model writes into its inputs, so the logits of one compiled pass that may be over the threshold "
+                "are read from what it left; from the next pass on an additional pass is made first"
+            )
         self._extra_pass(look, args, kwargs, random=held.random)
         return look
 
@@ -481,10 +493,17 @@ class _HeldPass:
     role: PassRole = dataclasses.field(default_factory=PassRole)
     inputs: tuple[Args, Kwargs] | None = None
     random: Tensor | None = None
+    versions: list[int] = dataclasses.field(default_factory=list)
     latest: LastPass | None = None
     stats: SiteStatistics | None = None
     calls: int = 0
     collected: object = None
+
+
+def _versions(args: Args, kwargs: Kwargs) -> list[int]:
+    """How often each tensor among a model's arguments was written into; tensors of inference mode do not count that."""
+    inputs = tensors((args, dict(kwargs)))
+    return [0 if x.is_inference() else x._version for x in inputs]
 
 
 def is_empty(args: Args, kwargs: Kwargs) -> bool:
