@@ -178,6 +178,8 @@ class CaptureMode(CallObserver):
         self.unread: list[UnrecognizedAttention] = []
         # Where attention would not be seen.
         self.hidden: dict[str, None] = {}
+        # Whether a probe keeps the graph of what the model computes without one, as in its own checkpoint functions.
+        self.always_with_graph = False
         self._report, self._rows = report, rows
         self._described = {site.name for site in described}
         self._hooks = [
@@ -304,6 +306,9 @@ class CaptureMode(CallObserver):
             out = SDPA(*args, **kwargs)
         elif func is functional_attention and self._rows:
             out, rows = attention_with_rows(sdpa_arguments(args, kwargs))
+        elif self.always_with_graph and not _needs_no_graph(func):
+            with torch.enable_grad():
+                out = func(*args, **kwargs)
         else:
             out = func(*args, **kwargs)
         self.guard(self._read_call, func, args, kwargs, out, rows, lse)
@@ -373,7 +378,9 @@ class CaptureMode(CallObserver):
 
     def apart(self, read: Callable[[], None]) -> None:
         """Calls `read` unobserved, with gradients if q and k of a probe will be traced back to the weights."""
-        with_graph = self.probing and torch.is_grad_enabled()
+        with_graph = self.probing and (
+            torch.is_grad_enabled() or self.always_with_graph
+        )
         with unobserved(), torch.set_grad_enabled(with_graph):
             read()
 
@@ -519,6 +526,14 @@ class CaptureMode(CallObserver):
     def _elsewhere(self, frame: ModuleCall) -> bool:
         """True inside a module whose attention is reported in another way."""
         return _in_own(frame) or any(f.name in self._described for f in frame.line())
+
+
+def _needs_no_graph(func: Function) -> bool:
+    """True for functions that set the mode itself, and for those that write into a tensor, which may be a parameter."""
+    name = function_name(func)
+    return name in ("_set_grad_enabled", "__setitem__", "__set__") or (
+        name.endswith("_") and not name.endswith("__")
+    )
 
 
 def _in_own(frame: ModuleCall) -> bool:
