@@ -306,7 +306,7 @@ class CaptureMode(CallObserver):
             out = SDPA(*args, **kwargs)
         elif func is functional_attention and self._rows:
             out, rows = attention_with_rows(sdpa_arguments(args, kwargs))
-        elif self.always_with_graph and not _needs_no_graph(func):
+        elif self.always_with_graph and _may_have_graph(func, args):
             with torch.enable_grad():
                 out = func(*args, **kwargs)
         else:
@@ -528,12 +528,14 @@ class CaptureMode(CallObserver):
         return _in_own(frame) or any(f.name in self._described for f in frame.line())
 
 
-def _needs_no_graph(func: Function) -> bool:
-    """True for functions that set the mode itself, and for those that write into a tensor, which may be a parameter."""
+def _may_have_graph(func: Function, args: Args) -> bool:
+    """False for the function that sets the mode itself, and for one that writes into a tensor unless this was computed
+    with a graph: it may be a parameter or a buffer."""
     name = function_name(func)
-    return name in ("_set_grad_enabled", "__setitem__", "__set__") or (
-        name.endswith("_") and not name.endswith("__")
-    )
+    if name in ("_set_grad_enabled", "__set__"):
+        return False
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return not writes or (isinstance(args[0], Tensor) and args[0].grad_fn is not None)
 
 
 def _in_own(frame: ModuleCall) -> bool:
