@@ -127,3 +127,5 @@ def test_the_rows_of_each_head_are_known_and_the_clip_acts(way: str, seed: int) 
                 len(model.blocks[0].projections) == 3 and "projections.2" in name  # type: ignore[union-attr, arg-type]
             )
         )
+    with qkeel.apply(model, "qk_norm", optimizer, batch=x):
+        assert all(site.normed for site in qkeel.find_sites(model, x))

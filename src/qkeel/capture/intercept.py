@@ -240,6 +240,8 @@ class CaptureMode(CallObserver):
             described.attach(around)
         around.callback(self.handwritten.tags.clear)
         around.enter_context(observed_by(self))
+        if self.always_with_graph:
+            self._keep_graphs(around)
         if self._only_in is None:
             self.stack.attach(around)
             push_mode(self)
@@ -252,6 +254,23 @@ class CaptureMode(CallObserver):
         for module, only in self._only_in.values():
             enter = functools.partial(self._enter_module, only)
             hooks += put_hooks(module, enter, self._leave_module)
+
+    def _keep_graphs(self, around: ExitStack) -> None:
+        """Enables gradients in every module of the model; operators outside of modules are each called with a graph."""
+        hooks: list[Hook] = []
+        around.callback(remove_hooks, hooks)
+        enabled: list[bool] = []
+
+        def enter(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+            enabled.append(torch.is_grad_enabled())
+            torch.set_grad_enabled(True)
+
+        def leave(module: nn.Module, args: object, output: object) -> None:
+            torch.set_grad_enabled(enabled.pop())
+
+        for module in self.stack.root.module.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                hooks += put_hooks(module, enter, leave)
 
     def _enter_module(
         self,
@@ -531,10 +550,12 @@ class CaptureMode(CallObserver):
 def _may_have_graph(func: Function, args: Args) -> bool:
     """False for the function that sets the mode itself, and for one that writes into a tensor unless this was computed
     with a graph: it may be a parameter or a buffer."""
-    name = function_name(func)
+    name = getattr(func, "__name__", "")
     if name in ("_set_grad_enabled", "__set__"):
         return False
-    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    # x.add_(y), x += y, x[i] = y
+    writes = name.startswith("__i") or name == "__setitem__"
+    writes = writes or (name.endswith("_") and not name.endswith("__"))
     return not writes or (isinstance(args[0], Tensor) and args[0].grad_fn is not None)
 
 

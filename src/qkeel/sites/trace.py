@@ -361,7 +361,8 @@ def _with_graphs(
         always_with_graph=True,
     )
     try:
-        again.run()
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            again.run()
     except dist.ApartError:
         raise
     except Exception as error:
