@@ -524,7 +524,7 @@ class EagerAttentionTracer:
             x = tag.unshifted
         known = self._known(frame, frame.calls + len(self._waiting_in(frame)))
         call = scores_call(tag, x, dim % x.ndim, frame, known=known, names=self._names)
-        waiting = WaitingCall(frame, call)
+        waiting = WaitingCall(frame, call, is_matrix=x.ndim == 2)
         self._waiting.append(waiting)
         return waiting
 
@@ -549,7 +549,8 @@ class EagerAttentionTracer:
     ) -> None:
         """Reports the module's calls whose softmax came before this call, so that their order is that of the softmaxes.
         Those of the same q and k are dropped: a program looks at its weights so (their entropy, a picture)."""
-        for waiting in [waiting for waiting in earlier if waiting.frame is frame]:
+        of_module = [waiting for waiting in earlier if waiting.frame is frame]
+        for waiting in [waiting for waiting in of_module if not waiting.is_matrix]:
             self._waiting.remove(waiting)
             if not _are_equal(waiting.call, call):
                 self._report(frame, waiting.call)
@@ -564,7 +565,8 @@ class EagerAttentionTracer:
         latest = self._latest.pop(id(frame), None)
         for waiting in self._waiting_in(frame):
             self._waiting.remove(waiting)
-            if latest is None or not _are_equal(waiting.call, latest):
+            is_new = latest is None or not _are_equal(waiting.call, latest)
+            if is_new and not waiting.is_matrix:
                 self._report(frame, waiting.call)
 
     def end_all(self) -> None:

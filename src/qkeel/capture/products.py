@@ -146,7 +146,9 @@ def read_product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product 
     ):
         return None
     first, second = factors
-    active = [x.ndim > 2 and not is_weight(x) for x in factors]
+    # A matrix may be a table, or, where both are, the tokens of a single sequence.
+    least = min(3, max(x.ndim for x in factors))
+    active = [x.ndim >= least and not is_weight(x) for x in factors]
     if not any(active) and any(is_weight(x) for x in factors):
         return None
     product = Product(

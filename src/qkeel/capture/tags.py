@@ -81,10 +81,14 @@ class Weights:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class WaitingCall:
-    """A call that was read at its softmax and is reported once its weights meet the values, or when the module ends."""
+    """A call that was read at its softmax and is reported once its weights meet the values, or when the module ends.
+
+    Scores without a batch dimension (`is_matrix`) may be similarities of samples, so they have to meet values.
+    """
 
     frame: ModuleCall
     call: ScoresCall
+    is_matrix: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
