@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Literal, final
 
 import torch
@@ -19,6 +20,7 @@ from qkeel.audit.norm_evidence import (
 )
 from qkeel.audit.one_pass import OnePass, joined
 from qkeel.audit.recipes import Explanation, NormRecipe, SiteRecipe
+from qkeel.audit.unused import unused_parameters
 from qkeel.audit.visibility import describe_visible, visible_pairs
 from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import Arguments, arguments, undisturbed
@@ -64,7 +66,8 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
     """
     model = unwrapped(model)
     args, kwargs = _last_batch(model) if batch is None else arguments(batch, "batch")
-    # Two passes, one to find the sites and one to look at them: what the model stores in them is put back.
+    # Three passes, to find the sites, to look at them and to see which parameters matter: what the model stores in them
+    # is put back.
     with undisturbed(model):
         sites, _ = found_sites(model, args, kwargs)
         foreign = [site for site in sites if not isinstance(site.module, SpecModule)]
@@ -75,7 +78,11 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
             )
         trace = OnePass(model, foreign)
         trace.run(args, kwargs)
-        recipes = [SiteEvidence(trace, site).recipe() for site in foreign]
+        unused = unused_parameters(model, args, kwargs, trace.scopes)
+        recipes = [
+            SiteEvidence(trace, site, unused.get(site.name, ())).recipe()
+            for site in foreign
+        ]
     return Explanation(
         model=type(model).__name__,
         sites=tuple(recipes),
@@ -98,8 +105,11 @@ def _last_batch(model: nn.Module) -> Arguments:
 class SiteEvidence:
     """What one pass shows of one site: its q [b h t d], its k [b g s d] in float64, its logits and its mask."""
 
-    def __init__(self, trace: OnePass, site: AttentionSite) -> None:
-        self.trace, self.site = trace, site
+    def __init__(
+        self, trace: OnePass, site: AttentionSite, unused: Sequence[str]
+    ) -> None:
+        """unused: the names of parameters around the site on which no output depends."""
+        self.trace, self.site, self.unused = trace, site, unused
         self.calls = [captured.call for captured in trace.calls.get(site.name, [])]
         first = self.calls[0] if self.calls else None
         # Packed sequences share one batch entry, so that positions start again within it: nothing here tells where.
@@ -174,6 +184,11 @@ class SiteEvidence:
                     idle.append(
                         f"{title} is called on {letter}, and its result is not used"
                     )
+        called = {norm.name for norm in self.trace.norms[site.name]}
+        for name in self.unused:
+            # Norms are named above.
+            if not any(f".{norm}." in f".{name}" for norm in called):
+                idle.append(f"{name} has no effect: no output depends on it")
         scale, is_biased = self._scale(pairs)
         unknown = []
         if any(math.isinf(fit.error) for fit in fits.values()):

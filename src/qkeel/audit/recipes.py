@@ -117,7 +117,9 @@ class SiteRecipe:
     )
     bias: bool = False  #: whether something is added to scale · q·k
     layer_type: str = "full"  #: see records.LAYER_TYPES
-    idle: tuple[str, ...] = ()  #: norms in the module that have no effect
+    idle: tuple[
+        str, ...
+    ] = ()  #: norms and parameters in the module that have no effect
     unknown: tuple[str, ...] = ()  #: what could not be determined
 
     @property

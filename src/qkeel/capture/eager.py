@@ -87,10 +87,7 @@ _SUMS = {
 # What weights go through on their way to the values.
 _PASSES = ELEMENTWISE | VIEWS | _MASKS | JOINS | _SUMS.keys()
 
-_FOREIGN = (
-    "values of several positions are weighted by a softmax of scores that are no products of queries and keys, or have "
-    "no batch dimension (call the model with x[None] then)"
-)
+_FOREIGN = "values of several positions are weighted by a softmax of scores that are no products of queries and keys"
 _DEPENDS = "a term added to its scores depends on the input and is not a product"
 
 
