@@ -128,6 +128,9 @@ class SiteEvidence:
             # Undoes the repetition of keys even where equality can't show it, as for zero keys.
             heads = site.n_kv_heads if site.key_heads is None else site.n_heads
             k = k[:, :: max(1, k.shape[1] // heads)]
+            if site.key_heads is not None:
+                firsts = map(site.key_heads.index, range(site.n_kv_heads))
+                k = k[:, [*firsts]]
             self.arrived: dict[Letter, Tensor] = {
                 "q": q.double().cpu(),
                 "k": k.double().cpu(),
@@ -189,6 +192,11 @@ class SiteEvidence:
             # Norms are named above.
             if not any(f".{norm}." in f".{name}" for norm in called):
                 idle.append(f"{name} has no effect: no output depends on it")
+        repeats = self._repeats()
+        if repeats > 1:
+            idle.append(
+                f"each key stands {repeats} times among the tokens: keys of grouped queries are repeated along the heads"
+            )
         scale, is_biased = self._scale(pairs)
         unknown = []
         if any(math.isinf(fit.error) for fit in fits.values()):
@@ -211,6 +219,18 @@ class SiteEvidence:
             idle=tuple(idle),
             unknown=tuple(unknown),
         )
+
+    def _repeats(self) -> int:
+        """How often each key stands in the sequence of keys, one after the other or all of them again; usually 1."""
+        t, k = self.calls[0].query_shape[1], self.arrived["k"]
+        repeats, remainder = divmod(k.shape[2], t)
+        if repeats < 2 or remainder or t < 2:
+            return 1
+        in_a_row = k.unflatten(2, (t, repeats))
+        for copies in (in_a_row, k.unflatten(2, (repeats, t)).transpose(2, 3)):
+            if torch.equal(copies, copies[:, :, :, :1].expand_as(copies)):
+                return repeats
+        return 1
 
     def _projected(self, letter: Letter) -> list[Tensor]:
         """Returns what the projections output [b n t d], for each order of batch and tokens; empty if it was not
@@ -274,7 +294,10 @@ class SiteEvidence:
             return scale, bool((added[pairs] != 0).any())
         # Two samples and the last queries say it all, and the scores of a long batch would not fit into memory.
         q, k = self.arrived["q"][:2, :, -_ROWS:], self.arrived["k"][:2]
-        products = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+        of_queries = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        if self.site.key_heads is not None:
+            of_queries = k[:, [*self.site.key_heads]]
+        products = q @ of_queries.mT
         scores = [call.logits.detach() for call in self.calls]  # type: ignore[union-attr]
         logits = torch.cat([x[:2, :, -_ROWS:].double().cpu() for x in scores], 1)
         pairs = pairs[:2, :, -_ROWS:].expand(products.shape)

@@ -170,6 +170,10 @@ class SiteRecipe:
         if self.scale and abs(self.query.factor * self.key.factor - 1) > 1e-3:
             total = scale_text((self.total_scale,), self.head_dim)
             logit += f" ({total} in total, with the factors on q and k)"
+        usual = self.total_scale * math.sqrt(self.head_dim)
+        is_normed = self.query.kind != "none" or self.key.kind != "none"
+        if abs(usual - 1) > 2e-3 and not is_normed and not self.scale_parameter:
+            logit += f", {usual:.4g} times the usual 1/√{self.head_dim}"
         if self.softcap is not None:
             logit += f", capped: {self.softcap:g} tanh(z / {self.softcap:g})"
         return logit + (f", {self.sinks}" if self.sinks else "")
