@@ -101,6 +101,9 @@ class StepNumbers(Visitor):
     def looking(self, candidate: bool) -> Handle | None:
         return self._hidden.attach() if self._hidden is not None and candidate else None
 
+    def reads_plain(self, name: str) -> bool:
+        return self.sites.shows_all(name)
+
     def call(self, name: str, call: Seen, candidate: bool) -> None:
         self.sites.see(name, call)
         if candidate and "gates" in self._extras:
