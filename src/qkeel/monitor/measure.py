@@ -34,6 +34,7 @@ from qkeel.monitor.sparse_attention import SparseAttention
 from qkeel.monitor.token_classes import PassTokens
 from qkeel.monitor.watched_sites import WatchedSites
 from qkeel.monitor.weight_norms import StepSpectra, WeightNorms
+from qkeel.patching.losses import ReturnedScalar
 from qkeel.patching.modes import Guarded, ModuleTree
 from qkeel.patching.roles import Phase
 from qkeel.sites.find import all_sites, within
@@ -43,6 +44,10 @@ NOT_COMPARED = (
     "the change that a step causes is not measured for {}: the q and k weights are unknown, computed from other "
     "weights, split across processes, or not matrices that are multiplied together"
 )
+
+
+# The numbers of a pass, and the scalar that it returned, if it was one.
+_Collected = tuple[dict[NumberKey, Number], ReturnedScalar | None]
 
 
 @final
@@ -115,7 +120,7 @@ class StepNumbers(Visitor):
         if candidate:
             self._sparse.index(layer, call)
 
-    def after(self, output: object, seen: bool) -> dict[NumberKey, Number]:
+    def after(self, output: object, seen: bool) -> _Collected:
         self._tokens.end()
         self.sites.pass_over()
         self.sites.report(seen)
@@ -125,14 +130,19 @@ class StepNumbers(Visitor):
             for x in tensors(output)
             if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)
         ]
-        if len(losses) == 1:
-            how = "total" if self._is_loss_summed else "mean"
-            self._numbers.add(("", "train_loss"), Number(losses[0].detach(), 1, how))
-        return self._numbers.end()
+        numbers = self._numbers.end()
+        if len(losses) != 1:
+            return numbers, None
+        how = "total" if self._is_loss_summed else "mean"
+        numbers["", "train_loss"] = Number(losses[0].detach(), 1, how)
+        return numbers, ReturnedScalar(losses[0])
 
     def settled(self, phase: Phase, collected: Any, measured: bool) -> None:
         if measured and phase == "train" and collected is not None:
-            self._numbers.keep(collected)
+            numbers, scalar = collected
+            if scalar is not None and not scalar.is_loss:
+                del numbers["", "train_loss"]
+            self._numbers.keep(numbers)
         self.role_known(phase, measured)
 
     def failed(self) -> None:

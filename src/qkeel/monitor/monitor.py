@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Self, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel import distributed as dist
@@ -134,7 +134,7 @@ class Monitor(Handle):
             self._guard,
         )
         for name, module in model.items():
-            tokens = PassTokens(query_mask.get(name), classes.get(name))
+            tokens = PassTokens(query_mask[name], classes.get(name))
             calls = CallStatistics(tokens, setting, main)
             tap = Tap(
                 module,
@@ -209,6 +209,11 @@ class Monitor(Handle):
         """
         rounds = self._steps.rounds("train")
         self._steps.besides.add(rounds if self._hooks is None else self.steps)
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Records the loss of the coming optimizer step as the training program computes it, over all micro-batches, in
+        place of the one that the model returned. Call it before the step."""
+        self._step_end.loss = loss.detach()
 
     @property
     def closer(self) -> int | None:

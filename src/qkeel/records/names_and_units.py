@@ -79,7 +79,10 @@ STEP_FIELDS: dict[str, Field] = {
     "tokens": Field("tokens", "number of training tokens processed"),
     "lr": Field("1", "base learning rate of the last completed step"),
     "train_loss": Field(
-        "nats/token", "loss of the last training batch; null at step 0"
+        "nats/token",
+        "in a run of the lab, loss of the last training batch, null at step 0; in a watched run, the loss of the step: "
+        "what the Trainer computes, or the scalar that the model returned, if backward() was called on it or on a "
+        "multiple of it",
     ),
     "val_loss": Field(
         "nats/token", "loss on held-out text; null if it was not evaluated"
