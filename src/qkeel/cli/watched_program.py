@@ -159,9 +159,13 @@ class MessageSink(Sink):
         layers = f"the attention of {self._model}"
         if sites:
             number = f"{sites} of {sites + missed}" if missed else f"{sites}"
-            layers = f"{number} attention layers of {self._model}"
+            noun = "layer" if sites + missed == 1 else "layers"
+            layers = f"{number} attention {noun} of {self._model}"
         if self.fix.applied:
             layers += f" with {self.fix.applied} applied"
+        elif about.get("remedies"):
+            # Which the script has applied itself.
+            layers += f" with {'+'.join(about['remedies'])} active"
         self.writer(f"watching {layers}, run {self.place}")
 
     def write(self, sample: Sample) -> None:

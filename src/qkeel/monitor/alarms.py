@@ -14,7 +14,7 @@ from torch import nn
 
 from qkeel.heads.site import APPLIED, AttentionSite, Sites
 from qkeel.metrics import fused_logit_error, stored_logit_error
-from qkeel.monitor.history import History
+from qkeel.monitor.history import History, LogitLimit
 from qkeel.monitor.recording import Recording
 from qkeel.monitor.rules import (
     DEFAULT,
@@ -289,8 +289,10 @@ def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     if remedies for the steps of these weights are already active, it lowers the learning rate.
     """
     for site in sites:
-        if {"lalr", "qk_clip"} & set(vars(site.module).get(APPLIED, {})):
-            return LOWER_RATE
+        active = vars(site.module).get(APPLIED, {})
+        for name in ("lalr", "qk_clip"):
+            if name in active:
+                return f"{LOWER_RATE}  # {active[name]} is active already"
     spec = _step_remedy(model, sites)
     takes_a_cap = all(
         site.spec.cap.kind == "none"
@@ -321,6 +323,19 @@ def _step_remedy(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     if half or frozen or any(len(site.terms) > 1 for site in sites):
         return "+".join([*["lalr:tau=0.1"][half:], *["qk_clip:threshold=100"][frozen:]])
     return "qk_clip:threshold=15,steps=matched"
+
+
+def logit_limits(sites: Sequence[AttentionSite]) -> dict[str, LogitLimit]:
+    """Returns the clip or cap that holds the logits of each site now, by the site's name."""
+    limits = {}
+    for site in sites:
+        cap = site.spec.cap.limit
+        if cap is not None:
+            limits[site.name] = LogitLimit(cap, f"a cap of {cap:g}")
+        for remedy in vars(site.module).get(APPLIED, {}).values():
+            if remedy.limit is not None:
+                limits[site.name] = LogitLimit(remedy.limit, str(remedy))
+    return limits
 
 
 def decay_gains(sites: Sequence[AttentionSite]) -> str:
@@ -373,5 +388,9 @@ def replay(history: History, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
         if history.rates is not None:
             values["lr"] = history.rates[n]
         recording.append(values, {name: x[n] for name, x in history.heads.items()})
-        log.update(dataclasses.replace(recording.history, types=history.types))
+        log.update(
+            dataclasses.replace(
+                recording.history, types=history.types, limits=history.limits
+            )
+        )
     return log.alarms

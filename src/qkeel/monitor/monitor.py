@@ -19,7 +19,7 @@ from qkeel.errors import AlarmWarning, InvalidValueError, caution
 from qkeel.frames import Foreign
 from qkeel.handle import Handle, State, under
 from qkeel.heads.site import AttentionSite, Sites, UnrecognizedAttention
-from qkeel.monitor.alarms import fitted, rules_for
+from qkeel.monitor.alarms import fitted, logit_limits, rules_for
 from qkeel.monitor.cadence import Cadence, MeasuredSteps
 from qkeel.monitor.call_statistics import CallStatistics, SettingSeen, wanted
 from qkeel.monitor.gather import Stats, merged
@@ -123,6 +123,7 @@ class Monitor(Handle):
             described,
             lambda: self._models.types,
             lambda: group.leads,
+            lambda: logit_limits(self.sites),
         )
         self._arrivals = PendingResults(group, self._journal)
         self._step_end = StepEnd(

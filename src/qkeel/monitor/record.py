@@ -7,7 +7,7 @@ import math
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, final
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import nn
 from qkeel import distributed as dist
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.frames.tables import markup, plain_table
-from qkeel.heads.site import AttentionSite, UnrecognizedAttention
+from qkeel.heads.site import APPLIED, AttentionSite, UnrecognizedAttention
 from qkeel.metrics import text_table
 from qkeel.monitor.cadence import Cadence
 from qkeel.monitor.rules import Alarm, Severity
@@ -420,6 +420,7 @@ def about(
         "sites": site_facts(sites),
         "missed": [dataclasses.asdict(one) for one in missed],
         "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "remedies": list(dict.fromkeys(_active(model))),
         "cadence": repr(cadence),
         "processes": dist.world(),
         "versions": {
@@ -430,6 +431,11 @@ def about(
         **made_on(),
         "command": shlex.join(sys.argv),
     }
+
+
+def _active(model: nn.Module) -> Iterator[str]:
+    for module in model.modules():
+        yield from map(str, vars(module).get(APPLIED, {}).values())
 
 
 def site_facts(sites: Sequence[AttentionSite]) -> list[dict[str, object]]:
