@@ -67,6 +67,9 @@ def judge_run(
     largest = math.nan if largest == -math.inf else largest
     place = first + record, layer, head
     cap = before_cap(float(measured[place]), float(capped[place]))
+    # Between the measured steps, it may have been larger.
+    has_gaps = heads.steps[-1] - heads.steps[0] >= len(heads.steps)
+    among = f", the largest of {len(heads.steps):,} measured" if has_gaps else ""
     entropies = [math.nan] * n_layers
     if "entropy" in heads.values:
         entropies = [
@@ -84,7 +87,7 @@ def judge_run(
     )
     status, sentence = judged(
         largest,
-        f"{names[layer]} head {head}, step {int(heads.steps[first + record]):,}{cap}",
+        f"{names[layer]} head {head}, step {int(heads.steps[first + record]):,}{among}{cap}",
         entropy=entropies[lowest],
         lowest=names[lowest],
         broken=broken,

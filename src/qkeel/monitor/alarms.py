@@ -27,7 +27,12 @@ from qkeel.monitor.rules import (
     peak,
     trend,
 )
-from qkeel.monitor.thresholds import GAIN_FACTOR, IDLE_TOLERANCE, ROUNDING
+from qkeel.monitor.thresholds import (
+    GAIN_FACTOR,
+    IDLE_TOLERANCE,
+    ROUNDING,
+    TOGETHER,
+)
 from qkeel.nn.attention import SpecModule
 from qkeel.sites.find import is_normed
 
@@ -180,7 +185,8 @@ class VanishingGradient(Rule):
 
     Adam changes a weight by lr · m / (√v + eps): at √v = eps, that is half the intended step, and below it even less,
     so the head hardly trains while the rest of the model does. A single occurrence may be due to chance, or to the
-    first step through a projection that starts at zero.
+    first step through a projection that starts at zero. If the gradients of most heads have shrunk to less than a tenth
+    since the first record, a head that has shrunk as they have is not reported.
     """
 
     severity: Severity = Severity.NOTICE
@@ -197,9 +203,18 @@ class VanishingGradient(Rule):
             return None
         # NaN where either of the two was not measured.
         larger = series[-2:].max(0)
-        if not (larger < 1).any():
+        is_small = larger < 1
+        if not is_small.any():
             return None
-        at = peak("grad_over_eps", -larger)
+        start = series[first(np.fmax.reduce(series, axis=(1, 2), initial=np.nan))]
+        share = larger / np.where(start > 0, start, np.nan)
+        typical = float(np.nanmedian(share)) if np.isfinite(share).any() else math.nan
+        if typical < TOGETHER:
+            # All gradients shrink when a loss is solved, and a smaller eps would only enlarge their noise.
+            is_small &= ~(share > TOGETHER * typical)
+            if not is_small.any():
+                return None
+        at = peak("grad_over_eps", np.where(is_small, -larger, np.nan))
         course = at.of(series)
         ratio = float(course[-1])
         meaning = f"the gradient RMS of the query or key weight is {ratio:.2g} times the optimizer's eps"

@@ -64,6 +64,7 @@ class Recorder:
         self.log = AlarmLog(())
         self._rules = rules
         self.sample: Sample | None = None
+        self.latest: dict[Phase, Sample] = {}
         # The last two training samples.
         self._trained: list[Sample] = []
         self.recording = Recording(planned=planned)
@@ -116,6 +117,7 @@ class Recorder:
             self._local, self._described = dict(self._types()), layer_types(about)
         self._tell_types(step)
         sample = self.sample = self._sample(step, phase, record)
+        self.latest[phase] = sample
         self._each(lambda sink: sink.write(sample))
         if (
             phase == "eval"

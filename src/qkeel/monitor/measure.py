@@ -75,6 +75,8 @@ class StepNumbers(Visitor):
         # Called with the role of each pass, and whether it was measured.
         self.role_known: Callable[[Phase, bool], None] = lambda phase, measured: None
         self._numbers, self._is_loss_summed = PassNumbers(), False
+        # Of the current step: a scalar that the model returned and that is not the loss.
+        self._unused_scalar: Tensor | None = None
         compares = "chosen" in extras
         self._sparse = SparseAttention(tokens, self._numbers, compares=compares)
         # Those below are made when the sites are known.
@@ -141,7 +143,7 @@ class StepNumbers(Visitor):
         if measured and phase == "train" and collected is not None:
             numbers, scalar = collected
             if scalar is not None and not scalar.is_loss:
-                del numbers["", "train_loss"]
+                self._unused_scalar = numbers.pop(("", "train_loss")).value
             self._numbers.keep(numbers)
         self.role_known(phase, measured)
 
@@ -201,7 +203,14 @@ class StepNumbers(Visitor):
     def take(self) -> SiteNumbers:
         """Returns all numbers of the step, and forgets them."""
         read, self._read = self._read, {}
-        return {**read, **self._numbers.read()}
+        numbers = {**read, **self._numbers.read()}
+        unused, self._unused_scalar = self._unused_scalar, None
+        # The processes of a run agree once on the numbers that each step has.
+        if unused is not None and dist.world() > 1:
+            nothing = torch.zeros_like(unused)
+            loss = PartialValue(value=nothing, weight=nothing)
+            numbers.setdefault(("", "train_loss"), loss)
+        return numbers
 
 
 def _unscaled(x: Tensor | PartialValue, scale: Tensor) -> Tensor | PartialValue:

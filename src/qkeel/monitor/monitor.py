@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Self, final
 
@@ -34,8 +33,8 @@ from qkeel.monitor.record import (
     about,
     coverage,
     sample_html,
-    sample_line,
     sample_table,
+    shown_samples,
 )
 from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sinks import Sink
@@ -340,8 +339,10 @@ class Monitor(Handle):
 
     def __repr__(self) -> str:
         state = "" if self.active else ", closed"
+        n_sites = len(self.sites)
+        layers = f"{n_sites} attention layer{'s' * (n_sites != 1)}"
         return (
-            f"<Monitor of {type(self.model).__name__}: {len(self.sites)} attention layers, {len(self.history):,} "
+            f"<Monitor of {type(self.model).__name__}: {layers}, {len(self.history):,} "
             f"records, "
             f"{len(self.alarms)} alarms{state}>"
         )
@@ -355,16 +356,9 @@ class Monitor(Handle):
     @property
     def _shown(self) -> tuple[Sample | None, str]:
         """The sample that a table shows, and what is said below it."""
-        latest, trained = self.sample, self._journal.before(sys.maxsize)
-        is_untrained = (
-            latest is not None and latest.phase == "eval" and trained is not None
-        )
-        line = (
-            f"passes that were not trained: {sample_line(latest, self._root)}"
-            if is_untrained and latest is not None
-            else ""
-        )
-        return trained or latest, "; ".join(filter(None, [line, self._coverage]))
+        self._settle()
+        sample, line = shown_samples(self._journal.latest, self._root)
+        return sample, "; ".join(filter(None, [line, self._coverage]))
 
     @property
     def _root(self) -> str:

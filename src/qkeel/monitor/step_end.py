@@ -170,12 +170,15 @@ class StepEnd:
         counts = self._models.coverage(phase, stats)
         counts["calls"] -= self._calls[phase]
         counts["errors"] += self._recorder.dropped
-        counts["milliseconds"] = 1000 * (seconds - self._seconds)
+        # Passes of a step that is also trained: its record has the time of all.
+        is_beside = phase == "eval" and self._models.has("train")
+        if not is_beside:
+            counts["milliseconds"] = 1000 * (seconds - self._seconds)
         measured = Measurement(stats=stats, numbers=numbers) if stats else None
         transfer = self._group.send(measured, counts, alone=alone)
         if transfer is not None:
             self._calls[phase] += counts["calls"]
-            self._seconds = seconds
+            self._seconds = self._seconds if is_beside else seconds
             # `read` has handed out the rest of this step already.
             unread = self._group.placed(fresh) if taken else None
             self._arrivals.add(step, phase, transfer, unread=unread, monitor=counts)

@@ -176,7 +176,9 @@ HEAD_FIELDS: dict[str, HeadField] = {
         per_layer=True,
     ),
     "entropy_min": HeadField(
-        "nats", "smallest attention entropy of a query row", "min"
+        "nats",
+        "smallest attention entropy of a query row; 0 in a causal head, whose first row sees one key",
+        "min",
     ),
     "normalized_entropy": HeadField(
         "1",
@@ -189,7 +191,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "mean L2 norm of queries as they enter the dot product",
         "mean",
         count="n_products",
-        column="|q|",
+        column="mean |q|",
         per_layer=True,
     ),
     "query_norm_max": HeadField(
@@ -203,7 +205,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "mean L2 norm of the keys of the head's group as they enter the dot product",
         "mean",
         count="n_keys",
-        column="|k|",
+        column="mean |k|",
         per_layer=True,
     ),
     "key_norm_max": HeadField(
@@ -540,7 +542,8 @@ MONITOR_FIELDS: dict[str, Field] = {
     ),
     "milliseconds": Field(
         "ms",
-        "host time that this process spent in the monitor since the last measured step",
+        "host time that this process spent in the monitor since the last record; the record of a trained step has that of "
+        "untrained passes beside it",
     ),
 }
 
