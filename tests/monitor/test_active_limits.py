@@ -108,7 +108,7 @@ def test_the_active_remedy_is_named_in_advice_and_description(tmp_path: Path) ->
         text = "qk_clip:steps=matched,threshold=100"
         assert logit_limits(monitor.sites) == {"": LogitLimit(100.0, text)}
         advice = hold(model, monitor.sites)
-        assert advice == f"{LOWER_RATE}  # {text} is active already"
+        assert advice == f"{LOWER_RATE}  # {text} is active"
     config = qkeel.records.RunDirectory(tmp_path / "run").config()
     assert config["remedies"] == [text]
     handle.remove()

@@ -307,7 +307,7 @@ def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
         active = vars(site.module).get(APPLIED, {})
         for name in ("lalr", "qk_clip"):
             if name in active:
-                return f"{LOWER_RATE}  # {active[name]} is active already"
+                return f"{LOWER_RATE}  # {active[name]} is active"
     spec = _step_remedy(model, sites)
     takes_a_cap = all(
         site.spec.cap.kind == "none"
