@@ -249,3 +249,21 @@ def test_a_copy_is_known_by_its_values_shape_and_dtype_where_it_is_the_only_one(
     )
     assert head_weights.copies_in_state(optimizer, weight) == ("a", "d")
     assert head_weights.copies_in_state(torch.optim.SGD([weight]), weight) == ()
+
+
+def test_qk_clip_scales_float32_copies_of_biases() -> None:
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.bfloat16)
+    nn.init.normal_(model.in_proj_bias)
+    x = torch.randn(2, 8, 16, dtype=torch.bfloat16)
+    own = Copies(model, 0.0)
+    before = own.copies["in_proj_bias"].detach().clone()
+    arguments = dict.fromkeys(("query", "key", "value"), x)
+    with qkeel.apply(model, "qk_clip:threshold=0.1", own.optimizer, batch=arguments):
+        reached(model(**arguments)[0])
+        own.step({n: torch.zeros_like(p) for n, p in model.named_parameters()})
+    factors = (own.copies["in_proj_bias"].detach() / before).view(3, 2, 8)
+    assert (factors[:2] < 0.9).all()
+    assert (factors[2] == 1).all()
+    # What is copied back is what was scaled.
+    assert torch.equal(model.in_proj_bias, own.copies["in_proj_bias"].to(x.dtype))

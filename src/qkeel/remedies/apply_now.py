@@ -189,7 +189,8 @@ def _by_optimizer(
     """Returns the target with the optimizer that the remedy needs.
 
     Of several optimizers, one that holds gains or biases takes new parameters, because Muon accepts matrices only. A
-    remedy for steps gets a target for each optimizer that holds query and key weights, with the sites of these."""
+    remedy for steps gets a target for each optimizer that holds query and key weights, with the sites of which it is
+    the first, and with all optimizers, since these may hold the other weights and the biases of the same sites."""
     if len(optimizers) < 2:
         return [target]
     if not remedy.on_steps:
@@ -207,7 +208,9 @@ def _by_optimizer(
                 holder = optimizer
         sites_of.setdefault(holder, []).append(site)
     return [
-        dataclasses.replace(target, optimizer=optimizer, sites=sites)
+        dataclasses.replace(
+            target, optimizer=optimizer, optimizers=optimizers, sites=sites
+        )
         for optimizer, sites in sites_of.items()
     ] or [target]
 
