@@ -358,9 +358,11 @@ class ModelFinder(Handle):
                 self._watches.remove(watches[0])
                 self._begin(chain, optimizer)
             elif watches[0].optimizer() is not optimizer:
-                model = watches[0].model
+                model, monitor = watches[0].model, watches[0].monitor()
                 if model is not None:
                     self._further(model, optimizer)
+                if monitor is not None:
+                    monitor.add_optimizer(optimizer)
 
     def _has_stepped(self, watch: _Watch) -> bool:
         first = watch.optimizer()
