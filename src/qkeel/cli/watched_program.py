@@ -94,7 +94,8 @@ class Fix:
         if proposed is None:
             return [f"what to do: {remedy}"]
         line, spec = proposed[0], proposed[1]
-        if re.search(r"\b(lalr|qk_clip)\b", spec):
+        # Rates alone are proposed if weights are frozen, as below adapters, where a norm would change the base.
+        if re.search(r"\bqk_clip\b", spec):
             line += _WHY
         # A launcher's own command is not known here, so only its change can be said.
         command = f"restart it with --apply {spec} before the --"

@@ -29,6 +29,7 @@ from qkeel.monitor.rules import (
 )
 from qkeel.monitor.thresholds import GAIN_FACTOR, IDLE_TOLERANCE, ROUNDING
 from qkeel.nn.attention import SpecModule
+from qkeel.patching.forward import first_adapter
 from qkeel.sites.find import is_normed
 
 # Rules that depend on the setting: the number format, the head width, and which norm was configured.
@@ -298,7 +299,8 @@ def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
         and site.description is None
         for site in sites
     )
-    if not spec and not takes_a_cap:
+    # A cap would change the base below adapters.
+    if not spec and (not takes_a_cap or first_adapter(model) is not None):
         return LOWER_RATE
     partial = ", partial=True" if isinstance(sites, Sites) and sites.missed else ""
     return f'qkeel.apply(model, "{spec or "softcap:cap=50"}", optimizer{partial})'
@@ -316,7 +318,11 @@ def _step_remedy(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     if any("lora_magnitude_vector" in name for name in parameters):
         # DoRA computes its weights from others.
         return ""
-    half = any(weight.dtype in (torch.bfloat16, torch.float16) for weight in weights)
+    half = any(
+        weight.dtype in (torch.bfloat16, torch.float16)
+        for weight in weights
+        if weight.requires_grad
+    )
     frozen = any(not weight.requires_grad for weight in weights)
     if half or frozen or any(len(site.terms) > 1 for site in sites):
         return "+".join([*["lalr:tau=0.1"][half:], *["qk_clip:threshold=100"][frozen:]])
