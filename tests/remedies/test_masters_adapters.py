@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.errors import RefusedError, UnknownNameError
-from qkeel.remedies import head_weights
+from qkeel.monitor.alarms import hold
+from qkeel.remedies import REMEDIES, head_weights
 
 from .families import FAMILIES, batch, run
 from .models import gradients
@@ -197,6 +199,63 @@ def test_a_frozen_base_is_not_scaled_unless_asked() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'scale'"):
         qkeel.apply(model, "qk_clip:frozen=scales", optimizer, batch=batch())
     assert not optimizer._optimizer_step_post_hooks
+
+
+@PEFT
+@pytest.mark.parametrize(
+    "remedy",
+    [
+        name
+        for name, remedy in REMEDIES.items()
+        if not remedy.on_steps and name not in ("none", "z_loss")
+    ],
+)
+def test_what_changes_the_base_below_adapters_is_refused(remedy: str) -> None:
+    """The reference of DPO is the model with its adapters disabled."""
+    model, x = adapted("llama", "q_proj", "k_proj"), batch()
+    optimizer = torch.optim.AdamW(trained(model))
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(RefusedError, match=r"adapters on it \(.*q_proj\).*merge_and_"):
+        qkeel.apply(model, remedy, optimizer, batch=x)
+    assert [name for name, _ in model.named_parameters()] == names
+    if remedy == "qk_norm":
+        # The line that the refusal names.
+        with qkeel.apply(model, "lalr:tau=0.1", optimizer, batch=x):
+            pass
+        merged = model.merge_and_unload()
+        optimizer = torch.optim.AdamW(merged.parameters())
+        with qkeel.apply(merged, remedy, optimizer, batch=x):
+            pass
+
+
+@PEFT
+def test_gains_that_are_saved_with_the_adapter_are_accepted() -> None:
+    model = adapted("llama", "up_proj", modules_to_save=["self_attn"])
+    optimizer = torch.optim.AdamW(trained(model))
+
+    def reference() -> Tensor:
+        with torch.no_grad(), model.disable_adapter():
+            return run(model, batch())
+
+    before = reference()
+    with qkeel.apply(model, "qk_norm", optimizer, batch=batch()):
+        saved = peft.get_peft_model_state_dict(model)
+        assert sum("q_norm" in name for name in saved) == len(LAYERS)
+        assert torch.equal(reference(), before)
+
+
+@PEFT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_alarm_proposes_no_change_of_the_base_below_adapters(
+    dtype: torch.dtype,
+) -> None:
+    model = adapted("llama", "q_proj", "k_proj").float()
+    sites = qkeel.find_sites(model, batch())
+    for p in model.parameters():
+        p.data = p.data if p.requires_grad else p.data.to(dtype)
+    (spec,) = re.findall(r'"([^"]+)", optimizer', hold(model, sites))
+    assert spec == "lalr:tau=0.1"
+    qkeel.apply(model, spec, torch.optim.AdamW(trained(model)), sites=sites)
 
 
 @PEFT

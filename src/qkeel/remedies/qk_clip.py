@@ -69,7 +69,7 @@ class QKClip(StepRemedy):
       other layers use both sides, qk_clip is refused, unless these layers are the same layer that runs several times:
       its heads are then clipped by their largest logit in all runs.
     - With low-rank adapters, the rows of the base weight and of B are scaled. A frozen base weight is refused unless
-      frozen="scale".
+      frozen="scale", which also moves a reference that is computed with the adapters disabled.
 
     Heads whose logits stay under τ keep their weights bit for bit. Negative, zero, missing, infinite and NaN maxima
     never cause clipping. The maxima are taken over all passes since the last step whose output a gradient has reached,
@@ -244,7 +244,8 @@ class _Clip:
             if not target.parameter(s.parameter).requires_grad:
                 raise RefusedError(
                     f"qk_clip would scale {s.parameter}, which is frozen, and an adapter saved without it would no "
-                    "longer fit: set frozen=scale and save the complete model, or use lalr"
+                    "longer fit: use lalr, which acts on the adapters alone, or set frozen=scale and save the complete "
+                    "model. That scales the base too, so a reference that is computed with the adapters disabled moves"
                 )
         shares: dict[Optimizer, list[Share]] = {}
         for s, indices in (*self.clipped, *self.biases):
