@@ -288,3 +288,24 @@ def test_a_constant_on_all_logits_raises_no_alarm_and_a_spread_does() -> None:
             for alarm in AlarmLog([Ceiling(threshold=1000.0)]).update(recording.history)
         ]
         assert raised == expected
+
+
+def test_the_line_of_an_alarm_names_all_optimizers() -> None:
+    model = small()
+    optimizers = [
+        torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]),
+        torch.optim.AdamW(p for p in model.parameters() if p.ndim != 2),
+    ]
+    rule = Ceiling(threshold=1e-6)
+    with watch(model, optimizers, rules=[rule]) as monitor:
+        with pytest.warns(AlarmWarning):
+            for step in range(2):
+                model(batch(step)).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            monitor.read()
+        line = monitor.alarms[0].remedy
+    muon, adamw = optimizers
+    assert line.endswith(", [muon, adamw])")
+    # It runs as it stands.
+    exec(line, {"qkeel": qkeel, "model": model, "muon": muon, "adamw": adamw})

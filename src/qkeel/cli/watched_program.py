@@ -110,7 +110,7 @@ class Fix:
 
 # In the workers of torchrun, this variable holds the command that was typed after `qkeel watch --`.
 TYPED = "QKEEL_TYPED_COMMAND"
-_APPLY = re.compile(r'qkeel\.apply\(model, "([^"]+)", optimizer[^)]*\)')
+_APPLY = re.compile(r'qkeel\.apply\(model, "([^"]+)", (?:optimizer|\[)[^)]*\)')
 _WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a new run, try qk_norm first)"
 
 

@@ -45,7 +45,7 @@ from qkeel.spec import AttentionSpec, Fixed, NoCap, Sink, Softcap, Softmax
 
 # `attn_implementation="qkeel"`: qkeel's attention in any transformers model, through the option of that library.
 
-with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
+with needed("qkeel.integrations.huggingface", "transformers accelerate"):
     from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -263,7 +263,7 @@ def register() -> str:
 
 # A callback that watches while the Trainer of transformers trains, and passes the numbers to its trackers.
 
-with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
+with needed("qkeel.integrations.huggingface", "transformers accelerate"):
     from transformers import (
         TrainerCallback,
         TrainerControl,

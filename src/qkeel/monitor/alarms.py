@@ -258,7 +258,10 @@ LOWER_RATE = 'for group in optimizer.param_groups: group["lr"] *= 0.1'
 
 
 def fitted(
-    rules: Sequence[Rule], model: nn.Module, sites: Sequence[AttentionSite]
+    rules: Sequence[Rule],
+    model: nn.Module,
+    sites: Sequence[AttentionSite],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> tuple[Rule, ...]:
     """Returns the rules with lines of code that can be pasted for this model, in place of the general lines.
 
@@ -266,7 +269,8 @@ def fitted(
     >>> fitted([Growth()], nn.Identity(), [])[0].remedy == HOLD
     True
     """
-    lines = {HOLD: hold(model, sites), DECAY_GAINS: decay_gains(sites)}
+    held = hold(model, sites).replace(", optimizer", f", {optimizer_names(optimizers)}")
+    lines = {HOLD: held, DECAY_GAINS: decay_gains(sites)}
     if sites and all(isinstance(site.module, SpecModule) for site in sites):
         lines[LOOK] = LOOK_AT_SPEC
     suited = []
@@ -276,6 +280,18 @@ def fitted(
             remedy = remedy.replace(general, line)
         suited.append(dataclasses.replace(rule, remedy=remedy))
     return tuple(suited)
+
+
+def optimizer_names(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Returns the word for the optimizers in a line of code, such as [muon, adamw] for several."""
+    if len(optimizers) < 2:
+        return "optimizer"
+    kinds = [type(optimizer).__name__.lower() for optimizer in optimizers]
+    names = [
+        kind if kinds.count(kind) == 1 else f"{kind}_{i}"
+        for i, kind in enumerate(kinds)
+    ]
+    return f"[{', '.join(names)}]"
 
 
 def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:

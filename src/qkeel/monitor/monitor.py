@@ -111,7 +111,7 @@ class Monitor(Handle):
 
         def settled_rules() -> Sequence[Rule]:
             settled = rules_for(setting.of(self.sites)) if rules is None else rules
-            return fitted(settled, self.model, self.sites)
+            return fitted(settled, self.model, self.sites, self._optimizers)
 
         def described() -> dict[str, object]:
             description = about(self.model, self.sites, self.missed, optimizers, every)
