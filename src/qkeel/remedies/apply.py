@@ -72,9 +72,9 @@ def apply(
     partial: bool = False,
     **options: float | int | bool | str,
 ) -> Handle:
-    """Applies remedies to a model (and its optimizer). `handle.remove()` restores both bit for bit, but for trained weights.
+    """Applies remedies to a model (and its optimizer). `handle.remove()` restores both bit for bit.
 
-    What a clip or a scaled step has made of weights stays, as what the optimizer has made of them does.
+    What clips and scaled steps have made of weights stays, as what the optimizer has made of them does.
 
     If several processes train one model, all of them must apply the same remedies at the same point in the program;
     otherwise every process raises an error and no model is changed. They must also remove the remedies after the same
