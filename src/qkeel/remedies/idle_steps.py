@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import weakref
 
-from torch.optim import Optimizer
-
 from qkeel import distributed as dist
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
 from qkeel.patching.autograd import version_of
 from qkeel.patching.forward import ForwardPasses
 from qkeel.patching.modes import parameters_of, unguarded
-from qkeel.patching.optimizers import StepHooks, in_real_steps
+from qkeel.patching.optimizers import in_real_steps
 from qkeel.patching.roles import PassRole
 from qkeel.remedies.base import Remedy, Target, active_on
 
 _PASSES = 100
-# Of another optimizer, between two steps of the remedy's: programs with two optimizers take turns.
-_STEPS = 3
 
 
 def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     """Warns once if the model trains on without steps of the optimizer that a remedy acts on.
 
-    That is: another optimizer has moved the weights three times since its last step, the weights have changed in 100
-    trained passes, or they are no longer parameters of the model. There is no warning if the same remedy has been
-    applied anew."""
+    That is: the weights have changed in 100 trained passes since its last step, or they are no longer parameters of the
+    model. There is no warning if the same remedy has been applied anew."""
     optimizer = target.need_optimizer(remedy.name)
     model, kind = target.model, type(optimizer).__name__
     modules = [weakref.ref(site.module) for site in target.sites]
@@ -35,29 +30,12 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     owner, _, local_name = names[0].rpartition(".")
     layer = model.get_submodule(owner)
     versions: list[int] = []
-    passes, other_steps, has_warned = 0, 0, False
-    inner = vars(optimizer).get("optimizer", optimizer)
-    # Whether another optimizer holds the first weight.
-    holders: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+    passes, has_warned = 0, False
 
     def after_step(*_: object) -> None:
-        nonlocal passes, other_steps
-        passes = other_steps = 0
+        nonlocal passes
+        passes = 0
         versions.clear()
-
-    def after_other(other: Optimizer) -> None:
-        nonlocal other_steps
-        if has_warned or other is optimizer or other is inner:
-            return
-        if other not in holders:
-            moved = (p for group in other.param_groups for p in group["params"])
-            holders[other] = any([p is weights[0] for p in moved])
-        other_steps += holders[other]
-        if other_steps >= _STEPS:
-            warn(
-                f"another optimizer ({type(other).__name__}) moved its weights in {_STEPS} steps while the one it was "
-                f"given ({kind}) took none. remove() the handle and apply {remedy.name} with the optimizer that trains"
-            )
 
     def after_pass(output: object, failed: bool) -> None:
         # Only once a gradient reaches the output: references and rollouts are no training.
@@ -104,5 +82,4 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
 
     steps = optimizer.register_step_post_hook(in_real_steps(after_step))
     hooks = ForwardPasses(model, lambda *_: None, after_pass, guard=unguarded)
-    others = StepHooks(None, after_other)
-    return compose([hooks, others, Handle(steps.remove)])
+    return compose([hooks, Handle(steps.remove)])
