@@ -64,14 +64,14 @@ class StepNumbers(Visitor):
         sites: WatchedSites,
         tokens: PassTokens,
         changes: LogitChanges | None,
-        optimizer: Optimizer | None,
+        optimizers: Sequence[Optimizer],
         *,
         guard: Guarded,
         tree: ModuleTree,
         extras: frozenset[Extra] = frozenset(),
     ) -> None:
         self.sites, self._tokens, self._changes = sites, tokens, changes
-        self._optimizer, self._guard, self._tree = optimizer, guard, tree
+        self._optimizers, self._guard, self._tree = optimizers, guard, tree
         self._extras = extras
         # Called with the role of each pass, and whether it was measured.
         self.role_known: Callable[[Phase, bool], None] = lambda phase, measured: None
@@ -181,7 +181,7 @@ class StepNumbers(Visitor):
             unused = [name for site in sites for name in _without_gradient(model, site)]
             if unused:
                 caution(UNUSED.format(", ".join(unused)))
-            weights = WeightNorms(model, sites, self._optimizer)
+            weights = WeightNorms(model, sites, self._optimizers)
             self._readers = weights, GainBounds(model, sites)
         for reader in self._readers:
             self._read = {**self._read, **reader.read()}
