@@ -15,7 +15,7 @@ from typing import final
 import numpy as np
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
-from qkeel.metrics import entering_logits
+from qkeel.metrics.run_scalars import entering_logits
 from qkeel.monitor import thresholds
 from qkeel.monitor.history import Forecast, History, RecordPlace, forecast
 from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field, fold_heads
