@@ -6,21 +6,25 @@ Read from the weights that attention computes on a batch, whatever mask, flag or
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from qkeel.audit.saturation import SoftmaxGradients
 from qkeel.audit.sees import Documents
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, tensors
 from qkeel.heads.site import Sites
 from qkeel.patching.forward import unwrapped
+from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.find import site_label
-from qkeel.sites.weights import blocks_of_weights, captured_calls
+from qkeel.sites.weights import blocks_of_weights, captured_calls, weights_shape
 
 # Of a row on keys it should not see, under which nothing is said.
 LEAST_WEIGHT = 1e-3
@@ -41,13 +45,25 @@ class SeenKeys:
 
     `length` is the number of its queries, 0 if its keys are another sequence. `weights` has the kinds "later",
     "earlier", "documents", "padding" and "hidden", as far as the layer and the batch have such keys. `empty` is the
-    first sample and query that sees no key and is not padding.
+    first sample and query that sees no key and is not padding. `first_keys` are the first keys that the queries of the
+    first sample see, and `saturated` the heads whose softmax passes back next to no gradient. `scale`
+    is the constant factor on q·k times √head_dim, and `share` what the softmax of the median head passes back.
     """
 
     layer: str
     length: int = 0
     weights: dict[str, Largest] = dataclasses.field(default_factory=dict)
     empty: tuple[int, int] | None = None
+    first_keys: Tensor | None = None
+    saturated: tuple[int, ...] = ()
+    n_heads: int = 0
+    scale: float = math.nan
+    share: float = math.nan
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether most heads are saturated; a single one is common, and healthy."""
+        return len(self.saturated) > max(1, self.n_heads / 2)
 
     def weight(self, kind: str) -> float:
         """The largest weight on keys of a kind, 0 if there are none."""
@@ -56,16 +72,46 @@ class SeenKeys:
 
 def read_visibility(
     model: nn.Module, batch: object, sites: Sites | None = None
-) -> list[SeenKeys]:
+) -> dict[str, SeenKeys]:
     """Returns what the queries of each layer see on a batch, computed block by block from one pass."""
-    _, kwargs = arguments(batch, "batch")
     calls = captured_calls(model, batch, sites)
-    ids, padding = document_numbers(kwargs), padded_keys(kwargs)
+    args, kwargs = arguments(batch, "batch")
+    tokens = PackedTokens.of(model, args, kwargs)
     name = type(unwrapped(model)).__name__
-    return [
-        _of_layer(site_label(layer, name), site, ids, padding)
+    return {
+        layer: seen_keys(site_label(layer, name), site, tokens)
         for layer, site in calls.items()
-    ]
+    }
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedTokens:
+    """What the arguments of a pass say of its tokens: the document of each, which are padding, and how many there are."""
+
+    documents: Int[Tensor, "b t"] | None = None
+    padding: Bool[Tensor, "b t"] | None = None
+    length: int = 0
+
+    @classmethod
+    def of(cls, model: nn.Module, args: Args, kwargs: Kwargs) -> PackedTokens:
+        """Reads the arguments of a pass of a model."""
+        named = named_arguments(model, args, kwargs)
+        lengths = [x.shape[1] for x in tensors((args, dict(kwargs))) if x.ndim > 1]
+        return cls(
+            documents=document_numbers(named),
+            padding=padded_keys(named),
+            length=lengths[0] if lengths else 0,
+        )
+
+
+def named_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """The arguments of a forward by name, those in *args left out."""
+    try:
+        bound = inspect.signature(unwrapped(model).forward).bind_partial(*args)
+    except TypeError:
+        return dict(kwargs)
+    return {**bound.arguments, **kwargs}
 
 
 def document_numbers(kwargs: Mapping[str, Any]) -> Int[Tensor, "b t"] | None:
@@ -114,15 +160,21 @@ def padded_keys(kwargs: Mapping[str, Any]) -> Bool[Tensor, "b t"] | None:
     return None
 
 
-def _of_layer(
-    label: str,
-    calls: Sequence[Seen],
-    ids: Int[Tensor, "b t"] | None,
-    padding: Bool[Tensor, "b t"] | None,
-) -> SeenKeys:
-    call = calls[0]
+def visible_rows(call: Seen, rows: slice) -> Bool[Tensor, "b h r s"] | None:
+    """Which keys some rows of a call see; dimensions that are shared may be 1. None if they see all."""
+    if isinstance(call, ScoresCall):
+        hidden = call.hidden_in(rows)
+        return None if hidden is None else ~hidden
+    return call.visible(rows, slice(0, call.k.shape[2]))
+
+
+def seen_keys(label: str, calls: Sequence[Seen], tokens: PackedTokens) -> SeenKeys:
+    """Returns what the queries of one layer see; `calls` are those of its heads, if they are computed one by one."""
+    call, ids, padding = calls[0], tokens.documents, tokens.padding
     length = call.query_shape[1]
-    layer = SeenKeys(layer=label)
+    n_heads = weights_shape(calls)[1]
+    layer = SeenKeys(layer=label, n_heads=n_heads)
+    gradients, first_keys = SoftmaxGradients(n_heads), []
     for rows, weights in blocks_of_weights(calls):
         b, _, _, s = weights.shape
         device = weights.device
@@ -157,6 +209,12 @@ def _of_layer(
             weight, head = by_head.max(0)
             largest = float(weight), int(head)
             layer.weights[kind] = max(layer.weights.get(kind, largest), largest)
+        visible = visible_rows(call, rows)
+        gradients.add(rows, weights, visible)
+        first = torch.zeros_like(queries[:, 0])
+        if visible is not None:
+            first = first + visible[0, 0].to(torch.uint8).argmax(-1)
+        first_keys.append(first.cpu())
         # A fused kernel gives an empty row zeros, a softmax by hand NaN.
         sums = weights.sum(-1)
         empty = ((sums == 0) | sums.isnan()).any(1)
@@ -165,11 +223,21 @@ def _of_layer(
         if layer.empty is None and bool(empty.any()):
             sample, row = divmod(int(empty.flatten().int().argmax()), empty.shape[1])
             layer.empty = sample, rows.start + row
+    if call.q is not None:
+        width = call.q.shape[-1]
+        layer.scale = (call.spec.scale.constant(width) or math.nan) * width**0.5
+    layer.first_keys = torch.cat(first_keys)
+    layer.saturated = gradients.saturated(layer.scale)
+    layer.share = float(gradients.shares().median())
     return layer
 
 
 def findings(
-    model: nn.Module, batch: object, layers: Sequence[SeenKeys], *, finite: bool = True
+    model: nn.Module,
+    tokens: PackedTokens,
+    layers: Collection[SeenKeys],
+    *,
+    finite: bool = True,
 ) -> list[str]:
     """Says in a sentence each what should not be seen and is, with the layer, the head and the weight.
 
@@ -184,8 +252,6 @@ def findings(
         if layer.length > 1:
             # Layers of one stack are compared with each other: an encoder beside a decoder is no odd one out.
             kinds.setdefault(re.sub(r"\d+", "*", layer.layer), []).append(layer)
-    batch_tensors = tensors(arguments(batch, "batch"))
-    length = next((x.shape[1] for x in batch_tensors if x.ndim > 1), 0)
     for kind in kinds.values():
         inverted = [
             layer
@@ -194,7 +260,7 @@ def findings(
         ]
         leaking = [layer for layer in kind if layer.weight("later") > LEAST_WEIGHT]
         hiding = [layer for layer in kind if not layer.weight("later")]
-        is_causal = is_causal_by_config(model) and kind[0].length == length
+        is_causal = is_causal_by_config(model) and kind[0].length == tokens.length
         if inverted:
             sentences.append(
                 f"{_named(inverted)} sees later keys and no earlier one: its mask is inverted"

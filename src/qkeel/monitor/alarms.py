@@ -14,12 +14,14 @@ from torch import nn
 
 from qkeel.heads.site import APPLIED, AttentionSite, Sites
 from qkeel.metrics import fused_logit_error, stored_logit_error
+from qkeel.monitor.finite_stages import Facts
 from qkeel.monitor.history import History
 from qkeel.monitor.recording import Recording
 from qkeel.monitor.rules import (
     DEFAULT,
     HOLD,
     Alarm,
+    NonFinite,
     Rule,
     Severity,
     first,
@@ -231,9 +233,14 @@ def rules_for(setting: Setting) -> tuple[Rule, ...]:
     >>> [rule.name for rule in rules_for(Setting(dtype="bf16", kernel="eager", head_dim=64))][-3:]
     ['gain growth', 'vanishing gradient', 'resolution bf16 eager']
     """
-    # Rules whose fields are not recorded raise no alarm.
-    rules: list[Rule] = [*DEFAULT, GainGrowth(), VanishingGradient()]
     dtype, kernel, width = setting.dtype, setting.kernel, setting.head_dim
+    facts = Facts(dtype=dtype or "", is_fused=kernel == "fused")
+    rules = [
+        dataclasses.replace(rule, facts=facts) if isinstance(rule, NonFinite) else rule
+        for rule in DEFAULT
+    ]
+    # Rules whose fields are not recorded raise no alarm.
+    rules += [GainGrowth(), VanishingGradient()]
     if width is not None and kernel is not None and dtype in ("bf16", "fp16"):
         rules.append(
             Resolution(dtype=dtype, kernel=kernel, head_dim=width, scale=setting.scale)
@@ -257,9 +264,13 @@ LOWER_RATE = 'for group in optimizer.param_groups: group["lr"] *= 0.1'
 
 
 def fitted(
-    rules: Sequence[Rule], model: nn.Module, sites: Sequence[AttentionSite]
+    rules: Sequence[Rule],
+    model: nn.Module,
+    sites: Sequence[AttentionSite],
+    not_finite: tuple[str, ...] = (),
 ) -> tuple[Rule, ...]:
-    """Returns the rules with lines of code that can be pasted for this model, in place of the general lines.
+    """Returns the rules with the names of this model's weights, and lines of code that can be pasted for it in place of
+    the general lines. not_finite: the weights with NaN or infinity before the first pass.
 
     >>> from qkeel.monitor.rules import Growth
     >>> fitted([Growth()], nn.Identity(), [])[0].remedy == HOLD
@@ -268,8 +279,17 @@ def fitted(
     lines = {HOLD: hold(model, sites), DECAY_GAINS: decay_gains(sites)}
     if sites and all(isinstance(site.module, SpecModule) for site in sites):
         lines[LOOK] = LOOK_AT_SPEC
+    weights = {}
+    for site in sites:
+        sides = (site.query, site.key)
+        if all(sides):
+            query, key = ([x.parameter for x in slices] for slices in sides)
+            weights[site.name] = query, key
     suited = []
     for rule in rules:
+        if isinstance(rule, NonFinite):
+            facts = dataclasses.replace(rule.facts, weights=weights, loaded=not_finite)
+            rule = dataclasses.replace(rule, facts=facts)
         remedy = rule.remedy
         for general, line in lines.items():
             remedy = remedy.replace(general, line)

@@ -127,7 +127,7 @@ class HiddenStates:
         args: object,
         kwargs: object,
     ) -> None:
-        self._measure(layers, "input", _hidden_states((args, kwargs)))
+        self._measure(layers, "input", hidden_states((args, kwargs)))
 
     @torch.no_grad()
     def _leave(
@@ -138,7 +138,7 @@ class HiddenStates:
         args: object,
         output: object,
     ) -> None:
-        states = _hidden_states(output)
+        states = hidden_states(output)
         if self._inputs_too:
             self._measure(sites or (name,), "output", states)
         if states is not None and sites:
@@ -150,7 +150,7 @@ class HiddenStates:
     def _pass_on(self, module: nn.Module, args: object, output: object) -> None:
         if self._awaited is None:
             return
-        states = _hidden_states(output)
+        states = hidden_states(output)
         if states is not None and states.shape == self._awaited:
             self._final, self._awaited = _mean_norm(states), None
 
@@ -165,7 +165,8 @@ class HiddenStates:
                 self._add((layer, field), number)
 
 
-def _hidden_states(values: object) -> Tensor | None:
+def hidden_states(values: object) -> Tensor | None:
+    """The first floating-point tensor with at least two dimensions among nested values, or None."""
     for value in tensors(values):
         states = dist.local(value)
         if states.is_floating_point() and states.ndim > 1:

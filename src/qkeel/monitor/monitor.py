@@ -110,7 +110,8 @@ class Monitor(Handle):
 
         def settled_rules() -> Sequence[Rule]:
             settled = rules_for(setting.of(self.sites)) if rules is None else rules
-            return fitted(settled, self.model, self.sites)
+            loaded = self._models.weights_not_finite
+            return fitted(settled, self.model, self.sites, loaded)
 
         def described() -> dict[str, object]:
             description = about(self.model, self.sites, self.missed, optimizer, every)

@@ -17,6 +17,15 @@ import numpy as np
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
 from qkeel.metrics import without_constant
 from qkeel.monitor import thresholds
+from qkeel.monitor.finite_stages import (
+    LOGITS,
+    OUTPUT,
+    PRODUCTS,
+    WEIGHTS,
+    Facts,
+    Origin,
+    first_origin,
+)
 from qkeel.monitor.history import Forecast, History, RecordPlace, forecast
 from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field, fold_heads
 
@@ -27,6 +36,14 @@ HOLD = 'qkeel.apply(model, "qk_clip:threshold=15,steps=matched", optimizer)'
 FIND_NON_FINITE = (
     "print([n for n, p in model.named_parameters() if not p.isfinite().all()])  # in the last checkpoint before "
     "this step; if there are none, look at the batch, the loss scale and the norms"
+)
+TRACE_NAN = (
+    "qkeel.watch(model, optimizer, nan=True)  # from the last checkpoint before this step: names the module, sample and "
+    "channel"
+)
+SEE_A_KEY = (
+    "mask = mask | ~mask.any(-1, keepdim=True)  # True where a key is seen: a row that sees none then sees all, which "
+    "is finite"
 )
 # What most alarms are about.
 GROWTH = "attention logits have grown too large"
@@ -477,16 +494,17 @@ def _one_key(
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite(Rule):
-    """The logits of a head are NaN or infinite. The alarm names the first layer with such a head, because later layers
-    only inherit these values.
+    """A number of a layer is NaN or infinite: its input, queries, keys, logits or output. The alarm names between what
+    this began (see `records.STAGES`), and not the layers that inherit it.
 
-    If a finite logit was over 100 before, growth is the likely cause, and the alarm has the cause and the remedy of
-    growth. Otherwise smaller logits would not help, and the alarm says where to look."""
+    If a finite logit was over 100 before, and logits are the first to overflow, growth is the likely cause, and the
+    alarm has the cause and the remedy of growth."""
 
     severity: Severity = Severity.CRITICAL
     source: str = "by definition"
     remedy: str = FIND_NON_FINITE
-    cause: str = "attention logits are NaN or infinite"
+    cause: str = "numbers of attention are NaN or infinite"
+    facts: Facts = dataclasses.field(default_factory=Facts)
 
     @property
     def name(self) -> str:
@@ -494,6 +512,20 @@ class NonFinite(Rule):
         return "not finite"
 
     def check(self, history: History) -> Alarm | None:
+        origin = first_origin(history, self.facts)
+        if origin is None:
+            return self._of_logits(history)
+        place = RecordPlace("finite_stages", origin.layer, origin.head)
+        meaning = f"NaN or infinity began {origin.meaning}"
+        alarm = self.alarm(history, meaning, np.nan, at=place)
+        if origin.stage in (PRODUCTS, LOGITS):
+            alarm = self._after_growth(history, alarm)
+        if alarm.remedy == FIND_NON_FINITE:
+            alarm = dataclasses.replace(alarm, remedy=_look(origin))
+        return alarm
+
+    def _of_logits(self, history: History) -> Alarm | None:
+        """The alarm of records that hold no more than whether logits are finite."""
         record = last_record(history, NON_FINITE)
         broken = np.argwhere(record > 0) if record is not None else []
         if not len(broken):
@@ -503,6 +535,9 @@ class NonFinite(Rule):
         meaning = f"the logits of {heads} are NaN or infinite"
         place = RecordPlace(NON_FINITE, *map(int, broken[0]))
         alarm = self.alarm(history, meaning, np.nan, at=place)
+        return self._after_growth(history, alarm)
+
+    def _after_growth(self, history: History, alarm: Alarm) -> Alarm:
         logits = history.series("max_logit")
         if (
             logits is not None
@@ -511,6 +546,15 @@ class NonFinite(Rule):
             remedy = f"{HOLD}  # from the last checkpoint before this step"
             return dataclasses.replace(alarm, cause=GROWTH, remedy=remedy)
         return alarm
+
+
+def _look(origin: Origin) -> str:
+    """The line that mends an origin, or finds the module."""
+    if origin.stage == WEIGHTS:
+        return FIND_NON_FINITE
+    if origin.stage == OUTPUT and "sees no key" in origin.meaning:
+        return SEE_A_KEY
+    return TRACE_NAN
 
 
 @final
