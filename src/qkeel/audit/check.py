@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from qkeel.audit.checkpoint_config import Geometry
+from qkeel.audit.config_differences import call_differences
 from qkeel.audit.saturation import saturation_line
 from qkeel.audit.scan import Scan, ScanProgress, outlier_heads, scan
 from qkeel.audit.sees import Contract, check_sees
@@ -161,6 +162,7 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     layers = read_visibility(inner, batch, sites)
     tokens = PackedTokens.of(inner, args, kwargs)
     unexpected = findings(inner, tokens, layers.values(), finite=is_finite)
+    unexpected += call_differences(inner, layers, sites)
     saturated = {name: x for name, x in layers.items() if x.is_saturated}
     if saturated:
         name, layer = next(iter(saturated.items()))

@@ -19,6 +19,7 @@ from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Sites
 from qkeel.monitor.call_statistics import Extra, add_gates
 from qkeel.monitor.finite_stages import FiniteEnds, first_empty_row, weights_not_finite
+from qkeel.monitor.first_look import FirstLook
 from qkeel.monitor.gain_bounds import GainBounds
 from qkeel.monitor.gather import (
     WHOLE_MODEL,
@@ -78,6 +79,7 @@ class StepNumbers(Visitor):
         self._ends: FiniteEnds | None = None
         # Before the first pass.
         self.weights_not_finite: tuple[str, ...] = ()
+        self._first_look = FirstLook(sites.model)
         self._readers: tuple[WeightNorms, GainBounds] | None = None
         self._spectra: StepSpectra | None = None
         self._read: SiteNumbers = {}
@@ -107,6 +109,7 @@ class StepNumbers(Visitor):
             )
         if self._ends is not None:
             self._ends.begin(args, kwargs)
+        self._first_look.begin(args, kwargs)
         return True
 
     def looking(self, candidate: bool) -> Handle | None:
@@ -122,6 +125,8 @@ class StepNumbers(Visitor):
 
     def call(self, name: str, call: Seen, candidate: bool) -> None:
         self.sites.see(name, call)
+        if candidate:
+            self._first_look.call(name, call)
         if candidate and "gates" in self._extras:
             add_gates(self._numbers, name, self._tokens.on(call))
         if candidate and self.sites.is_sparse(name):
@@ -151,6 +156,7 @@ class StepNumbers(Visitor):
             self._numbers.add(("", "train_loss"), Number(losses[0].detach(), 1, how))
         if self._ends is not None:
             self._ends.end(output)
+        self._first_look.end(self.sites.all)
         return self._numbers.end()
 
     def settled(self, phase: Phase, collected: Any, measured: bool) -> None:
