@@ -14,6 +14,7 @@ from qkeel.monitor import (
     History,
     IdleNorm,
     Resolution,
+    Saturation,
     Setting,
     VanishingGradient,
     replay,
@@ -203,3 +204,25 @@ def test_a_setting_switches_on_the_rules_it_says_enough_for() -> None:
         IdleNorm(kind="l2", head_dim=64, fresh=True),
     )
     assert len({rule.name for rule in always}) == len(always)
+
+
+@pytest.mark.parametrize(
+    ("entropy", "spread", "fires"),
+    [
+        ([0.8, 0.5, 0.07], [5.0, 60.0, 130.0], True),
+        ([0.8, 0.5, 0.07], [5.0, 60.0, 90.0], False),  # a small spread
+        ([0.05, 0.05, 0.04], [5.0, 60.0, 130.0], False),  # a head that began as a sink
+        ([0.8, 0.5, 0.09], [5.0, 60.0, 130.0], False),  # not yet a tenth
+        ([np.nan, 0.9, 0.05], [5.0, 60.0, 130.0], True),  # it came late
+    ],
+)
+def test_a_head_that_fell_to_a_tenth_while_its_spread_grew_is_saturated(
+    entropy: list[float], spread: list[float], fires: bool
+) -> None:
+    entropies, spreads = np.full((3, 2, 2), 0.9), np.full((3, 2, 2), 8.0)
+    entropies[:, 1, 0], spreads[:, 1, 0] = entropy, spread
+    alarms = replay(
+        history(normalized_entropy=entropies, logit_spread=spreads), [Saturation()]
+    )
+    places = [(alarm.step, alarm.layer, alarm.head) for alarm in alarms]
+    assert places == ([(20, "layer 1", 0)] if fires else [])

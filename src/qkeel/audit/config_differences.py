@@ -66,7 +66,7 @@ def call_differences(
         is_windowed = torch.equal(first_keys, (queries - reach + 1).clamp_min(0))
         # Models may multiply q by the scale themselves, which leaves a factor of 1.
         scale = layer.scale / site.head_dim**0.5
-        is_known = layer.is_fused and not math.isnan(scale) and scale != 1
+        is_known = not math.isnan(scale) and scale != 1
         unread = NormRecipe(kind="unknown")
         recipe = SiteRecipe(
             name=site.name,

@@ -47,8 +47,8 @@ class SeenKeys:
     "earlier", "documents", "padding" and "hidden", as far as the layer and the batch have such keys. `empty` is the
     first sample and query that sees no key and is not padding. `first_keys` are the first keys that the queries of the
     first sample see, and `saturated` the heads whose softmax passes back next to no gradient. `scale`
-    is the constant factor on q·k times √head_dim, and `share` what the softmax of the median head passes back;
-    `softcap` the cap, and `is_fused` whether a kernel was called with that scale and cap.
+    is the constant factor on q·k times √head_dim, and `share` what the softmax of the median head passes back, and
+    `softcap` the cap.
     """
 
     layer: str
@@ -61,7 +61,6 @@ class SeenKeys:
     scale: float = math.nan
     share: float = math.nan
     softcap: float | None = None
-    is_fused: bool = False
 
     @property
     def is_saturated(self) -> bool:
@@ -230,10 +229,7 @@ def seen_keys(label: str, calls: Sequence[Seen], tokens: PackedTokens) -> SeenKe
         width = call.q.shape[-1]
         layer.scale = (call.spec.scale.constant(width) or math.nan) * width**0.5
     layer.first_keys = torch.cat(first_keys)
-    layer.softcap, layer.is_fused = (
-        call.spec.cap.limit,
-        not isinstance(call, ScoresCall),
-    )
+    layer.softcap = call.spec.cap.limit
     layer.saturated = gradients.saturated(layer.scale)
     layer.share = float(gradients.shares().median())
     return layer

@@ -35,6 +35,7 @@ from qkeel.monitor.rules import (
     Outlook,
     Over,
     Rule,
+    Saturation,
     Severity,
 )
 from qkeel.monitor.sinks import LoggingSink, RunDirectorySink, Sink
@@ -68,6 +69,7 @@ __all__ = [
     "Recording",
     "Resolution",
     "Rule",
+    "Saturation",
     "RunDirectorySink",
     "Sample",
     "Setting",

@@ -23,6 +23,7 @@ from qkeel.monitor.rules import (
     Alarm,
     NonFinite,
     Rule,
+    Saturation,
     Severity,
     first,
     last_record,
@@ -240,7 +241,7 @@ def rules_for(setting: Setting) -> tuple[Rule, ...]:
         for rule in DEFAULT
     ]
     # Rules whose fields are not recorded raise no alarm.
-    rules += [GainGrowth(), VanishingGradient()]
+    rules += [Saturation(), GainGrowth(), VanishingGradient()]
     if width is not None and kernel is not None and dtype in ("bf16", "fp16"):
         rules.append(
             Resolution(dtype=dtype, kernel=kernel, head_dim=width, scale=setting.scale)

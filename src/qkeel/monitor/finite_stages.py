@@ -104,19 +104,16 @@ class FiniteEnds:
             # Made for all layers at once, as each operator costs microseconds whatever its size.
             totals = torch.stack([self._totals[i][2] for i in group])
             flags = (~totals.isfinite()).float()
-            one = flags.new_ones(1)
             for i, flag in zip(group, flags.split(1)):
                 name, side, _ = self._totals[i]
                 for site in self._modules[name]:
-                    number = Number(flag, one, "max")
-                    self._add((site, f"non_finite_{side}"), number)
+                    self._add((site, f"non_finite_{side}"), Number(flag, None))
         if self._data:
             device = self._data[0].device
             peaks = torch.stack([x.float().to(device) for x in self._data])
             flag = (~(peaks < torch.inf)).any().float().view(1)
             for site in self._sites:
-                number = Number(flag, torch.ones_like(flag), "max")
-                self._add((site, "non_finite_data"), number)
+                self._add((site, "non_finite_data"), Number(flag, None))
         self._totals, self._data = [], []
 
 
@@ -140,8 +137,11 @@ def _dense(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def first_empty_row(call: ScoresCall) -> Tensor | None:
-    """The first row of attention written by hand whose logits are all -infinity, as sample · 2²⁴ + query [1]; infinity
-    if there is none. None if no row can be: fused kernels give such rows zeros, and a sink makes them finite."""
+    """The first row of attention written by hand whose logits are all -infinity, as -(sample · 2²⁴ + query) [1], so that
+    the first is the largest; -infinity if there is none.
+
+    None if no row can be: fused kernels give such rows zeros, and a sink makes them finite.
+    """
     hidden = call.hidden
     if (
         hidden is None
@@ -156,16 +156,16 @@ def first_empty_row(call: ScoresCall) -> Tensor | None:
     samples = torch.arange(n_samples, device=device)[:, None] * _QUERIES
     positions = samples + torch.arange(n_queries, device=device)
     positions = positions.to(widest(device))
-    return positions.masked_fill(~is_empty, torch.inf).amin().view(1)
+    return -positions.masked_fill(~is_empty, torch.inf).amin().view(1)
 
 
 def place_of_row(position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The samples and queries of `first_empty_row`; NaN where there is none.
 
-    >>> place_of_row(np.array([3 * 2.0**24 + 17, np.inf]))
+    >>> place_of_row(np.array([-(3 * 2.0**24 + 17), -np.inf]))
     (array([ 3., nan]), array([17., nan]))
     """
-    position = np.where(np.isfinite(position), position, np.nan)
+    position = np.where(np.isfinite(position), -position, np.nan)
     return position // _QUERIES, position % _QUERIES
 
 

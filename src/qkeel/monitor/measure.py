@@ -134,8 +134,7 @@ class StepNumbers(Visitor):
         if candidate and isinstance(call, ScoresCall):
             row = first_empty_row(call)
             if row is not None:
-                number = Number(row, torch.ones_like(row), "min")
-                self._numbers.add((name, "first_empty_row"), number)
+                self._numbers.add((name, "first_empty_row"), Number(row, None))
 
     def index(self, layer: str, call: ScoresCall, candidate: bool) -> None:
         if candidate:

@@ -559,6 +559,42 @@ def _look(origin: Origin) -> str:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Saturation(Rule):
+    """A head's normalized entropy fell to a `fall`-th of its first value, while its spread passed `threshold` (nats).
+
+    Such a head passes back next to no gradient. Healthy models have heads with as little, such as sinks and heads that
+    attend to the key before, so neither of the two alone is a reason.
+    """
+
+    fall: float = 10.0
+    threshold: float = thresholds.CLIPS
+    severity: Severity = Severity.NOTICE
+    source: str = "derived: a softmax passes back Σ p (1 - p), which is near 0 where one key takes all; not measured"
+    cause: str = "a head's softmax is saturated"
+
+    def check(self, history: History) -> Alarm | None:
+        entropies = history.series("normalized_entropy")
+        spreads = last_record(history, "logit_spread")
+        if entropies is None or spreads is None or len(entropies) < 2:
+            return None
+        starts = np.isfinite(entropies).argmax(0)
+        early = np.take_along_axis(entropies, starts[None], 0)[0]
+        has_fallen = (entropies[-1] * self.fall < early) & (spreads > self.threshold)
+        if not has_fallen.any():
+            return None
+        at = peak("normalized_entropy", np.where(has_fallen, spreads, np.nan))
+        course = at.of(entropies)
+        meaning = (
+            f"the head is saturated: its entropy is {course[-1]:.2g} of that of uniform attention, and its largest "
+            f"logit lies {at.of(spreads[None])[0]:,.3g} over the mean"
+        )
+        return self.alarm(
+            history, meaning, float(course[-1]), at=at, trend=trend(history, course)
+        )
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllSinks(Rule):
     """Every head of a layer has become a sink head: it gives its first key over 30 % of its weight.
 
