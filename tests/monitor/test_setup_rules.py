@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from qkeel.monitor import (
     History,
     IdleNorm,
     Resolution,
+    Rule,
     Saturation,
     Setting,
     VanishingGradient,
@@ -188,18 +191,20 @@ def test_a_gradient_under_eps_is_noticed_at_the_second_record() -> None:
 
 
 def test_a_setting_switches_on_the_rules_it_says_enough_for() -> None:
-    always = (*DEFAULT, GainGrowth(), VanishingGradient())
+    always = (*DEFAULT, Saturation(), GainGrowth(), VanishingGradient())
     assert rules_for(Setting()) == always
-    assert (
-        rules_for(Setting(dtype="bf16", kernel="fused", norm="rms")) == always
-    )  # the head's width is missing
-    assert rules_for(Setting(dtype="fp32", kernel="fused", head_dim=64)) == always
-    assert rules_for(
-        Setting(
-            dtype="fp16", kernel="eager", head_dim=64, scale=0.1, norm="l2", fresh=True
-        )
-    ) == (
-        *always,
+
+    def further(**facts: Any) -> tuple[Rule, ...]:
+        rules = rules_for(Setting(**facts))
+        names = [rule.name for rule in rules]
+        assert names[: len(always)] == [rule.name for rule in always]
+        return rules[len(always) :]
+
+    # The head's width is missing.
+    assert further(dtype="bf16", kernel="fused", norm="rms") == ()
+    assert further(dtype="fp32", kernel="fused", head_dim=64) == ()
+    eager = {"dtype": "fp16", "kernel": "eager", "head_dim": 64, "scale": 0.1}
+    assert further(**eager, norm="l2", fresh=True) == (
         Resolution(dtype="fp16", kernel="eager", head_dim=64, scale=0.1),
         IdleNorm(kind="l2", head_dim=64, fresh=True),
     )
