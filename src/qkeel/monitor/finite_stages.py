@@ -20,7 +20,14 @@ from qkeel.monitor.gather import NumberKey
 from qkeel.monitor.hidden_states import hidden_states
 from qkeel.monitor.history import History
 from qkeel.monitor.pass_numbers import Number
-from qkeel.patching.modes import Guarded, Hook, in_this_thread, put_hooks, remove_hooks
+from qkeel.patching.modes import (
+    Guarded,
+    Hook,
+    beside_function_modes,
+    in_this_thread,
+    put_hooks,
+    remove_hooks,
+)
 from qkeel.records import NON_FINITE, STAGES
 
 WEIGHTS, DATA, INPUT, PRODUCTS, LOGITS, OUTPUT, ALL = range(len(STAGES) + 1)
@@ -83,14 +90,14 @@ class FiniteEnds:
             hooks += put_hooks(module, before, after)
         return Handle(functools.partial(remove_hooks, hooks))
 
-    @torch.no_grad()
     def _note(self, side: str, name: str, module: nn.Module, *values: object) -> None:
-        # Of an output, the arguments come first.
-        states = hidden_states(values if side == "input" else values[-1])
-        if states is not None and states.dtype in _DTYPES and states.numel():
-            # A sum is finite if its terms are, and is the cheapest of all reductions.
-            total = states.sum(dtype=wide(states.dtype))
-            self._totals.append((name, side, total))
+        with beside_function_modes():
+            # Of an output, the arguments come first.
+            states = hidden_states(values if side == "input" else values[-1])
+            if states is not None and states.dtype in _DTYPES and states.numel():
+                # A sum is finite if its terms are, and is the cheapest of all reductions.
+                total = states.sum(dtype=wide(states.dtype))
+                self._totals.append((name, side, total))
 
     @torch.no_grad()
     def end(self, output: object) -> None:
@@ -307,6 +314,8 @@ def first_origin(history: History, facts: Facts) -> Origin | None:
 
 
 def _name(history: History, layer: int) -> str:
+    if not history.layers:
+        return f"layer {layer}"
     return history.layers[layer] or "the model itself"
 
 
@@ -321,7 +330,8 @@ def _in_weights(history: History, layers: np.ndarray, facts: Facts) -> str:
     stages, names, n_whole = history.heads["finite_stages"][-1], [], 0
     for layer in layers:
         heads = ~np.isnan(stages[layer])
-        sides = facts.weights.get(history.layers[layer], ((), ()))
+        site = history.layers[layer] if history.layers else ""
+        sides = facts.weights.get(site, ((), ()))
         is_whole = True
         for side, weights in zip(("query", "key"), sides):
             is_nan = np.isnan(history.heads[f"{side}_weight_norm"][-1, layer])[heads]

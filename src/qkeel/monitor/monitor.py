@@ -17,6 +17,7 @@ from qkeel.capture.example import Arguments
 from qkeel.distributed.layout import Layout
 from qkeel.errors import AlarmWarning, InvalidValueError, caution
 from qkeel.frames import Foreign
+from qkeel.frames.tables import markup
 from qkeel.handle import Handle, State, under
 from qkeel.heads.site import AttentionSite, Sites, UnrecognizedAttention
 from qkeel.monitor.alarms import fitted, rules_for
@@ -33,7 +34,6 @@ from qkeel.monitor.record import (
     Sample,
     about,
     coverage,
-    sample_html,
     sample_line,
     sample_table,
 )
@@ -342,10 +342,7 @@ class Monitor(Handle):
         )
 
     def _repr_html_(self) -> str:
-        sample, note = self._shown
-        if sample is None:
-            return "<p>nothing measured yet</p>"
-        return sample_html(sample, self.alarms, note, root=self._root)
+        return markup("<pre>{}</pre>", self.table())
 
     @property
     def _shown(self) -> tuple[Sample | None, str]:

@@ -577,6 +577,9 @@ class Saturation(Rule):
         spreads = last_record(history, "logit_spread")
         if entropies is None or spreads is None or len(entropies) < 2:
             return None
+        # Reading all records takes time, and few heads ever get there.
+        if not (spreads > self.threshold).any():
+            return None
         starts = np.isfinite(entropies).argmax(0)
         early = np.take_along_axis(entropies, starts[None], 0)[0]
         has_fallen = (entropies[-1] * self.fall < early) & (spreads > self.threshold)
@@ -591,75 +594,6 @@ class Saturation(Rule):
         return self.alarm(
             history, meaning, float(course[-1]), at=at, trend=trend(history, course)
         )
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AllSinks(Rule):
-    """Every head of a layer has become a sink head: it gives its first key over 30 % of its weight.
-
-    The rule ignores layers that were already like this at the start, layers with only one head, and layers with uniform
-    attention, which gives the first key that much weight in short sequences. It is not a default rule, because it was
-    measured only on contexts of 32 tokens, where it fired in 1 of 60 healthy runs
-    (experiments/notes/results/step-spectra.md).
-    """
-
-    uniform: float = (
-        0.9  #: normalized entropy from which a head counts as having no preference
-    )
-    severity: Severity = Severity.NOTICE
-    source: str = "Sun et al. 2026, arXiv 2603.05498: heads that give over 30 % to the first token act as gates"
-    cause: str = "all heads of a layer attend to the first key"
-
-    def check(self, history: History) -> Alarm | None:
-        ratios, weights = (
-            history.by_layer("sink_head_ratio"),
-            history.series("sink_share"),
-        )
-        if ratios is None or weights is None or not len(weights):
-            return None
-        begun = ratios[first(np.fmax.reduce(ratios, axis=1, initial=np.nan))]
-        is_new = (ratios[-1] == 1) & (begun < 1)
-        is_new &= np.isfinite(weights[-1]).sum(-1) > 1
-        relative = history.by_layer("normalized_entropy")
-        if relative is not None:
-            is_new &= ~(relative[-1] > self.uniform)
-        if not is_new.any():
-            return None
-        layer = int(is_new.argmax())
-        least = float(np.nanmin(weights[-1, layer]))
-        meaning = f"every head of the layer is a sink head: each gives its first key at least {least:.0%} of its weight"
-        course = f"{begun[layer]:.0%} of them were at first"
-        place = RecordPlace("sink_share", layer, None)
-        return self.alarm(history, meaning, least, at=place, trend=course)
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class GateShut(Rule):
-    """The gate of a learned sink is shut: the head gives its keys less than `factor` times the weight that the median
-    head does.
-
-    It requires a run that is watched with stats="all+gates". It is not a default rule, because it fired in 11 of 18
-    healthy runs of tiny models, as well as in all 12 runs that went wrong (experiments/notes/results/step-spectra.md).
-    One shut
-    head is not harmful in itself.
-    """
-
-    factor: float = 0.01
-    source: str = "derived: the output of a head is multiplied by its gate, so a head with a shut gate adds nothing"
-    cause: str = "a head's sink takes all of its weight"
-
-    def check(self, history: History) -> Alarm | None:
-        gates, ratios = history.series("gate_mean"), history.by_layer("gate_min_ratio")
-        if gates is None or ratios is None or not (ratios[-1:] < self.factor).any():
-            return None
-        layer = int(np.nanargmin(ratios[-1]))
-        place = RecordPlace("gate_mean", layer, int(np.nanargmin(gates[-1, layer])))
-        series = place.of(gates)
-        meaning = f"the sink's gate is shut: it leaves {series[-1]:.2g} of the weight to the keys"
-        course = trend(history, series)
-        return self.alarm(history, meaning, float(series[-1]), at=place, trend=course)
 
 
 @final
