@@ -190,7 +190,7 @@ def drawn(make: Callable[[bool], nn.Module], seed: int) -> tuple[Model, Tensor, 
     return Model(blocks).train(is_training), tokens, place
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_planted_leak_is_found_and_named_and_its_clean_twin_is_not_blamed(
     name: str, seed: int

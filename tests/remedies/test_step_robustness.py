@@ -11,6 +11,7 @@ from torch import nn
 
 import qkeel
 from qkeel.errors import RefusedError
+from qkeel.remedies import idle_steps
 
 from .families import FAMILIES, Encoder, batch, run
 from .models import decoder, gradients, step_by
@@ -63,9 +64,6 @@ def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_s
         optimizer.step()
     assert same(before[:1], taken(model, optimizer)[:1])
     assert not handle.active
-
-
-# --- weights that go away, and wrappers
 
 
 # --- optimizers
@@ -203,22 +201,30 @@ def trained(
         optimizer.step()
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten passes without a step are told, where a hundred are outside of tests."""
+    assert idle_steps._PASSES == 100
+    monkeypatch.setattr(idle_steps, "_PASSES", 10)
+
+
+@pytest.mark.usefixtures("few")
 @every_remedy
-def test_a_hundred_passes_without_a_step_of_its_own_optimizer_are_warned_about_once(
+def test_many_passes_without_a_step_of_its_own_optimizer_are_warned_about_once(
     remedy: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     model = decoder()
     optimizer, other = adamw(model), adamw(model)
     handle = qkeel.apply(model, remedy, optimizer)
-    trained(model, optimizer, 1, batches_a_step=120)  # accumulated gradients
-    trained(model, other, 99)
+    trained(model, optimizer, 1, batches_a_step=12)  # accumulated gradients
+    trained(model, other, 9)
     with torch.no_grad():
-        for _ in range(120):
+        for _ in range(12):
             model(ids())
     trained(model, optimizer, 1)
-    trained(model, other, 99)
+    trained(model, other, 9)
     assert not warned(recwarn)
-    trained(model, other, 120)
+    trained(model, other, 12)
     (message,) = warned(recwarn)
     assert "AdamW" in message
     handle.remove()
@@ -226,6 +232,7 @@ def test_a_hundred_passes_without_a_step_of_its_own_optimizer_are_warned_about_o
     assert not optimizer._optimizer_step_post_hooks
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("again", [False, True])
 def test_a_remedy_that_ended_with_its_optimizer_is_warned_about_unless_it_was_applied_again(
     again: bool, recwarn: pytest.WarningsRecorder
@@ -236,7 +243,7 @@ def test_a_remedy_that_ended_with_its_optimizer_is_warned_about_unless_it_was_ap
     optimizer = adamw(model)
     if again:
         qkeel.apply(model, "lalr", optimizer)
-    trained(model, optimizer, 102)
+    trained(model, optimizer, 12)
     assert len(warned(recwarn)) == 1 - again
 
 

@@ -123,6 +123,9 @@ class StepNumbers(Visitor):
 
         return Handle(detach)
 
+    def reads_plain(self, name: str) -> bool:
+        return self.sites.shows_all(name)
+
     def call(self, name: str, call: Seen, candidate: bool) -> None:
         self.sites.see(name, call)
         if candidate:

@@ -1,6 +1,7 @@
 // What attention and its gradient share.
 #pragma once
 #include "mask.h"
+#include "rows.h"
 #include "tile.h"
 
 namespace qkeel {
@@ -12,6 +13,22 @@ struct Sizes {
 };
 inline Sizes sizes_of(const Array& q, const Array& k, const Array& v) {
   return {q.size[0], q.size[1], k.size[1], q.size[2], k.size[2], q.size[3], v.size[3]};
+}
+
+// Rows lie far apart, so the processor does not see which comes next.
+constexpr int64_t AHEAD = 8;  // rows from one that is read to the one that is asked for
+inline void soon(const Array& x, const char* row) {
+  for (int64_t i = 0; i < x.size[3] * bytes(x.type); i += 64) __builtin_prefetch(row + i);
+}
+
+// n rows as float, `stride` apart, times `by`.
+inline void fetch(const Array& x, int64_t b, int64_t h, int64_t from, int64_t n, float by, float* to, int64_t stride) {
+  const int64_t last = x.size[2] - 1, d = x.size[3];
+  for (int64_t i = 0; i < n; ++i, to += stride) {
+    soon(x, x.row(b, h, std::min(from + i + AHEAD, last)));
+    const float* row = load(x.row(b, h, from + i), x.type, to, d);
+    for (int64_t j = 0; j < d; j += 8) put8(to + j, at8(row + j) * by);
+  }
 }
 
 } // namespace qkeel

@@ -21,7 +21,9 @@ int32_t torch_get_num_threads(uint32_t* threads);
 
 namespace qkeel {
 
-enum class Type { FLOAT, BFLOAT16, HALF, DOUBLE, BOOL, LONG, OTHER };
+constexpr int64_t WIDEST = 1024;  // numbers in a head, at most, where a kernel has a buffer for them
+
+enum class Type { FLOAT, BFLOAT16, HALF, DOUBLE, BOOL, LONG, OTHER };  // in the order of operators.cpp's codes
 
 inline int64_t bytes(Type type) {
   if (type == Type::BOOL) return 1;

@@ -1,4 +1,4 @@
-// Masks of any type as floats that are added to logits.
+// Which keys rows see by their places, and masks of any type as floats that are added to logits.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -10,6 +10,26 @@ namespace qkeel {
 
 // What a hidden logit becomes: exp gives 0, and 0 times it is 0, as of no infinity.
 constexpr float HIDDEN = -std::numeric_limits<float>::max();
+
+struct Range {
+  int64_t from, to;
+  Range within(int64_t low, int64_t high) const {
+    int64_t a = std::clamp(from, low, high);
+    return {a, std::max(a, std::min(to, high))};
+  }
+};
+
+// Which keys are visible to which rows before any mask: row i is at position i + offset among the keys.
+struct Visibility {
+  bool causal;
+  int64_t window, offset, t, s;  // window 0: none
+
+  Range keys(int64_t i) const {
+    int64_t at = i + offset;
+    return Range{window ? at - window + 1 : 0, causal ? at + 1 : window ? at + window : s}.within(0, s);
+  }
+  Range keys(int64_t first, int64_t last) const { return {keys(first).from, keys(last).to}; }
+};
 
 // A mask [b h t s], HIDDEN where it hides: by its dtype's most negative number and -inf, or by false.
 struct Mask {
@@ -23,7 +43,6 @@ struct Mask {
     const int64_t at = b * step[0] + h * step[1] + row * step[2] + key * step[3];
     if (type == Type::BOOL) read_as<bool>(at, n, to);
     else if (type == Type::FLOAT) read_as<float>(at, n, to);
-    else if (type == Type::DOUBLE) read_as<double>(at, n, to);
     else if (type == Type::BFLOAT16) read_as<uint16_t>(at, n, to);
     else read_as<_Float16>(at, n, to);
   }
@@ -31,7 +50,6 @@ struct Mask {
  private:
   static float value(bool x) { return x ? 0.0f : HIDDEN; }
   static float value(float x) { return x <= HIDDEN ? HIDDEN : x; }
-  static float value(double x) { return x <= std::numeric_limits<double>::lowest() ? HIDDEN : float(x); }
   static float value(_Float16 x) { return float(x) <= -65504.0f ? HIDDEN : float(x); }
   static float value(uint16_t x) {
     const float wide = std::bit_cast<float>(uint32_t(x) << 16);

@@ -11,8 +11,6 @@
 
 namespace qkeel {
 
-constexpr int64_t WIDEST = 1024;  // numbers in a head, at most: what buffers of a row hold
-
 // Rows of storage as rows of float. For float itself nothing is copied.
 inline void widen_bfloat16(const uint16_t* x, float* to, int64_t d) {
   for (int64_t i = 0; i < d; ++i) to[i] = std::bit_cast<float>(uint32_t(x[i]) << 16);
