@@ -128,6 +128,21 @@ def test_heads_that_attend_to_a_place_are_healthy(kind: str, seed: int) -> None:
         assert "saturated" not in str(health)
 
 
+@pytest.mark.parametrize("name", ["sink", "sigmoid:length=24"])
+def test_weights_that_rest_on_a_sink_or_do_not_compete_are_no_saturation(
+    name: str,
+) -> None:
+    torch.manual_seed(0)
+    attention = qkeel.nn.Attention(WIDTH, HEADS)
+    with qkeel.apply(attention, name, batch=seeded(0, 24)):
+        with torch.no_grad():
+            for parameter_name, parameter in attention.named_parameters():
+                if "sink" in parameter_name:
+                    # Nearly all of the weight.
+                    parameter.fill_(12.0)
+        assert "saturated" not in str(qkeel.check(attention, seeded(0, 24)))
+
+
 def test_a_single_saturated_head_is_no_layer() -> None:
     torch.manual_seed(0)
     mixed = model(0.125, fused=True, head_dim=64, norm=False)

@@ -16,6 +16,8 @@ LEAST_SHARE = 1 / 50
 # scale of 1 and a head_dim of 128 to 512, pass back 0.10 to 0.22 at initialisation (measured).
 LEAST_SHARE_OF_SCALE = 1 / 4
 UNUSUAL = 4.0
+# Places that no key has.
+_UNCOUNTED, _SINK = -(1 << 30), -(1 << 29)
 
 
 @final
@@ -29,7 +31,7 @@ class SoftmaxGradients:
 
     def __init__(self, n_heads: int) -> None:
         self._sums = torch.zeros(2, n_heads, dtype=torch.float64)
-        self._places: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._places: list[list[Tensor]] = []
 
     def add(
         self, rows: slice, weights: Float[Tensor, "b h r s"], visible: Tensor | None
@@ -48,11 +50,13 @@ class SoftmaxGradients:
         self._sums += sums.masked_fill(~is_free, 0.0).sum((1, 3)).cpu()
         queries = torch.arange(rows.start, rows.stop, device=weights.device)
         key = weights.argmax(-1)
-        # Rows that see one key are told apart by numbers that no place has.
-        places = (key, key - queries, key - first)
-        self._places.append(
-            tuple(x.masked_fill(~is_free, -(1 << 30)).cpu() for x in places)  # type: ignore[arg-type]
-        )
+        # A sink without a key is one place for all rows that rest on it.
+        at_sink = weights.sum(-1) < 1 / 2
+        places = []
+        for place in (key, key - queries, key - first):
+            place = place.masked_fill(at_sink, _SINK)
+            places.append(place.masked_fill(~is_free, _UNCOUNTED).cpu())
+        self._places.append(places)
 
     def shares(self) -> Float[Tensor, " h"]:
         """The sum of each head, divided by its value for uniform attention on the same keys, in [0, 1]; NaN if no row
@@ -65,9 +69,9 @@ class SoftmaxGradients:
         positional = torch.zeros(self._sums.shape[1], dtype=torch.bool)
         for place in zip(*self._places):
             place = torch.cat(place, 2)
-            is_free = place > -(1 << 30)
+            is_free = place != _UNCOUNTED
             # The most frequent place of each sample and head; rows that do not count stand apart.
-            apart = torch.arange(place.shape[2]) + (1 << 30)
+            apart = torch.arange(place.shape[2]) - 2 * _UNCOUNTED
             common = torch.where(is_free, place, apart).mode(-1, keepdim=True).values
             n_common = (place == common).sum((0, 2))
             positional |= n_common > is_free.sum((0, 2)) / 2

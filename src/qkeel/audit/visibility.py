@@ -230,7 +230,9 @@ def seen_keys(label: str, calls: Sequence[Seen], tokens: PackedTokens) -> SeenKe
         layer.scale = (call.spec.scale.constant(width) or math.nan) * width**0.5
     layer.first_keys = torch.cat(first_keys)
     layer.softcap = call.spec.cap.limit
-    layer.saturated = gradients.saturated(layer.scale)
+    # Other weights, such as those of a sigmoid, do not compete.
+    if call.spec.normalizer.kind in ("softmax", "sink"):
+        layer.saturated = gradients.saturated(layer.scale)
     layer.share = float(gradients.shares().median())
     return layer
 
