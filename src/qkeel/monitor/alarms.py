@@ -4,7 +4,6 @@ record by record."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Literal, final
 
@@ -129,22 +128,9 @@ class GainGrowth(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IdleNorm(Rule):
-    """A q/k norm is configured but has no effect: q or k does not have the Euclidean norm that it should produce, or a
-    logit is too large.
-
-    With gains of 1, RMS norm and layer norm give the query or key of every head the Euclidean norm √head_dim, and L2
-    norm gives it the Euclidean norm 1. This is checked once, when the norms are first recorded, and only if the gains
-    are `fresh`, that is, still 1 because the model was not trained before. If `gain_bound` is recorded, a logit above
-    it raises the alarm at any step.
-    """
+    """A q/k norm is configured but has no effect: a logit is larger than its gains allow (`gain_bound`)."""
 
     kind: Literal["rms", "layer", "l2"]  #: the norm that is configured
-    head_dim: int  #: d, the size of one head's query
-    sides: tuple[Literal["query", "key"], ...] = (
-        "query",
-        "key",
-    )  #: which of q and k it normalizes
-    fresh: bool = True
     tolerance: float = IDLE_TOLERANCE  #: relative deviation that is tolerated
     severity: Severity = Severity.ALARM
     source: str = "public code: five projects shipped norms that did nothing"
@@ -152,18 +138,6 @@ class IdleNorm(Rule):
     cause: str = "the configured q/k norm has no effect"
 
     def check(self, history: History) -> Alarm | None:
-        expected = 1.0 if self.kind == "l2" else math.sqrt(self.head_dim)
-        for side in self.sides if self.fresh else ():
-            name = f"{side}_norm"
-            norms, top = last_record(history, name), history.top(name)
-            # Only the first record tells, because gains are no longer 1 later.
-            if norms is None or top is None or np.isfinite(top).sum() != 1:
-                continue
-            at = peak(name, np.abs(norms / expected - 1))
-            norm = float(norms[at.layer, at.head])
-            if abs(norm / expected - 1) > self.tolerance:
-                meaning = f"{self.kind} norm is configured, but {side} norms are {norm:.3g}, not {expected:.3g}"
-                return self.alarm(history, meaning, norm, at=at)
         bound, logit = (last_record(history, x) for x in ("gain_bound", "max_logit"))
         if bound is None or logit is None or bound.shape != logit.shape:
             return None
@@ -215,8 +189,7 @@ class Setting:
     """The facts about a run that its records do not contain; None means unknown.
 
     dtype: the dtype of q, k and the scores. kernel: "fused" if the scores are not written to memory. head_dim, scale:
-    as in Resolution. norm: the q/k norm that was configured. sides: which of q and k it normalizes. fresh: whether
-    training starts from new weights.
+    as in Resolution. norm: the q/k norm that was configured.
     """
 
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
@@ -224,8 +197,6 @@ class Setting:
     head_dim: int | None = None
     scale: float | None = None
     norm: Literal["rms", "layer", "l2"] | None = None
-    sides: tuple[Literal["query", "key"], ...] = ("query", "key")
-    fresh: bool = False
 
 
 def rules_for(setting: Setting) -> tuple[Rule, ...]:
@@ -246,15 +217,8 @@ def rules_for(setting: Setting) -> tuple[Rule, ...]:
         rules.append(
             Resolution(dtype=dtype, kernel=kernel, head_dim=width, scale=setting.scale)
         )
-    if width is not None and setting.norm is not None:
-        rules.append(
-            IdleNorm(
-                kind=setting.norm,
-                head_dim=width,
-                sides=setting.sides,
-                fresh=setting.fresh,
-            )
-        )
+    if setting.norm is not None:
+        rules.append(IdleNorm(kind=setting.norm))
     return tuple(rules)
 
 
