@@ -60,8 +60,8 @@ def call_differences(
         # The keys of another sequence have no distance.
         if layer is None or layer.first_keys is None or layer.length < 2:
             continue
-        first_keys, length = layer.first_keys, layer.length
-        queries = torch.arange(length)
+        queries, first_keys = layer.first_keys
+        length = layer.length
         reach = int((queries - first_keys).max()) + 1
         is_windowed = torch.equal(first_keys, (queries - reach + 1).clamp_min(0))
         # Models may multiply q by the scale themselves, which leaves a factor of 1.

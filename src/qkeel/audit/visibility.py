@@ -45,8 +45,8 @@ class SeenKeys:
 
     `length` is the number of its queries, 0 if its keys are another sequence. `weights` has the kinds "later",
     "earlier", "documents", "padding" and "hidden", as far as the layer and the batch have such keys. `empty` is the
-    first sample and query that sees no key and is not padding. `first_keys` are the first keys that the queries of the
-    first sample see, and `saturated` the heads whose softmax passes back next to no gradient. `scale`
+    first sample and query that sees no key and is not padding. `first_keys` [2 t] are queries of the first sample and
+    the first keys that they see, and `saturated` the heads whose softmax passes back next to no gradient. `scale`
     is the constant factor on q·k times √head_dim, and `share` what the softmax of the median head passes back, and
     `softcap` the cap.
     """
@@ -170,14 +170,19 @@ def visible_rows(call: Seen, rows: slice) -> Bool[Tensor, "b h r s"] | None:
     return call.visible(rows, slice(0, call.k.shape[2]))
 
 
-def seen_keys(label: str, calls: Sequence[Seen], tokens: PackedTokens) -> SeenKeys:
-    """Returns what the queries of one layer see; `calls` are those of its heads, if they are computed one by one."""
+def seen_keys(
+    label: str, calls: Sequence[Seen], tokens: PackedTokens, most: int | None = None
+) -> SeenKeys:
+    """Returns what the queries of one layer see; `calls` are those of its heads, if they are computed one by one.
+
+    most: about how many weights are computed; of longer sequences, some rows speak for all.
+    """
     call, ids, padding = calls[0], tokens.documents, tokens.padding
     length = call.query_shape[1]
     n_heads = weights_shape(calls)[1]
     layer = SeenKeys(layer=label, n_heads=n_heads)
-    gradients, first_keys = SoftmaxGradients(n_heads), []
-    for rows, weights in blocks_of_weights(calls):
+    gradients, reaches = SoftmaxGradients(n_heads), []
+    for rows, weights in blocks_of_weights(calls, most):
         b, _, _, s = weights.shape
         device = weights.device
         keys = torch.arange(s, device=device)
@@ -216,7 +221,7 @@ def seen_keys(label: str, calls: Sequence[Seen], tokens: PackedTokens) -> SeenKe
         first = torch.zeros_like(queries[:, 0])
         if visible is not None:
             first = first + visible[0, 0].to(torch.uint8).argmax(-1)
-        first_keys.append(first.cpu())
+        reaches.append(torch.stack([queries[:, 0], first]).cpu())
         # A fused kernel gives an empty row zeros, a softmax by hand NaN.
         sums = weights.sum(-1)
         empty = ((sums == 0) | sums.isnan()).any(1)
@@ -228,7 +233,7 @@ def seen_keys(label: str, calls: Sequence[Seen], tokens: PackedTokens) -> SeenKe
     if call.q is not None:
         width = call.q.shape[-1]
         layer.scale = (call.spec.scale.constant(width) or math.nan) * width**0.5
-    layer.first_keys = torch.cat(first_keys)
+    layer.first_keys = torch.cat(reaches, 1)
     layer.softcap = call.spec.cap.limit
     # Other weights, such as those of a sigmoid, do not compete.
     if call.spec.normalizer.kind in ("softmax", "sink"):

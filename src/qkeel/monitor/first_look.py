@@ -17,6 +17,8 @@ from qkeel.patching.modes import FaultGuard
 from qkeel.sites.find import site_label
 
 _OFF = "looking at what queries see failed and is left out: {}. The model is watched all the same"
+# Of a layer, at most: a second on one core.
+_WEIGHTS = 1 << 26
 _SAID = "in the first measured pass, {}"
 
 
@@ -58,7 +60,7 @@ class FirstLook:
     def _read_call(self, site: str, call: Seen) -> None:
         if self._tokens is not None:
             label = site_label(site, type(self._model).__name__)
-            self._layers[site] = seen_keys(label, [call], self._tokens)
+            self._layers[site] = seen_keys(label, [call], self._tokens, _WEIGHTS)
 
     def end(self, sites: Sites) -> None:
         """Ends the pass, and warns of what is seen that should not be."""
