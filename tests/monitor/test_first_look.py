@@ -21,6 +21,7 @@ WIDTH, HEADS = 16, 2
 @dataclasses.dataclass
 class Config:
     is_decoder: bool = True
+    is_encoder_decoder: bool = False
     sliding_window: int | None = None
     attn_logit_softcapping: float | None = None
     query_pre_attn_scalar: float | None = None
@@ -160,6 +161,13 @@ def test_the_same_program_that_sees_what_it_should_says_nothing(
     program.scale = (config.query_pre_attn_scalar or WIDTH) ** -0.5
     program.cap = config.attn_logit_softcapping or 0.0
     assert said(program, kwargs) == []
+
+
+def test_the_padding_of_an_encoder_is_none_of_a_decoder_of_the_same_length() -> None:
+    assert said(Program(causal, Config(is_encoder_decoder=True)), PADDED) == []
+    both_ways = Program(everything, Config(is_encoder_decoder=True))
+    (message,) = said(both_ways, PADDED)
+    assert "weight to padding" in message
 
 
 def test_the_look_makes_no_pass_and_changes_no_bit() -> None:

@@ -177,6 +177,9 @@ def _window(config: ConfigMapping, recipe: SiteRecipe, windowed: bool) -> Iterat
     `windowed` says whether there is one.
     """
     key, window = _first(config, _WINDOW)
+    # A list has one for each layer, of unknown order.
+    if window is not None and type(window) is not int:
+        return
     if config.get("use_sliding_window") is False or type(window) is not int:
         window = 0
     if recipe.window is not None:

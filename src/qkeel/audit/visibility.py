@@ -281,6 +281,9 @@ def findings(
             )
     for kind, words in _UNEXPECTED.items():
         affected = [layer for layer in layers if layer.weight(kind) > LEAST_WEIGHT]
+        if kind == "padding" and _says(unwrapped(model), "is_encoder_decoder"):
+            # The mask is the encoder's, and the decoder's own tokens may be as many.
+            affected = [x for x in affected if not x.length or x.weight("later")]
         if affected:
             sentences.append(f"{words} {_named(affected)} {_largest(affected, kind)}")
     empty = [layer for layer in layers if layer.empty is not None]
@@ -315,16 +318,18 @@ def _named(layers: Sequence[SeenKeys]) -> str:
 def is_causal_by_config(model: nn.Module) -> bool:
     """Whether a model says that it predicts later tokens from earlier ones: by its class or its configuration."""
     inner = unwrapped(model)
-    config = getattr(inner, "config", None)
+    has_config = getattr(inner, "config", None) is not None
+    is_named = has_config and type(inner).__name__.endswith("ForCausalLM")
+    is_decoder = is_named or _says(inner, "is_decoder") or _says(inner, "is_causal")
+    return is_decoder and not _says(inner, "is_encoder_decoder")
 
-    def says(key: str) -> bool:
-        if isinstance(config, Mapping):
-            return config.get(key) is True
-        return getattr(config, key, None) is True
 
-    is_named = config is not None and type(inner).__name__.endswith("ForCausalLM")
-    is_decoder = is_named or says("is_decoder") or says("is_causal")
-    return is_decoder and not says("is_encoder_decoder")
+def _says(model: nn.Module, key: str) -> bool:
+    """Whether a model's configuration has a key that is true."""
+    config = getattr(model, "config", None)
+    if isinstance(config, Mapping):
+        return config.get(key) is True
+    return getattr(config, key, None) is True
 
 
 def visible_pairs(call: Seen) -> Tensor:
