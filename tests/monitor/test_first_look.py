@@ -33,7 +33,13 @@ class Layer(nn.Module):
         self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(
-        self, x: Tensor, mask: Tensor, fused: bool, scale: float, cap: float
+        self,
+        x: Tensor,
+        mask: Tensor,
+        fused: bool,
+        scale: float,
+        cap: float,
+        weights: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         if fused and not cap:
@@ -41,7 +47,7 @@ class Layer(nn.Module):
         else:
             z = q @ k.mT * scale
             z = cap * torch.tanh(z / cap) if cap else z
-            y = z.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+            y = weights(z, mask) @ v
         return x + self.o(y.transpose(1, 2).flatten(2))
 
 
@@ -53,6 +59,9 @@ class Program(nn.Module):
         self.embed, self.config, self.sees = nn.Embedding(9, WIDTH), config, sees
         self.layers = nn.ModuleList([Layer() for _ in range(2)])
         self.fused, self.scale, self.cap, self.passes = True, WIDTH**-0.5, 0.0, 0
+        self.weights: Callable[[Tensor, Tensor], Tensor] = lambda z, mask: (
+            z.masked_fill(~mask, -torch.inf).softmax(-1)
+        )
 
     def forward(
         self,
@@ -66,7 +75,7 @@ class Program(nn.Module):
         mask = mask.expand(b, 1, t, t)
         x = self.embed(tokens)
         for layer in self.layers:
-            x = layer(x, mask, self.fused, self.scale, self.cap)
+            x = layer(x, mask, self.fused, self.scale, self.cap, self.weights)
         return x
 
 
@@ -168,6 +177,20 @@ def test_the_padding_of_an_encoder_is_none_of_a_decoder_of_the_same_length() -> 
     both_ways = Program(everything, Config(is_encoder_decoder=True))
     (message,) = said(both_ways, PADDED)
     assert "weight to padding" in message
+
+
+def test_padded_queries_that_a_large_number_hides_everything_from_are_no_leak() -> None:
+    """As transformers does without a kernel: the rows are spread over all keys, later ones too."""
+
+    def weights(z: Tensor, mask: Tensor) -> Tensor:
+        return z.masked_fill(~mask, torch.finfo(z.dtype).min).softmax(-1)
+
+    def padded(t: int, _: object, attention_mask: Tensor) -> Tensor:
+        return causal(t) & attention_mask.bool()[:, None, None, :]
+
+    program = Program(padded, Config(attn_logit_softcapping=20.0))
+    program.fused, program.cap, program.weights = False, 20.0, weights
+    assert said(program, PADDED) == []
 
 
 def test_the_look_makes_no_pass_and_changes_no_bit() -> None:

@@ -199,24 +199,23 @@ def seen_keys(
                 masks["documents"] = ((of_query != numbers) & (of_query >= 0))[:, None]
         padded_rows = None
         if padding is not None and padding.shape == (b, s):
-            padded = padding.to(device)[:, None, None]
-            # a query that is padding itself may see anything.
-            if is_self:
-                padded_rows = padded.mT[:, :, rows]
-                padded = padded & ~padded_rows
-            masks["padding"] = padded
-        if isinstance(call, ScoresCall) and call.hidden is not None and len(calls) == 1:
-            hidden = call.hidden[
-                :, :, rows if call.hidden.shape[2] > 1 else slice(None)
-            ]
-            # Rows that see no key are spread over all of them.
-            masks["hidden"] = hidden & ~hidden.all(-1, keepdim=True)
+            masks["padding"] = padded = padding.to(device)[:, None, None]
+            padded_rows = padded.mT[:, :, rows] if is_self else None
+        visible = visible_rows(call, rows)
+        counted = weights
+        if visible is not None:
+            if isinstance(call, ScoresCall) and len(calls) == 1:
+                masks["hidden"] = ~visible
+            # A mask of a large number spreads rows that see no key over all of them.
+            counted = weights * visible.any(-1, keepdim=True)
+        if padded_rows is not None:
+            # A query that is padding itself may see anything.
+            counted = counted * ~padded_rows
         for kind, mask in masks.items():
-            by_head = (weights * mask).sum(-1).nan_to_num(0.0).amax((0, 2))
+            by_head = (counted * mask).sum(-1).nan_to_num(0.0).amax((0, 2))
             weight, head = by_head.max(0)
             largest = float(weight), int(head)
             layer.weights[kind] = max(layer.weights.get(kind, largest), largest)
-        visible = visible_rows(call, rows)
         gradients.add(rows, weights, visible)
         first = torch.zeros_like(queries[:, 0])
         if visible is not None:
@@ -230,7 +229,10 @@ def seen_keys(
         if layer.empty is None and bool(empty.any()):
             sample, row = divmod(int(empty.flatten().int().argmax()), empty.shape[1])
             layer.empty = sample, rows.start + row
-    if call.q is not None:
+    # Scores that are divided by a cap are scaled by more than the logits.
+    if call.q is not None and (
+        call.spec.cap.kind == "none" or not isinstance(call, ScoresCall)
+    ):
         width = call.q.shape[-1]
         layer.scale = (call.spec.scale.constant(width) or math.nan) * width**0.5
     layer.first_keys = torch.cat(reaches, 1)
