@@ -18,6 +18,7 @@ from qkeel.heads.site import AttentionSite
 
 _NORM = ("use_qk_norm", "qk_layernorm", "qk_norm", "use_qk_layernorm", "query_key_norm")
 _CAP = ("attn_logit_softcapping", "attn_logit_softcap", "attention_logit_cap")
+_ALIBI = ("alibi", "use_alibi")
 _WINDOW = ("sliding_window", "sliding_window_size", "attention_window", "local_window")
 
 
@@ -133,6 +134,9 @@ def _contradictions(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[str]:
         if not is_normed and normed:
             yield f"config.{key} is false, but a norm is applied to {' and '.join(normed)}"
     yield from _scale_and_cap(config, recipe)
+    key, has_alibi = _first(config, _ALIBI)
+    if has_alibi is True and recipe.scale and not recipe.bias:
+        yield f"config.{key} is true, but nothing is added to the scores"
     for key, word, number in (
         ("num_attention_heads", "attention_heads", recipe.n_heads),
         ("head_dim", "head_dim", recipe.head_dim),

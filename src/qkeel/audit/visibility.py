@@ -45,16 +45,17 @@ class SeenKeys:
 
     `length` is the number of its queries, 0 if its keys are another sequence. `weights` has the kinds "later",
     "earlier", "documents", "padding" and "hidden", as far as the layer and the batch have such keys. `empty` is the
-    first sample and query that sees no key and is not padding. `first_keys` [2 t] are queries of the first sample and
-    the first keys that they see, and `saturated` the heads whose softmax passes back next to no gradient. `scale`
-    is the constant factor on q·k times √head_dim, and `share` what the softmax of the median head passes back, and
-    `softcap` the cap.
+    first sample and query that sees no key and is not padding, `empty_padding` the first that is. `first_keys` [2 t]
+    are queries of the first sample and the first keys that they see, and `saturated` the heads whose softmax passes
+    back next to no gradient. `scale` is the constant factor on q·k times √head_dim, `share` what the softmax of the
+    median head passes back, and `softcap` the cap.
     """
 
     layer: str
     length: int = 0
     weights: dict[str, Largest] = dataclasses.field(default_factory=dict)
     empty: tuple[int, int] | None = None
+    empty_padding: tuple[int, int] | None = None
     first_keys: Tensor | None = None
     saturated: tuple[int, ...] = ()
     n_heads: int = 0
@@ -221,14 +222,24 @@ def seen_keys(
         if visible is not None:
             first = first + visible[0, 0].to(torch.uint8).argmax(-1)
         reaches.append(torch.stack([queries[:, 0], first]).cpu())
-        # A fused kernel gives an empty row zeros, a softmax by hand NaN.
+        # A fused kernel gives an empty row zeros, a softmax by hand NaN, as it does for infinite logits.
         sums = weights.sum(-1)
-        empty = ((sums == 0) | sums.isnan()).any(1)
-        if padded_rows is not None:
-            empty &= ~padded_rows[:, 0, :, 0]
-        if layer.empty is None and bool(empty.any()):
-            sample, row = divmod(int(empty.flatten().int().argmax()), empty.shape[1])
-            layer.empty = sample, rows.start + row
+        empty = ((sums == 0) | (sums.isnan() & _sees_none(calls, rows, sums))).any(1)
+        for is_padding in (False, True):
+            of_kind = empty
+            if padded_rows is not None:
+                of_kind = empty & (padded_rows[:, 0, :, 0] == is_padding)
+            elif is_padding:
+                break
+            if bool(of_kind.any()):
+                sample, row = divmod(
+                    int(of_kind.flatten().int().argmax()), empty.shape[1]
+                )
+                position = sample, rows.start + row
+                if is_padding:
+                    layer.empty_padding = layer.empty_padding or position
+                else:
+                    layer.empty = layer.empty or position
     # Scores that are divided by a cap are scaled by more than the logits.
     if call.q is not None and (
         call.spec.cap.kind == "none" or not isinstance(call, ScoresCall)
@@ -242,6 +253,19 @@ def seen_keys(
         layer.saturated = gradients.saturated(layer.scale)
     layer.share = float(gradients.shares().median())
     return layer
+
+
+def _sees_none(calls: Sequence[Seen], rows: slice, sums: Tensor) -> Tensor:
+    """Which rows of the calls of a layer see no key by their masks; broadcasts to [b h r]."""
+    if not bool(sums.isnan().any()):
+        return torch.zeros((), dtype=torch.bool, device=sums.device)
+    sees = []
+    for call in calls:
+        visible = visible_rows(call, rows)
+        sees.append(
+            sums.new_ones(1, 1, 1).bool() if visible is None else visible.any(-1)
+        )
+    return ~torch.cat(sees, 1)
 
 
 def findings(
@@ -288,11 +312,16 @@ def findings(
             affected = [x for x in affected if not x.length or x.weight("later")]
         if affected:
             sentences.append(f"{words} {_named(affected)} {_largest(affected, kind)}")
-    empty = [layer for layer in layers if layer.empty is not None]
+    empty = [(x.layer, x.empty, "") for x in layers if x.empty is not None]
+    empty += [
+        (x.layer, x.empty_padding, ", which is padding,")
+        for x in layers
+        if x.empty_padding is not None
+    ]
     if empty and not finite:
-        sample, query = empty[0].empty or (0, 0)
+        name, (sample, query), remark = empty[0]
         sentences.append(
-            f"an output is not finite, and sample {sample}, query {query} sees no key in {empty[0].layer}: a softmax "
+            f"an output is not finite, and sample {sample}, query {query}{remark} sees no key in {name}: a softmax "
             "over nothing is NaN"
         )
     elif not finite:

@@ -199,7 +199,7 @@ class CaptureMode(CallObserver):
         self._names = (names_of(model) if names is None else names) if probing else None
         self.handwritten = EagerAttentionTracer(
             lambda frame, call: self._saw(frame, "softmax", call, call.layout),
-            lambda frame: self._layouts.get(name_of(frame, frame.calls)),
+            lambda frame, ordinal: self._layouts.get(name_of(frame, ordinal)),
             self._names,
             self._valued,
             self._chose,
@@ -239,6 +239,8 @@ class CaptureMode(CallObserver):
         for described in self._hooks:
             described.attach(around)
         around.callback(self.handwritten.tags.clear)
+        around.callback(self.end)
+        self.stack.ended = self._module_ended
         around.enter_context(observed_by(self))
         if self.always_with_graph:
             self._keep_graphs(around)
@@ -254,6 +256,14 @@ class CaptureMode(CallObserver):
         for module, only in self._only_in.values():
             enter = functools.partial(self._enter_module, only)
             hooks += put_hooks(module, enter, self._leave_module)
+
+    def end(self) -> None:
+        """Reports what is still waiting; the pass is over, or about to be."""
+        self.guard(self.apart, self.handwritten.end_all)
+
+    def _module_ended(self, frame: ModuleCall) -> None:
+        if self.handwritten.is_open(frame):
+            self.apart(lambda: self.handwritten.end(frame))
 
     def _keep_graphs(self, around: ExitStack) -> None:
         """Enables gradients in every module of the model; operators outside of modules are each called with a graph."""
@@ -497,6 +507,8 @@ class CaptureMode(CallObserver):
         """Reports a call and returns the name of its site, or None if it is reported in another way."""
         if self._elsewhere(frame):
             return None
+        if how != "softmax":
+            self.handwritten.before(frame, call)
         ordinal, frame.calls = frame.calls, frame.calls + 1
         captured = CapturedCall(
             frame=frame,

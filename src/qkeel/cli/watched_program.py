@@ -53,7 +53,7 @@ from qkeel.monitor import (
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.watch import watch as attach
 from qkeel.options import parse as parse_terms
-from qkeel.patching.forward import unwrapped
+from qkeel.patching.forward import in_extra_pass, unwrapped
 from qkeel.patching.modes import is_made, submodules_of
 from qkeel.patching.optimizers import StepHooks, steps_taken, when_made
 from qkeel.records.disk import read_file
@@ -94,7 +94,8 @@ class Fix:
         if proposed is None:
             return [f"what to do: {remedy}"]
         line, spec = proposed[0], proposed[1]
-        if re.search(r"\b(lalr|qk_clip)\b", spec):
+        # Rates alone are proposed if weights are frozen, as below adapters, where a norm would change the base.
+        if re.search(r"\bqk_clip\b", spec):
             line += _WHY
         # A launcher's own command is not known here, so only its change can be said.
         command = f"restart it with --apply {spec} before the --"
@@ -109,7 +110,7 @@ class Fix:
 
 # In the workers of torchrun, this variable holds the command that was typed after `qkeel watch --`.
 TYPED = "QKEEL_TYPED_COMMAND"
-_APPLY = re.compile(r'qkeel\.apply\(model, "([^"]+)", optimizer[^)]*\)')
+_APPLY = re.compile(r'qkeel\.apply\(model, "([^"]+)", (?:optimizer|\[)[^)]*\)')
 _WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a new run, try qk_norm first)"
 
 
@@ -358,9 +359,11 @@ class ModelFinder(Handle):
                 self._watches.remove(watches[0])
                 self._begin(chain, optimizer)
             elif watches[0].optimizer() is not optimizer:
-                model = watches[0].model
+                model, monitor = watches[0].model, watches[0].monitor()
                 if model is not None:
                     self._further(model, optimizer)
+                if monitor is not None:
+                    monitor.add_optimizer(optimizer)
 
     def _has_stepped(self, watch: _Watch) -> bool:
         first = watch.optimizer()
@@ -399,6 +402,9 @@ class ModelFinder(Handle):
     def _safely(self, act: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
         # Workers of a data loader are forked with these hooks and must stay silent.
         if os.getpid() != self._pid or not self.active:
+            return
+        # A retrofit fits its gains with an optimizer of its own.
+        if in_extra_pass():
             return
         try:
             act(optimizer)

@@ -31,6 +31,7 @@ from qkeel.monitor.rules import (
 )
 from qkeel.monitor.thresholds import GAIN_FACTOR, IDLE_TOLERANCE, ROUNDING
 from qkeel.nn.attention import SpecModule
+from qkeel.patching.forward import first_adapter
 from qkeel.sites.find import is_normed
 
 # Rules that depend on the setting: the number format, the head width, and which norm was configured.
@@ -232,6 +233,7 @@ def fitted(
     rules: Sequence[Rule],
     model: nn.Module,
     sites: Sequence[AttentionSite],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
     not_finite: tuple[str, ...] = (),
 ) -> tuple[Rule, ...]:
     """Returns the rules with the names of this model's weights, and lines of code that can be pasted for it in place of
@@ -241,7 +243,8 @@ def fitted(
     >>> fitted([Growth()], nn.Identity(), [])[0].remedy == HOLD
     True
     """
-    lines = {HOLD: hold(model, sites), DECAY_GAINS: decay_gains(sites)}
+    held = hold(model, sites).replace(", optimizer", f", {optimizer_names(optimizers)}")
+    lines = {HOLD: held, DECAY_GAINS: decay_gains(sites)}
     if sites and all(isinstance(site.module, SpecModule) for site in sites):
         lines[LOOK] = LOOK_AT_SPEC
     weights = {}
@@ -260,6 +263,18 @@ def fitted(
             remedy = remedy.replace(general, line)
         suited.append(dataclasses.replace(rule, remedy=remedy))
     return tuple(suited)
+
+
+def optimizer_names(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Returns the word for the optimizers in a line of code, such as [muon, adamw] for several."""
+    if len(optimizers) < 2:
+        return "optimizer"
+    kinds = [type(optimizer).__name__.lower() for optimizer in optimizers]
+    names = [
+        kind if kinds.count(kind) == 1 else f"{kind}_{i}"
+        for i, kind in enumerate(kinds)
+    ]
+    return f"[{', '.join(names)}]"
 
 
 def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
@@ -283,7 +298,8 @@ def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
         and site.description is None
         for site in sites
     )
-    if not spec and not takes_a_cap:
+    # A cap would change the base below adapters.
+    if not spec and (not takes_a_cap or first_adapter(model) is not None):
         return LOWER_RATE
     partial = ", partial=True" if isinstance(sites, Sites) and sites.missed else ""
     return f'qkeel.apply(model, "{spec or "softcap:cap=50"}", optimizer{partial})'
@@ -301,7 +317,11 @@ def _step_remedy(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     if any("lora_magnitude_vector" in name for name in parameters):
         # DoRA computes its weights from others.
         return ""
-    half = any(weight.dtype in (torch.bfloat16, torch.float16) for weight in weights)
+    half = any(
+        weight.dtype in (torch.bfloat16, torch.float16)
+        for weight in weights
+        if weight.requires_grad
+    )
     frozen = any(not weight.requires_grad for weight in weights)
     if half or frozen or any(len(site.terms) > 1 for site in sites):
         return "+".join([*["lalr:tau=0.1"][half:], *["qk_clip:threshold=100"][frozen:]])

@@ -76,7 +76,7 @@ class Monitor(Handle):
     def __init__(
         self,
         model: Mapping[str, nn.Module],
-        optimizer: Optimizer | None,
+        optimizers: Sequence[Optimizer],
         *,
         every: Cadence,
         stats: bool | str,
@@ -92,13 +92,14 @@ class Monitor(Handle):
         inner = {name: unwrapped(module) for name, module in model.items()}
         root = inner[""] if "" in inner else nn.ModuleDict(inner)
         setting, (main, extras) = SettingSeen(), wanted(stats)
-        by_step = optimizer is not None
+        by_step = bool(optimizers)
+        self._optimizers = optimizers = list(optimizers)
         self._steps = MeasuredSteps(every, model, by_optimizer=by_step)
         if planned is not None:
             self._steps.besides.add(planned.steps - 1)
-        if optimizer is not None:
-            # It is called in the first pass, when a script that is resumed has loaded its checkpoint.
-            self._steps.continued = functools.partial(steps_taken, optimizer)
+        if optimizers:
+            # It is called in the first pass, when a script that is resumed has loaded its checkpoint. Muon keeps no count.
+            self._steps.continued = lambda: max(map(steps_taken, optimizers))
         # Everything that the user's program calls runs under this guard.
         self._guard = FaultGuard(_OFF, self._switch_off)
         introduced = Handshake(root, lambda: self.sites, layout)
@@ -111,10 +112,10 @@ class Monitor(Handle):
         def settled_rules() -> Sequence[Rule]:
             settled = rules_for(setting.of(self.sites)) if rules is None else rules
             loaded = self._models.weights_not_finite
-            return fitted(settled, self.model, self.sites, loaded)
+            return fitted(settled, self.model, self.sites, self._optimizers, loaded)
 
         def described() -> dict[str, object]:
-            description = about(self.model, self.sites, self.missed, optimizer, every)
+            description = about(self.model, self.sites, self.missed, optimizers, every)
             return {**description, **group.about()}
 
         self._journal = Recorder(
@@ -152,7 +153,7 @@ class Monitor(Handle):
                 WatchedSites(name, tap.model, tap.sites, group, sites[name]),
                 tokens,
                 None if probe is None else LogitChanges(tap, probe),
-                optimizer,
+                optimizers,
                 guard=self._guard,
                 tree=tap.tree,
                 extras=extras,
@@ -160,12 +161,12 @@ class Monitor(Handle):
             round_over = None if by_step else self._step_end.pass_over
             self._models.add(name, tap, numbers, self._steps.counted, round_over)
         self._hooks: StepHooks | None = None
-        if optimizer is not None:
+        if optimizers:
             before, after = (
                 functools.partial(self._guard, f)
                 for f in (self._step_end.before, self._step_end.after)
             )
-            self._hooks = StepHooks(before, after, optimizer)
+            self._hooks = StepHooks(before, after, optimizers[0])
         self._origin: NanOrigin | None = None
         super().__init__(
             functools.partial(self._guard, self._finish),
@@ -201,6 +202,11 @@ class Monitor(Handle):
             # Measured for a step that was skipped; it counts for this one.
             self._steps.besides.add(done)
         self._steps.done, self._steps.continued = done, None
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Adds another optimizer that trains the model; the steps that its state counts continue a run as well."""
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
 
     def measure_next(self) -> None:
         """Measures the current step regardless of the cadence; call it before the step's first forward pass.

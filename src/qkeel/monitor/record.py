@@ -369,7 +369,7 @@ def about(
     model: nn.Module,
     sites: Sequence[AttentionSite],
     missed: Sequence[UnrecognizedAttention],
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     cadence: Cadence,
 ) -> dict[str, object]:
     """The model, sites, optimizer, cadence, versions and command, as plain data.
@@ -378,7 +378,7 @@ def about(
         model: the watched model, or an nn.ModuleDict of several models.
         sites: the attention layers that are watched.
         missed: the attention layers that are not understood.
-        optimizer: the optimizer that updates the model, if known.
+        optimizers: the optimizers that update the model, if known.
         cadence: the cadence that chooses the measured steps.
     """
     parameters = list(model.parameters())
@@ -389,7 +389,7 @@ def about(
         "dtype": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
         "sites": site_facts(sites),
         "missed": [dataclasses.asdict(one) for one in missed],
-        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "optimizer": ", ".join(type(x).__name__ for x in optimizers) or None,
         "cadence": repr(cadence),
         "processes": dist.world(),
         "versions": {

@@ -76,7 +76,7 @@ def watch(
         optimizer: the optimizer that updates the model. If it is given, a step is an optimizer step, and the weights
             behind the heads are read too; otherwise, a step is a forward pass (with several models, one pass of each).
             Of several optimizers, such as Muon and AdamW, the first one counts the steps: list the one with the query
-            and key weights first.
+            and key weights first. A resumed run continues at the step that any of them has in its state.
         every: a number n to measure every n-th step, or a cadence such as LogSpaced(per_decade=20) or Adaptive(least=5,
             most=100).
         stats: which statistics are measured. One of:
@@ -185,7 +185,7 @@ def watch(
         )
     monitor = Monitor(
         models,
-        _first(optimizer, [*models.values()]),
+        _training(optimizer, [*models.values()]),
         every=cadence(every),
         stats=stats,
         sinks=[
@@ -253,10 +253,10 @@ def _inner_optimizers(optimizer: object) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def _first(
+def _training(
     optimizer: object, models: Sequence[nn.Module]
-) -> torch.optim.Optimizer | None:
-    """Returns the first optimizer, which counts the steps."""
+) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers that train the models; the first counts the steps."""
     weights = {id(p) for model in models for p in model.parameters()}
     inner = _inner_optimizers(optimizer)
     for entry, of_steps in zip(listed(optimizer), inner):
@@ -270,4 +270,4 @@ def _first(
                 "the optimizer does not contain any of the model's parameters; pass the optimizer that trains this "
                 "model, created from model.parameters()"
             )
-    return next(iter(inner), None)
+    return inner

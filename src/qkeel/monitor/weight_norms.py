@@ -154,14 +154,14 @@ class WeightNorms:
         self,
         model: nn.Module,
         sites: Sequence[AttentionSite],
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         self._parameters = dict(model.named_parameters())
         self.sites = [site for site in sites if site.terms]
         self._rows: dict[HeadSlice, HeldRows] = {}
         self._split: set[AttentionSite] = set()
         self._eps: dict[AttentionSite, Tensor] = {}
-        counts, eps = counted(model), _eps_by_weight(optimizer)
+        counts, eps = counted(model), _eps_by_weight(optimizers)
         for site in self.sites:
             chains = itertools.chain(*chains_of(site).values())
             for head_slice in itertools.chain(*chains):
@@ -318,8 +318,10 @@ class WeightNorms:
         return True
 
 
-def _eps_by_weight(optimizer: torch.optim.Optimizer | None) -> dict[int, float]:
-    groups = [] if optimizer is None else optimizer.param_groups
+def _eps_by_weight(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> dict[int, float]:
+    groups = [group for x in optimizers for group in x.param_groups]
     return {
         id(p): group["eps"]
         for group in groups

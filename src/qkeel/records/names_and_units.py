@@ -77,7 +77,10 @@ STEP_FIELDS: dict[str, Field] = {
         "steps completed when the line was written; 0 is before training",
     ),
     "tokens": Field("tokens", "number of training tokens processed"),
-    "lr": Field("1", "base learning rate of the last completed step"),
+    "lr": Field(
+        "1",
+        "base learning rate of the last completed step; of several optimizers, that of the first",
+    ),
     "train_loss": Field(
         "nats/token", "loss of the last training batch; null at step 0"
     ),

@@ -36,6 +36,8 @@ class Target:
 
     model: nn.Module  #: the whole model
     optimizer: Optimizer | None  #: the model's optimizer, if given
+    #: all optimizers that were given, if there are several; `optimizer` is the first that holds weights of the sites
+    optimizers: Sequence[Optimizer] = ()
     sites: list[AttentionSite]  #: the model's attention, as far as it is known
     #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
     batch: Arguments = ((), {})
@@ -96,14 +98,18 @@ class Target:
                 return True
         return False
 
-    def need_optimizer(self, remedy: str) -> Optimizer:
-        """Returns the optimizer that takes the steps, or raises RefusedError if there is none."""
+    def need_optimizers(self, remedy: str) -> list[Optimizer]:
+        """Returns the optimizers that take the steps, `optimizer` first, or raises RefusedError if there is none."""
         if self.optimizer is None:
             raise RefusedError(
                 f"{remedy} acts on optimizer steps: call qkeel.apply(model, {remedy!r}, optimizer)"
             )
-        check_one_optimizer(self.optimizer, remedy)
-        return innermost(self.optimizer)
+        optimizers: list[Optimizer] = []
+        for optimizer in (self.optimizer, *self.optimizers):
+            check_one_optimizer(optimizer, remedy)
+            if (inner := innermost(optimizer)) not in optimizers:
+                optimizers.append(inner)
+        return optimizers
 
     def returned(self) -> object:
         """Returns the model's output for the batch, from a pass that leaves the model unchanged."""

@@ -150,6 +150,7 @@ class ObservedPass:
         watcher = self.watcher
         if watcher is None or self.kept is not None:
             return
+        watcher.end()
         if not watcher.whole:
             if 0 in [frame.calls + frame.indexes for frame in watcher.called_in]:
                 # Attention that was found there is now computed elsewhere.

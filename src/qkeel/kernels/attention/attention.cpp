@@ -1,16 +1,11 @@
 // Attention over tiles that lie in cache, with the statistics of its logits in the same pass.
-//
 // q [b h t d]; k [b g s d]; v [b g s e]; h a multiple of g, d and e of 8; of one dtype. Query i is at position i + s - t.
 // Key j is visible to it if j <= i + s - t (causal), and |i + s - t - j| < window, and the mask lets it. The logit is
 //   z = scale · q·k + mask (a float one) - slopes[h] · |i + s - t - j|,  then  cap · tanh(z / cap)  (cap 0: none).
 // A row without a visible key has out 0, lse -inf, top -inf, entropy 0. top: the largest z before the cap.
-//
 // The walk is that of Rabe and Staats 2021 (arXiv 2112.05682) and FlashAttention (Dao et al. 2022, arXiv 2205.14135).
 // Beside L = Σ p, p = exp(z - M), M the running maximum, the entropy needs W = Σ p (z - M): on a new maximum M',
 // W <- exp(M - M') (W + L (M - M')). H = log L - W / L, without cancellation.
-#include <cmath>
-#include <vector>
-
 #include "attention.h"
 #include "operators.h"
 

@@ -11,6 +11,26 @@ inline Lanes hidden_as(Lanes like, Lanes z) { return like <= HIDDEN ? like : z; 
 struct Sizes {
   int64_t b, h, g, t, s, d, e;
 };
+struct Range {
+  int64_t from, to;
+  Range within(int64_t low, int64_t high) const {
+    int64_t a = std::clamp(from, low, high);
+    return {a, std::max(a, std::min(to, high))};
+  }
+};
+
+// Which keys are visible to which rows before any mask: row i is at position i + offset among the keys.
+struct Visibility {
+  bool causal;
+  int64_t window, offset, t, s;  // window 0: none
+
+  Range keys(int64_t i) const {
+    int64_t at = i + offset;
+    return Range{window ? at - window + 1 : 0, causal ? at + 1 : window ? at + window : s}.within(0, s);
+  }
+  Range keys(int64_t first, int64_t last) const { return {keys(first).from, keys(last).to}; }
+};
+
 inline Sizes sizes_of(const Array& q, const Array& k, const Array& v) {
   return {q.size[0], q.size[1], k.size[1], q.size[2], k.size[2], q.size[3], v.size[3]};
 }

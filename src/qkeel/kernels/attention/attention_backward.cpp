@@ -4,12 +4,6 @@
 //   dQ += dS K       dK += dS' Q                     D = Σ dO ∘ O
 // (FlashAttention, Dao et al. 2022, arXiv 2205.14135, algorithm 4). q is scaled before the product, as on the way
 // there, so S has the bits it had. Every sum has one order, which the shape decides: threads change no bit.
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <limits>
-#include <utility>
-
 #include "attention.h"
 #include "operators.h"
 

@@ -1,8 +1,6 @@
 // Attention of a few queries to many keys. Every block of keys and values is read once for all the query heads that
 // share it. Keys are split into parts, of a size that their number alone decides, and threads take parts: so threads
 // change no bit.
-#include <vector>
-
 #include "decode_few.h"
 #include "decode_many.h"
 #include "operators.h"
@@ -47,7 +45,7 @@ void read(const Call& c, const Array& q, float* to) {
 
 void qkeel::decode(const Array& q, const Array& k, const Array& v, const Array& mask, const Array& factors, float scale,
                    float cap, bool causal, int64_t window, const Array& out) {
-  Call c{k, v, mask.broadcast(), factors.broadcast(), scale, cap, {causal, window, k.size[2] - q.size[2], q.size[2], k.size[2]}, q.size[0], q.size[1], k.size[1],
+  Call c{k, v, mask.broadcast(), factors.broadcast(), scale, cap, causal, window, q.size[0], q.size[1], k.size[1],
          q.size[2], k.size[2], q.size[3], v.size[3], 0, 0, 0};
   c.rows = c.h / c.g * c.t;
   c.part = std::max(PART, round_up((c.s + PARTS - 1) / PARTS, PART));
@@ -63,7 +61,7 @@ void qkeel::decode(const Array& q, const Array& k, const Array& v, const Array& 
       const int64_t x = task / c.parts, part = task % c.parts;
       float* own = room.data() + task * c.rows * size;
       for (int64_t r = 0; r < c.rows; ++r) states[r] = {NEVER, 0.0f, own + r * size};
-      const auto [from, to] = c.seen.keys(0, c.t - 1).within(part * c.part, std::min((part + 1) * c.part, c.s));
+      const int64_t from = std::max(part * c.part, c.first(0)), to = std::min({(part + 1) * c.part, c.s, c.end(c.t - 1)});
       if (from < to) part_of(c, x / c.g, x % c.g, from, to, queries.data() + x * c.rows * c.d, states.data());
       for (const State& state : states) state.values[c.width] = state.top, state.values[c.width + 1] = state.sum;
     }

@@ -1,14 +1,7 @@
 // Statistics of the logits of every query row, in one pass over tiles of q·k, and the largest logits alone.
-//
 // Visible to row i are the keys from low to before high (none: all) that the mask does not hide. z = scale · q·k + mask;
 // cap · tanh(z / cap) enters the weights (cap 0: z). Arithmetic in float.
 // Every row is the work of one thread, key by key in order: results do not depend on the number of threads.
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <vector>
-
-#include "logit_pass.h"
 #include "operators.h"
 #include "rows.h"
 #include "visible_keys.h"

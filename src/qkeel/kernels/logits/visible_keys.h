@@ -1,9 +1,5 @@
 // Which keys are visible to which rows: spans of keys and masks, read a tile at a time.
 #pragma once
-#include <algorithm>
-#include <cstdint>
-#include <vector>
-
 #include "logit_pass.h"
 #include "mask.h"
 

@@ -1,11 +1,6 @@
 // Norm, gain and rotation of q or k in one pass over memory, and the way back. Storage float, bfloat16 or half;
 // arithmetic float. No -ffast-math: sums are reordered only where a pragma says so, in a way that depends on the
 // shape alone, never on the number of threads.
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <vector>
-
 #include "norm_rope_walk.h"
 #include "norm_rope_whole.h"
 #include "operators.h"
@@ -23,8 +18,7 @@ constexpr int64_t CACHED = 4 << 20;
 template <int64_t D, bool MEAN, bool SHARED>
 void forward(const Array& x, const Array& y, const Array& r, const Walk& w, int64_t kind, float eps) {
   float* inv = r.as<float>();
-  const int64_t d = D ? D : w.d, heads = w.h, times = w.t, x_step = w.apart(x), y_step = w.apart(y);
-  const int64_t r0 = heads * times, r1 = w.heads_inner ? 1 : times, r2 = w.heads_inner ? heads : 1;
+  const int64_t d = D ? D : w.d, x_step = w.apart(x), y_step = w.apart(y);
   parallel_for(0, w.outer(), std::max<int64_t>(1, GRAIN / (w.inner() * d)), [&](int64_t from, int64_t to) {
     alignas(64) float loaded[BLOCK], made[BLOCK], mean[MOST], inverse[MOST];
     w.blocks(from, to, w.at_once(), [&](const Block& b) {
@@ -39,7 +33,7 @@ void forward(const Array& x, const Array& y, const Array& r, const Walk& w, int6
         apply<MEAN>(v, o, w.with(b), mean, inverse);
       }
       if (inv) {
-        float* end = inv + b.n * r0 + b.h * r1 + b.t * r2;
+        float* end = inv + b.n * r.stride[0] + b.h * r.stride[1] + b.t * r.stride[2];
         if (b.rows == 8) put8(end, at8(inverse));
         else std::copy_n(inverse, b.rows, end);
       }

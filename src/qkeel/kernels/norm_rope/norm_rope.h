@@ -1,9 +1,5 @@
 // The arithmetic of norm and rotation, forward and back, on rows of float.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <utility>
-
 #include "rows.h"
 
 namespace qkeel {

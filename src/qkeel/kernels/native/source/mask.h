@@ -1,35 +1,11 @@
-// Which keys rows see by their places, and masks of any type as floats that are added to logits.
+// Masks of any type as floats that are added to logits.
 #pragma once
-#include <algorithm>
-#include <bit>
-#include <limits>
-
 #include "array.h"
 
 namespace qkeel {
 
 // What a hidden logit becomes: exp gives 0, and 0 times it is 0, as of no infinity.
 constexpr float HIDDEN = -std::numeric_limits<float>::max();
-
-struct Range {
-  int64_t from, to;
-  Range within(int64_t low, int64_t high) const {
-    int64_t a = std::clamp(from, low, high);
-    return {a, std::max(a, std::min(to, high))};
-  }
-};
-
-// Which keys are visible to which rows before any mask: row i is at position i + offset among the keys.
-struct Visibility {
-  bool causal;
-  int64_t window, offset, t, s;  // window 0: none
-
-  Range keys(int64_t i) const {
-    int64_t at = i + offset;
-    return Range{window ? at - window + 1 : 0, causal ? at + 1 : window ? at + window : s}.within(0, s);
-  }
-  Range keys(int64_t first, int64_t last) const { return {keys(first).from, keys(last).to}; }
-};
 
 // A mask [b h t s], HIDDEN where it hides: by its dtype's most negative number and -inf, or by false.
 struct Mask {

@@ -6,12 +6,9 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
-#include <cstring>
 #include <initializer_list>
 #include <optional>
 #include <tuple>
-#include <vector>
 
 namespace {
 
@@ -81,20 +78,21 @@ Array dense(Tensor& x, bool whole = false) {
 }
 Array dense(Maybe& x, bool whole = false) { return x ? dense(*x, whole) : Array{}; }
 
-Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t type) {
+using Few = std::initializer_list<int64_t>;  // of up to four dimensions
+Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t type) {
   AtenTensorHandle made;
-  ok(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), type, aoti_torch_device_type_cpu(), 0, &made));
+  ok(aoti_torch_empty_strided(dims, sizes, strides, type, aoti_torch_device_type_cpu(), 0, &made));
   return Tensor(made);
 }
-Tensor float_tensor(std::vector<int64_t> sizes) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes[i];
-  return empty_strided(sizes, strides, aoti_torch_dtype_float32());
+Tensor dense_tensor(Few sizes, int32_t type = aoti_torch_dtype_float32()) {
+  int64_t strides[4] = {1, 1, 1, 1};
+  for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes.begin()[i];
+  return empty_strided(sizes.size(), sizes.begin(), strides, type);
 }
 // [b h t e] in q's dtype, a token's heads next to each other.
 Tensor room_for_output(const Tensor& like, const Array& q, int64_t e) {
-  const int64_t b = q.size[0], h = q.size[1], t = q.size[2];
-  return empty_strided({b, h, t, e}, {t * h * e, e, h * e, 1}, code_of(like));
+  const int64_t h = q.size[1], t = q.size[2], sizes[] = {q.size[0], h, t, e}, strides[] = {t * h * e, e, h * e, 1};
+  return empty_strided(4, sizes, strides, code_of(like));
 }
 // As x lies, where x has no gaps; else as torch chooses.
 Tensor room_like(const Tensor& x, const Array& a) {
@@ -107,13 +105,13 @@ Tensor room_like(const Tensor& x, const Array& a) {
     next *= a.size[i];
   }
   if (!gapless) return empty_like(x);
-  return empty_strided({a.size, a.size + 4}, {a.stride, a.stride + 4}, code_of(x));
+  return empty_strided(4, a.size, a.stride, code_of(x));
 }
 
 bool stored(const Array& x) { return x.type == Type::FLOAT || x.type == Type::BFLOAT16 || x.type == Type::HALF; }
 bool floating(const Array& x, int64_t dims) { return x.type == Type::FLOAT && x.dims == dims; }
-bool is_size(const Array& x, std::initializer_list<int64_t> sizes) { return std::equal(sizes.begin(), sizes.end(), x.size); }
-bool broadcasts(const Array& x, std::initializer_list<int64_t> sizes) {
+bool is_size(const Array& x, Few sizes) { return std::equal(sizes.begin(), sizes.end(), x.size); }
+bool broadcasts(const Array& x, Few sizes) {
   return std::equal(sizes.begin(), sizes.end(), x.size, [](int64_t all, int64_t size) { return size == all || size == 1; });
 }
 
@@ -150,8 +148,8 @@ Four attention_(Tensor q, Tensor k, Tensor v, Maybe mask, Maybe slopes, double s
   const Array queries = dense(q), keys = dense(k), values = dense(v), shown = array(mask), by_head = dense(slopes);
   check_attention(queries, keys, values, shown, by_head, window, cap);
   const int64_t b = queries.size[0], h = queries.size[1], t = queries.size[2];
-  Tensor out = room_for_output(q, queries, values.size[3]), lse = float_tensor({b, h, t});
-  Tensor top = stats ? float_tensor({b, h, t}) : float_tensor({0}), entropy = stats ? float_tensor({b, h, t}) : float_tensor({0});
+  Tensor out = room_for_output(q, queries, values.size[3]), lse = dense_tensor({b, h, t});
+  Tensor top = stats ? dense_tensor({b, h, t}) : dense_tensor({0}), entropy = stats ? dense_tensor({b, h, t}) : dense_tensor({0});
   attention(queries, keys, values, shown, by_head, float(scale), causal, window, float(cap),
             {array(out), array(lse), stats ? array(top) : Array{}, stats ? array(entropy) : Array{}});
   return {out, lse, top, entropy};
@@ -210,11 +208,12 @@ void check_encoding(const Array& x, const Array& gain, const Array& cos, const A
 Pair encode(Tensor x, const Array& gain, const Array& cos, const Array& sin, int64_t kind, double eps, bool inverses) {
   const Array rows = dense(x);
   check_encoding(rows, gain, cos, sin);
-  Tensor y = room_like(x, rows), inverse = float_tensor({0});
+  Tensor y = room_like(x, rows), inverse = dense_tensor({0});
   if (inverses && kind) {  // [b h t] in the order of x, so that rows write next to each other
-    const int64_t b = rows.size[0], h = rows.size[1], t = rows.size[2];
+    const int64_t h = rows.size[1], t = rows.size[2];
     const bool heads_inner = rows.stride[1] < rows.stride[2];
-    inverse = empty_strided({b, h, t}, {h * t, heads_inner ? 1 : t, heads_inner ? h : 1}, aoti_torch_dtype_float32());
+    const int64_t strides[] = {h * t, heads_inner ? 1 : t, heads_inner ? h : 1};
+    inverse = empty_strided(3, rows.size, strides, aoti_torch_dtype_float32());
   }
   norm_rope(rows, gain, cos, sin, kind, float(eps), array(y), inverses && kind ? array(inverse) : Array{});
   return {y, inverse};
@@ -239,7 +238,7 @@ Pair norm_rope_backward_(Tensor up, Tensor kept, Tensor inverse, Maybe gain, May
          "a norm, and a gradient and a kept tensor of one shape and dtype");
   expect(floating(of_rows, 3) && is_size(of_rows, {rows.size[0], rows.size[1], rows.size[2]}), "inverses [b h t]");
   Tensor dx = room_like(kept, rows);
-  Tensor dgain = gain ? float_tensor({gains.dims == 2 ? rows.size[1] : 1, rows.size[3]}) : float_tensor({0});
+  Tensor dgain = gain ? dense_tensor({gains.dims == 2 ? rows.size[1] : 1, rows.size[3]}) : dense_tensor({0});
   norm_rope_backward(grad, rows, of_rows, gains, cosines, sines, kind, float(eps), kept_x, array(dx), gain ? array(dgain) : Array{});
   return {dx, dgain};
 }
@@ -265,8 +264,8 @@ Three logit_rows_(Tensor q, Tensor k, Tensor scale, Maybe low, Maybe high, Maybe
   const Array queries = dense(q), keys = dense(k), by_row = array(scale), from = array(low), to = array(high), shown = array(mask);
   check_rows(queries, keys, by_row, from, to, shown);
   const int64_t b = queries.size[0], h = queries.size[1], t = queries.size[2];
-  Tensor rows = float_tensor({11, b, h, t}), norms = float_tensor({b, keys.size[1], keys.size[2]});
-  Tensor counts = empty_strided({b, h, t}, {h * t, t, 1}, aoti_torch_dtype_int64());
+  Tensor rows = dense_tensor({11, b, h, t}), norms = dense_tensor({b, keys.size[1], keys.size[2]});
+  Tensor counts = dense_tensor({b, h, t}, aoti_torch_dtype_int64());
   logit_rows(queries, keys, by_row, from, to, shown, float(cap), float(threshold), array(rows), array(counts), array(norms));
   return {rows, counts, norms};
 }
@@ -274,7 +273,7 @@ Three logit_rows_(Tensor q, Tensor k, Tensor scale, Maybe low, Maybe high, Maybe
 Tensor logit_extremes_(Tensor q, Tensor k, Tensor scale, Maybe low, Maybe high, Maybe mask) {
   const Array queries = dense(q), keys = dense(k), by_row = array(scale), from = array(low), to = array(high), shown = array(mask);
   check_rows(queries, keys, by_row, from, to, shown);
-  Tensor rows = float_tensor({2, queries.size[0], queries.size[1], queries.size[2]});
+  Tensor rows = dense_tensor({2, queries.size[0], queries.size[1], queries.size[2]});
   logit_extremes(queries, keys, by_row, from, to, shown, array(rows));
   return rows;
 }

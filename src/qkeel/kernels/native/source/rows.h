@@ -1,8 +1,5 @@
 // What the C++ sources share: rows of storage as rows of float and back, and eight floats at once.
 #pragma once
-#include <bit>
-#include <cstdint>
-#include <cstring>
 #ifdef __AVX__
 #include <immintrin.h>
 #endif
