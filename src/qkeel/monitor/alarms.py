@@ -4,6 +4,7 @@ record by record."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal, final
 
