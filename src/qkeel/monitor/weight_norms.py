@@ -138,8 +138,9 @@ class WeightNorms:
         small. It is missing if q or k is not a plain matrix product of the input, as with a convolution over positions
         or with additional learned keys.
     query_grad_rms, key_grad_rms [h]: the root mean square of the gradient of those rows, as the optimizer receives it.
-    eps [1]: the optimizer's eps, from which a record computes grad_over_eps; near or below 1, Adam's step shrinks
-        (Wortsman et al. 2023, arXiv 2309.14322, section 3.4).
+    eps [1]: the eps of an optimizer that divides by the root of a mean square of each entry (Adam, RMSprop), from which
+        a record computes grad_over_eps; near or below 1, Adam's step shrinks (Wortsman et al. 2023, arXiv 2309.14322,
+        section 3.4).
 
     Of weights that are split across processes, each process reads its part, and nothing is gathered: squares of norms
     add up, and a singular value is read by the process that has all rows of a head.
@@ -321,11 +322,14 @@ class WeightNorms:
 def _eps_by_weight(
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> dict[int, float]:
+    """Returns the eps that optimizers add to the root of each entry's mean square, as Adam's and RMSprop's kin do."""
     groups = [group for x in optimizers for group in x.param_groups]
     return {
         id(p): group["eps"]
         for group in groups
         if isinstance(group.get("eps"), float) and group["eps"]
+        # Muon adds its eps to the norm of a whole matrix.
+        if "betas" in group or "alpha" in group
         for p in group["params"]
     }
 
