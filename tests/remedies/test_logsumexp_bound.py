@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
-from qkeel.capture import compiled_bounds, logsumexp
+from qkeel.capture import logsumexp, named_attention
 from qkeel.capture.logsumexp import attention_with_logsumexp
 from qkeel.capture.readers import SDPA
 from qkeel.sites import Tap
@@ -307,7 +307,7 @@ def test_a_compiled_model_with_heads_over_the_threshold_is_clipped_exactly() -> 
 
 @pytest.fixture
 def stand_in() -> Iterator[Any]:
-    bounds = compiled_bounds.CompiledBounds()
+    bounds = named_attention.CompiledBounds()
     yield F.scaled_dot_product_attention
     bounds.remove()
 
@@ -316,9 +316,9 @@ def test_the_name_is_torchs_own_again_when_nobody_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Clips of earlier tests may still wait for the garbage collector.
-    monkeypatch.setattr(compiled_bounds, "_users", [0])
+    monkeypatch.setattr(named_attention, "_holders", [0])
     monkeypatch.setattr(F, "scaled_dot_product_attention", SDPA)
-    first, second = compiled_bounds.CompiledBounds(), compiled_bounds.CompiledBounds()
+    first, second = named_attention.CompiledBounds(), named_attention.CompiledBounds()
     assert F.scaled_dot_product_attention is not SDPA
     first.remove()
     first.remove()
@@ -378,11 +378,11 @@ def test_a_compiled_call_that_torch_does_not_fuse_is_left_alone(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     run = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    compiled_bounds._notes.tops = tops = []
+    named_attention._notes.tops = tops = []
     try:
         out = run(q, k, v)
     finally:
-        compiled_bounds._notes.tops = None
+        named_attention._notes.tops = None
     assert not tops
     assert torch.equal(out, SDPA(q, k, v, attn_mask=mask))
 
@@ -399,13 +399,13 @@ def test_a_pass_that_fails_or_loses_its_clip_leaves_no_notes() -> None:
         optimizer.step()
     with pytest.raises(RuntimeError):
         run(torch.randn(2, 9, 31))  # pass 5 is not observed
-    assert compiled_bounds._notes.tops is None
+    assert named_attention._notes.tops is None
 
-    bounds = compiled_bounds.CompiledBounds()
+    bounds = named_attention.CompiledBounds()
     bounds.calls = 1
     assert [bounds.begin() for _ in range(3)] == [False, False, True]
     bounds.remove()
-    assert compiled_bounds._notes.tops is None
+    assert named_attention._notes.tops is None
     handle.remove()
 
 

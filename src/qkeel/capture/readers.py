@@ -66,12 +66,21 @@ class CallObserver(TorchFunctionMode, abc.ABC):
     """A function mode that also receives the calls of functions that are not torch functions.
 
     guard: calls what reads a call. probing: whether gradients are traced from q and k. maxima: whether flex_attention
-    must also return the largest logit of each row, if its kernel supports this.
+    must also return the largest logit of each row, if its kernel supports this. by_name: True while a call is made that
+    arrived by the name F.scaled_dot_product_attention. reads_names: whether such calls are handed to `named_call`,
+    because the mode is not active; wants_logsumexp: whether their rows' logsumexps are wanted.
     """
 
     guard: Guarded = staticmethod(unguarded)
     probing = False
     maxima = False
+    by_name = False
+    reads_names = False
+    wants_logsumexp = False
+
+    def named_call(self, args: Args, kwargs: Kwargs, lse: Tensor | None) -> None:
+        """Called with the arguments of a call that arrived by name, and its rows' logsumexps if its kernel hands them
+        out."""
 
     @abc.abstractmethod
     def called(self, name: str, arguments: Mapping[str, Any], out: object) -> None:
@@ -87,6 +96,9 @@ class CallObserver(TorchFunctionMode, abc.ABC):
 _OBSERVERS: contextvars.ContextVar[tuple[CallObserver, ...]] = contextvars.ContextVar(
     "qkeel_observers", default=()
 )
+
+
+observers: Callable[[], tuple[CallObserver, ...]] = _OBSERVERS.get
 
 
 @contextmanager

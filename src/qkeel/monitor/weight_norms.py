@@ -162,8 +162,15 @@ class WeightNorms:
         self._split: set[AttentionSite] = set()
         self._eps: dict[AttentionSite, Tensor] = {}
         counts, eps = counted(model), _eps_by_weight(optimizer)
+        # What no step changes: the sides of each site with their last weights, and which sites compute their weights.
+        self._sides = {site: chains_of(site) for site in self.sites}
+        self._lasts = {
+            site: {side: last_weights(chains) for side, chains in sides.items()}
+            for site, sides in self._sides.items()
+        }
+        self._reparametrised = {site for site in self.sites if site.reparametrised}
         for site in self.sites:
-            chains = itertools.chain(*chains_of(site).values())
+            chains = itertools.chain(*self._sides[site].values())
             for head_slice in itertools.chain(*chains):
                 p = self._parameters[head_slice.parameter]
                 self._rows[head_slice] = HeldRows(head_slice, p, counts(p))
@@ -189,14 +196,13 @@ class WeightNorms:
         for site in self.sites:
             # Adam's step shrinks by the smaller side, so that eps is of use only with both.
             n_gradients = 0
-            for side, chains in chains_of(site).items():
-                lasts = last_weights(chains)
+            for side, lasts in self._lasts[site].items():
                 weights = [
                     self._parameters[head_slice.parameter] for head_slice in lasts
                 ]
                 gradients = [p.grad for p in weights if p.grad is not None]
                 # The norm of a stored weight is not that of the weight computed from it, but its gradient is its own.
-                if not site.reparametrised:
+                if site not in self._reparametrised:
                     norm = self._norm(site, lasts, weights)
                     numbers[site.name, f"{side}_weight_norm"] = norm
                 if len(gradients) == len(weights):
@@ -240,7 +246,7 @@ class WeightNorms:
         grams: dict[object, list[tuple[AttentionSite, Tensor, Tensor]]] = {}
         for site, heads in self._heads.items():
             sides = []
-            for chains in chains_of(site).values():
+            for chains in self._sides[site].values():
                 x = matrix(chains, functools.partial(self._weight, site))
                 n_heads = site.n_heads if heads is None else len(heads)
                 # `@` calls five operators around the same product.

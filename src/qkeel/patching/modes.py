@@ -337,7 +337,11 @@ class ModuleTree:
 
     def any_compiled(self) -> bool:
         """True if calling any of the modules runs compiled code."""
-        return any([is_compiled(module) for _, module in self.named()])
+        # Every pass asks, so no Python function is called for each module.
+        implementations = [m._compiled_call_impl for _, m in self.named()]
+        if implementations.count(None) < len(implementations):
+            return True
+        return compiler_loaded() and bool(self.of_kind(torch._dynamo.OptimizedModule))
 
 
 def put_first(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -784,6 +788,11 @@ def _enter_only(modes: list[TorchFunctionMode]) -> None:
         _pop_mode()
     for mode in modes:
         _push_mode(mode)
+
+
+def only_modes_of(kind: type[TorchFunctionMode]) -> bool:
+    """True if all modes that are active in this thread are of this class."""
+    return all([isinstance(mode, kind) for mode in _get_current_function_mode_stack()])
 
 
 def number_of_modes() -> int:

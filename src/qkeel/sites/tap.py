@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, statistics
-from qkeel.capture.compiled_bounds import CompiledBounds
 from qkeel.capture.example import LastPass, copied, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall
+from qkeel.capture.named_attention import CompiledBounds
 from qkeel.errors import caution
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
@@ -217,12 +217,16 @@ class Tap(Handle):
             else self._searches[self.model.training].places(self.tree)
         )
 
-    def searched(self, places: Places | None) -> None:
-        """Notes where a pass had attention that was searched everywhere; with None, the next pass is so too."""
+    def searched(self, places: Places | None, *, trusts_names: bool = True) -> None:
+        """Notes where a pass had attention that was searched everywhere; with None, the next pass is so too.
+
+        trusts_names: False if a call may have come in another way than by the name of torch's function."""
         if not places and not self.tree.of_kind(SpecModule):
             # No attention was found, so it may appear anywhere.
             places = None
-        self._searches[self.model.training].note(places, self.tree)
+        search = self._searches[self.model.training]
+        search.trusts_names = search.trusts_names and trusts_names
+        search.note(places, self.tree)
 
     def has(self, phase: Phase) -> bool:
         """True if there are statistics of passes with this role to read."""
