@@ -211,6 +211,9 @@ class ModuleStack:
 
     def pop(self, module: nn.Module, args: object, output: object) -> None:
         """Records that a call of this module ends."""
+        if self.top.module is module and self.top.parent is not None:
+            self.top = self.top.parent
+            return
         # A frame above this one remains if an exception ended a module without hooks.
         for frame in self.top.line():
             if frame.module is module and frame.parent is not None:

@@ -149,7 +149,6 @@ def call_rows(
     )
 
 
-@torch.no_grad()
 def plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> CallRows | None:
     """Like `call_rows` for an F.scaled_dot_product_attention call without a mask; the compiled pass must be ready."""
     if not logit_pass.reads_plain(q, k, causal):
@@ -191,7 +190,6 @@ def reduce_calls(calls: Sequence[CallRows]) -> list[LogitStats]:
     return [stats[i] for i in range(len(calls))]
 
 
-@torch.no_grad()
 def plain_max_stats(
     q: Tensor, k: Tensor, scale: float, causal: bool
 ) -> LogitStats | None:
@@ -211,7 +209,6 @@ def is_over(lse: float, threshold: float) -> bool:
     return not lse <= threshold * (1 - _ROUNDED)
 
 
-@torch.no_grad()
 def bounded_max_stats(
     lse: PerRow,
     threshold: float,

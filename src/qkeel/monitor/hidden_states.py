@@ -119,7 +119,6 @@ class HiddenStates:
             ):
                 self._outside.append(module)
 
-    @torch.no_grad()
     def _enter(
         self,
         layers: Sequence[str],
@@ -129,7 +128,6 @@ class HiddenStates:
     ) -> None:
         self._measure(layers, "input", _hidden_states((args, kwargs)))
 
-    @torch.no_grad()
     def _leave(
         self,
         sites: Sequence[str],
@@ -146,7 +144,6 @@ class HiddenStates:
             for site in sites:
                 self._add((site, "block_output_norm"), self._final)
 
-    @torch.no_grad()
     def _pass_on(self, module: nn.Module, args: object, output: object) -> None:
         if self._awaited is None:
             return
@@ -166,6 +163,7 @@ class HiddenStates:
 
 
 def _hidden_states(values: object) -> Tensor | None:
+    """The first tensor with features, without its graph: entering `no_grad` at every block would take longer."""
     for value in tensors(values):
         states = dist.local(value)
         if states.is_floating_point() and states.ndim > 1:

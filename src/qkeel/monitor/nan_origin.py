@@ -148,7 +148,7 @@ class NanOrigin(Handle):
             hook.remove()
 
     def _before(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: object
     ) -> None:
         # Only now, as several optimizers step on the same passes.
         if self._has_stepped:

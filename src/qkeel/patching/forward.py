@@ -249,7 +249,7 @@ class ForwardPasses(Handle):
 
     Args:
         model: the user's model, or the wrapper that torch.compile or DistributedDataParallel has put around it.
-        before: called before the pass. `compiled` is True if the pass runs compiled code. It must not enter a mode
+        before: called before the pass. `compiled()` is True if the pass runs compiled code. It must not enter a mode
             then, since a mode would make the code recompile and change its results.
         after: called after the pass. `failed` is True if the pass raised an exception. After an interrupt, `after` is
             called when the next pass begins or at `remove()`.
@@ -260,7 +260,7 @@ class ForwardPasses(Handle):
     def __init__(
         self,
         model: nn.Module,
-        before: Callable[[Args, Kwargs, bool], None],
+        before: Callable[[Args, Kwargs, Callable[[], bool]], None],
         after: Callable[[object, bool], None],
         *,
         guard: Guarded,
@@ -326,14 +326,14 @@ class ForwardPasses(Handle):
             self._warned = True
             self._guard(caution, _OVERLAP.format(type(self.inner).__name__))
         elif not elsewhere and self._depth == 1:
-            compiled = self.tree.any_compiled() or compiled
-            self.tree.settled = True
+            self.tree.settle()
+            is_compiled = lambda: compiled or self.tree.any_compiled()  # noqa: E731
             try:
                 # The pass may run inside one, and `before` may make extra passes.
                 with outside_checkpoints():
-                    self._guard(self._before, args, kwargs, compiled)
+                    self._guard(self._before, args, kwargs, is_compiled)
             finally:
-                self.tree.settled = False
+                self.tree.unsettle()
 
     def _in_another_thread(self) -> bool:
         """True if the running pass belongs to another thread."""

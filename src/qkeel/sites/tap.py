@@ -201,7 +201,8 @@ class Tap(Handle):
 
     @property
     def latest(self) -> LastPass | None:
-        """The latest trained pass, or, before the first, the latest that may turn out to be trained."""
+        """The latest trained pass, or, before the first, the latest that may turn out to be trained; with an optimizer,
+        of those that were measured."""
         if self._latest is None:
             for held in reversed(self._held):
                 if held.latest is not None:
@@ -321,7 +322,7 @@ class Tap(Handle):
             )
         return self._facts
 
-    def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
+    def _before(self, args: Args, kwargs: Kwargs, compiled: Callable[[], bool]) -> None:
         self.settle(decide=False)
         if in_function_transform():
             if not self._said_transform:
@@ -334,6 +335,10 @@ class Tap(Handle):
         is_repeated = not torch.is_grad_enabled() and inside_checkpoint()
         candidate = torch.is_grad_enabled() or is_repeated
         measured, counts = self._due(candidate, training)
+        if self._by_step and not measured and not is_repeated:
+            # Nobody asks for its role: steps are counted by the optimizer.
+            self.empty += is_empty(args, kwargs)
+            return
         self._beginning = held = _HeldPass(
             training=training, counts=counts, candidate=candidate
         )
@@ -350,14 +355,15 @@ class Tap(Handle):
             )
         if not measured or not self.visitor.before(args, kwargs):
             return
+        is_compiled = compiled()
         # One process alone may find a logit over the threshold, and would make collectives of its own in a second pass.
-        is_bounded = compiled and self._bounds is not None and dist.world() == 1
+        is_bounded = is_compiled and self._bounds is not None and dist.world() == 1
         if is_bounded and self._bounds is not None and self._bounds.begin():
             held.random = torch.get_rng_state()
             held.versions = _versions(args, kwargs)
             return
         self._running = running = ObservedPass(self, candidate=candidate)
-        if compiled or _takes_fast_path(self.tree):
+        if is_compiled or _takes_fast_path(self.tree):
             self._extra_pass(running, args, kwargs)
         else:
             call = (args, kwargs) if self._forwards.model is self.model else None
