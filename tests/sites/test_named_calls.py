@@ -312,6 +312,30 @@ def test_reading_by_name_changes_no_bit_of_the_training() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("attend", [by_name, by_reference, by_hand])
+@pytest.mark.parametrize("part", ["around", "inside"])
+def test_functions_that_are_compiled_next_to_attention_go_on(
+    attend: Any, part: str
+) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        torch.relu if part == "around" else attend, backend="eager"
+    )
+    model = stack(attend, attend)
+    model[1].attend = (
+        compiled
+        if part == "inside"
+        else lambda q, k, v: attend(compiled(q), compiled(k), compiled(v))
+    )
+    expected = [model(batch(i)) for i in PASSES]
+    with Tap(model) as tap:
+        for i in PASSES:
+            assert torch.equal(model(batch(i)), expected[i])
+            layers = {"0", "1"} if part == "around" else {"0"}
+            assert layers <= set(tap.read())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_what_is_compiled_in_an_observed_pass_holds_torchs_own_function() -> None:
     graphs: list[Any] = []
 
