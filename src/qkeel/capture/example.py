@@ -187,11 +187,11 @@ class ModuleStack:
     def push(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Records that a call of this module begins."""
         inputs = tuple(tensors((args, kwargs))) if self._keep else ()
-        batch = 0
-        for x in tensors((args, kwargs)):
-            if x.ndim > 1:
-                batch = x.shape[0]
-                break
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        # Nearly always the first argument is the hidden states.
+        if not (isinstance(first, Tensor) and first.ndim > 1):
+            first = next((x for x in tensors((args, kwargs)) if x.ndim > 1), None)
+        batch = 0 if first is None else first.shape[0]
         self.called[id(module)] += 1
         name, caller = self._names[id(module)], None
         if self.by_caller is not None:

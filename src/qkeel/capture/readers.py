@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from qkeel.capture.calls import HeadLayout, Seen, fewest_keys, flex_call, hides
 from qkeel.errors import QkeelError
-from qkeel.patching.forward import ObservedCall, exchanged
+from qkeel.patching.forward import ObservedCall, exchange, give_back
 from qkeel.patching.modes import (
     Args,
     Guarded,
@@ -105,20 +105,21 @@ observers: Callable[[], tuple[CallObserver, ...]] = _OBSERVERS.get
 def observed_by(observer: CallObserver) -> Iterator[None]:
     """A context in which `observer` receives this thread's calls. Functions of modules that are not imported yet are
     missed."""
-    with ExitStack() as undo:
+    taken: list[types.FunctionType] = []
+    try:
         for function in _functions():
             try:
-                undo.enter_context(exchanged(function, _begin))
+                exchange(function, _begin)
+                taken.append(function)
             except (TypeError, ValueError) as error:  # code of an unexpected form
                 observer.not_observable(function.__name__, error)
         _OBSERVERS.set((*_OBSERVERS.get(), observer))
-        undo.callback(_drop, observer)
         yield
-
-
-def _drop(observer: CallObserver) -> None:
-    # Not by a token: observers may end in another order than that in which they began.
-    _OBSERVERS.set(tuple(o for o in _OBSERVERS.get() if o is not observer))
+    finally:
+        # Not by a token: observers may end in another order than that in which they began.
+        _OBSERVERS.set(tuple([o for o in _OBSERVERS.get() if o is not observer]))
+        for function in reversed(taken):
+            give_back(function)
 
 
 @contextmanager
@@ -140,12 +141,12 @@ def _flash_modules(count: int) -> list[str]:
 
 def _functions() -> list[types.FunctionType]:
     """The attention functions of loaded modules, each once; functions of other modules cannot be called."""
-    homes = dict(_HOMES)
-    homes |= dict.fromkeys(_flash_modules(len(sys.modules)), FLASH)
     functions: dict[int, types.FunctionType] = {}
-    for home, names in homes.items():
-        for name in names if home in sys.modules else ():
-            function = vars(sys.modules[home]).get(name)
+    flash = [(home, FLASH) for home in _flash_modules(len(sys.modules))]
+    for home, names in (*_HOMES.items(), *flash):
+        held = vars(sys.modules[home]) if home in sys.modules else {}
+        for name in names:
+            function = held.get(name)
             if isinstance(function, types.FunctionType):
                 functions[id(function)] = function
     return list(functions.values())

@@ -67,12 +67,10 @@ class ObservedCall:
 Begin = Callable[[types.FunctionType, list[Any], dict[str, Any]], ObservedCall | None]
 
 
-@contextmanager
-def exchanged(function: types.FunctionType, begin: Begin) -> Iterator[None]:
-    """A context in which calls of a function, by whatever name, go through `begin`; contexts may overlap.
+def exchange(function: types.FunctionType, begin: Begin) -> None:
+    """Makes calls of a function, by whatever name, go through `begin`, until as many calls of `give_back`.
 
-    torch.compile does not trace `begin` and what it returns.
-    """
+    torch.compile does not trace `begin` and what it returns."""
     key = _NAME + function.__name__
     with _LOCK:
         users = vars(function).setdefault(_NAME, [])
@@ -84,15 +82,17 @@ def exchanged(function: types.FunctionType, begin: Begin) -> Iterator[None]:
             function.__signature__ = entrance.signature  # type: ignore[attr-defined]
             function.__code__ = _forwarding(key, function.__code__)
         users.append(None)
-    try:
-        yield
-    finally:
-        with _LOCK:
-            users.pop()
-            if len(users) == 1:
-                function.__code__ = users[0]
-                del function.__globals__[key], vars(function)[_NAME]
-                del function.__signature__  # type: ignore[attr-defined]
+
+
+def give_back(function: types.FunctionType) -> None:
+    """Undoes one `exchange`."""
+    with _LOCK:
+        users = vars(function)[_NAME]
+        users.pop()
+        if len(users) == 1:
+            function.__code__ = users[0]
+            del function.__globals__[_NAME + function.__name__], vars(function)[_NAME]
+            del function.__signature__  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
