@@ -101,15 +101,46 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return qkeel.report.write(make_watch(folder / "watch"), folder / "report.html")
 
 
-def test_every_chart_is_drawn(demo: Path, watched: Path) -> None:
-    html = browse(demo)
+SIZES = "document.body.dataset.sizes = JSON.stringify([innerWidth, document.documentElement.scrollWidth]);"
+DARK, LIGHT = 0, 1
+VIEWS = [
+    ("demo", 1280, LIGHT),
+    ("demo", 1280, DARK),
+    ("demo", 500, LIGHT),
+    ("watched", 1280, LIGHT),
+    ("watched", 500, DARK),
+]
+View = tuple[str, int, int]
+
+
+@pytest.fixture(scope="module")
+def views(
+    demo: Path, watched: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[View, tuple[str, bytes]]:
+    """The HTML and the picture of a page in windows of two widths, in both colours."""
+    picture, shown = tmp_path_factory.mktemp("views") / "picture.png", {}
+    for view in VIEWS:
+        page, width, scheme = view
+        html = browse(
+            demo if page == "demo" else watched,
+            SIZES,
+            f"--window-size={width},1600",
+            f"--blink-settings=preferredColorScheme={scheme}",
+            f"--screenshot={picture}",
+        )
+        shown[view] = html, picture.read_bytes()
+    return shown
+
+
+def test_every_chart_is_drawn(views: dict[View, tuple[str, bytes]]) -> None:
+    html, _ = views["demo", 1280, LIGHT]
     marks = {"drift": 2, "loss": 6, "logits": 36, "entropy": 36, "train": 36}
     for name, least in marks.items():
         assert n_lines(chart(html, name)) >= least, name
     # A line, a range and dots per remedy.
     assert chart(html, "loss").count("aria-description=") >= 18
     assert "alarm 100" in chart(html, "drift")
-    html = browse(watched)
+    html, _ = views["watched", 1280, LIGHT]
     marks = {"growth": 13, "entropy": 13, "norms": 24, "more": 12, "loss": 1}
     for name, least in marks.items():
         assert n_lines(chart(html, name)) >= least, name
@@ -118,26 +149,13 @@ def test_every_chart_is_drawn(demo: Path, watched: Path) -> None:
     assert "layer 4 · head 5" in chart(html, "growth")
 
 
-@pytest.mark.parametrize("page", ["demo", "watched"])
-@pytest.mark.parametrize("width", [1280, 500])
 def test_a_page_fits_its_window_in_light_and_dark(
-    page: str, width: int, request: pytest.FixtureRequest, tmp_path: Path
+    views: dict[View, tuple[str, bytes]],
 ) -> None:
-    pictures = []
-    script = "document.body.dataset.sizes = JSON.stringify([innerWidth, document.documentElement.scrollWidth]);"
-    for scheme in (0, 1):  # dark and light
-        picture = tmp_path / f"{scheme}.png"
-        html = browse(
-            request.getfixturevalue(page),
-            script,
-            f"--window-size={width},1600",
-            f"--blink-settings=preferredColorScheme={scheme}",
-            f"--screenshot={picture}",
-        )
+    for (_, width, _), (html, picture) in views.items():
         assert json.loads(told(html, "sizes")) == [width, width]
-        pictures.append(picture.read_bytes())
-        assert len(pictures[-1]) > 15_000
-    assert pictures[0] != pictures[1]
+        assert len(picture) > 15_000
+    assert views["demo", 1280, LIGHT][1] != views["demo", 1280, DARK][1]
 
 
 SAVE = """
@@ -273,9 +291,13 @@ def test_a_study_in_parts_is_drawn_one_part_at_a_time(tmp_path: Path) -> None:
         ]
     study = make_study(tmp_path / "study", runs, name="mla")
     page = qkeel.report.write(study, tmp_path / "page.html")
-    for script, n in (("", 3), (f'{PICK} pick("part", "mha, muon");', 2)):
-        html = browse(page, script)
-        for name in ("loss", "logits", "entropy", "train"):
-            chart(html, name)
-        legend = html.split('data-legend="loss"')[1].split("</figure>")[0]
-        assert legend.count('class="key"') == n
+    count = "document.querySelectorAll('[data-legend=\"loss\"] .key').length"
+    script = f"""{PICK}
+      document.body.dataset.first = {count};
+      pick("part", "mha, muon");
+      document.body.dataset.second = {count};
+    """
+    html = browse(page, script)
+    assert (told(html, "first"), told(html, "second")) == ("3", "2")
+    for name in ("loss", "logits", "entropy", "train"):
+        chart(html, name)

@@ -93,3 +93,37 @@ def test_new_gains_go_to_the_optimizer_that_holds_gains() -> None:
     assert [
         sum(len(group["params"]) for group in o.param_groups) for o in (muon, adamw)
     ] == held
+
+
+def warned(record: pytest.WarningsRecorder) -> list[str]:
+    return [str(w.message) for w in record if "do not train" in str(w.message)]
+
+
+def test_gains_that_no_optimizer_holds_are_told_of_once(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """A pretrained model with its optimizer, and a norm that is added without it."""
+    decoder = model()
+    optimizers = by_kind(decoder)
+    with qkeel.apply(decoder, "qk_norm"):
+        train(decoder, optimizers, 4)
+    (message,) = warned(recwarn)
+    assert "norm" in message
+    assert "3 more" in message  # two gains in two layers
+
+
+@pytest.mark.parametrize("split", [by_kind, alone])
+def test_nothing_is_said_where_some_optimizer_holds_the_gains(
+    split: Split, recwarn: pytest.WarningsRecorder
+) -> None:
+    decoder = model()
+    with qkeel.apply(decoder, "qk_norm"):
+        train(decoder, split(decoder), 4)
+    decoder = model()
+    optimizers = split(decoder)
+    with qkeel.apply(decoder, "qk_norm", optimizers):
+        train(decoder, optimizers, 4)
+    other, optimizer = model(), alone(model())
+    with qkeel.apply(other, "qk_norm"):
+        train(model(), optimizer, 4)  # that of another model
+    assert not warned(recwarn)

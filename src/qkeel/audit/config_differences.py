@@ -15,6 +15,7 @@ from qkeel.audit.recipes import SiteRecipe, compress, scale_text
 
 _NORM = ("use_qk_norm", "qk_layernorm", "qk_norm", "use_qk_layernorm", "query_key_norm")
 _CAP = ("attn_logit_softcapping", "attn_logit_softcap", "attention_logit_cap")
+_ALIBI = ("alibi", "use_alibi")
 _WINDOW = ("sliding_window", "sliding_window_size", "attention_window", "local_window")
 
 
@@ -102,6 +103,9 @@ def _contradictions(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[str]:
     if is_compared and not math.isclose(cap, recipe.softcap or 0.0, rel_tol=1e-3):
         observed = "none" if recipe.softcap is None else f"{recipe.softcap:g}"
         yield f"config.{key} is {config[key]}, but the observed cap is {observed}"
+    key, has_alibi = _first(config, _ALIBI)
+    if has_alibi is True and recipe.scale and not recipe.bias:
+        yield f"config.{key} is true, but nothing is added to the scores"
     for key, word, number in (
         ("num_attention_heads", "attention_heads", recipe.n_heads),
         ("head_dim", "head_dim", recipe.head_dim),

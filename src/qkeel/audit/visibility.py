@@ -41,13 +41,14 @@ class SeenKeys:
 
     `length` is the number of its queries, 0 if its keys are another sequence. `weights` has the kinds "later",
     "earlier", "documents", "padding" and "hidden", as far as the layer and the batch have such keys. `empty` is the
-    first sample and query that sees no key and is not padding.
+    first sample and query that sees no key and is not padding, `empty_padding` the first that is.
     """
 
     layer: str
     length: int = 0
     weights: dict[str, Largest] = dataclasses.field(default_factory=dict)
     empty: tuple[int, int] | None = None
+    empty_padding: tuple[int, int] | None = None
 
     def weight(self, kind: str) -> float:
         """The largest weight on keys of a kind, 0 if there are none."""
@@ -157,15 +158,33 @@ def _of_layer(
             weight, head = by_head.max(0)
             largest = float(weight), int(head)
             layer.weights[kind] = max(layer.weights.get(kind, largest), largest)
-        # A fused kernel gives an empty row zeros, a softmax by hand NaN.
+        # A fused kernel gives an empty row zeros, a softmax by hand NaN, as it does for infinite logits.
         sums = weights.sum(-1)
-        empty = ((sums == 0) | sums.isnan()).any(1)
-        if padded_rows is not None:
-            empty &= ~padded_rows[:, 0, :, 0]
-        if layer.empty is None and bool(empty.any()):
-            sample, row = divmod(int(empty.flatten().int().argmax()), empty.shape[1])
-            layer.empty = sample, rows.start + row
+        empty = ((sums == 0) | (sums.isnan() & _sees_none(calls, rows, sums))).any(1)
+        for is_padding in (False, True):
+            of_kind = empty
+            if padded_rows is not None:
+                of_kind = empty & (padded_rows[:, 0, :, 0] == is_padding)
+            elif is_padding:
+                break
+            if bool(of_kind.any()):
+                sample, row = divmod(
+                    int(of_kind.flatten().int().argmax()), empty.shape[1]
+                )
+                first = sample, rows.start + row
+                if is_padding:
+                    layer.empty_padding = layer.empty_padding or first
+                else:
+                    layer.empty = layer.empty or first
     return layer
+
+
+def _sees_none(calls: Sequence[Seen], rows: slice, sums: Tensor) -> Tensor:
+    """Which rows of the calls of a layer see no key by their masks; broadcasts to [b h r]."""
+    if not bool(sums.isnan().any()):
+        return torch.zeros((), dtype=torch.bool, device=sums.device)
+    sees = [visible_pairs(call)[:, :, rows].any(-1) for call in calls]
+    return ~torch.cat(sees, 1).to(sums.device)
 
 
 def findings(
@@ -207,11 +226,16 @@ def findings(
         affected = [layer for layer in layers if layer.weight(kind) > LEAST_WEIGHT]
         if affected:
             sentences.append(f"{words} {_named(affected)} {_largest(affected, kind)}")
-    empty = [layer for layer in layers if layer.empty is not None]
+    empty = [(x.layer, x.empty, "") for x in layers if x.empty is not None]
+    empty += [
+        (x.layer, x.empty_padding, ", which is padding,")
+        for x in layers
+        if x.empty_padding is not None
+    ]
     if empty and not finite:
-        sample, query = empty[0].empty or (0, 0)
+        name, (sample, query), remark = empty[0]
         sentences.append(
-            f"an output is not finite, and sample {sample}, query {query} sees no key in {empty[0].layer}: a softmax "
+            f"an output is not finite, and sample {sample}, query {query}{remark} sees no key in {name}: a softmax "
             "over nothing is NaN"
         )
     elif not finite:

@@ -164,6 +164,8 @@ class ModuleStack:
         self._guard = guard
         self.root = ModuleCall(name="", module=model, parent=None)
         self.top = self.root
+        # Called with a module's call that ends.
+        self.ended: Callable[[ModuleCall], None] = lambda frame: None
 
     def attach(self, undo: ExitStack) -> None:
         """Installs hooks on the modules until `undo` is closed."""
@@ -211,12 +213,10 @@ class ModuleStack:
 
     def pop(self, module: nn.Module, args: object, output: object) -> None:
         """Records that a call of this module ends."""
-        if self.top.module is module and self.top.parent is not None:
-            self.top = self.top.parent
-            return
         # A frame above this one remains if an exception ended a module without hooks.
         for frame in self.top.line():
             if frame.module is module and frame.parent is not None:
+                self.ended(frame)
                 self.top = frame.parent
                 return
 

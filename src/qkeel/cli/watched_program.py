@@ -53,7 +53,7 @@ from qkeel.monitor import (
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.watch import watch as attach
 from qkeel.options import parse as parse_terms
-from qkeel.patching.forward import unwrapped
+from qkeel.patching.forward import in_extra_pass, unwrapped
 from qkeel.patching.modes import is_made, submodules_of
 from qkeel.patching.optimizers import StepHooks, steps_taken, when_made
 from qkeel.records.disk import read_file
@@ -399,6 +399,9 @@ class ModelFinder(Handle):
     def _safely(self, act: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
         # Workers of a data loader are forked with these hooks and must stay silent.
         if os.getpid() != self._pid or not self.active:
+            return
+        # A retrofit fits its gains with an optimizer of its own.
+        if in_extra_pass():
             return
         try:
             act(optimizer)

@@ -45,6 +45,12 @@ NOT_COMPARED = (
 )
 
 
+UNUSED = (
+    "{} got no gradient in this step, although other weights of the same attention did: the path that runs leaves it "
+    "out, as a fused kernel does with sinks that it does not know; print(qkeel.explain(model, batch)) shows what runs"
+)
+
+
 @final
 class StepNumbers(Visitor):
     """Collects the numbers of a step by (site, name) other than the statistics of its attention calls: means over its
@@ -100,6 +106,9 @@ class StepNumbers(Visitor):
 
     def looking(self, candidate: bool) -> Handle | None:
         return self._hidden.attach() if self._hidden is not None and candidate else None
+
+    def reads_plain(self, name: str) -> bool:
+        return self.sites.shows_all(name)
 
     def call(self, name: str, call: Seen, candidate: bool) -> None:
         self.sites.see(name, call)
@@ -169,6 +178,9 @@ class StepNumbers(Visitor):
             return
         if self._readers is None:
             model, sites = self.sites.model, self.sites.all
+            unused = [name for site in sites for name in _without_gradient(model, site)]
+            if unused:
+                caution(UNUSED.format(", ".join(unused)))
             weights = WeightNorms(model, sites, self._optimizer)
             self._readers = weights, GainBounds(model, sites)
         for reader in self._readers:
@@ -189,6 +201,27 @@ class StepNumbers(Visitor):
         """Returns all numbers of the step, and forgets them."""
         read, self._read = self._read, {}
         return {**read, **self._numbers.read()}
+
+
+def _without_gradient(model: nn.Module, site: AttentionSite) -> list[str]:
+    """The vectors (sinks, gains, scales) of an attention module that lack a gradient that other weights of it have."""
+    module = model if site.name == "" else site.module
+    name = site.name.partition("#")[0]
+    small = [module, *(m for m in module.modules() if _has_vectors_only(m))]
+    unused = [
+        (inner, parameter)
+        for inner in (small if name else small[:1])
+        for parameter, p in inner.named_parameters(recurse=False)
+        if p.requires_grad and p.grad is None and p.numel() <= max(p.shape, default=1)
+    ]
+    if all([p.grad is None for p in module.parameters()]):
+        return []
+    names = {id(m): path for path, m in model.named_modules()}
+    return [f"{names[id(m)]}.{p}".strip(".") for m, p in unused if id(m) in names]
+
+
+def _has_vectors_only(module: nn.Module) -> bool:
+    return {p.ndim for p in module.parameters()} == {1}
 
 
 def _unscaled(x: Tensor | PartialValue, scale: Tensor) -> Tensor | PartialValue:

@@ -399,6 +399,11 @@ def extra_pass(owner: object) -> Iterator[None]:
         _EXTRA.reset(token)
 
 
+def in_extra_pass() -> bool:
+    """True if this thread runs an extra pass: what happens in it is not the user's training."""
+    return bool(_EXTRA.get())
+
+
 def extra_of_another(owner: object) -> bool:
     """True if the current pass is an extra pass made by a different owner."""
     return bool(_EXTRA.get()) and _EXTRA.get()[-1] is not owner

@@ -42,6 +42,7 @@ from qkeel.remedies.processes import (
 )
 from qkeel.remedies.step_remedy import StepRemedy
 from qkeel.remedies.table import RemedySpec, parse
+from qkeel.remedies.untrained_parameters import notice_untrained
 from qkeel.remedies.weights_in_use import check_weights_in_use
 from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
 from qkeel.sites.trace import ModelTrace, run_once
@@ -180,7 +181,7 @@ def _apply_all(
             except BaseException:
                 inner.remove()
                 raise
-            yield _recorded(remedy, target, inner)
+            yield _recorded(remedy, target, inner, before)
 
 
 def _by_optimizer(
@@ -243,10 +244,13 @@ def _check(
         )
 
 
-def _recorded(remedy: Remedy, target: Target, inner: Handle) -> Handle:
+def _recorded(
+    remedy: Remedy, target: Target, inner: Handle, before: Mapping[str, nn.Parameter]
+) -> Handle:
     """Records the active remedy on each site's module. The returned handle removes the record and the change.
 
-    A remedy for steps ends with its optimizer, so its record does too."""
+    A remedy for steps ends with its optimizer, so its record does too. `before` has the parameters that are not the
+    remedy's own."""
     # A module may have several sites.
     modules = list({id(site.module): site.module for site in target.sites}.values())
     record(modules, remedy)
@@ -255,6 +259,8 @@ def _recorded(remedy: Remedy, target: Target, inner: Handle) -> Handle:
         # Code that was compiled earlier does not detect new hooks.
         compile_again()
     ends = idle = None
+    if target.optimizer is None and is_in_model:
+        idle = notice_untrained(target.model, before, remedy.name)
     if remedy.on_steps and target.optimizer is not None:
         idle = notice_idle_steps(target, remedy)
         references = [weakref.ref(module) for module in modules]

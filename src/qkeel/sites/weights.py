@@ -116,7 +116,7 @@ def _scores_weights(call: ScoresCall, rows: slice) -> Weights:
     logits = call.capped[:, :, rows]
     logits = logits.to(wide(logits.dtype))
     if call.sink is None:
-        return call.spec.normalizer.weights(logits, logits > -torch.inf, {})
+        return call.spec.normalizer.weights(logits, logits != -torch.inf, {})
     sink = call.sink[:, :, rows, None].to(logits.dtype)
     total = torch.logaddexp(logits.logsumexp(-1, keepdim=True), sink)
     return (logits - total).exp()
