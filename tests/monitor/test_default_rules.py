@@ -288,3 +288,21 @@ def test_a_constant_on_all_logits_raises_no_alarm_and_a_spread_does() -> None:
             for alarm in AlarmLog([Ceiling(threshold=1000.0)]).update(recording.history)
         ]
         assert raised == expected
+
+
+@pytest.mark.filterwarnings("ignore::qkeel.errors.AlarmWarning")
+def test_the_line_of_an_alarm_names_all_optimizers() -> None:
+    model = small()
+    optimizers = [
+        torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]),
+        torch.optim.AdamW(p for p in model.parameters() if p.ndim != 2),
+    ]
+    rule = Ceiling(threshold=1e-6)
+    with watch(model, optimizers, rules=[rule]) as monitor:
+        for step in range(2):
+            model(batch(step)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        line = monitor.alarms[0].remedy
+    spec = "qk_clip:threshold=15,steps=matched"
+    assert line == f'qkeel.apply(model, "{spec}", [muon, adamw])'

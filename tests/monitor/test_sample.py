@@ -108,10 +108,10 @@ def test_the_table_names_the_head_with_the_largest_logit_of_each_layer() -> None
     ).splitlines()
     assert (
         lines[0]
-        == "step 1,200, loss 2.5000, max logit 14.2 (h.1.attn head 1), entropy 2.4, |q| 1.4"
+        == "step 1,200, loss 2.5000, max logit 14.2 (h.1.attn head 1), entropy 2.4, mean |q| 1.4"
     )
     assert [re.split(r"\s{2,}", line.strip()) for line in lines[1:4]] == [
-        ["layer", "max logit", "head", "entropy", "|q|"],
+        ["layer", "max logit", "head", "entropy", "mean |q|"],
         ["h.0.attn", "3", "2", "3", "1"],
         ["h.1.attn", "14.2", "1", "1.5", "2"],
     ]

@@ -186,6 +186,16 @@ def test_a_gradient_under_eps_is_noticed_at_the_second_record() -> None:
     assert '"eps"' in alarm.remedy
 
 
+def test_gradients_that_shrink_together_are_no_vanishing_gradient() -> None:
+    """As when the loss is solved: every head has a thousandth of its first gradient, and one is under eps."""
+    ratio = np.geomspace(3000, 3, 4)[:, None, None] * np.ones((4, 2, 2))
+    ratio[:, 1, 0] /= 5
+    assert replay(history(grad_over_eps=ratio), [VanishingGradient()]) == []
+    ratio[2:, 0, 1] = 1e-3  # a head that has shrunk far more than the others
+    (alarm,) = replay(history(grad_over_eps=ratio), [VanishingGradient()])
+    assert (alarm.layer, alarm.head) == ("layer 0", 1)
+
+
 def test_a_setting_switches_on_the_rules_it_says_enough_for() -> None:
     always = (*DEFAULT, GainGrowth(), VanishingGradient())
     assert rules_for(Setting()) == always

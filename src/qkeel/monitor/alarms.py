@@ -14,7 +14,7 @@ from torch import nn
 
 from qkeel.heads.site import APPLIED, AttentionSite, Sites
 from qkeel.metrics import fused_logit_error, stored_logit_error
-from qkeel.monitor.history import History
+from qkeel.monitor.history import History, LogitLimit
 from qkeel.monitor.recording import Recording
 from qkeel.monitor.rules import (
     DEFAULT,
@@ -27,8 +27,14 @@ from qkeel.monitor.rules import (
     peak,
     trend,
 )
-from qkeel.monitor.thresholds import GAIN_FACTOR, IDLE_TOLERANCE, ROUNDING
+from qkeel.monitor.thresholds import (
+    GAIN_FACTOR,
+    IDLE_TOLERANCE,
+    ROUNDING,
+    TOGETHER,
+)
 from qkeel.nn.attention import SpecModule
+from qkeel.patching.forward import first_adapter
 from qkeel.sites.find import is_normed
 
 # Rules that depend on the setting: the number format, the head width, and which norm was configured.
@@ -180,7 +186,8 @@ class VanishingGradient(Rule):
 
     Adam changes a weight by lr · m / (√v + eps): at √v = eps, that is half the intended step, and below it even less,
     so the head hardly trains while the rest of the model does. A single occurrence may be due to chance, or to the
-    first step through a projection that starts at zero.
+    first step through a projection that starts at zero. If the gradients of most heads have shrunk to less than a tenth
+    since the first record, a head that has shrunk as they have is not reported.
     """
 
     severity: Severity = Severity.NOTICE
@@ -197,9 +204,18 @@ class VanishingGradient(Rule):
             return None
         # NaN where either of the two was not measured.
         larger = series[-2:].max(0)
-        if not (larger < 1).any():
+        is_small = larger < 1
+        if not is_small.any():
             return None
-        at = peak("grad_over_eps", -larger)
+        start = series[first(np.fmax.reduce(series, axis=(1, 2), initial=np.nan))]
+        share = larger / np.where(start > 0, start, np.nan)
+        typical = float(np.nanmedian(share)) if np.isfinite(share).any() else math.nan
+        if typical < TOGETHER:
+            # All gradients shrink when a loss is solved, and a smaller eps would only enlarge their noise.
+            is_small &= ~(share > TOGETHER * typical)
+            if not is_small.any():
+                return None
+        at = peak("grad_over_eps", np.where(is_small, -larger, np.nan))
         course = at.of(series)
         ratio = float(course[-1])
         meaning = f"the gradient RMS of the query or key weight is {ratio:.2g} times the optimizer's eps"
@@ -257,7 +273,10 @@ LOWER_RATE = 'for group in optimizer.param_groups: group["lr"] *= 0.1'
 
 
 def fitted(
-    rules: Sequence[Rule], model: nn.Module, sites: Sequence[AttentionSite]
+    rules: Sequence[Rule],
+    model: nn.Module,
+    sites: Sequence[AttentionSite],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> tuple[Rule, ...]:
     """Returns the rules with lines of code that can be pasted for this model, in place of the general lines.
 
@@ -265,7 +284,8 @@ def fitted(
     >>> fitted([Growth()], nn.Identity(), [])[0].remedy == HOLD
     True
     """
-    lines = {HOLD: hold(model, sites), DECAY_GAINS: decay_gains(sites)}
+    held = hold(model, sites).replace(", optimizer", f", {optimizer_names(optimizers)}")
+    lines = {HOLD: held, DECAY_GAINS: decay_gains(sites)}
     if sites and all(isinstance(site.module, SpecModule) for site in sites):
         lines[LOOK] = LOOK_AT_SPEC
     suited = []
@@ -275,6 +295,18 @@ def fitted(
             remedy = remedy.replace(general, line)
         suited.append(dataclasses.replace(rule, remedy=remedy))
     return tuple(suited)
+
+
+def optimizer_names(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Returns the word for the optimizers in a line of code, such as [muon, adamw] for several."""
+    if len(optimizers) < 2:
+        return "optimizer"
+    kinds = [type(optimizer).__name__.lower() for optimizer in optimizers]
+    names = [
+        kind if kinds.count(kind) == 1 else f"{kind}_{i}"
+        for i, kind in enumerate(kinds)
+    ]
+    return f"[{', '.join(names)}]"
 
 
 def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
@@ -289,8 +321,10 @@ def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     if remedies for the steps of these weights are already active, it lowers the learning rate.
     """
     for site in sites:
-        if {"lalr", "qk_clip"} & set(vars(site.module).get(APPLIED, {})):
-            return LOWER_RATE
+        active = vars(site.module).get(APPLIED, {})
+        for name in ("lalr", "qk_clip"):
+            if name in active:
+                return f"{LOWER_RATE}  # {active[name]} is active"
     spec = _step_remedy(model, sites)
     takes_a_cap = all(
         site.spec.cap.kind == "none"
@@ -298,7 +332,8 @@ def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
         and site.description is None
         for site in sites
     )
-    if not spec and not takes_a_cap:
+    # A cap would change the base below adapters.
+    if not spec and (not takes_a_cap or first_adapter(model) is not None):
         return LOWER_RATE
     partial = ", partial=True" if isinstance(sites, Sites) and sites.missed else ""
     return f'qkeel.apply(model, "{spec or "softcap:cap=50"}", optimizer{partial})'
@@ -316,11 +351,28 @@ def _step_remedy(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     if any("lora_magnitude_vector" in name for name in parameters):
         # DoRA computes its weights from others.
         return ""
-    half = any(weight.dtype in (torch.bfloat16, torch.float16) for weight in weights)
+    half = any(
+        weight.dtype in (torch.bfloat16, torch.float16)
+        for weight in weights
+        if weight.requires_grad
+    )
     frozen = any(not weight.requires_grad for weight in weights)
     if half or frozen or any(len(site.terms) > 1 for site in sites):
         return "+".join([*["lalr:tau=0.1"][half:], *["qk_clip:threshold=100"][frozen:]])
     return "qk_clip:threshold=15,steps=matched"
+
+
+def logit_limits(sites: Sequence[AttentionSite]) -> dict[str, LogitLimit]:
+    """Returns the clip or cap that holds the logits of each site now, by the site's name."""
+    limits = {}
+    for site in sites:
+        cap = site.spec.cap.limit
+        if cap is not None:
+            limits[site.name] = LogitLimit(cap, f"a cap of {cap:g}")
+        for remedy in vars(site.module).get(APPLIED, {}).values():
+            if remedy.limit is not None:
+                limits[site.name] = LogitLimit(remedy.limit, str(remedy))
+    return limits
 
 
 def decay_gains(sites: Sequence[AttentionSite]) -> str:
@@ -373,5 +425,9 @@ def replay(history: History, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
         if history.rates is not None:
             values["lr"] = history.rates[n]
         recording.append(values, {name: x[n] for name, x in history.heads.items()})
-        log.update(dataclasses.replace(recording.history, types=history.types))
+        log.update(
+            dataclasses.replace(
+                recording.history, types=history.types, limits=history.limits
+            )
+        )
     return log.alarms

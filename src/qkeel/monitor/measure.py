@@ -34,6 +34,7 @@ from qkeel.monitor.sparse_attention import SparseAttention
 from qkeel.monitor.token_classes import PassTokens
 from qkeel.monitor.watched_sites import WatchedSites
 from qkeel.monitor.weight_norms import StepSpectra, WeightNorms
+from qkeel.patching.losses import ReturnedScalar
 from qkeel.patching.modes import Guarded, ModuleTree
 from qkeel.patching.roles import Phase
 from qkeel.sites.find import all_sites, within
@@ -45,6 +46,8 @@ NOT_COMPARED = (
 )
 
 
+# The numbers of a pass, and the scalar that it returned, if it was one.
+_Collected = tuple[dict[NumberKey, Number], ReturnedScalar | None]
 UNUSED = (
     "{} got no gradient in this step, although other weights of the same attention did: the path that runs leaves it "
     "out, as a fused kernel does with sinks that it does not know; print(qkeel.explain(model, batch)) shows what runs"
@@ -64,18 +67,20 @@ class StepNumbers(Visitor):
         sites: WatchedSites,
         tokens: PassTokens,
         changes: LogitChanges | None,
-        optimizer: Optimizer | None,
+        optimizers: Sequence[Optimizer],
         *,
         guard: Guarded,
         tree: ModuleTree,
         extras: frozenset[Extra] = frozenset(),
     ) -> None:
         self.sites, self._tokens, self._changes = sites, tokens, changes
-        self._optimizer, self._guard, self._tree = optimizer, guard, tree
+        self._optimizers, self._guard, self._tree = optimizers, guard, tree
         self._extras = extras
         # Called with the role of each pass, and whether it was measured.
         self.role_known: Callable[[Phase, bool], None] = lambda phase, measured: None
         self._numbers, self._is_loss_summed = PassNumbers(), False
+        # Of the current step: a scalar that the model returned and that is not the loss.
+        self._unused_scalar: Tensor | None = None
         compares = "chosen" in extras
         self._sparse = SparseAttention(tokens, self._numbers, compares=compares)
         # Those below are made when the sites are known.
@@ -121,7 +126,7 @@ class StepNumbers(Visitor):
         if candidate:
             self._sparse.index(layer, call)
 
-    def after(self, output: object, seen: bool) -> dict[NumberKey, Number]:
+    def after(self, output: object, seen: bool) -> _Collected:
         self._tokens.end()
         self.sites.pass_over()
         self.sites.report(seen)
@@ -131,14 +136,19 @@ class StepNumbers(Visitor):
             for x in tensors(output)
             if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)
         ]
-        if len(losses) == 1:
-            how = "total" if self._is_loss_summed else "mean"
-            self._numbers.add(("", "train_loss"), Number(losses[0].detach(), 1, how))
-        return self._numbers.end()
+        numbers = self._numbers.end()
+        if len(losses) != 1:
+            return numbers, None
+        how = "total" if self._is_loss_summed else "mean"
+        numbers["", "train_loss"] = Number(losses[0].detach(), 1, how)
+        return numbers, ReturnedScalar(losses[0])
 
     def settled(self, phase: Phase, collected: Any, measured: bool) -> None:
         if measured and phase == "train" and collected is not None:
-            self._numbers.keep(collected)
+            numbers, scalar = collected
+            if scalar is not None and not scalar.is_loss:
+                self._unused_scalar = numbers.pop(("", "train_loss")).value
+            self._numbers.keep(numbers)
         self.role_known(phase, measured)
 
     def failed(self) -> None:
@@ -181,7 +191,7 @@ class StepNumbers(Visitor):
             unused = [name for site in sites for name in _without_gradient(model, site)]
             if unused:
                 caution(UNUSED.format(", ".join(unused)))
-            weights = WeightNorms(model, sites, self._optimizer)
+            weights = WeightNorms(model, sites, self._optimizers)
             self._readers = weights, GainBounds(model, sites)
         for reader in self._readers:
             self._read = {**self._read, **reader.read()}
@@ -200,7 +210,14 @@ class StepNumbers(Visitor):
     def take(self) -> SiteNumbers:
         """Returns all numbers of the step, and forgets them."""
         read, self._read = self._read, {}
-        return {**read, **self._numbers.read()}
+        numbers = {**read, **self._numbers.read()}
+        unused, self._unused_scalar = self._unused_scalar, None
+        # The processes of a run agree once on the numbers that each step has.
+        if unused is not None and dist.world() > 1:
+            nothing = torch.zeros_like(unused)
+            loss = PartialValue(value=nothing, weight=nothing)
+            numbers.setdefault(("", "train_loss"), loss)
+        return numbers
 
 
 def _without_gradient(model: nn.Module, site: AttentionSite) -> list[str]:

@@ -7,7 +7,7 @@ import math
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, final
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import nn
 from qkeel import distributed as dist
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.frames.tables import markup, plain_table
-from qkeel.heads.site import AttentionSite, UnrecognizedAttention
+from qkeel.heads.site import APPLIED, AttentionSite, UnrecognizedAttention
 from qkeel.metrics import text_table
 from qkeel.monitor.cadence import Cadence
 from qkeel.monitor.rules import Alarm, Severity
@@ -253,6 +253,20 @@ def sample_line(sample: Sample, root: str = "") -> str:
     return ", ".join(parts)
 
 
+def shown_samples(
+    latest: Mapping[Literal["train", "eval"], Sample], root: str = ""
+) -> tuple[Sample | None, str]:
+    """Returns the sample whose table is shown, of trained passes if there were any, and the line on the others below
+    it.
+
+    latest: the latest sample of each phase. root: as in `sample_table`.
+    """
+    trained, untrained = latest.get("train"), latest.get("eval")
+    if trained is None or untrained is None:
+        return trained or untrained, ""
+    return trained, f"passes that were not trained: {sample_line(untrained, root)}"
+
+
 def coverage(watched: int, missed: Sequence[str]) -> str:
     """A line that says how much of a model's attention is watched, or "" if all of it is.
 
@@ -273,7 +287,7 @@ def monitor_line(sample: Sample) -> str:
 
     >>> itself = {"sites": 1, "calls": 4, "calls_min": 0, "calls_max": 4, "milliseconds": 1.25}
     >>> monitor_line(Sample(step=0, monitor=itself))
-    'monitor: 1 site, 4 calls (0 to 4 over processes), 1.25 milliseconds'
+    'monitor: 1 site, 4 calls (0 to 4 over processes), 1.25 milliseconds for this record'
     """
     phrases = []
     for name in MONITOR_FIELDS:
@@ -285,7 +299,7 @@ def monitor_line(sample: Sample) -> str:
         over = f" ({span} over processes)" if ends[0] != ends[1] else ""
         noun = name.removesuffix("s") if value == 1 else name
         phrases.append(f"{_number(float(value))} {noun}{over}")
-    return f"monitor: {', '.join(phrases)}" if phrases else ""
+    return f"monitor: {', '.join(phrases)} for this record" if phrases else ""
 
 
 def sample_table(
@@ -399,7 +413,7 @@ def about(
     model: nn.Module,
     sites: Sequence[AttentionSite],
     missed: Sequence[UnrecognizedAttention],
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     cadence: Cadence,
 ) -> dict[str, object]:
     """The model, sites, optimizer, cadence, versions and command, as plain data.
@@ -408,7 +422,7 @@ def about(
         model: the watched model, or an nn.ModuleDict of several models.
         sites: the attention layers that are watched.
         missed: the attention layers that are not understood.
-        optimizer: the optimizer that updates the model, if known.
+        optimizers: the optimizers that update the model, if known.
         cadence: the cadence that chooses the measured steps.
     """
     parameters = list(model.parameters())
@@ -419,7 +433,8 @@ def about(
         "dtype": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
         "sites": site_facts(sites),
         "missed": [dataclasses.asdict(one) for one in missed],
-        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "optimizer": ", ".join(type(x).__name__ for x in optimizers) or None,
+        "remedies": list(dict.fromkeys(_active(model))),
         "cadence": repr(cadence),
         "processes": dist.world(),
         "versions": {
@@ -430,6 +445,11 @@ def about(
         **made_on(),
         "command": shlex.join(sys.argv),
     }
+
+
+def _active(model: nn.Module) -> Iterator[str]:
+    for module in model.modules():
+        yield from map(str, vars(module).get(APPLIED, {}).values())
 
 
 def site_facts(sites: Sequence[AttentionSite]) -> list[dict[str, object]]:

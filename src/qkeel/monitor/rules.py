@@ -15,7 +15,7 @@ from typing import final
 import numpy as np
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
-from qkeel.metrics import without_constant
+from qkeel.metrics import entering_logits
 from qkeel.monitor import thresholds
 from qkeel.monitor.history import Forecast, History, RecordPlace, forecast
 from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field, fold_heads
@@ -121,6 +121,9 @@ class Rule(abc.ABC):
     ) -> Alarm:
         """Returns the alarm for the last record."""
         layer, head = (None, None) if at is None else history.where(at)
+        limit = history.limits.get(layer or "")
+        if limit is not None and at is not None and at.name == "max_logit":
+            meaning += f", with {limit.remedy} active"
         return Alarm(
             rule=self.name,
             severity=self.severity,
@@ -211,32 +214,51 @@ class Extreme:
     at: RecordPlace
     value: float
     series: np.ndarray
-
-    def envelope(self, history: History) -> np.ndarray:
-        """Returns [n], the largest logit of each record, which is smoother than the series of one head.
-
-        If a constant had made another head the largest, that head's logits say nothing, so the series is returned.
-        """
-        top = history.top("max_logit")
-        return self.series if top is None or top[-1] != self.value else top
+    #: [n], the largest logit of each record, which is smoother than the series of one head
+    envelope: np.ndarray
 
 
 # A History never changes, and most rules need the same entry.
 @functools.lru_cache(maxsize=4)
-def largest_logit(history: History) -> Extreme | None:
-    """The head with the largest logit in the last record, where NaN counts as not measured; see
-    `metrics.without_constant`."""
-    logits, spreads = history.series("max_logit"), history.series("logit_spread")
+def judged_logits(history: History) -> np.ndarray | None:
+    """Returns [n layers heads], the logits that enter the softmax; see `metrics.entering_logits`."""
+    names = ("max_logit", "capped_max_logit", "logit_spread")
+    logits, capped, spreads = map(history.series, names)
     if logits is None or not len(logits):
         return None
-    last = logits[-1] if spreads is None else without_constant(logits[-1], spreads[-1])
-    if np.isnan(last).all():
+    same = [
+        x if x is None or x.shape == logits.shape else None for x in (capped, spreads)
+    ]
+    return entering_logits(logits, *same)
+
+
+@functools.lru_cache(maxsize=4)
+def largest_logit(
+    history: History, *, threshold: float = 0.0, factor: float = 0.0
+) -> Extreme | None:
+    """The head with the largest logit in the last record, where NaN counts as not measured.
+
+    threshold, factor: heads that cannot reach this logit, or this multiple of theirs, are left out, because an active
+    clip or cap holds them below. A clip acts after a step, so a logit may be over its bound; at more than LOOSE times
+    the bound, the clip does not hold it.
+    """
+    logits = judged_logits(history)
+    if logits is None:
         return None
-    at = peak("max_logit", last)
+    if history.limits:
+        limits = [history.limits.get(layer) for layer in history.layers]
+        bounds = np.array([np.inf if x is None else x.bound for x in limits])[:, None]
+        last = logits[-1]
+        held = (last <= LOOSE * bounds) & (
+            np.maximum(threshold, factor * last) > bounds
+        )
+        logits = np.where(held, np.nan, logits)
+    if np.isnan(logits[-1]).all():
+        return None
+    at = peak("max_logit", logits[-1])
     series = at.of(logits)
-    if spreads is not None:
-        series = without_constant(series, at.of(spreads))
-    return Extreme(at=at, value=float(series[-1]), series=series)
+    envelope = np.fmax.reduce(logits.reshape(len(logits), -1), axis=1, initial=np.nan)
+    return Extreme(at=at, value=float(series[-1]), series=series, envelope=envelope)
 
 
 def peak(name: str, record: np.ndarray) -> RecordPlace:
@@ -257,16 +279,18 @@ def first(values: np.ndarray) -> int:
     return int(np.argmax(np.isfinite(values)))
 
 
-def trend(history: History, values: np.ndarray, of: str = "it") -> str:
-    """Describes the growth of a value in words: its first value, and the factor by which it grows each time the
-    training length, measured as the sum of learning rates, doubles; "" if the last record is the first that contains
-    the value."""
+def trend(
+    history: History, values: np.ndarray, of: str = "it", *, grows: bool = True
+) -> str:
+    """Describes the growth of a value in words: its first value and, if it `grows` freely, the factor by which it grows
+    each time the training length, measured as the sum of learning rates, doubles; "" if the last record is the first
+    that contains the value."""
     start = first(values)
     if start == len(values) - 1:
         return ""
     was = f"{of} was {values[start]:.3g} at step {int(history.steps[start]):,}"
     found = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
-    if found is None:
+    if found is None or not grows:
         return was
     return f"{was}, and it grows by a factor of {2**found.exponent:.2g} each time the training length doubles"
 
@@ -278,6 +302,8 @@ def trend(history: History, values: np.ndarray, of: str = "it") -> str:
 
 # Logits of at most this size differ too little for a weight to become 0 in float32.
 _FEW_NATS = 40.0
+# Times its bound, up to which a clip counts as holding a head: the steps between its actions are short.
+LOOSE = 2.0
 # The series that forecasts use; an alarm names the head that is now largest.
 _MODEL = "the largest of all heads"
 
@@ -298,7 +324,9 @@ class Ceiling(ThresholdRule):
         if top is None or not top.value > threshold:
             return None
         meaning = f"max logit {top.value:,.4g} is over {threshold:,g}"
-        course = trend(history, top.series)
+        free = largest_logit(history, factor=LOOSE)
+        grows = free is not None and free.at == top.at
+        course = trend(history, top.series, grows=grows)
         return self.alarm(history, meaning, top.value, at=top.at, trend=course)
 
 
@@ -307,10 +335,10 @@ def _passes_soon(
 ) -> Forecast | None:
     """Returns when the largest logit, which is over `floor`, passes a threshold, if that is within `horizon` times the
     training so far."""
-    top = largest_logit(history)
+    top = largest_logit(history, threshold=threshold)
     if top is None or not top.value > floor:
         return None
-    passing = ahead(history, top.envelope(history), threshold)
+    passing = ahead(history, top.envelope, threshold)
     is_soon = passing and passing.step <= horizon * float(history.steps[-1])
     return passing if is_soon else None
 
@@ -334,7 +362,7 @@ class Growth(Rule):
     def check(self, history: History) -> Alarm | None:
         passing = None
         for known in (history.upto(len(history) - 1), history):
-            top = largest_logit(known)
+            top = largest_logit(known, factor=self.factor)
             if top is None:
                 return None
             larger = self.factor * top.value
@@ -344,7 +372,7 @@ class Growth(Rule):
         assert top is not None
         assert passing is not None
         meaning = f"max logit {top.value:,.4g} will be {self.factor:g} times as large by step {passing.step:,.0f}"
-        course = trend(history, top.envelope(history), _MODEL)
+        course = trend(history, top.envelope, _MODEL)
         return self.alarm(history, meaning, top.value, at=top.at, trend=course)
 
 
@@ -367,12 +395,12 @@ class Approach(ThresholdRule):
         return f"forecast {shown(self.threshold)}"
 
     def check_over(self, history: History, threshold: float) -> Alarm | None:
-        top = largest_logit(history)
+        top = largest_logit(history, threshold=threshold)
         passing = _passes_soon(history, threshold, self.floor, self.horizon)
         if top is None or passing is None:
             return None
         meaning = f"max logit {top.value:,.4g} {passing}"
-        course = trend(history, top.envelope(history), _MODEL)
+        course = trend(history, top.envelope, _MODEL)
         return self.alarm(history, meaning, top.value, at=top.at, trend=course)
 
 
@@ -394,12 +422,13 @@ class Outlook(ThresholdRule):
     source: str = "experiments/notes/alarms.md: chosen on the tuning seeds there, measured on others"
 
     def check_over(self, history: History, threshold: float) -> Alarm | None:
-        planned, top = history.planned, largest_logit(history)
+        planned = history.planned
+        top = largest_logit(history, threshold=threshold)
         if planned is None or top is None or not np.isfinite(top.value):
             return None
         if not planned.followed(history.steps, history.rates):
             return None
-        envelope = top.envelope(history)
+        envelope = top.envelope
         start = first(envelope)
         earliest, latest = float(envelope[start]), top.value
         then, now = planned.ticks(history.steps[[start, -1]])

@@ -239,6 +239,17 @@ Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
 
+def first_adapter(model: nn.Module) -> str | None:
+    """Returns the name of the first layer of a model that peft has put an adapter on, or None if there is none."""
+    for name, module in model.named_modules():
+        is_of_peft = type(module).__module__.startswith("peft.")
+        if is_of_peft and any(
+            child == "base_layer" for child, _ in module.named_children()
+        ):
+            return name
+    return None
+
+
 class ForwardPasses(Handle):
     """Calls `before(args, kwargs, compiled)` and `after(output, failed)` around each outermost call of `model`.
 

@@ -77,9 +77,15 @@ STEP_FIELDS: dict[str, Field] = {
         "steps completed when the line was written; 0 is before training",
     ),
     "tokens": Field("tokens", "number of training tokens processed"),
-    "lr": Field("1", "base learning rate of the last completed step"),
+    "lr": Field(
+        "1",
+        "base learning rate of the last completed step; of several optimizers, that of the first",
+    ),
     "train_loss": Field(
-        "nats/token", "loss of the last training batch; null at step 0"
+        "nats/token",
+        "in a run of the lab, loss of the last training batch, null at step 0; in a watched run, the loss of the step: "
+        "what the Trainer computes, or the scalar that the model returned, if backward() was called on it or on a "
+        "multiple of it",
     ),
     "val_loss": Field(
         "nats/token", "loss on held-out text; null if it was not evaluated"
@@ -173,7 +179,9 @@ HEAD_FIELDS: dict[str, HeadField] = {
         per_layer=True,
     ),
     "entropy_min": HeadField(
-        "nats", "smallest attention entropy of a query row", "min"
+        "nats",
+        "smallest attention entropy of a query row; 0 in a causal head, whose first row sees one key",
+        "min",
     ),
     "normalized_entropy": HeadField(
         "1",
@@ -186,7 +194,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "mean L2 norm of queries as they enter the dot product",
         "mean",
         count="n_products",
-        column="|q|",
+        column="mean |q|",
         per_layer=True,
     ),
     "query_norm_max": HeadField(
@@ -200,7 +208,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
         "mean L2 norm of the keys of the head's group as they enter the dot product",
         "mean",
         count="n_keys",
-        column="|k|",
+        column="mean |k|",
         per_layer=True,
     ),
     "key_norm_max": HeadField(
@@ -537,7 +545,8 @@ MONITOR_FIELDS: dict[str, Field] = {
     ),
     "milliseconds": Field(
         "ms",
-        "host time that this process spent in the monitor since the last measured step",
+        "host time that this process spent in the monitor since the last record; the record of a trained step has that of "
+        "untrained passes beside it",
     ),
 }
 

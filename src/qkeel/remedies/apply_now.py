@@ -16,7 +16,7 @@ from qkeel.capture.example import arguments
 from qkeel.errors import AlreadyAppliedError, RefusedError
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Sites
-from qkeel.patching.forward import unwrapped
+from qkeel.patching.forward import first_adapter, unwrapped
 from qkeel.patching.modes import compile_again
 from qkeel.patching.optimizers import listed
 from qkeel.remedies.active import active_remedies, drop, record
@@ -27,11 +27,13 @@ from qkeel.remedies.base import (
     active_at,
     active_on,
     compose_all,
+    module_name,
     where,
 )
 from qkeel.remedies.head_weights import check_weights, stepped
 from qkeel.remedies.idle_steps import notice_idle_steps
 from qkeel.remedies.optimizer_trials import innermost
+from qkeel.remedies.output_head import ZLoss
 from qkeel.remedies.processes import (
     WHAT,
     agreed,
@@ -190,7 +192,8 @@ def _by_optimizer(
     """Returns the target with the optimizer that the remedy needs.
 
     Of several optimizers, one that holds gains or biases takes new parameters, because Muon accepts matrices only. A
-    remedy for steps gets a target for each optimizer that holds query and key weights, with the sites of these."""
+    remedy for steps gets a target for each optimizer that holds query and key weights, with the sites of which it is
+    the first, and with all optimizers, since these may hold the other weights and the biases of the same sites."""
     if len(optimizers) < 2:
         return [target]
     if not remedy.on_steps:
@@ -208,7 +211,9 @@ def _by_optimizer(
                 holder = optimizer
         sites_of.setdefault(holder, []).append(site)
     return [
-        dataclasses.replace(target, optimizer=optimizer, sites=sites)
+        dataclasses.replace(
+            target, optimizer=optimizer, optimizers=optimizers, sites=sites
+        )
         for optimizer, sites in sites_of.items()
     ] or [target]
 
@@ -234,6 +239,8 @@ def _check(
         refusal = remedy.supports(site)
         if refusal is not None:
             raise RefusedError(f"{remedy.name} at {where(site)}: {refusal}")
+    if not remedy.on_steps and not isinstance(remedy, (NoRemedy, ZLoss)):
+        _check_adapters(target, remedy)
     if not isinstance(remedy, NoRemedy):
         check_weights(target, remedy.name, per_head=remedy.on_steps)
     if isinstance(remedy, StepRemedy):
@@ -242,6 +249,23 @@ def _check(
         raise RefusedError(
             f"{remedy.name} changes what a pass computes, so give a batch in place of the sites"
         )
+
+
+def _check_adapters(target: Target, remedy: Remedy) -> None:
+    """Raises RefusedError if a remedy would change the base below adapters, with which it is neither saved nor disabled.
+
+    A module of peft's modules_to_save is a copy that is saved with the adapter, and that disabling it takes out."""
+    adapter = first_adapter(target.model)
+    if adapter is None or all(
+        ".modules_to_save." in f"{module_name(site)}." for site in target.sites
+    ):
+        return
+    raise RefusedError(
+        f"{remedy.name} changes the forward pass of the base model, and this model has adapters on it ({adapter}): a "
+        "reference that is computed with the adapters disabled would drift, and a saved adapter would not contain the "
+        "change. Merge them first, model = model.merge_and_unload(), or use a remedy that acts on the adapters alone: "
+        'qkeel.apply(model, "lalr:tau=0.1", optimizer)'
+    )
 
 
 def _recorded(
