@@ -13,7 +13,6 @@ from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.monitor import (
     Sample,
     repeat_groups,
-    sample_html,
     sample_line,
     sample_table,
 )
@@ -141,15 +140,3 @@ def test_five_gravest_alarms_are_shown() -> None:
         "critical at step 99",
         *(f"notice at step {step}" for step in range(4)),
     ]
-
-
-def test_html_escapes_what_a_model_is_called() -> None:
-    heads = {"max_logit": np.ones((1, 1))}
-    text = sample_html(
-        Sample(step=0, layers=("<script>alert(1)</script>",), heads=heads),
-        [alarm(meaning="a < b & c")],
-    )
-    assert "<script>" not in text
-    assert "&lt;script&gt;" in text
-    assert "a &lt; b &amp; c" in text
-    assert text.count("<td") == 3

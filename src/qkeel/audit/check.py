@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from qkeel.audit.checkpoint_config import Geometry
+from qkeel.audit.config_differences import call_differences
+from qkeel.audit.saturation import saturation_line
 from qkeel.audit.scan import Scan, ScanProgress, outlier_heads, scan
 from qkeel.audit.sees import Contract, check_sees
-from qkeel.audit.visibility import findings, read_visibility
+from qkeel.audit.visibility import PackedTokens, findings, read_visibility
 from qkeel.capture.example import arguments, copied, undisturbed
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
@@ -46,12 +48,15 @@ def check(
     numbers.
 
     Attention is not healthy if a logit is NaN or infinite, or above `threshold` as it enters the softmax (after a cap),
-    if a layer's mean attention entropy is below 0.05 nats, or if queries give weight to what they should not see: later
-    keys in a causal model, other documents of a packed batch, padding, pairs that a mask hides. A model is judged by two
-    forward passes on the batch,
-    after those of `find_sites`; it is left unchanged. A run is judged by all its records. A checkpoint is judged by its
-    weights alone, which give only an upper bound on the logits; a bound above the threshold is therefore "not known",
-    not "not healthy".
+    if a layer's mean attention entropy is below 0.05 nats, if most heads of a layer are saturated, or if queries give
+    weight to what they should not see: later keys in a causal model, other documents of a packed batch, padding, pairs
+    that a mask hides. A model is judged by two forward passes on the batch, after those of `find_sites`; it is left
+    unchanged. A run is judged by all its records. A checkpoint is judged by its weights alone, which give only an upper
+    bound on the logits; a bound above the threshold is therefore "not known", not "not healthy".
+
+    A head is saturated if its softmax passes back less than a fiftieth of the gradient that uniform attention on the
+    same keys would, Σ p (1 - p) averaged over rows, or less than a quarter where the scale is four times 1/√head_dim or
+    more. Heads that attend to a fixed place, such as the first key or the key before, are not.
 
     Args:
         model_or_path: a model; the directory of a run that qkeel watched or trained; or a .safetensors file, a folder
@@ -163,9 +168,21 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
         broken=broken,
         threshold=threshold,
     )
-    unexpected = findings(
-        inner, batch, read_visibility(inner, batch, sites), finite=is_finite
-    )
+    layers = read_visibility(inner, batch, sites)
+    tokens = PackedTokens.of(inner, args, kwargs)
+    unexpected = findings(inner, tokens, layers.values(), finite=is_finite)
+    unexpected += call_differences(inner, layers, sites)
+    saturated = {name: x for name, x in layers.items() if x.is_saturated}
+    if saturated:
+        name, layer = next(iter(saturated.items()))
+        n_more = len(saturated) - 1
+        site = next((site for site in sites if site.name == name), None)
+        spread = float(statistics[name].logit_spread.max()) if name in statistics else 0
+        unexpected.append(
+            f"{layer.layer}{f' and {n_more} more' if n_more else ''} is saturated: {len(layer.saturated)} of "
+            f"{layer.n_heads} heads pass back {layer.share:.2g} of the gradient that uniform attention would. To act: "
+            f"{saturation_line(site, layer.scale, spread)}"
+        )
     # What is seen and should not be outweighs any number: a leak is wrong at every size of logits.
     if unexpected:
         status = Status.NOT_HEALTHY

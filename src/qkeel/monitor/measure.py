@@ -18,6 +18,8 @@ from qkeel.errors import caution
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Sites
 from qkeel.monitor.call_statistics import Extra, add_gates
+from qkeel.monitor.finite_stages import FiniteEnds, first_empty_row, weights_not_finite
+from qkeel.monitor.first_look import FirstLook
 from qkeel.monitor.gain_bounds import GainBounds
 from qkeel.monitor.gather import (
     WHOLE_MODEL,
@@ -85,6 +87,10 @@ class StepNumbers(Visitor):
         self._sparse = SparseAttention(tokens, self._numbers, compares=compares)
         # Those below are made when the sites are known.
         self._hidden: HiddenStates | None = None
+        self._ends: FiniteEnds | None = None
+        # Before the first pass.
+        self.weights_not_finite: tuple[str, ...] = ()
+        self._first_look = FirstLook(sites.model)
         self._readers: tuple[WeightNorms, GainBounds] | None = None
         self._spectra: StepSpectra | None = None
         self._read: SiteNumbers = {}
@@ -99,28 +105,50 @@ class StepNumbers(Visitor):
         if self._hidden is None:
             # The names of sites are known only now, and blocks are named by them.
             self.sites.find(args, kwargs)
+            self.weights_not_finite = weights_not_finite(self.sites.model)
+            names = [site.name for site in self.sites.all]
+            self._ends = FiniteEnds(
+                self.sites.model, names, self._numbers.add, self._guard
+            )
             self._hidden = HiddenStates(
                 self.sites.model,
-                [site.name for site in self.sites.all],
+                names,
                 self._numbers.add,
                 self._guard,
                 self._tree,
                 inputs_too="residual" in self._extras,
             )
+        if self._ends is not None:
+            self._ends.begin(args, kwargs)
+        self._first_look.begin(args, kwargs)
         return True
 
     def looking(self, candidate: bool) -> Handle | None:
-        return self._hidden.attach() if self._hidden is not None and candidate else None
+        if self._hidden is None or self._ends is None or not candidate:
+            return None
+        hidden, ends = self._hidden.attach(), self._ends.attach()
+
+        def detach() -> None:
+            hidden.remove()
+            ends.remove()
+
+        return Handle(detach)
 
     def reads_plain(self, name: str) -> bool:
         return self.sites.shows_all(name)
 
     def call(self, name: str, call: Seen, candidate: bool) -> None:
         self.sites.see(name, call)
+        if candidate:
+            self._first_look.call(name, call)
         if candidate and "gates" in self._extras:
             add_gates(self._numbers, name, self._tokens.on(call))
         if candidate and self.sites.is_sparse(name):
             self._sparse.compare(name, call)
+        if candidate and isinstance(call, ScoresCall):
+            row = first_empty_row(call)
+            if row is not None:
+                self._numbers.add((name, "first_empty_row"), Number(row, None))
 
     def index(self, layer: str, call: ScoresCall, candidate: bool) -> None:
         if candidate:
@@ -136,6 +164,9 @@ class StepNumbers(Visitor):
             for x in tensors(output)
             if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)
         ]
+        if self._ends is not None:
+            self._ends.end(output)
+        self._first_look.end(self.sites.all)
         numbers = self._numbers.end()
         if len(losses) != 1:
             return numbers, None
@@ -343,6 +374,14 @@ class WatchedModels:
         for name, (_, numbers) in self._models.items():
             types |= {within(name, site): x for site, x in numbers.sites.types.items()}
         return types
+
+    @property
+    def weights_not_finite(self) -> tuple[str, ...]:
+        """The weights that had NaN or infinity before the first pass."""
+        names = []
+        for model, _, numbers in self._in_order():
+            names += [within(model, name) for name in numbers.weights_not_finite]
+        return tuple(names)
 
     def coverage(self, phase: Phase, stats: Stats) -> dict[str, float]:
         """How much of the models these statistics cover, keyed by the names in records.MONITOR_FIELDS; calls are

@@ -16,6 +16,7 @@ from qkeel.capture.example import Arguments
 from qkeel.distributed.layout import Layout
 from qkeel.errors import AlarmWarning, InvalidValueError, caution
 from qkeel.frames import Foreign
+from qkeel.frames.tables import markup
 from qkeel.handle import Handle, State, under
 from qkeel.heads.site import AttentionSite, Sites, UnrecognizedAttention
 from qkeel.monitor.alarms import fitted, logit_limits, rules_for
@@ -32,7 +33,6 @@ from qkeel.monitor.record import (
     Sample,
     about,
     coverage,
-    sample_html,
     sample_table,
     shown_samples,
 )
@@ -110,7 +110,8 @@ class Monitor(Handle):
 
         def settled_rules() -> Sequence[Rule]:
             settled = rules_for(setting.of(self.sites)) if rules is None else rules
-            return fitted(settled, self.model, self.sites, self._optimizers)
+            loaded = self._models.weights_not_finite
+            return fitted(settled, self.model, self.sites, self._optimizers, loaded)
 
         def described() -> dict[str, object]:
             description = about(self.model, self.sites, self.missed, optimizers, every)
@@ -354,10 +355,7 @@ class Monitor(Handle):
         )
 
     def _repr_html_(self) -> str:
-        sample, note = self._shown
-        if sample is None:
-            return "<p>nothing measured yet</p>"
-        return sample_html(sample, self.alarms, note, root=self._root)
+        return markup("<pre>{}</pre>", self.table())
 
     @property
     def _shown(self) -> tuple[Sample | None, str]:

@@ -16,7 +16,6 @@ from torch import nn
 
 from qkeel import distributed as dist
 from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.frames.tables import markup, plain_table
 from qkeel.heads.site import APPLIED, AttentionSite, UnrecognizedAttention
 from qkeel.metrics import text_table
 from qkeel.monitor.cadence import Cadence
@@ -327,35 +326,6 @@ def sample_table(
             *filter(None, [monitor_line(sample), note]),
             *map(str, _gravest(alarms)),
         ]
-    )
-
-
-def sample_html(
-    sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = ""
-) -> str:
-    """Returns the table of `sample_table` as HTML without scripts, with all text escaped, for a notebook's
-    `_repr_html_`.
-
-    Args:
-        sample: the measurements of the step.
-        alarms: the alarms of the run so far; the most severe are listed below the table.
-        note: a sentence to show between the table and the alarms.
-        root: the name for attention if the whole model is one attention module.
-
-    >>> sample_html(Sample(step=5))
-    '<div><p>step 5</p></div>'
-    """
-    head, rows = _rows(sample, root)
-    table = plain_table(head, rows, aligned=True) if rows else ""
-    texts = filter(None, (monitor_line(sample), note))
-    notes = [markup("<p>{}</p>", text) for text in texts]
-    gravest = [markup("<li>{}</li>", str(alarm)) for alarm in _gravest(alarms)]
-    return markup(
-        "<div><p>{}</p>{}{}{}</div>",
-        sample_line(sample, root),
-        table,
-        notes,
-        markup("<ul>{}</ul>", gravest) if gravest else "",
     )
 
 

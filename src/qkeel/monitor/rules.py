@@ -17,6 +17,15 @@ import numpy as np
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
 from qkeel.metrics import entering_logits
 from qkeel.monitor import thresholds
+from qkeel.monitor.finite_stages import (
+    LOGITS,
+    OUTPUT,
+    PRODUCTS,
+    WEIGHTS,
+    Facts,
+    Origin,
+    first_origin,
+)
 from qkeel.monitor.history import Forecast, History, RecordPlace, forecast
 from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field, fold_heads
 
@@ -27,6 +36,14 @@ HOLD = 'qkeel.apply(model, "qk_clip:threshold=15,steps=matched", optimizer)'
 FIND_NON_FINITE = (
     "print([n for n, p in model.named_parameters() if not p.isfinite().all()])  # in the last checkpoint before "
     "this step; if there are none, look at the batch, the loss scale and the norms"
+)
+TRACE_NAN = (
+    "qkeel.watch(model, optimizer, nan=True)  # from the last checkpoint before this step: names the module, sample and "
+    "channel"
+)
+SEE_A_KEY = (
+    "mask = mask | ~mask.any(-1, keepdim=True)  # True where a key is seen: a row that sees none then sees all, which "
+    "is finite"
 )
 # What most alarms are about.
 GROWTH = "attention logits have grown too large"
@@ -506,16 +523,17 @@ def _one_key(
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite(Rule):
-    """The logits of a head are NaN or infinite. The alarm names the first layer with such a head, because later layers
-    only inherit these values.
+    """A number of a layer is NaN or infinite: its input, queries, keys, logits or output. The alarm names between what
+    this began (see `records.STAGES`), and not the layers that inherit it.
 
-    If a finite logit was over 100 before, growth is the likely cause, and the alarm has the cause and the remedy of
-    growth. Otherwise smaller logits would not help, and the alarm says where to look."""
+    If a finite logit was over 100 before, and logits are the first to overflow, growth is the likely cause, and the
+    alarm has the cause and the remedy of growth."""
 
     severity: Severity = Severity.CRITICAL
     source: str = "by definition"
     remedy: str = FIND_NON_FINITE
-    cause: str = "attention logits are NaN or infinite"
+    cause: str = "numbers of attention are NaN or infinite"
+    facts: Facts = dataclasses.field(default_factory=Facts)
 
     @property
     def name(self) -> str:
@@ -523,6 +541,20 @@ class NonFinite(Rule):
         return "not finite"
 
     def check(self, history: History) -> Alarm | None:
+        origin = first_origin(history, self.facts)
+        if origin is None:
+            return self._of_logits(history)
+        place = RecordPlace("finite_stages", origin.layer, origin.head)
+        meaning = f"NaN or infinity began {origin.meaning}"
+        alarm = self.alarm(history, meaning, np.nan, at=place)
+        if origin.stage in (PRODUCTS, LOGITS):
+            alarm = self._after_growth(history, alarm)
+        if alarm.remedy == FIND_NON_FINITE:
+            alarm = dataclasses.replace(alarm, remedy=_look(origin))
+        return alarm
+
+    def _of_logits(self, history: History) -> Alarm | None:
+        """The alarm of records that hold no more than whether logits are finite."""
         record = last_record(history, NON_FINITE)
         broken = np.argwhere(record > 0) if record is not None else []
         if not len(broken):
@@ -532,6 +564,9 @@ class NonFinite(Rule):
         meaning = f"the logits of {heads} are NaN or infinite"
         place = RecordPlace(NON_FINITE, *map(int, broken[0]))
         alarm = self.alarm(history, meaning, np.nan, at=place)
+        return self._after_growth(history, alarm)
+
+    def _after_growth(self, history: History, alarm: Alarm) -> Alarm:
         logits = history.series("max_logit")
         if (
             logits is not None
@@ -542,73 +577,52 @@ class NonFinite(Rule):
         return alarm
 
 
+def _look(origin: Origin) -> str:
+    """The line that mends an origin, or finds the module."""
+    if origin.stage == WEIGHTS:
+        return FIND_NON_FINITE
+    if origin.stage == OUTPUT and "sees no key" in origin.meaning:
+        return SEE_A_KEY
+    return TRACE_NAN
+
+
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AllSinks(Rule):
-    """Every head of a layer has become a sink head: it gives its first key over 30 % of its weight.
+class Saturation(Rule):
+    """A head's normalized entropy fell to a `fall`-th of its first value, while its spread passed `threshold` (nats).
 
-    The rule ignores layers that were already like this at the start, layers with only one head, and layers with uniform
-    attention, which gives the first key that much weight in short sequences. It is not a default rule, because it was
-    measured only on contexts of 32 tokens, where it fired in 1 of 60 healthy runs
-    (experiments/notes/results/step-spectra.md).
+    Such a head passes back next to no gradient. Healthy models have heads with as little, such as sinks and heads that
+    attend to the key before, so neither of the two alone is a reason.
     """
 
-    uniform: float = (
-        0.9  #: normalized entropy from which a head counts as having no preference
-    )
+    fall: float = 10.0
+    threshold: float = thresholds.CLIPS
     severity: Severity = Severity.NOTICE
-    source: str = "Sun et al. 2026, arXiv 2603.05498: heads that give over 30 % to the first token act as gates"
-    cause: str = "all heads of a layer attend to the first key"
+    source: str = "derived: a softmax passes back Σ p (1 - p), which is near 0 where one key takes all; not measured"
+    cause: str = "a head's softmax is saturated"
 
     def check(self, history: History) -> Alarm | None:
-        ratios, weights = (
-            history.by_layer("sink_head_ratio"),
-            history.series("sink_share"),
+        entropies = history.series("normalized_entropy")
+        spreads = last_record(history, "logit_spread")
+        if entropies is None or spreads is None or len(entropies) < 2:
+            return None
+        # Reading all records takes time, and few heads ever get there.
+        if not (spreads > self.threshold).any():
+            return None
+        starts = np.isfinite(entropies).argmax(0)
+        early = np.take_along_axis(entropies, starts[None], 0)[0]
+        has_fallen = (entropies[-1] * self.fall < early) & (spreads > self.threshold)
+        if not has_fallen.any():
+            return None
+        at = peak("normalized_entropy", np.where(has_fallen, spreads, np.nan))
+        course = at.of(entropies)
+        meaning = (
+            f"the head is saturated: its entropy is {course[-1]:.2g} of that of uniform attention, and its largest "
+            f"logit lies {at.of(spreads[None])[0]:,.3g} over the mean"
         )
-        if ratios is None or weights is None or not len(weights):
-            return None
-        begun = ratios[first(np.fmax.reduce(ratios, axis=1, initial=np.nan))]
-        is_new = (ratios[-1] == 1) & (begun < 1)
-        is_new &= np.isfinite(weights[-1]).sum(-1) > 1
-        relative = history.by_layer("normalized_entropy")
-        if relative is not None:
-            is_new &= ~(relative[-1] > self.uniform)
-        if not is_new.any():
-            return None
-        layer = int(is_new.argmax())
-        least = float(np.nanmin(weights[-1, layer]))
-        meaning = f"every head of the layer is a sink head: each gives its first key at least {least:.0%} of its weight"
-        course = f"{begun[layer]:.0%} of them were at first"
-        place = RecordPlace("sink_share", layer, None)
-        return self.alarm(history, meaning, least, at=place, trend=course)
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class GateShut(Rule):
-    """The gate of a learned sink is shut: the head gives its keys less than `factor` times the weight that the median
-    head does.
-
-    It requires a run that is watched with stats="all+gates". It is not a default rule, because it fired in 11 of 18
-    healthy runs of tiny models, as well as in all 12 runs that went wrong (experiments/notes/results/step-spectra.md).
-    One shut
-    head is not harmful in itself.
-    """
-
-    factor: float = 0.01
-    source: str = "derived: the output of a head is multiplied by its gate, so a head with a shut gate adds nothing"
-    cause: str = "a head's sink takes all of its weight"
-
-    def check(self, history: History) -> Alarm | None:
-        gates, ratios = history.series("gate_mean"), history.by_layer("gate_min_ratio")
-        if gates is None or ratios is None or not (ratios[-1:] < self.factor).any():
-            return None
-        layer = int(np.nanargmin(ratios[-1]))
-        place = RecordPlace("gate_mean", layer, int(np.nanargmin(gates[-1, layer])))
-        series = place.of(gates)
-        meaning = f"the sink's gate is shut: it leaves {series[-1]:.2g} of the weight to the keys"
-        course = trend(history, series)
-        return self.alarm(history, meaning, float(series[-1]), at=place, trend=course)
+        return self.alarm(
+            history, meaning, float(course[-1]), at=at, trend=trend(history, course)
+        )
 
 
 @final

@@ -123,6 +123,16 @@ STEP_FIELDS: dict[str, Field] = {
 # If it is 1, all other values of the head are meaningless, so code checks it by name.
 NON_FINITE = "non_finite"
 
+# What finite_stages counts, in the order in which a NaN or infinity would spread.
+STAGES = (
+    "weights",
+    "data",
+    "input",
+    "queries and keys",
+    "logits",
+    "output",
+)
+
 # Whose norm would be another one.
 _STORED = ", absent if weights are computed from stored ones (sigma_reparam)"
 
@@ -283,6 +293,19 @@ HEAD_FIELDS: dict[str, HeadField] = {
     NON_FINITE: HeadField(
         "0 or 1", "whether a logit or the entropy was NaN or infinite", "max"
     ),
+    "finite_stages": HeadField(
+        "stages",
+        "stages of the layer before the first that has NaN or infinity: weights of q and k, data that the model is "
+        "called with, input, queries and keys, logits, output; 6 if all are finite",
+        "min",
+        count="n_pairs",
+    ),
+    "empty_sample": HeadField(
+        "index",
+        "first sample of a batch with a query that sees no key, whose softmax is NaN; not measured if there is none",
+        "min",
+    ),
+    "empty_query": HeadField("index", "first such query in that sample", "min"),
     "grad_over_eps": HeadField(
         "1",
         "smaller of the RMS gradients of the query and key weights, divided by the optimizer's eps",
