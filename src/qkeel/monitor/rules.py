@@ -298,6 +298,9 @@ class Ceiling(ThresholdRule):
         if top is None or not top.value > threshold:
             return None
         meaning = f"max logit {top.value:,.4g} is over {threshold:,g}"
+        capped = history.series("capped_max_logit")
+        if capped is not None and 0 < top.at.of(capped)[-1] < 0.95 * top.value:
+            meaning += f" ({top.at.of(capped)[-1]:,.4g} after the model's cap)"
         course = trend(history, top.series)
         return self.alarm(history, meaning, top.value, at=top.at, trend=course)
 
