@@ -14,11 +14,13 @@ from qkeel.patching.modes import function_name
 
 # A head with a smaller mean gate is shut.
 SHUT = 0.05
+# These move nothing.
+_KEEPS = ("to", "float", "type_as", "clone", "dropout", "contiguous")
 _MOVES = frozenset(
     {
         *("transpose", "swapaxes", "permute", "movedim", "reshape", "view", "flatten"),
-        *("unflatten", "contiguous", "unsqueeze", "squeeze", "expand", "getitem"),
-        *("to", "float", "type_as", "clone", "dropout"),
+        *("unflatten", "unsqueeze", "squeeze", "expand", "getitem"),
+        *_KEEPS,
     }
 )
 _PRODUCTS = frozenset({"scaled_dot_product_attention", "matmul", "bmm", "einsum"})
@@ -78,18 +80,23 @@ class GateMode(TorchFunctionMode):
     def _begin(self, x: Tensor, site: str) -> None:
         self._product = None
         if x.ndim == 4:
-            heads = torch.arange(x.shape[1], device=x.device)[None, :, None, None]
-            self._outputs[id(x)] = _Output(x, site, heads.expand(x.shape))
+            # With the strides of x, so that it goes where x goes.
+            heads = torch.empty_like(x, dtype=torch.int64, requires_grad=False)
+            heads.copy_(torch.arange(x.shape[1], device=x.device)[None, :, None, None])
+            self._outputs[id(x)] = _Output(x, site, heads)
 
     def _move(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
         tag = self._outputs.get(id(args[0]))
         if tag is not None:
-            same = output.shape == tag.heads.shape
-            heads = tag.heads if same else func(tag.heads, *args[1:], **kwargs)
-            if function_name(func) in ("transpose", "swapaxes", "permute", "movedim"):
-                heads = func(tag.heads, *args[1:], **kwargs)
+            heads = tag.heads
+            if function_name(func) not in _KEEPS:
+                try:
+                    heads = func(tag.heads, *args[1:], **kwargs)
+                except RuntimeError:
+                    # A view that the strides of this tensor do not allow: the way ends here.
+                    return
             self._outputs[id(output)] = dataclasses.replace(tag, x=output, heads=heads)
         if id(args[0]) in self._sigmoids:
             self._sigmoids[id(output)] = output
