@@ -96,7 +96,7 @@ def test_types_are_found_and_shown(tmp_path: Path) -> None:
     head, *rows = monitor.table().splitlines()[1:]
     assert head.split()[:2] == ["layer", "type"]
     assert [tuple(row.split()[:2]) for row in rows[:4]] == list(TYPES.items())
-    assert ">type<" in monitor._repr_html_()
+    assert " type " in monitor._repr_html_()
     keys = sample.summaries()
     logits = sample.heads["max_logit"]
     for i, of in enumerate(TYPES.values()):

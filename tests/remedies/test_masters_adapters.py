@@ -242,6 +242,8 @@ def test_gains_that_are_saved_with_the_adapter_are_accepted() -> None:
         saved = peft.get_peft_model_state_dict(model)
         assert sum("q_norm" in name for name in saved) == len(LAYERS)
         assert torch.equal(reference(), before)
+    with pytest.raises(RefusedError, match="adapters on it"):
+        qkeel.apply(model, "swin_norm", optimizer, batch=batch())
 
 
 @PEFT

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import qkeel
+from qkeel.autopilot import ActiveRemedies
 from qkeel.nn import Decoder, DecoderConfig
 
 Split = Callable[[Decoder], list[Optimizer]]
@@ -264,6 +265,21 @@ def test_lalr_takes_query_and_key_weights_of_two_optimizers() -> None:
         factor = 0.5 if name in ("q.weight", "k.weight") else 1.0
         # The second optimizer's step is scaled by norms that the first has just changed.
         torch.testing.assert_close(step, full * factor, rtol=0.02, atol=1e-6, msg=name)
+
+
+def test_an_autopilot_clips_biases_that_another_optimizer_holds() -> None:
+    model = Separate()
+    optimizers = muon_and_adamw(model)
+    active = ActiveRemedies(model, optimizers)
+    (site,) = sites = qkeel.find_sites(model, X)
+    active.know(sites)
+    active.put_on((f"qk_clip:threshold={TAU}", 0), {site.name: ()}, {})
+    model(X).square().sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    expected = trained(muon_and_adamw, f"qk_clip:threshold={TAU}")
+    for name, p in expected.named_parameters():
+        assert torch.equal(model.get_parameter(name), p), name
 
 
 def test_a_frozen_control_freezes_biases_that_another_optimizer_holds() -> None:

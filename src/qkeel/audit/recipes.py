@@ -208,7 +208,8 @@ class Explanation:
     ] = ()  #: one sentence per config setting that the model contradicts
 
     def __str__(self) -> str:
-        parts = [f"{self.model}: {len(self.sites)} attention layers"]
+        plural = "s" * (len(self.sites) != 1)
+        parts = [f"{self.model}: {len(self.sites)} attention layer{plural}"]
         groups: dict[str, list[str]] = {}
         for site in self.sites:
             groups.setdefault("\n  ".join(site.lines()), []).append(site.name)

@@ -320,7 +320,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         every: int | Cadence = CALLBACK_CADENCE,
         sinks: Sinks = (),
         rules: Sequence[Rule] | None = None,
-        query_mask: MaskSource | None = "attention_mask",
+        query_mask: MaskSource | None = None,
         per_layer: bool = True,
         autopilot: bool | str | Ladder = False,
         remedy: str | Remedy | Sequence[str | Remedy] | None = None,
@@ -337,6 +337,8 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._per_layer = per_layer
         self._handler: CallbackHandler | None = None
+        # Of the micro-batches of the current step.
+        self._losses: list[Tensor] = []
 
     def on_train_begin(
         self,
@@ -427,10 +429,35 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     ) -> None:
         """Follows the Trainer's step count, which includes steps that a GradScaler skips, and measures the last
         step."""
+        self._losses = []
         if self.monitor is not None:
             self.monitor.steps = max(self.monitor.steps, state.global_step)
             if state.global_step + 1 == state.max_steps:
                 self.monitor.measure_next()
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Records the Trainer's loss, which may be another than the one that the model returns."""
+        self.on_substep_end(args, state, control)
+        if self.monitor is not None and self._losses:
+            self.monitor.note_loss(torch.stack(self._losses).sum())
+
+    def on_substep_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Reads the loss of a micro-batch."""
+        loss = _loss_of_micro_batch()
+        if loss is not None:
+            self._losses.append(loss)
 
     def on_step_end(
         self,
@@ -492,7 +519,9 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
                 # Logging resets the control's requests, and the Trainer has not acted on them yet.
                 reporters.on_log(args, state_then, copy.copy(control), numbers)
                 printed = {key: numbers[key] for key in _PRINTED if key in numbers}
-                terminal.on_log(args, state_then, copy.copy(control), printed)
+                # Those of untrained passes have other names.
+                if printed:
+                    terminal.on_log(args, state_then, copy.copy(control), printed)
 
 
 def _check_remedy(remedy: RemedySpec) -> None:
@@ -525,6 +554,15 @@ def _split(handler: CallbackHandler) -> tuple[CallbackHandler, CallbackHandler]:
         ]
         handlers.append(handler_of_kind)
     return handlers[0], handlers[1]
+
+
+def _loss_of_micro_batch() -> Tensor | None:
+    """Returns what the Trainer has just computed, which it hands to no callback. Its sum hides losses that are NaN."""
+    for frame in running_frames():
+        loss = frame.f_locals.get("tr_loss_step")
+        if isinstance(loss, Tensor):
+            return loss
+    return None
 
 
 def _saved(args: TrainingArguments, state: TrainerState) -> Path:

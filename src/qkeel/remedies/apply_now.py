@@ -256,9 +256,10 @@ def _check_adapters(target: Target, remedy: Remedy) -> None:
 
     A module of peft's modules_to_save is a copy that is saved with the adapter, and that disabling it takes out."""
     adapter = first_adapter(target.model)
-    if adapter is None or all(
+    are_saved = remedy.changes_spec and all(
         ".modules_to_save." in f"{module_name(site)}." for site in target.sites
-    ):
+    )
+    if adapter is None or are_saved:
         return
     raise RefusedError(
         f"{remedy.name} changes the forward pass of the base model, and this model has adapters on it ({adapter}): a "

@@ -108,6 +108,10 @@ class QKClip(StepRemedy):
     )
     if_computed = "scaling the stored weight would not scale the logit"
 
+    @property
+    def limit(self) -> float | None:
+        return self.threshold if self.heads is None else None
+
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         return sites_of(self.heads, sites, self.name)
 

@@ -114,7 +114,7 @@ def trained(
     ]
     more = {
         name: options.pop(name)
-        for name in ("eval_dataset", "optimizers")
+        for name in ("eval_dataset", "optimizers", "compute_loss_func")
         if name in options
     }
     given = {
@@ -206,6 +206,29 @@ def test_the_loss_is_that_of_the_trainer_and_evaluations_are_sent() -> None:
         losses, rel=1e-3
     )
     assert any("eval_attn/max_logit" in logs for _, logs in reporter.sent)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loss_that_the_trainer_computes_itself_is_recorded(accumulation: int) -> None:
+    """As DPO's, which uses the logits of a pass whose own loss nobody trains."""
+
+    def shifted(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return outputs["logits"].square().mean() + 7
+
+    callback = QkeelCallback(every=1)
+    trainer = trained(
+        callback,
+        compute_loss_func=shifted,
+        logging_steps=1,
+        max_steps=3,
+        gradient_accumulation_steps=accumulation,
+    )
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert callback.monitor is not None
+    assert callback.monitor.history.values["train_loss"].tolist() == pytest.approx(
+        losses, rel=1e-3
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
