@@ -90,8 +90,7 @@ class ModuleCall:
 
 def _autocast_now(device: str) -> Callable[[], torch.autocast]:
     """Returns a function that makes a context of autocast as it is set now."""
-    # The meta device has none.
-    device = device if torch.amp.is_autocast_available(device) else "cpu"
+    device = _autocast_device(device)
     return functools.partial(
         torch.autocast,
         device,
@@ -100,13 +99,21 @@ def _autocast_now(device: str) -> Callable[[], torch.autocast]:
     )
 
 
+@functools.lru_cache(maxsize=8)
+def _autocast_device(device: str) -> str:
+    # The meta device has no autocast.
+    return device if torch.amp.is_autocast_available(device) else "cpu"
+
+
 class GivenArguments:
     """What a module was called with, so that it can be called again: the arguments, the contents of the objects among
     them, and the setting of autocast."""
 
     def __init__(self, args: Args, kwargs: Kwargs, inputs: Sequence[Tensor]) -> None:
         self.args, self.kwargs = args, kwargs
-        self._contents = ObjectContents((args, dict(kwargs)))
+        self._contents = None
+        if not all(map(_is_fixed, (*args, *kwargs.values()))):
+            self._contents = ObjectContents((args, dict(kwargs)))
         self._autocast = _autocast_now(inputs[0].device.type if inputs else "cpu")
         self._copied = False
 
@@ -132,7 +139,8 @@ class GivenArguments:
     @contextmanager
     def as_given(self) -> Iterator[None]:
         """A context in which objects among the arguments have their former contents, under the same autocast."""
-        self._contents.restore()
+        if self._contents is not None:
+            self._contents.restore()
         with self._autocast():
             yield
 
@@ -164,8 +172,7 @@ class ModuleStack:
         self.by_caller: Mapping[Caller, str] | None = {} if keep_inputs else None
         self._keep = keep_inputs
         self._guard = guard
-        self.root = ModuleCall(name="", module=model, parent=None)
-        self.top = self.root
+        self.root = self.top = ModuleCall(name="", module=model, parent=None)
 
     def attach(self, undo: ExitStack) -> None:
         """Installs hooks on the modules until `undo` is closed."""
@@ -185,6 +192,11 @@ class ModuleStack:
         model = self.root.module
         del self._named[self._names[id(model)]]
         self.push(model, args, kwargs)
+
+    def restart(self) -> None:
+        """Forgets a pass that may have ended early."""
+        model = self.root.module
+        self.root = self.top = ModuleCall(name="", module=model, parent=None)
 
     def push(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Records that a call of this module begins."""
@@ -387,6 +399,13 @@ def copied(value: Any) -> Any:
     return mapped(value, copy_of)
 
 
+def _is_fixed(value: object) -> bool:
+    """True for tensors, numbers and strings, also in tuples: no pass can change what such an object holds."""
+    return isinstance(value, _PLAIN) or (
+        type(value) is tuple and all(map(_is_fixed, value))
+    )
+
+
 @contextmanager
 def same_random_streams(devices: Sequence[int] = ()) -> Iterator[None]:
     """A context that restores the random generators of Python, NumPy and torch, on the CPU and on the given GPUs."""
@@ -401,11 +420,19 @@ Undo = Callable[[], None]
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[Undo]:
-    """A context that restores what a forward pass changes: random generators, buffers, attributes and requires_grad
-    flags, and in which the user's hooks that return nothing don't run.
+    """A context that restores what a forward pass changes (see `restored`), and in which the user's hooks that return
+    nothing don't run.
 
     The context yields a function that restores this state, for use between two passes.
     """
+    with hooks_held_back(model), restored(model) as undo:
+        yield undo
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[Undo]:
+    """A context that restores random generators, and a model's buffers, attributes and requires_grad flags. It yields a
+    function that does so between two passes."""
     modules = [*modules_of(model).values()]
     parameters = parameters_in(modules)
     devices = sorted(
@@ -414,7 +441,6 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
     # Those that every module has, such as hooks and parameters, which sharded models exchange in a pass.
     torchs_own = vars(nn.Module()).keys()
     with ExitStack() as undo:
-        undo.enter_context(hooks_held_back(model))
         streams = undo.enter_context(ExitStack())
         streams.enter_context(same_random_streams(devices))
         kept = [

@@ -251,6 +251,11 @@ class CaptureMode(CallObserver):
             enter = functools.partial(self._enter_module, only)
             hooks += put_hooks(module, enter, self._leave_module)
 
+    def restart(self) -> None:
+        """Forgets the pass that was observed, so that another one can be observed in the same context."""
+        self.handwritten.tags.clear()
+        self.stack.restart()
+
     def _enter_module(
         self,
         only: frozenset[Function] | None,

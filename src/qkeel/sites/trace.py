@@ -35,6 +35,7 @@ from qkeel.capture.example import (
     undisturbed,
 )
 from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.user_hooks import hooks_held_back
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
@@ -147,7 +148,7 @@ class ModelTrace:
     def verified(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         """Returns the sites, with a reason for each site whose weights a rerun of its module does not confirm."""
         verification = Verification(self.model)
-        with extra_pass(self.model):
+        with extra_pass(self.model), hooks_held_back(self.model):
             checked = [
                 verification.site(site, self.calls.get(site.name, [])) for site in sites
             ]
@@ -164,7 +165,7 @@ class ModelTrace:
         """
         calls = self.calls[site.name]
         readers = [LogitReader(call.captured.call) for call in calls]
-        with extra_pass(self.model):
+        with extra_pass(self.model), hooks_held_back(self.model):
             rerun = smallest_rerun(
                 self.model, site, calls, readers, ChangedWeights(self.model, site)
             )
