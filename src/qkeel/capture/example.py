@@ -184,7 +184,10 @@ class ModuleStack:
         hooks: list[Hook] = []
         undo.callback(remove_hooks, hooks)
         for module in self._named.values():
-            if not isinstance(module, torch.jit.ScriptModule):
+            if _has_no_attention(module):
+                if self._keep:
+                    hooks += put_hooks(module, None, in_this_thread(self._count))
+            elif not isinstance(module, torch.jit.ScriptModule):
                 hooks += put_hooks(module, push, pop)
 
     def begun(self, args: Args, kwargs: Kwargs) -> None:
@@ -223,6 +226,9 @@ class ModuleStack:
             given=GivenArguments(args, kwargs, inputs) if self._keep else None,
         )
 
+    def _count(self, module: nn.Module, args: object, output: object) -> None:
+        self.called[id(module)] += 1
+
     def pop(self, module: nn.Module, args: object, output: object) -> None:
         """Records that a call of this module ends."""
         # A frame above this one remains if an exception ended a module without hooks.
@@ -230,6 +236,15 @@ class ModuleStack:
             if frame.module is module and frame.parent is not None:
                 self.top = frame.parent
                 return
+
+
+# Most modules of a model are linear layers and norms, and a frame for each call of them costs time.
+_WITHOUT_ATTENTION = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout)
+
+
+def _has_no_attention(module: nn.Module) -> bool:
+    """True for a layer of torch's own in which no attention can be called."""
+    return type(module) in _WITHOUT_ATTENTION and "forward" not in vars(module)
 
 
 def tensors(value: object) -> Iterator[Tensor]:

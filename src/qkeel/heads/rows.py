@@ -118,8 +118,9 @@ class Side:
         if used is not None:
             heads = [projection.rows(features.nonzero().flatten()) for features in used]
         else:
+            weights = _probe_weights(x[:, 0])
             heads = [
-                projection.reached(_probe(x[:, h], projection))
+                projection.reached(_gradient(x[:, h], projection, weights))
                 for h in range(x.shape[1])
             ]
         sizes = {len(rows) for rows in heads}
@@ -329,14 +330,22 @@ def _probe(
 ) -> Tensor | None:
     """The gradient of a fixed random combination of the elements of x, or of those that a mask selects, with respect
     to the features of a projection."""
+    weights = _probe_weights(x)
+    return _gradient(x, projection, weights if mask is None else weights * mask)
+
+
+def _probe_weights(x: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(x.shape, generator=generator, dtype=torch.float64) + 0.5
-    if mask is not None:
-        weights = weights * mask
+    return weights.to(x)
+
+
+def _gradient(x: Tensor, projection: Projection, weights: Tensor) -> Tensor | None:
+    """The gradient of the sum of weights times x with respect to the features of a projection."""
     (grad,) = torch.autograd.grad(
         x,
         GradientEdge(projection.node, 0),
-        weights.to(x),
+        weights,
         retain_graph=True,
         allow_unused=True,
     )
@@ -361,7 +370,7 @@ def features_used(
     shape = [size if i == dim % x.ndim else 1 for i in range(x.ndim)]
     codes = half_codes(size)
     reached = []
-    for mask in codes.T:
+    for mask in codes.T.to(x.device):
         grad = _probe(x, projection, mask.view(shape))
         if grad is None:
             return None
