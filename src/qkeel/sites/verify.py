@@ -25,8 +25,8 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import Any, final
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +80,6 @@ class Verification:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._verified: list[VerifiedModule] = []
-        # Copies of objects of modules, by the object's id, that runs have not changed.
-        self._copies: dict[int, object] = {}
         self._by_gradients: dict[str, str] = {}
 
     def site(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> AttentionSite:
@@ -145,7 +143,6 @@ class Verification:
                 if doubt:
                     return doubt, ""
                 unscaled = experiment.disproportion()
-        self._copies |= rerun.unchanged_copies()
         if kind is not None and rerun.frame is frame:
             self._verified.append(
                 VerifiedModule(
@@ -179,7 +176,6 @@ class Verification:
                 readers,
                 weights.parameters,
                 on_copy=verified.on_copy,
-                copies=self._copies,
             )
             with rerun.opened():
                 rerun.base = [reader.recorded for reader in readers]
@@ -400,7 +396,6 @@ class Rerun:
         readers: the readers of the logits of these calls.
         parameters: the weights that change, by name.
         on_copy: whether a deep copy of the module runs instead of the module itself.
-        copies: copies of objects of the module that need not be made again, by the object's id.
     """
 
     #: the logits with the known weights as they are, which every change is compared with
@@ -418,7 +413,6 @@ class Rerun:
         parameters: Mapping[str, nn.Parameter],
         *,
         on_copy: bool,
-        copies: Mapping[int, object] | None = None,
     ) -> None:
         assert frame.given is not None
         self.frame, self.on_copy, self._given = frame, on_copy, frame.given
@@ -428,8 +422,7 @@ class Rerun:
         self._parameters, self.module = dict(parameters), frame.module
         if on_copy:
             # All other parameters are shared with the model, not copied.
-            memo: dict[int, Any] = {id(p): p for p in model.parameters()}
-            memo |= copies or {}
+            memo = {id(p): p for p in model.parameters()}
             for name, p in parameters.items():
                 self._parameters[name] = nn.Parameter(p.detach(), p.requires_grad)
                 memo[id(p)] = self._parameters[name]
@@ -450,23 +443,6 @@ class Rerun:
         self._has_run, self._reported = False, itertools.count()
         self._calls: list[Seen] = []
         self._to_end = self._spread
-
-    def unchanged_copies(self) -> dict[int, object]:
-        """The copies of objects of the module, such as its configuration, that still equal these objects, by id."""
-        if self.module is self.frame.module:
-            return {}
-        copies: dict[int, object] = {}
-        originals = modules_of(self.frame.module).values()
-        for original, copied in zip(originals, modules_of(self.module).values()):
-            for name, x in vars(original).items():
-                other = vars(copied).get(name)
-                if other is x or isinstance(x, (Tensor, nn.Module)):
-                    continue
-                # Comparing what an object holds may not be possible.
-                with suppress(Exception):
-                    if vars(x) == vars(other):
-                        copies[id(x)] = other
-        return copies
 
     @contextmanager
     def opened(self) -> Iterator[None]:
