@@ -418,7 +418,7 @@ class Rerun:
         self.frame, self.on_copy, self._given = frame, on_copy, frame.given
         self._recorded, self._readers = calls, readers
         self._numbers = [call.positions[id(frame)] for call in calls]
-        self._spread = spread(model)
+        self.is_spread = spread(model)
         self._parameters, self.module = dict(parameters), frame.module
         if on_copy:
             # All other parameters are shared with the model, not copied.
@@ -442,14 +442,14 @@ class Rerun:
         # Whether the opened module has run, and the calls of its run, as they are reported.
         self._has_run, self._reported = False, itertools.count()
         self._calls: list[Seen] = []
-        self._to_end = self._spread
+        self._to_end = self.is_spread
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """A context in which the module can run; afterwards it is as it was."""
-        alone = self._spread or dist.world() == 1
+        alone = self.is_spread or dist.world() == 1
         with (
-            eagerly(graph=False, together=self._spread),
+            eagerly(graph=False, together=self.is_spread),
             nullcontext() if alone else CollectiveMode(_refuse_collective),
             self._watcher,
         ):
@@ -529,7 +529,7 @@ class Rerun:
             args, kwargs = self._given.changed(lambda x: x.detach().clone())
             self._to_end = True
             self._run(args, kwargs, weights)
-            self._to_end = self._spread
+            self._to_end = self.is_spread
         return inputs
 
     def _note(self, captured: CapturedCall) -> None:
@@ -555,7 +555,7 @@ class Rerun:
             except _EnoughError:
                 pass
             except Exception as error:
-                if self._spread and not isinstance(error, dist.ApartError):
+                if self.is_spread and not isinstance(error, dist.ApartError):
                     dist.fail_on_all(SEARCH, error)
                 raise
             finally:
@@ -690,7 +690,8 @@ class _Experiment:
             unique_slices(term.key[-1] for term in site.terms),
         ]
         is_shared = len(unique_slices(itertools.chain(*sides))) < sum(map(len, sides))
-        if site.normed or is_shared:
+        # What one process sees must not decide how many runs all of them make.
+        if site.normed or is_shared or self._rerun.is_spread:
             return False
         weights: Weights = self._weights.filled()
         factors = torch.ones(site.n_heads)
