@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
+from typing import Any
 
 import pytest
 
@@ -15,3 +17,20 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if not hands_out:  # a process that only hands out tests needs no torch
         config.pluginmanager.register(importlib.import_module("each_test"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole files go to a process, and all that fork to the same one, whose server imports torch and models once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    @functools.cache
+    def forks(file: str) -> bool:
+        return "forked" in (config.rootpath / file).read_text(encoding="utf-8")
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "forked" if forks(file) else file
+
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None

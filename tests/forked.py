@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -52,35 +53,6 @@ def forkserver() -> Any:
     context = _Context()
     context.set_forkserver_preload(list(_IMPORTED_ONCE))
     return context
-
-
-class Forked:
-    """`python -m module words…` as far as a test can tell, but for the time of the imports; used as a Popen."""
-
-    def __init__(self, module: str, *words: str) -> None:
-        said, self._said = tempfile.mkstemp()
-        os.close(said)
-        self._process = forkserver().Process(
-            target=_main, args=(module, words, self._said), daemon=True
-        )
-        self._process.start()
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """Waits for its end; what it said on both streams."""
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(self._said, timeout or 0.0)
-        return Path(self._said).read_text(encoding="utf-8", errors="replace"), None
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        """Ends it, if it has not ended; its output is gone."""
-        self._process.kill()
-        self._process.join()
-        Path(self._said).unlink(missing_ok=True)
 
 
 class Python:
@@ -154,16 +126,63 @@ class Python:
         )
 
 
-def together(module: str, world: int, *words: str, seconds: float = 300) -> list[str]:
-    """Runs `module RANK words…` for each rank of a world at once; what each said. All must end well in this time."""
-    started = [Forked(module, str(rank), *words) for rank in range(world)]
-    try:
-        said = [process.communicate(timeout=seconds)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * world, "\n".join(said)
-    return said
+def spawn(
+    world: int, *acts: Callable[[], object], seconds: float = 300, store: str = ""
+) -> list[str]:
+    """Calls the functions one after another in each process of a group of gloo; what each process printed.
+
+    All must end well in this time: a process that waits for ever is a failure.
+
+    Args:
+        world: how many processes.
+        acts: functions of modules, or partials of them; all begin one together.
+        seconds: how long the processes may take.
+        store: where they meet, as `init_process_group` takes it; a file of their own otherwise.
+    """
+    deadline = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder, str(rank)) for rank in range(world)]
+        meet = store or f"file://{folder}/store"
+        started = []
+        for rank, path in enumerate(said):
+            path.touch()
+            given = (acts, rank, world, meet, str(path))
+            started.append(forkserver().Process(target=_member, args=given))
+            started[-1].start()
+        try:
+            for process in started:
+                process.join(max(0.0, deadline - time.monotonic()))
+            codes = [process.exitcode for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in said]
+    assert codes == [0] * world, "\n".join(texts)
+    return texts
+
+
+def _member(
+    acts: Sequence[Callable[[], object]], rank: int, world: int, store: str, said: str
+) -> None:
+    import torch
+    from torch import distributed
+
+    _redirect((said, said))
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=60)
+    distributed.init_process_group("gloo", store, limit, world, rank)
+    for act in acts:
+        act()
+        print(getattr(act, "__name__", act), "ended", flush=True)
+        if act is not acts[-1]:
+            distributed.barrier()
+    distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # gloo's threads go on where DistributedDataParallel or fully_shard was used. One that lets go of a tensor while
+    # the interpreter ends aborts the process ("terminate called without an active exception").
+    os._exit(0)
 
 
 def python(
@@ -172,10 +191,6 @@ def python(
     """What a Python has said when it has ended; how: as of that."""
     with Python(words, folder, **how) as process:
         return process.end()
-
-
-def _main(module: str, words: tuple[str, ...], said: str) -> None:
-    _run(("-m", module, *words), (said, said))
 
 
 def _python(
@@ -192,10 +207,14 @@ def _python(
     _run(words, (f"{said}/out", f"{said}/err"))
 
 
-def _run(words: tuple[str, ...], said: tuple[str, str]) -> None:
+def _redirect(said: tuple[str, str]) -> None:
     gc.freeze()  # what looks at all objects, as `qkeel watch` does, would copy the server's memory page by page
     for stream, path in enumerate(said, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
+
+
+def _run(words: tuple[str, ...], said: tuple[str, str]) -> None:
+    _redirect(said)
     if words[0] == "-m":
         sys.argv = list(words[1:])
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

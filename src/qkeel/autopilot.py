@@ -584,8 +584,12 @@ class ActiveRemedies:
         """
         (remedy,) = parse_remedies(key[0])
         remedy = dataclasses.replace(remedy, heads=tuple(heads_of.items()))  # type: ignore[call-arg]
-        optimizer = self.optimizers[key[1]]
-        handle = apply(self.model, remedy, optimizer, sites=self.sites, partial=True)
+        # The others may hold biases, or the other weights, of the same sites.
+        first = self.optimizers[key[1]]
+        others = [x for x in self.optimizers if x is not first]
+        handle = apply(
+            self.model, remedy, [first, *others], sites=self.sites, partial=True
+        )
         handle.load({**handle.state(), **state})
         self.handles[key] = handle, heads_of
 

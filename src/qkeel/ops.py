@@ -7,6 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from qkeel.errors import ShapeError
 from qkeel.functional.statistics import LogitStats
 from qkeel.kernels.attention.compiled import Native
 from qkeel.kernels.attention.flex import Flex
@@ -97,7 +98,8 @@ def attention(
     Args:
         q: the queries [b h t d]. k, v: the keys [b g s d] and values [b g s d'], where h is a multiple of g.
         spec: what attention computes. params: the tensors that the spec needs, if any (see `spec.init_params`).
-        causal: whether a query sees only keys at or before its own position.
+        causal: whether a query sees only keys at or before its own position; without positions this takes at most as
+            many queries as keys.
         mask: a boolean (True = may attend) or additive mask, broadcast to [b h t s], or a padding mask [b s].
         pos_q, pos_k: the positions [b t] and [b s]; by default 0 .. s-1, with the queries aligned to the end of the
             keys.
@@ -129,6 +131,14 @@ def attention(
         pos_k=pos_k,
         dropout=dropout,
     )
+    t, s = q.shape[2], k.shape[2]
+    if causal and call.plain and cu_seqlens is None and t > s:
+        # The usual way here is tokens in the dimension of heads, whose number may divide too.
+        raise ShapeError(
+            f"expected at most as many queries as keys under causal=True, got {t} and {s}: queries are aligned to the end "
+            "of the keys, so the first ones would see none. If the heads are in dimension 2, call transpose(1, 2) on q, "
+            "k and v; for cross-attention pass causal=False; otherwise pass pos_q and pos_k"
+        )
     call = band_call(call, cu_seqlens=cu_seqlens)
     if isinstance(stats, str):
         check_known("statistics", stats, ["max"])

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.audit.visibility import document_numbers, padded_keys
+from qkeel.audit.visibility import (
+    PackedTokens,
+    document_numbers,
+    padded_keys,
+    seen_keys,
+)
 from qkeel.metrics import Status
+from qkeel.sites.weights import blocks_of_weights, captured_calls
 
 from .test_sees import (
     POSITIONS,
@@ -207,3 +213,16 @@ def test_a_row_that_sees_no_key_is_named_where_the_output_is_not_finite(
     status, sentence = answer(kind(), torch.randn(2, 6, 16))
     assert status is Status.NOT_HEALTHY
     assert "sample 1, query 2 sees no key" in sentence
+
+
+@pytest.mark.parametrize("most", [1 << 6, 1 << 9, 1 << 20])
+def test_some_rows_of_a_long_sequence_speak_for_all(most: int) -> None:
+    torch.manual_seed(0)
+    model = Model([SelfAttention(everything, fused=True)]).eval()
+    ((name, calls),) = captured_calls(model, tokens(40)).items()
+    rows = [rows for rows, _ in blocks_of_weights(calls, most)]
+    n_rows = sum(block.stop - block.start for block in rows)
+    assert rows[-1].stop == 40
+    # A row of 2 samples, 2 heads and 40 keys has 160 weights.
+    assert {1 << 6: 8, 1 << 9: 8, 1 << 20: 40}[most] == n_rows
+    assert seen_keys(name, calls, PackedTokens(), most).weight("later") > 0.5

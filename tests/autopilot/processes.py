@@ -1,9 +1,8 @@
-"""An autopilot in processes of its own: python -m tests.autopilot.processes FOLDER RANK WORLD."""
+"""An autopilot in processes of its own; see spawn."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -14,10 +13,9 @@ import qkeel
 from qkeel.monitor import PlannedRates
 
 
-def parallel(folder: Path, rank: int, world: int) -> None:
+def parallel(folder: Path) -> None:
     """Each rank trains on its part of the batch; what it decided and has in the end goes to a file."""
-    store = distributed.FileStore(str(folder / "store"), world)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    rank, world = distributed.get_rank(), distributed.get_world_size()
     model = foreign()
     model.drop.p = 0.0
     wrapped = nn.parallel.DistributedDataParallel(model)
@@ -36,9 +34,3 @@ def parallel(folder: Path, rank: int, world: int) -> None:
     torch.save(trained.bits(), folder / f"bits {rank}")
     assert pilot.remedies.handles
     pilot.remove()
-    distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    parallel(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.autopilot.processes import parallel
 from tests.autopilot.runs import EAGER, RATE, STEPS, Run, adamw, equal, foreign
+from tests.forked import spawn
 
 import qkeel
 from qkeel.autopilot import Action
@@ -19,12 +20,7 @@ from qkeel.monitor import PlannedRates
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_processes_decide_alike_and_keep_equal_weights(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.autopilot.processes", str(tmp_path)]
-    root = Path(__file__).parents[2]
-    started = [
-        subprocess.Popen([*command, str(rank), "2"], cwd=root) for rank in range(2)
-    ]
-    assert [process.wait(300) for process in started] == [0, 0]
+    spawn(2, functools.partial(parallel, tmp_path))
     first, second = (
         json.loads((tmp_path / f"decisions {rank}").read_text()) for rank in range(2)
     )

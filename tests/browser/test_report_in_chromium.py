@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 
 import pytest
@@ -60,6 +60,23 @@ def browse(page: Path, script: str = "", *flags: str) -> str:
     return done.stdout
 
 
+def browse_all(pages: dict[str, Path]) -> dict[str, str]:
+    """The HTML of several pages, which are shown in frames of one: most of a browser's time is its start."""
+    frames = "".join(
+        f'<iframe id="{name}" width=1280 height=1600 srcdoc="{escape(path.read_text(encoding="utf-8"))}"></iframe>'
+        for name, path in pages.items()
+    )
+    script = """
+      for (const frame of document.querySelectorAll("iframe"))
+        document.body.dataset[frame.id] = frame.contentDocument.documentElement.outerHTML;
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder, "frames.html")
+        page.write_text(f"<!doctype html><body>{frames}</body>", encoding="utf-8")
+        html = browse(page, script)
+    return {name: told(html, name) for name in pages}
+
+
 def told(html: str, name: str) -> str:
     """What a script has written to `document.body.dataset`."""
     found = re.search(f'data-{name}="([^"]*)"', html)
@@ -101,15 +118,46 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return qkeel.report.write(make_watch(folder / "watch"), folder / "report.html")
 
 
-def test_every_chart_is_drawn(demo: Path, watched: Path) -> None:
-    html = browse(demo)
+SIZES = "document.body.dataset.sizes = JSON.stringify([innerWidth, document.documentElement.scrollWidth]);"
+DARK, LIGHT = 0, 1
+VIEWS = [
+    ("demo", 1280, LIGHT),
+    ("demo", 1280, DARK),
+    ("demo", 500, LIGHT),
+    ("watched", 1280, LIGHT),
+    ("watched", 500, DARK),
+]
+View = tuple[str, int, int]
+
+
+@pytest.fixture(scope="module")
+def views(
+    demo: Path, watched: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[View, tuple[str, bytes]]:
+    """The HTML and the picture of a page in windows of two widths, in both colours."""
+    picture, shown = tmp_path_factory.mktemp("views") / "picture.png", {}
+    for view in VIEWS:
+        page, width, scheme = view
+        html = browse(
+            demo if page == "demo" else watched,
+            SIZES,
+            f"--window-size={width},1600",
+            f"--blink-settings=preferredColorScheme={scheme}",
+            f"--screenshot={picture}",
+        )
+        shown[view] = html, picture.read_bytes()
+    return shown
+
+
+def test_every_chart_is_drawn(views: dict[View, tuple[str, bytes]]) -> None:
+    html, _ = views["demo", 1280, LIGHT]
     marks = {"drift": 2, "loss": 6, "logits": 36, "entropy": 36, "train": 36}
     for name, least in marks.items():
         assert n_lines(chart(html, name)) >= least, name
     # A line, a range and dots per remedy.
     assert chart(html, "loss").count("aria-description=") >= 18
     assert "alarm 100" in chart(html, "drift")
-    html = browse(watched)
+    html, _ = views["watched", 1280, LIGHT]
     marks = {"growth": 13, "entropy": 13, "norms": 24, "more": 12, "loss": 1}
     for name, least in marks.items():
         assert n_lines(chart(html, name)) >= least, name
@@ -118,26 +166,13 @@ def test_every_chart_is_drawn(demo: Path, watched: Path) -> None:
     assert "layer 4 · head 5" in chart(html, "growth")
 
 
-@pytest.mark.parametrize("page", ["demo", "watched"])
-@pytest.mark.parametrize("width", [1280, 500])
 def test_a_page_fits_its_window_in_light_and_dark(
-    page: str, width: int, request: pytest.FixtureRequest, tmp_path: Path
+    views: dict[View, tuple[str, bytes]],
 ) -> None:
-    pictures = []
-    script = "document.body.dataset.sizes = JSON.stringify([innerWidth, document.documentElement.scrollWidth]);"
-    for scheme in (0, 1):  # dark and light
-        picture = tmp_path / f"{scheme}.png"
-        html = browse(
-            request.getfixturevalue(page),
-            script,
-            f"--window-size={width},1600",
-            f"--blink-settings=preferredColorScheme={scheme}",
-            f"--screenshot={picture}",
-        )
+    for (_, width, _), (html, picture) in views.items():
         assert json.loads(told(html, "sizes")) == [width, width]
-        pictures.append(picture.read_bytes())
-        assert len(pictures[-1]) > 15_000
-    assert pictures[0] != pictures[1]
+        assert len(picture) > 15_000
+    assert views["demo", 1280, LIGHT][1] != views["demo", 1280, DARK][1]
 
 
 SAVE = """
@@ -234,9 +269,12 @@ def test_pages_of_little_and_of_much_are_quiet(tmp_path: Path) -> None:
         "tiny": [make_watch(tmp_path / "one", tiny)],
         "big": [make_watch(tmp_path / "big", big)],
     }
-    shown = {}
-    for name, path in paths.items():
-        shown[name] = browse(qkeel.report.write(path, tmp_path / f"{name}.html"))
+    shown = browse_all(
+        {
+            name: qkeel.report.write(path, tmp_path / f"{name}.html")
+            for name, path in paths.items()
+        }
+    )
     assert "<svg" not in re.sub(r"<script.*?</script>", "", shown["empty"], flags=re.S)
     assert "L" in chart(shown["failed"], "logits")
     assert "L" in chart(shown["single"], "logits")
@@ -273,9 +311,13 @@ def test_a_study_in_parts_is_drawn_one_part_at_a_time(tmp_path: Path) -> None:
         ]
     study = make_study(tmp_path / "study", runs, name="mla")
     page = qkeel.report.write(study, tmp_path / "page.html")
-    for script, n in (("", 3), (f'{PICK} pick("part", "mha, muon");', 2)):
-        html = browse(page, script)
-        for name in ("loss", "logits", "entropy", "train"):
-            chart(html, name)
-        legend = html.split('data-legend="loss"')[1].split("</figure>")[0]
-        assert legend.count('class="key"') == n
+    count = "document.querySelectorAll('[data-legend=\"loss\"] .key').length"
+    script = f"""{PICK}
+      document.body.dataset.first = {count};
+      pick("part", "mha, muon");
+      document.body.dataset.second = {count};
+    """
+    html = browse(page, script)
+    assert (told(html, "first"), told(html, "second")) == ("3", "2")
+    for name in ("loss", "logits", "entropy", "train"):
+        chart(html, name)

@@ -31,6 +31,9 @@ def causal():
 def leaky():
     return Model(False), batch()
 
+def broken():
+    return Model(True), torch.rand(2, 9)
+
 def nothing():
     return None
 """
@@ -56,6 +59,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("causal", "window=3", 1),
         ("causal", "left", 2),
         ("nothing", "causal", 2),
+        ("broken", "causal", 2),  # a crash is not a model that is not healthy
         ("missing", "causal", 2),
     ],
 )

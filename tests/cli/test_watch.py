@@ -453,3 +453,41 @@ print("OUT", float(net(batch(9)).detach().abs().sum()))
         assert "nothing was measured: the script watches its models itself" in err
         outputs.append(float(out.rpartition("OUT ")[2].split()[0]))
     assert outputs[0] != outputs[1]
+
+
+WITH_A_REMEDY = """
+import qkeel
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+qkeel.apply(model, "qk_clip:threshold=100", optimizer)
+for step in range(3):
+    with torch.no_grad():
+        loss(model, batch(step + 10))
+    train(model, optimizer, 2)
+"""
+
+
+def test_the_end_of_a_run_tells_its_untrained_passes_and_the_scripts_remedy(
+    tmp_path: Path, here: Watch
+) -> None:
+    words = ["python", script(tmp_path, WITH_A_REMEDY).name]
+    code, _, err = here("--every", "2", "--", *words)
+    assert code == 0
+    assert (
+        "watching 1 attention layer of Net with qk_clip:threshold=100 active, run"
+        in err
+    )
+    assert "\nqkeel: passes that were not trained: step 4 (untrained), max logit" in err
+    assert re.search(r"head \d, step \d, the largest of 3 measured\)", err)
+    page = (tmp_path / "qkeel-runs" / "train" / "report.html").read_text()
+    assert "qk_clip:threshold=100 active" in page
+
+
+def test_a_crash_before_an_optimizer_has_no_other_cause(
+    tmp_path: Path, here: Watch
+) -> None:
+    words = ["python", script(tmp_path, "raise ValueError(1)").name]
+    code, _, err = here("--", *words)
+    assert code == 1
+    last = "qkeel: nothing was measured: the script ended before it created a torch.optim.Optimizer"
+    assert err.splitlines()[-1] == last

@@ -243,3 +243,11 @@ def test_a_module_under_construction_does_not_disturb_the_search() -> None:
     net = Net()
     assert chains(SGD(net.parameters(), lr=0.1))[0][0] is net
     assert not vars(blank)
+
+
+def test_the_fit_of_a_retrofit_is_no_training(found: Found) -> None:
+    net = Net()
+    qkeel.retrofit(net, "qk_norm", [batch(0), batch(1)])
+    assert found.are()
+    train(net, SGD(net.parameters(), lr=0.1), 1)
+    assert found.are(net)

@@ -56,10 +56,15 @@ why, and what to do instead.
 | device | status |
 |---|---|
 | CPU | tested; compiled kernels on x86-64 (AVX2, AVX-512), PyTorch elsewhere; ARM64 compiles but has not been run |
-| CUDA GPU | PyTorch's operators and Triton kernels, checked in Triton's interpreter and on one H200 |
+| CUDA GPU | PyTorch's operators, and the Triton kernels that one H200 was seen to run right |
+| AMD GPU | PyTorch's operators; nothing of qkeel's has been run there |
 | several processes | gloo is tested; NCCL is not ([processes](guides/watch.md#under-torchrun)) |
 
-`make gpu` checks and times everything on a GPU in five minutes ([GPU](internals/gpu.md)).
+On the H200 these were seen to be right: norm and rotation, largest and smallest logits, and all statistics of causal, full
+and key-masked attention. All statistics of masks that differ by query, of sliding windows and of packed sequences, and
+the largest logits that a model's own `flex_attention` returns, are left to PyTorch on every GPU, and one warning says
+so; `QKEEL_TRITON=unseen` runs their kernels too, which have run in Triton's interpreter only. `make gpu` checks and times
+everything in five minutes; [GPU](internals/gpu.md) lists what was seen at which commit.
 """
 
 

@@ -47,14 +47,6 @@ def _app(words: tuple[str, ...]) -> App:
     return make_app(words)
 
 
-def test_make_targets_named_in_the_readme_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(
-        r"^make ([a-z]+)", (ROOT / "README.md").read_text(), flags=re.M
-    ):
-        assert re.search(rf"^{target}:", makefile, flags=re.M), target
-
-
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     listed = [line.strip() for line in index.split("```{toctree}", 1)[1].splitlines()]

@@ -11,7 +11,10 @@ from kernels.test_norm_rope import NORMS, case_of, check, position_of, run
 from torch import nn
 
 import qkeel
+from qkeel.functional.statistics import TENSORS
+from qkeel.kernels import contract
 from qkeel.kernels.attention.flex import Flex
+from qkeel.kernels.logits.gpu import row_fields
 from qkeel.kernels.native import triton as available
 from qkeel.kernels.norm_rope import encode
 from qkeel.kernels.norm_rope import operator as norm_rope
@@ -26,7 +29,7 @@ from qkeel.spec import (
     SlidingWindow,
     Softcap,
 )
-from qkeel.spec.call import make_call
+from qkeel.spec.call import band_call, make_call, with_query_mask
 from qkeel.spec.norm import Norm
 
 DEVICE = "cuda"
@@ -44,6 +47,96 @@ STEPPED = [
     "qk_weight_decay",
     "qk_clip:threshold=0.001",
 ]
+
+
+STATISTICS: dict[str, tuple[AttentionSpec, dict[str, Any]]] = {
+    # What no GPU had run when this was written comes first: see qkeel.kernels.contract.
+    "pairs": (AttentionSpec(cap=Softcap(5.0)), {"pairs": True}),
+    "spans": (AttentionSpec(), {"causal": False, "spans": (5, 30)}),
+    "spans of masked keys": (
+        AttentionSpec(),
+        {"causal": False, "padding": True, "spans": (0, 64)},
+    ),
+    "window": (AttentionSpec(position=SlidingWindow(window=70)), {}),
+    "rows left out": (AttentionSpec(), {"left out": True}),
+    "causal": (AttentionSpec(), {}),
+    "full": (AttentionSpec(position=Rope()), {"causal": False}),
+    "norm": (qkeel.preset("qwen3"), {}),
+    "softcap": (AttentionSpec(cap=Softcap(5.0)), {}),
+    "padding": (AttentionSpec(), {"padding": True}),
+}
+
+
+def call_of(
+    name: str, dtype: torch.dtype, t: int, d: int, device: str, size: float = 1.0
+) -> Any:
+    spec, how = STATISTICS[name]
+    q, k, v = (torch.randn(2, heads, t, d).to(dtype).to(device) for heads in (4, 2, 2))
+    params = {n: p.to(device, dtype) for n, p in spec.init_params(4, 2, d).items()}
+    mask = (
+        (torch.arange(t, device=device) >= torch.tensor([[0], [t // 3]], device=device))
+        if "padding" in how
+        else None
+    )
+    if "pairs" in how:
+        mask = torch.rand(2, 1, t, t, device=device) < 0.6
+    call = make_call(
+        spec, size * q, k, v, params=params, mask=mask, causal=how.get("causal", True)
+    )
+    if "spans" in how:
+        call = band_call(call, window=how["spans"])
+    if "left out" in how:
+        call = with_query_mask(call, torch.arange(t, device=device)[None] % 3 != 1)
+    return call
+
+
+def on_cpu(call: Any) -> Any:
+    """The same numbers in float64 on the CPU, which no kernel supports."""
+    move = lambda x: x.double().cpu() if x.is_floating_point() else x.cpu()  # noqa: E731
+    tensors = {
+        name: x
+        for name in call.__dataclass_fields__
+        if isinstance(x := getattr(call, name), torch.Tensor)
+    }
+    params = {name: move(x) for name, x in call.params.items()}
+    return dataclasses.replace(
+        call, params=params, **{name: move(x) for name, x in tensors.items()}
+    )
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_statistics_without_values_are_the_exact_ones(
+    name: str, dtype: torch.dtype
+) -> None:
+    for t, d, size in ((1, 64, 1.0), (129, 24, 1.0), (300, 128, 30.0), (65, 256, 1.0)):
+        call = call_of(name, dtype, t, d, DEVICE, size)
+        truth, every, largest = (
+            logit_stats(on_cpu(call)),
+            logit_stats(call),
+            max_stats(call),
+        )
+        assert row_fields(call, 1.0) is not None, "Triton's pass is what is asked"
+        # A sum of logits, and an exponential of one, are off by what the largest is.
+        room = 1e-3 + 1e-6 * float(truth.max_abs_logit.max())
+        fields = [(every, field) for field in TENSORS if field != "share_above"]
+        for ours, field in (*fields, (largest, "max_logit"), (largest, "min_logit")):
+            true = getattr(truth, field).double()
+            numbers = getattr(ours, field).double().cpu()
+            assert torch.allclose(
+                numbers, true, rtol=1e-3, atol=room, equal_nan=True
+            ), f"{t}, {d}, {field}"
+
+
+def test_what_no_gpu_has_run_is_left_to_torch_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = call_of("spans", torch.float32, 65, 64, DEVICE)
+    assert row_fields(call, 1.0) is not None
+    monkeypatch.delenv("QKEEL_TRITON")
+    contract._say_once.cache_clear()
+    with pytest.warns(UserWarning, match="QKEEL_TRITON=unseen"):
+        assert row_fields(call, 1.0) is None
 
 
 def test_tensors_here_go_through_triton() -> None:
@@ -94,68 +187,6 @@ def test_a_module_is_one_graph_when_compiled() -> None:
         )
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-
-
-STATISTICS: dict[str, tuple[AttentionSpec, dict[str, Any]]] = {
-    "causal": (AttentionSpec(), {}),
-    "full": (AttentionSpec(position=Rope()), {"causal": False}),
-    "norm": (qkeel.preset("qwen3"), {}),
-    "softcap": (AttentionSpec(cap=Softcap(5.0)), {}),
-    "window": (AttentionSpec(position=SlidingWindow(window=70)), {}),
-    "padding": (AttentionSpec(), {"padding": True}),
-}
-
-
-def call_of(
-    name: str, dtype: torch.dtype, t: int, d: int, device: str, size: float = 1.0
-) -> Any:
-    spec, how = STATISTICS[name]
-    q, k, v = (torch.randn(2, heads, t, d).to(dtype).to(device) for heads in (4, 2, 2))
-    params = {n: p.to(device, dtype) for n, p in spec.init_params(4, 2, d).items()}
-    mask = (
-        (torch.arange(t, device=device) >= torch.tensor([[0], [t // 3]], device=device))
-        if "padding" in how
-        else None
-    )
-    return make_call(
-        spec, size * q, k, v, params=params, mask=mask, causal=how.get("causal", True)
-    )
-
-
-def on_cpu(call: Any) -> Any:
-    """The same numbers in float64 on the CPU, which no kernel supports."""
-    move = lambda x: x.double().cpu() if x.is_floating_point() else x.cpu()  # noqa: E731
-    tensors = {
-        name: x
-        for name in call.__dataclass_fields__
-        if isinstance(x := getattr(call, name), torch.Tensor)
-    }
-    params = {name: move(x) for name, x in call.params.items()}
-    return dataclasses.replace(
-        call, params=params, **{name: move(x) for name, x in tensors.items()}
-    )
-
-
-@pytest.mark.parametrize("name", STATISTICS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_statistics_without_values_are_the_exact_ones(
-    name: str, dtype: torch.dtype
-) -> None:
-    for t, d, size in ((1, 64, 1.0), (129, 24, 1.0), (300, 128, 30.0), (65, 256, 1.0)):
-        call = call_of(name, dtype, t, d, DEVICE, size)
-        truth, every, largest = (
-            logit_stats(on_cpu(call)),
-            logit_stats(call),
-            max_stats(call),
-        )
-        for ours, field in (
-            (every, "entropy"),
-            *((x, f) for x in (every, largest) for f in ("max_logit", "min_logit")),
-        ):
-            true = getattr(truth, field)
-            assert torch.allclose(
-                getattr(ours, field).double().cpu(), true, rtol=1e-3, atol=1e-3
-            ), f"{t}, {d}, {field}"
 
 
 def test_flex_hands_out_maxima_and_logsumexp() -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tests.integrations.trainers.run import STEPS, Outcome
+from tests.integrations.trainers.watched import CASES as WATCHED
 
 # By trainer and setup: how far weights and recorded numbers (relative to those above 1) may be from one process.
 ROUNDING = 1e-12
@@ -60,3 +62,32 @@ def test_two_processes_train_and_measure_as_one(case: str, tmp_path: Path) -> No
             np.testing.assert_allclose(
                 found.heads[name], values, rtol=most, atol=most, err_msg=name
             )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", WATCHED)
+def test_watching_changes_no_bit_of_a_training_by_others(
+    case: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(WATCHED[case][0])
+    results = []
+    for option in ("plain", "watch"):
+        folder = tmp_path / option
+        folder.mkdir()
+        module = "tests.integrations.trainers.watched"
+        command = [sys.executable, "-m", module, case, str(folder), option]
+        done = subprocess.run(command, timeout=300, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        results.append(pickle.loads((folder / "result.pickle").read_bytes()))
+    (losses, weights, _), (watched_losses, watched_weights, recorded) = results
+    assert len(losses) > 1
+    assert watched_losses == losses
+    assert {*watched_weights} == {*weights}
+    for name, weight in weights.items():
+        assert torch.equal(watched_weights[name], weight), name
+    steps, heads, share = recorded
+    # Of nnsight's first trace nothing is known, and said so: its output is made anew.
+    assert len(steps) >= len(losses) - (case == "nnsight")
+    assert not share.startswith("0")
+    assert np.isfinite(heads["max_logit"]).all()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
-from qkeel import attention
 from qkeel.kernels import choose as choosing
 from qkeel.kernels.choose import KERNELS, PREFERENCES, choose, explain_choice, preferred
 from qkeel.spec import AttentionCall, AttentionSpec, Softcap
@@ -93,18 +90,3 @@ def test_an_explanation_names_the_kernel_that_is_taken_and_every_refusal_before_
     assert text.startswith(f"kernel {found.kernel}\n")
     assert found.preference.reason in text
     assert all(refusal.reason in text for refusal in found.refusals.values())
-
-
-def test_a_choice_is_logged_once_per_kind_of_call(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QKEEL_NATIVE", "0")  # every machine has the other kernels
-    choosing._log_once.cache_clear()
-    with caplog.at_level(logging.DEBUG, logger="qkeel"):
-        for _ in range(3):
-            attention(*[torch.randn(1, 2, 5, 8)] * 3, spec=AttentionSpec(), impl="auto")
-        attention(*[torch.randn(1, 2, 1, 8)] * 3, spec=AttentionSpec())
-    assert [record.getMessage() for record in caplog.records] == [
-        "kernel sdpa for a call with as many queries as keys, float32 on cpu",
-        "kernel sdpa for one query on a CPU, float32 on cpu",
-    ]

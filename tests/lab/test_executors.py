@@ -148,3 +148,12 @@ def test_what_a_killed_worker_leaves_is_continued_by_the_same_command(
     assert not run_plan(plan, tmp_path / "s", execution).failures
     run_plan(plan, tmp_path / "one")
     assert table(tmp_path / "s") == table(tmp_path / "one")
+
+
+def test_a_single_job_is_done_in_this_process_however_many_workers_there_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(executors, "_by_joblib", lambda *_: pytest.fail("a process"))
+    monkeypatch.setattr(executors, "work", lambda job: Outcome(job.directory))
+    (outcome,) = outcomes([Job({}, "a", "")], 2, "loky", tmp_path)
+    assert outcome.directory == "a"

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import math
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,20 @@ def crash_after(step: int, error: BaseException | None = None) -> Watcher:
 def crashed(config: RunConfig, place: Path, step: int = 10) -> None:
     with pytest.raises(Crash):
         run(config, place, watcher=crash_after(step))
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Everything of the tiny run that nothing interrupts."""
+    return everything(run(tiny(), tmp_path_factory.mktemp("whole") / "r"))
+
+
+@pytest.fixture(scope="module")
+def cut(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the tiny run that crashed at step 10; tests copy it."""
+    place = tmp_path_factory.mktemp("cut") / "r"
+    crashed(tiny(), place)
+    return place
 
 
 def test_a_run_directory_holds_what_the_records_say(tiny: Make, tmp_path: Path) -> None:
@@ -122,7 +137,7 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint(
 
 
 def test_a_run_whose_directory_is_moved_away_stops_at_its_next_write(
-    tiny: Make, tmp_path: Path
+    tiny: Make, tmp_path: Path, whole: dict[str, Any]
 ) -> None:
     place, away = tmp_path / "r", tmp_path / "away"
 
@@ -134,8 +149,7 @@ def test_a_run_whose_directory_is_moved_away_stops_at_its_next_write(
         run(tiny(), place, watcher=Watcher(on_record=move))
     assert not place.exists()
     assert RunDirectory(away).status is RunStatus.STARTED
-    whole = run(tiny(), tmp_path / "whole")
-    assert everything(run(tiny(), away)) == everything(whole)
+    assert everything(run(tiny(), away)) == whole
 
 
 def test_a_finished_run_is_not_run_again(tiny: Make, tmp_path: Path) -> None:
@@ -182,31 +196,37 @@ def test_a_corpus_that_changed_is_noticed_and_no_folder_is_named(
     ],
 )
 def test_a_torn_file_is_named_and_the_run_starts_again(
-    tiny: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, words: str
+    tiny: Make,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    words: str,
+    whole: dict[str, Any],
+    cut: Path,
 ) -> None:
-    crashed(tiny(), tmp_path / "r")
-    path = tmp_path / "r" / name
+    path = shutil.copytree(cut, tmp_path / "r") / name
     path.write_bytes(path.read_bytes()[:40])
-    whole = run(tiny(), tmp_path / "whole")
-    assert everything(run(tiny(), tmp_path / "r")) == everything(whole)
+    assert everything(run(tiny(), tmp_path / "r")) == whole
     assert words in caplog.text
     assert "The run starts again" in caplog.text
 
 
 def test_records_in_another_order_are_noticed_and_torn_ends_written_again(
-    tiny: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny: Make,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    whole: dict[str, Any],
+    cut: Path,
 ) -> None:
-    whole, place = run(tiny(), tmp_path / "whole"), tmp_path / "r"
-    crashed(tiny(), place)
+    place = shutil.copytree(cut, tmp_path / "r")
     for name in ("metrics.jsonl", "heads.f32", "events.jsonl"):
         with open(place / name, "ab") as file:
             file.write(b'{"st')
-    assert everything(run(tiny(), place)) == everything(whole)
-    crashed(tiny(), tmp_path / "turned")
-    path = tmp_path / "turned" / "metrics.jsonl"
+    assert everything(run(tiny(), place)) == whole
+    path = shutil.copytree(cut, tmp_path / "turned") / "metrics.jsonl"
     first, second, *lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([second, first, *lines]))
-    assert everything(run(tiny(), path.parent)) == everything(whole)
+    assert everything(run(tiny(), path.parent)) == whole
     assert "metrics.jsonl lacks records" in caplog.text
 
 
@@ -263,22 +283,24 @@ def test_a_loss_that_is_not_finite_ends_the_run_as_collapsed_again_and_again(
 
 
 def test_an_exception_in_training_is_recorded_and_the_next_attempt_goes_on(
-    tiny: Make, tmp_path: Path
+    tiny: Make, tmp_path: Path, whole: dict[str, Any]
 ) -> None:
     directory, error = RunDirectory(tmp_path / "r"), NonFiniteError("NaN in a weight")
     with pytest.raises(NonFiniteError):
         run(tiny(), directory.path, watcher=crash_after(6, error))
     assert directory.status is RunStatus.FAILED
     assert "NonFiniteError: NaN in a weight" in directory.failure()
-    whole = run(tiny(), tmp_path / "whole")
-    assert everything(run(tiny(), directory.path)) == everything(whole)
+    assert everything(run(tiny(), directory.path)) == whole
     assert not directory.failure()
 
 
 def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(
-    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    whole: dict[str, Any],
 ) -> None:
-    whole, append, fsync = run(tiny(), tmp_path / "whole"), disk.append, os.fsync
+    append, fsync = disk.append, os.fsync
 
     def full(path: Path, data: bytes) -> None:
         if b'"step": 6,' in data:
@@ -305,7 +327,7 @@ def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(
             with pytest.raises(RunDirectoryError, match="No space left on device"):
                 run(tiny(), tmp_path / name)
         assert not list((tmp_path / name).rglob(".state*")), "half a checkpoint"
-        assert everything(run(tiny(), tmp_path / name)) == everything(whole)
+        assert everything(run(tiny(), tmp_path / name)) == whole
 
 
 def test_measuring_does_not_change_training_nor_threads(

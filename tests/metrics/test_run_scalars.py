@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from qkeel.metrics import alarm_step, collapsed, spike_score
+from qkeel.metrics.run_scalars import slope, stored_logit_error
 
 LOSSES = st.lists(st.floats(0.1, 20), min_size=1, max_size=8)
 
@@ -52,4 +54,19 @@ def test_spikes_are_far_above_the_window_before() -> None:
     assert spike_score([*calm, math.nan]) == pytest.approx(1 / 21)
     assert spike_score([*calm, math.inf]) == pytest.approx(1 / 21)
     assert spike_score([9.0, *calm]) == 0  # the first window is never judged
+    assert spike_score([1.0, 1.1, 1.0, 9.0]) == 0
     assert spike_score([]) == 0
+
+
+def test_the_error_of_a_stored_logit_is_its_spacing_over_the_root_of_twelve() -> None:
+    root = math.sqrt(12)
+    for dtype, bits in (("fp8", 3), ("bf16", 7), ("fp16", 10), ("fp32", 23)):
+        # 100 lies between 64 and 128.
+        assert stored_logit_error(-100.0, dtype) == 2.0 ** (6 - bits) / root
+    assert stored_logit_error(0.0, "bf16") == 0.0
+    assert stored_logit_error(math.inf, "bf16") == math.inf
+
+
+def test_no_slope_goes_through_points_of_one_x() -> None:
+    assert slope(np.array([0.0, 2.0]), np.array([1.0, 2.0])) == 0.5
+    assert math.isnan(slope(np.array([1.0, 1.0]), np.array([1.0, 2.0])))

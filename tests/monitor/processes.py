@@ -1,17 +1,14 @@
-"""What two processes do that train together: python -m tests.monitor.processes RANK STORE CASE…"""
+"""What two processes do that train together; see spawn."""
 
 from __future__ import annotations
 
 import functools
-import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.contract.processes.ending import end
 from tests.contract.watch.small import Small, batch, hooks, small
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -312,21 +309,3 @@ SLOW: tuple[Callable[[], None], ...] = (
     models_that_are_trained_apart_are_recorded_apart,
     a_sharded_model_that_one_process_watches_makes_nobody_wait,
 )
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    rank, where, names = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    dist.init_process_group(
-        "gloo", init_method=f"file://{where}", rank=rank, world_size=2
-    )
-    for each in names:
-        try:
-            next(case for case in (*FAST, *SLOW) if case.__name__ == each)()
-            print("passed", each, flush=True)
-        except Exception:
-            print(
-                f"FAILED {each} on process {rank}\n{traceback.format_exc()}", flush=True
-            )
-            sys.exit(1)
-        dist.barrier()
-    end()

@@ -4,26 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from tests.monitor.test_changes import Attention
 
 import qkeel
 from qkeel.monitor import Adaptive, Every, LogSpaced
 from qkeel.monitor.cadence import cadence
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
-        return self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            .transpose(1, 2)
-            .flatten(2)
-        )
 
 
 def measured(jump: int | None, steps: int, every: Adaptive) -> list[int]:

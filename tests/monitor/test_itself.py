@@ -64,6 +64,27 @@ def test_each_step_counts_its_own_calls_and_names_sites_that_stay_silent(
     )
 
 
+def test_the_time_of_untrained_passes_is_in_the_record_of_their_step() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples: list[Sample] = []
+
+    class Kept(LoggingSink):
+        def write(self, sample: Sample) -> None:
+            samples.append(sample)
+
+    with qkeel.watch(model, optimizer, sinks=Kept()):
+        for _ in range(3):
+            with torch.no_grad():  # a reference
+                model(torch.randn(1, 4, 8))
+            model(torch.randn(1, 4, 8)).sum().backward()
+            optimizer.step()
+        with torch.no_grad():  # an evaluation after the last step
+            model(torch.randn(1, 4, 8))
+    times = [(x.phase, x.monitor.get("milliseconds", 0.0) > 0) for x in samples]
+    assert times == [*[("eval", False), ("train", True)] * 3, ("eval", True)]
+
+
 class Broken(LoggingSink):
     """Fails at its first sample."""
 

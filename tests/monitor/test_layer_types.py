@@ -96,7 +96,7 @@ def test_types_are_found_and_shown(tmp_path: Path) -> None:
     head, *rows = monitor.table().splitlines()[1:]
     assert head.split()[:2] == ["layer", "type"]
     assert [tuple(row.split()[:2]) for row in rows[:4]] == list(TYPES.items())
-    assert ">type<" in monitor._repr_html_()
+    assert " type " in monitor._repr_html_()
     keys = sample.summaries()
     logits = sample.heads["max_logit"]
     for i, of in enumerate(TYPES.values()):
@@ -199,3 +199,54 @@ def test_a_threshold_that_is_none_gets_one_clear_error(rule: Any) -> None:
     for wrong in ("100", None, True, {"full": "100"}, {"full": {"full": 1.0}}, [100.0]):
         with pytest.raises(InvalidTypeError, match="expected a"):
             rule(threshold=wrong)
+
+
+class Curriculum(nn.Module):
+    """Attention whose window changes from pass to pass, written in the ways that programs write it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.window = way, None
+        self.qk = nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (y.unflatten(-1, (2, 8)).mT.mT for y in self.qk(x).chunk(2, -1))
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        i = torch.arange(x.shape[1])
+        seen = i[:, None] >= i
+        if self.window is not None:
+            seen = seen & (i[:, None] - i < self.window)
+        if self.way == "by hand":
+            z = (q @ k.mT * 8**-0.5).masked_fill(~seen, -torch.inf)
+            return (z.softmax(-1) @ k).transpose(1, 2).flatten(2)
+        mask: Tensor | None = seen
+        if self.way == "added":
+            mask = torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, -torch.inf)
+        if self.way == "without a mask" and self.window is None:
+            mask = None
+        out = nn.functional.scaled_dot_product_attention(
+            q, k, k, attn_mask=mask, is_causal=mask is None
+        )
+        return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_layer_is_judged_anew_when_its_visible_keys_change(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    way = ["by hand", "added", "boolean", "without a mask"][seed % 4]
+    torch.manual_seed(seed)
+    model = Curriculum(way)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    window = None
+    with qkeel.watch(model, optimizer) as monitor:
+        for _ in range(12):
+            if draw.random() < 0.4:
+                window = draw.choice([None, 3, 5])
+            model.window = window
+            tokens = int(draw.choice([9, 12]))
+            model(torch.randn(2, tokens, 16)).square().mean().backward()
+            optimizer.step()
+            types = {*monitor.sample.types.values()}
+            # Until a longer sequence shows all keys again, nine tokens may be too few to contradict twelve.
+            if tokens == 12:
+                assert types == {"full" if window is None else "window"}

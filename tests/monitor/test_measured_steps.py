@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,3 +139,33 @@ def test_an_optimizer_that_only_counts_the_steps_of_others_counts_them_here_too(
         model.zero_grad()
     assert monitor.history.steps.tolist() == [0, 1, 2]
     monitor.remove()
+
+
+def test_a_resumed_run_goes_on_at_the_step_that_any_of_its_optimizers_counts(
+    tmp_path: Path,
+) -> None:
+    """Muon keeps no count in its state; AdamW does."""
+
+    def trained(
+        steps: Iterable[int], loaded: list[dict[str, Any]], path: Path
+    ) -> tuple[list[int], list[dict[str, Any]]]:
+        model = small()
+        optimizers = [
+            torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.01),
+            torch.optim.AdamW(p for p in model.parameters() if p.ndim != 2),
+        ]
+        with watch(model, optimizers, sinks=path) as monitor:
+            for optimizer, state in zip(optimizers, loaded):
+                optimizer.load_state_dict(state)
+            for step in steps:
+                model(batch(step)).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            states = [optimizer.state_dict() for optimizer in optimizers]
+            return monitor.history.steps.tolist(), states
+
+    _, states = trained(range(3), [], tmp_path / "first")
+    assert trained(range(3, 5), states, tmp_path / "resumed")[0] == [3, 4]
+    config = json.loads((tmp_path / "resumed" / "config.json").read_text())
+    assert config["optimizer"] == "Muon, AdamW"

@@ -176,7 +176,7 @@ def step(
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_planted_origin_is_named(kind: str, seed: int) -> None:
     draw = random.Random(f"{kind} {seed}")

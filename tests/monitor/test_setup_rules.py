@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,8 @@ from qkeel.monitor import (
     History,
     IdleNorm,
     Resolution,
+    Rule,
+    Saturation,
     Setting,
     VanishingGradient,
     replay,
@@ -82,32 +86,13 @@ def test_growing_gains_are_noticed_where_they_grow() -> None:
     assert replay(history(gain_bound=bound[:4]), [GainGrowth()]) == []
 
 
-def test_a_norm_that_does_nothing_is_noticed_at_the_first_record() -> None:
-    normed = np.full((3, 1, 2), 4.0)
-    raw = np.array([[[4.0, 5.5]]] * 3)
-    rule = IdleNorm(kind="rms", head_dim=16)
-    assert replay(history(query_norm=normed, key_norm=normed), [rule]) == []
-    (alarm,) = replay(history(query_norm=normed, key_norm=raw), [rule])
-    assert (alarm.step, alarm.head) == (0, 1)
-    assert "key norms are 5.5, not 4" in str(alarm)
-    only_query = IdleNorm(kind="rms", head_dim=16, sides=("query",))
-    assert replay(history(query_norm=normed, key_norm=raw), [only_query]) == []
-    assert (
-        replay(
-            history(query_norm=normed / 4, key_norm=normed / 4),
-            [IdleNorm(kind="l2", head_dim=16)],
-        )
-        == []
-    )
-
-
 def test_gains_that_move_later_are_no_idle_norm_but_a_logit_above_their_bound_is() -> (
     None
 ):
     norms = np.array([4.0, 6.0, 9.0])[:, None, None]
     bound = np.array([4.0, 9.0, 20.0])[:, None, None]
     fine = {"query_norm": norms, "key_norm": norms, "gain_bound": bound}
-    rule = IdleNorm(kind="rms", head_dim=16)
+    rule = IdleNorm(kind="rms")
     assert replay(history(**fine, max_logit=0.9 * bound), [rule]) == []
     (alarm,) = replay(
         history(**fine, max_logit=bound * np.array([0.9, 1.0, 2.0])[:, None, None]),
@@ -118,7 +103,7 @@ def test_gains_that_move_later_are_no_idle_norm_but_a_logit_above_their_bound_is
 
 def test_missing_series_raise_nothing() -> None:
     seen = history(entropy=np.ones((4, 1, 1)))
-    rules = [GainGrowth(), IdleNorm(kind="rms", head_dim=4)]
+    rules = [GainGrowth(), IdleNorm(kind="rms")]
     rules += [
         Resolution(dtype="bf16", kernel=k, head_dim=4) for k in ("fused", "eager")
     ]
@@ -157,23 +142,6 @@ def test_gains_of_a_name_that_comes_late_are_compared_with_their_first_record() 
     ] == [50]
 
 
-def test_norms_of_trained_gains_are_no_idle_norm() -> None:
-    raw = np.full((3, 1, 2), 7.0)
-    assert (
-        replay(
-            history(query_norm=raw, key_norm=raw),
-            [IdleNorm(kind="rms", head_dim=16, fresh=False)],
-        )
-        == []
-    )
-    late = np.full((3, 1, 2), np.nan)
-    late[1:] = 7.0
-    (alarm,) = replay(
-        history(query_norm=late, key_norm=late), [IdleNorm(kind="rms", head_dim=16)]
-    )
-    assert alarm.step == 10  # the first record that has norms
-
-
 def test_a_gradient_under_eps_is_noticed_at_the_second_record() -> None:
     ratio = np.full((4, 2, 2), 30.0)
     ratio[1, 0, 1] = (
@@ -186,20 +154,54 @@ def test_a_gradient_under_eps_is_noticed_at_the_second_record() -> None:
     assert '"eps"' in alarm.remedy
 
 
+def test_gradients_that_shrink_together_are_no_vanishing_gradient() -> None:
+    """As when the loss is solved: every head has a thousandth of its first gradient, and one is under eps."""
+    ratio = np.geomspace(3000, 3, 4)[:, None, None] * np.ones((4, 2, 2))
+    ratio[:, 1, 0] /= 5
+    assert replay(history(grad_over_eps=ratio), [VanishingGradient()]) == []
+    ratio[2:, 0, 1] = 1e-3  # a head that has shrunk far more than the others
+    (alarm,) = replay(history(grad_over_eps=ratio), [VanishingGradient()])
+    assert (alarm.layer, alarm.head) == ("layer 0", 1)
+
+
 def test_a_setting_switches_on_the_rules_it_says_enough_for() -> None:
-    always = (*DEFAULT, GainGrowth(), VanishingGradient())
+    always = (*DEFAULT, Saturation(), GainGrowth(), VanishingGradient())
     assert rules_for(Setting()) == always
-    assert (
-        rules_for(Setting(dtype="bf16", kernel="fused", norm="rms")) == always
-    )  # the head's width is missing
-    assert rules_for(Setting(dtype="fp32", kernel="fused", head_dim=64)) == always
-    assert rules_for(
-        Setting(
-            dtype="fp16", kernel="eager", head_dim=64, scale=0.1, norm="l2", fresh=True
-        )
-    ) == (
-        *always,
+
+    def further(**facts: Any) -> tuple[Rule, ...]:
+        rules = rules_for(Setting(**facts))
+        names = [rule.name for rule in rules]
+        assert names[: len(always)] == [rule.name for rule in always]
+        return rules[len(always) :]
+
+    # The head's width is missing.
+    assert further(dtype="bf16", kernel="fused") == ()
+    assert further(dtype="fp32", kernel="fused", head_dim=64) == ()
+    eager = {"dtype": "fp16", "kernel": "eager", "head_dim": 64, "scale": 0.1}
+    assert further(**eager, norm="l2") == (
         Resolution(dtype="fp16", kernel="eager", head_dim=64, scale=0.1),
-        IdleNorm(kind="l2", head_dim=64, fresh=True),
+        IdleNorm(kind="l2"),
     )
     assert len({rule.name for rule in always}) == len(always)
+
+
+@pytest.mark.parametrize(
+    ("entropy", "spread", "fires"),
+    [
+        ([0.8, 0.5, 0.07], [5.0, 60.0, 130.0], True),
+        ([0.8, 0.5, 0.07], [5.0, 60.0, 90.0], False),  # a small spread
+        ([0.05, 0.05, 0.04], [5.0, 60.0, 130.0], False),  # a head that began as a sink
+        ([0.8, 0.5, 0.09], [5.0, 60.0, 130.0], False),  # not yet a tenth
+        ([np.nan, 0.9, 0.05], [5.0, 60.0, 130.0], True),  # it came late
+    ],
+)
+def test_a_head_that_fell_to_a_tenth_while_its_spread_grew_is_saturated(
+    entropy: list[float], spread: list[float], fires: bool
+) -> None:
+    entropies, spreads = np.full((3, 2, 2), 0.9), np.full((3, 2, 2), 8.0)
+    entropies[:, 1, 0], spreads[:, 1, 0] = entropy, spread
+    alarms = replay(
+        history(normalized_entropy=entropies, logit_spread=spreads), [Saturation()]
+    )
+    places = [(alarm.step, alarm.layer, alarm.head) for alarm in alarms]
+    assert places == ([(20, "layer 1", 0)] if fires else [])

@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from qkeel.monitor import AllSinks, History, Sample, replay, sample_table
+from qkeel.monitor import Sample, sample_table
 from qkeel.records import LAYER_FIELDS, SINK_HEAD, explain_field, fold_heads
 
 
@@ -76,25 +76,3 @@ def test_the_whole_models_share_is_over_heads_and_not_over_layers() -> None:
         explain_field("sink_head_ratio")
         == f"share of heads with sink_share above {SINK_HEAD} [share]"
     )
-
-
-def history(shares: list[list[list[float]]], entropy: float = 0.3) -> History:
-    heads = np.array(shares)
-    steps = np.arange(len(heads), dtype=float)
-    return History(
-        steps=steps,
-        values={"step": steps},
-        heads={
-            "sink_share": heads,
-            "normalized_entropy": np.full(heads.shape, entropy),
-        },
-        layers=("first", "second"),
-    )
-
-
-def test_a_layer_in_which_every_head_becomes_a_sink_is_reported_by_name() -> None:
-    grown = [[[0.1, 0.9], [0.1, 0.2]], [[0.1, 0.9], [0.5, 0.31]]]
-    (alarm,) = replay(history(grown), [AllSinks()])
-    assert (alarm.layer, alarm.head, alarm.step) == ("second", None, 1)
-    assert alarm.value == pytest.approx(0.31)
-    assert "every head of the layer is a sink head" in str(alarm)

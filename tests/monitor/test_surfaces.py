@@ -27,9 +27,9 @@ from qkeel.records import (
 from qkeel.spec import AttentionSpec, Sink
 
 LAYERS = ("blocks.0.attention", "blocks.1.attention")
-# Of sparse layers: another run measures them. The last is of norms with gains.
+# Of sparse layers: another run measures them. The last are of norms with gains, and of rows without a key.
 SPARSE = {name for name in HEAD_FIELDS if name.startswith(("index_", "dense_"))}
-ELSEWHERE = {"gain_bound"}
+ELSEWHERE = {"gain_bound", "empty_sample", "empty_query"}
 
 
 class SparseModel(nn.Module):

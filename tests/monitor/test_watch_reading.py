@@ -411,5 +411,5 @@ def test_the_maxima_alone_are_those_of_everything_and_nothing_else_is_recorded(
             )
         assert "max logit" in table
     assert {"max_logit", "entropy"} <= found[True][0].keys()
-    assert {*found["max"][0]} - {"non_finite"} == {"max_logit"}
+    assert {*found["max"][0]} - {"non_finite", "finite_stages"} == {"max_logit"}
     np.testing.assert_allclose(found["max"][1], found[True][1], rtol=1e-5, atol=1e-6)

@@ -186,6 +186,18 @@ def test_of_mla_the_weight_norms_are_those_of_the_up_projections() -> None:
         )
 
 
+def test_an_eps_beside_the_norm_of_a_matrix_is_compared_with_no_gradient() -> None:
+    model = qkeel.nn.Attention(8, 2)
+    x = torch.randn(2, 5, 8)
+    for make, is_compared in ((torch.optim.Muon, False), (torch.optim.RMSprop, True)):
+        optimizer = make(model.parameters())
+        with qkeel.watch(model, optimizer) as monitor:
+            model(x).sum().backward()
+            optimizer.step()
+            assert monitor.sample is not None
+            assert ("grad_over_eps" in monitor.sample.heads) == is_compared
+
+
 @pytest.mark.parametrize("eps", [1e-6, None])
 def test_gradients_are_root_mean_squares_over_a_heads_rows_and_over_eps(
     eps: float | None,

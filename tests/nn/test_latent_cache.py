@@ -280,21 +280,3 @@ def test_a_latent_cache_of_another_kind_layer_or_norm_is_refused() -> None:
     with pytest.raises(RefusedError, match="merge adapters first"):
         module(x[:, :1], cache=cache)
     assert cache.length == 2
-
-
-@pytest.mark.parametrize(
-    "remedy", ["qk_norm", "qk_norm:kind=l2,gain=none", "softcap:cap=2"]
-)
-@torch.no_grad()
-def test_remedies_that_change_the_forward_pass_decode_as_they_attend(
-    remedy: str,
-) -> None:
-    module, x = make(AttentionSpec()), torch.randn(2, T, D, dtype=torch.float64)
-    plain = module(x)
-    with qkeel.apply(module, remedy):
-        module.eval()
-        whole = module(x)
-        assert (whole - plain).abs().max() > 1e-4
-        for sizes in PIECES:
-            near(in_pieces(module, x, sizes), whole)
-    assert torch.equal(module(x), plain)

@@ -1,4 +1,4 @@
-"""What processes do that search a split model for attention: python -m tests.processes.searching RANK FOLDER CASE…"""
+"""What processes do that search a split model for attention; see spawn."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import itertools
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.contract.processes import wrapped
-from tests.contract.processes.ending import end
 from tests.contract.processes.watching import loss_of
 from torch import Tensor, distributed, nn
 
@@ -159,32 +156,3 @@ class Floats:
 
     def __getattr__(self, name: str) -> Any:
         raise ValueError("floats")
-
-
-CASES: tuple[Callable[[], None], ...] = (
-    some_faults,
-    late_processes,
-    faults_with_fully_shard,
-    faults_with_split_heads,
-)
-
-
-def main(rank: int, folder: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder / 'store'}"
-    distributed.init_process_group(
-        "gloo",
-        init_method=store,
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    for case in CASES:
-        if case.__name__ in names:
-            case()
-            print(case.__name__, flush=True)
-    end("well")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,15 +1,13 @@
-"""Processes of which one attends more, or not at all, in some steps: python -m tests.processes.silence RANK FOLDER."""
+"""Processes of which one attends more, or not at all, in some steps; see spawn."""
 
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.contract.processes.ending import end
 from tests.contract.processes.watching import Collectives
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -34,10 +32,10 @@ class Model(nn.Module):
         return self.second(self.first(x)) if attends else x
 
 
-def main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+def trained(folder: Path) -> None:
+    """Each process leaves what its monitor recorded of itself in a file."""
     warnings.simplefilter("ignore")  # that a pass made no attention call is said once
-    dist.init_process_group("gloo", f"file://{folder}/store", world_size=2, rank=rank)
+    rank = dist.get_rank()
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -68,8 +66,3 @@ def main(rank: int, folder: Path) -> None:
                 x for x in monitor.table().splitlines() if x.startswith("monitor: ")
             )
     (folder / f"{rank}.json").write_text(json.dumps(found))
-    end()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.forked import together
+from tests.forked import spawn
 
 import qkeel
 from qkeel.monitor import Over, replay
 from qkeel.records import MONITOR_EXTREMES, MONITOR_FIELDS
+
+from .silence import trained
 
 Found = list[list[dict[str, Any]]]
 
@@ -19,7 +22,7 @@ Found = list[list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("silence")
-    together("tests.processes.silence", 2, str(folder))
+    spawn(2, functools.partial(trained, folder))
     return folder
 
 

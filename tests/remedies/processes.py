@@ -1,13 +1,8 @@
-"""What several processes do that apply remedies: python -m tests.remedies.processes RANK WORLD FOLDER CASE…
-
-A case is the name of a setup, whose remedies are compared with one process on the global batch, or of a function here.
-"""
+"""What several processes do that apply remedies, compared with one process on the global batch; see spawn."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +11,6 @@ import pytest
 import torch
 from tests.contract.processes import wrapped
 from tests.contract.processes.context import Context, hidden, split
-from tests.contract.processes.ending import end
 from tests.contract.processes.pipelines import INTERLEAVED, pipelined
 from tests.contract.processes.setups import SETUPS
 from tests.contract.processes.watching import Collectives, context_step, made, passes
@@ -210,8 +204,29 @@ def outcome(name: str, setup: str, one: dict[str, Tensor], noise: float) -> str:
     )
 
 
-def compare(setup: str, one: Mapping[tuple[str, str], dict[str, Tensor]]) -> None:
+def by_one_process(setups: Sequence[str], path: Path) -> None:
+    """Stores the weights that one process has after the remedies of these setups' tables."""
+    needed = {
+        (data(setup), name)
+        for setup in setups
+        for name, found in SETUPS[setup].remedies.items()
+        if found.startswith("equal")
+    }
+    if "fsdp2_mixed" in setups:
+        mixed = SETUPS["fsdp2_mixed"].remedies
+        needed |= {(CASTS, n) for n, found in mixed.items() if found[:5] == "equal"}
+    one = {(setup, name): trained(name, setup) for setup, name in sorted(needed)}
+    for setup in {setup for setup, _ in needed}:
+        one[setup, "none"] = trained("none", setup)
+    for setup, name in needed:
+        moved = farthest(one[setup, name], one[setup, "none"], matrices(setup))
+        assert moved > 1e-5, f"{name} does nothing here"
+    torch.save(one, path)
+
+
+def compare(setup: str, path: Path) -> None:
     """Every remedy of the setup's table does what that says."""
+    one: dict[tuple[str, str], dict[str, Tensor]] = torch.load(path)
     for name, expected in SETUPS[setup].remedies.items():
         plain = one.get((data(setup), name), {})
         noise = (
@@ -278,15 +293,13 @@ def with_cut_heads(remedy: str, one: bool) -> dict[str, Tensor]:
     return weights(model)
 
 
-def heads_that_fully_shard_cuts() -> None:
+def heads_that_fully_shard_cuts(path: Path) -> None:
     """A head of which each process stores a part is clipped as by one process: every process computes all of it."""
+    alone = torch.load(path)
     for remedy in CUT:
         found = with_cut_heads(remedy, one=False)
-        assert farthest(found, CUT_ALONE[remedy]) < 1e-12, remedy
-        assert farthest(found, CUT_ALONE["none"]) > 1e-4, f"{remedy} does nothing here"
-
-
-CUT_ALONE: dict[str, dict[str, Tensor]] = {}  # filled before there are other processes
+        assert farthest(found, alone[remedy]) < 1e-12, remedy
+        assert farthest(found, alone["none"]) > 1e-4, f"{remedy} does nothing here"
 
 
 Misuse = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
@@ -399,60 +412,3 @@ def refused_before_anything() -> None:
                 "qk_norm",
                 optimizer,
             )
-
-
-FUNCTIONS: tuple[Callable[[], None], ...] = (
-    collectives,
-    some_misuses,
-    refused_before_anything,
-    heads_that_fully_shard_cuts,
-)
-
-
-def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
-    torch.set_num_threads(1)
-    rows = {case: SETUPS[case].remedies for case in cases if case in SETUPS}
-    needed = {
-        (data(case), name)
-        for case in rows
-        for name, found in rows[case].items()
-        if found.startswith("equal")
-    }
-    if "fsdp2_mixed" in rows:
-        needed |= {
-            (CASTS, name)
-            for name, found in rows["fsdp2_mixed"].items()
-            if found.startswith("equal")
-        }
-    one = {(setup, name): trained(name, setup) for setup, name in sorted(needed)}
-    one |= {
-        (setup, "none"): trained("none", setup)
-        for setup in {setup for setup, _ in needed}
-    }
-    for setup, name in needed:
-        assert farthest(one[setup, name], one[setup, "none"], matrices(setup)) > 1e-5, (
-            f"{name} does nothing here"
-        )
-    if heads_that_fully_shard_cuts.__name__ in cases:
-        CUT_ALONE.update(
-            {remedy: with_cut_heads(remedy, one=True) for remedy in ("none", *CUT)}
-        )
-    store = f"file://{folder / 'store'}"
-    distributed.init_process_group(
-        "gloo",
-        init_method=store,
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
-    for case in cases:
-        if case in SETUPS:
-            compare(case, one)
-        for act in FUNCTIONS:
-            if act.__name__ == case:
-                act()
-    end("well")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

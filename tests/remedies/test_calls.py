@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.each_row import each_row
-from tests.quick import one_in, quick
+from tests.quick import one_in
 from torch import Tensor, nn
 
 import qkeel
@@ -59,15 +59,16 @@ def merged(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-# Written out with a mask and fused without one; both other ways for one of them.
+# Written out with a mask and fused without one; both other ways for a change of each side of the softmax.
 @pytest.mark.parametrize(
-    ("change", "how", "masked"),
-    quick(
-        itertools.product(CHANGES, HOW, (False, True)),
-        lambda case: (case[1] == "eager") == case[2] or case[0] == "softcap:cap=0.5",
-    ),
+    ("change", "how", "masked", "layout"),
+    [
+        *((x, "eager", True, "linear") for x in CHANGES),
+        *((x, "sdpa", False, "interleaved") for x in CHANGES),
+        *((x, "eager", False, "interleaved") for x in ("softcap:cap=0.5", "sink")),
+        *((x, "sdpa", True, "linear") for x in ("log_n:length=3", "sink")),
+    ],
 )
-@pytest.mark.parametrize("layout", ["linear", "interleaved"])
 def test_a_changed_call_is_that_of_the_spec(
     change: str, how: str, masked: bool, layout: str
 ) -> None:
@@ -451,3 +452,42 @@ def test_scores_that_a_softmax_alone_does_not_tell_are_refused(
         qkeel.apply(model, remedy, batch=x)
     assert everything(model) == before
     assert torch.equal(model(x), y)
+
+
+@pytest.mark.parametrize("cap", [0.25, 1.0])
+def test_a_cap_reaches_what_a_forward_compiles_itself(cap: float) -> None:
+    """By the formula in float64; the layers compile the same code (trust3, A5)."""
+
+    class Compiling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.logits = nn.Linear(12, 36, bias=False), torch.empty(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (
+                y.unflatten(-1, (3, 4)).transpose(1, 2)
+                for y in self.qkv(x).chunk(3, -1)
+            )
+
+            def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return torch.softmax(q @ k.mT * 0.5, -1) @ v
+
+            out = torch.compile(core, backend="eager")(q, k, v)
+            return out.transpose(1, 2).flatten(2)
+
+    def right(model: nn.Sequential, x: Tensor) -> Tensor:
+        x = x.double()
+        for layer in model:
+            y = x @ layer.qkv.weight.double().mT  # type: ignore[union-attr, operator]
+            q, k, v = (z.unflatten(-1, (3, 4)).transpose(1, 2) for z in y.chunk(3, -1))
+            z = cap * torch.tanh(q @ k.mT * 0.5 / cap)
+            x = (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return x
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Compiling(), Compiling()), 3 * torch.randn(2, 5, 12)
+    with qkeel.apply(model, f"softcap:cap={cap}", batch=x):
+        for _ in range(2):
+            torch.testing.assert_close(
+                model(x).double(), right(model, x), atol=1e-5, rtol=0
+            )

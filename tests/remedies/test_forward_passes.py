@@ -24,17 +24,9 @@ def own() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=32,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    )
+    from tests.contract.watch import families
+
+    return families.llama(num_hidden_layers=3)
 
 
 def tokens() -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.errors import RefusedError, UnknownNameError
-from qkeel.remedies import head_weights
+from qkeel.monitor.alarms import hold
+from qkeel.remedies import REMEDIES, head_weights
 
 from .families import FAMILIES, batch, run
 from .models import gradients
@@ -200,6 +202,65 @@ def test_a_frozen_base_is_not_scaled_unless_asked() -> None:
 
 
 @PEFT
+@pytest.mark.parametrize(
+    "remedy",
+    [
+        name
+        for name, remedy in REMEDIES.items()
+        if not remedy.on_steps and name not in ("none", "z_loss")
+    ],
+)
+def test_what_changes_the_base_below_adapters_is_refused(remedy: str) -> None:
+    """The reference of DPO is the model with its adapters disabled."""
+    model, x = adapted("llama", "q_proj", "k_proj"), batch()
+    optimizer = torch.optim.AdamW(trained(model))
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(RefusedError, match=r"adapters on it \(.*q_proj\).*merge_and_"):
+        qkeel.apply(model, remedy, optimizer, batch=x)
+    assert [name for name, _ in model.named_parameters()] == names
+    if remedy == "qk_norm":
+        # The line that the refusal names.
+        with qkeel.apply(model, "lalr:tau=0.1", optimizer, batch=x):
+            pass
+        merged = model.merge_and_unload()
+        optimizer = torch.optim.AdamW(merged.parameters())
+        with qkeel.apply(merged, remedy, optimizer, batch=x):
+            pass
+
+
+@PEFT
+def test_gains_that_are_saved_with_the_adapter_are_accepted() -> None:
+    model = adapted("llama", "up_proj", modules_to_save=["self_attn"])
+    optimizer = torch.optim.AdamW(trained(model))
+
+    def reference() -> Tensor:
+        with torch.no_grad(), model.disable_adapter():
+            return run(model, batch())
+
+    before = reference()
+    with qkeel.apply(model, "qk_norm", optimizer, batch=batch()):
+        saved = peft.get_peft_model_state_dict(model)
+        assert sum("q_norm" in name for name in saved) == len(LAYERS)
+        assert torch.equal(reference(), before)
+    with pytest.raises(RefusedError, match="adapters on it"):
+        qkeel.apply(model, "swin_norm", optimizer, batch=batch())
+
+
+@PEFT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_alarm_proposes_no_change_of_the_base_below_adapters(
+    dtype: torch.dtype,
+) -> None:
+    model = adapted("llama", "q_proj", "k_proj").float()
+    sites = qkeel.find_sites(model, batch())
+    for p in model.parameters():
+        p.data = p.data if p.requires_grad else p.data.to(dtype)
+    (spec,) = re.findall(r'"([^"]+)", optimizer', hold(model, sites))
+    assert spec == "lalr:tau=0.1"
+    qkeel.apply(model, spec, torch.optim.AdamW(trained(model)), sites=sites)
+
+
+@PEFT
 @pytest.mark.parametrize("remedy", ["lalr", "qk_clip:frozen=scale"])
 def test_dora_is_refused(remedy: str) -> None:
     model = adapted("llama", "q_proj", use_dora=True)
@@ -249,3 +310,21 @@ def test_a_copy_is_known_by_its_values_shape_and_dtype_where_it_is_the_only_one(
     )
     assert head_weights.copies_in_state(optimizer, weight) == ("a", "d")
     assert head_weights.copies_in_state(torch.optim.SGD([weight]), weight) == ()
+
+
+def test_qk_clip_scales_float32_copies_of_biases() -> None:
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.bfloat16)
+    nn.init.normal_(model.in_proj_bias)
+    x = torch.randn(2, 8, 16, dtype=torch.bfloat16)
+    own = Copies(model, 0.0)
+    before = own.copies["in_proj_bias"].detach().clone()
+    arguments = dict.fromkeys(("query", "key", "value"), x)
+    with qkeel.apply(model, "qk_clip:threshold=0.1", own.optimizer, batch=arguments):
+        reached(model(**arguments)[0])
+        own.step({n: torch.zeros_like(p) for n, p in model.named_parameters()})
+    factors = (own.copies["in_proj_bias"].detach() / before).view(3, 2, 8)
+    assert (factors[:2] < 0.9).all()
+    assert (factors[2] == 1).all()
+    # What is copied back is what was scaled.
+    assert torch.equal(model.in_proj_bias, own.copies["in_proj_bias"].to(x.dtype))

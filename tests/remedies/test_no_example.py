@@ -63,6 +63,7 @@ def test_the_line_in_front_of_training_does_what_it_does_with_an_example(
     assert "next pass" in repr(handle)
     train(shown, first, 0, 4)
     train(own, second, 0, 4)
+    assert repr(handle).startswith("<Handle of ")
     assert "active, " in repr(handle)
     assert equal(shown, own)
     assert monitor is None or monitor.active

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.contract.processes.setups import SETUPS
-from tests.forked import together
+from tests.forked import spawn
 from torch import Tensor, nn
 
 import qkeel
@@ -21,20 +22,25 @@ from qkeel.remedies.processes import agreed, check_peers
 from qkeel.remedies.shared_maxima import SharedMaxima
 
 from .models import attention
+from .processes import (
+    CUT,
+    by_one_process,
+    collectives,
+    compare,
+    heads_that_fully_shard_cuts,
+    refused_before_anything,
+    some_misuses,
+    with_cut_heads,
+)
+
+Act = Callable[[], object]
 
 
-def run(folder: Path, world: int, cases: Sequence[str], *, limit: float = 300) -> None:
-    """Each process does the cases and ends well."""
-    (folder / "store").unlink(missing_ok=True)
-    for said in together(
-        "tests.remedies.processes",
-        world,
-        str(world),
-        str(folder),
-        *cases,
-        seconds=limit,
-    ):
-        assert said.endswith("well\n"), said
+def compared(folder: Path, world: int, setups: Sequence[str], *more: Act) -> None:
+    """Each process has the weights that one process has, and ends well."""
+    by_one_process(setups, folder / "alone")
+    acts = [partial(compare, setup, folder / "alone") for setup in setups]
+    spawn(world, *acts, *more, seconds=900)
 
 
 def with_remedies(*, quick: bool, processes: int = 2) -> list[str]:
@@ -48,47 +54,33 @@ def with_remedies(*, quick: bool, processes: int = 2) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_processes_step_as_one_or_all_refuse(tmp_path: Path) -> None:
-    run(
-        tmp_path,
-        2,
-        [
-            *with_remedies(quick=True),
-            "collectives",
-        ],
-    )
-
-
-# One start of two processes for all: the case that ends them comes last.
-QUICK = (
-    "heads_that_fully_shard_cuts",
-    "some_misuses",
-    "refused_before_anything",
-)
+    compared(tmp_path, 2, with_remedies(quick=True), collectives)
 
 
 @pytest.mark.timeout(900)
 def test_cut_heads_are_clipped_as_by_one_process_and_a_misuse_is_an_error_on_every_process(
     tmp_path: Path,
 ) -> None:
-    run(tmp_path, 2, QUICK)
+    path = tmp_path / "alone"
+    cut = {remedy: with_cut_heads(remedy, one=True) for remedy in ("none", *CUT)}
+    torch.save(cut, path)
+    # One start of two processes for all: what ends them comes last.
+    heads = partial(heads_that_fully_shard_cuts, path)
+    spawn(2, heads, some_misuses, refused_before_anything)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "pipeline", "context"])
 def test_two_processes_in_other_setups(kind: str, tmp_path: Path) -> None:
-    run(
-        tmp_path,
-        2,
-        [name for name in with_remedies(quick=False) if name.startswith(kind)],
-        limit=900,
-    )
+    setups = [name for name in with_remedies(quick=False) if name.startswith(kind)]
+    compared(tmp_path, 2, setups)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_four_processes_on_meshes_of_two_axes(tmp_path: Path) -> None:
-    run(tmp_path, 4, with_remedies(quick=False, processes=4), limit=900)
+    compared(tmp_path, 4, with_remedies(quick=False, processes=4))
 
 
 class Two:

@@ -181,8 +181,7 @@ def test_own_models_are_retrofitted_too(gain: str) -> None:
         (InvalidTypeError, "qk_norm", []),
         (InvalidTypeError, "qk_norm", "batch"),
         (InvalidTypeError, "qk_norm", None),
-        # The arguments of one batch, or two batches?
-        (InvalidTypeError, "qk_norm", (BATCHES[0], BATCHES[1])),
+        (InvalidTypeError, "qk_norm", ()),
     ],
 )
 def test_what_has_nothing_to_fit_is_refused_and_left_alone(
@@ -192,6 +191,17 @@ def test_what_has_nothing_to_fit_is_refused_and_left_alone(
     with pytest.raises(error):
         retrofit(llama, remedy, batch)
     assert_same(before, snapshot(llama))
+
+
+def test_a_tuple_holds_the_positional_arguments_of_one_batch(llama: nn.Module) -> None:
+    tokens = torch.cat(BATCHES)
+    mask = torch.ones_like(tokens)
+    mask[:, :3] = 0
+    gaps = []
+    for batch in ((tokens, mask), {"input_ids": tokens, "attention_mask": mask}):
+        with retrofit(llama, "qk_norm", batch, config=START) as handle:
+            gaps.append(handle.report.gap.kl)
+    assert gaps[0] == gaps[1]
 
 
 def test_what_is_normed_already_is_refused() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import qkeel
+from qkeel.autopilot import ActiveRemedies
 from qkeel.nn import Decoder, DecoderConfig
 
 Split = Callable[[Decoder], list[Optimizer]]
@@ -93,3 +94,212 @@ def test_new_gains_go_to_the_optimizer_that_holds_gains() -> None:
     assert [
         sum(len(group["params"]) for group in o.param_groups) for o in (muon, adamw)
     ] == held
+
+
+def warned(record: pytest.WarningsRecorder) -> list[str]:
+    return [str(w.message) for w in record if "do not train" in str(w.message)]
+
+
+def test_gains_that_no_optimizer_holds_are_told_of_once(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """A pretrained model with its optimizer, and a norm that is added without it."""
+    decoder = model()
+    optimizers = by_kind(decoder)
+    with qkeel.apply(decoder, "qk_norm"):
+        train(decoder, optimizers, 4)
+    (message,) = warned(recwarn)
+    assert "norm" in message
+    assert "3 more" in message  # two gains in two layers
+
+
+@pytest.mark.parametrize("split", [by_kind, alone])
+def test_nothing_is_said_where_some_optimizer_holds_the_gains(
+    split: Split, recwarn: pytest.WarningsRecorder
+) -> None:
+    decoder = model()
+    with qkeel.apply(decoder, "qk_norm"):
+        train(decoder, split(decoder), 4)
+    decoder = model()
+    optimizers = split(decoder)
+    with qkeel.apply(decoder, "qk_norm", optimizers):
+        train(decoder, optimizers, 4)
+    other, optimizer = model(), alone(model())
+    with qkeel.apply(other, "qk_norm"):
+        train(model(), optimizer, 4)  # that of another model
+    assert not warned(recwarn)
+
+
+# Weights and biases of one attention layer lie in different optimizers.
+
+TAU = 0.3
+HEADS, HEAD_DIM = 4, 8
+
+
+class Separate(nn.Module):
+    """Attention whose queries and keys have weights and biases of their own, and whose output is what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (
+            nn.Linear(HEADS * HEAD_DIM, HEADS * HEAD_DIM) for _ in range(3)
+        )
+
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            layer(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(*self.projected(x))
+
+    @torch.no_grad()
+    def gamma(self, x: Tensor) -> Tensor:
+        """τ over the largest logit of each head, at most 1, in float64."""
+        q, k, _ = (projected.double() for projected in self.projected(x))
+        largest = (q @ k.mT).amax((0, 2, 3)) / HEAD_DIM**0.5
+        return (TAU / largest).clamp(max=1)
+
+
+X = torch.randn(8, 16, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(1))
+
+
+def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
+    muon, adamw = by_kind(model)
+    adamw.param_groups[0]["lr"] = 0.03
+    return [muon, adamw]
+
+
+def queries_and_rest(model: nn.Module) -> list[Optimizer]:
+    queries = [p for name, p in model.named_parameters() if name.startswith("q.")]
+    rest = [p for name, p in model.named_parameters() if not name.startswith("q.")]
+    return [SGD(queries, lr=0.5), AdamW(rest, lr=0.03)]
+
+
+def trained(
+    split: Callable[[nn.Module], list[Optimizer]],
+    remedy: str,
+    *,
+    steps: int = 1,
+    listed: slice = slice(None),
+    stepped: slice = slice(None),
+) -> Separate:
+    model = Separate()
+    optimizers = split(model)
+    qkeel.apply(model, remedy, optimizers[listed], batch=X)
+    for _ in range(steps):
+        model(X).square().sum().backward()
+        for optimizer in optimizers[stepped]:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+REVERSED = slice(None, None, -1)
+
+
+@pytest.mark.parametrize("listed", [slice(None), REVERSED])
+@pytest.mark.parametrize("stepped", [slice(None), REVERSED])
+@pytest.mark.parametrize("split", [muon_and_adamw, queries_and_rest])
+def test_each_tensor_is_clipped_after_the_step_of_the_optimizer_that_holds_it(
+    split: Callable[[nn.Module], list[Optimizer]], listed: slice, stepped: slice
+) -> None:
+    root = Separate().gamma(X).sqrt().repeat_interleave(HEAD_DIM)
+    assert root.max() < 0.9
+    clipped = trained(split, f"qk_clip:threshold={TAU}", listed=listed, stepped=stepped)
+    plain = trained(split, "none", stepped=stepped)
+    for name, p in plain.named_parameters():
+        factors = 1.0 if name.startswith("v") else root if p.ndim < 2 else root[:, None]
+        expected = p.detach().double() * factors
+        torch.testing.assert_close(
+            clipped.get_parameter(name).detach().double(), expected, msg=name
+        )
+
+
+@pytest.mark.parametrize(
+    "remedy",
+    [
+        f"qk_clip:threshold={TAU}",
+        f"qk_clip:threshold={TAU},steps=matched",
+        "qk_lr:factor=0.1",
+        "frozen_qk",
+        "qk_weight_decay:decay=0.5",
+        "spectral_cap:cap=0.5",
+    ],
+)
+def test_two_optimizers_for_q_and_the_rest_act_as_one_optimizer_of_the_same_kind(
+    remedy: str,
+) -> None:
+    def two(model: nn.Module) -> list[Optimizer]:
+        named = dict(model.named_parameters())
+        halves = [[], []]  # type: list[list[nn.Parameter]]
+        # q's weight and k's bias in one of them, everything else in the other.
+        for name, p in named.items():
+            halves[name not in ("q.weight", "k.bias")].append(p)
+        return [SGD(half, lr=0.02, momentum=0.9) for half in halves]
+
+    def single(model: nn.Module) -> list[Optimizer]:
+        return [SGD(model.parameters(), lr=0.02, momentum=0.9)]
+
+    several, expected = (trained(split, remedy, steps=4) for split in (two, single))
+    plain = trained(two, "none", steps=4)
+    for name, p in expected.named_parameters():
+        assert torch.equal(several.get_parameter(name), p), name
+        if name == "q.weight":
+            assert not torch.equal(plain.get_parameter(name), p)
+
+
+def test_lalr_takes_query_and_key_weights_of_two_optimizers() -> None:
+    def two(model: nn.Module) -> list[Optimizer]:
+        optimizers = queries_and_rest(model)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 1e-4
+        return optimizers
+
+    lalr, plain = (trained(two, remedy) for remedy in ("lalr:tau=0.5", "none"))
+    start = Separate()
+    for name, old in start.named_parameters():
+        step, full = (model.get_parameter(name) - old for model in (lalr, plain))
+        factor = 0.5 if name in ("q.weight", "k.weight") else 1.0
+        # The second optimizer's step is scaled by norms that the first has just changed.
+        torch.testing.assert_close(step, full * factor, rtol=0.02, atol=1e-6, msg=name)
+
+
+def test_an_autopilot_clips_biases_that_another_optimizer_holds() -> None:
+    model = Separate()
+    optimizers = muon_and_adamw(model)
+    active = ActiveRemedies(model, optimizers)
+    (site,) = sites = qkeel.find_sites(model, X)
+    active.know(sites)
+    active.put_on((f"qk_clip:threshold={TAU}", 0), {site.name: ()}, {})
+    model(X).square().sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    expected = trained(muon_and_adamw, f"qk_clip:threshold={TAU}")
+    for name, p in expected.named_parameters():
+        assert torch.equal(model.get_parameter(name), p), name
+
+
+def test_a_frozen_control_freezes_biases_that_another_optimizer_holds() -> None:
+    start, frozen = Separate(), trained(muon_and_adamw, "frozen_qk", steps=2)
+    for name, p in start.named_parameters():
+        stays = torch.equal(frozen.get_parameter(name), p)
+        assert stays == (name[0] in "qk"), name
+
+
+def test_what_an_optimizer_without_a_step_holds_is_clipped_before_the_next_pass() -> (
+    None
+):
+    model = Separate()
+    first, second = queries_and_rest(model)
+    for optimizer in (first, second):
+        optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    qkeel.apply(model, f"qk_clip:threshold={TAU}", [first, second], batch=X)
+    model(X).square().sum().backward()
+    first.step()
+    model(X)
+    q, k, _ = model.projected(X)
+    largest = (q @ k.mT).amax((0, 2, 3)) / HEAD_DIM**0.5
+    torch.testing.assert_close(largest, torch.full((HEADS,), TAU))

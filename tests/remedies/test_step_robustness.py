@@ -11,9 +11,10 @@ from torch import nn
 
 import qkeel
 from qkeel.errors import RefusedError
+from qkeel.remedies import idle_steps
 
 from .families import FAMILIES, Encoder, batch, run
-from .models import decoder, gradients, step_by
+from .models import assert_same, decoder, gradients, snapshot, step_by
 from .models import tokens as ids
 
 STEP = ["lalr", "qk_lr", "qk_clip", "qk_weight_decay"]
@@ -26,29 +27,6 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     )
 
 
-def taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What a refusal and a removal must leave alone."""
-    return [
-        {n: p.detach().clone() for n, p in model.state_dict().items()},
-        [
-            (n, sorted(m.__dict__), len(m._forward_hooks), len(m._forward_pre_hooks))
-            for n, m in model.named_modules()
-        ],
-        (
-            len(optimizer._optimizer_step_pre_hooks),
-            len(optimizer._optimizer_step_post_hooks),
-        ),
-    ]
-
-
-def same(a: list[Any], b: list[Any]) -> bool:
-    return (
-        a[1:] == b[1:]
-        and a[0].keys() == b[0].keys()
-        and all(torch.equal(a[0][n], b[0][n]) for n in a[0])
-    )
-
-
 @every_remedy
 def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_say(
     remedy: str,
@@ -56,16 +34,13 @@ def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_s
     model = Encoder()
     optimizer = adamw(model)
     handle = qkeel.apply(model, remedy, optimizer)
-    before = taken(model, optimizer)
+    before = snapshot(model)
     with pytest.raises(
         RefusedError, match=rf"qkeel.apply\(model, '{remedy}', optimizer, batch=batch\)"
     ):
         optimizer.step()
-    assert same(before[:1], taken(model, optimizer)[:1])
+    assert_same(before, snapshot(model))
     assert not handle.active
-
-
-# --- weights that go away, and wrappers
 
 
 # --- optimizers
@@ -112,13 +87,13 @@ def test_optimizers_that_would_bring_scaled_weights_back_are_refused(
 ) -> None:
     model = FAMILIES["llama"].model(torch.float32)
     optimizer = kind(model.parameters(), lr=0.1)
-    before = taken(model, optimizer)
+    before = snapshot(model, optimizer)
     with pytest.raises(
         RefusedError,
         match=f"{remedy} changes weights after the step, and {kind.__name__} would overwrite",
     ):
         qkeel.apply(model, remedy, optimizer, batch=batch())
-    assert same(before, taken(model, optimizer))
+    assert_same(before, snapshot(model, optimizer))
 
 
 def test_a_wrapper_that_is_no_optimizer_itself_is_looked_through() -> None:
@@ -203,22 +178,30 @@ def trained(
         optimizer.step()
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten passes without a step are told, where a hundred are outside of tests."""
+    assert idle_steps._PASSES == 100
+    monkeypatch.setattr(idle_steps, "_PASSES", 10)
+
+
+@pytest.mark.usefixtures("few")
 @every_remedy
-def test_a_hundred_passes_without_a_step_of_its_own_optimizer_are_warned_about_once(
+def test_many_passes_without_a_step_of_its_own_optimizer_are_warned_about_once(
     remedy: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     model = decoder()
     optimizer, other = adamw(model), adamw(model)
     handle = qkeel.apply(model, remedy, optimizer)
-    trained(model, optimizer, 1, batches_a_step=120)  # accumulated gradients
-    trained(model, other, 99)
+    trained(model, optimizer, 1, batches_a_step=12)  # accumulated gradients
+    trained(model, other, 9)
     with torch.no_grad():
-        for _ in range(120):
+        for _ in range(12):
             model(ids())
     trained(model, optimizer, 1)
-    trained(model, other, 99)
+    trained(model, other, 9)
     assert not warned(recwarn)
-    trained(model, other, 120)
+    trained(model, other, 12)
     (message,) = warned(recwarn)
     assert "AdamW" in message
     handle.remove()
@@ -226,6 +209,7 @@ def test_a_hundred_passes_without_a_step_of_its_own_optimizer_are_warned_about_o
     assert not optimizer._optimizer_step_post_hooks
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("again", [False, True])
 def test_a_remedy_that_ended_with_its_optimizer_is_warned_about_unless_it_was_applied_again(
     again: bool, recwarn: pytest.WarningsRecorder
@@ -236,7 +220,7 @@ def test_a_remedy_that_ended_with_its_optimizer_is_warned_about_unless_it_was_ap
     optimizer = adamw(model)
     if again:
         qkeel.apply(model, "lalr", optimizer)
-    trained(model, optimizer, 102)
+    trained(model, optimizer, 12)
     assert len(warned(recwarn)) == 1 - again
 
 

@@ -13,40 +13,15 @@ from qkeel.errors import RefusedError
 from qkeel.remedies.qk_weights import SpectralCap
 
 from .models import (
-    VOCAB,
     attention,
     decoder,
     tokens,
     train,
 )
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-}
-TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
-
-
-def llama(**options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **{**SIZES, "num_key_value_heads": 2, **TOKENS, **options}
-    )
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def neox(parallel: bool) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.GPTNeoXConfig(
-        **SIZES, use_parallel_residual=parallel, **TOKENS
-    )
-    return transformers.GPTNeoXForCausalLM(config).eval()
+from tests.contract.watch.families import gemma2, gpt_neox, llama
 
 
 def singular(weight: Tensor) -> float:
@@ -95,7 +70,7 @@ def test_a_reordered_own_model_computes_what_one_built_in_that_order_computes(
 
 @pytest.mark.parametrize("order", ["swin", "peri"])
 def test_a_reordered_llama_computes_the_formula(order: str) -> None:
-    model = llama()
+    model = llama().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "layernorm" in name:
@@ -125,18 +100,14 @@ def test_a_reordered_llama_computes_the_formula(order: str) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-GEMMA = {"head_dim": 4, "num_key_value_heads": 2}
-
-
 @pytest.mark.parametrize("remedy", ["swin_norm", "peri_norm"])
 def test_blocks_are_recognised_by_what_they_compute_not_by_their_names(
     remedy: str,
 ) -> None:
-    qkeel.apply(neox(parallel=False), remedy, batch=tokens())
-    gemma = transformers.Gemma2Config(**SIZES, **GEMMA)
+    qkeel.apply(gpt_neox(use_parallel_residual=False), remedy, batch=tokens())
     for model, batch in (
-        (neox(parallel=True), tokens()),
-        (transformers.Gemma2ForCausalLM(gemma), tokens()),
+        (gpt_neox(), tokens()),
+        (gemma2(), tokens()),
         (decoder(norm_order="post"), None),
         (attention(), None),
     ):
@@ -169,7 +140,7 @@ def test_dropout_scales_what_it_keeps_of_both_branches_and_acts_in_training_alon
 def test_final_softcap_caps_the_logits_of_any_model() -> None:
     for model, batch in (
         (decoder(), None),
-        (llama(tie_word_embeddings=True), tokens()),
+        (llama(tie_word_embeddings=True).eval(), tokens()),
     ):
         logits = []
         for remedy in ("none", "final_softcap:cap=0.05"):

@@ -316,6 +316,7 @@ def test_watching_computes_the_same_and_shows_the_same_signature() -> None:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     flex_as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(foreign_functions, "_WITHOUT_MAXIMA", [])
+    monkeypatch.setenv("QKEEL_TRITON", "unseen")
 
 
 class Asking(CaptureMode):

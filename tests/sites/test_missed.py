@@ -154,18 +154,6 @@ def test_scores_that_are_normalised_in_another_way_and_multiplied_with_values_ar
     assert all(missed.reason for missed in sites.missed)
 
 
-def test_scores_of_two_dimensions_are_missed_and_the_way_out_is_said() -> None:
-    class Flat(Odd):
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.q(x), self.k(x), self.v(x)
-            return (q @ k.mT / M**0.5).softmax(-1) @ v
-
-    model = Flat(lambda _, z: z)
-    with pytest.raises(RefusedError, match=r"x\[None\]"):
-        find_sites(model, torch.randn(T, M))
-    assert len(find_sites(model, torch.randn(1, T, M))) == 1
-
-
 def test_a_classifier_with_a_copy_of_its_weight_is_not_missed() -> None:
     class Classifier(Odd):
         def forward(self, x: Tensor) -> Tensor:

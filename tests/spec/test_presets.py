@@ -29,7 +29,7 @@ from qkeel.spec import (
     preset,
     presets,
 )
-from qkeel.spec.presets import scale_advice
+from qkeel.spec.presets import POSITIONS, scale_advice
 
 LATE = Rope(order="rotate_then_norm")
 
@@ -42,6 +42,8 @@ def test_every_preset_has_a_line_and_a_source() -> None:
         assert PRESETS[name].line in text
         assert PRESETS[name].source in text
         assert len(PRESETS[name].source) > 5, name
+    for name, recipe in POSITIONS.items():
+        assert recipe.source.startswith(("arXiv ", "kexue.fm ")), name
 
 
 @every_preset

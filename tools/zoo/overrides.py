@@ -35,6 +35,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
     },
+    "Dots3NoteForCausalLM": {
+        "per_layer_config": {},
+        "head_dim": 12,
+        "qk_rope_head_dim": 4,
+    },
     "Dots3NoteForConditionalGeneration": {
         "text_config": {"per_layer_config": {}},
         "vision_config": {

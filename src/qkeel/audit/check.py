@@ -11,14 +11,23 @@ import torch
 from torch import nn
 
 from qkeel.audit.checkpoint_config import Geometry
+from qkeel.audit.config_differences import call_differences
+from qkeel.audit.saturation import saturation_line
 from qkeel.audit.scan import Scan, ScanProgress, outlier_heads, scan
 from qkeel.audit.sees import Contract, check_sees
-from qkeel.audit.visibility import findings, read_visibility
+from qkeel.audit.visibility import PackedTokens, findings, read_visibility
 from qkeel.capture.example import arguments, copied, undisturbed
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.frames.run_verdict import judge_run, raised_alarms
-from qkeel.metrics import HARMFUL_LOGIT, Health, Status, judged, without_constant
+from qkeel.metrics import (
+    HARMFUL_LOGIT,
+    Health,
+    Status,
+    before_cap,
+    entering_logits,
+    judged,
+)
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard
 from qkeel.patching.roles import tensors_within
@@ -38,12 +47,16 @@ def check(
     """Checks whether attention is healthy; `print` shows the result in one sentence, and `table()` returns each layer's
     numbers.
 
-    Attention is not healthy if a logit is NaN, infinite or above `threshold`, if a layer's mean attention entropy is
-    below 0.05 nats, or if queries give weight to what they should not see: later keys in a causal model, other
-    documents of a packed batch, padding, pairs that a mask hides. A model is judged by two forward passes on the batch,
-    after those of `find_sites`; it is left unchanged. A run is judged by all its records. A checkpoint is judged by its
-    weights alone, which give only an upper bound on the logits; a bound above the threshold is therefore "not known",
-    not "not healthy".
+    Attention is not healthy if a logit is NaN or infinite, or above `threshold` as it enters the softmax (after a cap),
+    if a layer's mean attention entropy is below 0.05 nats, if most heads of a layer are saturated, or if queries give
+    weight to what they should not see: later keys in a causal model, other documents of a packed batch, padding, pairs
+    that a mask hides. A model is judged by two forward passes on the batch, after those of `find_sites`; it is left
+    unchanged. A run is judged by all its records. A checkpoint is judged by its weights alone, which give only an upper
+    bound on the logits; a bound above the threshold is therefore "not known", not "not healthy".
+
+    A head is saturated if its softmax passes back less than a fiftieth of the gradient that uniform attention on the
+    same keys would, Σ p (1 - p) averaged over rows, or less than a quarter where the scale is four times 1/√head_dim or
+    more. Heads that attend to a fixed place, such as the first key or the key before, are not.
 
     Args:
         model_or_path: a model; the directory of a run that qkeel watched or trained; or a .safetensors file, a folder
@@ -128,10 +141,11 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     head_name = layer_name = ""
     for name, stats in statistics.items():
         label = site_label(name, type(inner).__name__)
-        logits = without_constant(
-            stats.max_logit.double().numpy(force=True),
-            stats.logit_spread.numpy(force=True),
-        )
+        raw, capped, spreads = [
+            x.double().numpy(force=True)
+            for x in (stats.max_logit, stats.capped_max_logit, stats.logit_spread)
+        ]
+        logits = entering_logits(raw, capped, spreads)
         head = int(np.where(np.isnan(logits), -np.inf, logits).argmax())
         top = float(logits[head])
         entropies, non_finite = stats.value("entropy"), stats.value(NON_FINITE)
@@ -141,7 +155,8 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
         # A head without a number must not win by being compared.
         # Comparisons with NaN are false, so the first number replaces it.
         if not top <= largest and not math.isnan(top):
-            largest, head_name = top, f"{label} head {head}"
+            largest = top
+            head_name = f"{label} head {head}{before_cap(raw[head], capped[head])}"
         if not mean >= entropy and not math.isnan(mean):
             entropy, layer_name = mean, label
         rows.append((label, _text(top), str(head), _text(mean)))
@@ -153,9 +168,21 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
         broken=broken,
         threshold=threshold,
     )
-    unexpected = findings(
-        inner, batch, read_visibility(inner, batch, sites), finite=is_finite
-    )
+    layers = read_visibility(inner, batch, sites)
+    tokens = PackedTokens.of(inner, args, kwargs)
+    unexpected = findings(inner, tokens, layers.values(), finite=is_finite)
+    unexpected += call_differences(inner, layers, sites)
+    saturated = {name: x for name, x in layers.items() if x.is_saturated}
+    if saturated:
+        name, layer = next(iter(saturated.items()))
+        n_more = len(saturated) - 1
+        site = next((site for site in sites if site.name == name), None)
+        spread = float(statistics[name].logit_spread.max()) if name in statistics else 0
+        unexpected.append(
+            f"{layer.layer}{f' and {n_more} more' if n_more else ''} is saturated: {len(layer.saturated)} of "
+            f"{layer.n_heads} heads pass back {layer.share:.2g} of the gradient that uniform attention would. To act: "
+            f"{saturation_line(site, layer.scale, spread)}"
+        )
     # What is seen and should not be outweighs any number: a leak is wrong at every size of logits.
     if unexpected:
         status = Status.NOT_HEALTHY
@@ -185,7 +212,7 @@ def _of_run(path: Path, threshold: float) -> Health:
     heads = run.heads() if records and has_heads else None
     if heads is not None and len(heads.steps) and "max_logit" in heads.values:
         return judge_run(heads, events, threshold)
-    logits = [row.get("max_logit") for row in records]
+    logits = [row.get("capped_max_logit", row.get("max_logit")) for row in records]
     numbers = [float(x) for x in logits if isinstance(x, (int, float))]
     finite = [x for x in numbers if not math.isnan(x)]
     largest = max(finite, default=math.nan)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from qkeel.audit.checkpoint_config import ConfigMapping, section
-from qkeel.audit.recipes import SiteRecipe, compress, scale_text
+from qkeel.audit.recipes import NormRecipe, SiteRecipe, compress, scale_text
+from qkeel.audit.visibility import SeenKeys
+from qkeel.heads.site import AttentionSite
 
 _NORM = ("use_qk_norm", "qk_layernorm", "qk_norm", "use_qk_layernorm", "query_key_norm")
 _CAP = ("attn_logit_softcapping", "attn_logit_softcap", "attention_logit_cap")
+_ALIBI = ("alibi", "use_alibi")
 _WINDOW = ("sliding_window", "sliding_window_size", "attention_window", "local_window")
 
 
@@ -24,12 +28,20 @@ def differences(model: nn.Module, recipes: Sequence[SiteRecipe]) -> tuple[str, .
     The config of a layer is that of the innermost module around it that has one: a mapping, a dataclass, or any object
     with `to_dict` or plain attributes. The result is empty if there is none.
     """
+    return _by_layers(model, recipes, _contradictions)
+
+
+def _by_layers(
+    model: nn.Module,
+    recipes: Sequence[SiteRecipe],
+    compare: Callable[[ConfigMapping, SiteRecipe], Iterator[str]],
+) -> tuple[str, ...]:
     windowed = any(recipe.window is not None for recipe in recipes)
     layers: dict[str, list[str]] = {}
     for recipe in recipes:
         config = _config_of(model, recipe.name)
         for sentence in (
-            *_contradictions(config, recipe),
+            *compare(config, recipe),
             *_window(config, recipe, windowed),
         ):
             layers.setdefault(sentence, []).append(recipe.name)
@@ -37,6 +49,40 @@ def differences(model: nn.Module, recipes: Sequence[SiteRecipe]) -> tuple[str, .
         f"{sentence} ({'everywhere' if len(names) == len(recipes) else compress(names)})"
         for sentence, names in layers.items()
     )
+
+
+def call_differences(
+    model: nn.Module, layers: Mapping[str, SeenKeys], sites: Iterable[AttentionSite]
+) -> list[str]:
+    """Like `differences`, of what the calls alone show: window, softcap and scale."""
+    recipes = []
+    for site in sites:
+        layer = layers.get(site.name)
+        # The keys of another sequence have no distance.
+        if layer is None or layer.first_keys is None or layer.length < 2:
+            continue
+        queries, first_keys = layer.first_keys
+        length = layer.length
+        reach = int((queries - first_keys).max()) + 1
+        is_windowed = torch.equal(first_keys, (queries - reach + 1).clamp_min(0))
+        # Models may multiply q by the scale themselves, which leaves a factor of 1.
+        scale = layer.scale / site.head_dim**0.5
+        is_known = not math.isnan(scale) and scale != 1
+        unread = NormRecipe(kind="unknown")
+        recipe = SiteRecipe(
+            name=site.name,
+            n_heads=site.n_heads,
+            n_kv_heads=site.n_kv_heads,
+            head_dim=site.head_dim,
+            query=unread,
+            key=unread,
+            window=reach if is_windowed and reach < length else None,
+            keys=length if is_windowed and reach == length else None,
+            softcap=layer.softcap,
+            scale=(scale,) if is_known else (),
+        )
+        recipes.append(recipe)
+    return list(_by_layers(model, recipes, _scale_and_cap))
 
 
 def _config_of(model: nn.Module, site: str) -> ConfigMapping:
@@ -87,21 +133,10 @@ def _contradictions(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[str]:
             yield f"config.{key} is true, but no norm is applied to {missing}"
         if not is_normed and normed:
             yield f"config.{key} is false, but a norm is applied to {' and '.join(normed)}"
-    for key, power in (("query_pre_attn_scalar", -0.5), ("attention_multiplier", 1)):
-        number = config.get(key)
-        if isinstance(number, (int, float)) and number > 0:
-            expected, scale = number**power, recipe.total_scale
-            if not math.isnan(scale) and abs(scale / expected - 1) >= 2e-3:
-                observed = scale_text((scale,), recipe.head_dim)
-                yield (
-                    f"config.{key} {number:g} means logits {expected:.4g} · q·k, but the observed scale is {observed}"
-                )
-    key, cap = _first(config, _CAP)
-    cap = cap or 0.0
-    is_compared = key and isinstance(cap, (int, float))
-    if is_compared and not math.isclose(cap, recipe.softcap or 0.0, rel_tol=1e-3):
-        observed = "none" if recipe.softcap is None else f"{recipe.softcap:g}"
-        yield f"config.{key} is {config[key]}, but the observed cap is {observed}"
+    yield from _scale_and_cap(config, recipe)
+    key, has_alibi = _first(config, _ALIBI)
+    if has_alibi is True and recipe.scale and not recipe.bias:
+        yield f"config.{key} is true, but nothing is added to the scores"
     for key, word, number in (
         ("num_attention_heads", "attention_heads", recipe.n_heads),
         ("head_dim", "head_dim", recipe.head_dim),
@@ -121,6 +156,24 @@ def _contradictions(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[str]:
             yield f"the rotary base is {text} in config, but the observed one is {recipe.rotation.base:,.6g}"
 
 
+def _scale_and_cap(config: ConfigMapping, recipe: SiteRecipe) -> Iterator[str]:
+    for key, power in (("query_pre_attn_scalar", -0.5), ("attention_multiplier", 1)):
+        number = config.get(key)
+        if isinstance(number, (int, float)) and number > 0:
+            expected, scale = number**power, recipe.total_scale
+            if not math.isnan(scale) and abs(scale / expected - 1) >= 2e-3:
+                observed = scale_text((scale,), recipe.head_dim)
+                yield (
+                    f"config.{key} {number:g} means logits {expected:.4g} · q·k, but the observed scale is {observed}"
+                )
+    key, cap = _first(config, _CAP)
+    cap = cap or 0.0
+    is_compared = key and isinstance(cap, (int, float))
+    if is_compared and not math.isclose(cap, recipe.softcap or 0.0, rel_tol=1e-3):
+        observed = "none" if recipe.softcap is None else f"{recipe.softcap:g}"
+        yield f"config.{key} is {config[key]}, but the observed cap is {observed}"
+
+
 def _window(config: ConfigMapping, recipe: SiteRecipe, windowed: bool) -> Iterator[str]:
     """Compares the window that was seen with the configured one, or says that a window narrower than the batch is lost.
 
@@ -128,6 +181,9 @@ def _window(config: ConfigMapping, recipe: SiteRecipe, windowed: bool) -> Iterat
     `windowed` says whether there is one.
     """
     key, window = _first(config, _WINDOW)
+    # A list has one for each layer, of unknown order.
+    if window is not None and type(window) is not int:
+        return
     if config.get("use_sliding_window") is False or type(window) is not int:
         window = 0
     if recipe.window is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Literal, final
 
 import torch
@@ -19,6 +20,7 @@ from qkeel.audit.norm_evidence import (
 )
 from qkeel.audit.one_pass import OnePass, joined
 from qkeel.audit.recipes import Explanation, NormRecipe, SiteRecipe
+from qkeel.audit.unused import unused_parameters
 from qkeel.audit.visibility import describe_visible, visible_pairs
 from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import Arguments, arguments, undisturbed
@@ -64,7 +66,8 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
     """
     model = unwrapped(model)
     args, kwargs = _last_batch(model) if batch is None else arguments(batch, "batch")
-    # Two passes, one to find the sites and one to look at them: what the model stores in them is put back.
+    # Three passes, to find the sites, to look at them and to see which parameters matter: what the model stores in them
+    # is put back.
     with undisturbed(model):
         sites, _ = found_sites(model, args, kwargs)
         foreign = [site for site in sites if not isinstance(site.module, SpecModule)]
@@ -75,7 +78,11 @@ def explain(model: nn.Module, batch: object = None) -> Explanation:
             )
         trace = OnePass(model, foreign)
         trace.run(args, kwargs)
-        recipes = [SiteEvidence(trace, site).recipe() for site in foreign]
+        unused = unused_parameters(model, args, kwargs, trace.scopes)
+        recipes = [
+            SiteEvidence(trace, site, unused.get(site.name, ())).recipe()
+            for site in foreign
+        ]
     return Explanation(
         model=type(model).__name__,
         sites=tuple(recipes),
@@ -98,8 +105,11 @@ def _last_batch(model: nn.Module) -> Arguments:
 class SiteEvidence:
     """What one pass shows of one site: its q [b h t d], its k [b g s d] in float64, its logits and its mask."""
 
-    def __init__(self, trace: OnePass, site: AttentionSite) -> None:
-        self.trace, self.site = trace, site
+    def __init__(
+        self, trace: OnePass, site: AttentionSite, unused: Sequence[str]
+    ) -> None:
+        """unused: the names of parameters around the site on which no output depends."""
+        self.trace, self.site, self.unused = trace, site, unused
         self.calls = [captured.call for captured in trace.calls.get(site.name, [])]
         first = self.calls[0] if self.calls else None
         # Packed sequences share one batch entry, so that positions start again within it: nothing here tells where.
@@ -118,6 +128,9 @@ class SiteEvidence:
             # Undoes the repetition of keys even where equality can't show it, as for zero keys.
             heads = site.n_kv_heads if site.key_heads is None else site.n_heads
             k = k[:, :: max(1, k.shape[1] // heads)]
+            if site.key_heads is not None:
+                firsts = map(site.key_heads.index, range(site.n_kv_heads))
+                k = k[:, [*firsts]]
             self.arrived: dict[Letter, Tensor] = {
                 "q": q.double().cpu(),
                 "k": k.double().cpu(),
@@ -174,6 +187,16 @@ class SiteEvidence:
                     idle.append(
                         f"{title} is called on {letter}, and its result is not used"
                     )
+        called = {norm.name for norm in self.trace.norms[site.name]}
+        for name in self.unused:
+            # Norms are named above.
+            if not any(f".{norm}." in f".{name}" for norm in called):
+                idle.append(f"{name} has no effect: no output depends on it")
+        repeats = self._repeats()
+        if repeats > 1:
+            idle.append(
+                f"each key stands {repeats} times among the tokens: keys of grouped queries are repeated along the heads"
+            )
         scale, is_biased = self._scale(pairs)
         unknown = []
         if any(math.isinf(fit.error) for fit in fits.values()):
@@ -196,6 +219,18 @@ class SiteEvidence:
             idle=tuple(idle),
             unknown=tuple(unknown),
         )
+
+    def _repeats(self) -> int:
+        """How often each key stands in the sequence of keys, one after the other or all of them again; usually 1."""
+        t, k = self.calls[0].query_shape[1], self.arrived["k"]
+        repeats, remainder = divmod(k.shape[2], t)
+        if repeats < 2 or remainder or t < 2:
+            return 1
+        in_a_row = k.unflatten(2, (t, repeats))
+        for copies in (in_a_row, k.unflatten(2, (repeats, t)).transpose(2, 3)):
+            if torch.equal(copies, copies[:, :, :, :1].expand_as(copies)):
+                return repeats
+        return 1
 
     def _projected(self, letter: Letter) -> list[Tensor]:
         """Returns what the projections output [b n t d], for each order of batch and tokens; empty if it was not
@@ -259,7 +294,10 @@ class SiteEvidence:
             return scale, bool((added[pairs] != 0).any())
         # Two samples and the last queries say it all, and the scores of a long batch would not fit into memory.
         q, k = self.arrived["q"][:2, :, -_ROWS:], self.arrived["k"][:2]
-        products = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+        of_queries = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        if self.site.key_heads is not None:
+            of_queries = k[:, [*self.site.key_heads]]
+        products = q @ of_queries.mT
         scores = [call.logits.detach() for call in self.calls]  # type: ignore[union-attr]
         logits = torch.cat([x[:2, :, -_ROWS:].double().cpu() for x in scores], 1)
         pairs = pairs[:2, :, -_ROWS:].expand(products.shape)

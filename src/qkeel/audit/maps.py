@@ -69,7 +69,7 @@ class AttentionMaps(dict[str, Weights]):
             UnknownNameError: there is no such layer.
             InvalidValueError: there is no such sample.
         """
-        with needed("a plot of attention maps", "'qkeel[plot]'"):
+        with needed("a plot of attention maps", "matplotlib"):
             from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
         layer = next(iter(self)) if layer is None else layer
         weights = self[layer]

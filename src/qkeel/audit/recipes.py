@@ -117,7 +117,9 @@ class SiteRecipe:
     )
     bias: bool = False  #: whether something is added to scale · q·k
     layer_type: str = "full"  #: see records.LAYER_TYPES
-    idle: tuple[str, ...] = ()  #: norms in the module that have no effect
+    idle: tuple[
+        str, ...
+    ] = ()  #: norms and parameters in the module that have no effect
     unknown: tuple[str, ...] = ()  #: what could not be determined
 
     @property
@@ -168,6 +170,10 @@ class SiteRecipe:
         if self.scale and abs(self.query.factor * self.key.factor - 1) > 1e-3:
             total = scale_text((self.total_scale,), self.head_dim)
             logit += f" ({total} in total, with the factors on q and k)"
+        usual = self.total_scale * math.sqrt(self.head_dim)
+        is_normed = self.query.kind != "none" or self.key.kind != "none"
+        if abs(usual - 1) > 2e-3 and not is_normed and not self.scale_parameter:
+            logit += f", {usual:.4g} times the usual 1/√{self.head_dim}"
         if self.softcap is not None:
             logit += f", capped: {self.softcap:g} tanh(z / {self.softcap:g})"
         return logit + (f", {self.sinks}" if self.sinks else "")
@@ -198,7 +204,8 @@ class Explanation:
     ] = ()  #: one sentence per config setting that the model contradicts
 
     def __str__(self) -> str:
-        parts = [f"{self.model}: {len(self.sites)} attention layers"]
+        plural = "s" * (len(self.sites) != 1)
+        parts = [f"{self.model}: {len(self.sites)} attention layer{plural}"]
         groups: dict[str, list[str]] = {}
         for site in self.sites:
             groups.setdefault("\n  ".join(site.lines()), []).append(site.name)

@@ -264,7 +264,8 @@ def table(scan: Scan, *, every_head: bool = False, tensors: bool = False) -> str
         m: 0.000 GB, 0 tensors, 0 attention layers
     """
     size = f"{scan.n_bytes / 1e9:,.3f} GB, {len(scan.tensors)} tensors"
-    parts = [f"{scan.path}: {size}, {len(scan.sites)} attention layers"]
+    plural = "s" * (len(scan.sites) != 1)
+    parts = [f"{scan.path}: {size}, {len(scan.sites)} attention layer{plural}"]
     if scan.sites:
         rows = [("layer", "head", *_COLUMNS.values())]
         for site in scan.sites:

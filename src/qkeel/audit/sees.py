@@ -114,7 +114,9 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
 
     Args:
         model: the model. A compiled model runs as it is compiled; the culprit is looked for eagerly.
-        batch: its input. The first tensor with two dimensions or more holds the tokens, [b t] or [b t d].
+        batch: its input. The first tensor with two dimensions or more holds the tokens, [b t] or [b t d]. Tokens are
+            replaced by other tokens of the batch, so that a leak which a special token alone opens (the end of a text,
+            padding, a picture) shows only if the batch has that token.
         contract: "causal", Documents or Window.
 
     Raises:
@@ -145,6 +147,7 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
     if skipped:
         left_out = f"; not judged, without an axis of positions: {', '.join(skipped)}"
     rounded = ""
+    sensitivity = _sensitivity(passes, first, judged)
     for trial in trials:
         moved = passes.outputs(passes.changed(trial))
         for name in judged:
@@ -165,6 +168,12 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
     if not trials:
         sentence = f"{passes.length} positions are too few to try this: layers in a row may see all of them"
         return _verdict(Status.NOT_KNOWN, sentence + left_out)
+    if not sensitivity:
+        return _verdict(
+            Status.NOT_KNOWN,
+            f"{', '.join(judged)} did not move, but no position depends on another token at all, as in a model whose "
+            f"head or output projections are still zero: train it for some steps, or draw these weights{left_out}",
+        )
     note = ""
     if rounded and passes.dtype != torch.float64:
         # Rounding or a small leak? In float64 the one falls by nine digits and the other stays.
@@ -187,6 +196,17 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
         Status.HEALTHY,
         f"sees what it should ({words}): {', '.join(judged)} did not move{note} in {len(trials)} trials{left_out}",
     )
+
+
+def _sensitivity(
+    passes: _Passes, before: Mapping[str, Tensor], judged: Sequence[str]
+) -> float:
+    """How far outputs at odd positions move when the tokens at even positions change; 0 where nothing is passed on."""
+    b, t = passes.samples, passes.length
+    is_even = (torch.arange(t) % 2 == 0).expand(b, t)
+    trial = _Trial(changed=is_even, kept=~is_even, words="the tokens at even positions")
+    after = passes.outputs(passes.changed(trial))
+    return max(passes.move(before[n], after[n], trial.kept)[0] for n in judged)
 
 
 def _in_float64(
@@ -232,6 +252,11 @@ class _Passes:
             )
         self.tokens: Tensor = candidates[0]
         self.samples, self.length = self.tokens.shape[:2]
+        if self.tokens.is_floating_point() and self.tokens.ndim > 3:
+            raise InvalidValueError(
+                f"expected a batch whose first tensor is a sequence, [b t] or [b t d], got {tuple(self.tokens.shape)}, "
+                "where the axis of positions is not known; pass a module that takes the embedded sequence"
+            )
         floats = [p.dtype for p in self.inner.parameters() if p.is_floating_point()]
         self.dtype = (*floats, torch.float32)[0]
         if self.length < 2:

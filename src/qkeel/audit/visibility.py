@@ -6,21 +6,25 @@ Read from the weights that attention computes on a batch, whatever mask, flag or
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from qkeel.audit.saturation import SoftmaxGradients
 from qkeel.audit.sees import Documents
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, tensors
 from qkeel.heads.site import Sites
 from qkeel.patching.forward import unwrapped
+from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.find import site_label
-from qkeel.sites.weights import blocks_of_weights, captured_calls
+from qkeel.sites.weights import blocks_of_weights, captured_calls, weights_shape
 
 # Of a row on keys it should not see, under which nothing is said.
 LEAST_WEIGHT = 1e-3
@@ -41,13 +45,28 @@ class SeenKeys:
 
     `length` is the number of its queries, 0 if its keys are another sequence. `weights` has the kinds "later",
     "earlier", "documents", "padding" and "hidden", as far as the layer and the batch have such keys. `empty` is the
-    first sample and query that sees no key and is not padding.
+    first sample and query that sees no key and is not padding, `empty_padding` the first that is. `first_keys` [2 t]
+    are queries of the first sample and the first keys that they see, and `saturated` the heads whose softmax passes
+    back next to no gradient. `scale` is the constant factor on q·k times √head_dim, `share` what the softmax of the
+    median head passes back, and `softcap` the cap.
     """
 
     layer: str
     length: int = 0
     weights: dict[str, Largest] = dataclasses.field(default_factory=dict)
     empty: tuple[int, int] | None = None
+    empty_padding: tuple[int, int] | None = None
+    first_keys: Tensor | None = None
+    saturated: tuple[int, ...] = ()
+    n_heads: int = 0
+    scale: float = math.nan
+    share: float = math.nan
+    softcap: float | None = None
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether most heads are saturated; a single one is common, and healthy."""
+        return len(self.saturated) > max(1, self.n_heads / 2)
 
     def weight(self, kind: str) -> float:
         """The largest weight on keys of a kind, 0 if there are none."""
@@ -56,16 +75,46 @@ class SeenKeys:
 
 def read_visibility(
     model: nn.Module, batch: object, sites: Sites | None = None
-) -> list[SeenKeys]:
+) -> dict[str, SeenKeys]:
     """Returns what the queries of each layer see on a batch, computed block by block from one pass."""
-    _, kwargs = arguments(batch, "batch")
     calls = captured_calls(model, batch, sites)
-    ids, padding = document_numbers(kwargs), padded_keys(kwargs)
+    args, kwargs = arguments(batch, "batch")
+    tokens = PackedTokens.of(model, args, kwargs)
     name = type(unwrapped(model)).__name__
-    return [
-        _of_layer(site_label(layer, name), site, ids, padding)
+    return {
+        layer: seen_keys(site_label(layer, name), site, tokens)
         for layer, site in calls.items()
-    ]
+    }
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedTokens:
+    """What the arguments of a pass say of its tokens: the document of each, which are padding, and how many there are."""
+
+    documents: Int[Tensor, "b t"] | None = None
+    padding: Bool[Tensor, "b t"] | None = None
+    length: int = 0
+
+    @classmethod
+    def of(cls, model: nn.Module, args: Args, kwargs: Kwargs) -> PackedTokens:
+        """Reads the arguments of a pass of a model."""
+        named = named_arguments(model, args, kwargs)
+        lengths = [x.shape[1] for x in tensors((args, dict(kwargs))) if x.ndim > 1]
+        return cls(
+            documents=document_numbers(named),
+            padding=padded_keys(named),
+            length=lengths[0] if lengths else 0,
+        )
+
+
+def named_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """The arguments of a forward by name, those in *args left out."""
+    try:
+        bound = inspect.signature(unwrapped(model).forward).bind_partial(*args)
+    except TypeError:
+        return dict(kwargs)
+    return {**bound.arguments, **kwargs}
 
 
 def document_numbers(kwargs: Mapping[str, Any]) -> Int[Tensor, "b t"] | None:
@@ -114,16 +163,27 @@ def padded_keys(kwargs: Mapping[str, Any]) -> Bool[Tensor, "b t"] | None:
     return None
 
 
-def _of_layer(
-    label: str,
-    calls: Sequence[Seen],
-    ids: Int[Tensor, "b t"] | None,
-    padding: Bool[Tensor, "b t"] | None,
+def visible_rows(call: Seen, rows: slice) -> Bool[Tensor, "b h r s"] | None:
+    """Which keys some rows of a call see; dimensions that are shared may be 1. None if they see all."""
+    if isinstance(call, ScoresCall):
+        hidden = call.hidden_in(rows)
+        return None if hidden is None else ~hidden
+    return call.visible(rows, slice(0, call.k.shape[2]))
+
+
+def seen_keys(
+    label: str, calls: Sequence[Seen], tokens: PackedTokens, most: int | None = None
 ) -> SeenKeys:
-    call = calls[0]
+    """Returns what the queries of one layer see; `calls` are those of its heads, if they are computed one by one.
+
+    most: about how many weights are computed; of longer sequences, some rows speak for all.
+    """
+    call, ids, padding = calls[0], tokens.documents, tokens.padding
     length = call.query_shape[1]
-    layer = SeenKeys(layer=label)
-    for rows, weights in blocks_of_weights(calls):
+    n_heads = weights_shape(calls)[1]
+    layer = SeenKeys(layer=label, n_heads=n_heads)
+    gradients, reaches = SoftmaxGradients(n_heads), []
+    for rows, weights in blocks_of_weights(calls, most):
         b, _, _, s = weights.shape
         device = weights.device
         keys = torch.arange(s, device=device)
@@ -140,36 +200,80 @@ def _of_layer(
                 masks["documents"] = ((of_query != numbers) & (of_query >= 0))[:, None]
         padded_rows = None
         if padding is not None and padding.shape == (b, s):
-            padded = padding.to(device)[:, None, None]
-            # a query that is padding itself may see anything.
-            if is_self:
-                padded_rows = padded.mT[:, :, rows]
-                padded = padded & ~padded_rows
-            masks["padding"] = padded
-        if isinstance(call, ScoresCall) and call.hidden is not None and len(calls) == 1:
-            hidden = call.hidden[
-                :, :, rows if call.hidden.shape[2] > 1 else slice(None)
-            ]
-            # Rows that see no key are spread over all of them.
-            masks["hidden"] = hidden & ~hidden.all(-1, keepdim=True)
+            masks["padding"] = padded = padding.to(device)[:, None, None]
+            padded_rows = padded.mT[:, :, rows] if is_self else None
+        visible = visible_rows(call, rows)
+        counted = weights
+        if visible is not None:
+            if isinstance(call, ScoresCall) and len(calls) == 1:
+                masks["hidden"] = ~visible
+            # A mask of a large number spreads rows that see no key over all of them.
+            counted = weights * visible.any(-1, keepdim=True)
+        if padded_rows is not None:
+            # A query that is padding itself may see anything.
+            counted = counted * ~padded_rows
         for kind, mask in masks.items():
-            by_head = (weights * mask).sum(-1).nan_to_num(0.0).amax((0, 2))
+            by_head = (counted * mask).sum(-1).nan_to_num(0.0).amax((0, 2))
             weight, head = by_head.max(0)
             largest = float(weight), int(head)
             layer.weights[kind] = max(layer.weights.get(kind, largest), largest)
-        # A fused kernel gives an empty row zeros, a softmax by hand NaN.
+        gradients.add(rows, weights, visible)
+        first = torch.zeros_like(queries[:, 0])
+        if visible is not None:
+            first = first + visible[0, 0].to(torch.uint8).argmax(-1)
+        reaches.append(torch.stack([queries[:, 0], first]).cpu())
+        # A fused kernel gives an empty row zeros, a softmax by hand NaN, as it does for infinite logits.
         sums = weights.sum(-1)
-        empty = ((sums == 0) | sums.isnan()).any(1)
-        if padded_rows is not None:
-            empty &= ~padded_rows[:, 0, :, 0]
-        if layer.empty is None and bool(empty.any()):
-            sample, row = divmod(int(empty.flatten().int().argmax()), empty.shape[1])
-            layer.empty = sample, rows.start + row
+        empty = ((sums == 0) | (sums.isnan() & _sees_none(calls, rows, sums))).any(1)
+        for is_padding in (False, True):
+            of_kind = empty
+            if padded_rows is not None:
+                of_kind = empty & (padded_rows[:, 0, :, 0] == is_padding)
+            elif is_padding:
+                break
+            if bool(of_kind.any()):
+                sample, row = divmod(
+                    int(of_kind.flatten().int().argmax()), empty.shape[1]
+                )
+                position = sample, rows.start + row
+                if is_padding:
+                    layer.empty_padding = layer.empty_padding or position
+                else:
+                    layer.empty = layer.empty or position
+    # Scores that are divided by a cap are scaled by more than the logits.
+    if call.q is not None and (
+        call.spec.cap.kind == "none" or not isinstance(call, ScoresCall)
+    ):
+        width = call.q.shape[-1]
+        layer.scale = (call.spec.scale.constant(width) or math.nan) * width**0.5
+    layer.first_keys = torch.cat(reaches, 1)
+    layer.softcap = call.spec.cap.limit
+    # Other weights, such as those of a sigmoid, do not compete.
+    if call.spec.normalizer.kind in ("softmax", "sink"):
+        layer.saturated = gradients.saturated(layer.scale)
+    layer.share = float(gradients.shares().median())
     return layer
 
 
+def _sees_none(calls: Sequence[Seen], rows: slice, sums: Tensor) -> Tensor:
+    """Which rows of the calls of a layer see no key by their masks; broadcasts to [b h r]."""
+    if not bool(sums.isnan().any()):
+        return torch.zeros((), dtype=torch.bool, device=sums.device)
+    sees = []
+    for call in calls:
+        visible = visible_rows(call, rows)
+        sees.append(
+            sums.new_ones(1, 1, 1).bool() if visible is None else visible.any(-1)
+        )
+    return ~torch.cat(sees, 1)
+
+
 def findings(
-    model: nn.Module, batch: object, layers: Sequence[SeenKeys], *, finite: bool = True
+    model: nn.Module,
+    tokens: PackedTokens,
+    layers: Collection[SeenKeys],
+    *,
+    finite: bool = True,
 ) -> list[str]:
     """Says in a sentence each what should not be seen and is, with the layer, the head and the weight.
 
@@ -184,8 +288,6 @@ def findings(
         if layer.length > 1:
             # Layers of one stack are compared with each other: an encoder beside a decoder is no odd one out.
             kinds.setdefault(re.sub(r"\d+", "*", layer.layer), []).append(layer)
-    batch_tensors = tensors(arguments(batch, "batch"))
-    length = next((x.shape[1] for x in batch_tensors if x.ndim > 1), 0)
     for kind in kinds.values():
         inverted = [
             layer
@@ -194,7 +296,7 @@ def findings(
         ]
         leaking = [layer for layer in kind if layer.weight("later") > LEAST_WEIGHT]
         hiding = [layer for layer in kind if not layer.weight("later")]
-        is_causal = is_causal_by_config(model) and kind[0].length == length
+        is_causal = is_causal_by_config(model) and kind[0].length == tokens.length
         if inverted:
             sentences.append(
                 f"{_named(inverted)} sees later keys and no earlier one: its mask is inverted"
@@ -205,13 +307,21 @@ def findings(
             )
     for kind, words in _UNEXPECTED.items():
         affected = [layer for layer in layers if layer.weight(kind) > LEAST_WEIGHT]
+        if kind == "padding" and _says(unwrapped(model), "is_encoder_decoder"):
+            # The mask is the encoder's, and the decoder's own tokens may be as many.
+            affected = [x for x in affected if not x.length or x.weight("later")]
         if affected:
             sentences.append(f"{words} {_named(affected)} {_largest(affected, kind)}")
-    empty = [layer for layer in layers if layer.empty is not None]
+    empty = [(x.layer, x.empty, "") for x in layers if x.empty is not None]
+    empty += [
+        (x.layer, x.empty_padding, ", which is padding,")
+        for x in layers
+        if x.empty_padding is not None
+    ]
     if empty and not finite:
-        sample, query = empty[0].empty or (0, 0)
+        name, (sample, query), remark = empty[0]
         sentences.append(
-            f"an output is not finite, and sample {sample}, query {query} sees no key in {empty[0].layer}: a softmax "
+            f"an output is not finite, and sample {sample}, query {query}{remark} sees no key in {name}: a softmax "
             "over nothing is NaN"
         )
     elif not finite:
@@ -239,16 +349,18 @@ def _named(layers: Sequence[SeenKeys]) -> str:
 def is_causal_by_config(model: nn.Module) -> bool:
     """Whether a model says that it predicts later tokens from earlier ones: by its class or its configuration."""
     inner = unwrapped(model)
-    config = getattr(inner, "config", None)
+    has_config = getattr(inner, "config", None) is not None
+    is_named = has_config and type(inner).__name__.endswith("ForCausalLM")
+    is_decoder = is_named or _says(inner, "is_decoder") or _says(inner, "is_causal")
+    return is_decoder and not _says(inner, "is_encoder_decoder")
 
-    def says(key: str) -> bool:
-        if isinstance(config, Mapping):
-            return config.get(key) is True
-        return getattr(config, key, None) is True
 
-    is_named = config is not None and type(inner).__name__.endswith("ForCausalLM")
-    is_decoder = is_named or says("is_decoder") or says("is_causal")
-    return is_decoder and not says("is_encoder_decoder")
+def _says(model: nn.Module, key: str) -> bool:
+    """Whether a model's configuration has a key that is true."""
+    config = getattr(model, "config", None)
+    if isinstance(config, Mapping):
+        return config.get(key) is True
+    return getattr(config, key, None) is True
 
 
 def visible_pairs(call: Seen) -> Tensor:

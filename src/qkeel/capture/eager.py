@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from qkeel.capture.calls import APART, HeadLayout, ScoresCall, hides, is_low
+from qkeel.capture.calls import APART, HeadLayout, ScoresCall, Seen, hides, is_low
 from qkeel.capture.example import ModuleCall, tensors
 from qkeel.capture.products import (
     PRODUCTS,
@@ -42,6 +42,7 @@ from qkeel.capture.tags import (
     Step,
     Tag,
     Tags,
+    WaitingCall,
     Weights,
 )
 from qkeel.heads.site import UnrecognizedAttention
@@ -86,10 +87,7 @@ _SUMS = {
 # What weights go through on their way to the values.
 _PASSES = ELEMENTWISE | VIEWS | _MASKS | JOINS | _SUMS.keys()
 
-_FOREIGN = (
-    "values of several positions are weighted by a softmax of scores that are no products of queries and keys, or have "
-    "no batch dimension (call the model with x[None] then)"
-)
+_FOREIGN = "values of several positions are weighted by a softmax of scores that are no products of queries and keys"
 _DEPENDS = "a term added to its scores depends on the input and is not a product"
 
 
@@ -98,7 +96,8 @@ class EagerAttentionTracer:
 
     Args:
         report: called with every attention call; returns the site's name.
-        known: returns the layout of the scores whose softmax a module computes, if it is known.
+        known: returns the layout of the scores whose softmax a module computes, if it is known, from the module's call
+            and the number of its attention calls so far.
         names: the names of parameters by identity in a probe, where the graph shows which dimensions are heads. None if
             there is no graph.
         valued: called with the name of a site and the tensor by which its weights are multiplied.
@@ -108,7 +107,7 @@ class EagerAttentionTracer:
     def __init__(
         self,
         report: Callable[[ModuleCall, ScoresCall], str | None],
-        known: Callable[[ModuleCall], HeadLayout | None],
+        known: Callable[[ModuleCall, int], HeadLayout | None],
         names: dict[int, str] | None,
         valued: Callable[[str, Tensor], None],
         chose: Callable[[ModuleCall, Scores | Lost, Tensor], None],
@@ -121,6 +120,9 @@ class EagerAttentionTracer:
         self.ends: dict[str, None] = {}
         # The products that reached a softmax.
         self.weighed: set[tuple[int, int]] = set()
+        self._waiting: list[WaitingCall] = []
+        # The latest call of each module that runs, by the id of the module's call.
+        self._latest: dict[int, Seen] = {}
         self._report = report
         self._known = known
         self._names = names
@@ -402,8 +404,8 @@ class EagerAttentionTracer:
         else:
             weights = self.tags.get(total.exponentials)
             if not isinstance(weights, Weights):
-                site = self._attention(step.frame, powers.scores, powers.x)
-                weights = Weights(site)
+                call = self._attention(step.frame, powers.scores, powers.x)
+                weights = Weights(call)
                 self.tags.put(total.exponentials, weights)
             if step.args and step.args[0] is total.exponentials:
                 self.tags.put(step.out, weights)
@@ -414,8 +416,10 @@ class EagerAttentionTracer:
         if isinstance(tag, Weights) and factors:
             if tag.reason and not is_weight(factors[0]):
                 self._miss(step.frame, step.name, tag.reason)
-            elif tag.site is not None:
-                self._valued(tag.site, factors[0])
+            elif tag.call is not None:
+                site = self._meets_values(tag.call)
+                if site is not None:
+                    self._valued(site, factors[0])
         elif isinstance(tag, (Scores, Lost)) and all(
             is_weight(y) or y.ndim < 3 for y in factors
         ):
@@ -498,8 +502,8 @@ class EagerAttentionTracer:
             UnrecognizedAttention(module=frame.name, operation=operation, reason=reason)
         )
 
-    def _softmax(self, step: Step, tag: Scores, x: Tensor) -> str | None:
-        """Reports a softmax over scores, unless it is not one over keys."""
+    def _softmax(self, step: Step, tag: Scores, x: Tensor) -> WaitingCall | None:
+        """Reads a softmax over scores, unless it is not one over keys."""
         dim = step.dim(x)
         if dim < x.ndim - 2 and not any(p.may_be_keys(dim) for p in tag.products):
             reason = f"its softmax runs over dimension {dim} of {x.ndim}, not over the last or the second-to-last"
@@ -509,15 +513,82 @@ class EagerAttentionTracer:
 
     def _attention(
         self, frame: ModuleCall, tag: Scores, x: Tensor, dim: int = -1
-    ) -> str | None:
-        """Reports the attention whose weights are a softmax of x over dimension `dim`; returns the site's name."""
+    ) -> WaitingCall:
+        """Reads the attention whose weights are a softmax of x over dimension `dim`."""
         frame = tag.frame.shared_with(frame)
         self.weighed |= products_of(tag)
         if tag.unshifted is not None:
             x = tag.unshifted
-        known = self._known(frame)
+        known = self._known(frame, frame.calls + len(self._waiting_in(frame)))
         call = scores_call(tag, x, dim % x.ndim, frame, known=known, names=self._names)
-        return self._report(frame, call)
+        waiting = WaitingCall(frame, call, is_matrix=x.ndim == 2)
+        self._waiting.append(waiting)
+        return waiting
+
+    def _waiting_in(self, frame: ModuleCall) -> list[WaitingCall]:
+        return [waiting for waiting in self._waiting if waiting.frame is frame]
+
+    def _meets_values(self, waiting: WaitingCall) -> str | None:
+        """Reports a call unless that was done before, and returns its name."""
+        if waiting not in self._waiting:
+            return None
+        earlier = self._waiting[: self._waiting.index(waiting)]
+        self._waiting.remove(waiting)
+        self._report_earlier(waiting.frame, waiting.call, earlier)
+        return self._report(waiting.frame, waiting.call)
+
+    def before(self, frame: ModuleCall, call: Seen) -> None:
+        """Called when a fused call of this module is about to be reported."""
+        self._report_earlier(frame, call, self._waiting)
+
+    def _report_earlier(
+        self, frame: ModuleCall, call: Seen, earlier: Sequence[WaitingCall]
+    ) -> None:
+        """Reports the module's calls whose softmax came before this call, so that their order is that of the softmaxes.
+        Those of the same q and k are dropped: a program looks at its weights so (their entropy, a picture)."""
+        of_module = [waiting for waiting in earlier if waiting.frame is frame]
+        for waiting in [waiting for waiting in of_module if not waiting.is_matrix]:
+            self._waiting.remove(waiting)
+            if not _are_equal(waiting.call, call):
+                self._report(frame, waiting.call)
+        self._latest[id(frame)] = call
+
+    def is_open(self, frame: ModuleCall) -> bool:
+        """True if `end` is needed at the end of this module's call."""
+        return id(frame) in self._latest or bool(self._waiting_in(frame))
+
+    def end(self, frame: ModuleCall) -> None:
+        """Called when a module's call ends: its weights that met no values may do so in a way that is not seen."""
+        latest = self._latest.pop(id(frame), None)
+        for waiting in self._waiting_in(frame):
+            self._waiting.remove(waiting)
+            is_new = latest is None or not _are_equal(waiting.call, latest)
+            if is_new and not waiting.is_matrix:
+                self._report(frame, waiting.call)
+
+    def forget(self) -> None:
+        """Drops everything of a pass that has ended, or that was ended early."""
+        self.tags.clear()
+        self._waiting.clear()
+        self._latest.clear()
+
+    def end_all(self) -> None:
+        """Called when the pass is over."""
+        while self._waiting:
+            self.end(self._waiting[0].frame)
+        self._latest.clear()
+
+
+def _are_equal(first: Seen, second: Seen) -> bool:
+    """True if two calls are of the same q and k, up to their dtype and a constant factor."""
+    pairs = (first.q, second.q), (first.k, second.k)
+    for a, b in pairs:
+        if a is None or b is None or a.shape != b.shape:
+            return False
+        units = [x.detach().double() / x.detach().double().norm() for x in (a, b)]
+        if not torch.allclose(*units, rtol=1e-4, atol=1e-8):
+            return False
+    return True
 
 
 def _beyond(operation: str) -> str:

@@ -173,6 +173,8 @@ class ModuleStack:
         self._keep = keep_inputs
         self._guard = guard
         self.root = self.top = ModuleCall(name="", module=model, parent=None)
+        # Called with a module's call that ends.
+        self.ended: Callable[[ModuleCall], None] = lambda frame: None
 
     def attach(self, undo: ExitStack) -> None:
         """Installs hooks on the modules until `undo` is closed."""
@@ -234,6 +236,7 @@ class ModuleStack:
         # A frame above this one remains if an exception ended a module without hooks.
         for frame in self.top.line():
             if frame.module is module and frame.parent is not None:
+                self.ended(frame)
                 self.top = frame.parent
                 return
 

@@ -146,7 +146,11 @@ def read_product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product 
     ):
         return None
     first, second = factors
-    active = [x.ndim > 2 and not is_weight(x) for x in factors]
+    # A matrix may be a table, such as the weight of a language model's head in another precision, or, where both are
+    # and the product is square, the tokens of a single sequence.
+    is_square = out.ndim == 2 and out.shape[0] == out.shape[1]
+    least = 2 if is_square else 3
+    active = [x.ndim >= least and not is_weight(x) for x in factors]
     if not any(active) and any(is_weight(x) for x in factors):
         return None
     product = Product(

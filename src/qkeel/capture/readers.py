@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from qkeel.capture.calls import HeadLayout, Seen, fewest_keys, flex_call, hides
 from qkeel.errors import QkeelError
+from qkeel.kernels.contract import may_run_unseen
 from qkeel.patching.forward import ObservedCall, exchanged
 from qkeel.patching.modes import (
     Args,
@@ -180,6 +181,7 @@ def _ask_for_maxima(function: types.FunctionType, call: ObservedCall) -> None:
             "return_lse"
         )  # the older option, which torch accepts only alone
         or (asked is not None and asked.max_scores)
+        or not may_run_unseen("flex")
     ):
         return
     arguments["return_aux"] = (asked or AuxRequest())._replace(max_scores=True)

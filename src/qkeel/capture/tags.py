@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import ModuleCall
 from qkeel.capture.products import Product
 from qkeel.patching.modes import Args, Kwargs
@@ -71,11 +72,23 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of a site on their way to the values. `site` is None if they could not be read; `reason` says why
+    """The weights of a call on their way to the values. `call` is None if they could not be read; `reason` says why
     this has not been reported yet."""
 
-    site: str | None = None
+    call: WaitingCall | None = None
     reason: str = ""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class WaitingCall:
+    """A call that was read at its softmax and is reported once its weights meet the values, or when the module ends.
+
+    Scores without a batch dimension (`is_matrix`) may be similarities of samples, so they have to meet values.
+    """
+
+    frame: ModuleCall
+    call: ScoresCall
+    is_matrix: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from qkeel.capture.calls import ScoresCall, Seen
+from qkeel.capture.calls import FlexCall, ScoresCall, Seen
 from qkeel.spec import AttentionCall
 
 # The keys that the queries reach: all preceding keys (or all keys), a window that slides with the query, some of these
@@ -50,11 +50,13 @@ class VisibleSets:
         blocks: whether the sets are full within groups of neighbouring tokens and empty between groups. Packed
             sequences have such sets, and so has attention in chunks; `told_apart` distinguishes the two.
         queries: the number of queries.
+        window: in a window, the most keys that a query sees; a call with more queries than this shows the window.
     """
 
     visible: VisibleType
     blocks: bool
     queries: int
+    window: int | None = dataclasses.field(default=None, compare=False)
 
 
 def told_apart(of_sites: Mapping[str, VisibleSets]) -> dict[str, VisibleType]:
@@ -98,19 +100,50 @@ def visible_sets(call: Seen, origin: KeyOrigin = "tokens") -> VisibleSets:
     t = call.query_shape[1]
     s = call.logits.shape[3] if isinstance(call, ScoresCall) else call.k.shape[2]
     visible: VisibleType = "full"
-    has_blocks = False
+    has_blocks, window = False, None
     if isinstance(call, ScoresCall) and call.gathered and t > 1:
         visible = "sparse"
     elif s < t and origin != "other":
         visible = "compressed"
     elif _may_hide_pairs(call):
-        are_spans, do_slide, has_blocks = _spans(call, s)
+        are_spans, do_slide, has_blocks, most = _spans(call, s)
         if not are_spans:
             visible = "sparse" if s == t or origin == "other" else "compressed"
         elif do_slide:
-            visible = "window"
+            visible, window = "window", most
     is_full = visible == "full"
-    return VisibleSets(visible=visible, blocks=is_full and has_blocks, queries=t)
+    return VisibleSets(
+        visible=visible, blocks=is_full and has_blocks, queries=t, window=window
+    )
+
+
+@torch.no_grad()
+def visible_digest(call: Seen) -> Tensor | None:
+    """Numbers that differ if calls of one site see different keys [n], or None if all queries see all keys (up to their
+    own). They are computed from the mask alone, without waiting for the device: the number of visible pairs and the sum
+    of their keys' indices. Of functions that make a mask the blocks are counted."""
+    if not _may_hide_pairs(call):
+        return None
+    t, device = call.query_shape[1], call.query_device
+    hidden = call.hidden if isinstance(call, ScoresCall) else None
+    mask = (
+        (None if hidden is None else ~hidden)
+        if isinstance(call, ScoresCall)
+        else call.mask
+    )
+    numbers = [torch.tensor(t, device=device)]
+    if isinstance(call, FlexCall) and call.block_mask is not None:
+        blocks = call.block_mask.kv_num_blocks, call.block_mask.full_kv_num_blocks
+        numbers += [x.sum() for x in blocks if x is not None]
+    elif mask is not None:
+        if mask.dtype != torch.bool:
+            mask = mask > torch.finfo(mask.dtype).min
+        of_keys = mask.sum((0, 1, 2))
+        indices = torch.arange(1, len(of_keys) + 1, device=device)
+        numbers += [of_keys.sum(), (of_keys * indices).sum()]
+    if not isinstance(call, ScoresCall):
+        numbers.append(torch.tensor(call.window or 0, device=device))
+    return torch.stack(numbers)
 
 
 def _may_hide_pairs(call: Seen) -> bool:
@@ -124,9 +157,9 @@ def _may_hide_pairs(call: Seen) -> bool:
     return mask is not None and mask.shape[2] > 1 and mask.shape[3] > 1
 
 
-def _spans(call: Seen, s: int) -> tuple[bool, bool, bool]:
+def _spans(call: Seen, s: int) -> tuple[bool, bool, bool, int]:
     """Whether the set of every row is a span, whether the start of a span advances by one key from one row to the next,
-    and whether spans start at different keys."""
+    whether spans start at different keys, and the most keys that a row sees."""
     is_seen, is_always_seen = [], []
     for visible in _blocks(call, s):
         has_keys = visible.any(-1, keepdim=True)
@@ -150,8 +183,11 @@ def _spans(call: Seen, s: int) -> tuple[bool, bool, bool]:
     do_slide = (are_wide & (start[..., 1:] == start[..., :-1] + 1)).any()
     latest = start.masked_fill(~has_keys, -1).amax(-1)
     earliest = start.masked_fill(~has_keys, s + 1).amin(-1)
-    answers = torch.stack([are_spans, do_slide, (latest > earliest).any()]).tolist()
-    return answers[0], answers[1], answers[2]
+    answers = torch.stack(
+        [are_spans, do_slide, (latest > earliest).any(), count.amax()]
+    )
+    spans, slide, start_apart, most = answers.tolist()
+    return bool(spans), bool(slide), bool(start_apart), most
 
 
 def _blocks(call: Seen, s: int) -> Iterator[Bool[Tensor, "n r s"]]:

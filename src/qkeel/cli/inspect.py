@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -35,6 +36,7 @@ from qkeel.errors import (
     DataError,
     InvalidTypeError,
     InvalidValueError,
+    QkeelError,
     RunDirectoryError,
     unknown,
 )
@@ -235,13 +237,22 @@ def check(
     if not threshold > 0:
         raise InvalidValueError(f"expected a threshold above 0 nats, got {threshold:g}")
     if not path.exists() and _FUNCTION.fullmatch(str(path)):
-        model, batch = _model_and_batch(str(path))
-        health = judge(
-            model,
-            batch,
-            sees=None if sees is None else _contract(sees, batch),
-            threshold=threshold,
-        )
+        try:
+            model, batch = _model_and_batch(str(path))
+            health = judge(
+                model,
+                batch,
+                sees=None if sees is None else _contract(sees, batch),
+                threshold=threshold,
+            )
+        except QkeelError:
+            raise
+        except Exception as error:
+            # Not the exit code of a model that is not healthy, which a CI has to tell apart.
+            traceback.print_exc()
+            raise DataError(
+                f"expected {path} to give a model that runs on its batch, but it raised {type(error).__name__}: {error}"
+            ) from error
     elif sees is not None:
         raise InvalidValueError(
             f"expected module:function with --sees, got {path}: a model has to run for it"

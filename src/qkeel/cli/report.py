@@ -106,7 +106,7 @@ def figures(
 ) -> int:
     """Write the figures of a study or a watched run for a paper, as PDF, SVG or PNG.
 
-    Figures are drawn by matplotlib, which `pip install "qkeel[plot]"` installs. The same data always produces identical
+    Figures are drawn by matplotlib, which `pip install matplotlib` installs. The same data always produces identical
     files.
 
     Args:

@@ -51,11 +51,13 @@ from qkeel.monitor import (
     sample_table,
 )
 from qkeel.monitor.monitor import Monitor, watched
+from qkeel.monitor.record import shown_samples
 from qkeel.monitor.watch import watch as attach
 from qkeel.options import parse as parse_terms
-from qkeel.patching.forward import unwrapped
+from qkeel.patching.forward import in_extra_pass, unwrapped
 from qkeel.patching.modes import is_made, submodules_of
 from qkeel.patching.optimizers import StepHooks, steps_taken, when_made
+from qkeel.patching.roles import Phase
 from qkeel.records.disk import read_file
 from qkeel.remedies.apply import Asked, AtNextPass
 from qkeel.remedies.apply import parse as parse_remedies
@@ -94,7 +96,8 @@ class Fix:
         if proposed is None:
             return [f"what to do: {remedy}"]
         line, spec = proposed[0], proposed[1]
-        if re.search(r"\b(lalr|qk_clip)\b", spec):
+        # Rates alone are proposed if weights are frozen, as below adapters, where a norm would change the base.
+        if re.search(r"\bqk_clip\b", spec):
             line += _WHY
         # A launcher's own command is not known here, so only its change can be said.
         command = f"restart it with --apply {spec} before the --"
@@ -109,7 +112,7 @@ class Fix:
 
 # In the workers of torchrun, this variable holds the command that was typed after `qkeel watch --`.
 TYPED = "QKEEL_TYPED_COMMAND"
-_APPLY = re.compile(r'qkeel\.apply\(model, "([^"]+)", optimizer[^)]*\)')
+_APPLY = re.compile(r'qkeel\.apply\(model, "([^"]+)", (?:optimizer|\[)[^)]*\)')
 _WHY = "  (the forward pass stays as it is, so a checkpoint can be resumed; in a new run, try qk_norm first)"
 
 
@@ -134,7 +137,8 @@ class MessageSink(Sink):
     ) -> None:
         self.run, self.writer, self.fix = run, writer, fix
         self._shown = shown
-        self._sample: Sample | None = None
+        # The latest of each phase.
+        self._samples: dict[Phase, Sample] = {}
         self._alarms: list[Alarm] = []
         self._fixed: set[str] = set()
         self._model = ""
@@ -145,7 +149,8 @@ class MessageSink(Sink):
     @property
     def last(self) -> int | None:
         """The last measured step."""
-        return None if self._sample is None else self._sample.step
+        sample, _ = shown_samples(self._samples)
+        return None if sample is None else sample.step
 
     @property
     def place(self) -> str:
@@ -159,15 +164,18 @@ class MessageSink(Sink):
         layers = f"the attention of {self._model}"
         if sites:
             number = f"{sites} of {sites + missed}" if missed else f"{sites}"
-            layers = f"{number} attention layers of {self._model}"
+            noun = "layer" if sites + missed == 1 else "layers"
+            layers = f"{number} attention {noun} of {self._model}"
         if self.fix.applied:
             layers += f" with {self.fix.applied} applied"
+        elif about.get("remedies"):
+            # Which the script has applied itself.
+            layers += f" with {'+'.join(about['remedies'])} active"
         self.writer(f"watching {layers}, run {self.place}")
 
     def write(self, sample: Sample) -> None:
         """Prints nothing, but keeps the sample for `summary` and, from time to time, writes the page."""
-        if sample.phase == "train" or self._sample is None:
-            self._sample = sample
+        self._samples[sample.phase] = sample
         if time.monotonic() >= self._next_page:
             self.write_page(refresh=PAGE_SECONDS)
 
@@ -216,8 +224,10 @@ class MessageSink(Sink):
 
     def summary(self) -> None:
         """Prints the last measured values, layer by layer, the number of alarms, and the verdict of `qkeel check`."""
-        if self._sample is not None:
-            for line in sample_table(self._sample, root=self._model).splitlines():
+        sample, note = shown_samples(self._samples, self._model)
+        if sample is not None:
+            table = sample_table(sample, note=note, root=self._model)
+            for line in table.splitlines():
                 self.writer(line)
         counts = Counter(alarm.severity for alarm in self._alarms)
         alarms = [f"{counts[x]} {x}" for x in reversed(Severity) if counts[x]]
@@ -358,9 +368,11 @@ class ModelFinder(Handle):
                 self._watches.remove(watches[0])
                 self._begin(chain, optimizer)
             elif watches[0].optimizer() is not optimizer:
-                model = watches[0].model
+                model, monitor = watches[0].model, watches[0].monitor()
                 if model is not None:
                     self._further(model, optimizer)
+                if monitor is not None:
+                    monitor.add_optimizer(optimizer)
 
     def _has_stepped(self, watch: _Watch) -> bool:
         first = watch.optimizer()
@@ -399,6 +411,9 @@ class ModelFinder(Handle):
     def _safely(self, act: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
         # Workers of a data loader are forked with these hooks and must stay silent.
         if os.getpid() != self._pid or not self.active:
+            return
+        # A retrofit fits its gains with an optimizer of its own.
+        if in_extra_pass():
             return
         try:
             act(optimizer)
@@ -795,10 +810,12 @@ class WatchSession:
             )
         if not written:
             self.writer(
-                f"nothing was measured: {'see above' if broken else self._why_nothing(monitors)}"
+                f"nothing was measured: {'see above' if broken else self._why_nothing(monitors, complete)}"
             )
 
-    def _why_nothing(self, monitors: list[Monitor]) -> str:
+    def _why_nothing(self, monitors: list[Monitor], complete: bool) -> str:
+        if not self._finder.optimizers and not complete:
+            return "the script ended before it created a torch.optim.Optimizer"
         if not self._finder.optimizers:
             return (
                 "the script created no torch.optim.Optimizer in this process. If it starts processes that train, start "

@@ -12,8 +12,9 @@ from qkeel.metrics import (
     HARMFUL_LOGIT,
     Health,
     Row,
+    before_cap,
+    entering_logits,
     judged,
-    without_constant,
 )
 from qkeel.records import NON_FINITE, Heads, fold_heads
 
@@ -45,11 +46,9 @@ def judge_run(
     healthy: largest logit 7 (a head 0, step 1), under 100, where logits begin to count as large
     """
     measured = np.asarray(heads.values["max_logit"], dtype=np.float64)
-    if "logit_spread" in heads.values:
-        measured = without_constant(
-            measured, np.asarray(heads.values["logit_spread"], dtype=np.float64)
-        )
-    logits = np.where(np.isnan(measured), -math.inf, measured)
+    capped = heads.values.get("capped_max_logit", measured)
+    judged_logits = entering_logits(measured, capped, heads.values.get("logit_spread"))
+    logits = np.where(np.isnan(judged_logits), -math.inf, judged_logits)
     n_layers = logits.shape[1]
     names = [
         name or "the model itself"
@@ -66,6 +65,11 @@ def judge_run(
     )
     largest = float(logits[first + record, layer, head])
     largest = math.nan if largest == -math.inf else largest
+    place = first + record, layer, head
+    cap = before_cap(float(measured[place]), float(capped[place]))
+    # Between the measured steps, it may have been larger.
+    has_gaps = heads.steps[-1] - heads.steps[0] >= len(heads.steps)
+    among = f", the largest of {len(heads.steps):,} measured" if has_gaps else ""
     entropies = [math.nan] * n_layers
     if "entropy" in heads.values:
         entropies = [
@@ -83,7 +87,7 @@ def judge_run(
     )
     status, sentence = judged(
         largest,
-        f"{names[layer]} head {head}, step {int(heads.steps[first + record]):,}",
+        f"{names[layer]} head {head}, step {int(heads.steps[first + record]):,}{among}{cap}",
         entropy=entropies[lowest],
         lowest=names[lowest],
         broken=broken,

@@ -104,7 +104,7 @@ class Frame:
         Raises:
             MissingLibraryError: pandas is not installed.
         """
-        with needed("to_pandas()", "'qkeel[frames]'"):
+        with needed("to_pandas()", "pandas"):
             import pandas  # pyright: ignore[reportMissingImports]
         return pandas.DataFrame(self.columns)
 
@@ -154,7 +154,7 @@ def arrow() -> Foreign:
     Raises:
         MissingLibraryError: pyarrow is not installed.
     """
-    with needed("Parquet", "'qkeel[frames]'"):
+    with needed("Parquet", "pyarrow"):
         import pyarrow.parquet
     return pyarrow
 
@@ -266,7 +266,7 @@ def axes(given: Foreign = None) -> Foreign:
     """
     if given is not None:
         return given
-    with needed("plot()", "'qkeel[plot]'"):
+    with needed("plot()", "matplotlib"):
         from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
     return pyplot.subplots(layout="constrained")[1]
 

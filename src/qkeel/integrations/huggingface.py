@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import types
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
@@ -19,8 +20,16 @@ from torch.optim import Optimizer
 
 from qkeel.autopilot import Ladder, attach
 from qkeel.capture.example import same_random_streams
-from qkeel.errors import QkeelError, RefusedError, RunDirectoryError, caution, needed
+from qkeel.errors import (
+    InvalidValueError,
+    QkeelError,
+    RefusedError,
+    RunDirectoryError,
+    caution,
+    needed,
+)
 from qkeel.frames import Foreign
+from qkeel.handle import Handle
 from qkeel.integrations.watched_training import CALLBACK_CADENCE, Sinks, WatchedTraining
 from qkeel.monitor import Cadence, Rule
 from qkeel.monitor.token_classes import MaskSource
@@ -28,11 +37,15 @@ from qkeel.nn import functional_attention
 from qkeel.ops import attention
 from qkeel.patching.modes import Kwargs, constant_when_compiled, running_frames
 from qkeel.records import layer_fields, write_bytes
+from qkeel.remedies.apply import apply, parse
+from qkeel.remedies.base import Remedy
+from qkeel.remedies.optimizer_trials import innermost
+from qkeel.remedies.table import RemedySpec
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Sink, Softcap, Softmax
 
 # `attn_implementation="qkeel"`: qkeel's attention in any transformers model, through the option of that library.
 
-with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
+with needed("qkeel.integrations.huggingface", "transformers accelerate"):
     from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -250,7 +263,7 @@ def register() -> str:
 
 # A callback that watches while the Trainer of transformers trains, and passes the numbers to its trackers.
 
-with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
+with needed("qkeel.integrations.huggingface", "transformers accelerate"):
     from transformers import (
         TrainerCallback,
         TrainerControl,
@@ -282,6 +295,10 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     action, training is bit-identical to training without it. Its state is saved with each checkpoint and restored on
     resume.
 
+    With `remedy`, a remedy that acts on optimizer steps is applied to the optimizer that the Trainer has made, and stays
+    for good; `handle` is its handle. A refusal is an error in the first pass, before the first step. What the remedy
+    must remember is part of the optimizer's checkpoints.
+
     Args:
         every: see `qkeel.watch`; by default, every 50th step is measured, and every 5th step during the first 20 steps
             and while logits are changing.
@@ -291,6 +308,10 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         per_layer: whether to log a series per layer (attn/layer_07/max_logit) in addition to the model's
             (attn/max_logit); W&B shows both under train/.
         autopilot: True for the default policy, or a policy.
+        remedy: remedies on optimizer steps, such as "qk_clip:threshold=15,steps=matched" or "lalr:tau=0.1".
+
+    Raises:
+        InvalidValueError: the remedy changes the model itself, or an autopilot is given too.
     """
 
     def __init__(
@@ -299,13 +320,25 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         every: int | Cadence = CALLBACK_CADENCE,
         sinks: Sinks = (),
         rules: Sequence[Rule] | None = None,
-        query_mask: MaskSource | None = "attention_mask",
+        query_mask: MaskSource | None = None,
         per_layer: bool = True,
         autopilot: bool | str | Ladder = False,
+        remedy: str | Remedy | Sequence[str | Remedy] | None = None,
     ) -> None:
         super().__init__(every, sinks, rules, query_mask, autopilot)
+        if remedy is not None:
+            _check_remedy(remedy)
+            if autopilot:
+                raise InvalidValueError(
+                    "expected either remedy or autopilot, got both; an autopilot chooses its remedies itself"
+                )
+        self._remedy = remedy
+        self.handle: Handle | None = None
+        self._optimizer: weakref.ref[Optimizer] | None = None
         self._per_layer = per_layer
         self._handler: CallbackHandler | None = None
+        # Of the micro-batches of the current step.
+        self._losses: list[Tensor] = []
 
     def on_train_begin(
         self,
@@ -341,6 +374,19 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
             )
             self.close(complete=False)
             self.monitor = self.pilot = None
+        self._apply(model, optimizer)
+
+    def _apply(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Applies the remedy to the Trainer's optimizer, unless an earlier training has done so."""
+        if self._remedy is None:
+            return
+        inner = innermost(optimizer) if isinstance(optimizer, Optimizer) else None
+        if self.handle is not None:
+            if self._optimizer is not None and self._optimizer() is inner:
+                return
+            self.handle.remove()
+        self.handle = apply(model, self._remedy, inner)
+        self._optimizer = None if inner is None else weakref.ref(inner)
 
     def _watch(
         self,
@@ -383,10 +429,35 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
     ) -> None:
         """Follows the Trainer's step count, which includes steps that a GradScaler skips, and measures the last
         step."""
+        self._losses = []
         if self.monitor is not None:
             self.monitor.steps = max(self.monitor.steps, state.global_step)
             if state.global_step + 1 == state.max_steps:
                 self.monitor.measure_next()
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Records the Trainer's loss, which may be another than the one that the model returns."""
+        self.on_substep_end(args, state, control)
+        if self.monitor is not None and self._losses:
+            self.monitor.note_loss(torch.stack(self._losses).sum())
+
+    def on_substep_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Reads the loss of a micro-batch."""
+        loss = _loss_of_micro_batch()
+        if loss is not None:
+            self._losses.append(loss)
 
     def on_step_end(
         self,
@@ -448,7 +519,22 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
                 # Logging resets the control's requests, and the Trainer has not acted on them yet.
                 reporters.on_log(args, state_then, copy.copy(control), numbers)
                 printed = {key: numbers[key] for key in _PRINTED if key in numbers}
-                terminal.on_log(args, state_then, copy.copy(control), printed)
+                # Those of untrained passes have other names.
+                if printed:
+                    terminal.on_log(args, state_then, copy.copy(control), printed)
+
+
+def _check_remedy(remedy: RemedySpec) -> None:
+    """Raises InvalidValueError for a remedy that changes the model.
+
+    A Trainer loads a checkpoint into the model before it calls its callbacks, so parameters that these add stay new."""
+    for parsed in parse(remedy):
+        if not parsed.on_steps:
+            raise InvalidValueError(
+                f"expected remedies that act on optimizer steps, such as qk_clip or lalr, got {parsed.name}, which "
+                "changes the model. Apply it before the Trainer is made, whose optimizer then has its parameters: "
+                f'qkeel.apply(model, "{parsed.name}", batch=batch)'
+            )
 
 
 # The numbers of a sample that the Trainer prints. Its trackers get all of them: hundreds if a model has many layers.
@@ -468,6 +554,15 @@ def _split(handler: CallbackHandler) -> tuple[CallbackHandler, CallbackHandler]:
         ]
         handlers.append(handler_of_kind)
     return handlers[0], handlers[1]
+
+
+def _loss_of_micro_batch() -> Tensor | None:
+    """Returns what the Trainer has just computed, which it hands to no callback. Its sum hides losses that are NaN."""
+    for frame in running_frames():
+        loss = frame.f_locals.get("tr_loss_step")
+        if isinstance(loss, Tensor):
+            return loss
+    return None
 
 
 def _saved(args: TrainingArguments, state: TrainerState) -> Path:

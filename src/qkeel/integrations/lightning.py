@@ -75,11 +75,7 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
             for o in trainer.optimizers
             if any(id(p) in parameter_ids for g in o.param_groups for p in g["params"])
         ]
-        monitor = self._begin(
-            model,
-            held[0] if held else None,
-            _step(trainer),
-        )
+        monitor = self._begin(model, held or None, _step(trainer))
         self._last = -1
         # The number of accumulated batches varies.
         with contextlib.suppress(MisconfigurationException):

@@ -113,7 +113,10 @@ class WatchedTraining:
         self._queue = SampleQueue()
 
     def _begin(
-        self, model: nn.Module, optimizer: Optimizer | None, steps: int
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
+        steps: int,
     ) -> Monitor:
         """Starts watching a model that has already made `steps` optimizer steps."""
         self._queue = SampleQueue()

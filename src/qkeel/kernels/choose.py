@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable
 from typing import final
 
@@ -33,7 +32,6 @@ KERNELS: dict[str, Kernel] = {
 }
 # Fastest first, unless a preference below says otherwise. The last kernel computes every call.
 _AUTO = ("decode", "native", "sdpa", "windowed", "chunked")
-_LOG = logging.getLogger("qkeel")
 
 
 @final
@@ -130,11 +128,8 @@ def choose(call: AttentionCall, impl: str = "auto") -> Kernel:
     """
     if impl == "auto":
         preference = preferred(call)
-        name = next(
-            name for name in preference.order if KERNELS[name].supports(call) is None
-        )
-        _log_choice(name, preference.calls, call.q.device, call.q.dtype)
-        return KERNELS[name]
+        kernels = (KERNELS[name] for name in preference.order)
+        return next(kernel for kernel in kernels if kernel.supports(call) is None)
     kernel = lookup("kernel", {**KERNELS}, impl)
     refusal = kernel.supports(call)
     if refusal is not None:
@@ -171,23 +166,3 @@ def explain_choice(call: AttentionCall) -> Choice:
 @functools.cache
 def _cpu_capability() -> str:
     return torch.backends.cpu.get_cpu_capability()
-
-
-@constant_when_compiled
-def _log_choice(
-    name: str, calls: str, device: torch.device, dtype: torch.dtype
-) -> None:
-    if _LOG.isEnabledFor(logging.DEBUG):
-        _log_once(name, calls, device, dtype)
-
-
-# Once for each kind of call, since every layer chooses in every pass.
-@functools.cache
-def _log_once(name: str, calls: str, device: torch.device, dtype: torch.dtype) -> None:
-    _LOG.debug(
-        "kernel %s for %s, %s on %s",
-        name,
-        calls,
-        str(dtype).removeprefix("torch."),
-        device,
-    )

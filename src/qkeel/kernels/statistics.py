@@ -109,6 +109,14 @@ def max_stats(call: AttentionCall) -> LogitStats:
     heads = extremes(call)
     if heads is not None:
         return only_extremes(*heads)
+    # Above no threshold, which spares counting.
+    rows_of_gpu = row_fields(call, torch.inf)
+    if rows_of_gpu is not None:
+        (high, low), counted = rows_of_gpu[0][:2], call.query_mask
+        if counted is not None:
+            high = high.masked_fill(~counted[:, None], -torch.inf)
+            low = low.masked_fill(~counted[:, None], torch.inf)
+        return extreme_stats(high, low)
     q, k = call.encoded()
     largest = q.new_full((q.shape[1],), -torch.inf)
     smallest = -largest

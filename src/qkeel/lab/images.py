@@ -148,7 +148,7 @@ def _class_folders(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
 
 
 def _read(path: Path, size: int) -> np.ndarray:
-    with needed("reading images", "'qkeel[data]'"):
+    with needed("reading images", "pillow"):
         from PIL import Image  # type: ignore[import-not-found]
     try:
         # An image that Pillow does not know is an OSError too.

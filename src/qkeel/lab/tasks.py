@@ -374,7 +374,7 @@ class TranslationTask(Task):
         return _translation_examples(self._heldout[:count])
 
     def decoded(self, model: nn.Module, examples: Examples) -> dict[str, float]:
-        """Returns the BLEU of greedy decoding, if sacrebleu is installed; `pip install "qkeel[lab]"` installs it."""
+        """Returns the BLEU of greedy decoding, if sacrebleu is installed; `pip install sacrebleu`."""
         try:
             import sacrebleu  # pyright: ignore[reportMissingImports]
         except ImportError:

@@ -196,6 +196,38 @@ def without_constant(logits: np.ndarray, spreads: np.ndarray) -> np.ndarray:
         return np.where(spreads < logits / 2, spreads, logits)
 
 
+def entering_logits(
+    logits: np.ndarray,
+    capped: np.ndarray | None = None,
+    spreads: np.ndarray | None = None,
+) -> np.ndarray:
+    """Returns the largest logits that enter the softmax, by which heads are judged.
+
+    Args:
+        logits: the largest signed logits before a cap, in nats.
+        capped: those after the cap, equal to `logits` if there is none; NaN or None where they were not measured.
+        spreads: see `without_constant`, which applies where there is no cap.
+
+    >>> entering_logits(np.array([1936.0, 120.0]), np.array([20.0, 120.0])).tolist()
+    [20.0, 120.0]
+    """
+    judged = logits if spreads is None else without_constant(logits, spreads)
+    if capped is None:
+        return judged
+    is_capped = np.isfinite(capped) & (capped != logits) & ~np.isnan(logits)
+    return np.where(is_capped, capped, judged)
+
+
+def before_cap(logit: float, capped: float) -> str:
+    """Returns words on the logit of a head before its cap, or "" if it has none.
+
+    >>> before_cap(1936.0, 20.0)
+    ', after a cap; 1,936 before it'
+    """
+    is_capped = math.isfinite(capped) and capped != logit and not math.isnan(logit)
+    return f", after a cap; {_number(logit)} before it" if is_capped else ""
+
+
 # Verdicts on the health of attention, each a sentence with its number and threshold.
 
 # Nats, for one layer; half the threshold for a whole model.

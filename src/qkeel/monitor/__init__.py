@@ -17,7 +17,6 @@ from qkeel.monitor.record import (
     Sample,
     pad_layers,
     repeat_groups,
-    sample_html,
     sample_line,
     sample_table,
 )
@@ -25,16 +24,15 @@ from qkeel.monitor.recording import Recording
 from qkeel.monitor.rules import (
     DEFAULT,
     Alarm,
-    AllSinks,
     Approach,
     Ceiling,
     EntropyCollapse,
-    GateShut,
     Growth,
     NonFinite,
     Outlook,
     Over,
     Rule,
+    Saturation,
     Severity,
 )
 from qkeel.monitor.sinks import LoggingSink, RunDirectorySink, Sink
@@ -44,7 +42,6 @@ __all__ = [
     "Adaptive",
     "Alarm",
     "AlarmLog",
-    "AllSinks",
     "Approach",
     "Cadence",
     "Ceiling",
@@ -54,7 +51,6 @@ __all__ = [
     "Every",
     "Forecast",
     "GainGrowth",
-    "GateShut",
     "Growth",
     "History",
     "IdleNorm",
@@ -68,6 +64,7 @@ __all__ = [
     "Recording",
     "Resolution",
     "Rule",
+    "Saturation",
     "RunDirectorySink",
     "Sample",
     "Setting",
@@ -79,7 +76,6 @@ __all__ = [
     "repeat_groups",
     "replay",
     "rules_for",
-    "sample_html",
     "sample_line",
     "sample_table",
 ]

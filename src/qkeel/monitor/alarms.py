@@ -14,21 +14,30 @@ from torch import nn
 
 from qkeel.heads.site import APPLIED, AttentionSite, Sites
 from qkeel.metrics import fused_logit_error, stored_logit_error
-from qkeel.monitor.history import History
+from qkeel.monitor.finite_stages import Facts
+from qkeel.monitor.history import History, LogitLimit
 from qkeel.monitor.recording import Recording
 from qkeel.monitor.rules import (
     DEFAULT,
     HOLD,
     Alarm,
+    NonFinite,
     Rule,
+    Saturation,
     Severity,
     first,
     last_record,
     peak,
     trend,
 )
-from qkeel.monitor.thresholds import GAIN_FACTOR, IDLE_TOLERANCE, ROUNDING
+from qkeel.monitor.thresholds import (
+    GAIN_FACTOR,
+    IDLE_TOLERANCE,
+    ROUNDING,
+    TOGETHER,
+)
 from qkeel.nn.attention import SpecModule
+from qkeel.patching.forward import first_adapter
 from qkeel.sites.find import is_normed
 
 # Rules that depend on the setting: the number format, the head width, and which norm was configured.
@@ -126,22 +135,9 @@ class GainGrowth(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IdleNorm(Rule):
-    """A q/k norm is configured but has no effect: q or k does not have the Euclidean norm that it should produce, or a
-    logit is too large.
-
-    With gains of 1, RMS norm and layer norm give the query or key of every head the Euclidean norm √head_dim, and L2
-    norm gives it the Euclidean norm 1. This is checked once, when the norms are first recorded, and only if the gains
-    are `fresh`, that is, still 1 because the model was not trained before. If `gain_bound` is recorded, a logit above
-    it raises the alarm at any step.
-    """
+    """A q/k norm is configured but has no effect: a logit is larger than its gains allow (`gain_bound`)."""
 
     kind: Literal["rms", "layer", "l2"]  #: the norm that is configured
-    head_dim: int  #: d, the size of one head's query
-    sides: tuple[Literal["query", "key"], ...] = (
-        "query",
-        "key",
-    )  #: which of q and k it normalizes
-    fresh: bool = True
     tolerance: float = IDLE_TOLERANCE  #: relative deviation that is tolerated
     severity: Severity = Severity.ALARM
     source: str = "public code: five projects shipped norms that did nothing"
@@ -149,18 +145,6 @@ class IdleNorm(Rule):
     cause: str = "the configured q/k norm has no effect"
 
     def check(self, history: History) -> Alarm | None:
-        expected = 1.0 if self.kind == "l2" else math.sqrt(self.head_dim)
-        for side in self.sides if self.fresh else ():
-            name = f"{side}_norm"
-            norms, top = last_record(history, name), history.top(name)
-            # Only the first record tells, because gains are no longer 1 later.
-            if norms is None or top is None or np.isfinite(top).sum() != 1:
-                continue
-            at = peak(name, np.abs(norms / expected - 1))
-            norm = float(norms[at.layer, at.head])
-            if abs(norm / expected - 1) > self.tolerance:
-                meaning = f"{self.kind} norm is configured, but {side} norms are {norm:.3g}, not {expected:.3g}"
-                return self.alarm(history, meaning, norm, at=at)
         bound, logit = (last_record(history, x) for x in ("gain_bound", "max_logit"))
         if bound is None or logit is None or bound.shape != logit.shape:
             return None
@@ -180,7 +164,8 @@ class VanishingGradient(Rule):
 
     Adam changes a weight by lr · m / (√v + eps): at √v = eps, that is half the intended step, and below it even less,
     so the head hardly trains while the rest of the model does. A single occurrence may be due to chance, or to the
-    first step through a projection that starts at zero.
+    first step through a projection that starts at zero. If the gradients of most heads have shrunk to less than a tenth
+    since the first record, a head that has shrunk as they have is not reported.
     """
 
     severity: Severity = Severity.NOTICE
@@ -197,9 +182,18 @@ class VanishingGradient(Rule):
             return None
         # NaN where either of the two was not measured.
         larger = series[-2:].max(0)
-        if not (larger < 1).any():
+        is_small = larger < 1
+        if not is_small.any():
             return None
-        at = peak("grad_over_eps", -larger)
+        start = series[first(np.fmax.reduce(series, axis=(1, 2), initial=np.nan))]
+        share = larger / np.where(start > 0, start, np.nan)
+        typical = float(np.nanmedian(share)) if np.isfinite(share).any() else math.nan
+        if typical < TOGETHER:
+            # All gradients shrink when a loss is solved, and a smaller eps would only enlarge their noise.
+            is_small &= ~(share > TOGETHER * typical)
+            if not is_small.any():
+                return None
+        at = peak("grad_over_eps", np.where(is_small, -larger, np.nan))
         course = at.of(series)
         ratio = float(course[-1])
         meaning = f"the gradient RMS of the query or key weight is {ratio:.2g} times the optimizer's eps"
@@ -212,8 +206,7 @@ class Setting:
     """The facts about a run that its records do not contain; None means unknown.
 
     dtype: the dtype of q, k and the scores. kernel: "fused" if the scores are not written to memory. head_dim, scale:
-    as in Resolution. norm: the q/k norm that was configured. sides: which of q and k it normalizes. fresh: whether
-    training starts from new weights.
+    as in Resolution. norm: the q/k norm that was configured.
     """
 
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
@@ -221,8 +214,6 @@ class Setting:
     head_dim: int | None = None
     scale: float | None = None
     norm: Literal["rms", "layer", "l2"] | None = None
-    sides: tuple[Literal["query", "key"], ...] = ("query", "key")
-    fresh: bool = False
 
 
 def rules_for(setting: Setting) -> tuple[Rule, ...]:
@@ -231,22 +222,20 @@ def rules_for(setting: Setting) -> tuple[Rule, ...]:
     >>> [rule.name for rule in rules_for(Setting(dtype="bf16", kernel="eager", head_dim=64))][-3:]
     ['gain growth', 'vanishing gradient', 'resolution bf16 eager']
     """
-    # Rules whose fields are not recorded raise no alarm.
-    rules: list[Rule] = [*DEFAULT, GainGrowth(), VanishingGradient()]
     dtype, kernel, width = setting.dtype, setting.kernel, setting.head_dim
+    facts = Facts(dtype=dtype or "", is_fused=kernel == "fused")
+    rules = [
+        dataclasses.replace(rule, facts=facts) if isinstance(rule, NonFinite) else rule
+        for rule in DEFAULT
+    ]
+    # Rules whose fields are not recorded raise no alarm.
+    rules += [Saturation(), GainGrowth(), VanishingGradient()]
     if width is not None and kernel is not None and dtype in ("bf16", "fp16"):
         rules.append(
             Resolution(dtype=dtype, kernel=kernel, head_dim=width, scale=setting.scale)
         )
-    if width is not None and setting.norm is not None:
-        rules.append(
-            IdleNorm(
-                kind=setting.norm,
-                head_dim=width,
-                sides=setting.sides,
-                fresh=setting.fresh,
-            )
-        )
+    if setting.norm is not None:
+        rules.append(IdleNorm(kind=setting.norm))
     return tuple(rules)
 
 
@@ -257,24 +246,51 @@ LOWER_RATE = 'for group in optimizer.param_groups: group["lr"] *= 0.1'
 
 
 def fitted(
-    rules: Sequence[Rule], model: nn.Module, sites: Sequence[AttentionSite]
+    rules: Sequence[Rule],
+    model: nn.Module,
+    sites: Sequence[AttentionSite],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    not_finite: tuple[str, ...] = (),
 ) -> tuple[Rule, ...]:
-    """Returns the rules with lines of code that can be pasted for this model, in place of the general lines.
+    """Returns the rules with the names of this model's weights, and lines of code that can be pasted for it in place of
+    the general lines. not_finite: the weights with NaN or infinity before the first pass.
 
     >>> from qkeel.monitor.rules import Growth
     >>> fitted([Growth()], nn.Identity(), [])[0].remedy == HOLD
     True
     """
-    lines = {HOLD: hold(model, sites), DECAY_GAINS: decay_gains(sites)}
+    held = hold(model, sites).replace(", optimizer", f", {optimizer_names(optimizers)}")
+    lines = {HOLD: held, DECAY_GAINS: decay_gains(sites)}
     if sites and all(isinstance(site.module, SpecModule) for site in sites):
         lines[LOOK] = LOOK_AT_SPEC
+    weights = {}
+    for site in sites:
+        sides = (site.query, site.key)
+        if all(sides):
+            query, key = ([x.parameter for x in slices] for slices in sides)
+            weights[site.name] = query, key
     suited = []
     for rule in rules:
+        if isinstance(rule, NonFinite):
+            facts = dataclasses.replace(rule.facts, weights=weights, loaded=not_finite)
+            rule = dataclasses.replace(rule, facts=facts)
         remedy = rule.remedy
         for general, line in lines.items():
             remedy = remedy.replace(general, line)
         suited.append(dataclasses.replace(rule, remedy=remedy))
     return tuple(suited)
+
+
+def optimizer_names(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Returns the word for the optimizers in a line of code, such as [muon, adamw] for several."""
+    if len(optimizers) < 2:
+        return "optimizer"
+    kinds = [type(optimizer).__name__.lower() for optimizer in optimizers]
+    names = [
+        kind if kinds.count(kind) == 1 else f"{kind}_{i}"
+        for i, kind in enumerate(kinds)
+    ]
+    return f"[{', '.join(names)}]"
 
 
 def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
@@ -289,8 +305,10 @@ def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     if remedies for the steps of these weights are already active, it lowers the learning rate.
     """
     for site in sites:
-        if {"lalr", "qk_clip"} & set(vars(site.module).get(APPLIED, {})):
-            return LOWER_RATE
+        active = vars(site.module).get(APPLIED, {})
+        for name in ("lalr", "qk_clip"):
+            if name in active:
+                return f"{LOWER_RATE}  # {active[name]} is active"
     spec = _step_remedy(model, sites)
     takes_a_cap = all(
         site.spec.cap.kind == "none"
@@ -298,7 +316,8 @@ def hold(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
         and site.description is None
         for site in sites
     )
-    if not spec and not takes_a_cap:
+    # A cap would change the base below adapters.
+    if not spec and (not takes_a_cap or first_adapter(model) is not None):
         return LOWER_RATE
     partial = ", partial=True" if isinstance(sites, Sites) and sites.missed else ""
     return f'qkeel.apply(model, "{spec or "softcap:cap=50"}", optimizer{partial})'
@@ -316,11 +335,28 @@ def _step_remedy(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     if any("lora_magnitude_vector" in name for name in parameters):
         # DoRA computes its weights from others.
         return ""
-    half = any(weight.dtype in (torch.bfloat16, torch.float16) for weight in weights)
+    half = any(
+        weight.dtype in (torch.bfloat16, torch.float16)
+        for weight in weights
+        if weight.requires_grad
+    )
     frozen = any(not weight.requires_grad for weight in weights)
     if half or frozen or any(len(site.terms) > 1 for site in sites):
         return "+".join([*["lalr:tau=0.1"][half:], *["qk_clip:threshold=100"][frozen:]])
     return "qk_clip:threshold=15,steps=matched"
+
+
+def logit_limits(sites: Sequence[AttentionSite]) -> dict[str, LogitLimit]:
+    """Returns the clip or cap that holds the logits of each site now, by the site's name."""
+    limits = {}
+    for site in sites:
+        cap = site.spec.cap.limit
+        if cap is not None:
+            limits[site.name] = LogitLimit(cap, f"a cap of {cap:g}")
+        for remedy in vars(site.module).get(APPLIED, {}).values():
+            if remedy.limit is not None:
+                limits[site.name] = LogitLimit(remedy.limit, str(remedy))
+    return limits
 
 
 def decay_gains(sites: Sequence[AttentionSite]) -> str:
@@ -373,5 +409,9 @@ def replay(history: History, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
         if history.rates is not None:
             values["lr"] = history.rates[n]
         recording.append(values, {name: x[n] for name, x in history.heads.items()})
-        log.update(dataclasses.replace(recording.history, types=history.types))
+        log.update(
+            dataclasses.replace(
+                recording.history, types=history.types, limits=history.limits
+            )
+        )
     return log.alarms

@@ -20,6 +20,7 @@ from qkeel.patching.modes import (
     Guarded,
     Hook,
     ModuleTree,
+    beside_function_modes,
     in_this_thread,
     put_hooks,
     remove_hooks,
@@ -127,7 +128,8 @@ class HiddenStates:
         args: object,
         kwargs: object,
     ) -> None:
-        self._measure(layers, "input", _hidden_states((args, kwargs)))
+        with beside_function_modes():
+            self._measure(layers, "input", hidden_states((args, kwargs)))
 
     @torch.no_grad()
     def _leave(
@@ -138,21 +140,23 @@ class HiddenStates:
         args: object,
         output: object,
     ) -> None:
-        states = _hidden_states(output)
-        if self._inputs_too:
-            self._measure(sites or (name,), "output", states)
-        if states is not None and sites:
-            self._final, self._awaited = _mean_norm(states), states.shape
-            for site in sites:
-                self._add((site, "block_output_norm"), self._final)
+        with beside_function_modes():
+            states = hidden_states(output)
+            if self._inputs_too:
+                self._measure(sites or (name,), "output", states)
+            if states is not None and sites:
+                self._final, self._awaited = _mean_norm(states), states.shape
+                for site in sites:
+                    self._add((site, "block_output_norm"), self._final)
 
     @torch.no_grad()
     def _pass_on(self, module: nn.Module, args: object, output: object) -> None:
         if self._awaited is None:
             return
-        states = _hidden_states(output)
-        if states is not None and states.shape == self._awaited:
-            self._final, self._awaited = _mean_norm(states), None
+        with beside_function_modes():
+            states = hidden_states(output)
+            if states is not None and states.shape == self._awaited:
+                self._final, self._awaited = _mean_norm(states), None
 
     def _measure(self, layers: Sequence[str], side: str, states: Tensor | None) -> None:
         if states is None or not states.numel():
@@ -165,7 +169,8 @@ class HiddenStates:
                 self._add((layer, field), number)
 
 
-def _hidden_states(values: object) -> Tensor | None:
+def hidden_states(values: object) -> Tensor | None:
+    """The first floating-point tensor with at least two dimensions among nested values, or None."""
     for value in tensors(values):
         states = dist.local(value)
         if states.is_floating_point() and states.ndim > 1:

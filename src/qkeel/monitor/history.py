@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self, final, get_args
+from typing import Any, Literal, NamedTuple, Self, final, get_args
 
 import numpy as np
 
@@ -294,6 +294,13 @@ class RecordPlace:
         return series[:, self.layer, self.head]
 
 
+class LogitLimit(NamedTuple):
+    """A logit, in nats, at which a clip or a cap holds the heads of a layer, and the clip or cap in words."""
+
+    bound: float
+    remedy: str
+
+
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class History:
@@ -304,7 +311,8 @@ class History:
     heads: name -> [n layers heads] for names in records.HEAD_FIELDS, NaN where a layer has fewer heads.
     layers: the names of the layers. planned: the planned learning rates, if known.
     types: layer -> its type (capture.visible_sets), where it is known. phase: whether the records come from
-    training or, if the model was never observed in training, from evaluation.
+    training or, if the model was never observed in training, from evaluation. limits: layer -> the clip or cap that is
+    active there.
     """
 
     steps: np.ndarray
@@ -315,6 +323,7 @@ class History:
     planned: PlannedRates | None = None
     phase: Literal["train", "eval"] = "train"
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    limits: Mapping[str, LogitLimit] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -16,7 +16,7 @@ from qkeel.errors import AlarmWarning, caution
 from qkeel.handle import State
 from qkeel.monitor.alarms import AlarmLog
 from qkeel.monitor.gather import Stats, StepRecord, Transfer, merged, merged_records
-from qkeel.monitor.history import History, PlannedRates
+from qkeel.monitor.history import History, LogitLimit, PlannedRates
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import Sample
 from qkeel.monitor.record_arrays import RecordArrays, class_fields
@@ -54,15 +54,17 @@ class Recorder:
         about: Callable[[], Mapping[str, object]],
         types: Callable[[], Mapping[str, str]] = dict,
         leads: Callable[[], bool] = lambda: dist.rank() == 0,
+        limits: Callable[[], Mapping[str, LogitLimit]] = dict,
     ) -> None:
         """types: returns the types of this process's layers, which may change when longer sequences are seen. leads:
-        returns whether this process warns for all that run its model."""
-        self._leads = leads
+        returns whether this process warns for all that run its model. limits: returns the active clips and caps."""
+        self._leads, self._limits = leads, limits
         self._not_written = bool(sinks) and dist.rank() > 0
         self.sinks = list(sinks) if dist.rank() == 0 else []
         self.log = AlarmLog(())
         self._rules = rules
         self.sample: Sample | None = None
+        self.latest: dict[Phase, Sample] = {}
         # The last two training samples.
         self._trained: list[Sample] = []
         self.recording = Recording(planned=planned)
@@ -115,6 +117,7 @@ class Recorder:
             self._local, self._described = dict(self._types()), layer_types(about)
         self._tell_types(step)
         sample = self.sample = self._sample(step, phase, record)
+        self.latest[phase] = sample
         self._each(lambda sink: sink.write(sample))
         if (
             phase == "eval"
@@ -126,9 +129,10 @@ class Recorder:
         if phase == "train":
             self._trained = [*self._trained[-1:], sample]
             self.recording.append(sample.numbers, sample.heads)
-            for alarm in self.log.update(
-                dataclasses.replace(self.recording.history, types=sample.types)
-            ):
+            history = dataclasses.replace(
+                self.recording.history, types=sample.types, limits=self._limits()
+            )
+            for alarm in self.log.update(history):
                 self._tell_alarm(alarm)
 
     def add_alarm(self, alarm: Alarm) -> None:

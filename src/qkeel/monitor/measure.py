@@ -18,6 +18,8 @@ from qkeel.errors import caution
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Sites
 from qkeel.monitor.call_statistics import Extra, add_gates
+from qkeel.monitor.finite_stages import FiniteEnds, first_empty_row, weights_not_finite
+from qkeel.monitor.first_look import FirstLook
 from qkeel.monitor.gain_bounds import GainBounds
 from qkeel.monitor.gather import (
     WHOLE_MODEL,
@@ -34,6 +36,7 @@ from qkeel.monitor.sparse_attention import SparseAttention
 from qkeel.monitor.token_classes import PassTokens
 from qkeel.monitor.watched_sites import WatchedSites
 from qkeel.monitor.weight_norms import StepSpectra, WeightNorms
+from qkeel.patching.losses import ReturnedScalar
 from qkeel.patching.modes import Guarded, ModuleTree
 from qkeel.patching.roles import Phase
 from qkeel.sites.find import all_sites, within
@@ -42,6 +45,14 @@ from qkeel.sites.tap import Tap, Visitor
 NOT_COMPARED = (
     "the change that a step causes is not measured for {}: the q and k weights are unknown, computed from other "
     "weights, split across processes, or not matrices that are multiplied together"
+)
+
+
+# The numbers of a pass, and the scalar that it returned, if it was one.
+_Collected = tuple[dict[NumberKey, Number], ReturnedScalar | None]
+UNUSED = (
+    "{} got no gradient in this step, although other weights of the same attention did: the path that runs leaves it "
+    "out, as a fused kernel does with sinks that it does not know; print(qkeel.explain(model, batch)) shows what runs"
 )
 
 
@@ -58,22 +69,28 @@ class StepNumbers(Visitor):
         sites: WatchedSites,
         tokens: PassTokens,
         changes: LogitChanges | None,
-        optimizer: Optimizer | None,
+        optimizers: Sequence[Optimizer],
         *,
         guard: Guarded,
         tree: ModuleTree,
         extras: frozenset[Extra] = frozenset(),
     ) -> None:
         self.sites, self._tokens, self._changes = sites, tokens, changes
-        self._optimizer, self._guard, self._tree = optimizer, guard, tree
+        self._optimizers, self._guard, self._tree = optimizers, guard, tree
         self._extras = extras
         # Called with the role of each pass, and whether it was measured.
         self.role_known: Callable[[Phase, bool], None] = lambda phase, measured: None
         self._numbers, self._is_loss_summed = PassNumbers(), False
+        # Of the current step: a scalar that the model returned and that is not the loss.
+        self._unused_scalar: Tensor | None = None
         compares = "chosen" in extras
         self._sparse = SparseAttention(tokens, self._numbers, compares=compares)
         # Those below are made when the sites are known.
         self._hidden: HiddenStates | None = None
+        self._ends: FiniteEnds | None = None
+        # Before the first pass.
+        self.weights_not_finite: tuple[str, ...] = ()
+        self._first_look = FirstLook(sites.model)
         self._readers: tuple[WeightNorms, GainBounds] | None = None
         self._spectra: StepSpectra | None = None
         self._read: SiteNumbers = {}
@@ -88,31 +105,56 @@ class StepNumbers(Visitor):
         if self._hidden is None:
             # The names of sites are known only now, and blocks are named by them.
             self.sites.find(args, kwargs)
+            self.weights_not_finite = weights_not_finite(self.sites.model)
+            names = [site.name for site in self.sites.all]
+            self._ends = FiniteEnds(
+                self.sites.model, names, self._numbers.add, self._guard
+            )
             self._hidden = HiddenStates(
                 self.sites.model,
-                [site.name for site in self.sites.all],
+                names,
                 self._numbers.add,
                 self._guard,
                 self._tree,
                 inputs_too="residual" in self._extras,
             )
+        if self._ends is not None:
+            self._ends.begin(args, kwargs)
+        self._first_look.begin(args, kwargs)
         return True
 
     def looking(self, candidate: bool) -> Handle | None:
-        return self._hidden.attach() if self._hidden is not None and candidate else None
+        if self._hidden is None or self._ends is None or not candidate:
+            return None
+        hidden, ends = self._hidden.attach(), self._ends.attach()
+
+        def detach() -> None:
+            hidden.remove()
+            ends.remove()
+
+        return Handle(detach)
+
+    def reads_plain(self, name: str) -> bool:
+        return self.sites.shows_all(name)
 
     def call(self, name: str, call: Seen, candidate: bool) -> None:
         self.sites.see(name, call)
+        if candidate:
+            self._first_look.call(name, call)
         if candidate and "gates" in self._extras:
             add_gates(self._numbers, name, self._tokens.on(call))
         if candidate and self.sites.is_sparse(name):
             self._sparse.compare(name, call)
+        if candidate and isinstance(call, ScoresCall):
+            row = first_empty_row(call)
+            if row is not None:
+                self._numbers.add((name, "first_empty_row"), Number(row, None))
 
     def index(self, layer: str, call: ScoresCall, candidate: bool) -> None:
         if candidate:
             self._sparse.index(layer, call)
 
-    def after(self, output: object, seen: bool) -> dict[NumberKey, Number]:
+    def after(self, output: object, seen: bool) -> _Collected:
         self._tokens.end()
         self.sites.pass_over()
         self.sites.report(seen)
@@ -122,14 +164,22 @@ class StepNumbers(Visitor):
             for x in tensors(output)
             if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)
         ]
-        if len(losses) == 1:
-            how = "total" if self._is_loss_summed else "mean"
-            self._numbers.add(("", "train_loss"), Number(losses[0].detach(), 1, how))
-        return self._numbers.end()
+        if self._ends is not None:
+            self._ends.end(output)
+        self._first_look.end(self.sites.all)
+        numbers = self._numbers.end()
+        if len(losses) != 1:
+            return numbers, None
+        how = "total" if self._is_loss_summed else "mean"
+        numbers["", "train_loss"] = Number(losses[0].detach(), 1, how)
+        return numbers, ReturnedScalar(losses[0])
 
     def settled(self, phase: Phase, collected: Any, measured: bool) -> None:
         if measured and phase == "train" and collected is not None:
-            self._numbers.keep(collected)
+            numbers, scalar = collected
+            if scalar is not None and not scalar.is_loss:
+                self._unused_scalar = numbers.pop(("", "train_loss")).value
+            self._numbers.keep(numbers)
         self.role_known(phase, measured)
 
     def failed(self) -> None:
@@ -169,7 +219,10 @@ class StepNumbers(Visitor):
             return
         if self._readers is None:
             model, sites = self.sites.model, self.sites.all
-            weights = WeightNorms(model, sites, self._optimizer)
+            unused = [name for site in sites for name in _without_gradient(model, site)]
+            if unused:
+                caution(UNUSED.format(", ".join(unused)))
+            weights = WeightNorms(model, sites, self._optimizers)
             self._readers = weights, GainBounds(model, sites)
         for reader in self._readers:
             self._read = {**self._read, **reader.read()}
@@ -188,7 +241,35 @@ class StepNumbers(Visitor):
     def take(self) -> SiteNumbers:
         """Returns all numbers of the step, and forgets them."""
         read, self._read = self._read, {}
-        return {**read, **self._numbers.read()}
+        numbers = {**read, **self._numbers.read()}
+        unused, self._unused_scalar = self._unused_scalar, None
+        # The processes of a run agree once on the numbers that each step has.
+        if unused is not None and dist.world() > 1:
+            nothing = torch.zeros_like(unused)
+            loss = PartialValue(value=nothing, weight=nothing)
+            numbers.setdefault(("", "train_loss"), loss)
+        return numbers
+
+
+def _without_gradient(model: nn.Module, site: AttentionSite) -> list[str]:
+    """The vectors (sinks, gains, scales) of an attention module that lack a gradient that other weights of it have."""
+    module = model if site.name == "" else site.module
+    name = site.name.partition("#")[0]
+    small = [module, *(m for m in module.modules() if _has_vectors_only(m))]
+    unused = [
+        (inner, parameter)
+        for inner in (small if name else small[:1])
+        for parameter, p in inner.named_parameters(recurse=False)
+        if p.requires_grad and p.grad is None and p.numel() <= max(p.shape, default=1)
+    ]
+    if all([p.grad is None for p in module.parameters()]):
+        return []
+    names = {id(m): path for path, m in model.named_modules()}
+    return [f"{names[id(m)]}.{p}".strip(".") for m, p in unused if id(m) in names]
+
+
+def _has_vectors_only(module: nn.Module) -> bool:
+    return {p.ndim for p in module.parameters()} == {1}
 
 
 def _unscaled(x: Tensor | PartialValue, scale: Tensor) -> Tensor | PartialValue:
@@ -290,6 +371,14 @@ class WatchedModels:
         for name, (_, numbers) in self._models.items():
             types |= {within(name, site): x for site, x in numbers.sites.types.items()}
         return types
+
+    @property
+    def weights_not_finite(self) -> tuple[str, ...]:
+        """The weights that had NaN or infinity before the first pass."""
+        names = []
+        for model, _, numbers in self._in_order():
+            names += [within(model, name) for name in numbers.weights_not_finite]
+        return tuple(names)
 
     def coverage(self, phase: Phase, stats: Stats) -> dict[str, float]:
         """How much of the models these statistics cover, keyed by the names in records.MONITOR_FIELDS; calls are

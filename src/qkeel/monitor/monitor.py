@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Self, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel import distributed as dist
@@ -17,9 +16,10 @@ from qkeel.capture.example import Arguments
 from qkeel.distributed.layout import Layout
 from qkeel.errors import AlarmWarning, InvalidValueError, caution
 from qkeel.frames import Foreign
+from qkeel.frames.tables import markup
 from qkeel.handle import Handle, State, under
 from qkeel.heads.site import AttentionSite, Sites, UnrecognizedAttention
-from qkeel.monitor.alarms import fitted, rules_for
+from qkeel.monitor.alarms import fitted, logit_limits, rules_for
 from qkeel.monitor.cadence import Cadence, MeasuredSteps
 from qkeel.monitor.call_statistics import CallStatistics, SettingSeen, wanted
 from qkeel.monitor.gather import Stats, merged
@@ -33,9 +33,8 @@ from qkeel.monitor.record import (
     Sample,
     about,
     coverage,
-    sample_html,
-    sample_line,
     sample_table,
+    shown_samples,
 )
 from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sinks import Sink
@@ -76,7 +75,7 @@ class Monitor(Handle):
     def __init__(
         self,
         model: Mapping[str, nn.Module],
-        optimizer: Optimizer | None,
+        optimizers: Sequence[Optimizer],
         *,
         every: Cadence,
         stats: bool | str,
@@ -92,13 +91,14 @@ class Monitor(Handle):
         inner = {name: unwrapped(module) for name, module in model.items()}
         root = inner[""] if "" in inner else nn.ModuleDict(inner)
         setting, (main, extras) = SettingSeen(), wanted(stats)
-        by_step = optimizer is not None
+        by_step = bool(optimizers)
+        self._optimizers = optimizers = list(optimizers)
         self._steps = MeasuredSteps(every, model, by_optimizer=by_step)
         if planned is not None:
             self._steps.besides.add(planned.steps - 1)
-        if optimizer is not None:
-            # It is called in the first pass, when a script that is resumed has loaded its checkpoint.
-            self._steps.continued = functools.partial(steps_taken, optimizer)
+        if optimizers:
+            # It is called in the first pass, when a script that is resumed has loaded its checkpoint. Muon keeps no count.
+            self._steps.continued = lambda: max(map(steps_taken, optimizers))
         # Everything that the user's program calls runs under this guard.
         self._guard = FaultGuard(_OFF, self._switch_off)
         introduced = Handshake(root, lambda: self.sites, layout)
@@ -110,10 +110,11 @@ class Monitor(Handle):
 
         def settled_rules() -> Sequence[Rule]:
             settled = rules_for(setting.of(self.sites)) if rules is None else rules
-            return fitted(settled, self.model, self.sites)
+            loaded = self._models.weights_not_finite
+            return fitted(settled, self.model, self.sites, self._optimizers, loaded)
 
         def described() -> dict[str, object]:
-            description = about(self.model, self.sites, self.missed, optimizer, every)
+            description = about(self.model, self.sites, self.missed, optimizers, every)
             return {**description, **group.about()}
 
         self._journal = Recorder(
@@ -123,6 +124,7 @@ class Monitor(Handle):
             described,
             lambda: self._models.types,
             lambda: group.leads,
+            lambda: logit_limits(self.sites),
         )
         self._arrivals = PendingResults(group, self._journal)
         self._step_end = StepEnd(
@@ -134,7 +136,7 @@ class Monitor(Handle):
             self._guard,
         )
         for name, module in model.items():
-            tokens = PassTokens(query_mask.get(name), classes.get(name))
+            tokens = PassTokens(query_mask[name], classes.get(name))
             calls = CallStatistics(tokens, setting, main)
             tap = Tap(
                 module,
@@ -151,7 +153,7 @@ class Monitor(Handle):
                 WatchedSites(name, tap.model, tap.sites, group, sites[name]),
                 tokens,
                 None if probe is None else LogitChanges(tap, probe),
-                optimizer,
+                optimizers,
                 guard=self._guard,
                 tree=tap.tree,
                 extras=extras,
@@ -159,12 +161,12 @@ class Monitor(Handle):
             round_over = None if by_step else self._step_end.pass_over
             self._models.add(name, tap, numbers, self._steps.counted, round_over)
         self._hooks: StepHooks | None = None
-        if optimizer is not None:
+        if optimizers:
             before, after = (
                 functools.partial(self._guard, f)
                 for f in (self._step_end.before, self._step_end.after)
             )
-            self._hooks = StepHooks(before, after, optimizer)
+            self._hooks = StepHooks(before, after, optimizers[0])
         self._origin: NanOrigin | None = None
         super().__init__(
             functools.partial(self._guard, self._finish),
@@ -201,6 +203,11 @@ class Monitor(Handle):
             self._steps.besides.add(done)
         self._steps.done, self._steps.continued = done, None
 
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Adds another optimizer that trains the model; the steps that its state counts continue a run as well."""
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+
     def measure_next(self) -> None:
         """Measures the current step regardless of the cadence; call it before the step's first forward pass.
 
@@ -209,6 +216,11 @@ class Monitor(Handle):
         """
         rounds = self._steps.rounds("train")
         self._steps.besides.add(rounds if self._hooks is None else self.steps)
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Records the loss of the coming optimizer step as the training program computes it, over all micro-batches, in
+        place of the one that the model returned. Call it before the step."""
+        self._step_end.loss = loss.detach()
 
     @property
     def closer(self) -> int | None:
@@ -334,31 +346,23 @@ class Monitor(Handle):
 
     def __repr__(self) -> str:
         state = "" if self.active else ", closed"
+        n_sites = len(self.sites)
+        layers = f"{n_sites} attention layer{'s' * (n_sites != 1)}"
         return (
-            f"<Monitor of {type(self.model).__name__}: {len(self.sites)} attention layers, {len(self.history):,} "
+            f"<Monitor of {type(self.model).__name__}: {layers}, {len(self.history):,} "
             f"records, "
             f"{len(self.alarms)} alarms{state}>"
         )
 
     def _repr_html_(self) -> str:
-        sample, note = self._shown
-        if sample is None:
-            return "<p>nothing measured yet</p>"
-        return sample_html(sample, self.alarms, note, root=self._root)
+        return markup("<pre>{}</pre>", self.table())
 
     @property
     def _shown(self) -> tuple[Sample | None, str]:
         """The sample that a table shows, and what is said below it."""
-        latest, trained = self.sample, self._journal.before(sys.maxsize)
-        is_untrained = (
-            latest is not None and latest.phase == "eval" and trained is not None
-        )
-        line = (
-            f"passes that were not trained: {sample_line(latest, self._root)}"
-            if is_untrained and latest is not None
-            else ""
-        )
-        return trained or latest, "; ".join(filter(None, [line, self._coverage]))
+        self._settle()
+        sample, line = shown_samples(self._journal.latest, self._root)
+        return sample, "; ".join(filter(None, [line, self._coverage]))
 
     @property
     def _root(self) -> str:

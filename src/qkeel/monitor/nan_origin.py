@@ -23,10 +23,11 @@ from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import ForwardArguments, copied, mapped, tensors, undisturbed
 from qkeel.errors import QkeelError
 from qkeel.handle import Handle
+from qkeel.monitor.finite_stages import first_empty_row, place_of_row
 from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.modes import FaultGuard
 from qkeel.patching.roles import tensors_within
-from qkeel.sites.weights import blocks_of_weights, captured_calls
+from qkeel.sites.weights import captured_calls
 
 NOT_FOUND = (
     "gradients are not finite, and nothing in the step's passes is when they are made again: look at what changes "
@@ -344,16 +345,12 @@ def _attention_detail(model: nn.Module, kept: KeptPass, name: str) -> str:
         overflow = _overflow(site)
         if overflow:
             return overflow if layer == name else f"in {layer}, {overflow}"
-        for rows, weights in blocks_of_weights(site):
-            sums = weights.sum(-1)
-            empty = ((sums == 0) | sums.isnan()).any(1)
-            if bool(empty.any()):
-                sample, row = divmod(
-                    int(empty.flatten().int().argmax()), empty.shape[1]
-                )
+        for call in site:
+            row = first_empty_row(call) if isinstance(call, ScoresCall) else None
+            if row is not None and bool(row.isfinite()):
+                (sample,), (query,) = place_of_row(row.numpy(force=True))
                 location = "" if layer == name else f" in {layer}"
-                query = rows.start + row
-                return f"sample {sample}, query {query} sees no key{location}, and a softmax over nothing is NaN"
+                return f"sample {sample:.0f}, query {query:.0f} sees no key{location}, and a softmax over nothing is NaN"
     return ""
 
 

@@ -14,11 +14,12 @@ from qkeel.monitor.gather import NumberKey, PartialValue, Reduction, SiteNumbers
 class Number(NamedTuple):
     """A value over some of the data, its weight, and how it is combined with others; see PartialValue.
 
-    A total is added up over the passes of a step, and is a mean over processes.
+    A total is added up over the passes of a step, and is a mean over processes. A maximum of all passes and processes
+    has no weight.
     """
 
     value: Tensor
-    weight: Tensor | int
+    weight: Tensor | int | None
     how: Reduction | Literal["total"] = "mean"
     own: bool = False
 
@@ -33,6 +34,8 @@ def joined(old: Number, new: Number) -> Number:
     # Another number of heads.
     if old.value.shape != new.value.shape:
         return new
+    if old.weight is None or new.weight is None:
+        return old._replace(value=torch.maximum(old.value, new.value))
     weight = old.weight + new.weight
     if new.how == "total":
         return old._replace(value=old.value + new.value)
@@ -78,17 +81,16 @@ class PassNumbers:
     def read(self) -> SiteNumbers:
         """Returns the numbers of the step so far, and forgets them."""
         numbers, self._of_step = self._of_step, {}
-        return {
-            key: PartialValue(
-                value=value,
-                weight=weight
-                if isinstance(weight, Tensor)
-                else torch.full_like(value, weight),
-                how="mean" if how == "total" else how,
-                own=own,
-            )
-            for key, (value, weight, how, own) in numbers.items()
-        }
+        values: dict[NumberKey, Tensor | PartialValue] = {}
+        for key, (value, weight, how, own) in numbers.items():
+            if weight is None:
+                values[key] = value
+                continue
+            if not isinstance(weight, Tensor):
+                weight = torch.full_like(value, weight)
+            rule = "mean" if how == "total" else how
+            values[key] = PartialValue(value=value, weight=weight, how=rule, own=own)
+        return values
 
 
 def _join(numbers: dict[NumberKey, Number], key: NumberKey, number: Number) -> None:

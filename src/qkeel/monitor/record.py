@@ -7,7 +7,7 @@ import math
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, final
 
 import numpy as np
@@ -16,8 +16,7 @@ from torch import nn
 
 from qkeel import distributed as dist
 from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.frames.tables import markup, plain_table
-from qkeel.heads.site import AttentionSite, UnrecognizedAttention
+from qkeel.heads.site import APPLIED, AttentionSite, UnrecognizedAttention
 from qkeel.metrics import text_table
 from qkeel.monitor.cadence import Cadence
 from qkeel.monitor.rules import Alarm, Severity
@@ -253,6 +252,20 @@ def sample_line(sample: Sample, root: str = "") -> str:
     return ", ".join(parts)
 
 
+def shown_samples(
+    latest: Mapping[Literal["train", "eval"], Sample], root: str = ""
+) -> tuple[Sample | None, str]:
+    """Returns the sample whose table is shown, of trained passes if there were any, and the line on the others below
+    it.
+
+    latest: the latest sample of each phase. root: as in `sample_table`.
+    """
+    trained, untrained = latest.get("train"), latest.get("eval")
+    if trained is None or untrained is None:
+        return trained or untrained, ""
+    return trained, f"passes that were not trained: {sample_line(untrained, root)}"
+
+
 def coverage(watched: int, missed: Sequence[str]) -> str:
     """A line that says how much of a model's attention is watched, or "" if all of it is.
 
@@ -273,7 +286,7 @@ def monitor_line(sample: Sample) -> str:
 
     >>> itself = {"sites": 1, "calls": 4, "calls_min": 0, "calls_max": 4, "milliseconds": 1.25}
     >>> monitor_line(Sample(step=0, monitor=itself))
-    'monitor: 1 site, 4 calls (0 to 4 over processes), 1.25 milliseconds'
+    'monitor: 1 site, 4 calls (0 to 4 over processes), 1.25 milliseconds for this record'
     """
     phrases = []
     for name in MONITOR_FIELDS:
@@ -285,7 +298,7 @@ def monitor_line(sample: Sample) -> str:
         over = f" ({span} over processes)" if ends[0] != ends[1] else ""
         noun = name.removesuffix("s") if value == 1 else name
         phrases.append(f"{_number(float(value))} {noun}{over}")
-    return f"monitor: {', '.join(phrases)}" if phrases else ""
+    return f"monitor: {', '.join(phrases)} for this record" if phrases else ""
 
 
 def sample_table(
@@ -313,35 +326,6 @@ def sample_table(
             *filter(None, [monitor_line(sample), note]),
             *map(str, _gravest(alarms)),
         ]
-    )
-
-
-def sample_html(
-    sample: Sample, alarms: Sequence[Alarm] = (), note: str = "", *, root: str = ""
-) -> str:
-    """Returns the table of `sample_table` as HTML without scripts, with all text escaped, for a notebook's
-    `_repr_html_`.
-
-    Args:
-        sample: the measurements of the step.
-        alarms: the alarms of the run so far; the most severe are listed below the table.
-        note: a sentence to show between the table and the alarms.
-        root: the name for attention if the whole model is one attention module.
-
-    >>> sample_html(Sample(step=5))
-    '<div><p>step 5</p></div>'
-    """
-    head, rows = _rows(sample, root)
-    table = plain_table(head, rows, aligned=True) if rows else ""
-    texts = filter(None, (monitor_line(sample), note))
-    notes = [markup("<p>{}</p>", text) for text in texts]
-    gravest = [markup("<li>{}</li>", str(alarm)) for alarm in _gravest(alarms)]
-    return markup(
-        "<div><p>{}</p>{}{}{}</div>",
-        sample_line(sample, root),
-        table,
-        notes,
-        markup("<ul>{}</ul>", gravest) if gravest else "",
     )
 
 
@@ -399,7 +383,7 @@ def about(
     model: nn.Module,
     sites: Sequence[AttentionSite],
     missed: Sequence[UnrecognizedAttention],
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     cadence: Cadence,
 ) -> dict[str, object]:
     """The model, sites, optimizer, cadence, versions and command, as plain data.
@@ -408,7 +392,7 @@ def about(
         model: the watched model, or an nn.ModuleDict of several models.
         sites: the attention layers that are watched.
         missed: the attention layers that are not understood.
-        optimizer: the optimizer that updates the model, if known.
+        optimizers: the optimizers that update the model, if known.
         cadence: the cadence that chooses the measured steps.
     """
     parameters = list(model.parameters())
@@ -419,7 +403,8 @@ def about(
         "dtype": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
         "sites": site_facts(sites),
         "missed": [dataclasses.asdict(one) for one in missed],
-        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "optimizer": ", ".join(type(x).__name__ for x in optimizers) or None,
+        "remedies": list(dict.fromkeys(_active(model))),
         "cadence": repr(cadence),
         "processes": dist.world(),
         "versions": {
@@ -430,6 +415,11 @@ def about(
         **made_on(),
         "command": shlex.join(sys.argv),
     }
+
+
+def _active(model: nn.Module) -> Iterator[str]:
+    for module in model.modules():
+        yield from map(str, vars(module).get(APPLIED, {}).values())
 
 
 def site_facts(sites: Sequence[AttentionSite]) -> list[dict[str, object]]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from qkeel.distributed.reduce import Entry, StepTable
 from qkeel.functional import statistics
+from qkeel.monitor.finite_stages import finite_stages, place_of_row
 from qkeel.monitor.record import repeat_groups
 from qkeel.records import HEAD_FIELDS, NON_FINITE
 
@@ -33,6 +34,11 @@ COMPUTED: Mapping[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]] = {
 }
 _SERVING = {
     part for parts, _ in COMPUTED.values() for part in parts if part not in HEAD_FIELDS
+} | {
+    "non_finite_data",
+    "non_finite_input",
+    "non_finite_output",
+    "first_empty_row",
 }
 # Known even where only the maxima were measured.
 _OF_MAXIMA = (
@@ -200,6 +206,17 @@ class RecordArrays:
         arrays[NON_FINITE] = 1.0 - (
             np.isfinite(top) & low_is_finite & np.isfinite(entropy)
         )
+        is_weight: np.ndarray | bool = False
+        for name in ("query_weight_norm", "key_weight_norm"):
+            if name in arrays:
+                is_known = self._index[name] != self._nan
+                is_weight |= is_known & np.isnan(arrays[name])
+        stages = finite_stages(arrays, is_weight)
+        if stages is not None:
+            arrays["finite_stages"] = stages
+        if "first_empty_row" in arrays:
+            sample, query = place_of_row(arrays["first_empty_row"])
+            arrays["empty_sample"], arrays["empty_query"] = sample, query
         there, capped = ~np.isnan(arrays["n_queries"]), arrays["capped_max_logit"]
         names = set()
         for name in statistics.RECORDED:

@@ -15,8 +15,17 @@ from typing import final
 import numpy as np
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
-from qkeel.metrics import without_constant
+from qkeel.metrics import entering_logits
 from qkeel.monitor import thresholds
+from qkeel.monitor.finite_stages import (
+    LOGITS,
+    OUTPUT,
+    PRODUCTS,
+    WEIGHTS,
+    Facts,
+    Origin,
+    first_origin,
+)
 from qkeel.monitor.history import Forecast, History, RecordPlace, forecast
 from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field, fold_heads
 
@@ -27,6 +36,14 @@ HOLD = 'qkeel.apply(model, "qk_clip:threshold=15,steps=matched", optimizer)'
 FIND_NON_FINITE = (
     "print([n for n, p in model.named_parameters() if not p.isfinite().all()])  # in the last checkpoint before "
     "this step; if there are none, look at the batch, the loss scale and the norms"
+)
+TRACE_NAN = (
+    "qkeel.watch(model, optimizer, nan=True)  # from the last checkpoint before this step: names the module, sample and "
+    "channel"
+)
+SEE_A_KEY = (
+    "mask = mask | ~mask.any(-1, keepdim=True)  # True where a key is seen: a row that sees none then sees all, which "
+    "is finite"
 )
 # What most alarms are about.
 GROWTH = "attention logits have grown too large"
@@ -121,6 +138,9 @@ class Rule(abc.ABC):
     ) -> Alarm:
         """Returns the alarm for the last record."""
         layer, head = (None, None) if at is None else history.where(at)
+        limit = history.limits.get(layer or "")
+        if limit is not None and at is not None and at.name == "max_logit":
+            meaning += f", with {limit.remedy} active"
         return Alarm(
             rule=self.name,
             severity=self.severity,
@@ -211,32 +231,51 @@ class Extreme:
     at: RecordPlace
     value: float
     series: np.ndarray
-
-    def envelope(self, history: History) -> np.ndarray:
-        """Returns [n], the largest logit of each record, which is smoother than the series of one head.
-
-        If a constant had made another head the largest, that head's logits say nothing, so the series is returned.
-        """
-        top = history.top("max_logit")
-        return self.series if top is None or top[-1] != self.value else top
+    #: [n], the largest logit of each record, which is smoother than the series of one head
+    envelope: np.ndarray
 
 
 # A History never changes, and most rules need the same entry.
 @functools.lru_cache(maxsize=4)
-def largest_logit(history: History) -> Extreme | None:
-    """The head with the largest logit in the last record, where NaN counts as not measured; see
-    `metrics.without_constant`."""
-    logits, spreads = history.series("max_logit"), history.series("logit_spread")
+def judged_logits(history: History) -> np.ndarray | None:
+    """Returns [n layers heads], the logits that enter the softmax; see `metrics.entering_logits`."""
+    names = ("max_logit", "capped_max_logit", "logit_spread")
+    logits, capped, spreads = map(history.series, names)
     if logits is None or not len(logits):
         return None
-    last = logits[-1] if spreads is None else without_constant(logits[-1], spreads[-1])
-    if np.isnan(last).all():
+    same = [
+        x if x is None or x.shape == logits.shape else None for x in (capped, spreads)
+    ]
+    return entering_logits(logits, *same)
+
+
+@functools.lru_cache(maxsize=4)
+def largest_logit(
+    history: History, *, threshold: float = 0.0, factor: float = 0.0
+) -> Extreme | None:
+    """The head with the largest logit in the last record, where NaN counts as not measured.
+
+    threshold, factor: heads that cannot reach this logit, or this multiple of theirs, are left out, because an active
+    clip or cap holds them below. A clip acts after a step, so a logit may be over its bound; at more than LOOSE times
+    the bound, the clip does not hold it.
+    """
+    logits = judged_logits(history)
+    if logits is None:
         return None
-    at = peak("max_logit", last)
+    if history.limits:
+        limits = [history.limits.get(layer) for layer in history.layers]
+        bounds = np.array([np.inf if x is None else x.bound for x in limits])[:, None]
+        last = logits[-1]
+        held = (last <= LOOSE * bounds) & (
+            np.maximum(threshold, factor * last) > bounds
+        )
+        logits = np.where(held, np.nan, logits)
+    if np.isnan(logits[-1]).all():
+        return None
+    at = peak("max_logit", logits[-1])
     series = at.of(logits)
-    if spreads is not None:
-        series = without_constant(series, at.of(spreads))
-    return Extreme(at=at, value=float(series[-1]), series=series)
+    envelope = np.fmax.reduce(logits.reshape(len(logits), -1), axis=1, initial=np.nan)
+    return Extreme(at=at, value=float(series[-1]), series=series, envelope=envelope)
 
 
 def peak(name: str, record: np.ndarray) -> RecordPlace:
@@ -257,16 +296,18 @@ def first(values: np.ndarray) -> int:
     return int(np.argmax(np.isfinite(values)))
 
 
-def trend(history: History, values: np.ndarray, of: str = "it") -> str:
-    """Describes the growth of a value in words: its first value, and the factor by which it grows each time the
-    training length, measured as the sum of learning rates, doubles; "" if the last record is the first that contains
-    the value."""
+def trend(
+    history: History, values: np.ndarray, of: str = "it", *, grows: bool = True
+) -> str:
+    """Describes the growth of a value in words: its first value and, if it `grows` freely, the factor by which it grows
+    each time the training length, measured as the sum of learning rates, doubles; "" if the last record is the first
+    that contains the value."""
     start = first(values)
     if start == len(values) - 1:
         return ""
     was = f"{of} was {values[start]:.3g} at step {int(history.steps[start]):,}"
     found = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
-    if found is None:
+    if found is None or not grows:
         return was
     return f"{was}, and it grows by a factor of {2**found.exponent:.2g} each time the training length doubles"
 
@@ -278,6 +319,8 @@ def trend(history: History, values: np.ndarray, of: str = "it") -> str:
 
 # Logits of at most this size differ too little for a weight to become 0 in float32.
 _FEW_NATS = 40.0
+# Times its bound, up to which a clip counts as holding a head: the steps between its actions are short.
+LOOSE = 2.0
 # The series that forecasts use; an alarm names the head that is now largest.
 _MODEL = "the largest of all heads"
 
@@ -298,7 +341,9 @@ class Ceiling(ThresholdRule):
         if top is None or not top.value > threshold:
             return None
         meaning = f"max logit {top.value:,.4g} is over {threshold:,g}"
-        course = trend(history, top.series)
+        free = largest_logit(history, factor=LOOSE)
+        grows = free is not None and free.at == top.at
+        course = trend(history, top.series, grows=grows)
         return self.alarm(history, meaning, top.value, at=top.at, trend=course)
 
 
@@ -307,10 +352,10 @@ def _passes_soon(
 ) -> Forecast | None:
     """Returns when the largest logit, which is over `floor`, passes a threshold, if that is within `horizon` times the
     training so far."""
-    top = largest_logit(history)
+    top = largest_logit(history, threshold=threshold)
     if top is None or not top.value > floor:
         return None
-    passing = ahead(history, top.envelope(history), threshold)
+    passing = ahead(history, top.envelope, threshold)
     is_soon = passing and passing.step <= horizon * float(history.steps[-1])
     return passing if is_soon else None
 
@@ -334,7 +379,7 @@ class Growth(Rule):
     def check(self, history: History) -> Alarm | None:
         passing = None
         for known in (history.upto(len(history) - 1), history):
-            top = largest_logit(known)
+            top = largest_logit(known, factor=self.factor)
             if top is None:
                 return None
             larger = self.factor * top.value
@@ -344,7 +389,7 @@ class Growth(Rule):
         assert top is not None
         assert passing is not None
         meaning = f"max logit {top.value:,.4g} will be {self.factor:g} times as large by step {passing.step:,.0f}"
-        course = trend(history, top.envelope(history), _MODEL)
+        course = trend(history, top.envelope, _MODEL)
         return self.alarm(history, meaning, top.value, at=top.at, trend=course)
 
 
@@ -367,12 +412,12 @@ class Approach(ThresholdRule):
         return f"forecast {shown(self.threshold)}"
 
     def check_over(self, history: History, threshold: float) -> Alarm | None:
-        top = largest_logit(history)
+        top = largest_logit(history, threshold=threshold)
         passing = _passes_soon(history, threshold, self.floor, self.horizon)
         if top is None or passing is None:
             return None
         meaning = f"max logit {top.value:,.4g} {passing}"
-        course = trend(history, top.envelope(history), _MODEL)
+        course = trend(history, top.envelope, _MODEL)
         return self.alarm(history, meaning, top.value, at=top.at, trend=course)
 
 
@@ -394,12 +439,13 @@ class Outlook(ThresholdRule):
     source: str = "experiments/notes/alarms.md: chosen on the tuning seeds there, measured on others"
 
     def check_over(self, history: History, threshold: float) -> Alarm | None:
-        planned, top = history.planned, largest_logit(history)
+        planned = history.planned
+        top = largest_logit(history, threshold=threshold)
         if planned is None or top is None or not np.isfinite(top.value):
             return None
         if not planned.followed(history.steps, history.rates):
             return None
-        envelope = top.envelope(history)
+        envelope = top.envelope
         start = first(envelope)
         earliest, latest = float(envelope[start]), top.value
         then, now = planned.ticks(history.steps[[start, -1]])
@@ -477,16 +523,17 @@ def _one_key(
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite(Rule):
-    """The logits of a head are NaN or infinite. The alarm names the first layer with such a head, because later layers
-    only inherit these values.
+    """A number of a layer is NaN or infinite: its input, queries, keys, logits or output. The alarm names between what
+    this began (see `records.STAGES`), and not the layers that inherit it.
 
-    If a finite logit was over 100 before, growth is the likely cause, and the alarm has the cause and the remedy of
-    growth. Otherwise smaller logits would not help, and the alarm says where to look."""
+    If a finite logit was over 100 before, and logits are the first to overflow, growth is the likely cause, and the
+    alarm has the cause and the remedy of growth."""
 
     severity: Severity = Severity.CRITICAL
     source: str = "by definition"
     remedy: str = FIND_NON_FINITE
-    cause: str = "attention logits are NaN or infinite"
+    cause: str = "numbers of attention are NaN or infinite"
+    facts: Facts = dataclasses.field(default_factory=Facts)
 
     @property
     def name(self) -> str:
@@ -494,6 +541,20 @@ class NonFinite(Rule):
         return "not finite"
 
     def check(self, history: History) -> Alarm | None:
+        origin = first_origin(history, self.facts)
+        if origin is None:
+            return self._of_logits(history)
+        place = RecordPlace("finite_stages", origin.layer, origin.head)
+        meaning = f"NaN or infinity began {origin.meaning}"
+        alarm = self.alarm(history, meaning, np.nan, at=place)
+        if origin.stage in (PRODUCTS, LOGITS):
+            alarm = self._after_growth(history, alarm)
+        if alarm.remedy == FIND_NON_FINITE:
+            alarm = dataclasses.replace(alarm, remedy=_look(origin))
+        return alarm
+
+    def _of_logits(self, history: History) -> Alarm | None:
+        """The alarm of records that hold no more than whether logits are finite."""
         record = last_record(history, NON_FINITE)
         broken = np.argwhere(record > 0) if record is not None else []
         if not len(broken):
@@ -503,6 +564,9 @@ class NonFinite(Rule):
         meaning = f"the logits of {heads} are NaN or infinite"
         place = RecordPlace(NON_FINITE, *map(int, broken[0]))
         alarm = self.alarm(history, meaning, np.nan, at=place)
+        return self._after_growth(history, alarm)
+
+    def _after_growth(self, history: History, alarm: Alarm) -> Alarm:
         logits = history.series("max_logit")
         if (
             logits is not None
@@ -513,73 +577,52 @@ class NonFinite(Rule):
         return alarm
 
 
+def _look(origin: Origin) -> str:
+    """The line that mends an origin, or finds the module."""
+    if origin.stage == WEIGHTS:
+        return FIND_NON_FINITE
+    if origin.stage == OUTPUT and "sees no key" in origin.meaning:
+        return SEE_A_KEY
+    return TRACE_NAN
+
+
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AllSinks(Rule):
-    """Every head of a layer has become a sink head: it gives its first key over 30 % of its weight.
+class Saturation(Rule):
+    """A head's normalized entropy fell to a `fall`-th of its first value, while its spread passed `threshold` (nats).
 
-    The rule ignores layers that were already like this at the start, layers with only one head, and layers with uniform
-    attention, which gives the first key that much weight in short sequences. It is not a default rule, because it was
-    measured only on contexts of 32 tokens, where it fired in 1 of 60 healthy runs
-    (experiments/notes/results/step-spectra.md).
+    Such a head passes back next to no gradient. Healthy models have heads with as little, such as sinks and heads that
+    attend to the key before, so neither of the two alone is a reason.
     """
 
-    uniform: float = (
-        0.9  #: normalized entropy from which a head counts as having no preference
-    )
+    fall: float = 10.0
+    threshold: float = thresholds.CLIPS
     severity: Severity = Severity.NOTICE
-    source: str = "Sun et al. 2026, arXiv 2603.05498: heads that give over 30 % to the first token act as gates"
-    cause: str = "all heads of a layer attend to the first key"
+    source: str = "derived: a softmax passes back Σ p (1 - p), which is near 0 where one key takes all; not measured"
+    cause: str = "a head's softmax is saturated"
 
     def check(self, history: History) -> Alarm | None:
-        ratios, weights = (
-            history.by_layer("sink_head_ratio"),
-            history.series("sink_share"),
+        entropies = history.series("normalized_entropy")
+        spreads = last_record(history, "logit_spread")
+        if entropies is None or spreads is None or len(entropies) < 2:
+            return None
+        # Reading all records takes time, and few heads ever get there.
+        if not (spreads > self.threshold).any():
+            return None
+        starts = np.isfinite(entropies).argmax(0)
+        early = np.take_along_axis(entropies, starts[None], 0)[0]
+        has_fallen = (entropies[-1] * self.fall < early) & (spreads > self.threshold)
+        if not has_fallen.any():
+            return None
+        at = peak("normalized_entropy", np.where(has_fallen, spreads, np.nan))
+        course = at.of(entropies)
+        meaning = (
+            f"the head is saturated: its entropy is {course[-1]:.2g} of that of uniform attention, and its largest "
+            f"logit lies {at.of(spreads[None])[0]:,.3g} over the mean"
         )
-        if ratios is None or weights is None or not len(weights):
-            return None
-        begun = ratios[first(np.fmax.reduce(ratios, axis=1, initial=np.nan))]
-        is_new = (ratios[-1] == 1) & (begun < 1)
-        is_new &= np.isfinite(weights[-1]).sum(-1) > 1
-        relative = history.by_layer("normalized_entropy")
-        if relative is not None:
-            is_new &= ~(relative[-1] > self.uniform)
-        if not is_new.any():
-            return None
-        layer = int(is_new.argmax())
-        least = float(np.nanmin(weights[-1, layer]))
-        meaning = f"every head of the layer is a sink head: each gives its first key at least {least:.0%} of its weight"
-        course = f"{begun[layer]:.0%} of them were at first"
-        place = RecordPlace("sink_share", layer, None)
-        return self.alarm(history, meaning, least, at=place, trend=course)
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class GateShut(Rule):
-    """The gate of a learned sink is shut: the head gives its keys less than `factor` times the weight that the median
-    head does.
-
-    It requires a run that is watched with stats="all+gates". It is not a default rule, because it fired in 11 of 18
-    healthy runs of tiny models, as well as in all 12 runs that went wrong (experiments/notes/results/step-spectra.md).
-    One shut
-    head is not harmful in itself.
-    """
-
-    factor: float = 0.01
-    source: str = "derived: the output of a head is multiplied by its gate, so a head with a shut gate adds nothing"
-    cause: str = "a head's sink takes all of its weight"
-
-    def check(self, history: History) -> Alarm | None:
-        gates, ratios = history.series("gate_mean"), history.by_layer("gate_min_ratio")
-        if gates is None or ratios is None or not (ratios[-1:] < self.factor).any():
-            return None
-        layer = int(np.nanargmin(ratios[-1]))
-        place = RecordPlace("gate_mean", layer, int(np.nanargmin(gates[-1, layer])))
-        series = place.of(gates)
-        meaning = f"the sink's gate is shut: it leaves {series[-1]:.2g} of the weight to the keys"
-        course = trend(history, series)
-        return self.alarm(history, meaning, float(series[-1]), at=place, trend=course)
+        return self.alarm(
+            history, meaning, float(course[-1]), at=at, trend=trend(history, course)
+        )
 
 
 @final

@@ -12,7 +12,14 @@ from torch.optim import Optimizer
 from qkeel import distributed as dist
 from qkeel.errors import caution
 from qkeel.monitor.cadence import MeasuredSteps
-from qkeel.monitor.gather import Measurement, Stats, merged, on_host
+from qkeel.monitor.gather import (
+    Measurement,
+    NumberKey,
+    PartialValue,
+    Stats,
+    merged,
+    on_host,
+)
 from qkeel.monitor.journal import PendingResults, Recorder
 from qkeel.monitor.measure import WatchedModels
 from qkeel.monitor.processes import ProcessGroup
@@ -63,6 +70,8 @@ class StepEnd:
         # What was read before the end of its step.
         self._taken: dict[Phase, list[Stats]] = {"train": [], "eval": []}
         self.rate: float | Tensor | None = None
+        # The loss of the coming step, if the training program hands it out.
+        self.loss: Tensor | None = None
         self._is_warned = False
 
     def take(self, phase: Phase) -> Stats:
@@ -109,6 +118,7 @@ class StepEnd:
                 self._train_step(rate if self.rate is None else self.rate)
             self.rate = rate
         finally:
+            self.loss = None
             self._steps.stepped()
         self._arrivals.settle(wait=False)
         self._note_top()
@@ -145,9 +155,13 @@ class StepEnd:
         if taken:
             fresh = on_host(fresh)
         stats = merged([*taken, fresh])
-        numbers = {}
+        numbers: dict[NumberKey, Tensor | PartialValue] = {}
         if phase == "train":
-            numbers = self._models.take(None if rate is None else as_tensor(rate))
+            numbers |= self._models.take(None if rate is None else as_tensor(rate))
+            if self.loss is not None:
+                weight = torch.ones_like(self.loss)
+                loss = PartialValue(value=self.loss, weight=weight)
+                numbers["", "train_loss"] = loss
         if not alone:
             # A process that has stopped joins no exchange.
             self._arrivals.settle(wait=self._group.several)
@@ -156,12 +170,15 @@ class StepEnd:
         counts = self._models.coverage(phase, stats)
         counts["calls"] -= self._calls[phase]
         counts["errors"] += self._recorder.dropped
-        counts["milliseconds"] = 1000 * (seconds - self._seconds)
+        # Passes of a step that is also trained: its record has the time of all.
+        is_beside = phase == "eval" and self._models.has("train")
+        if not is_beside:
+            counts["milliseconds"] = 1000 * (seconds - self._seconds)
         measured = Measurement(stats=stats, numbers=numbers) if stats else None
         transfer = self._group.send(measured, counts, alone=alone)
         if transfer is not None:
             self._calls[phase] += counts["calls"]
-            self._seconds = seconds
+            self._seconds = self._seconds if is_beside else seconds
             # `read` has handed out the rest of this step already.
             unread = self._group.placed(fresh) if taken else None
             self._arrivals.add(step, phase, transfer, unread=unread, monitor=counts)

@@ -24,6 +24,8 @@ ENTROPY = LAYER_ENTROPY
 # Thresholds of rules that depend on the setting of a run.
 # Nats by which rounding changes the logits of the top keys.
 ROUNDING = 0.25
+# Of its first value: a share of the gradient under which it has vanished.
+TOGETHER = 0.1
 # Times the gain's first value.
 GAIN_FACTOR = 4.0
 IDLE_TOLERANCE = (

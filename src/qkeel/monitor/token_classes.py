@@ -19,7 +19,14 @@ from qkeel.spec.call import of_key, with_query_mask
 
 MaskSource = str | Tensor | Callable[..., Tensor]
 Ids = range | int | Sequence[int] | Tensor
-ClassSource = Mapping[str, Ids] | str | Tensor | Callable[..., Tensor | None]
+TensorPair = tuple[Tensor, Tensor]
+ClassSource = (
+    Mapping[str, Ids]
+    | str
+    | Tensor
+    | TensorPair
+    | Callable[..., Tensor | TensorPair | None]
+)
 _WHAT = (
     "expected classes as a dict of token ids by class name, the name of an argument of the forward, a function of its "
     "arguments, a tensor [b t] of class numbers, or a qkeel.monitor.Classes created from one of these, with names"
@@ -73,15 +80,16 @@ class QueryMaskSource:
     given: the name of an argument of the model's forward ("attention_mask"), a function of the forward's arguments, or
     the tensor itself. It applies to calls with b sequences of t queries. In all other calls, every query counts, for
     example in the decoder of an encoder–decoder model if the mask is the encoder's. If it applies to no call at all,
-    `PassTokens` warns.
+    `PassTokens` warns. None: the forward's argument "attention_mask", if it is one of the forms of such a mask.
     """
 
-    given: MaskSource
+    given: MaskSource | None
     # The names of the forward's positional arguments.
     forward: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.given, (str, Tensor)) and not callable(self.given):
+        is_source = self.given is None or isinstance(self.given, (str, Tensor))
+        if not is_source and not callable(self.given):
             raise InvalidTypeError(
                 "expected query_mask as the name of a keyword argument, a function of the forward's arguments, or a "
                 f"tensor [b t], got {type(self.given).__name__}"
@@ -90,7 +98,7 @@ class QueryMaskSource:
             self.of((), {})
 
     @classmethod
-    def on(cls, model: nn.Module, given: MaskSource) -> QueryMaskSource:
+    def on(cls, model: nn.Module, given: MaskSource | None) -> QueryMaskSource:
         """Returns the given source, checked against the forward of a model.
 
         Raises: InvalidValueError if the forward does not take an argument with that name.
@@ -104,6 +112,8 @@ class QueryMaskSource:
 
         Raises: InvalidValueError if the mask is not a tensor [b t], or has negative floating-point values.
         """
+        if self.given is None:
+            return _padding(from_pass("attention_mask", self.forward, args, kwargs))
         mask = from_pass(self.given, self.forward, args, kwargs)
         if mask is None:
             return None
@@ -119,6 +129,21 @@ class QueryMaskSource:
         return mask if mask.dtype == torch.bool else mask != 0
 
 
+def _padding(mask: object) -> Tensor | None:
+    """Returns the padding mask [b t] that a batch carries itself, or None if it is no such mask or hides nothing."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return None
+    if mask.is_floating_point() and bool((mask < 0).any()):
+        return None
+    mask = mask if mask.dtype == torch.bool else mask != 0
+    # A causal mask [t t] has the form of one for t sequences.
+    is_square = mask.shape[0] == mask.shape[1]
+    if is_square and bool((mask == torch.ones_like(mask).tril()).all()):
+        return None
+    # Without padding, calls are measured as if there were no mask; a device is not waited for.
+    return None if mask.is_cpu and bool(mask.all()) else mask
+
+
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Classes:
@@ -129,7 +154,8 @@ class Classes:
             with every id in exactly one class, which is applied to the ids in `input_ids` or else in the forward's
             first integer tensor [b t]; the name of a forward argument that contains classes or is true for class 1; a
             function of the forward's arguments that returns the classes, or None for a pass that should not be split;
-            or the tensor itself, [b t] or [t].
+            or the tensor itself, [b t] or [t]. Where queries attend to other tokens than their own (cross-attention), a
+            pair of tensors, or a function that returns one: the classes of the queries and those of the keys.
         names: the class names; by default the keys of the dict, or else "0", "1", …, one for each class in the first
             pass.
         forward: the names of the forward's positional arguments.
@@ -149,10 +175,10 @@ class Classes:
         source, names = self.source, tuple(self.names)
         if isinstance(source, Mapping):
             names = tuple(source)
-        elif not isinstance(source, (str, Tensor)) and not callable(source):
+        elif not isinstance(source, (str, Tensor, tuple)) and not callable(source):
             raise InvalidTypeError(f"{_WHAT}; got {type(source).__name__}")
         object.__setattr__(self, "names", names)
-        if isinstance(source, Tensor):
+        if isinstance(source, (Tensor, tuple)):
             self.of((), {})
         if (names or isinstance(source, Mapping)) and len(set(names)) < max(
             len(names), 2
@@ -186,8 +212,9 @@ class Classes:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
         counted: Tensor | None = None,
-    ) -> Tensor | None:
-        """Returns the classes [b t] of a pass with these arguments, or None if the pass has no classes.
+    ) -> TensorPair | None:
+        """Returns the classes of the queries and of the keys [b t] in a pass with these arguments, or None if the pass
+        has no classes. Of tokens that attend to themselves it is the same tensor twice.
 
         counted: the query rows that count; other rows may contain ids without a class.
 
@@ -197,10 +224,18 @@ class Classes:
         if self._class_of_id is not None:
             named = {**dict(zip(self.forward, args)), **kwargs}
             ids = _token_ids([named.get("input_ids"), *named.values(), *args])
-            return _classes_of(self._class_of_id, ids, counted)
+            classes = _classes_of(self._class_of_id, ids, counted)
+            return classes, classes
         classes = from_pass(self.source, self.forward, args, kwargs)
         if classes is None:
             return None
+        if isinstance(classes, tuple) and len(classes) == 2:
+            queries, keys = map(self._checked, classes)
+            return queries, keys
+        classes = self._checked(classes)
+        return classes, classes
+
+    def _checked(self, classes: object) -> Tensor:
         if not isinstance(classes, Tensor) or classes.ndim not in (1, 2):
             raise InvalidValueError(
                 "expected the classes of tokens as a tensor of shape [batch tokens], got "
@@ -273,36 +308,49 @@ def _classes_of(table: Tensor, ids: Tensor, counted: Tensor | None) -> Tensor:
     return classes
 
 
+def _rows_differ(call: Seen) -> bool:
+    """Whether queries see different keys, as in a step with a cache and hardly ever in cross-attention."""
+    if isinstance(call, ScoresCall):
+        mask = call.hidden
+    elif call.causal or call.window is not None:
+        return True
+    else:
+        mask = call.mask
+    if mask is None or mask.shape[2] == 1:
+        return False
+    return not torch.equal(mask, mask[:, :, :1].expand_as(mask))
+
+
 @final
 class PassTokens:
     """The rows that count in the current pass, and their classes."""
 
-    def __init__(
-        self, query_mask: QueryMaskSource | None, classes: Classes | None
-    ) -> None:
+    def __init__(self, query_mask: QueryMaskSource, classes: Classes | None) -> None:
         self._query_mask, self._classes = query_mask, classes
         self._names: tuple[str, ...] = () if classes is None else classes.names
         self._mask: Tensor | None = None
-        self._class_of_token: Tensor | None = None
+        # Of queries and keys; the same object twice where tokens attend to themselves.
+        self._class_of_token: TensorPair | None = None
         # Why the mask or the classes fit no call so far; None once they have fitted one.
         self._misfits: dict[str, str | None] = {"mask": "", "classes": ""}
         self._warned: set[str] = set()
 
     def begin(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Begins a pass with these arguments."""
-        if self._query_mask is not None:
-            self._mask = self._query_mask.of(args, kwargs)
+        self._mask = self._query_mask.of(args, kwargs)
         if self._classes is None:
             return
         classes = self._classes.of(args, kwargs, self._mask)
         if classes is None and self._names:
             # Every step has the same numbers, so a pass without classes has tokens of no class.
-            classes = torch.full((1, 1), -1)
+            of_none = torch.full((1, 1), -1)
+            classes = of_none, of_none
         elif classes is not None:
             if not self._names:
-                n_classes = int(classes.max()) + 1 if classes.numel() else 0
+                n_classes = max([int(x.max()) + 1 for x in classes if x.numel()] or [0])
                 self._names = tuple(map(str, range(max(n_classes, 2))))
-            check_classes(classes, len(self._names))
+            for x in classes:
+                check_classes(x, len(self._names))
         self._class_of_token = classes
 
     @property
@@ -318,7 +366,8 @@ class PassTokens:
             masked = with_query_mask(call, self._mask)
             if masked is not call:
                 self._misfits["mask"], call = None, masked
-            elif not is_packed:  # packed sequences have no rows of padding
+            # Packed sequences have no rows of padding, and nobody asked for the batch's own mask.
+            elif not is_packed and self._query_mask.given is not None:
                 self._misfit(
                     "mask",
                     "query_mask applies to no attention, so every query row counts: expected a mask of shape [batch "
@@ -328,23 +377,31 @@ class PassTokens:
         if self._class_of_token is None:
             return call
         s = call.logits.shape[3] if isinstance(call, ScoresCall) else call.k.shape[2]
-        classes = self._class_of_token
+        queries, classes = self._class_of_token
+        are_pair = queries is not classes
         if is_packed:
             # The sequences lie one after the other, as many queries as keys.
             classes = classes.reshape(1, -1)[:, : s if s == t else 0]
         if classes.shape == (1, 1) and int(classes) < 0:
             classes = classes.expand(1, s)
-        if classes.shape[0] not in (1, b) or classes.shape[1] != s or t > s:
+        if not are_pair and (t == 1 or t == s or (t < s and _rows_differ(call))):
+            # With a cache, the queries are the last tokens.
+            queries = classes[:, -t:]
+        fits = [x.shape[0] in (1, b) for x in (queries, classes)]
+        if not all(fits) or queries.shape[1] != t or classes.shape[1] != s:
+            given = [list(x.shape) for x in self._class_of_token[not are_pair :]]
             self._misfit(
                 "classes",
                 f"no attention is split by class: expected classes of shape [batch tokens] = [{b} {s}], one for each "
-                f"key of an attention call with {t} queries, got {list(self._class_of_token.shape)}. With a cache, "
-                "give a function that returns the classes of the whole sequence",
+                f"key of an attention call with {t} queries, got {' and '.join(map(str, given))}. With a cache, give a "
+                "function that returns the classes of the whole sequence; where queries attend to other tokens "
+                "(cross-attention), the classes of both: Classes((of_queries, of_keys), names=…), or a function that "
+                "returns such a pair",
             )
             return call
         self._misfits["classes"] = None
-        classes = classes.to(call.query_device)
-        split = TokenClasses(names=self._names, query=classes[:, s - t :], key=classes)
+        queries, classes = (x.to(call.query_device) for x in (queries, classes))
+        split = TokenClasses(names=self._names, query=queries, key=classes)
         return dataclasses.replace(call, classes=split)
 
     def _misfit(self, subject: str, text: str) -> None:
@@ -356,8 +413,10 @@ class PassTokens:
         for subject, text in self._misfits.items():
             self._warn(subject, text or "")
         if self._misfits["classes"] is None and self._class_of_token is not None:
-            members = one_hot(self._class_of_token, len(self._names))
-            for name, count in zip(self._names, members.sum((0, 1)).tolist()):
+            members = [one_hot(x, len(self._names)) for x in self._class_of_token]
+            counts = sum([x.sum((0, 1)) for x in members])
+            assert isinstance(counts, Tensor)
+            for name, count in zip(self._names, counts.tolist()):
                 missing = f"no token of the class {name!r} in this pass: its numbers are missing until one appears"
                 self._warn(f"class {name}", "" if count else missing)
 

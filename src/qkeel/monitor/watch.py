@@ -76,7 +76,7 @@ def watch(
         optimizer: the optimizer that updates the model. If it is given, a step is an optimizer step, and the weights
             behind the heads are read too; otherwise, a step is a forward pass (with several models, one pass of each).
             Of several optimizers, such as Muon and AdamW, the first one counts the steps: list the one with the query
-            and key weights first.
+            and key weights first. A resumed run continues at the step that any of them has in its state.
         every: a number n to measure every n-th step, or a cadence such as LogSpaced(per_decade=20) or Adaptive(least=5,
             most=100).
         stats: which statistics are measured. One of:
@@ -103,8 +103,9 @@ def watch(
             objects or as strings that contain a /; or Sink objects.
         rules: the alarm rules; each warns once. None uses the default rules and the rules from `monitor.rules_for` that
             fit the model (number format, kernel, head width, norms); an empty list turns alarms off.
-        query_mask: which query rows count, [b t]: the name of the forward's argument that contains the mask
-            ("attention_mask"), a function of the forward's arguments, or the tensor itself.
+        query_mask: which query rows count, [b t]: the name of the forward's argument that contains the mask, a function
+            of the forward's arguments, or the tensor itself. None leaves out the rows that an argument named
+            attention_mask [b t] marks as padding, if there is one; a function that returns None counts every row.
         classes: the class of each token, such as text and image: a dict of token ids by class name, the name of a
             forward argument that contains class numbers or is true for class 1, a function of the arguments, or a
             tensor [b t]; use `monitor.Classes` to name the classes as well. Statistics are then also split by class,
@@ -185,7 +186,7 @@ def watch(
         )
     monitor = Monitor(
         models,
-        _first(optimizer, [*models.values()]),
+        _training(optimizer, [*models.values()]),
         every=cadence(every),
         stats=stats,
         sinks=[
@@ -200,9 +201,7 @@ def watch(
         rules=None
         if rules is None
         else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
-        query_mask={}
-        if query_mask is None
-        else {n: QueryMaskSource.on(x, query_mask) for n, x in models.items()},
+        query_mask={n: QueryMaskSource.on(x, query_mask) for n, x in models.items()},
         classes={}
         if classes is None
         else {n: Classes.on(x, classes) for n, x in models.items()},
@@ -253,10 +252,10 @@ def _inner_optimizers(optimizer: object) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def _first(
+def _training(
     optimizer: object, models: Sequence[nn.Module]
-) -> torch.optim.Optimizer | None:
-    """Returns the first optimizer, which counts the steps."""
+) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers that train the models; the first counts the steps."""
     weights = {id(p) for model in models for p in model.parameters()}
     inner = _inner_optimizers(optimizer)
     for entry, of_steps in zip(listed(optimizer), inner):
@@ -270,4 +269,4 @@ def _first(
                 "the optimizer does not contain any of the model's parameters; pass the optimizer that trains this "
                 "model, created from model.parameters()"
             )
-    return next(iter(inner), None)
+    return inner

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import Seen
@@ -16,12 +17,36 @@ from qkeel.capture.visible_sets import (
     VisibleSets,
     layer_type,
     told_apart,
+    visible_digest,
     visible_sets,
 )
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.heads.site import Sites, share
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.sites.find import found_sites
+
+
+@final
+class _Ignored:
+    """How many changes of a site's visible keys are ignored before the next is examined."""
+
+    MOST = 32
+
+    def __init__(self) -> None:
+        self._examined = self._left = 0
+
+    def restart(self) -> None:
+        """Called when an examined change showed another type."""
+        self._examined = self._left = 0
+
+    def extend(self) -> None:
+        """Called when an examined change showed the type that was known. The first few are all examined."""
+        self._examined = min(self._examined + 1, 16)
+        self._left = min(2**self._examined // 16, self.MOST)
+
+    def is_over(self) -> bool:
+        self._left -= 1
+        return self._left < 0
 
 
 @final
@@ -53,6 +78,10 @@ class WatchedSites:
         # By site, of the call with the most queries so far, and whether `types` lacks some of them.
         self._sets: dict[str, VisibleSets] = {}
         self._is_stale = False
+        # By site: the digests, by number of queries, of calls that showed its type, and that of the latest call.
+        self._judged: dict[str, dict[int, Tensor | None]] = {}
+        self._latest: dict[str, tuple[int, Tensor | None]] = {}
+        self._ignored: dict[str, _Ignored] = {}
         # Of the search, told after the pass.
         self._error: QkeelError | None = None
         self._has_attention = self._told_silent = False
@@ -98,13 +127,46 @@ class WatchedSites:
         self._add(sites)
 
     def see(self, name: str, call: Seen) -> None:
-        """Records a call of a site. Its visible sets are examined if it has more queries than any previous call,
-        because a window that is longer than the sequence does not hide any keys."""
-        earlier = self._sets.get(name)
-        if earlier is None or call.query_shape[1] > earlier.queries:
-            origins: dict[str, KeyOrigin] = {x.name: x.origin for x in self.all}
-            self._sets[name] = visible_sets(call, origins.get(name, "tokens"))
-            self._is_stale = True
+        """Records a call of a site. Its visible sets are examined if its keys are not those of the call that was
+        examined last. A shorter call is left out where it may be too short to show a window."""
+        earlier, queries = self._sets.get(name), call.query_shape[1]
+        digest = visible_digest(call)
+        known = self._judged.setdefault(name, {})
+        if earlier is not None and queries <= earlier.queries:
+            needed = earlier.queries if earlier.window is None else earlier.window + 1
+            if queries < needed or not self._has_changed(name, queries, digest):
+                return
+        origins: dict[str, KeyOrigin] = {x.name: x.origin for x in self.all}
+        sets = visible_sets(call, origins.get(name, "tokens"))
+        self._sets[name], self._is_stale = sets, True
+        ignored = self._ignored.setdefault(name, _Ignored())
+        if earlier is not None and sets.visible != earlier.visible:
+            known.clear()
+            ignored.restart()
+        elif queries in known:
+            ignored.extend()
+        known[queries] = digest
+
+    def _has_changed(self, name: str, queries: int, digest: Tensor | None) -> bool:
+        """Whether the visible keys are other ones than those that showed the type. On an accelerator the digest of the
+        call before is read, which is there by now, so that nothing waits; and masks that differ in every call (padding,
+        packed documents) are examined ever more rarely while the type stays what it was."""
+        before, self._latest[name] = self._latest.get(name), (queries, digest)
+        if digest is not None and digest.device.type != "cpu" and before is not None:
+            queries, digest = before
+        known = self._judged[name]
+        if queries not in known:
+            return True
+        judged = known[queries]
+        if digest is None or judged is None:
+            is_same = digest is judged
+        else:
+            is_same = digest.shape == judged.shape and torch.equal(digest, judged)
+        return not is_same and self._ignored[name].is_over()
+
+    def shows_all(self, name: str) -> bool:
+        """True unless a call that showed the type of the site hid keys."""
+        return all([digest is None for digest in self._judged.get(name, {}).values()])
 
     def is_sparse(self, name: str) -> bool:
         """True if the queries of a site are known to see only some of the keys, with hidden keys between them."""

@@ -138,8 +138,9 @@ class WeightNorms:
         small. It is missing if q or k is not a plain matrix product of the input, as with a convolution over positions
         or with additional learned keys.
     query_grad_rms, key_grad_rms [h]: the root mean square of the gradient of those rows, as the optimizer receives it.
-    eps [1]: the optimizer's eps, from which a record computes grad_over_eps; near or below 1, Adam's step shrinks
-        (Wortsman et al. 2023, arXiv 2309.14322, section 3.4).
+    eps [1]: the eps of an optimizer that divides by the root of a mean square of each entry (Adam, RMSprop), from which
+        a record computes grad_over_eps; near or below 1, Adam's step shrinks (Wortsman et al. 2023, arXiv 2309.14322,
+        section 3.4).
 
     Of weights that are split across processes, each process reads its part, and nothing is gathered: squares of norms
     add up, and a singular value is read by the process that has all rows of a head.
@@ -154,14 +155,14 @@ class WeightNorms:
         self,
         model: nn.Module,
         sites: Sequence[AttentionSite],
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         self._parameters = dict(model.named_parameters())
         self.sites = [site for site in sites if site.terms]
         self._rows: dict[HeadSlice, HeldRows] = {}
         self._split: set[AttentionSite] = set()
         self._eps: dict[AttentionSite, Tensor] = {}
-        counts, eps = counted(model), _eps_by_weight(optimizer)
+        counts, eps = counted(model), _eps_by_weight(optimizers)
         for site in self.sites:
             chains = itertools.chain(*chains_of(site).values())
             for head_slice in itertools.chain(*chains):
@@ -318,12 +319,17 @@ class WeightNorms:
         return True
 
 
-def _eps_by_weight(optimizer: torch.optim.Optimizer | None) -> dict[int, float]:
-    groups = [] if optimizer is None else optimizer.param_groups
+def _eps_by_weight(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> dict[int, float]:
+    """Returns the eps that optimizers add to the root of each entry's mean square, as Adam's and RMSprop's kin do."""
+    groups = [group for x in optimizers for group in x.param_groups]
     return {
         id(p): group["eps"]
         for group in groups
         if isinstance(group.get("eps"), float) and group["eps"]
+        # Muon adds its eps to the norm of a whole matrix.
+        if "betas" in group or "alpha" in group
         for p in group["params"]
     }
 

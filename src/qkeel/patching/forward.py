@@ -206,6 +206,17 @@ Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
 
+def first_adapter(model: nn.Module) -> str | None:
+    """Returns the name of the first layer of a model that peft has put an adapter on, or None if there is none."""
+    for name, module in model.named_modules():
+        is_of_peft = type(module).__module__.startswith("peft.")
+        if is_of_peft and any(
+            child == "base_layer" for child, _ in module.named_children()
+        ):
+            return name
+    return None
+
+
 class ForwardPasses(Handle):
     """Calls `before(args, kwargs, compiled)` and `after(output, failed)` around each outermost call of `model`.
 
@@ -364,6 +375,11 @@ def extra_pass(owner: object) -> Iterator[None]:
         yield
     finally:
         _EXTRA.reset(token)
+
+
+def in_extra_pass() -> bool:
+    """True if this thread runs an extra pass: what happens in it is not the user's training."""
+    return bool(_EXTRA.get())
 
 
 def extra_of_another(owner: object) -> bool:

@@ -170,6 +170,9 @@ def in_this_thread(act: Callable[..., T]) -> Callable[..., T | None]:
 # Returns the function with gradients turned off.
 without_gradients = torch.no_grad()
 
+# A context in which no function mode sees an operator: in one that observes, each costs a call of Python.
+beside_function_modes = torch._C.DisableTorchFunction
+
 
 def unguarded(act: Callable[..., T], *args: object) -> T:
     """Calls a function without a guard, so that exceptions reach the caller."""

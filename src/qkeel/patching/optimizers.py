@@ -41,7 +41,7 @@ def listed(optimizer: object) -> list[Optimizer]:
     )
     if not several:
         raise InvalidTypeError("expected at least one optimizer, got an empty list")
-    for entry in several:
+    for i, entry in enumerate(several):
         if isinstance(entry, type) and issubclass(entry, Optimizer):
             name = entry.__name__
             raise InvalidTypeError(
@@ -51,9 +51,13 @@ def listed(optimizer: object) -> list[Optimizer]:
             raise InvalidTypeError(
                 f"expected a torch.optim.Optimizer or a list of them, got {type(entry).__name__}"
             )
-        if not runs_step_hooks(entry) and not isinstance(
+        if runs_step_hooks(entry) or isinstance(
             vars(entry).get("optimizer"), Optimizer
         ):
+            continue
+        # Fabric's wrapper is of the optimizer's class, and has the optimizer as a property.
+        several[i] = getattr(entry, "optimizer", None)
+        if not isinstance(several[i], Optimizer) or not runs_step_hooks(several[i]):
             raise InvalidTypeError(
                 f"expected an optimizer whose steps run torch's hooks, got {type(entry).__name__}, which does not call "
                 "Optimizer.__init__; pass the optimizers inside it, as a list"

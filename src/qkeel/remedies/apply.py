@@ -74,6 +74,8 @@ def apply(
 ) -> Handle:
     """Applies remedies to a model (and its optimizer). `handle.remove()` restores both bit for bit.
 
+    What clips and scaled steps have made of weights stays, as what the optimizer has made of them does.
+
     If several processes train one model, all of them must apply the same remedies at the same point in the program;
     otherwise every process raises an error and no model is changed. They must also remove the remedies after the same
     step. In `apply`, a process waits for the others up to the process group's timeout, and warns after 8 seconds.

@@ -16,7 +16,7 @@ from qkeel.capture.example import arguments
 from qkeel.errors import AlreadyAppliedError, RefusedError
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Sites
-from qkeel.patching.forward import unwrapped
+from qkeel.patching.forward import first_adapter, unwrapped
 from qkeel.patching.modes import compile_again
 from qkeel.patching.optimizers import listed
 from qkeel.remedies.active import active_remedies, drop, record
@@ -27,11 +27,13 @@ from qkeel.remedies.base import (
     active_at,
     active_on,
     compose_all,
+    module_name,
     where,
 )
 from qkeel.remedies.head_weights import check_weights, stepped
 from qkeel.remedies.idle_steps import notice_idle_steps
 from qkeel.remedies.optimizer_trials import innermost
+from qkeel.remedies.output_head import ZLoss
 from qkeel.remedies.processes import (
     WHAT,
     agreed,
@@ -42,6 +44,7 @@ from qkeel.remedies.processes import (
 )
 from qkeel.remedies.step_remedy import StepRemedy
 from qkeel.remedies.table import RemedySpec, parse
+from qkeel.remedies.untrained_parameters import notice_untrained
 from qkeel.remedies.weights_in_use import check_weights_in_use
 from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
 from qkeel.sites.trace import ModelTrace, run_once
@@ -180,7 +183,7 @@ def _apply_all(
             except BaseException:
                 inner.remove()
                 raise
-            yield _recorded(remedy, target, inner)
+            yield _recorded(remedy, target, inner, before)
 
 
 def _by_optimizer(
@@ -189,7 +192,8 @@ def _by_optimizer(
     """Returns the target with the optimizer that the remedy needs.
 
     Of several optimizers, one that holds gains or biases takes new parameters, because Muon accepts matrices only. A
-    remedy for steps gets a target for each optimizer that holds query and key weights, with the sites of these."""
+    remedy for steps gets a target for each optimizer that holds query and key weights, with the sites of which it is
+    the first, and with all optimizers, since these may hold the other weights and the biases of the same sites."""
     if len(optimizers) < 2:
         return [target]
     if not remedy.on_steps:
@@ -207,7 +211,9 @@ def _by_optimizer(
                 holder = optimizer
         sites_of.setdefault(holder, []).append(site)
     return [
-        dataclasses.replace(target, optimizer=optimizer, sites=sites)
+        dataclasses.replace(
+            target, optimizer=optimizer, optimizers=optimizers, sites=sites
+        )
         for optimizer, sites in sites_of.items()
     ] or [target]
 
@@ -233,6 +239,8 @@ def _check(
         refusal = remedy.supports(site)
         if refusal is not None:
             raise RefusedError(f"{remedy.name} at {where(site)}: {refusal}")
+    if not remedy.on_steps and not isinstance(remedy, (NoRemedy, ZLoss)):
+        _check_adapters(target, remedy)
     if not isinstance(remedy, NoRemedy):
         check_weights(target, remedy.name, per_head=remedy.on_steps)
     if isinstance(remedy, StepRemedy):
@@ -243,10 +251,31 @@ def _check(
         )
 
 
-def _recorded(remedy: Remedy, target: Target, inner: Handle) -> Handle:
+def _check_adapters(target: Target, remedy: Remedy) -> None:
+    """Raises RefusedError if a remedy would change the base below adapters, with which it is neither saved nor disabled.
+
+    A module of peft's modules_to_save is a copy that is saved with the adapter, and that disabling it takes out."""
+    adapter = first_adapter(target.model)
+    are_saved = remedy.changes_spec and all(
+        ".modules_to_save." in f"{module_name(site)}." for site in target.sites
+    )
+    if adapter is None or are_saved:
+        return
+    raise RefusedError(
+        f"{remedy.name} changes the forward pass of the base model, and this model has adapters on it ({adapter}): a "
+        "reference that is computed with the adapters disabled would drift, and a saved adapter would not contain the "
+        "change. Merge them first, model = model.merge_and_unload(), or use a remedy that acts on the adapters alone: "
+        'qkeel.apply(model, "lalr:tau=0.1", optimizer)'
+    )
+
+
+def _recorded(
+    remedy: Remedy, target: Target, inner: Handle, before: Mapping[str, nn.Parameter]
+) -> Handle:
     """Records the active remedy on each site's module. The returned handle removes the record and the change.
 
-    A remedy for steps ends with its optimizer, so its record does too."""
+    A remedy for steps ends with its optimizer, so its record does too. `before` has the parameters that are not the
+    remedy's own."""
     # A module may have several sites.
     modules = list({id(site.module): site.module for site in target.sites}.values())
     record(modules, remedy)
@@ -255,6 +284,8 @@ def _recorded(remedy: Remedy, target: Target, inner: Handle) -> Handle:
         # Code that was compiled earlier does not detect new hooks.
         compile_again()
     ends = idle = None
+    if target.optimizer is None and is_in_model:
+        idle = notice_untrained(target.model, before, remedy.name)
     if remedy.on_steps and target.optimizer is not None:
         idle = notice_idle_steps(target, remedy)
         references = [weakref.ref(module) for module in modules]

@@ -18,7 +18,7 @@ from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.heads.site import APPLIED, AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
-from qkeel.options import Bound, annotations, check_bound, checked
+from qkeel.options import Bound, Term, annotations, check_bound, checked
 from qkeel.patching.forward import extra_pass
 from qkeel.remedies.optimizer_trials import check_one_optimizer, innermost
 from qkeel.sites.trace import ModelTrace, seen
@@ -36,6 +36,8 @@ class Target:
 
     model: nn.Module  #: the whole model
     optimizer: Optimizer | None  #: the model's optimizer, if given
+    #: all optimizers that were given, if there are several; `optimizer` is the first that holds weights of the sites
+    optimizers: Sequence[Optimizer] = ()
     sites: list[AttentionSite]  #: the model's attention, as far as it is known
     #: arguments of a forward pass that reveals the sites; empty for qkeel's own modules
     batch: Arguments = ((), {})
@@ -96,14 +98,18 @@ class Target:
                 return True
         return False
 
-    def need_optimizer(self, remedy: str) -> Optimizer:
-        """Returns the optimizer that takes the steps, or raises RefusedError if there is none."""
+    def need_optimizers(self, remedy: str) -> list[Optimizer]:
+        """Returns the optimizers that take the steps, `optimizer` first, or raises RefusedError if there is none."""
         if self.optimizer is None:
             raise RefusedError(
                 f"{remedy} acts on optimizer steps: call qkeel.apply(model, {remedy!r}, optimizer)"
             )
-        check_one_optimizer(self.optimizer, remedy)
-        return innermost(self.optimizer)
+        optimizers: list[Optimizer] = []
+        for optimizer in (self.optimizer, *self.optimizers):
+            check_one_optimizer(optimizer, remedy)
+            if (inner := innermost(optimizer)) not in optimizers:
+                optimizers.append(inner)
+        return optimizers
 
     def returned(self) -> object:
         """Returns the model's output for the batch, from a pass that leaves the model unchanged."""
@@ -159,6 +165,21 @@ class Remedy(abc.ABC):
                 check_bound(
                     value, Bound(0.0, included=option in self.may_be_zero), name
                 )
+
+    def __str__(self) -> str:
+        """The remedy as in a spec string, with its first option and those that have another value than by default."""
+        options = dataclasses.fields(self)  # type: ignore[arg-type]
+        values = {
+            option.name: getattr(self, option.name)
+            for n, option in enumerate(options)
+            if not n or getattr(self, option.name) != option.default
+        }
+        return str(Term(self.name, {n: x for n, x in values.items() if n != "heads"}))
+
+    @property
+    def limit(self) -> float | None:
+        """The logit at which the remedy holds every head, in nats, or None if it holds none at a logit."""
+        return None
 
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         """Returns the sites to which the remedy applies, which are all of them unless an option names some."""

@@ -107,7 +107,11 @@ class ChangedCalls(InstanceForward):
             self.seen.append([])
         # Entered in each forward, so that other modules' softmaxes keep their function.
         with _Exchange(self):
-            return self.replaced(args, kwargs)
+            if torch.compiler.is_compiling():
+                return self.replaced(args, kwargs)
+            # What the forward itself compiles would keep its calls, or those of the layer that compiled it first.
+            with torch.compiler.set_stance("force_eager"):
+                return self.replaced(args, kwargs)
 
     def note(self, hidden: float | None = None) -> None:
         """Records a call, with the largest logit that is hidden if it is written out."""

@@ -17,6 +17,7 @@ from qkeel.functional.norms import wide
 from qkeel.heads.site import HeadSlice
 from qkeel.patching.autograd import is_wrapper
 from qkeel.remedies.base import Target, unconfirmed, where
+from qkeel.remedies.optimizer_trials import check_steps
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -39,26 +40,27 @@ def slice_name(s: HeadSlice) -> str:
 
 @final
 class HeadWeights:
-    """The query and key weights of a target, each part once, with the tensors that its optimizer updates.
+    """The query and key weights of a target, each part once, with the tensors that its optimizers update.
 
     `slices[i]` says which part of `parameters[i]` belongs to each head. One parameter may appear in several entries (as
-    in a fused projection), and one entry in several sites (as in tied layers). `tensors[i]` is what the optimizer
-    updates: the weight, its float32 copy, or None if it is frozen.
+    in a fused projection), and one entry in several sites (as in tied layers). `tensors[i]` is what an optimizer
+    updates: the weight, its float32 copy, or None if it is frozen. `holders[i]` is that optimizer; the first if it is
+    frozen.
 
     Args:
         target: the model and its sites.
-        optimizer: the optimizer that takes the steps.
+        optimizers: the optimizers that take the steps.
         remedy: the remedy's name, for errors.
-        extras: further slices, such as biases, which the optimizer need not hold.
+        extras: further slices, such as biases, which the optimizers need not hold.
 
     Raises:
-        RefusedError: the optimizer does not update every weight that is trained, or does not update any weight.
+        RefusedError: the optimizers do not update every weight that is trained, or do not update any weight.
     """
 
     def __init__(
         self,
         target: Target,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         remedy: str,
         extras: Iterable[HeadSlice] = (),
     ) -> None:
@@ -70,7 +72,15 @@ class HeadWeights:
         n = len(self.slices)
         for s in extras:
             self._enter(target, s)
-        self.tensors = [stepped(optimizer, p) for p in self.parameters]
+        self.tensors: list[Tensor | None] = []
+        self.holders: list[Optimizer] = []
+        for p in self.parameters:
+            holder, tensor = optimizers[0], None
+            for optimizer in reversed(optimizers):
+                if (held := stepped(optimizer, p)) is not None:
+                    holder, tensor = optimizer, held
+            self.holders.append(holder)
+            self.tensors.append(tensor)
         for i in range(n):
             is_frozen = not self.parameters[i].requires_grad
             if self.tensors[i] is None and not (
@@ -81,11 +91,45 @@ class HeadWeights:
                     "are not: copy the weights over first, or use float32 weights under autocast"
                 )
                 is_low = self.parameters[i].dtype in LOW_PRECISION
+                kinds = ", ".join(type(x).__name__ for x in optimizers)
+                these = (
+                    f"none of these optimizers ({kinds}) holds"
+                    if len(optimizers) > 1
+                    else f"this {kinds} does not hold"
+                )
                 raise RefusedError(
-                    f"{remedy} acts on steps of {self.slices[i].parameter}, which this {type(optimizer).__name__} does "
-                    f"not hold; pass the optimizer that does{hint if is_low else ''}"
+                    f"{remedy} acts on steps of {self.slices[i].parameter}, which {these}; pass the optimizer that "
+                    f"does, or a list of all{hint if is_low else ''}"
                 )
         self.counts = [s.n for s in self.slices]
+        #: The optimizers that hold any of these, each once.
+        self.optimizers = [
+            o for o in optimizers if any(t is not None for t in self.held_by(o))
+        ]
+
+    def held_by(self, optimizer: Optimizer) -> list[Tensor | None]:
+        """Returns the tensors that this optimizer updates, and None in place of others."""
+        return [
+            tensor if holder is optimizer else None
+            for tensor, holder in zip(self.tensors, self.holders)
+        ]
+
+    def check_steps(
+        self,
+        remedy: str,
+        *,
+        is_scaled: bool = False,
+        needs_decoupled_decay: bool = False,
+    ) -> None:
+        """Raises RefusedError unless a remedy may change the steps of these weights; see the function."""
+        for optimizer in self.optimizers:
+            check_steps(
+                optimizer,
+                remedy,
+                self.held_by(optimizer),
+                is_scaled=is_scaled,
+                needs_decoupled_decay=needs_decoupled_decay,
+            )
 
     def _enter(self, target: Target, s: HeadSlice) -> None:
         parameter = target.parameter(s.parameter)

@@ -22,7 +22,7 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
 
     That is: the weights have changed in 100 trained passes since its last step, or they are no longer parameters of the
     model. There is no warning if the same remedy has been applied anew."""
-    optimizer = target.need_optimizer(remedy.name)
+    optimizer = target.need_optimizers(remedy.name)[0]
     model, kind = target.model, type(optimizer).__name__
     modules = [weakref.ref(site.module) for site in target.sites]
     names = list(dict.fromkeys(s.parameter for s in target.logit_slices()))

@@ -75,8 +75,8 @@ class LALR(StepRemedy):
         return StepRemedy.holds(self, site)
 
     def apply(self, target: Target) -> Handle:
-        optimizer = target.need_optimizer(self.name)
-        weights = HeadWeights(target, optimizer, self.name)
+        optimizers = target.need_optimizers(self.name)
+        weights = HeadWeights(target, optimizers, self.name)
         norms = HeadNorms(
             weights.slices,
             [
@@ -102,7 +102,6 @@ class LALR(StepRemedy):
             return torch.where(acting.to(factors.device), factors, 1.0)
 
         steps = scale_steps(
-            optimizer,
             weights,
             factors,
             remedy=self.name,
@@ -112,7 +111,7 @@ class LALR(StepRemedy):
         kind = "" if self.norm == "frobenius" else f":{self.norm}"
         names = [f"{slice_name(s)}{kind}" for s in weights.slices]
         saved = SavedState(
-            optimizer,
+            optimizers[0],
             self.name,
             dict(zip(names, start.split(weights.counts))),
             lambda: rates.start_from(start),

@@ -64,7 +64,7 @@ class AtNextPass(Handle):
         return (
             f"<Handle of {self.about}: applied when the next pass begins>"
             if self._waits
-            else super().__repr__()
+            else super().__repr__().replace(type(self).__name__, Handle.__name__, 1)
         )
 
     def or_with(self, optimizer: Optimizer) -> None:

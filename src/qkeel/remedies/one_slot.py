@@ -71,6 +71,10 @@ class SoftcapRemedy(OneSlot):
     )
     source = "Gemma 2, arXiv 2408.00118"
 
+    @property
+    def limit(self) -> float:
+        return self.cap
+
     def value(self, old: AttentionSpec, train_length: int | None) -> Softcap:
         return Softcap(self.cap)
 

@@ -14,13 +14,12 @@ from qkeel.patching.modes import multiply_all
 from qkeel.patching.optimizers import before_change, go_first, in_real_steps
 from qkeel.remedies.head_rows import HeadRows
 from qkeel.remedies.head_weights import HeadWeights, found_inf
-from qkeel.remedies.optimizer_trials import ParamGroup, check_steps
+from qkeel.remedies.optimizer_trials import ParamGroup
 
 SCALES = "scales small steps"
 
 
 def scale_steps(
-    optimizer: Optimizer,
     weights: HeadWeights,
     factors: Callable[[], Tensor],
     *,
@@ -37,9 +36,8 @@ def scale_steps(
     were added, and the host reads nothing back. The tensors are copied for the duration of the step.
 
     Args:
-        optimizer: the optimizer.
-        weights: the weights, with the rows of their heads.
-        factors: computes the factors [h], ordered by weight, before the step.
+        weights: the weights, with the rows of their heads and the optimizers that hold them.
+        factors: computes the factors [h], ordered by weight, before each step of one of the optimizers.
         remedy: the remedy's name, for errors.
         keeps_decay: whether decoupled weight decay keeps its full size.
         freezes: whether all factors are 0 or 1; weights with a factor of 0 then keep their bits whatever the step does.
@@ -55,8 +53,8 @@ def scale_steps(
         >>> model = Attention(8, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         >>> target = Target(model=model, optimizer=optimizer, sites=find_sites(model))
-        >>> weights = HeadWeights(target, optimizer, "slower")
-        >>> handle = scale_steps(optimizer, weights, lambda: weights.row(0.1), remedy="slower")
+        >>> weights = HeadWeights(target, [optimizer], "slower")
+        >>> handle = scale_steps(weights, lambda: weights.row(0.1), remedy="slower")
         >>> before = model.q_proj.weight.clone()
         >>> model.q_proj.weight.grad = torch.ones(8, 8)
         >>> optimizer.step()
@@ -65,14 +63,34 @@ def scale_steps(
     """
     if not freezes:
         weights.check_precision(remedy, SCALES)
-    check_steps(
-        optimizer,
-        remedy,
-        weights.tensors,
-        is_scaled=not freezes,
-        needs_decoupled_decay=keeps_decay,
+    weights.check_steps(
+        remedy, is_scaled=not freezes, needs_decoupled_decay=keeps_decay
     )
-    rows = rows_of(weights)
+    return compose(
+        [
+            _scale_steps_of(
+                optimizer,
+                weights,
+                factors,
+                remedy=remedy,
+                keeps_decay=keeps_decay,
+                freezes=freezes,
+            )
+            for optimizer in weights.optimizers
+        ]
+    )
+
+
+def _scale_steps_of(
+    optimizer: Optimizer,
+    weights: HeadWeights,
+    factors: Callable[[], Tensor],
+    *,
+    remedy: str,
+    keeps_decay: bool,
+    freezes: bool,
+) -> Handle:
+    rows = rows_of(weights, optimizer)
     copies: list[Tensor] = []
     # The factors of the current step, if one runs.
     row: list[Tensor] = []
@@ -113,7 +131,7 @@ def decay_before_steps(
     optimizer: Optimizer, weights: HeadWeights, decay: float
 ) -> Handle:
     """Multiplies the rows of heads by 1 - η · decay before every step, until the returned handle is removed."""
-    rows = rows_of(weights)
+    rows = rows_of(weights, optimizer)
 
     @torch.no_grad()
     def before(_: Optimizer) -> None:
@@ -125,9 +143,9 @@ def decay_before_steps(
     return Handle(hook.remove)
 
 
-def rows_of(weights: HeadWeights) -> HeadRows:
+def rows_of(weights: HeadWeights, optimizer: Optimizer) -> HeadRows:
     """Returns the rows of the tensors that the optimizer updates, with one factor for each head of each weight."""
-    shares = zip(weights.tensors, weights.slices, weights.indices())
+    shares = zip(weights.held_by(optimizer), weights.slices, weights.indices())
     return HeadRows(
         [(tensor, s, i) for tensor, s, i in shares if tensor is not None],
         sum(weights.counts),
@@ -147,7 +165,8 @@ def decayed(
     It is 1 for weights that a step leaves as they are: without a gradient, and in a step that a GradScaler skips."""
     group_of = {id(p): g for g in optimizer.param_groups for p in g["params"]}
     row = weights.row(1.0)
-    for values, tensor in zip(row.split(weights.counts), weights.tensors):
+    tensors = weights.held_by(optimizer)
+    for values, tensor in zip(row.split(weights.counts), tensors):
         if tensor is not None and tensor.grad is not None:
             group = group_of[id(tensor)]
             lost = group["lr"] * decay(group)

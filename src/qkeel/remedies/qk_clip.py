@@ -6,6 +6,7 @@ import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Literal, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.kernels.statistics import plain_max_stats, stats_of_rows
 from qkeel.nn.attention import SpecModule
-from qkeel.patching.modes import FaultGuard
+from qkeel.patching.forward import ForwardPasses
+from qkeel.patching.modes import FaultGuard, unguarded
 from qkeel.patching.optimizers import in_real_steps
 from qkeel.remedies.base import HeadsBySite, Target, active_at, where
 from qkeel.remedies.head_rows import HeadRows, Share
@@ -34,7 +36,6 @@ from qkeel.remedies.head_weights import (
 )
 from qkeel.remedies.logit_factors import factors_by_site, logit_factors
 from qkeel.remedies.optimizer_steps import scale_steps, with_one
-from qkeel.remedies.optimizer_trials import check_steps
 from qkeel.remedies.saved_state import SavedState
 from qkeel.remedies.shared_maxima import SharedMaxima
 from qkeel.remedies.step_remedy import UNDOES_MATCHED_STEPS, StepRemedy, sites_of
@@ -51,7 +52,8 @@ class QKClip(StepRemedy):
     """Multiplies both W_Q^h and W_K^h by √γ_h after the optimizer step, where γ_h = min(1, τ/S_h).
 
     S_h is the head's largest signed, scaled logit over the batches since the last step. The same batch would therefore
-    give exactly τ if the step had not changed the weights. Biases are scaled too.
+    give exactly τ if the step had not changed the weights. Biases are scaled too. Of several optimizers, what each one
+    moves is scaled after its own step, or before the next pass if it takes none until then.
 
     γ_h is divided between the weights as follows:
 
@@ -67,7 +69,7 @@ class QKClip(StepRemedy):
       other layers use both sides, qk_clip is refused, unless these layers are the same layer that runs several times:
       its heads are then clipped by their largest logit in all runs.
     - With low-rank adapters, the rows of the base weight and of B are scaled. A frozen base weight is refused unless
-      frozen="scale".
+      frozen="scale", which also moves a reference that is computed with the adapters disabled.
 
     Heads whose logits stay under τ keep their weights bit for bit. Negative, zero, missing, infinite and NaN maxima
     never cause clipping. The maxima are taken over all passes since the last step whose output a gradient has reached,
@@ -78,7 +80,7 @@ class QKClip(StepRemedy):
 
     A clip makes the weights smaller but not the later steps, so the same steps then change the direction of the weights
     more. steps="matched" multiplies all later steps of a weight, and of its bias, by c, the product of the factors by
-    which it was clipped so far; a bias that another optimizer updates takes full steps. Without weight decay, the
+    which it was clipped so far; a bias of an optimizer that was not given takes full steps. Without weight decay, the
     weight is then c times one that takes full steps and is never clipped, so the clip acts like a factor on the logits
     alone. This is exact for optimizers whose step does not depend on the size of the gradient, such as Muon; Adam's
     averages adapt to the larger gradients of smaller weights in about 1/(1 - β₂) steps. Decoupled weight decay is
@@ -106,6 +108,10 @@ class QKClip(StepRemedy):
     )
     if_computed = "scaling the stored weight would not scale the logit"
 
+    @property
+    def limit(self) -> float | None:
+        return self.threshold if self.heads is None else None
+
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         return sites_of(self.heads, sites, self.name)
 
@@ -127,17 +133,24 @@ class QKClip(StepRemedy):
         )
 
     def apply(self, target: Target) -> Handle:
-        optimizer = target.need_optimizer(self.name)
-        weights = HeadWeights(target, optimizer, self.name)
-        check_steps(optimizer, self.name, weights.tensors, is_scaled=False)
-        clip = _Clip(self, target, weights, optimizer)
+        optimizers = target.need_optimizers(self.name)
+        clip = _Clip(self, target, optimizers)
         handles = [Handle(clip.remove)]
         if self.steps == "matched":
-            clip.matched = _MatchedSteps(self.name, target, clip.clipped, optimizer)
+            clip.matched = _MatchedSteps(
+                self.name, target, clip.clipped, clip.biases, optimizers
+            )
             handles.append(clip.matched)
-        # The hook that clips is registered last: `scale_steps` comes before it in any case.
-        hook = optimizer.register_step_post_hook(in_real_steps(clip.after_step))
-        handles.append(Handle(hook.remove))
+        for optimizer in clip.rows:
+            # The hook that clips is registered last: `scale_steps` comes before it in any case.
+            hook = optimizer.register_step_post_hook(in_real_steps(clip.after_step))
+            handles.append(Handle(hook.remove))
+        if len(clip.rows) > 1:
+            handles.append(
+                ForwardPasses(
+                    target.model, clip.before_pass, lambda *_: None, guard=unguarded
+                )
+            )
 
         def undo() -> None:
             for handle in reversed(handles):
@@ -161,8 +174,7 @@ class _Clip:
         self,
         remedy: QKClip,
         target: Target,
-        weights: HeadWeights,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
     ) -> None:
         self.remedy, self.sites = remedy, target.sites
         self.matched: _MatchedSteps | None = None
@@ -175,7 +187,20 @@ class _Clip:
                 shift = first + (self._heads if factor.root else 0)
                 self.clipped.append((factor.weight, factor.heads + shift))
             first += site.n_heads
-        self.rows = HeadRows(self._shares(target, weights), 2 * self._heads)
+        self.biases = [
+            (bias, indices)
+            for s, indices in self.clipped
+            if (bias := s.bias_of()) is not None
+        ]
+        #: The rows that each optimizer moves. A handle must not keep an optimizer alive.
+        self.rows: WeakKeyDictionary[Optimizer, HeadRows] = WeakKeyDictionary()
+        for optimizer, shares in self._shares(target, optimizers).items():
+            self.rows[optimizer] = HeadRows(shares, 2 * self._heads)
+        #: The factors of optimizers that have not stepped since these were computed.
+        self._waiting: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
+        self._first = weakref.ref(optimizers[0])
+        #: Whether maxima have come since the last step of the first optimizer.
+        self._has_maxima = False
         # The weights of each site that may be frozen later, and are then not scaled.
         self._trained = [
             [target.parameter(x.weight.parameter) for x in factors_of_site]
@@ -208,25 +233,33 @@ class _Clip:
         self._has_warned = self._has_warned_of_frozen = False
         # Nothing uses what the tap reads once the optimizer is gone. A tap refers to its model, which may refer to the
         # optimizer, so a strong reference here would keep all of them for good.
-        self._gone = weakref.finalize(optimizer, _stop, weakref.ref(self.tap))
+        # Of several optimizers, the first is the one that holds weights.
+        self._gone = weakref.finalize(optimizers[0], _stop, weakref.ref(self.tap))
         self._gone.atexit = False
 
-    def _shares(self, target: Target, weights: HeadWeights) -> list[Share]:
-        shares: list[Share] = []
-        for s, indices in self.clipped:
-            p = target.parameter(s.parameter)
-            if self.remedy.frozen == "refuse" and not p.requires_grad:
+    def _shares(
+        self, target: Target, optimizers: Sequence[Optimizer]
+    ) -> dict[Optimizer, list[Share]]:
+        """Returns what is scaled after the steps of each optimizer: what it moves and, for the first, what none does."""
+        biases = [bias for bias, _ in self.biases]
+        weights = HeadWeights(target, optimizers, self.remedy.name, biases)
+        weights.check_steps(self.remedy.name)
+        for s, _ in self.clipped if self.remedy.frozen == "refuse" else ():
+            if not target.parameter(s.parameter).requires_grad:
                 raise RefusedError(
                     f"qk_clip would scale {s.parameter}, which is frozen, and an adapter saved without it would no "
-                    "longer fit: set frozen=scale and save the complete model, or use lalr"
+                    "longer fit: use lalr, which acts on the adapters alone, or set frozen=scale and save the complete "
+                    "model. That scales the base too, so a reference that is computed with the adapters disabled moves"
                 )
-            shares.append((p, s, indices))
-            updated = weights.tensors[weights.entry(s)]
+        shares: dict[Optimizer, list[Share]] = {}
+        for s, indices in (*self.clipped, *self.biases):
+            p, entry = target.parameter(s.parameter), weights.entry(s)
+            held = shares.setdefault(weights.holders[entry], [])
+            held.append((p, s, indices))
+            updated = weights.tensors[entry]
             if updated is not None and updated is not p:
                 # A float32 copy, from which the optimizer would bring the old weight back.
-                shares.append((updated, s, indices))
-            if (bias := s.bias_of()) is not None:
-                shares.append((target.parameter(bias.parameter), bias, indices))
+                held.append((updated, s, indices))
         return shares
 
     def remove(self) -> None:
@@ -241,18 +274,34 @@ class _Clip:
         self.tap.settle()
         self.tap.take("eval")
         maxima = {name: x.max_logit for name, x in self.tap.take("train").items()}
-        if not maxima and not self._has_warned and self.tap.active:
+        self._has_maxima |= bool(maxima)
+        is_first = optimizer is self._first()
+        if (
+            is_first
+            and not self._has_maxima
+            and not self._has_warned
+            and self.tap.active
+        ):
             self._has_warned = True
             caution(
                 "qk_clip saw no attention call that was trained between two steps of the optimizer, so nothing was "
                 "clipped. Call the model itself (not its forward) before each step, and compute the loss from what it "
                 "returns"
             )
+        if is_first:
+            self._has_maxima = False
         # After a step the caches are cold and a torch operation takes 50 µs, so the usual case uses none.
         infinite = found_inf(optimizer)
         is_usual = infinite is None and not self.shared.several and self.kept is None
         if not is_usual or any(map(self._is_over, maxima.values())):
-            self._clip(self.shared.over_all(maxima), optimizer, infinite)
+            self._set_factors(self.shared.over_all(maxima), infinite)
+        self._scale(optimizer)
+
+    @torch.no_grad()
+    def before_pass(self, *_: object) -> None:
+        """Clips what was to be clipped after the step of an optimizer that has taken none before the next pass."""
+        for optimizer in list(self._waiting):
+            self._scale(optimizer)
 
     def _is_over(self, largest: Tensor) -> bool:
         """True if a head exceeds the threshold, or if the host would have to wait for its maximum."""
@@ -260,7 +309,8 @@ class _Clip:
         under = float(self.remedy.threshold).__lt__
         return not _readable(largest) or any(map(under, largest.tolist()))
 
-    def _clip(self, row: Tensor, optimizer: Optimizer, infinite: Tensor | None) -> None:
+    def _set_factors(self, row: Tensor, infinite: Tensor | None) -> None:
+        """Computes the factors, by which the rows of each optimizer are multiplied after its step."""
         row = self._without_spared(row)
         if self.kept is not None:
             row = torch.maximum(row.to(self.kept), self.kept)
@@ -270,22 +320,32 @@ class _Clip:
             skipped = infinite.to(row.device) != 0
             self.kept = row.masked_fill(~skipped, -torch.inf)
             row = row.masked_fill(skipped, -torch.inf)
-        readable = _readable(row)
-        if readable and not bool((row > self.remedy.threshold).any()):
+        if _readable(row) and not bool((row > self.remedy.threshold).any()):
             return
         # An infinite maximum means that training broke down; clipping by it, with γ = 0, would kill the head for good.
         gamma = qk_clip_gamma(
             row.masked_fill(row.isinf(), -torch.inf), self.remedy.threshold
         )
         factors = with_one(torch.cat([gamma, gamma.sqrt()]))
+        for optimizer in self.rows:
+            earlier = self._waiting.get(optimizer)
+            self._waiting[optimizer] = (
+                factors if earlier is None else earlier.to(factors) * factors
+            )
+
+    def _scale(self, optimizer: Optimizer) -> None:
+        """Multiplies the rows of an optimizer by the factors that wait for its step."""
+        factors = self._waiting.pop(optimizer, None)
+        if factors is None:
+            return
         # Reading factors is cheap on a CPU. Elsewhere, waiting for them would cost more than multiplying by 1.
-        self.rows.scale(
+        self.rows[optimizer].scale(
             factors,
-            on_host=readable,
+            on_host=_readable(factors),
             copies=lambda weight: self._copies_of(weight, optimizer),
         )
         if self.matched is not None:
-            self.matched.shrink(factors)
+            self.matched.shrink(factors, optimizer)
 
     def _without_spared(self, row: Tensor) -> Tensor:
         """Leaves out the maxima of heads that are not clipped.
@@ -330,16 +390,19 @@ class _MatchedSteps(Handle):
         remedy: str,
         target: Target,
         clipped: Sequence[ClippedRows],
-        optimizer: Optimizer,
+        biases: Sequence[ClippedRows],
+        optimizers: Sequence[Optimizer],
     ) -> None:
+        # A bias that none of the optimizers updates takes full steps.
         biases = [
             (bias, indices)
-            for s, indices in clipped
-            if (bias := s.bias_of()) is not None
-            # A bias that another optimizer updates takes full steps.
-            and stepped(optimizer, target.parameter(bias.parameter)) is not None
+            for bias, indices in biases
+            if any(
+                stepped(optimizer, target.parameter(bias.parameter)) is not None
+                for optimizer in optimizers
+            )
         ]
-        weights = HeadWeights(target, optimizer, remedy, [bias for bias, _ in biases])
+        weights = HeadWeights(target, optimizers, remedy, [bias for bias, _ in biases])
         self._products = weights.row(1.0)
         last = 2 * sum(site.n_heads for site in target.sites)
         columns = [[torch.full((n, 1), last)] for n in weights.counts]
@@ -347,28 +410,36 @@ class _MatchedSteps(Handle):
             columns[weights.entry(s)].append(indices)
         tables = [torch.cat(table, 1) for table in columns]
         most = max(table.shape[1] for table in tables)
-        self._table = torch.cat(
-            [F.pad(t, (0, most - t.shape[1]), value=last) for t in tables]
-        )
+        #: For each optimizer, the indices of the factors of what it holds, and that of the 1 at the end for the rest.
+        self._tables: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
+        for optimizer in weights.optimizers:
+            self._tables[optimizer] = torch.cat(
+                [
+                    F.pad(t, (0, most - t.shape[1]), value=last)
+                    if holder is optimizer
+                    else torch.full((len(t), most), last)
+                    for t, holder in zip(tables, weights.holders)
+                ]
+            )
         steps = scale_steps(
-            optimizer,
             weights,
             lambda: self._products.to(weights.parameters[0].device),
             remedy=remedy,
         )
         names = [f"steps.{slice_name(s)}" for s in weights.slices]
         products = self._products.split(weights.counts)
-        saved = SavedState(optimizer, remedy, dict(zip(names, products)))
+        saved = SavedState(optimizers[0], remedy, dict(zip(names, products)))
         super().__init__(
             compose([steps, Handle(saved.remove)]).remove,
             state=saved.state,
             load=saved.load,
         )
 
-    def shrink(self, factors: Tensor) -> None:
-        """Includes the row of factors of a clip; of several on one head, the smallest."""
-        self._table = self._table.to(factors.device)
-        self._products.mul_(factors[self._table].amin(1).to(self._products))
+    def shrink(self, factors: Tensor, optimizer: Optimizer) -> None:
+        """Includes the row of factors of a clip of what an optimizer holds; of several on one head, the smallest."""
+        if optimizer in self._tables:
+            table = self._tables[optimizer] = self._tables[optimizer].to(factors.device)
+            self._products.mul_(factors[table].amin(1).to(self._products))
 
 
 def _stop(tap: weakref.ref[Tap]) -> None:

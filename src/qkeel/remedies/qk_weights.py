@@ -14,7 +14,7 @@ from qkeel import distributed as dist
 from qkeel.errors import RefusedError
 from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.norms import wide
-from qkeel.handle import Handle
+from qkeel.handle import Handle, compose
 from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.modes import parameters_of
@@ -27,7 +27,6 @@ from qkeel.remedies.optimizer_steps import (
     scale_steps,
     with_one,
 )
-from qkeel.remedies.optimizer_trials import check_steps
 from qkeel.remedies.step_remedy import StepRemedy
 
 
@@ -44,10 +43,9 @@ class QKLearningRate(StepRemedy):
     rule = "each step: lr(W_Q) = lr(W_K) = {factor} · η, η the optimizer's rate"
 
     def apply(self, target: Target) -> Handle:
-        optimizer = target.need_optimizer(self.name)
-        weights = HeadWeights(target, optimizer, self.name)
+        optimizers = target.need_optimizers(self.name)
+        weights = HeadWeights(target, optimizers, self.name)
         return scale_steps(
-            optimizer,
             weights,
             lambda: weights.row(self.factor),
             remedy=self.name,
@@ -85,12 +83,11 @@ class FrozenQK(StepRemedy):
         return refusal
 
     def apply(self, target: Target) -> Handle:
-        optimizer = target.need_optimizer(self.name)
+        optimizers = target.need_optimizers(self.name)
         weights = HeadWeights(
-            target, optimizer, self.name, extras=_biases_and_gains(target)
+            target, optimizers, self.name, extras=_biases_and_gains(target)
         )
         return scale_steps(
-            optimizer,
             weights,
             lambda: weights.row(0.0),
             remedy=self.name,
@@ -146,13 +143,15 @@ class QKWeightDecay(StepRemedy):
     rule = "before each step: W_Q ← (1 - {decay} · η) · W_Q, W_K ← (1 - {decay} · η) · W_K, η the optimizer's rate"
 
     def apply(self, target: Target) -> Handle:
-        optimizer = target.need_optimizer(self.name)
-        weights = HeadWeights(target, optimizer, self.name)
+        optimizers = target.need_optimizers(self.name)
+        weights = HeadWeights(target, optimizers, self.name)
         weights.check_precision(
             self.name, "shrinks weights by a few parts in ten thousand"
         )
-        check_steps(optimizer, self.name, weights.tensors, is_scaled=False)
-        return decay_before_steps(optimizer, weights, self.decay)
+        weights.check_steps(self.name)
+        return compose(
+            [decay_before_steps(x, weights, self.decay) for x in weights.optimizers]
+        )
 
 
 @final
@@ -185,12 +184,12 @@ class SpectralCap(StepRemedy):
     if_computed = "capping the stored weight would not cap the weight in use"
 
     def apply(self, target: Target) -> Handle:
-        optimizer = target.need_optimizer(self.name)
-        weights = HeadWeights(target, optimizer, self.name)
+        optimizers = target.need_optimizers(self.name)
+        weights = HeadWeights(target, optimizers, self.name)
         weights.check_precision(self.name, "makes small changes")
         self._check(target, weights)
-        check_steps(optimizer, self.name, weights.tensors, is_scaled=False)
-        rows = rows_of(weights)
+        weights.check_steps(self.name)
+        rows = {x: rows_of(weights, x) for x in weights.optimizers}
 
         @torch.no_grad()
         def after(stepped: Optimizer, *_: object) -> None:
@@ -198,7 +197,7 @@ class SpectralCap(StepRemedy):
             for s, p, tensor, values in zip(
                 weights.slices,
                 weights.parameters,
-                weights.tensors,
+                weights.held_by(stepped),
                 factors.split(weights.counts),
             ):
                 # A frozen weight that has no gradient is moved by no step.
@@ -209,9 +208,13 @@ class SpectralCap(StepRemedy):
             infinite = found_inf(stepped)
             if infinite is not None:
                 factors = torch.where(infinite.to(factors.device) != 0, 1.0, factors)
-            rows.scale(with_one(factors))
+            rows[stepped].scale(with_one(factors))
 
-        return Handle(optimizer.register_step_post_hook(in_real_steps(after)).remove)
+        hooks = [
+            optimizer.register_step_post_hook(in_real_steps(after))
+            for optimizer in weights.optimizers
+        ]
+        return compose([Handle(hook.remove) for hook in hooks])
 
     @torch.no_grad()
     def _check(self, target: Target, weights: HeadWeights) -> None:

@@ -87,7 +87,7 @@ def figures(
         raise InvalidValueError(
             f"expected a width from 0.5 to 50 inches, got {width:g}"
         )
-    with needed("figures", "'qkeel[plot]'"):
+    with needed("figures", "matplotlib"):
         from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     (directory,) = as_paths(path)

@@ -70,10 +70,12 @@ def _meta(runs: Sequence[Watched]) -> str:
         )
     run = runs[0]
     size, optimizer = run.about.get("parameters"), run.about.get("optimizer")
+    remedies = [str(x) for x in run.about.get("remedies") or ()]
     phrases = [
         h.count(size, "parameter") if isinstance(size, int) else "",
         h.count(len(run.layers or run.about.get("sites") or ()), "attention layer"),
         optimizer if isinstance(optimizer, str) else "",
+        f"{'+'.join(remedies)} active" if remedies else "",
         h.count(run.steps[-1], "step") if run.records else "",
         h.count(len(run.records), "sample"),
         f"run {run.name}",

@@ -150,6 +150,7 @@ class ObservedPass:
         watcher = self.watcher
         if watcher is None or self.kept is not None:
             return
+        watcher.end()
         if not watcher.whole:
             if 0 in [frame.calls + frame.indexes for frame in watcher.called_in]:
                 # Attention that was found there is now computed elsewhere.
@@ -205,12 +206,13 @@ class ObservedPass:
         measure = self.tap.measure_plain
         if measure is None or not self.tap.active or extra_of_another(self.tap):
             return False
+        name = frame.name if ordinal == 0 else name_of(frame, ordinal)
+        if not self.tap.visitor.reads_plain(name):
+            return False
         stats = measure(q, k, scale, causal)
         if stats is None:
             return False
-        self.sites.add(
-            frame.name if ordinal == 0 else name_of(frame, ordinal), stats, None
-        )
+        self.sites.add(name, stats, None)
         self.calls += 1
         return True
 

@@ -74,6 +74,10 @@ class Visitor:
         """Called when the measured pass begins (in compiled models, the additional pass). The returned handle is
         removed after the pass. candidate: whether the pass may turn out to be trained."""
 
+    def reads_plain(self, name: str) -> bool:
+        """Whether a call of a site without a mask may be measured without `call` being called."""
+        return True
+
     def call(self, name: str, call: Seen, candidate: bool) -> None:
         """Called with a measured attention call of a site."""
 

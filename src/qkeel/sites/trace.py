@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -311,6 +312,8 @@ def _traced(
                 raise _failed(model, error) from error
             undo()
             continue
+        if reading.lacks_graph and not reading.parts.missed:
+            reading = _with_graphs(reading, model, (args, kwargs), undo)
         if not reading.parts.missed:
             break
         undo()
@@ -328,7 +331,7 @@ def _traced(
     trace = ModelTrace(
         model=model,
         sites=Sites(sites, watcher.missed, _indexers(watcher, sites)),
-        given=given,
+        given=reading.given,
         calls=calls,
         values=watcher.values or {},
         called=watcher.stack.called,
@@ -342,6 +345,34 @@ def _traced(
         undo()
         trace = _with_sites(trace, trace.verified(sites))
     return trace
+
+
+def _with_graphs(
+    reading: _Reading, model: nn.Module, given: tuple[Args, Kwargs], undo: Undo
+) -> _Reading:
+    """A second reading for which the graph is kept where the model itself computes without one: in checkpoint functions
+    of its own (Megatron, DeepSpeed, unsloth) and in the first rounds of a truncated recurrence. The first reading
+    where that shows no more weights."""
+    undo()
+    again = _Reading(
+        model,
+        (copied(given[0]), copied(given[1])),
+        keep=reading.keep,
+        verifies=reading.verifies,
+        always_with_graph=True,
+    )
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            again.run()
+    except dist.ApartError:
+        raise
+    except Exception as error:
+        _LOG.debug("%s fails with graphs everywhere: %s", type(model).__name__, error)
+        return reading
+    known, more = (
+        sum([bool(site.terms) for site in x.sites.values()]) for x in (reading, again)
+    )
+    return again if more > known else reading
 
 
 def _with_sites(trace: ModelTrace, sites: Sequence[AttentionSite]) -> ModelTrace:
@@ -451,6 +482,7 @@ class _Reading:
         *,
         keep: bool,
         verifies: bool,
+        always_with_graph: bool = False,
     ) -> None:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._names = {id(p): name for name, p in reversed(self._parameters.items())}
@@ -463,7 +495,10 @@ class _Reading:
             names=self._names,
         )
         self.watcher.values = {}
-        self._given, self._verifies = given, verifies
+        self.watcher.always_with_graph = always_with_graph
+        # Whether a site's q or k has no graph.
+        self.lacks_graph = False
+        self.given, self.keep, self.verifies = given, keep, verifies
         self.parts = CheckpointedParts(self._at_end_of_part, keep=keep)
         self.sites: dict[str, AttentionSite] = {}
         # The first call for each name.
@@ -480,7 +515,7 @@ class _Reading:
         # Otherwise the cast of a weight may come from an earlier pass.
         torch.clear_autocast_cache()
         model, guard = self.watcher.stack.root.module, self.watcher.guard
-        forward(model, self.watcher, *self._given, parts=self.parts, guard=guard)
+        forward(model, self.watcher, *self.given, parts=self.parts, guard=guard)
         try:
             with torch.enable_grad():
                 for calls in grouped(self._waiting):
@@ -498,8 +533,11 @@ class _Reading:
         if captured.name in self.order:
             return
         self.order[captured.name] = RecordedCall(captured=captured, positions=positions)
+        factors = itertools.chain(*products_of_call(captured.call))
+        if any([x is not None and x.grad_fn is None for x in factors]):
+            self.lacks_graph = True
         self._waiting.append(captured)
-        for frame in line if self._verifies else ():
+        for frame in line if self.verifies else ():
             if frame.given is not None:
                 frame.given.copy_tensors()
 

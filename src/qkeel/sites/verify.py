@@ -457,8 +457,12 @@ class Rerun:
             take_off(self._watcher)
             self._has_run = False
             # What is restored includes the hooks by which the watcher knows the running module.
-            with restored(self.module) as self._undo:
-                yield
+            try:
+                with restored(self.module) as self._undo:
+                    yield
+            finally:
+                # Otherwise calls of the last run that were not reported yet would be reported now.
+                self._watcher.restart()
 
     def check(self) -> Logits:
         """Returns the logits with the module's weights.
@@ -552,6 +556,7 @@ class Rerun:
             push_mode(self._watcher)
             try:
                 self.module(*args, **kwargs)
+                self._watcher.end()
             except _EnoughError:
                 pass
             except Exception as error:

@@ -20,6 +20,8 @@ from qkeel.sites.tap import Tap
 
 # Numbers of one block of rows, all heads, that are in memory at once.
 BLOCK = 1 << 24
+# Blocks at least, where some speak for all.
+_SPREAD = 8
 
 Weights = Float[Tensor, "b h r s"]
 
@@ -77,12 +79,22 @@ def block_weights(call: Seen, rows: slice) -> Weights:
     )
 
 
-def blocks_of_weights(calls: Sequence[Seen]) -> Iterator[tuple[slice, Weights]]:
-    """Yields the weights [b h r s] of a site, all heads, by blocks of rows, so that few are in memory at once."""
+def blocks_of_weights(
+    calls: Sequence[Seen], most: int | None = None
+) -> Iterator[tuple[slice, Weights]]:
+    """Yields the weights [b h r s] of a site, all heads, by blocks of rows, so that few are in memory at once.
+
+    most: about how many weights are computed; of a longer sequence, the blocks are evenly spaced, the last among them.
+    """
     b, h, t, s = weights_shape(calls)
-    largest = max(1, BLOCK // max(1, b * h * s))
+    of_row = max(1, b * h * s)
+    size = BLOCK if most is None else min(BLOCK, most // _SPREAD)
+    blocks = list(runs_of_rows(tuple(range(t)), max(1, size // of_row)))
+    if most is not None:
+        step = min(t * of_row // most, len(blocks) // _SPREAD)
+        blocks = blocks[:: -max(1, step)][::-1]
     with torch.no_grad(), torch.autocast(calls[0].query_device.type, enabled=False):
-        for rows in runs_of_rows(tuple(range(t)), largest):
+        for rows in blocks:
             parts = [
                 block_weights(call, rows).expand(b, h // len(calls), -1, s)
                 for call in calls
@@ -116,7 +128,7 @@ def _scores_weights(call: ScoresCall, rows: slice) -> Weights:
     logits = call.capped[:, :, rows]
     logits = logits.to(wide(logits.dtype))
     if call.sink is None:
-        return call.spec.normalizer.weights(logits, logits > -torch.inf, {})
+        return call.spec.normalizer.weights(logits, logits != -torch.inf, {})
     sink = call.sink[:, :, rows, None].to(logits.dtype)
     total = torch.logaddexp(logits.logsumexp(-1, keepdim=True), sink)
     return (logits - total).exp()

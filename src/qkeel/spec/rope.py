@@ -390,9 +390,10 @@ class Rope(Position):
         return self if self.kind == "rope" else None
 
     def check(self, head_dim: int) -> None:
-        check_pairs(self._rotated(head_dim))
+        check_pairs(self.rotated(head_dim))
 
-    def _rotated(self, head_dim: int) -> int:
+    def rotated(self, head_dim: int) -> int:
+        """Returns how many of a head's dimensions are rotated."""
         # Tracing turns sizes into tensors.
         return round(int(head_dim) * self.rotary)
 
@@ -416,7 +417,7 @@ class Rope(Position):
         # Tables are built directly on CUDA, because a copy from the host would wait. Other devices may lack float64.
         device = q.device if q.device.type == "cuda" else None
         theta = rope_frequencies(
-            self._rotated(q.shape[-1]),
+            self.rotated(q.shape[-1]),
             self.base,
             device,
         )

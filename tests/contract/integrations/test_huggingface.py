@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shutil
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from qkeel import load
-from qkeel.errors import QkeelWarning
+from qkeel import apply, load
+from qkeel.errors import (
+    InvalidValueError,
+    QkeelWarning,
+    UnknownNameError,
+)
 from qkeel.monitor import LogSpaced
+from qkeel.remedies.lalr import LALR
 
 transformers = pytest.importorskip("transformers")
 
@@ -108,7 +114,7 @@ def trained(
     ]
     more = {
         name: options.pop(name)
-        for name in ("eval_dataset", "optimizers")
+        for name in ("eval_dataset", "optimizers", "compute_loss_func")
         if name in options
     }
     given = {
@@ -203,6 +209,29 @@ def test_the_loss_is_that_of_the_trainer_and_evaluations_are_sent() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loss_that_the_trainer_computes_itself_is_recorded(accumulation: int) -> None:
+    """As DPO's, which uses the logits of a pass whose own loss nobody trains."""
+
+    def shifted(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return outputs["logits"].square().mean() + 7
+
+    callback = QkeelCallback(every=1)
+    trainer = trained(
+        callback,
+        compute_loss_func=shifted,
+        logging_steps=1,
+        max_steps=3,
+        gradient_accumulation_steps=accumulation,
+    )
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert callback.monitor is not None
+    assert callback.monitor.history.values["train_loss"].tolist() == pytest.approx(
+        losses, rel=1e-3
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_what_cannot_be_watched_does_not_stop_the_training() -> None:
     """As with optimizers that step layer by layer in backward, where the Trainer's own is a dummy."""
     foreign = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
@@ -255,6 +284,80 @@ def test_a_training_that_another_callback_stops_is_recorded_up_to_there(
         assert reporter.logits == pytest.approx(recorded(run))
         a, b = stopped.model.state_dict(), seen.model.state_dict()
         assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+CLIP = "qk_clip:threshold=0.02,steps=matched"
+
+
+class CountedSteps(transformers.TrainerCallback):
+    """Counts the optimizer's steps."""
+
+    done = 0
+
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> None:
+        self.done += 1
+
+
+class AppliedByHand(transformers.TrainerCallback):
+    """The recipe without the argument: it sees the Trainer's own optimizer in an event."""
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> None:
+        self.handle = apply(kwargs["model"], CLIP, kwargs["optimizer"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_remedy_acts_on_the_optimizer_that_the_trainer_makes(tmp_path: Path) -> None:
+    options = {"learning_rate": 0.05, "weight_decay": 0.1, "max_steps": 8}
+    callback = QkeelCallback(remedy=CLIP)
+    clipped, by_hand = trained(callback, **options), trained(AppliedByHand(), **options)
+    plain = trained(**options)
+    a, b, c = (x.model.state_dict() for x in (clipped, by_hand, plain))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not all(torch.equal(a[name], c[name]) for name in a)
+    assert callback.handle is not None
+    assert callback.handle.active  # after the training, too
+    groups = [
+        [(group["weight_decay"], len(group["params"])) for group in x.param_groups]
+        for x in (clipped.optimizer, plain.optimizer)
+    ]
+    assert groups[0] == groups[1]
+    # A training that was stopped and resumed ends at the same bits.
+    saved = {"save_strategy": "steps", "save_steps": 4, "folder": tmp_path / "out"}
+    options |= saved | {"lr_scheduler_type": "constant"}
+    whole = trained(QkeelCallback(remedy=CLIP), **options)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-8")
+    resumed = trained(QkeelCallback(remedy=CLIP), resume=True, **options)
+    a, b = whole.model.state_dict(), resumed.model.state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_remedy_that_is_refused_ends_the_training_before_its_first_step() -> None:
+    with pytest.raises(UnknownNameError):
+        QkeelCallback(remedy="qk_clap")
+    with pytest.raises(InvalidValueError, match=r"before the Trainer is made.*qk_norm"):
+        QkeelCallback(remedy="lalr+qk_norm")
+    with pytest.raises(InvalidValueError, match="either remedy or autopilot"):
+        QkeelCallback(remedy="lalr", autopilot=True)
+    steps = CountedSteps()
+    absent = LALR(heads=(("transformer.h.7.attn", (0,)),))
+    with pytest.raises(UnknownNameError, match="unknown site of lalr"):
+        trained(steps, QkeelCallback(remedy=absent))
+    assert not steps.done
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_training_goes_on_with_the_remedy() -> None:
+    callback = QkeelCallback(remedy=CLIP)
+    trainer = trained(callback, learning_rate=0.05)
+    handle = callback.handle
+    trainer.train()
+    assert callback.handle is handle or not handle.active
+    assert callback.handle.active
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -20,11 +20,11 @@ TIMES = ("cpu_seconds", "tokens_per_second", "mfu")
 
 
 def tiny(**options: Any) -> lab.RunConfig:
-    """A run of a second."""
+    """A run of half a second."""
     model = lab.ModelConfig(d_model=16, n_heads=2, n_layers=2)
     data = lab.DataConfig(source="topics", context=8, batch=2)
     sizes = {
-        "steps": 60,
+        "steps": 30,
         "log_every": 2,
         "checkpoint_every": 3,
         "eval_sequences": 4,
@@ -61,8 +61,7 @@ def test_a_run_that_was_killed_resumes_to_the_same_bits(
     killed = forkserver().Process(target=start, args=(config, str(cut)))
     killed.start()
     while killed.is_alive() and not (cut / "metrics.jsonl").exists():
-        time.sleep(0.01)
-    time.sleep(0.1)
+        time.sleep(0.001)
     killed.kill()
     killed.join()
     start(config, str(cut))
@@ -83,7 +82,7 @@ def test_a_study_on_two_workers_is_that_of_one_and_its_page_has_the_runs(
 ) -> None:
     grid = {"remedies": ["none", "qk_norm"], "lrs": [0.01, 0.1], "seeds": [0]}
     for jobs in (1, 2):
-        lab.study("lr", **grid, out=tmp_path / str(jobs), base=tiny(), jobs=jobs)
+        lab.study("lr", **grid, out=tmp_path / str(jobs), base=tiny(steps=6), jobs=jobs)
     assert table(tmp_path / "1") == table(tmp_path / "2")
     assert len(table(tmp_path / "1")) == 4
     write([tmp_path / "1"], tmp_path / "page.html")

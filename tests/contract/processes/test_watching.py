@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tests.contract.processes.seen import Seen
 from tests.contract.processes.setups import SETUPS
-from tests.contract.processes.watching import alone
-from tests.forked import together
+from tests.contract.processes.watching import alone, told
+from tests.forked import spawn
 
 # By setup: how far from one process its numbers may be, relative to those above 1, where it is more than rounding.
 COMPUTED_IN_FLOAT32 = {"fsdp2_mixed": 1e-5}
@@ -26,14 +26,8 @@ SLOW = [name for name, setup in SETUPS.items() if not setup.quick]
 def found(world: int, names: tuple[str, ...]) -> dict[str, list[Seen]]:
     """What each process has recorded, of setups that are run one after the other by the same processes."""
     with tempfile.TemporaryDirectory() as folder:
-        together(
-            "tests.contract.processes.watching",
-            world,
-            str(world),
-            folder,
-            *names,
-            seconds=400,
-        )
+        acts = [functools.partial(told, Path(folder), name) for name in names]
+        spawn(world, *acts, seconds=400)
         return {
             name: [
                 pickle.loads((Path(folder) / f"{name}-{rank}.pickle").read_bytes())

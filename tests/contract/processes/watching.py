@@ -1,10 +1,9 @@
-"""What the processes of a setup measure: python -m tests.contract.processes.watching RANK WORLD FOLDER SETUP…"""
+"""What the processes of a setup measure; see spawn."""
 
 from __future__ import annotations
 
 import dataclasses
 import pickle
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from tests.contract.processes.context import Context, hidden, split
-from tests.contract.processes.ending import end
 from tests.contract.processes.pipelines import layers_of, pipelined
 from tests.contract.processes.seen import Seen
 from tests.contract.processes.wrapped import BATCH, batch, llama, part, wrapped
@@ -229,20 +227,11 @@ def watched(setup: str) -> Seen:
     return dataclasses.replace(seen, collectives=added)
 
 
-def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world
-    )
-    for name in names:
-        try:
-            found: object = watched(name)
-        except Exception:
-            found = traceback.format_exc()
-        (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(found))
-        dist.barrier()
-    end()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+def told(folder: Path, name: str) -> None:
+    """Leaves what this process has seen of a setup, or the error, in a file."""
+    try:
+        found: object = watched(name)
+    except Exception:
+        found = traceback.format_exc()
+    path = folder / f"{name}-{dist.get_rank()}.pickle"
+    path.write_bytes(pickle.dumps(found))

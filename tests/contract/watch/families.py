@@ -82,8 +82,9 @@ def gpt2(**options: Any) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def gpt_neox() -> nn.Module:
-    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SIZES))
+def gpt_neox(**options: Any) -> nn.Module:
+    config = transformers.GPTNeoXConfig(**SIZES, **options)
+    return transformers.GPTNeoXForCausalLM(config)
 
 
 def deepseek() -> nn.Module:

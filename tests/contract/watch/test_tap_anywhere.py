@@ -2,93 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 transformers = pytest.importorskip("transformers")
+
+from tests.contract.watch.families import (  # noqa: E402
+    SIZES,
+    bert,
+    gemma2,
+    gpt2,
+    ids,
+    llama,
+    t5,
+)
 
 from qkeel import find_sites  # noqa: E402
 from qkeel.sites import Tap  # noqa: E402
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-
-def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SIZES, num_key_value_heads=2)
-    )
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        bos_token_id=1,
-        eos_token_id=2,
-        attn_implementation="eager",
-    )
-    assert config.attn_pdrop > 0
-    return transformers.GPT2LMHeadModel(config)
-
-
-def gemma2() -> nn.Module:
-    config = transformers.Gemma2Config(
-        **SIZES, num_key_value_heads=2, head_dim=8, attn_implementation="eager"
-    )
-    return transformers.Gemma2ForCausalLM(config)
-
-
-def bert() -> nn.Module:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=64,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "llama": (llama, 2),
-    "gpt2": (gpt2, 2),
+    "gpt2": (functools.partial(gpt2, attn_implementation="eager"), 2),
     "gemma2": (gemma2, 2),
     "bert": (bert, 2),
     "t5": (t5, 6),
 }
 
 
-def batch(step: int) -> Tensor:
-    return torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(step))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tap_and_the_probe_name_the_same_sites(name: str) -> None:
     model = MODELS[name][0]()
-    ids = batch(0)
-    sites = find_sites(model, {"input_ids": ids, "labels": ids})
+    tokens = ids(0)
+    sites = find_sites(model, {"input_ids": tokens, "labels": tokens})
     with Tap(model) as tap:
-        model(input_ids=ids, labels=ids)
+        model(input_ids=tokens, labels=tokens)
         stats = tap.read()
     assert [s.name for s in sites] == list(stats)
     for site in sites:
@@ -98,11 +49,11 @@ def test_the_tap_and_the_probe_name_the_same_sites(name: str) -> None:
 
 
 def test_entropy_is_that_of_the_weights_before_dropout() -> None:
-    model = gpt2().train()
+    model = gpt2(attn_implementation="eager").train()
     for block in model.transformer.h:  # type: ignore[union-attr]
         nn.init.zeros_(block.attn.c_attn.weight)  # type: ignore[union-attr,arg-type]
     with Tap(model) as tap:
-        model(input_ids=batch(0))
+        model(input_ids=ids(0))
         stats = tap.read()
     uniform = torch.arange(1, 9).float().log().mean()
     for s in stats.values():
@@ -121,7 +72,7 @@ def test_a_latent_key_is_told_apart_from_the_rotated_one() -> None:
         first_k_dense_replace=2,
     )
     model = transformers.DeepseekV3ForCausalLM(config)
-    site = find_sites(model, {"input_ids": batch(0)})[0]
+    site = find_sites(model, {"input_ids": ids(0)})[0]
     nope, rope = site.terms
     (up,), (down,) = nope.key, rope.key
     assert up.parameter.endswith("kv_b_proj.weight")
@@ -140,7 +91,7 @@ def test_a_norm_over_all_heads_together_does_not_mix_them() -> None:
     model = transformers.Olmo2ForCausalLM(
         transformers.Olmo2Config(**SIZES, num_key_value_heads=2)
     )
-    site = find_sites(model, {"input_ids": batch(0)})[0]
+    site = find_sites(model, {"input_ids": ids(0)})[0]
     assert site.normed
     assert torch.equal(site.query[0].index, torch.arange(32).view(4, 8))
     assert torch.equal(site.key[0].index, torch.arange(16).view(2, 8))

@@ -106,41 +106,24 @@ def split(call: dict[str, Any], classes: Tensor, counted: Tensor) -> dict[str, T
     each = k.repeat_interleave(q.shape[1] // groups, dim=1)
     visible = (call["visible"] & counted[:, None, :, None]).expand(*q.shape[:3], -1)
     z = (call["scale"] * q @ each.mT).masked_fill(~visible, -torch.inf)
-    rows = visible.any(-1)
-    p = torch.where(rows[..., None], z.softmax(-1), 0.0)
-    query, key = classes[:, classes.shape[1] - q.shape[2] :], classes
-    found: dict[str, list[Tensor]] = {
-        "max_logit": [],
-        "mass": [],
-        "query_norm": [],
-        "key_norm": [],
+    p = z.softmax(-1).nan_to_num()
+    of_key = nn.functional.one_hot(classes, 2).bool()[:, None]  # [b 1 s c]
+    of_query = of_key[:, :, -q.shape[2] :]
+    rows = visible.any(-1, keepdim=True) & of_query
+    keys = visible.unflatten(1, (groups, -1)).any(2).any(2)[..., None] & of_key
+    pairs = (
+        visible[..., None, None]
+        & of_query[:, :, :, None, :, None]
+        & of_key[:, :, None, :, None, :]
+    )
+    mass = torch.einsum("bhta,bhts,bisc->hac", rows.double(), p, of_key.double())
+    found = {
+        "max_logit": z[..., None, None].masked_fill(~pairs, -torch.inf).amax((0, 2, 3)),
+        "mass": mass / rows.sum((0, 2))[..., None],
     }
-    for head in range(q.shape[1]):
-        own = [rows[:, head] & (query == a) for a in (0, 1)]
-        tops = [
-            [z[:, head][of][:, :].new_tensor(-torch.inf) for _ in (0, 1)] for of in own
-        ]
-        for a, of in enumerate(own):
-            for b in (0, 1):
-                pairs = visible[:, head] & of[..., None] & (key == b)[:, None]
-                if pairs.any():
-                    tops[a][b] = z[:, head][pairs].amax()
-        found["max_logit"].append(torch.stack([torch.stack(line) for line in tops]))
-        shares = [
-            [(p[:, head] * (key == b)[:, None]).sum(-1)[of].mean() for b in (0, 1)]
-            for of in own
-        ]
-        found["mass"].append(torch.stack([torch.stack(line) for line in shares]))
-        found["query_norm"].append(
-            torch.stack([q[:, head].norm(dim=-1)[of].mean() for of in own])
-        )
-    for group in range(groups):
-        seen = visible.unflatten(1, (groups, -1))[:, group].any(1).any(1)
-        norms = k[:, group].norm(dim=-1)
-        found["key_norm"].append(
-            torch.stack([norms[seen & (key == b)].mean() for b in (0, 1)])
-        )
-    return {name: torch.stack(values) for name, values in found.items()}
+    for name, x, of in (("query_norm", q, rows), ("key_norm", k, keys)):
+        found[name] = (x.norm(dim=-1)[..., None] * of).sum((0, 2)) / of.sum((0, 2))
+    return found
 
 
 def assert_split(stats: LogitStats, expected: dict[str, Tensor]) -> None:

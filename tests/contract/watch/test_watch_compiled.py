@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 from tests.contract.watch.compiled import compare
 from tests.contract.watch.families import FAMILIES
+from tests.contract.watch.small import Block
 from tests.each_row import each_row
 
 from qkeel import find_sites, watch
@@ -62,22 +63,6 @@ def test_fifty_steps_compiled_by_the_default_backend_are_the_unwatched_ones(
     assert result.returncode == 0, result.stderr[-4000:]
 
 
-class Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
-        )
-        return (
-            nn.functional.scaled_dot_product_attention(q, k, v)
-            .transpose(1, 2)
-            .flatten(2)
-        )
-
-
 @pytest.mark.filterwarnings(
     "ignore::UserWarning:torch",
     "ignore::DeprecationWarning:torch",
@@ -89,7 +74,7 @@ def test_a_measured_step_is_one_eager_pass_more_and_any_other_step_nothing(
 ) -> None:
     """Counted: passes, graphs, graph breaks; a recompilation is an error."""
 
-    class Layer(Tiny):
+    class Layer(Block):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(
                 noted(x, "compiled" if torch.compiler.is_compiling() else "eager")

@@ -207,7 +207,7 @@ def only_mask(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
 
 
 def without_keys(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-    return attended(attend, *fresh(q, k[:, :, :0], v[:, :, :0]))
+    return attended(attend, *fresh(q, k[:, :, :0], v[:, :, :0]), causal=False)
 
 
 def gradient_in_another_layout(attend: Attend, *qkv: Tensor) -> Tensors:

@@ -228,6 +228,7 @@ OPERATORS: dict[str, Operator] = {
             {0: x.double()},
             {3: None},
             {2: cos[:, :, :2], 3: sin[:, :, :2]},
+            {2: cos[..., :4], 3: sin[..., :4]},
             {2: cos.double(), 3: sin.double()},
             {1: rand(7)},
         ],

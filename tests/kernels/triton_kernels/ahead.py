@@ -25,7 +25,7 @@ STORED = "x y dy kept dx q k"
 WHOLE = {
     "counts": "*i64",
     **dict.fromkeys(("starts", "stops"), "*i32"),
-    **dict.fromkeys(("keys", "counted", "pairs"), "*u8"),
+    **dict.fromkeys(("keys", "pairs"), "*u8"),
     **dict.fromkeys(FLOATS.split(), "*fp32"),
     **dict.fromkeys(STORED.split(), "*bf16"),
 }
@@ -56,8 +56,11 @@ BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
 SEEN = {"D": 128, "WIDE": 128, "ROWS": 128, "KEYS": 64, "CAUSAL": True}
 SEEN |= dict.fromkeys(("WINDOW", "MASK", "SPANS", "CAP"), False)
 FIELDS = {**SEEN, "SCALED": False, "PAIRS": False}
-MASKED = {**FIELDS, "ROWS": row_fields._MASKED[0], "KEYS": row_fields._MASKED[1]}
-EXTREME = {"COUNTED": False}
+BY_PAIR = {
+    **FIELDS,
+    "ROWS": row_fields._SMALL_TILE[0],
+    "KEYS": row_fields._SMALL_TILE[1],
+}
 ONES = (
     "heads",
     "times",
@@ -82,12 +85,12 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("backward of one token", norm_rope.backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
     ("all statistics", row_fields._fields, FIELDS, 8),
     ("all statistics at head_dim 64", row_fields._fields, {**FIELDS, "ROWS": 64, "D": 64, "WIDE": 64}, 4),
-    ("all statistics of hidden keys", row_fields._fields, {**MASKED, "MASK": True, "CAP": True}, 4),
-    ("all statistics of pairs", row_fields._fields, {**MASKED, "PAIRS": True, "CAP": True, "WINDOW": True}, 4),
-    ("extremes of spans", extremes._extremes, {**SEEN, **EXTREME, "CAUSAL": False, "SPANS": True}, 8),
-    ("extremes", extremes._extremes, {**SEEN, **EXTREME}, 8),
-    ("extremes of one token", extremes._extremes, {**SEEN, **EXTREME, **dict.fromkeys(ONES, 1)}, 8),
-    ("extremes of counted rows", extremes._extremes, {**SEEN, "MASK": True, "COUNTED": True}, 8),
+    ("all statistics of hidden keys", row_fields._fields, {**FIELDS, "MASK": True, "CAP": True}, 8),
+    ("all statistics of pairs", row_fields._fields, {**BY_PAIR, "PAIRS": True, "CAP": True, "WINDOW": True}, 4),
+    ("extremes of spans", extremes._extremes, {**SEEN, "CAUSAL": False, "SPANS": True}, 8),
+    ("extremes", extremes._extremes, SEEN, 8),
+    ("extremes of one token", extremes._extremes, {**SEEN, **dict.fromkeys(ONES, 1)}, 8),
+    ("extremes of hidden keys", extremes._extremes, {**SEEN, "MASK": True}, 8),
 ]  # fmt: skip
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from tests import forked
 
+from qkeel.errors import QkeelWarning
+from qkeel.kernels import contract
 from qkeel.kernels.native import triton as available
 from qkeel.kernels.norm_rope import operator as norm_rope
 
@@ -48,6 +50,21 @@ def test_an_old_gpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.cuda, "get_device_capability", lambda device, found=capability: found
         )
         assert available.usable(CUDA) is good
+    available._modern.cache_clear()
+
+
+def test_a_device_of_amds_is_left_to_torch_after_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    contract._say_once.cache_clear()
+    available._modern.cache_clear()
+    with pytest.warns(QkeelWarning, match="AMD's devices") as told:
+        assert [available.usable(CUDA) for _ in range(2)] == [False, False]
+    assert len(told) == 1
+    available._modern.cache_clear()
+    monkeypatch.setenv("QKEEL_TRITON", "unseen")
+    assert available.usable(CUDA)
     available._modern.cache_clear()
 
 

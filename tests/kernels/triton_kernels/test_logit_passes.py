@@ -14,8 +14,10 @@ from tests.packed_sequences import packed, spoiled
 from tests.quick import one_in
 
 from qkeel import preset
+from qkeel.errors import QkeelWarning
 from qkeel.functional.statistics import TENSORS, LogitStats
-from qkeel.kernels.logits import gpu
+from qkeel.kernels import contract
+from qkeel.kernels.logits import gpu, triton_row_fields
 from qkeel.kernels.native import triton as available
 from qkeel.kernels.statistics import logit_stats, max_stats
 from qkeel.spec import (
@@ -40,8 +42,10 @@ pytestmark = [
 
 @pytest.fixture
 def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors take the way of CUDA tensors."""
+    """CPU tensors take the way of CUDA tensors, as where every kernel may run."""
     monkeypatch.setattr(available, "usable", lambda device: available.loaded())
+    monkeypatch.setenv("QKEEL_TRITON", "unseen")
+    contract._say_once.cache_clear()
 
 
 def call_of(
@@ -65,7 +69,8 @@ def check(call: AttentionCall, case: str, only_statistics: bool = False) -> None
     assert gpu.row_fields(call, 0.5) is not None, case
     truth = logit_stats(widened(call), 0.5)
     near(logit_stats(call, 0.5), truth, case)
-    assert (gpu.extremes(call) is None) is only_statistics, case
+    without = only_statistics or call.query_mask is not None
+    assert (gpu.extremes(call) is None) is without, case
     near(max_stats(call), truth, case, ("max_logit", "min_logit"))
 
 
@@ -108,6 +113,41 @@ def test_masks_of_pairs_of_any_shape(heads: list[int]) -> None:
     apart = shown.mT.contiguous().mT  # its keys lie apart
     capped = AttentionSpec(cap=Softcap(5.0))
     check(call_of(capped, 20, 70, mask=apart, causal=False), f"{shape}", True)
+
+
+def test_what_no_gpu_has_run_right_is_left_to_torch_and_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("QKEEL_TRITON")
+    plain = call_of(AttentionSpec(), 20, 40, causal=False)
+    assert gpu.row_fields(plain, 0.5) is not None
+    assert gpu.extremes(plain) is not None
+    cases = {
+        "differs by query": call_of(
+            AttentionSpec(), 20, 40, mask=torch.rand(20, 40) < 0.6
+        ),
+        "sliding windows": call_of(NEAR, 20, 40),
+        "packed sequences": band_call(plain, window=(5, 30)),
+    }
+    for words, call in cases.items():
+        with pytest.warns(QkeelWarning, match=f"{words}.*QKEEL_TRITON=unseen") as told:
+            assert gpu.row_fields(call, 0.5) is None
+        assert len(told) == 1
+        # The pass for extremes has been seen to compute windows, and reads no pairs.
+        assert (gpu.extremes(call) is None) is (words != "sliding windows")
+        truth = logit_stats(widened(call), 0.5)
+        near(logit_stats(call, 0.5), truth, words)
+        near(max_stats(call), truth, words, ("max_logit", "min_logit"))
+
+
+def test_more_rows_than_32_bits_find_are_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = call_of(AttentionSpec(), 20, 20)
+    monkeypatch.setattr(triton_row_fields, "MOST_ROWS", 2 * 2 * 20)
+    assert gpu.row_fields(call, 0.5) is not None
+    monkeypatch.setattr(triton_row_fields, "MOST_ROWS", 2 * 2 * 20 - 1)
+    assert gpu.row_fields(call, 0.5) is None
 
 
 @pytest.mark.parametrize(

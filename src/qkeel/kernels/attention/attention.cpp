@@ -1,36 +1,19 @@
 // Attention over tiles that lie in cache, with the statistics of its logits in the same pass.
-//
-//   attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? slopes, float scale, bool causal, int window,
-//             float cap, bool stats) -> (Tensor out, Tensor lse, Tensor top, Tensor entropy)
-//   attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask,
-//             Tensor? slopes, float scale, bool causal, int window, float cap) -> (Tensor dq, Tensor dk, Tensor dv)
-//
-// q [b h t d]; k [b g s d]; v [b g s e]; h a multiple of g, d and e of 8; float, bfloat16 or half, all alike; any
-// strides. out and grad_out [b h t e] in q's dtype; lse, top, entropy float [b h t] (top and entropy empty without
-// `stats`). Query i is at position i + s - t. Key j is visible to it if j <= i + s - t (causal), and
-// |i + s - t - j| < window (window 0: no window) and the mask lets it. The logit is
+// q [b h t d]; k [b g s d]; v [b g s e]; h a multiple of g, d and e of 8; of one dtype. Query i is at position i + s - t.
+// Key j is visible to it if j <= i + s - t (causal), and |i + s - t - j| < window, and the mask lets it. The logit is
 //   z = scale · q·k + mask (a float one) - slopes[h] · |i + s - t - j|,  then  cap · tanh(z / cap)  (cap 0: none).
-// mask: bool (True: may attend) or float (added; its dtype's most negative number and less hide), of four dimensions
-// that broadcast to [b h t s]; slopes: float [h]. A row without a visible key has out 0, lse -inf, top -inf, entropy 0.
-// top: the largest z before the cap. lse = log Σ exp(capped z), entropy in nats.
-//
+// A row without a visible key has out 0, lse -inf, top -inf, entropy 0. top: the largest z before the cap.
 // The walk is that of Rabe and Staats 2021 (arXiv 2112.05682) and FlashAttention (Dao et al. 2022, arXiv 2205.14135).
 // Beside L = Σ p, p = exp(z - M), M the running maximum, the entropy needs W = Σ p (z - M): on a new maximum M',
 // W <- exp(M - M') (W + L (M - M')). H = log L - W / L, without cancellation.
-#include <cmath>
-#include <vector>
-
 #include "attention.h"
 #include "operators.h"
-#include "rows.h"
-#include "tile.h"
 
 namespace {
 
 using namespace qkeel;
 
 constexpr int64_t ROWS = 3 * WIDE, KEYS = 16 * STRIP;  // of a tile of logits
-constexpr int64_t AHEAD = 8;        // rows from one that is read to the one that is asked for
 constexpr int64_t GRAIN = 1 << 18;  // products a thread takes at least
 
 struct Options {
@@ -164,27 +147,15 @@ struct Worker {
     copied[which] = group;
     const int64_t b = group / n.g, g = group % n.g;
     const int64_t from = which * KEYS, many = std::min(n.s - from, KEYS);
-    take(k, b, g, from, many, keys.get() + from * ldk, ldk);
-    take(v, b, g, from, many, values.get() + from * ldv, ldv);
+    fetch(k, b, g, from, many, 1.0f, keys.get() + from * ldk, ldk);
+    fetch(v, b, g, from, many, 1.0f, values.get() + from * ldv, ldv);
   }
-  // Rows that lie a page apart, as those of one head do, no processor fetches ahead by itself.
-  static void take(const Array& x, int64_t b, int64_t h, int64_t first, int64_t many, float* to, int64_t ld) {
-    const int64_t d = x.size[3], step = x.stride[2] * bytes(x.type), size = d * bytes(x.type);
-    const char* from = x.row(b, h, first);
-    for (int64_t r = 0; r < many; ++r) {
-      if (r + AHEAD < many)
-        for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(from + (r + AHEAD) * step + i);
-      const float* read = load(from + r * step, x.type, to + r * ld, d);
-      if (read != to + r * ld) std::copy_n(read, d, to + r * ld);
-    }
-  }
-
   // The rows of queries from row `start` on of head (b, h).
   void begin(const Array& q, int64_t b, int64_t h, int64_t start, float slope) {
     block.rows = std::min(ROWS, n.t - start);
     block.width = round_up(block.rows, std::max<int64_t>(8, LANES));
     block.first = start + n.s - n.t, block.slope = slope;
-    take(q, b, h, start, block.rows, query.get(), ldk);
+    fetch(q, b, h, start, block.rows, 1.0f, query.get(), ldk);
     for (int64_t i = 0; i < n.d; ++i)
       std::fill(turned.get() + i * ROWS + block.rows, turned.get() + i * ROWS + block.width, 0.0f);
     transpose(block.rows, n.d, query.get(), ldk, o.scale, turned.get(), ROWS);
@@ -236,14 +207,6 @@ struct Worker {
   }
 };
 
-// The blocks of keys that a block of rows can see: [first, second).
-std::pair<int64_t, int64_t> reach(const Sizes& n, const Options& o, int64_t start) {
-  const int64_t first = start + n.s - n.t, last = first + std::min(ROWS, n.t - start) - 1;
-  const int64_t low = o.window ? std::max<int64_t>(0, first - o.window + 1) : 0;
-  const int64_t high = o.causal ? last + 1 : o.window ? last + o.window : n.s;
-  return {low / KEYS, (std::clamp<int64_t>(high, 0, n.s) + KEYS - 1) / KEYS};
-}
-
 } // namespace
 
 void qkeel::attention(const Array& q, const Array& k, const Array& v, const Array& mask_, const Array& slopes_,
@@ -252,6 +215,7 @@ void qkeel::attention(const Array& q, const Array& k, const Array& v, const Arra
   const bool stats = result.top.given;
   const Options o{scale, cap, causal, stats, window};
   const Mask mask(mask_);
+  const Visibility visibility{causal, window, n.s - n.t, n.t, n.s};
   const float* slopes = slopes_.as<float>();
   const int64_t many = (n.t + ROWS - 1) / ROWS, share = n.h / n.g, tasks = n.b * n.h * many;
   float *lse = result.lse.as<float>(), *top = result.top.as<float>(), *entropy = result.entropy.as<float>();
@@ -265,8 +229,8 @@ void qkeel::attention(const Array& q, const Array& k, const Array& v, const Arra
       const int64_t b = task / many / n.h, h = task / many % n.h, group = b * n.g + h / share;
       worker.begin(q, b, h, start, slopes ? slopes[h] : 0.0f);
       const Adjust adjust{o, mask, b, h, start, worker.room.get()};
-      const auto [low, high] = reach(n, o, start);
-      for (int64_t which = low; which < high; ++which) {
+      const Range seen = visibility.keys(start, start + worker.block.rows - 1);
+      for (int64_t which = seen.from / KEYS; which * KEYS < seen.to; ++which) {
         worker.copy(k, v, group, which);
         worker.go_on(which, adjust);
       }

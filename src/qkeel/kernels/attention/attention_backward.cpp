@@ -4,16 +4,8 @@
 //   dQ += dS K       dK += dS' Q                     D = Σ dO ∘ O
 // (FlashAttention, Dao et al. 2022, arXiv 2205.14135, algorithm 4). q is scaled before the product, as on the way
 // there, so S has the bits it had. Every sum has one order, which the shape decides: threads change no bit.
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <limits>
-#include <utility>
-
 #include "attention.h"
 #include "operators.h"
-#include "rows.h"
-#include "tile.h"
 
 namespace {
 
@@ -23,28 +15,11 @@ constexpr int64_t ROWS = 96, KEYS = 96;         // of a tile
 constexpr int64_t LOGITS = row_stride(KEYS);    // floats from row to row of one
 constexpr int64_t PART = 16;                    // keys or rows whose hidden part is left out of a product, at once
 constexpr int64_t TASKS = 16, LEAST_BLOCKS = 4; // work is cut to so many pieces, of so many key blocks at least
-constexpr int64_t AHEAD = 8;                    // rows from one that is read to the one that is asked for
 constexpr float INF = std::numeric_limits<float>::infinity();
 
-struct Range {
-  int64_t from, to;
-  Range within(int64_t low, int64_t high) const {
-    int64_t a = std::clamp(from, low, high);
-    return {a, std::max(a, std::min(to, high))};
-  }
-};
-
-// Which keys are visible to which rows before any mask: row i is at position i + offset among the keys.
-struct Visibility {
-  bool causal;
-  int64_t window, offset, t, s;  // window 0: none
-
-  Range keys(int64_t i) const {
-    int64_t at = i + offset;
-    return Range{window ? at - window + 1 : 0, causal ? at + 1 : window ? at + window : s}.within(0, s);
-  }
-  Range keys(int64_t first, int64_t last) const { return {keys(first).from, keys(last).to}; }
-  Range rows(int64_t first, int64_t last) const {  // that see any of the keys first .. last
+// Of a tile: the rows that see any of some keys, and whether all see all.
+struct Tiles : Visibility {
+  Range rows(int64_t first, int64_t last) const {
     int64_t low = causal ? first - offset : window ? first - offset - window + 1 : 0;
     return Range{low, window ? last - offset + window : t}.within(0, t);
   }
@@ -59,27 +34,12 @@ struct Problem {
   const Array &up, &q, &k, &v, &out, &dq, &dk, &dv;
   const float *lse, *slopes;
   Mask mask;
-  Visibility visibility;
+  Tiles visibility;
   float scale, cap;
   int64_t pieces = 1;  // parts of the key blocks, each with a dq of its own
   const int64_t ld = row_stride(n.d), le = row_stride(n.e), blocks = (n.s + KEYS - 1) / KEYS, shared = n.h / n.g;
   const int64_t kept = (shared > 1 ? blocks : 1) * KEYS;  // rows of dk and dv that wait for more heads
 };
-
-// Rows lie far apart, so the processor does not see which comes next.
-inline void soon(const Array& x, const char* row) {
-  for (int64_t i = 0; i < x.size[3] * bytes(x.type); i += 64) __builtin_prefetch(row + i);
-}
-
-// n rows as float, `stride` apart, times `by`.
-void fetch(const Array& x, int64_t b, int64_t h, int64_t from, int64_t n, float by, float* to, int64_t stride) {
-  const int64_t last = x.size[2] - 1, d = x.size[3];
-  for (int64_t i = 0; i < n; ++i, to += stride) {
-    soon(x, x.row(b, h, std::min(from + i + AHEAD, last)));
-    const float* row = load(x.row(b, h, from + i), x.type, to, d);
-    for (int64_t j = 0; j < d; j += 8) put8(to + j, at8(row + j) * by);
-  }
-}
 
 void deliver(const float* from, int64_t stride, float by, const Array& x, int64_t b, int64_t h, int64_t first, int64_t n,
              float* room) {
@@ -228,7 +188,7 @@ void qkeel::attention_backward(const Array& up, const Array& q, const Array& k, 
                                int64_t window, float cap, const AttentionGradient& to) {
   const Sizes n = sizes_of(q, k, v);
   Problem w{n, up, q, k, v, out, to.dq, to.dk, to.dv, lse.as<float>(), slopes.as<float>(), Mask(mask),
-            {causal, window, n.s - n.t, n.t, n.s}, scale, cap};
+            {{causal, window, n.s - n.t, n.t, n.s}}, scale, cap};
   const int64_t heads = n.b * n.g;
   w.pieces = std::clamp<int64_t>(std::min((TASKS + heads - 1) / heads, w.blocks / LEAST_BLOCKS), 1, TASKS);
   const int64_t one = w.n.t * w.ld, room = Room(w, nullptr).size;

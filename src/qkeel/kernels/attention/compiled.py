@@ -20,7 +20,7 @@ from qkeel.spec.slot import Outputs
 
 OutputAndRows = tuple[Tensor, Tensor, Tensor, Tensor]
 
-_MASKS = (torch.bool, torch.float64, *STORED)
+_MASKS = (torch.bool, *STORED)
 
 
 @final

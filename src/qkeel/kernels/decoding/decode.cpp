@@ -1,8 +1,6 @@
 // Attention of a few queries to many keys. Every block of keys and values is read once for all the query heads that
 // share it. Keys are split into parts, of a size that their number alone decides, and threads take parts: so threads
 // change no bit.
-#include <vector>
-
 #include "decode_few.h"
 #include "decode_many.h"
 #include "operators.h"

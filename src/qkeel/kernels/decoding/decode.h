@@ -1,9 +1,5 @@
 // What the two ways of decoding share: the call, which keys are visible, and the state of a query after some keys.
 #pragma once
-#include <algorithm>
-#include <limits>
-
-#include "array.h"
 #include "tile.h"
 
 namespace qkeel {

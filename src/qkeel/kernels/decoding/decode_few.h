@@ -1,13 +1,7 @@
 // Decoding of a few queries per key head: every logit is a dot product along the head.
 #pragma once
-#include <cmath>
-#include <cstring>
-#include <type_traits>
-#include <vector>
-
 #include "decode.h"
 #include "rows.h"
-#include "tile.h"
 
 namespace qkeel {
 

@@ -2,11 +2,8 @@
 // Logits and values are kept transposed, queries next to each other in a register; a panel is as many queries as the
 // microkernel takes. Values may lie in the keys' own rows: these are then read once.
 #pragma once
-#include <vector>
-
 #include "decode.h"
 #include "rows.h"
-#include "tile.h"
 
 namespace qkeel {
 

@@ -1,20 +1,7 @@
 // Statistics of the logits of every query row, in one pass over tiles of q·k, and the largest logits alone.
-//
-//   logit_rows(Tensor q, Tensor k, Tensor scale, Tensor? low, Tensor? high, Tensor? mask, float cap, float threshold)
-//     -> (Tensor rows, Tensor counts, Tensor key_norms)
-//   logit_extremes(q, k, scale, low, high, mask) -> Tensor
-//
-// q [b h t d]; k [b g s d]; h a multiple of g, d of 8; float, bfloat16 or half, alike; any strides; arithmetic in
-// float. scale: float [b h t]. Visible to row i are the keys from low to before high, int64 [b|1 t] (none: all), that
-// the mask does not hide: bool (True: may attend) or float (added; its most negative number and -inf hide), four
-// dimensions that broadcast to [b h t s]. z = scale · q·k + mask; cap · tanh(z / cap) enters the weights (cap 0: z).
+// Visible to row i are the keys from low to before high (none: all) that the mask does not hide. z = scale · q·k + mask;
+// cap · tanh(z / cap) enters the weights (cap 0: z). Arithmetic in float.
 // Every row is the work of one thread, key by key in order: results do not depend on the number of threads.
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <vector>
-
-#include "logit_pass.h"
 #include "operators.h"
 #include "rows.h"
 #include "visible_keys.h"
@@ -41,7 +28,7 @@ struct Space {
 
 struct Work {
   const Array &q, &k, &scale;
-  Visibility visibility;
+  VisibleKeys visibility;
   float cap, threshold;
   const float* inverse;  // 1 / |k| [b g s]
   float* rows;           // [N_ROWS b h t], or [2 b h t]

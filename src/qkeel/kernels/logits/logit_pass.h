@@ -1,10 +1,6 @@
 // Statistics of the logits of a panel of query rows, a tile of keys at a time. Rows lie next to each other in a
 // register, so every statistic runs down the keys and none needs a sum across.
 #pragma once
-#include <cmath>
-#include <cstdint>
-#include <limits>
-
 #include "tile.h"
 
 namespace qkeel {

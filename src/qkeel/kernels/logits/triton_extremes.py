@@ -33,7 +33,6 @@ def _extremes(
     keys,
     starts,
     stops,
-    counted,
     tops,
     lows,
     scale,
@@ -59,7 +58,6 @@ def _extremes(
     WINDOW: constexpr,
     MASK: constexpr,
     SPANS: constexpr,
-    COUNTED: constexpr,
 ):
     """Computes the largest and smallest logit of a tile of rows: NaN if a logit is NaN, -inf and inf if nothing was
     read."""
@@ -70,8 +68,6 @@ def _extremes(
     tile = tiles - 1 - tl.program_id(0) % tiles
     row, i = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     ok = row < times
-    if COUNTED:
-        ok = ok & (tl.load(counted + n * times + row, mask=ok, other=0) != 0)
     at, first = row + length - times, tile * ROWS + length - times
     query_rows = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
     x = tl.load(query_rows, mask=ok[:, None] & (i[None, :] < D), other=0.0)
@@ -159,7 +155,6 @@ def extremes(
     causal: bool,
     window: int | Spans | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
-    counted: Bool[Tensor, "b t"] | None = None,
 ) -> tuple[Float[Tensor, "b h tiles"], Float[Tensor, "b h tiles"]]:
     """Returns the largest and the smallest logit, before a cap, of each tile of rows; NaN if a logit is NaN.
 
@@ -172,7 +167,6 @@ def extremes(
             `causal`), each row sees the keys from its first index up to, but not including, its second, the same for
             all sequences.
         keys: True where a key may be visible, for all sequences or for each.
-        counted: the query rows to count; None: all.
     """
     b, h, t, d = q.shape
     g, s = k.shape[1:3]
@@ -185,15 +179,12 @@ def extremes(
     tiles = triton.cdiv(t, tile[0])
     tops, lows = (q.new_empty((b, h, tiles), dtype=torch.float32) for _ in range(2))
     mask, over = key_mask(q, keys)
-    # Here and below, q stands in for what the kernel does not read.
-    rows = q if counted is None else counted.contiguous().to(torch.uint8)
     with torch.cuda.device_of(q):
         LAUNCHED["extremes"][(tiles * b * h,)](
             q,
             k,
             mask,
             *first_and_last(window, q),
-            rows,
             tops,
             lows,
             scale,
@@ -214,7 +205,6 @@ def extremes(
             WINDOW=near is not None,
             MASK=keys is not None,
             SPANS=isinstance(window, tuple),
-            COUNTED=counted is not None,
             num_warps=tile[2],
         )
     return tops, lows

@@ -46,8 +46,10 @@ _TILES_FLOAT32 = {
     128: (32, 32, 4),
     256: (16, 16, 4),
 }
-# Where keys or pairs are masked: what a larger tile needs more would not fit in the registers.
-_MASKED = (64, 32, 4)
+# Of spans and masks of pairs: what a larger tile needs more would not fit in the registers.
+_SMALL_TILE = (64, 32, 4)
+# The kernel finds a field by a product in 32 bits.
+MOST_ROWS = (2**31 - 1) // (len(ROW_FIELDS) - 1)
 _LOG2_E, _LN_2 = constexpr(1.4426950408889634), constexpr(0.6931471805599453)
 # No key.
 _NONE = constexpr(2**31 - 1)
@@ -240,8 +242,9 @@ def _fields(
     )
     nothing = tl.zeros([ROWS], tl.float32)
     top = nothing + float("-inf")
-    low, most, widest = -top, top, top
-    mass, along, total, squares, cosines = nothing, nothing, nothing, nothing, nothing
+    low, most = -top, top
+    mass, along, total, squares = nothing, nothing, nothing, nothing
+    widest, cosines = top, nothing
     above, seen_keys = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32)
     first = tl.zeros([ROWS], tl.int32) + (_NONE if MASK or PAIRS else 0)
     if not (MASK or PAIRS):
@@ -395,26 +398,25 @@ def _fields(
     )
     cosine, turned = tl.where(sees_a_key, widest, 0.0) * inverse, cosines * inverse
     count = seen_keys.to(tl.float32)
-    # In 64 bits.
-    to, apart = fields + of * times + row, of * 0 + rows_in_all
+    to = fields + of * times + row
     tl.store(to, tl.where(unknown, nan, top), mask=ok)
-    tl.store(to + apart, tl.where(unknown, nan, low), mask=ok)
-    tl.store(to + 2 * apart, tl.where(unknown, nan, best), mask=ok)
-    tl.store(to + 3 * apart, total * factor, mask=ok)
-    tl.store(to + 4 * apart, above.to(tl.float32), mask=ok)
+    tl.store(to + rows_in_all, tl.where(unknown, nan, low), mask=ok)
+    tl.store(to + 2 * rows_in_all, tl.where(unknown, nan, best), mask=ok)
+    tl.store(to + 3 * rows_in_all, total * factor, mask=ok)
+    tl.store(to + 4 * rows_in_all, above.to(tl.float32), mask=ok)
     entropy = tl.where(bad | (spread != spread), nan, tl.where(spread > 0, spread, 0.0))
-    tl.store(to + 5 * apart, entropy, mask=ok)
-    tl.store(to + 6 * apart, tl.where(bad, nan, tl.minimum(weight, 1.0)), mask=ok)
-    tl.store(to + 7 * apart, tl.sqrt(squares), mask=ok)
+    tl.store(to + 5 * rows_in_all, entropy, mask=ok)
+    tl.store(to + 6 * rows_in_all, tl.where(bad, nan, tl.minimum(weight, 1.0)), mask=ok)
+    tl.store(to + 7 * rows_in_all, tl.sqrt(squares), mask=ok)
     tl.store(
-        to + 8 * apart,
+        to + 8 * rows_in_all,
         tl.where(lost, nan, tl.minimum(tl.maximum(cosine, -1.0), 1.0)),
         mask=ok,
     )
     # Keeps NaN.
     turned = tl.where(turned > count, count, tl.where(turned < -count, -count, turned))
-    tl.store(to + 9 * apart, turned, mask=ok)
-    tl.store(to + 10 * apart, norm, mask=ok)
+    tl.store(to + 9 * rows_in_all, turned, mask=ok)
+    tl.store(to + 10 * rows_in_all, norm, mask=ok)
     tl.store(counts + of * times + row, seen_keys.to(tl.int64), mask=ok)
 
 
@@ -462,9 +464,9 @@ def row_fields(
     rows, columns, warps = (_TILES_FLOAT32 if q.dtype == torch.float32 else _TILES)[
         wide
     ]
-    masked = keys is not None or pairs is not None or isinstance(window, tuple)
-    if masked and q.dtype != torch.float32 and wide <= 128:
-        rows, columns, warps = _MASKED
+    by_pair = pairs is not None or isinstance(window, tuple)
+    if by_pair and q.dtype != torch.float32 and wide <= 128:
+        rows, columns, warps = _SMALL_TILE
     norms = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)
     # Of a key of zeros all products are 0.
     inverse = norms.clamp_min(torch.finfo(torch.float32).tiny).reciprocal()

@@ -1,9 +1,5 @@
 // Which keys are visible to which rows: spans of keys and masks, read a tile at a time.
 #pragma once
-#include <algorithm>
-#include <cstdint>
-#include <vector>
-
 #include "logit_pass.h"
 #include "mask.h"
 
@@ -16,7 +12,7 @@ struct Stretch {
 };
 
 // The keys from low to high, and what the mask says of a pair.
-struct Visibility {
+struct VisibleKeys {
   int64_t s;
   Array low, high;  // [b t] by their strides, if they are given
   bool masked, added;  // whether there is a mask, and whether it adds to logits
@@ -26,7 +22,7 @@ struct Visibility {
   std::vector<uint8_t> keys;
   int64_t keys_at[2] = {0, 0};
 
-  Visibility(const Array& q, const Array& k, const Array& low, const Array& high, const Array& m)
+  VisibleKeys(const Array& q, const Array& k, const Array& low, const Array& high, const Array& m)
       : s(k.size[2]), low(low.broadcast()), high(high.broadcast()), masked(m.given), added(m.given && m.type != Type::BOOL),
         mask(m) {
     if (masked && m.size[2] == 1 && q.size[2] > 1 && q.size[0] * q.size[1] * s > 0) read_keys(m.size[0], m.size[1]);
@@ -87,26 +83,20 @@ struct Shade {
   enum Seen { NOTHING, SOME, EVERYTHING };
 
   // After `hide`: what the mask hides as well, and what it adds.
-  Seen hide_more(const Visibility& visibility, const Pairs& at) {
-    read(visibility, at);
-    Flags some{}, every = ~Flags{};
-    for (int64_t i = 0; i < at.keys * WIDE; i += LANES)
-      some |= flags(hidden.data() + i), every &= flags(hidden.data() + i);
-    if (!any(~every)) return NOTHING;
-    return !any(some) && !visibility.added ? EVERYTHING : SOME;
-  }
-
-private:
-  void read(const Visibility& visibility, const Pairs& at) {
+  Seen hide_more(const VisibleKeys& visibility, const Pairs& at) {
     for (int64_t i = 0; i < at.rows; ++i)
       visibility.mask.read(at.n, at.head, at.row + i, at.from, at.keys, mask.data() + i * KEYS);
     transpose(at.rows, round_up(at.keys, 8), mask.data(), KEYS, 1.0f, bias.data(), WIDE);
+    Flags some{}, every = ~Flags{};
     for (int64_t i = 0; i < at.keys * WIDE; i += LANES) {
       const Lanes x = lanes(bias.data() + i);
-      const Flags hides = x <= HIDDEN;
-      put(hidden.data() + i, flags(hidden.data() + i) | hides);
+      const Flags hides = x <= HIDDEN, all = flags(hidden.data() + i) | hides;
+      put(hidden.data() + i, all);
       if (visibility.added) put(bias.data() + i, where_off(x, hides));
+      some |= all, every &= all;
     }
+    if (!any(~every)) return NOTHING;
+    return !any(some) && !visibility.added ? EVERYTHING : SOME;
   }
 };
 

@@ -200,10 +200,7 @@ def _compile(compiler: list[str], library: Path) -> None:
 
     def compile_source(source: Path) -> str:
         target = workplace / f"{source.stem}.o"
-        # The file of the operators has no loops: to optimise it takes a second for nothing.
-        effort = ["-O1"] if source.stem == "operators" else []
-        options = [*flags(), *effort, *INCLUDE, "-c", str(source)]
-        _run([*compiler, *options], target)
+        _run([*compiler, *flags(), *INCLUDE, "-c", str(source)], target)
         return str(target)
 
     try:

@@ -150,8 +150,9 @@ def fused(
     """Computes q and k of `spec.encode`, rounded to their own dtype; None if the operators do not support it.
 
     The operators support float32, bfloat16 and float16, and a head_dim that is a multiple of 8. The norm must be over
-    each head and without a bias. RoPE must have half pairs and may be absent; the norm must precede it or commute with
-    it. On a CUDA device, interleaved pairs and a norm over all heads of a token are supported as well.
+    each head and without a bias. RoPE must have half pairs, on a CPU a multiple of 8 of them, and may be absent; the
+    norm must precede it or commute with it. On a CUDA device, interleaved pairs and a norm over all heads of a token
+    are supported as well.
     """
     plan = _planned(spec.norm, spec.position)
     if plan is None:
@@ -167,6 +168,10 @@ def fused(
     if operators is None or (
         plan.on_gpu and (operators is OPS or not _fits(plan, q, k))
     ):
+        return None
+    # The C++ operators turn eight pairs at once.
+    rope = plan.position if operators is OPS else None
+    if rope is not None and rope.rotated(q.shape[-1]) % 16:
         return None
     gain_q, gain_k = plan.norm.weight("q", params), plan.norm.weight("k", params)
     table_q, table_k = _tables(plan, q, k, pos_q, pos_k)

@@ -1,11 +1,6 @@
 // Norm, gain and rotation of q or k in one pass over memory, and the way back. Storage float, bfloat16 or half;
 // arithmetic float. No -ffast-math: sums are reordered only where a pragma says so, in a way that depends on the
 // shape alone, never on the number of threads.
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <vector>
-
 #include "norm_rope_walk.h"
 #include "norm_rope_whole.h"
 #include "operators.h"
@@ -23,8 +18,7 @@ constexpr int64_t CACHED = 4 << 20;
 template <int64_t D, bool MEAN, bool SHARED>
 void forward(const Array& x, const Array& y, const Array& r, const Walk& w, int64_t kind, float eps) {
   float* inv = r.as<float>();
-  const int64_t d = D ? D : w.d, heads = w.h, times = w.t, x_step = w.apart(x), y_step = w.apart(y);
-  const int64_t r0 = heads * times, r1 = w.heads_inner ? 1 : times, r2 = w.heads_inner ? heads : 1;
+  const int64_t d = D ? D : w.d, x_step = w.apart(x), y_step = w.apart(y);
   parallel_for(0, w.outer(), std::max<int64_t>(1, GRAIN / (w.inner() * d)), [&](int64_t from, int64_t to) {
     alignas(64) float loaded[BLOCK], made[BLOCK], mean[MOST], inverse[MOST];
     w.blocks(from, to, w.at_once(), [&](const Block& b) {
@@ -39,7 +33,7 @@ void forward(const Array& x, const Array& y, const Array& r, const Walk& w, int6
         apply<MEAN>(v, o, w.with(b), mean, inverse);
       }
       if (inv) {
-        float* end = inv + b.n * r0 + b.h * r1 + b.t * r2;
+        float* end = inv + b.n * r.stride[0] + b.h * r.stride[1] + b.t * r.stride[2];
         if (b.rows == 8) put8(end, at8(inverse));
         else std::copy_n(inverse, b.rows, end);
       }
@@ -74,7 +68,7 @@ void backward(const Array& dy, const Array& kept, const Array& r, const Array& d
   const float* inv = r.as<float>();
   std::vector<float> over(w.gain.numbers.size());
   for (size_t i = 0; i < over.size(); ++i) over[i] = 1.0f / w.gain.numbers[i];
-  const int64_t d = D ? D : w.d, half = D ? D / 2 : w.half;
+  const int64_t d = D ? D : w.d;
   const int64_t outer = w.outer(), chunks = std::min(CHUNKS, outer), up_step = w.apart(dy);
   const int64_t was_step = w.apart(kept), out_step = w.apart(dx), inv_step = w.apart(r);
   const int64_t r0 = r.stride[0], r1 = r.stride[1], r2 = r.stride[2], kind = opt.kind, numbers = w.gain.rows * d, most = MANY ? w.at_once() : 1;
@@ -95,14 +89,14 @@ void backward(const Array& dy, const Array& kept, const Array& r, const Array& d
         if constexpr (MANY) {
           back_whole<D, SHARED>(Back{v, u, to, over.data() + g, inverse, sums}, w.with(b), kind, clamped);
         } else {
-          Row row{v.at, u.at, b.gain, over.data() + g, b.cos, b.sin, 0.0f, inverse[0], hat, dn, sums, 0.0f, 0.0f};
-          if (kept_x) row.mean = mean_of(v.at, d, kind), restore<true>(row, d, half);
-          else restore<false>(row, d, half);
-          const float along = kind == L2 ? (row.inverse < clamped ? row.dot : 0.0f) : row.dot / float(d);
-          const float mean = kind == LAYER ? row.sum / float(d) : 0.0f;
+          const auto way = kept_x ? restore<true> : restore<false>;
+          const float middle = kept_x ? mean_of(v.at, d, kind) : 0.0f, k = inverse[0];
+          const auto [dot, sum] = way(v.at, u.at, w.with(b), over.data() + g, middle, k, hat, dn, sums);
+          const float along = kind == L2 ? (k < clamped ? dot : 0.0f) : dot / float(d);
+          const float mean = kind == LAYER ? sum / float(d) : 0.0f;
           float* o = const_cast<float*>(to.at);
           for (int64_t i = 0; i < d; i += 8)
-            put8(o + i, row.inverse * (at8(dn + i) - mean - at8(hat + i) * along));
+            put8(o + i, k * (at8(dn + i) - mean - at8(hat + i) * along));
         }
         store_rows(made, end, dx.type, out_step, b.rows, d);
       });

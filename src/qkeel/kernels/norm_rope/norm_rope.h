@@ -1,8 +1,5 @@
 // The arithmetic of norm and rotation, forward and back, on rows of float.
 #pragma once
-#include <algorithm>
-#include <cmath>
-
 #include "rows.h"
 
 namespace qkeel {
@@ -15,22 +12,15 @@ inline float mean_of(const float* v, int64_t d, int64_t kind) {
   return kind == LAYER ? sum8(d, [v](int64_t i) { return at8(v + i); }) / float(d) : 0.0f;
 }
 
-// f(i, i + half) for the pairs, eight at once where half allows; then g(i) for the eights that are not rotated.
-// What is left over of either goes one by one to f1 and g1.
-template <typename F, typename F1, typename G, typename G1>
-inline void pairs(int64_t d, int64_t half, F&& f, F1&& f1, G&& g, G1&& g1) {
-  int64_t i = 0;
-  for (; i + 8 <= half; i += 8) f(i, i + half);
-  if (half % 8)
-    for (; i < half; ++i) f1(i, i + half);
-  for (i = 2 * half; i + 8 <= d; i += 8) g(i);
-  if (half % 4)
-    for (; i < d; ++i) g1(i);
+// f(i, i + half) for the pairs, eight at once, then g(i) for the eights that are not rotated.
+template <typename F, typename G> inline void pairs(int64_t d, int64_t half, F&& f, G&& g) {
+  for (int64_t i = 0; i < half; i += 8) f(i, i + half);
+  for (int64_t i = 2 * half; i < d; i += 8) g(i);
 }
 
 // (a, b) turned by an angle, and turned back.
-template <typename X> inline void turn(X& a, X& b, X c, X s) {
-  X was = a;
+inline void turn(V& a, V& b, V c, V s) {
+  const V was = a;
   a = a * c - b * s;
   b = b * c + was * s;
 }
@@ -66,7 +56,6 @@ template <bool MEAN> inline void apply(Rows x, Rows y, const With& w, const floa
   for (int64_t r = 0; r < w.rows; ++r) {
     const float m = means[r], k = inverses[r];
     auto eight = [=](int64_t i) { return (MEAN ? at8(v + i) - m : at8(v + i)) * k * at8(g + i); };
-    auto one = [=](int64_t i) { return (MEAN ? v[i] - m : v[i]) * k * g[i]; };
     pairs(
         w.d, w.half,
         [=](int64_t i, int64_t j) {
@@ -74,32 +63,19 @@ template <bool MEAN> inline void apply(Rows x, Rows y, const With& w, const floa
           turn(a, b, at8(c + i), at8(s + i));
           put8(o + i, a), put8(o + j, b);
         },
-        [=](int64_t i, int64_t j) {
-          float a = one(i), b = one(j);
-          turn(a, b, c[i], s[i]);
-          o[i] = a, o[j] = b;
-        },
-        [=](int64_t i) { put8(o + i, eight(i)); }, [=](int64_t i) { o[i] = one(i); });
+        [=](int64_t i) { put8(o + i, eight(i)); });
     v += x.stride, o += y.stride, g += w.gain_step, c += w.angle_step, s += w.angle_step;
   }
 }
 
-// What the way back reads of a row and needs of it in the end.
-struct Row {
-  const float *kept, *up, *gain, *over_gain, *cos, *sin;
-  float mean, inverse;
-  float *hat, *dn, *dgain; // x̂; the gradient of x̂; where that of the gain is summed
-  float dot, sum;          // ⟨dn, x̂⟩ and Σ dn
-};
-
-// x̂, the normed row before its gain, is made from what was kept: x, or y = rotation(gain · x̂).
-template <bool KEPT_X> inline void restore(Row& row, int64_t d, int64_t half) {
-  const float *v = row.kept, *u = row.up, *g = row.gain, *og = row.over_gain, *c = row.cos, *s = row.sin;
-  const float m = row.mean, k = row.inverse;
-  const float undo = half ? 1.0f / (c[0] * c[0] + s[0] * s[0]) : 1.0f; // some tables stretch what they turn
-  float *__restrict hat = row.hat, *__restrict dn = row.dn, *__restrict dg = row.dgain;
+// x̂, the normed row before its gain, is made from what was kept: x, or y = rotation(gain · x̂); then the gradient of x̂,
+// and that of the gain is summed. Returns ⟨dn, x̂⟩ and Σ dn.
+template <bool KEPT_X>
+inline std::pair<float, float> restore(const float* v, const float* u, const With& w, const float* og, float m, float k,
+                                       float* __restrict hat, float* __restrict dn, float* __restrict dg) {
+  const float *g = w.gain, *c = w.cos, *s = w.sin;
+  const float undo = w.half ? 1.0f / (c[0] * c[0] + s[0] * s[0]) : 1.0f; // some tables stretch what they turn
   V dots[2] = {}, sums[2] = {};
-  float dot = 0, sum = 0;
   auto eight = [&](int64_t i, V h, V up, int64_t lane) {
     put8(dg + i, at8(dg + i) + up * h);
     up *= at8(g + i);
@@ -107,15 +83,8 @@ template <bool KEPT_X> inline void restore(Row& row, int64_t d, int64_t half) {
     sums[lane] += up;
     put8(hat + i, h), put8(dn + i, up);
   };
-  auto one = [&](int64_t i, float h, float up) {
-    dg[i] += up * h;
-    up *= g[i];
-    dot += up * h;
-    sum += up;
-    hat[i] = h, dn[i] = up;
-  };
   pairs(
-      d, half,
+      w.d, w.half,
       [&](int64_t i, int64_t j) {
         V cos = at8(c + i), sin = -at8(s + i), a = at8(v + i), b = at8(v + j), da = at8(u + i), db = at8(u + j);
         if (KEPT_X) a = (a - m) * k, b = (b - m) * k;
@@ -123,17 +92,8 @@ template <bool KEPT_X> inline void restore(Row& row, int64_t d, int64_t half) {
         turn(da, db, cos, sin);
         eight(i, a, da, 0), eight(j, b, db, 1);
       },
-      [&](int64_t i, int64_t j) {
-        float a = v[i], b = v[j], da = u[i], db = u[j];
-        if (KEPT_X) a = (a - m) * k, b = (b - m) * k;
-        else turn(a, b, c[i], -s[i]), a *= undo * og[i], b *= undo * og[j];
-        turn(da, db, c[i], -s[i]);
-        one(i, a, da), one(j, b, db);
-      },
-      [&](int64_t i) { eight(i, KEPT_X ? (at8(v + i) - m) * k : at8(v + i) * at8(og + i), at8(u + i), 0); },
-      [&](int64_t i) { one(i, KEPT_X ? (v[i] - m) * k : v[i] * og[i], u[i]); });
-  row.dot = dot + total(dots[0] + dots[1]);
-  row.sum = sum + total(sums[0] + sums[1]);
+      [&](int64_t i) { eight(i, KEPT_X ? (at8(v + i) - m) * k : at8(v + i) * at8(og + i), at8(u + i), 0); });
+  return {total(dots[0] + dots[1]), total(sums[0] + sums[1])};
 }
 
 } // namespace qkeel

@@ -1,8 +1,5 @@
 // How the rows of q or k are walked, and what of gains and angles goes with them.
 #pragma once
-#include <algorithm>
-#include <vector>
-
 #include "norm_rope.h"
 
 namespace qkeel {

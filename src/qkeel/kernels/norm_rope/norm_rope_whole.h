@@ -40,9 +40,6 @@ template <int64_t D, typename F> inline V sums_of(int64_t rows, F&& f) {
   return totals(sums);
 }
 
-// Asks for memory that will be read soon: the arithmetic of these rows hides the way of the next.
-inline void soon(const float* p) { __builtin_prefetch(p); }
-
 // The means of rows (MEAN: of a LayerNorm) and 1 over their sizes.
 template <int64_t D, bool MEAN>
 inline void measure_whole(Rows x, int64_t rows, int64_t kind, float eps, float* mean, float* inverse) {
@@ -75,7 +72,7 @@ inline void apply_whole(Rows x, Rows y, const With& w, const float* means, const
     const float *g = w.gain + r * w.gain_step, *c = w.cos + r * w.angle_step, *s = w.sin + r * w.angle_step;
     const float m = means[r], k = inverses[r];
     for (int64_t i = 0; i < HALF; i += 8) {
-      soon(v + 2 * i + w.rows * x.stride);
+      __builtin_prefetch(v + 2 * i + w.rows * x.stride);  // the arithmetic of these rows hides the way of the next
       V a = (MEAN ? at8(v + i) - m : at8(v + i)) * k, b = (MEAN ? at8(v + i + HALF) - m : at8(v + i + HALF)) * k;
       ahead(a, b, SHARED ? turns[i / 8] : turn_at(g, c, s, i, HALF));
       put8(o + i, a), put8(o + i + HALF, b);
@@ -125,7 +122,7 @@ inline void back_whole(const Back& p, const With& w, int64_t kind, float clamped
           sum1 = at8(sums), sum2 = at8(sums + HALF);
         }
       }
-      soon(v + i + rows * y.stride), soon(u + i + rows * up.stride);
+      __builtin_prefetch(v + i + rows * y.stride), __builtin_prefetch(u + i + rows * up.stride);
       V a = at8(v), b = at8(v + HALF), da = at8(u), db = at8(u + HALF);
       behind(a, b, undo);
       behind(da, db, turn);

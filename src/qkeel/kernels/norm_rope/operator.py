@@ -82,23 +82,16 @@ def norm_rope_two(
     eps: float,
     keeps: Pair,
 ) -> tuple[Tensor, Tensor]:
-    """Like `norm_rope` for q and k with one table, bit for bit, at less than the price of two calls."""
-    cos, sin = (None, None) if table is None else table
-    if not (
-        torch.is_grad_enabled()
-        and any([x is not None and x.requires_grad for x in (q, k, *gains)])
+    """Like `norm_rope` for q and k with one table, bit for bit, and without a gradient at less than the price of two."""
+    if torch.is_grad_enabled() and any(
+        [x is not None and x.requires_grad for x in (q, k, *gains)]
     ):
-        return operators.norm_rope_two.default(q, k, *gains, cos, sin, *kinds, eps)
-    # Compilers get the operator that has a derivative.
-    if torch.compiler.is_compiling():
-        new_q, _ = operators.norm_rope.default(
-            q, gains[0], cos, sin, kinds[0], eps, keeps[0]
+        return (
+            norm_rope(operators, q, gains[0], table, kinds[0], eps, keeps[0]),
+            norm_rope(operators, k, gains[1], table, kinds[1], eps, keeps[1]),
         )
-        new_k, _ = operators.norm_rope.default(
-            k, gains[1], cos, sin, kinds[1], eps, keeps[1]
-        )
-        return new_q, new_k
-    return _NormRopeTwo.apply(operators, q, k, *gains, cos, sin, kinds, eps, keeps)[:2]  # type: ignore[index, return-value]
+    cos, sin = (None, None) if table is None else table
+    return operators.norm_rope_two.default(q, k, *gains, cos, sin, *kinds, eps)
 
 
 def register_derivatives(namespace: str) -> None:
@@ -189,60 +182,3 @@ class _NormRope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *_norm_rope_backward(ctx.operators, ctx, *grads)
-
-
-class _NormRopeTwo(torch.autograd.Function):
-    """The operator `norm_rope` for q and k with one table, where there is no compiler."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        operators: Any,
-        q: Tensor,
-        k: Tensor,
-        gain_q: Tensor | None,
-        gain_k: Tensor | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        kinds: Pair,
-        eps: float,
-        keeps: Pair,
-    ) -> tuple[Tensor, ...]:
-        with below_autograd():
-            new_q, inverse_q = operators.norm_rope.default(
-                q, gain_q, cos, sin, kinds[0], eps, keeps[0]
-            )
-            new_k, inverse_k = operators.norm_rope.default(
-                k, gain_k, cos, sin, kinds[1], eps, keeps[1]
-            )
-        of_q = _kept(kinds[0], keeps[0], q, new_q, inverse_q)
-        of_k = _kept(kinds[1], keeps[1], k, new_k, inverse_k)
-        ctx.save_for_backward(*of_q, gain_q, *of_k, gain_k, cos, sin)
-        ctx.options = operators, kinds, eps, keeps
-        ctx.mark_non_differentiable(inverse_q, inverse_k)
-        ctx.set_materialize_grads(False)
-        return new_q, new_k, inverse_q, inverse_k
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        operators, kinds, eps, keeps = ctx.options
-        saved = ctx.saved_tensors
-        table = saved[6:]
-        grad_q, grad_gain_q = _gradients(
-            operators, grads[0], (*saved[:3], *table), kinds[0], eps, keeps[0]
-        )
-        grad_k, grad_gain_k = _gradients(
-            operators, grads[1], (*saved[3:6], *table), kinds[1], eps, keeps[1]
-        )
-        return (
-            None,
-            grad_q,
-            grad_k,
-            grad_gain_q,
-            grad_gain_k,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )

@@ -16,13 +16,13 @@ from qkeel.capture.example import arguments
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, RefusedError, check
 from qkeel.handle import Handle
-from qkeel.patching.forward import unwrapped
+from qkeel.patching.forward import extra_pass, unwrapped
 from qkeel.remedies.apply import apply, parse
 from qkeel.remedies.base import evaluating
 from qkeel.remedies.qk_norm import QKNorm
 from qkeel.remedies.retrofit.balance import Balance
 from qkeel.remedies.retrofit.fit_gains import Best, InsertedNorm, descend
-from qkeel.remedies.retrofit.outputs import Reference, held_out, predictions
+from qkeel.remedies.retrofit.outputs import Reference, by_name, held_out, predictions
 from qkeel.remedies.retrofit.report import RetrofitReport
 from qkeel.sites.find import find_sites
 
@@ -40,7 +40,7 @@ class RetrofitConfig:
             can be exported.
     """
 
-    iterations: int = 20
+    iterations: int = 40
     balance: bool = True
     eps: float | None = None
 
@@ -86,8 +86,9 @@ def retrofit(
     Args:
         model: the trained model.
         remedy: "qk_norm" with its options, such as "qk_norm:gain=head_dim".
-        batch: a tensor of tokens or a dict of arguments, or a list of several batches, which may also be tuples of
-            arguments. Give several sequences, since with a single one the gap can only be measured on what was fitted.
+        batch: the data, as in `apply`: a tensor of tokens, a tuple of positional or a dict of keyword arguments; or a
+            list of several batches. Give several sequences, since with a single one the gap can only be measured on what
+            was fitted.
         optimizer: the optimizer to which the gains are added.
         config: the settings of the retrofit, by default RetrofitConfig().
 
@@ -109,16 +110,16 @@ def retrofit(
     norm_remedy = _norm_remedy(remedy)
     several = _several(batch)
     # A fit is always better on what it has seen.
-    fitted_batches, measured_batches, measured_on = held_out(
-        [arguments(single) for single in several]
-    )
     inner_model = unwrapped(model)
+    fitted_batches, measured_batches, measured_on = held_out(
+        [by_name(inner_model, arguments(single)) for single in several]
+    )
     if dist.world() > 1 and (wrapper := dist.wrapped_by(inner_model)):
         raise RefusedError(
             f"retrofit fits gains on complete weights, but {wrapper} has already spread this model across processes. "
             "Retrofit it before it is wrapped or split"
         )
-    with evaluating(inner_model):
+    with evaluating(inner_model), extra_pass(inner_model):
         reference = Reference(inner_model, fitted_batches)
         measured = Reference(inner_model, measured_batches)
         # One site of each module: its attention calls share the norm.
@@ -137,7 +138,7 @@ def retrofit(
         norms = [InsertedNorm(site, eps) for site in sites]
         if balance is not None:
             undo.callback(balance.restore)
-        with evaluating(inner_model):
+        with evaluating(inner_model), extra_pass(inner_model):
             report = _fit(reference, measured, norms, balance, fitting.iterations)
         report = dataclasses.replace(report, held_out=measured_on)
         return Retrofit(undo.pop_all().close, report)
@@ -199,6 +200,9 @@ def _several(batches: object) -> list[object]:
     """Returns one or several batches as a list."""
     if isinstance(batches, (Tensor, Mapping)):
         return [batches]
+    # As everywhere, a tuple of tensors holds the positional arguments of one batch.
+    if isinstance(batches, tuple) and all(isinstance(x, Tensor) for x in batches):
+        return [batches] if batches else _several([])
     if isinstance(batches, str) or not isinstance(batches, Sequence):
         raise InvalidTypeError(
             f"expected a batch or a list of one or more batches, got {type(batches).__name__}"
@@ -206,14 +210,5 @@ def _several(batches: object) -> list[object]:
     if not batches:
         raise InvalidTypeError(
             "expected a batch or a list of one or more batches, got an empty list"
-        )
-    if (
-        isinstance(batches, tuple)
-        and len(batches) > 1
-        and all(isinstance(entry, Tensor) for entry in batches)
-    ):
-        raise InvalidTypeError(
-            "expected a batch or a list of batches, got a tuple of tensors, which may mean the arguments of one batch "
-            "or several batches: pass a list of batches, where a batch with several arguments is a tuple or a dict"
         )
     return list(batches)

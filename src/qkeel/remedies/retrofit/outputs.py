@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Literal, final
@@ -21,6 +22,17 @@ OutputKind = Literal["classes", "numbers"]
 _IGNORED = -100
 # Arguments of the same shape as the tokens.
 _NOT_TOKENS = ("attention_mask", "position_ids", "token_type_ids")
+
+
+def by_name(model: nn.Module, batch: Arguments) -> Arguments:
+    """The batch with its positional arguments by name if forward names them all, as masks are known by their names."""
+    args, kwargs = batch
+    parameters = list(inspect.signature(model.forward).parameters.values())[: len(args)]
+    named = {parameter.name: value for parameter, value in zip(parameters, args)}
+    is_named = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    if len(named) < len(args) or not is_named or named.keys() & kwargs.keys():
+        return batch
+    return (), {**named, **kwargs}
 
 
 def predictions(model: nn.Module, batch: Arguments) -> Tensor:

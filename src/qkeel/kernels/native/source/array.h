@@ -1,10 +1,19 @@
 // Tensors, threads and errors as the kernels see them. Without a header of torch: these take seconds a file.
 #pragma once
+// Of the standard library, what the kernels use: the other files include it from here.
+#include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <limits>
 #include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #if defined(__clang_major__) ? __clang_major__ < 14 : defined(__GNUC__) && __GNUC__ < 12  // GCC 11 has no __builtin_shufflevector
 #error qkeel expects GCC 12 or clang 14 or newer; set CXX to a newer compiler
@@ -21,7 +30,9 @@ int32_t torch_get_num_threads(uint32_t* threads);
 
 namespace qkeel {
 
-enum class Type { FLOAT, BFLOAT16, HALF, DOUBLE, BOOL, LONG, OTHER };
+constexpr int64_t WIDEST = 1024;  // numbers in a head, at most, where a kernel has a buffer for them
+
+enum class Type { FLOAT, BFLOAT16, HALF, DOUBLE, BOOL, LONG, OTHER };  // in the order of operators.cpp's codes
 
 inline int64_t bytes(Type type) {
   if (type == Type::BOOL) return 1;
@@ -69,6 +80,7 @@ inline Floats floats(int64_t n) {
 
 // f(from, to) over shares of begin .. end of at least `grain`, by torch's threads.
 template <typename F> void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
+  if (end - begin <= grain) return f(begin, end);
   auto call = [](int64_t from, int64_t to, void* f) { (*static_cast<const F*>(f))(from, to); };
   if (torch_parallel_for(begin, end, grain, call, const_cast<F*>(&f)))
     throw std::runtime_error("a thread ended with an error, most likely for want of memory");

@@ -1,9 +1,5 @@
 // Masks of any type as floats that are added to logits.
 #pragma once
-#include <algorithm>
-#include <bit>
-#include <limits>
-
 #include "array.h"
 
 namespace qkeel {
@@ -23,7 +19,6 @@ struct Mask {
     const int64_t at = b * step[0] + h * step[1] + row * step[2] + key * step[3];
     if (type == Type::BOOL) read_as<bool>(at, n, to);
     else if (type == Type::FLOAT) read_as<float>(at, n, to);
-    else if (type == Type::DOUBLE) read_as<double>(at, n, to);
     else if (type == Type::BFLOAT16) read_as<uint16_t>(at, n, to);
     else read_as<_Float16>(at, n, to);
   }
@@ -31,7 +26,6 @@ struct Mask {
  private:
   static float value(bool x) { return x ? 0.0f : HIDDEN; }
   static float value(float x) { return x <= HIDDEN ? HIDDEN : x; }
-  static float value(double x) { return x <= std::numeric_limits<double>::lowest() ? HIDDEN : float(x); }
   static float value(_Float16 x) { return float(x) <= -65504.0f ? HIDDEN : float(x); }
   static float value(uint16_t x) {
     const float wide = std::bit_cast<float>(uint32_t(x) << 16);

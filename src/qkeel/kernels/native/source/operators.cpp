@@ -6,12 +6,9 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
-#include <cstring>
 #include <initializer_list>
 #include <optional>
 #include <tuple>
-#include <vector>
 
 namespace {
 
@@ -22,8 +19,6 @@ using Pair = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-constexpr int64_t WIDEST = 1024;  // numbers in a head, where a kernel has a buffer for them
-
 void ok(AOTITorchError error) { expect(!error, "memory, and a tensor with storage"); }
 
 int32_t code_of(const Tensor& x) {
@@ -31,20 +26,17 @@ int32_t code_of(const Tensor& x) {
   ok(aoti_torch_get_dtype(x.get(), &code));
   return code;
 }
-Type type_of(const Tensor& x) {
-  const int32_t code = code_of(x);
-  if (code == aoti_torch_dtype_float32()) return Type::FLOAT;
-  if (code == aoti_torch_dtype_bfloat16()) return Type::BFLOAT16;
-  if (code == aoti_torch_dtype_float16()) return Type::HALF;
-  if (code == aoti_torch_dtype_bool()) return Type::BOOL;
-  if (code == aoti_torch_dtype_int64()) return Type::LONG;
-  return code == aoti_torch_dtype_float64() ? Type::DOUBLE : Type::OTHER;
+Type type_of(int32_t code) {
+  // Each is a call into torch, and a call of decoding asks a dozen times.
+  static const int32_t codes[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16(),
+                                  aoti_torch_dtype_float64(), aoti_torch_dtype_bool(), aoti_torch_dtype_int64()};
+  return Type(std::find(codes, codes + 6, code) - codes);
 }
 
 Array array(const Tensor& x) {
   expect(x.is_cpu(), "tensors on the CPU");
   Array found;
-  found.type = type_of(x), found.given = true, found.dims = x.dim();
+  found.type = type_of(code_of(x)), found.given = true, found.dims = x.dim();
   const void* data;
   int64_t *sizes, *strides;
   ok(torch_get_const_data_ptr(x.get(), &data));
@@ -70,27 +62,37 @@ Tensor empty_like(const Tensor& x) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// x, or a copy whose last dimension has its numbers next to each other.
-Tensor dense(const Tensor& x) {
-  const int64_t last = x.dim() - 1;
-  return last < 0 || x.stride(last) == 1 || x.size(last) == 1 ? x : contiguous(x);
+// x, or a copy in its place whose last dimension, or with `whole` every one, has its numbers next to each other.
+Array dense(Tensor& x, bool whole = false) {
+  const Array found = array(x);
+  int64_t next = 1;
+  bool as_wanted = true;
+  for (int64_t i = std::min<int64_t>(found.dims, 4) - 1; i >= 0 && as_wanted; --i) {
+    as_wanted = found.size[i] == 1 || found.stride[i] == next;
+    if (!whole) break;
+    next *= found.size[i];
+  }
+  if (as_wanted) return found;
+  x = contiguous(x);
+  return array(x);
 }
-Maybe whole(const Maybe& x) { return x ? Maybe(contiguous(*x)) : x; }
+Array dense(Maybe& x, bool whole = false) { return x ? dense(*x, whole) : Array{}; }
 
-Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t type) {
+using Few = std::initializer_list<int64_t>;  // of up to four dimensions
+Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t type) {
   AtenTensorHandle made;
-  ok(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), type, aoti_torch_device_type_cpu(), 0, &made));
+  ok(aoti_torch_empty_strided(dims, sizes, strides, type, aoti_torch_device_type_cpu(), 0, &made));
   return Tensor(made);
 }
-Tensor float_tensor(std::vector<int64_t> sizes) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes[i];
-  return empty_strided(sizes, strides, aoti_torch_dtype_float32());
+Tensor dense_tensor(Few sizes, int32_t type = aoti_torch_dtype_float32()) {
+  int64_t strides[4] = {1, 1, 1, 1};
+  for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes.begin()[i];
+  return empty_strided(sizes.size(), sizes.begin(), strides, type);
 }
 // [b h t e] in q's dtype, a token's heads next to each other.
 Tensor room_for_output(const Tensor& like, const Array& q, int64_t e) {
-  const int64_t b = q.size[0], h = q.size[1], t = q.size[2];
-  return empty_strided({b, h, t, e}, {t * h * e, e, h * e, 1}, code_of(like));
+  const int64_t h = q.size[1], t = q.size[2], sizes[] = {q.size[0], h, t, e}, strides[] = {t * h * e, e, h * e, 1};
+  return empty_strided(4, sizes, strides, code_of(like));
 }
 // As x lies, where x has no gaps; else as torch chooses.
 Tensor room_like(const Tensor& x, const Array& a) {
@@ -103,13 +105,13 @@ Tensor room_like(const Tensor& x, const Array& a) {
     next *= a.size[i];
   }
   if (!gapless) return empty_like(x);
-  return empty_strided({a.size, a.size + 4}, {a.stride, a.stride + 4}, code_of(x));
+  return empty_strided(4, a.size, a.stride, code_of(x));
 }
 
 bool stored(const Array& x) { return x.type == Type::FLOAT || x.type == Type::BFLOAT16 || x.type == Type::HALF; }
 bool floating(const Array& x, int64_t dims) { return x.type == Type::FLOAT && x.dims == dims; }
-bool is_size(const Array& x, std::initializer_list<int64_t> sizes) { return std::equal(sizes.begin(), sizes.end(), x.size); }
-bool broadcasts(const Array& x, std::initializer_list<int64_t> sizes) {
+bool is_size(const Array& x, Few sizes) { return std::equal(sizes.begin(), sizes.end(), x.size); }
+bool broadcasts(const Array& x, Few sizes) {
   return std::equal(sizes.begin(), sizes.end(), x.size, [](int64_t all, int64_t size) { return size == all || size == 1; });
 }
 
@@ -125,74 +127,66 @@ void check_values(const Array& q, const Array& k, const Array& v) {
          "v [b g s e] of as many keys as k, e a multiple of 8");
   expect(v.type == k.type, "k and v of one dtype");
 }
-void check_mask(const Array& mask, const Array& q, const Array& k, bool floats, bool doubles) {
+void check_mask(const Array& mask, const Array& q, const Array& k, bool floats) {
   if (!mask.given) return;
   expect(mask.dims == 4 && broadcasts(mask, {q.size[0], q.size[1], q.size[2], k.size[2]}),
          "a mask of four dimensions that broadcasts to [b h t s]");
-  expect(mask.type == Type::BOOL || (floats && stored(mask)) || (doubles && mask.type == Type::DOUBLE),
-         "a mask of a dtype that the kernel reads");
+  expect(mask.type == Type::BOOL || (floats && stored(mask)), "a mask of a dtype that the kernel reads");
 }
 void check_narrow(const Array& x) { expect(x.size[3] > 0 && x.size[3] <= WIDEST, "a head size of 1 to 1024"); }
 void check_attention(const Array& q, const Array& k, const Array& v, const Array& mask, const Array& slopes,
                      int64_t window, double cap) {
   check_values(q, k, v);
   expect(q.type == k.type, "q, k and v of one dtype");
-  check_mask(mask, q, k, true, true);
+  check_mask(mask, q, k, true);
   expect(!slopes.given || (floating(slopes, 1) && is_size(slopes, {q.size[1]})), "one slope of float32 for every head");
   expect(window >= 0 && cap >= 0, "no negative window and no negative cap");
 }
 
 Four attention_(Tensor q, Tensor k, Tensor v, Maybe mask, Maybe slopes, double scale, bool causal, int64_t window,
                 double cap, bool stats) {
-  check_attention(array(q), array(k), array(v), array(mask), array(slopes), window, cap);
-  q = dense(q), k = dense(k), v = dense(v), slopes = whole(slopes);
-  const Array queries = array(q), values = array(v);
+  const Array queries = dense(q), keys = dense(k), values = dense(v), shown = array(mask), by_head = dense(slopes);
+  check_attention(queries, keys, values, shown, by_head, window, cap);
   const int64_t b = queries.size[0], h = queries.size[1], t = queries.size[2];
-  Tensor out = room_for_output(q, queries, values.size[3]), lse = float_tensor({b, h, t});
-  Tensor top = stats ? float_tensor({b, h, t}) : float_tensor({0}), entropy = stats ? float_tensor({b, h, t}) : float_tensor({0});
-  attention(queries, array(k), values, array(mask), array(slopes), float(scale), causal, window, float(cap),
+  Tensor out = room_for_output(q, queries, values.size[3]), lse = dense_tensor({b, h, t});
+  Tensor top = stats ? dense_tensor({b, h, t}) : dense_tensor({0}), entropy = stats ? dense_tensor({b, h, t}) : dense_tensor({0});
+  attention(queries, keys, values, shown, by_head, float(scale), causal, window, float(cap),
             {array(out), array(lse), stats ? array(top) : Array{}, stats ? array(entropy) : Array{}});
   return {out, lse, top, entropy};
 }
 
 Three attention_backward_(Tensor up, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Maybe mask, Maybe slopes,
                           double scale, bool causal, int64_t window, double cap) {
-  const Array queries = array(q);
-  check_attention(queries, array(k), array(v), array(mask), array(slopes), window, cap);
-  for (const Array& x : {array(up), array(out)})
-    expect(x.dims == 4 && is_size(x, {queries.size[0], queries.size[1], queries.size[2], v.size(3)}) && x.type == queries.type,
+  const Array grad = dense(up), queries = dense(q), keys = dense(k), values = dense(v), output = dense(out);
+  const Array rows = dense(lse, true), shown = array(mask), by_head = dense(slopes);
+  check_attention(queries, keys, values, shown, by_head, window, cap);
+  for (const Array& x : {grad, output})
+    expect(x.dims == 4 && is_size(x, {queries.size[0], queries.size[1], queries.size[2], values.size[3]}) && x.type == queries.type,
            "the output and its gradient [b h t e] in the dtype of q");
-  expect(floating(array(lse), 3) && is_size(array(lse), {queries.size[0], queries.size[1], queries.size[2]}),
-         "lse [b h t] in float32");
-  up = dense(up), q = dense(q), k = dense(k), v = dense(v), out = dense(out);
-  lse = contiguous(lse), slopes = whole(slopes);
-  Tensor dq = room_like(q, array(q)), dk = room_like(k, array(k)), dv = room_like(v, array(v));
-  if (!q.numel() || !v.numel()) {
-    for (const Array& x : {array(dq), array(dk), array(dv)}) std::memset(x.data, 0, x.numel() * bytes(x.type));
-    return {dq, dk, dv};
-  }
-  attention_backward(array(up), array(q), array(k), array(v), array(out), array(lse), array(mask), array(slopes),
-                     float(scale), causal, window, float(cap), {array(dq), array(dk), array(dv)});
+  expect(floating(rows, 3) && is_size(rows, {queries.size[0], queries.size[1], queries.size[2]}), "lse [b h t] in float32");
+  Tensor dq = room_like(q, queries), dk = room_like(k, keys), dv = room_like(v, values);
+  const AttentionGradient to{array(dq), array(dk), array(dv)};
+  if (queries.numel() && values.numel())
+    attention_backward(grad, queries, keys, values, output, rows, shown, by_head, float(scale), causal, window, float(cap), to);
+  else
+    for (const Array& x : {to.dq, to.dk, to.dv}) std::memset(x.data, 0, x.numel() * bytes(x.type));
   return {dq, dk, dv};
 }
 
 Tensor decode_(Tensor q, Tensor k, Tensor v, Maybe mask, Maybe inverse, double scale, double cap, bool causal,
                int64_t window) {
-  const Array queries = array(q), keys = array(k);
-  check_values(queries, keys, array(v));
-  check_narrow(queries), check_narrow(array(v));
-  check_mask(array(mask), queries, keys, false, false);
+  const Array queries = dense(q), keys = dense(k), values = dense(v), shown = array(mask), factors = dense(inverse);
+  check_values(queries, keys, values);
+  check_narrow(queries), check_narrow(values);
+  check_mask(shown, queries, keys, false);
   expect(window >= 0 && cap >= 0, "no negative window and no negative cap");
   expect(queries.type == keys.type || queries.type == Type::FLOAT, "one dtype, or q of float32");
-  const Array factors = array(inverse);
   expect(!factors.given || (floating(factors, 3) && broadcasts(factors, {queries.size[0], queries.size[1], keys.size[2]}) &&
                             factors.size[2] == keys.size[2]),
          "float32 factors of the logits, [b h s] or [b 1 s]");
-  q = dense(q), k = dense(k), v = dense(v);
-  if (inverse) inverse = dense(*inverse);
-  Tensor out = room_for_output(q, queries, v.size(3));
-  if (out.numel())
-    decode(array(q), array(k), array(v), array(mask), array(inverse), float(scale), float(cap), causal, window, array(out));
+  Tensor out = room_for_output(q, queries, values.size[3]);
+  const Array to = array(out);
+  if (to.numel()) decode(queries, keys, values, shown, factors, float(scale), float(cap), causal, window, to);
   return out;
 }
 
@@ -207,45 +201,45 @@ void check_encoding(const Array& x, const Array& gain, const Array& cos, const A
   expect(cos.given == sin.given, "both cos and sin, or neither");
   if (!cos.given) return;
   expect(floating(cos, 4) && floating(sin, 4) && std::equal(cos.size, cos.size + 4, sin.size) &&
-             broadcasts(cos, {x.size[0], 1, x.size[2], cos.size[3]}) && 2 * cos.size[3] <= d,
-         "float32 cos and sin of shape [1|b 1 1|t half]");
+             broadcasts(cos, {x.size[0], 1, x.size[2], cos.size[3]}) && 2 * cos.size[3] <= d && cos.size[3] % 8 == 0,
+         "float32 cos and sin of shape [1|b 1 1|t half], half a multiple of 8");
 }
 
-Pair encode(Tensor x, const Maybe& gain, Maybe cos, Maybe sin, int64_t kind, double eps, bool inverses) {
-  check_encoding(array(x), array(gain), array(cos), array(sin));
-  x = dense(x), cos = whole(cos), sin = whole(sin);
-  const Array rows = array(x);
-  Tensor y = room_like(x, rows), inverse = float_tensor({0});
+Pair encode(Tensor x, const Array& gain, const Array& cos, const Array& sin, int64_t kind, double eps, bool inverses) {
+  const Array rows = dense(x);
+  check_encoding(rows, gain, cos, sin);
+  Tensor y = room_like(x, rows), inverse = dense_tensor({0});
   if (inverses && kind) {  // [b h t] in the order of x, so that rows write next to each other
-    const int64_t b = rows.size[0], h = rows.size[1], t = rows.size[2];
+    const int64_t h = rows.size[1], t = rows.size[2];
     const bool heads_inner = rows.stride[1] < rows.stride[2];
-    inverse = empty_strided({b, h, t}, {h * t, heads_inner ? 1 : t, heads_inner ? h : 1}, aoti_torch_dtype_float32());
+    const int64_t strides[] = {h * t, heads_inner ? 1 : t, heads_inner ? h : 1};
+    inverse = empty_strided(3, rows.size, strides, aoti_torch_dtype_float32());
   }
-  norm_rope(rows, array(gain), array(cos), array(sin), kind, float(eps), array(y), inverses && kind ? array(inverse) : Array{});
+  norm_rope(rows, gain, cos, sin, kind, float(eps), array(y), inverses && kind ? array(inverse) : Array{});
   return {y, inverse};
 }
 Pair norm_rope_(Tensor x, Maybe gain, Maybe cos, Maybe sin, int64_t kind, double eps, bool) {
-  return encode(x, gain, cos, sin, kind, eps, true);
+  return encode(x, array(gain), dense(cos, true), dense(sin, true), kind, eps, true);
 }
 // q and k of a few tokens, turned alike, at the price of one call.
 Pair norm_rope_two(Tensor q, Tensor k, Maybe gain_q, Maybe gain_k, Maybe cos, Maybe sin, int64_t kind_q, int64_t kind_k,
                    double eps) {
-  return {std::get<0>(encode(q, gain_q, cos, sin, kind_q, eps, false)),
-          std::get<0>(encode(k, gain_k, cos, sin, kind_k, eps, false))};
+  const Array cosines = dense(cos, true), sines = dense(sin, true);
+  return {std::get<0>(encode(q, array(gain_q), cosines, sines, kind_q, eps, false)),
+          std::get<0>(encode(k, array(gain_k), cosines, sines, kind_k, eps, false))};
 }
 
 Pair norm_rope_backward_(Tensor up, Tensor kept, Tensor inverse, Maybe gain, Maybe cos, Maybe sin, int64_t kind,
                          double eps, bool kept_x) {
-  const Array rows = array(kept), gains = array(gain), of_rows = array(inverse);
-  check_encoding(rows, gains, array(cos), array(sin));
-  expect(kind > 0 && array(up).dims == 4 && array(up).type == rows.type && std::equal(rows.size, rows.size + 4, array(up).size),
+  const Array grad = dense(up), rows = dense(kept), of_rows = array(inverse), gains = array(gain);
+  const Array cosines = dense(cos, true), sines = dense(sin, true);
+  check_encoding(rows, gains, cosines, sines);
+  expect(kind > 0 && grad.dims == 4 && grad.type == rows.type && std::equal(rows.size, rows.size + 4, grad.size),
          "a norm, and a gradient and a kept tensor of one shape and dtype");
   expect(floating(of_rows, 3) && is_size(of_rows, {rows.size[0], rows.size[1], rows.size[2]}), "inverses [b h t]");
-  up = dense(up), kept = dense(kept), cos = whole(cos), sin = whole(sin);
-  Tensor dx = room_like(kept, array(kept));
-  Tensor dgain = gain ? float_tensor({gains.dims == 2 ? rows.size[1] : 1, rows.size[3]}) : float_tensor({0});
-  norm_rope_backward(array(up), array(kept), of_rows, gains, array(cos), array(sin), kind, float(eps), kept_x, array(dx),
-                     gain ? array(dgain) : Array{});
+  Tensor dx = room_like(kept, rows);
+  Tensor dgain = gain ? dense_tensor({gains.dims == 2 ? rows.size[1] : 1, rows.size[3]}) : dense_tensor({0});
+  norm_rope_backward(grad, rows, of_rows, gains, cosines, sines, kind, float(eps), kept_x, array(dx), gain ? array(dgain) : Array{});
   return {dx, dgain};
 }
 
@@ -263,26 +257,24 @@ void check_rows(const Array& q, const Array& k, const Array& scale, const Array&
   for (const Array& x : {low, high})
     expect(!x.given || (x.dims == 2 && x.type == Type::LONG && x.size[1] == q.size[2] && broadcasts(x, {q.size[0], q.size[2]})),
            "the ends of what rows see as int64 [b|1 t]");
-  check_mask(mask, q, k, true, false);
+  check_mask(mask, q, k, true);
 }
 
 Three logit_rows_(Tensor q, Tensor k, Tensor scale, Maybe low, Maybe high, Maybe mask, double cap, double threshold) {
-  check_rows(array(q), array(k), array(scale), array(low), array(high), array(mask));
-  q = dense(q), k = dense(k);
-  const Array queries = array(q), keys = array(k);
+  const Array queries = dense(q), keys = dense(k), by_row = array(scale), from = array(low), to = array(high), shown = array(mask);
+  check_rows(queries, keys, by_row, from, to, shown);
   const int64_t b = queries.size[0], h = queries.size[1], t = queries.size[2];
-  Tensor rows = float_tensor({11, b, h, t}), norms = float_tensor({b, keys.size[1], keys.size[2]});
-  Tensor counts = empty_strided({b, h, t}, {h * t, t, 1}, aoti_torch_dtype_int64());
-  logit_rows(queries, keys, array(scale), array(low), array(high), array(mask), float(cap), float(threshold), array(rows),
-             array(counts), array(norms));
+  Tensor rows = dense_tensor({11, b, h, t}), norms = dense_tensor({b, keys.size[1], keys.size[2]});
+  Tensor counts = dense_tensor({b, h, t}, aoti_torch_dtype_int64());
+  logit_rows(queries, keys, by_row, from, to, shown, float(cap), float(threshold), array(rows), array(counts), array(norms));
   return {rows, counts, norms};
 }
 
 Tensor logit_extremes_(Tensor q, Tensor k, Tensor scale, Maybe low, Maybe high, Maybe mask) {
-  check_rows(array(q), array(k), array(scale), array(low), array(high), array(mask));
-  q = dense(q), k = dense(k);
-  Tensor rows = float_tensor({2, q.size(0), q.size(1), q.size(2)});
-  logit_extremes(array(q), array(k), array(scale), array(low), array(high), array(mask), array(rows));
+  const Array queries = dense(q), keys = dense(k), by_row = array(scale), from = array(low), to = array(high), shown = array(mask);
+  check_rows(queries, keys, by_row, from, to, shown);
+  Tensor rows = dense_tensor({2, queries.size[0], queries.size[1], queries.size[2]});
+  logit_extremes(queries, keys, by_row, from, to, shown, array(rows));
   return rows;
 }
 

@@ -1,8 +1,5 @@
 // What the C++ sources share: rows of storage as rows of float and back, and eight floats at once.
 #pragma once
-#include <bit>
-#include <cstdint>
-#include <cstring>
 #ifdef __AVX__
 #include <immintrin.h>
 #endif
@@ -10,8 +7,6 @@
 #include "array.h"
 
 namespace qkeel {
-
-constexpr int64_t WIDEST = 1024;  // numbers in a head, at most: what buffers of a row hold
 
 // Rows of storage as rows of float. For float itself nothing is copied.
 inline void widen_bfloat16(const uint16_t* x, float* to, int64_t d) {

@@ -8,8 +8,7 @@
 // K, V, Q, dO are rows as they lie (of float, the last dimension dense); only Q' and dO' are transposed copies, of one
 // row block, made by `transpose`. Softmax over keys then runs down the columns of S': no sums across a register.
 #pragma once
-#include <algorithm>
-#include <cstdint>
+#include "array.h"
 
 namespace qkeel {
 

@@ -1,0 +1,354 @@
+"""How far the numbers of each attention layer are finite: what a pass notes of it, and what that says of the origin."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qkeel import distributed as dist
+from qkeel.capture.calls import ScoresCall
+from qkeel.capture.example import tensors
+from qkeel.functional.norms import wide, widest
+from qkeel.handle import Handle
+from qkeel.monitor.gather import NumberKey
+from qkeel.monitor.hidden_states import hidden_states
+from qkeel.monitor.history import History
+from qkeel.monitor.pass_numbers import Number
+from qkeel.patching.modes import (
+    Guarded,
+    Hook,
+    beside_function_modes,
+    in_this_thread,
+    put_hooks,
+    remove_hooks,
+)
+from qkeel.records import NON_FINITE, STAGES
+
+WEIGHTS, DATA, INPUT, PRODUCTS, LOGITS, OUTPUT, ALL = range(len(STAGES) + 1)
+# Others, such as float8, have no sums.
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# A sample and a query are one number, so that they are reduced together.
+_QUERIES = 1 << 24
+# The largest number of each format; logits in it overflow beyond.
+_LARGEST = {"fp16": 65504.0}
+_FORMATS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+
+@final
+class FiniteEnds:
+    """Notes in each pass whether the data, and what enters and leaves the module of each site, are finite.
+
+    non_finite_data, non_finite_input, non_finite_output [1]: 1 if there is a NaN or infinity. Of the data, -infinity
+    doesn't count, as masks are made of it.
+
+    The first floating-point tensor with at least two dimensions is looked at, as in `HiddenStates`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[str],
+        add: Callable[[NumberKey, Number], None],
+        guard: Guarded,
+    ) -> None:
+        """add: receives each number at the end of a pass. guard: runs the hooks' code."""
+        self._model, self._sites, self._add, self._guard = model, sites, add, guard
+        # By module, because several sites may share one.
+        self._modules: dict[str, list[str]] = {}
+        for site in sites:
+            self._modules.setdefault(site.partition("#")[0], []).append(site)
+        self._totals: list[tuple[str, str, Tensor]] = []
+        self._data: list[Tensor] = []
+
+    @torch.no_grad()
+    def begin(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Begins a pass with these arguments; what a pass that has failed noted is dropped."""
+        self._totals = []
+        self._data = [
+            x.amax() for x in map(_dense, tensors((args, dict(kwargs)))) if x.numel()
+        ]
+        if "" in self._modules:
+            self._note("input", "", self._model, args, kwargs)
+
+    def attach(self) -> Handle:
+        """Looks at the modules of the sites until the handle is removed."""
+        hooks: list[Hook] = []
+        for name in filter(None, self._modules):
+            module = self._model.get_submodule(name)
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            before, after = (
+                in_this_thread(functools.partial(self._guard, self._note, side, name))
+                for side in ("input", "output")
+            )
+            hooks += put_hooks(module, before, after)
+        return Handle(functools.partial(remove_hooks, hooks))
+
+    def _note(self, side: str, name: str, module: nn.Module, *values: object) -> None:
+        with beside_function_modes():
+            # Of an output, the arguments come first.
+            states = hidden_states(values if side == "input" else values[-1])
+            if states is not None and states.dtype in _DTYPES and states.numel():
+                # A sum is finite if its terms are, and is the cheapest of all reductions.
+                total = states.sum(dtype=wide(states.dtype))
+                self._totals.append((name, side, total))
+
+    @torch.no_grad()
+    def end(self, output: object) -> None:
+        """Ends a pass that returned this, and adds its numbers."""
+        if "" in self._modules:
+            self._note("output", "", self._model, output)
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, (_, _, total) in enumerate(self._totals):
+            groups.setdefault((total.device, total.dtype), []).append(i)
+        for group in groups.values():
+            # Made for all layers at once, as each operator costs microseconds whatever its size.
+            totals = torch.stack([self._totals[i][2] for i in group])
+            flags = (~totals.isfinite()).float()
+            for i, flag in zip(group, flags.split(1)):
+                name, side, _ = self._totals[i]
+                for site in self._modules[name]:
+                    self._add((site, f"non_finite_{side}"), Number(flag, None))
+        if self._data:
+            device = self._data[0].device
+            peaks = torch.stack([x.float().to(device) for x in self._data])
+            flag = (~(peaks < torch.inf)).any().float().view(1)
+            for site in self._sites:
+                self._add((site, "non_finite_data"), Number(flag, None))
+        self._totals, self._data = [], []
+
+
+def weights_not_finite(model: nn.Module) -> tuple[str, ...]:
+    """The names of a model's weights that have NaN or infinity, as far as this process holds them."""
+    names = []
+    for name, parameter in model.named_parameters():
+        weight = _dense(parameter.detach())
+        if not weight.is_meta and not bool(
+            weight.sum(dtype=wide(weight.dtype)).isfinite()
+        ):
+            names.append(name)
+    return tuple(names)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The part of a tensor that is here, or no numbers if it cannot be reduced."""
+    x = dist.local(x)
+    return x if x.dtype in _DTYPES and x.layout == torch.strided else x.new_empty(0)
+
+
+@torch.no_grad()
+def first_empty_row(call: ScoresCall) -> Tensor | None:
+    """The first row of attention written by hand whose logits are all -infinity, as -(sample · 2²⁴ + query) [1], so that
+    the first is the largest; -infinity if there is none.
+
+    None if no row can be: fused kernels give such rows zeros, and a sink makes them finite.
+    """
+    hidden = call.hidden
+    if (
+        hidden is None
+        or call.sink is not None
+        or call.spec.normalizer.kind != "softmax"
+    ):
+        return None
+    # A mask of a large negative number hides keys from the statistics, and leaves softmax finite.
+    is_empty = (hidden.all(-1) & (call.capped[..., 0] == -torch.inf)).any(1)
+    n_samples, n_queries = is_empty.shape
+    device = is_empty.device
+    samples = torch.arange(n_samples, device=device)[:, None] * _QUERIES
+    positions = samples + torch.arange(n_queries, device=device)
+    positions = positions.to(widest(device))
+    return -positions.masked_fill(~is_empty, torch.inf).amin().view(1)
+
+
+def place_of_row(position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The samples and queries of `first_empty_row`; NaN where there is none.
+
+    >>> place_of_row(np.array([-(3 * 2.0**24 + 17), -np.inf]))
+    (array([ 3., nan]), array([17., nan]))
+    """
+    position = np.where(np.isfinite(position), -position, np.nan)
+    return position // _QUERIES, position % _QUERIES
+
+
+def finite_stages(
+    arrays: Mapping[str, np.ndarray], is_weight: np.ndarray | bool
+) -> np.ndarray | None:
+    """Returns how many of `STAGES` are finite before the first that is not [layers heads]; None if no pass has noted
+    what enters the layers.
+
+    A weight or the data is named only where what it makes is not finite.
+
+    Args:
+        arrays: the numbers of a record, in which NaN may be a value.
+        is_weight: where a norm of a query or key weight is known and NaN.
+    """
+    if "non_finite_input" not in arrays:
+        return None
+    flags = {}
+    for end in ("data", "input", "output"):
+        name = f"non_finite_{end}"
+        flags[end] = arrays[name] > 0 if name in arrays else np.array(False)
+    is_input = flags["input"]
+    norms = arrays["query_norm_max"] + arrays["key_norm_max"]
+    is_product = (arrays["n_products"] > 0) & ~np.isfinite(norms)
+    is_logit = arrays[NON_FINITE] > 0
+    first = np.select(
+        [
+            is_weight & (is_input | is_product | is_logit),
+            flags["data"] & is_input,
+            is_input,
+            is_product,
+            is_logit,
+            flags["output"],
+        ],
+        range(len(STAGES)),
+        ALL,
+    )
+    is_known = ~np.isnan(arrays["non_finite_input"] + arrays["n_queries"])
+    return np.where(is_known, first, np.nan)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a NaN or infinity began, in words, with the index of the layer, the head, and the stage in `STAGES`."""
+
+    layer: int
+    head: int | None
+    stage: int
+    meaning: str
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What records do not say, as far as it is known.
+
+    weights: the names of the query weights and of the key weights of each layer. loaded: the weights that were not
+    finite before the first pass. dtype: the number format of the logits. is_fused: whether all attention is by
+    kernels, which give rows without a key zeros.
+    """
+
+    weights: Mapping[str, tuple[Sequence[str], Sequence[str]]] = dataclasses.field(
+        default_factory=dict
+    )
+    loaded: tuple[str, ...] = ()
+    dtype: str = ""
+    is_fused: bool = False
+
+
+def first_origin(history: History, facts: Facts) -> Origin | None:
+    """Names where the numbers of the last record cease to be finite; None if they don't, or if nobody has looked.
+
+    The layers of the history are in the order in which they ran.
+    """
+    series = history.heads.get("finite_stages")
+    if series is None or not len(series):
+        return None
+    stages = np.fmin.reduce(series[-1], axis=1)
+    broken = np.flatnonzero(stages < ALL)
+    if not len(broken):
+        return None
+    # A weight is read before the pass, so it comes before all that the pass computes.
+    with_weights = np.flatnonzero(stages == WEIGHTS)
+    layer = int(with_weights[0] if len(with_weights) else broken[0])
+    stage = int(stages[layer])
+    # The other stages are those of all heads.
+    head = None
+    if stage in (PRODUCTS, LOGITS):
+        head = int(np.flatnonzero(series[-1, layer] == stage)[0])
+    name = _name(history, layer)
+    last = functools.partial(_last, history, layer, head or 0)
+    if facts.loaded and len(history) == 1:
+        stage, head, named = WEIGHTS, None, ", ".join(facts.loaded[:3])
+        meaning = f"in a weight: {named} is not finite before the first pass"
+    elif stage == WEIGHTS:
+        meaning = _in_weights(history, with_weights, facts)
+    elif stage == DATA:
+        meaning = "in the data: what the model is called with has NaN or infinity"
+    elif stage == INPUT:
+        # The layer before is finite, or it would be the first.
+        before = f"the output of {_name(history, layer - 1)}" if layer else "the data"
+        meaning = f"between {before} (finite) and the input of {name} (not finite)"
+    elif stage == PRODUCTS:
+        sides = [x for x in ("query", "key") if not np.isfinite(last(f"{x}_norm_max"))]
+        nouns = {"query": "queries", "key": "keys"}
+        words = " and ".join(nouns[side] for side in sides) or "queries and keys"
+        meaning = f"between the input of {name} (finite) and its {words} (not finite)"
+        if sides == ["key"] and history.types.get(name) == "cross":
+            meaning += ", which come from another sequence"
+    elif stage == LOGITS:
+        size = last("query_norm_max") * last("key_norm_max")
+        kind = facts.dtype or "fp32"
+        if size > _LARGEST.get(kind, float(np.finfo(np.float32).max)):
+            meaning = f"in the logits of {name}, which overflow {_FORMATS[kind]}: |q| |k| reaches {size:,.0f}"
+        elif np.isnan(size):
+            meaning = (
+                f"between the input of {name} (finite) and its logits (not finite)"
+            )
+        else:
+            meaning = (
+                f"between the queries and keys of {name} (finite, |q| |k| at most {size:,.3g}) and its logits (not "
+                "finite): look at its mask and biases"
+            )
+    elif facts.is_fused or np.isnan(last("empty_sample")):
+        meaning = f"between the logits of {name} (finite) and its output (not finite)"
+    else:
+        sample, query = last("empty_sample"), last("empty_query")
+        meaning = (
+            f"in an empty row in {name}: sample {sample:.0f}, query {query:.0f} sees no key, and a softmax over "
+            "nothing is NaN"
+        )
+    heirs = len(broken) - 1
+    if heirs and stage != WEIGHTS:
+        meaning += (
+            f"; {heirs} other layer{'s' * (heirs > 1)} inherit{'s' * (heirs == 1)} it"
+        )
+    return Origin(layer=layer, head=head, stage=stage, meaning=meaning)
+
+
+def _name(history: History, layer: int) -> str:
+    if not history.layers:
+        return f"layer {layer}"
+    return history.layers[layer] or "the model itself"
+
+
+def _last(history: History, layer: int, head: int, name: str) -> float:
+    """A number of the last record; NaN if it was not measured."""
+    series = history.heads.get(name)
+    return np.nan if series is None else float(series[-1, layer, head])
+
+
+def _in_weights(history: History, layers: np.ndarray, facts: Facts) -> str:
+    """Names the weights that were not finite before the pass, or says that an earlier step made all of them so."""
+    stages, names, n_whole = history.heads["finite_stages"][-1], [], 0
+    for layer in layers:
+        heads = ~np.isnan(stages[layer])
+        site = history.layers[layer] if history.layers else ""
+        sides = facts.weights.get(site, ((), ()))
+        is_whole = True
+        for side, weights in zip(("query", "key"), sides):
+            is_nan = np.isnan(history.heads[f"{side}_weight_norm"][-1, layer])[heads]
+            is_whole &= bool(is_nan.all())
+            if is_nan.any():
+                names += [x for x in weights if x not in names]
+        n_whole += is_whole
+    if n_whole < len(layers) or len(history) == 1:
+        return f"in a weight: {', '.join(names)} is not finite before the step"
+    # A forward pass that is not finite would have been said at its own step.
+    since = f"an optimizer step since the record of step {history.steps[-2]:,.0f}"
+    if n_whole == len(stages):
+        # Clipping by the norm spreads a NaN to all gradients.
+        return f"in the loss or in gradients: {since} has made the query and key weights of all layers NaN"
+    last = int(layers[-1])
+    behind = _name(history, last + 1) if last + 1 < len(stages) else "the loss"
+    return (
+        f"in gradients, between {behind} (finite) and {_name(history, last)} (not finite): {since} has made query and "
+        "key weights NaN"
+    )

@@ -1,0 +1,179 @@
+"""`check` names a layer whose softmax passes back next to no gradient, and no heads that healthy models have."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.audit.saturation import SoftmaxGradients
+from qkeel.metrics import Status
+
+WIDTH, HEADS = 64, 4
+
+
+class Attention(nn.Module):
+    """Heads [b h t d] that `logits` turns into scores, with a kernel or by hand; q and k are normed if asked."""
+
+    def __init__(self, scale: float, *, fused: bool, head_dim: int, norm: bool) -> None:
+        super().__init__()
+        width = HEADS * head_dim
+        self.qkv, self.o = nn.Linear(WIDTH, 3 * width), nn.Linear(width, WIDTH)
+        self.scale, self.fused, self.head_dim = scale, fused, head_dim
+        self.q_norm = nn.RMSNorm(head_dim) if norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(head_dim) if norm else nn.Identity()
+        self.bias: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        q, k, t = self.q_norm(q), self.k_norm(k), x.shape[1]
+        mask = torch.zeros(t, t).masked_fill(
+            ~torch.ones(t, t, dtype=torch.bool).tril(), -torch.inf
+        )
+        bias = mask if self.bias is None else self.bias + mask
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, bias, scale=self.scale)
+        else:
+            y = (q @ k.mT * self.scale + bias).softmax(-1) @ v
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def model(
+    scale: float, *, fused: bool, head_dim: int = 256, norm: bool = True
+) -> nn.Sequential:
+    layers = [
+        Attention(scale, fused=fused, head_dim=head_dim, norm=norm) for _ in range(2)
+    ]
+    return nn.Sequential(*layers)
+
+
+def seeded(seed: int, length: int) -> Tensor:
+    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_norm_with_a_scale_of_1_is_saturated_until_the_line_is_typed(
+    fused: bool, seed: int
+) -> None:
+    draw = random.Random(seed)
+    head_dim, length = draw.choice([256, 384, 512]), draw.choice([48, 96, 160])
+    torch.manual_seed(seed)
+    saturated = model(1.0, fused=fused, head_dim=head_dim)
+    x = seeded(seed, length)
+    health = qkeel.check(saturated, x)
+    assert health.status is Status.NOT_HEALTHY
+    assert "0 and 1 more is saturated: 4 of 4 heads" in str(health)
+    line = str(health).partition("To act: ")[2].partition("  # ")[0]
+    exec(line.partition(": ")[2], {"model": saturated})
+    assert qkeel.check(saturated, x).status is Status.HEALTHY
+    usual = model(head_dim**-0.5, fused=fused, head_dim=head_dim)
+    assert qkeel.check(usual, x).status is Status.HEALTHY
+
+
+def test_large_weights_without_a_norm_are_said_and_a_norm_is_proposed() -> None:
+    torch.manual_seed(0)
+    sharp = model(0.25, fused=True, head_dim=16, norm=False)
+    with torch.no_grad():
+        for layer in sharp:
+            layer.qkv.weight[: 2 * HEADS * 16] *= 30
+    health = qkeel.check(sharp, seeded(0, 40), threshold=1e9)
+    assert "is saturated" in str(health)
+    assert 'qkeel.apply(model, "qk_norm", batch=batch)' in str(health)
+
+
+def alibi(t: int, head: int) -> Tensor:
+    return -(2.0 ** (-8 * (head + 1) / HEADS)) * (
+        torch.arange(t)[:, None] - torch.arange(t)
+    )
+
+
+def sink(t: int, head: int) -> Tensor:
+    return 40.0 * (torch.arange(t) == 0).expand(t, t)
+
+
+def previous(t: int, head: int) -> Tensor:
+    return 40.0 * torch.eye(t).roll(-1, 1)
+
+
+def itself(t: int, head: int) -> Tensor:
+    return 40.0 * torch.eye(t)
+
+
+BY_HAND: dict[str, Callable[[int, int], Tensor]] = {
+    "ALiBi": alibi,
+    "sinks": sink,
+    "previous token": previous,
+    "own token": itself,
+    "mixed": lambda t, head: [alibi, sink, previous, itself][head](t, head),
+}
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
+@pytest.mark.parametrize("seed", range(2))
+def test_heads_that_attend_to_a_place_are_healthy(kind: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    for fused in (True, False):
+        positional = model(0.125, fused=fused, head_dim=64)
+        t = random.Random(f"{kind} {seed}").choice([12, 40])
+        for layer in positional:
+            layer.bias = torch.stack([BY_HAND[kind](t, head) for head in range(HEADS)])
+        health = qkeel.check(positional, seeded(seed, t))
+        assert "saturated" not in str(health)
+
+
+@pytest.mark.parametrize("name", ["sink", "sigmoid:length=24"])
+def test_weights_that_rest_on_a_sink_or_do_not_compete_are_no_saturation(
+    name: str,
+) -> None:
+    torch.manual_seed(0)
+    attention = qkeel.nn.Attention(WIDTH, HEADS)
+    with qkeel.apply(attention, name, batch=seeded(0, 24)):
+        with torch.no_grad():
+            for parameter_name, parameter in attention.named_parameters():
+                if "sink" in parameter_name:
+                    # Nearly all of the weight.
+                    parameter.fill_(12.0)
+        assert "saturated" not in str(qkeel.check(attention, seeded(0, 24)))
+
+
+def test_a_single_saturated_head_is_no_layer() -> None:
+    torch.manual_seed(0)
+    mixed = model(0.125, fused=True, head_dim=64, norm=False)
+    with torch.no_grad():
+        for layer in mixed:
+            layer.qkv.weight[:64] *= 60
+    assert "saturated" not in str(qkeel.check(mixed, seeded(0, 40), threshold=1e9))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shares_are_those_of_float64_with_all_weights_in_memory(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    b, h, t, s = 2, 3, 9, 9
+    logits = 4 * torch.randn(b, h, t, s, generator=draw, dtype=torch.float64)
+    visible = torch.rand(b, 1, t, s, generator=draw) < 0.6
+    visible[..., 0] = True
+    visible[:, :, 2, 1:] = False  # a row that sees one key has nothing to pass back
+    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
+    gradients = SoftmaxGradients(h)
+    for rows in (slice(0, 4), slice(4, t)):
+        gradients.add(rows, weights[:, :, rows].float(), visible[:, :, rows])
+    expected = []
+    for head in range(h):
+        passed = uniform = 0.0
+        for i in range(b):
+            for row in range(t):
+                n = int(visible[i, 0, row].sum())
+                if n > 1:
+                    p = weights[i, head, row]
+                    passed += float((p * (1 - p)).sum())
+                    uniform += n * (1 / n) * (1 - 1 / n)
+        expected.append(passed / uniform)
+    assert gradients.shares().tolist() == pytest.approx(expected, rel=1e-5)
+    assert math.isnan(float(SoftmaxGradients(1).shares()))

@@ -1,0 +1,174 @@
+"""Kinds of faults from public reports (experiments/notes/reports.md), drawn by a seed, each with a healthy twin."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkeel
+
+WIDTH = 32
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int, groups: int, compute: Compute) -> None:
+        super().__init__()
+        self.d, self.compute = WIDTH // heads, compute
+        self.q = nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = (nn.Linear(WIDTH, groups * self.d) for _ in "kv")
+        self.o = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            f(x).unflatten(-1, (-1, self.d)).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
+        return x + self.o(self.compute(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """Layers of attention; the arguments of a pass are in reach of what computes it."""
+
+    def __init__(
+        self, draw: random.Random, compute: Compute, groups: int | None = None
+    ) -> None:
+        super().__init__()
+        heads = draw.choice([2, 4])
+        self.layers = nn.ModuleList(
+            [Attention(heads, groups or heads, compute) for _ in range(2)]
+        )
+        self.config = types.SimpleNamespace(num_attention_heads=heads)
+        self.attention_mask: Tensor | None = None
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        self.attention_mask = attention_mask
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def causal(z: Tensor) -> Tensor:
+    hidden = torch.ones(z.shape[-2:], dtype=torch.bool).triu(1)
+    return z.masked_fill(hidden, -torch.inf)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    z = q @ k.mT * q.shape[-1] ** -0.5
+    return causal(z + bias).softmax(-1) @ v
+
+
+def tokens(seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(2, 4 + seed, WIDTH)
+
+
+SEEDS = pytest.mark.parametrize("seed", range(4))
+
+
+@SEEDS
+def test_alibi_that_is_configured_and_not_added_is_said(seed: int) -> None:
+    """huggingface/transformers#29067"""
+    draw, x = random.Random(seed), tokens(seed)
+    t = x.shape[1]
+    distance = (torch.arange(t)[None] - torch.arange(t)[:, None]).float()
+
+    def with_bias(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        slopes = 2.0 ** -torch.arange(1.0, 1 + q.shape[1])[:, None, None]
+        return by_hand(q, k, v, slopes * distance)
+
+    key = draw.choice(["alibi", "use_alibi"])
+    for compute, is_lost in ((draw.choice([fused, by_hand]), True), (with_bias, False)):
+        model = Model(draw, compute)
+        setattr(model.config, key, True)
+        told = [x for x in qkeel.explain(model, x).differences if key in x]
+        assert bool(told) == is_lost
+
+
+@SEEDS
+def test_keys_repeated_along_the_tokens_are_said(seed: int) -> None:
+    """PrimeIntellect-ai/prime-rl#2681, datawhalechina/tiny-universe#21"""
+    draw, x = random.Random(seed), tokens(seed)
+    in_a_row, is_lost = draw.random() < 0.5, seed % 2 == 0
+
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n, dim = q.shape[1], 2 if is_lost else 1
+        if in_a_row or not is_lost:
+            k, v = (y.repeat_interleave(n, dim) for y in (k, v))
+        else:
+            k, v = (torch.cat([y] * n, dim) for y in (k, v))
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+    sites = qkeel.explain(Model(draw, compute, groups=1), x).sites
+    told = [y for site in sites for y in site.idle if "among the tokens" in y]
+    assert len(told) == (2 if is_lost else 0)
+
+
+@SEEDS
+def test_a_scale_far_from_the_usual_is_said(seed: int) -> None:
+    """FrancescoSaverioZuppichini/ViT#2, NVIDIA/Megatron-LM#848"""
+    draw, x = random.Random(seed), tokens(seed)
+    power = draw.choice([0.0, -0.5, -1.0])
+
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        z = q @ k.mT * q.shape[-1] ** power
+        return causal(z).softmax(-1) * q.shape[-1] ** -0.5 @ v
+
+    text = str(qkeel.explain(Model(draw, compute), x))
+    assert ("times the usual" in text) == (power != -0.5)
+
+
+@SEEDS
+def test_what_makes_an_output_nan_is_said_and_nothing_else(seed: int) -> None:
+    """AshleyLab/OpenMHC#11, fairseq#1495, lucidrains/imagen-pytorch#69"""
+    draw, x = random.Random(seed), tokens(seed)
+    mask = torch.ones(x.shape[:2], dtype=torch.long)
+    fault = ["padding", "strict", "overflow", "none"][seed]
+    if fault == "padding":
+        mask[1] = 0
+
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        z = q @ k.mT * q.shape[-1] ** -0.5
+        assert model.attention_mask is not None
+        z = causal(z).masked_fill(model.attention_mask[:, None, None] == 0, -torch.inf)
+        if fault == "strict":
+            z = z.masked_fill(torch.eye(z.shape[-1], dtype=torch.bool), -torch.inf)
+        if fault == "overflow":
+            z = (z + 1e6).half().float()
+        return z.softmax(-1) @ v
+
+    model = Model(draw, compute)
+    text = str(qkeel.check(model, {"x": x, "attention_mask": mask}))
+    assert text.startswith("healthy") == (fault == "none")
+    named = {
+        "padding": "sample 1, query 0, which is padding, sees no key in layers.0",
+        "strict": "sample 0, query 0 sees no key in layers.0",
+    }
+    assert ("sees no key" in text) == (fault in named)
+    assert named.get(fault, "") in text
+
+
+@SEEDS
+def test_tiled_keys_are_measured_and_explained(seed: int) -> None:
+    """onnx/onnx#7274"""
+    draw, x = random.Random(seed), tokens(seed)
+
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n = q.shape[1] // k.shape[1]
+        k, v = (y.repeat(1, n, 1, 1) for y in (k, v))
+        return draw.choice([fused, by_hand])(q, k, v)
+
+    draw.choice = lambda options: options[-1]  # type: ignore[assignment, method-assign]
+    recipe = qkeel.explain(Model(draw, compute, groups=2), x).sites[0]
+    assert recipe.key_heads == (0, 1, 0, 1)
+    assert recipe.key.kind == "none"
+    assert recipe.scale == pytest.approx([recipe.head_dim**-0.5] * 4)

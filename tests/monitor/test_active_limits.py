@@ -1,0 +1,123 @@
+"""What an active clip or a cap holds is not growing, and is judged as it enters the softmax."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import qkeel
+from qkeel.frames.run_verdict import judge_run
+from qkeel.metrics import Status
+from qkeel.monitor import History, replay
+from qkeel.monitor.alarms import LOWER_RATE, hold, logit_limits
+from qkeel.monitor.history import LogitLimit
+from qkeel.records import Heads
+
+STEPS = np.arange(0, 400, 10)
+# It grows in proportion to the step, and ends at 1,170.
+RISING = 3.0 * STEPS
+# A clip takes hold at step 120.
+CLIPPED = np.where(STEPS < 120, 1.0 * STEPS, 120 + 20 * np.sin(STEPS))
+CLIP = {"a": LogitLimit(100.0, "qk_clip:threshold=100")}
+
+
+def history(
+    *layers: np.ndarray, limits: dict[str, LogitLimit] | None = None
+) -> History:
+    values = np.stack(layers, 1)[..., None]
+    return History(
+        steps=STEPS,
+        values={},
+        heads={"max_logit": values, "capped_max_logit": values},
+        layers=("a", "b")[: len(layers)],
+        limits=limits or {},
+    )
+
+
+def raised(records: History) -> dict[str, str]:
+    return {alarm.rule: f"{alarm.layer}: {alarm.meaning}" for alarm in replay(records)}
+
+
+def test_a_head_that_a_clip_holds_at_its_bound_is_not_growing() -> None:
+    assert "growth" in raised(history(CLIPPED))
+    held = raised(history(CLIPPED, limits=CLIP))
+    assert list(held) == ["ceiling 100"]
+    assert held["ceiling 100"].endswith("with qk_clip:threshold=100 active")
+
+
+def test_a_head_that_outgrows_its_clip_is_told_with_the_clip() -> None:
+    free, escaping = raised(history(RISING)), raised(history(RISING, limits=CLIP))
+    assert {"ceiling 1000", "growth", "forecast 1000"} <= set(escaping)
+    assert set(escaping) == set(free)
+    assert "with qk_clip:threshold=100 active" in escaping["growth"]
+
+
+def test_a_head_beside_those_that_are_held_is_still_forecast() -> None:
+    records = history(CLIPPED, 0.9 * RISING, limits=CLIP)
+    assert raised(records)["forecast 1000"].startswith("b: ")
+
+
+def test_a_cap_bounds_what_enters_the_softmax_and_how_far_it_may_grow() -> None:
+    records = history(RISING)
+    for cap, expected in ((20.0, []), (300.0, ["ceiling 100"])):
+        heads = dict(records.heads)
+        heads["capped_max_logit"] = cap * np.tanh(heads["max_logit"] / cap)
+        limits = {"a": LogitLimit(cap, f"a cap of {cap:g}")}
+        capped = dataclasses.replace(records, heads=heads, limits=limits)
+        assert list(raised(capped)) == expected
+        health = judge_run(Heads(steps=STEPS, values=heads, layers=("a",)), [])
+        assert health.status is Status.HEALTHY
+        assert health.largest <= cap
+        assert "after a cap; " in health.sentence
+
+
+class Capped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return (20 * torch.tanh(q @ k.mT / 20)).softmax(-1) @ v
+
+
+def test_check_judges_a_capped_model_by_what_enters_the_softmax() -> None:
+    model, x = Capped(), torch.randn(2, 5, 8)
+    with torch.no_grad():
+        model.project.weight[:16] *= 100
+    health = qkeel.check(model, x)
+    assert health.status is Status.HEALTHY
+    assert 19.9 < health.largest <= 20.0
+    assert "after a cap; " in str(health)
+    limits = logit_limits(qkeel.find_sites(model, x))
+    assert [*limits.values()] == [LogitLimit(20.0, "a cap of 20")]
+
+
+def test_the_active_remedy_is_named_in_advice_and_description(tmp_path: Path) -> None:
+    model = qkeel.nn.Attention(d_model=8, n_heads=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = qkeel.apply(model, "qk_clip:threshold=100,steps=matched", optimizer)
+    with qkeel.watch(model, optimizer, sinks=tmp_path / "run") as monitor:
+        model(torch.randn(2, 5, 8)).square().mean().backward()
+        optimizer.step()
+        text = "qk_clip:steps=matched,threshold=100"
+        assert logit_limits(monitor.sites) == {"": LogitLimit(100.0, text)}
+        advice = hold(model, monitor.sites)
+        assert advice == f"{LOWER_RATE}  # {text} is active"
+    config = qkeel.records.RunDirectory(tmp_path / "run").config()
+    assert config["remedies"] == [text]
+    handle.remove()
+    assert not logit_limits(monitor.sites)
+
+
+@pytest.mark.parametrize(
+    "spec", ["qk_clip:threshold=7", "softcap:cap=30", "lalr:tau=0.2"]
+)
+def test_a_remedy_is_named_as_in_its_spec(spec: str) -> None:
+    (remedy,) = qkeel.remedies.parse(spec)
+    assert qkeel.remedies.parse(str(remedy)) == (remedy,)

@@ -1,0 +1,83 @@
+"""A scalar that a pass returned counts as the loss only if backward() began in it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.patching.losses import ReturnedScalar, backward_roots
+
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "itself": (lambda scalar, logits: scalar, True),
+    "accumulated": (lambda scalar, logits: scalar / 4, True),
+    "scaled": (lambda scalar, logits: torch.tensor(65536.0) * (scalar / 2), True),
+    "another": (lambda scalar, logits: logits.sum(), False),
+    "auxiliary": (lambda scalar, logits: logits.sum() + 0.01 * scalar, False),
+    "weighted": (lambda scalar, logits: scalar * logits.sum(), False),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_scalar_is_the_loss_if_backward_began_in_it(
+    name: str, compiled: bool
+) -> None:
+    def returned(x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x * 2).square().mean(), x * 2
+
+    if compiled:
+        returned = torch.compile(returned, backend="aot_eager")
+    scalar, logits = returned(torch.ones(3, requires_grad=True))
+    returned_scalar = ReturnedScalar(scalar)
+    make_loss, is_loss = LOSSES[name]
+    loss = make_loss(scalar, logits)
+    assert not returned_scalar.is_loss
+    loss.backward()
+    assert returned_scalar.is_loss == is_loss
+
+
+def test_the_roots_of_a_backward_pass_are_seen_from_other_threads() -> None:
+    """As from the hooks of a GPU, which run in a thread of the engine."""
+    roots = []
+
+    def hook(gradient: Tensor) -> None:
+        thread = threading.Thread(target=lambda: roots.extend(backward_roots()))
+        thread.start()
+        thread.join()
+
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(hook)
+    loss = y.sum()
+    loss.backward()
+    assert loss.grad_fn in roots
+
+
+class Preferring(nn.Module):
+    """Returns logits, and a loss of its labels that a preference loss does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = qkeel.nn.Attention(d_model=8, n_heads=2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.attention(x)
+        return logits.square().mean() + 6, logits
+
+
+@pytest.mark.parametrize("uses_own", [False, True])
+def test_a_loss_that_nobody_trains_is_not_recorded(uses_own: bool) -> None:
+    model = Preferring()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with qkeel.watch(model, optimizer) as monitor:
+        scalar, logits = model(torch.randn(2, 5, 8))
+        (scalar if uses_own else logits.sigmoid().mean()).backward()
+        optimizer.step()
+        assert monitor.sample is not None
+        recorded = monitor.sample.values.get("train_loss")
+    assert recorded == (pytest.approx(scalar.item()) if uses_own else None)
