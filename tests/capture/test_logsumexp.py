@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from qkeel.capture import compiled_bounds
+from qkeel.capture import named_attention
 from qkeel.capture.logsumexp import attention_with_logsumexp
 from qkeel.capture.readers import SDPA
 
@@ -99,7 +99,7 @@ def _none(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.fixture
 def stand_in() -> Iterator[Any]:
-    bounds = compiled_bounds.CompiledBounds()
+    bounds = named_attention.CompiledBounds()
     yield F.scaled_dot_product_attention
     bounds.remove()
 
@@ -108,9 +108,9 @@ def test_the_name_is_torchs_own_again_when_nobody_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Clips of earlier tests may still wait for the garbage collector.
-    monkeypatch.setattr(compiled_bounds, "_users", [0])
+    monkeypatch.setattr(named_attention, "_holders", [0])
     monkeypatch.setattr(F, "scaled_dot_product_attention", SDPA)
-    first, second = compiled_bounds.CompiledBounds(), compiled_bounds.CompiledBounds()
+    first, second = named_attention.CompiledBounds(), named_attention.CompiledBounds()
     assert F.scaled_dot_product_attention is not SDPA
     first.remove()
     first.remove()
@@ -170,10 +170,10 @@ def test_a_compiled_call_that_torch_does_not_fuse_is_left_alone(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     run = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    compiled_bounds._notes.tops = tops = []
+    named_attention._notes.tops = tops = []
     try:
         out = run(q, k, v)
     finally:
-        compiled_bounds._notes.tops = None
+        named_attention._notes.tops = None
     assert not tops
     assert torch.equal(out, SDPA(q, k, v, attn_mask=mask))

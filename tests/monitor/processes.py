@@ -294,7 +294,40 @@ def flat_weights_are_refused_untouched() -> None:
     assert hooks(model) == before
 
 
+class Returning(nn.Module):
+    """Returns a scalar besides its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = small()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.body(x)
+        return out.square().mean(), out
+
+
+def a_scalar_may_be_the_loss_of_some_steps_only() -> None:
+    model = DistributedDataParallel(Returning())
+    optimizer = torch.optim.AdamW(model.parameters())
+    monitor, scalars = watch(model, optimizer), []
+    for step in range(4):
+        scalar, out = model(part(step))
+        (scalar / 2 if step % 2 else out.sum()).backward()
+        optimizer.step()
+        scalars.append(scalar.detach())
+    everywhere = torch.stack(scalars)
+    dist.all_reduce(everywhere)
+    losses = monitor.history.values["train_loss"].tolist()
+    expected = [
+        x / 2 if step % 2 else float("nan")
+        for step, x in enumerate(everywhere.tolist())
+    ]
+    assert losses == pytest.approx(expected, nan_ok=True, rel=1e-5)
+    monitor.close()
+
+
 FAST: tuple[Callable[[], None], ...] = (
+    a_scalar_may_be_the_loss_of_some_steps_only,
     faults_on_one_process_switch_all_off,
     a_process_with_nothing_to_add_takes_part,
     one_process_closes,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
-from qkeel.capture import compiled_bounds, logsumexp
+from qkeel.capture import logsumexp, named_attention
 from qkeel.sites import Tap
 
 
@@ -232,13 +232,13 @@ def test_a_pass_that_fails_or_loses_its_clip_leaves_no_notes() -> None:
         optimizer.step()
     with pytest.raises(RuntimeError):
         run(torch.randn(2, 9, 31))  # pass 5 is not observed
-    assert compiled_bounds._notes.tops is None
+    assert named_attention._notes.tops is None
 
-    bounds = compiled_bounds.CompiledBounds()
+    bounds = named_attention.CompiledBounds()
     bounds.calls = 1
     assert [bounds.begin() for _ in range(3)] == [False, False, True]
     bounds.remove()
-    assert compiled_bounds._notes.tops is None
+    assert named_attention._notes.tops is None
     handle.remove()
 
 

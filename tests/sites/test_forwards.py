@@ -47,8 +47,10 @@ class Log:
         self.guard = FaultGuard("{}")
         self.handle = ForwardPasses(model, self._before, self._after, guard=self.guard)
 
-    def _before(self, args: object, kwargs: object, compiled: bool) -> None:
-        self.compiled.append(compiled)
+    def _before(
+        self, args: object, kwargs: object, compiled: Callable[[], bool]
+    ) -> None:
+        self.compiled.append(compiled())
 
     def _after(self, output: object, failed: bool) -> None:
         self.ended += 1

@@ -24,10 +24,9 @@ from qkeel.metrics import (
     HARMFUL_LOGIT,
     Health,
     Status,
-    before_cap,
-    entering_logits,
     judged,
 )
+from qkeel.metrics.run_scalars import before_cap, entering_logits
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard
 from qkeel.patching.roles import tensors_within

@@ -700,16 +700,18 @@ class SiteStatistics:
         self.heads: dict[str, list[str]] = {}
         self._reduced: dict[str, LogitStats] = {}
         self._waiting: list[tuple[str, CallRows]] = []
+        self._n_waiting = 0
 
     @property
     def _stats(self) -> dict[str, LogitStats]:
         """The statistics by name, those that wait to be reduced together among them."""
-        self._reduce()
+        if self._waiting:
+            self._reduce()
         return self._reduced
 
     def _reduce(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        stats = reduce_calls([rows for _, rows in waiting]) if waiting else []
+        waiting, self._waiting, self._n_waiting = self._waiting, [], 0
+        stats = reduce_calls([rows for _, rows in waiting])
         for (name, _), of_call in zip(waiting, stats, strict=True):
             self.add(name, of_call, None)
 
@@ -717,12 +719,13 @@ class SiteStatistics:
         """Adds the statistics of a call; `part_of` names the site if the call is one of that site's heads."""
         if isinstance(stats, CallRows):
             self._waiting.append((name, stats))
-            if sum(rows.fields.numel() for _, rows in self._waiting) > WAITING:
+            self._n_waiting += stats.fields.numel()
+            if self._n_waiting > WAITING:
                 self._reduce()
             return
-        self._stats[name] = (
-            merge(self._stats[name], stats) if name in self._stats else stats
-        )
+        known = self._stats
+        before = known.get(name)
+        known[name] = stats if before is None else merge(before, stats)
         if part_of is not None and name not in self.heads.setdefault(part_of, []):
             self.heads[part_of].append(name)
 

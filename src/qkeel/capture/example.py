@@ -64,9 +64,7 @@ class ModuleCall:
     captured: int = 0
     given: GivenArguments | None = None
     caller: Caller | None = None
-    children: collections.Counter[str] = dataclasses.field(
-        default_factory=collections.Counter
-    )
+    children: dict[str, int] = dataclasses.field(default_factory=dict)
     indexes: int = 0
 
     @property
@@ -205,18 +203,18 @@ class ModuleStack:
 
     def push(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Records that a call of this module begins."""
-        is_plain = not kwargs and all([isinstance(x, Tensor) for x in args])
-        inputs = args if is_plain else tuple(tensors((args, kwargs)))
-        batch = 0
-        for x in inputs:
-            if x.ndim > 1:
-                batch = x.shape[0]
-                break
+        inputs = tuple(tensors((args, kwargs))) if self._keep else ()
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        # Nearly always the first argument is the hidden states.
+        if not (isinstance(first, Tensor) and first.ndim > 1):
+            first = next((x for x in tensors((args, kwargs)) if x.ndim > 1), None)
+        batch = 0 if first is None else first.shape[0]
         self.called[id(module)] += 1
         name, caller = self._names[id(module)], None
         if self.by_caller is not None:
-            caller = (name, self.top.name, self.top.children[name])
-            self.top.children[name] += 1
+            n_before = self.top.children.get(name, 0)
+            caller = (name, self.top.name, n_before)
+            self.top.children[name] = n_before + 1
             name = self.by_caller.get(caller, name)
         self.top = ModuleCall(
             name=name,
@@ -224,7 +222,7 @@ class ModuleStack:
             module=module,
             parent=self.top,
             batch=batch,
-            inputs=inputs if self._keep else (),
+            inputs=inputs,
             given=GivenArguments(args, kwargs, inputs) if self._keep else None,
         )
 

@@ -32,6 +32,7 @@ from qkeel.capture.described import DescribedSiteHooks
 from qkeel.capture.eager import EagerAttentionTracer, products_of
 from qkeel.capture.example import ModuleCall, ModuleStack
 from qkeel.capture.logsumexp import attention_with_logsumexp
+from qkeel.capture.named_attention import BY_NAME, name_held
 from qkeel.capture.readers import (
     FLASH_AND_FLEX,
     FUSED,
@@ -74,6 +75,7 @@ from qkeel.patching.modes import (
 # q, k, scale, causality.
 PlainCall = tuple[Tensor, Tensor, float, bool]
 _SDPA = "scaled_dot_product_attention"
+_SDPA_ALONE = frozenset({SDPA})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,6 +90,7 @@ class CapturedCall:
         layout: the dimensions of its scores in the module, if they are not [b h t s] by contract.
         added: in a probe, the products whose sum is the additive mask of a fused function.
         rows: the row statistics from its kernel, if requested.
+        by_name: whether it arrived by the name F.scaled_dot_product_attention.
     """
 
     frame: ModuleCall
@@ -97,6 +100,7 @@ class CapturedCall:
     layout: HeadLayout | None = None
     added: ScoresCall | None = None
     rows: KernelRows | None = None
+    by_name: bool = False
 
     @property
     def name(self) -> str:
@@ -118,8 +122,9 @@ class CaptureMode(CallObserver):
     """A torch function mode that reports every attention call of `model` between `__enter__` and `__exit__`.
 
     It makes each call itself, once and with the original arguments, so that results are unchanged; `guard` protects
-    what reads a call, never the call itself. A function that torch compiles while the mode is active is compiled as if
-    it were off, and its calls are not seen.
+    what reads a call, never the call itself. In modules whose calls all arrive by the name of torch's function, they
+    are read there, and the mode stays off (see `named_attention`). A function that torch compiles while the mode is
+    active is compiled as if it were off, and its calls are not seen.
 
     It observes torch's fused functions, products of two activations that reach a softmax, flex_attention, varlen_attn
     and the functions of flash-attn. Calls inside qkeel's own modules are left to the observers of these modules.
@@ -133,7 +138,8 @@ class CaptureMode(CallObserver):
         layouts: the dimensions of the scores at known sites, keyed by name.
         guard: the function through which every method here, and `report`, is called while the model runs.
         only_in: the modules in which to look for attention, keyed by name, each with the torch functions to observe
-            there, or None for all functions. If `only_in` is None, the full pass is observed.
+            there, or None for all functions; BY_NAME stands for calls by the name of torch's function alone. If
+            `only_in` is None, the full pass is observed.
         names: the names of the model's parameters keyed by identity, if the caller has them.
     """
 
@@ -155,8 +161,10 @@ class CaptureMode(CallObserver):
         self.guard, self.probing = guard, probing
         # The torch functions to observe now, or None for all, and those of the calls of known modules further out.
         self.only: frozenset[Function] | None = None
-        self._outer: list[frozenset[Function] | None] = []
+        self._outer: list[tuple[frozenset[Function] | None, bool]] = []
         self._only_in = only_in
+        # Whether calls by the name of torch's function arrive in this pass.
+        self._knows_name = False
         self._thread = threading.get_ident()
         self._undo = ExitStack()
         modules = None
@@ -241,7 +249,9 @@ class CaptureMode(CallObserver):
         around.callback(self.handwritten.tags.clear)
         around.callback(self.end)
         self.stack.ended = self._module_ended
+        self._knows_name = around.enter_context(name_held())
         around.enter_context(observed_by(self))
+        self.wants_logsumexp = self.bounded is not None
         if self.always_with_graph:
             self._keep_graphs(around)
         if self._only_in is None:
@@ -295,23 +305,31 @@ class CaptureMode(CallObserver):
         kwargs: Kwargs,
     ) -> None:
         if threading.get_ident() == self._thread:
-            self._outer.append(self.only)
-            self.only = only
+            # Where the mode is active already, it sees the calls by name too.
+            is_mode_off = not self._outer or self.reads_names
+            reads_names = self._knows_name and only == BY_NAME and is_mode_off
+            self._outer.append((self.only, self.reads_names))
+            self.only = _SDPA_ALONE if only == BY_NAME else only
+            self.reads_names = reads_names
             self.guard(self.stack.push, module, args, kwargs)
             self.called_in.append(self.stack.top)
-            push_mode(self)
+            if not reads_names:
+                push_mode(self)
 
     def _leave_module(self, module: nn.Module, args: object, output: object) -> None:
         if threading.get_ident() == self._thread and self._outer:
-            take_off(self)
-            self.only = self._outer.pop()
+            self._leave()
             self.stack.pop(module, args, output)
+
+    def _leave(self) -> None:
+        if not self.reads_names:
+            take_off(self)
+        self.only, self.reads_names = self._outer.pop()
 
     def _leave_all(self) -> None:
         """Cleans up after an interrupt, which ends a pass without calling the hooks."""
         while self._outer:
-            take_off(self)
-            self.only = self._outer.pop()
+            self._leave()
 
     def __torch_function__(
         self,
@@ -322,8 +340,9 @@ class CaptureMode(CallObserver):
     ) -> Any:
         if (
             func in ASKED
-            or (self.only is not None and func not in self.only)
+            # The compiler traces this method, and fails at a set that an active mode holds.
             or torch.compiler.is_compiling()
+            or (self.only is not None and func not in self.only)
         ):
             return func(*args, **kwargs) if kwargs else func(*args)
         return self._make_call(func, args, kwargs or {})
@@ -377,6 +396,13 @@ class CaptureMode(CallObserver):
             self.apart(lambda: self._read_fused(name, top, args, kwargs, rows))
         else:
             self.apart(lambda: self.handwritten.follow(name, top, args, kwargs, out))
+
+    def named_call(self, args: Args, kwargs: Kwargs, lse: Tensor | None) -> None:
+        if in_vmap():
+            self.hidden["what runs inside torch.func.vmap"] = None
+        elif not self._measured(args, kwargs, lse):
+            top = self.stack.top
+            self.apart(lambda: self._read_fused(_SDPA, top, args, kwargs, None))
 
     def _measured(self, args: Args, kwargs: Kwargs, lse: Tensor | None) -> bool:
         """Hands an SDPA call in a known module to `bounded` or `plain`; returns whether one of them took it."""
@@ -523,6 +549,7 @@ class CaptureMode(CallObserver):
             layout=layout,
             added=added,
             rows=rows,
+            by_name=self.by_name,
         )
         self._report(captured)
         return captured.name

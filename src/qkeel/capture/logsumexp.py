@@ -17,6 +17,7 @@ from qkeel.capture.readers import sdpa_arguments
 from qkeel.patching.modes import number_of_modes, transformed_now
 
 _FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_FLASH: int = SDPBackend.FLASH_ATTENTION.value
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -36,7 +37,7 @@ def attention_with_logsumexp(
     (True, torch.Size([1, 2, 5]))
     """
     arguments = sdpa_arguments(args, kwargs)
-    q, k, v = (arguments[name] for name in ("query", "key", "value"))
+    q, k, v = arguments["query"], arguments["key"], arguments["value"]
     mask, scale = arguments["attn_mask"], arguments["scale"]
     dropout, is_causal = arguments["dropout_p"], arguments["is_causal"]
     if any([type(x) not in _PLAIN or not x.is_cpu for x in (q, k, v)]):
@@ -52,7 +53,7 @@ def attention_with_logsumexp(
         )  # fmt: skip
     except RuntimeError:  # the public function raises it where the program expects it
         return None
-    if choice != SDPBackend.FLASH_ATTENTION.value:
+    if choice != _FLASH:
         return None
     # As the public function converts it.
     if mask is not None:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from qkeel.capture.calls import HeadLayout, Seen, fewest_keys, flex_call, hides
 from qkeel.errors import QkeelError
 from qkeel.kernels.contract import may_run_unseen
-from qkeel.patching.forward import ObservedCall, exchanged
+from qkeel.patching.forward import ObservedCall, exchange, give_back
 from qkeel.patching.modes import (
     Args,
     Guarded,
@@ -67,12 +67,21 @@ class CallObserver(TorchFunctionMode, abc.ABC):
     """A function mode that also receives the calls of functions that are not torch functions.
 
     guard: calls what reads a call. probing: whether gradients are traced from q and k. maxima: whether flex_attention
-    must also return the largest logit of each row, if its kernel supports this.
+    must also return the largest logit of each row, if its kernel supports this. by_name: True while a call is made that
+    arrived by the name F.scaled_dot_product_attention. reads_names: whether such calls are handed to `named_call`,
+    because the mode is not active; wants_logsumexp: whether their rows' logsumexps are wanted.
     """
 
     guard: Guarded = staticmethod(unguarded)
     probing = False
     maxima = False
+    by_name = False
+    reads_names = False
+    wants_logsumexp = False
+
+    def named_call(self, args: Args, kwargs: Kwargs, lse: Tensor | None) -> None:
+        """Called with the arguments of a call that arrived by name, and its rows' logsumexps if its kernel hands them
+        out."""
 
     @abc.abstractmethod
     def called(self, name: str, arguments: Mapping[str, Any], out: object) -> None:
@@ -90,24 +99,28 @@ _OBSERVERS: contextvars.ContextVar[tuple[CallObserver, ...]] = contextvars.Conte
 )
 
 
+observers: Callable[[], tuple[CallObserver, ...]] = _OBSERVERS.get
+
+
 @contextmanager
 def observed_by(observer: CallObserver) -> Iterator[None]:
     """A context in which `observer` receives this thread's calls. Functions of modules that are not imported yet are
     missed."""
-    with ExitStack() as undo:
+    taken: list[types.FunctionType] = []
+    try:
         for function in _functions():
             try:
-                undo.enter_context(exchanged(function, _begin))
+                exchange(function, _begin)
+                taken.append(function)
             except (TypeError, ValueError) as error:  # code of an unexpected form
                 observer.not_observable(function.__name__, error)
         _OBSERVERS.set((*_OBSERVERS.get(), observer))
-        undo.callback(_drop, observer)
         yield
-
-
-def _drop(observer: CallObserver) -> None:
-    # Not by a token: observers may end in another order than that in which they began.
-    _OBSERVERS.set(tuple(o for o in _OBSERVERS.get() if o is not observer))
+    finally:
+        # Not by a token: observers may end in another order than that in which they began.
+        _OBSERVERS.set(tuple([o for o in _OBSERVERS.get() if o is not observer]))
+        for function in reversed(taken):
+            give_back(function)
 
 
 @contextmanager
@@ -129,12 +142,12 @@ def _flash_modules(count: int) -> list[str]:
 
 def _functions() -> list[types.FunctionType]:
     """The attention functions of loaded modules, each once; functions of other modules cannot be called."""
-    homes = dict(_HOMES)
-    homes |= dict.fromkeys(_flash_modules(len(sys.modules)), FLASH)
     functions: dict[int, types.FunctionType] = {}
-    for home, names in homes.items():
-        for name in names if home in sys.modules else ():
-            function = vars(sys.modules[home]).get(name)
+    flash = [(home, FLASH) for home in _flash_modules(len(sys.modules))]
+    for home, names in (*_HOMES.items(), *flash):
+        held = vars(sys.modules[home]) if home in sys.modules else {}
+        for name in names:
+            function = held.get(name)
             if isinstance(function, types.FunctionType):
                 functions[id(function)] = function
     return list(functions.values())

@@ -12,10 +12,9 @@ from qkeel.metrics import (
     HARMFUL_LOGIT,
     Health,
     Row,
-    before_cap,
-    entering_logits,
     judged,
 )
+from qkeel.metrics.run_scalars import before_cap, entering_logits
 from qkeel.records import NON_FINITE, Heads, fold_heads
 
 

@@ -384,9 +384,10 @@ class AttentionSite:
 
     def per_query_head(self, x: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "h ..."]:
         """Expands the values for each head of a weight to the query heads that use these heads."""
-        if self.key_heads is not None and len(x) == self.n_kv_heads:
-            return x[self.used(len(x)).to(x.device)]
-        return x if len(x) == self.n_heads else repeat_groups(x, self.n_heads)
+        n = x.shape[0]
+        if self.key_heads is not None and n == self.n_kv_heads:
+            return x[self.used(n).to(x.device)]
+        return x if n == self.n_heads else repeat_groups(x, self.n_heads)
 
     @property
     def query(self) -> list[HeadSlice]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -157,7 +157,6 @@ def call_rows(
     )
 
 
-@torch.no_grad()
 def plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> CallRows | None:
     """Like `call_rows` for an F.scaled_dot_product_attention call without a mask; the compiled pass must be ready."""
     if not logit_pass.reads_plain(q, k, causal):
@@ -199,7 +198,6 @@ def reduce_calls(calls: Sequence[CallRows]) -> list[LogitStats]:
     return [stats[i] for i in range(len(calls))]
 
 
-@torch.no_grad()
 def plain_max_stats(
     q: Tensor, k: Tensor, scale: float, causal: bool
 ) -> LogitStats | None:
@@ -219,7 +217,6 @@ def is_over(lse: float, threshold: float) -> bool:
     return not lse <= threshold * (1 - _ROUNDED)
 
 
-@torch.no_grad()
 def bounded_max_stats(
     lse: PerRow,
     threshold: float,
@@ -287,18 +284,22 @@ def only_extremes(
     largest: Float[Tensor, " h"], smallest: Float[Tensor, " h"] | None = None
 ) -> LogitStats:
     """Returns statistics that contain only the largest, and perhaps the smallest, logit of each head."""
-    neutral = _no_statistics(len(largest), largest.dtype, largest.device)
-    return dataclasses.replace(
-        neutral,
-        max_logit=largest,
-        min_logit=neutral.min_logit if smallest is None else smallest,
-    )
+    fields = {
+        **_no_statistics(largest.shape[0], largest.dtype, largest.device),
+        "max_logit": largest,
+    }
+    if smallest is not None:
+        fields["min_logit"] = smallest
+    return LogitStats(**fields)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=64)
-def _no_statistics(heads: int, dtype: torch.dtype, device: torch.device) -> LogitStats:
-    """Returns `LogitStats.empty`, created once, because statistics are never changed in place."""
-    return LogitStats.empty(heads, heads, torch.empty((), dtype=dtype, device=device))
+def _no_statistics(
+    heads: int, dtype: torch.dtype, device: torch.device
+) -> Mapping[str, Tensor]:
+    """Returns the tensors of `LogitStats.empty`, created once, because statistics are never changed in place."""
+    like = torch.empty((), dtype=dtype, device=device)
+    return LogitStats.empty(heads, heads, like).tensors()
 
 
 def sink_logit(call: AttentionCall) -> Float[Tensor, "#h 1"] | None:

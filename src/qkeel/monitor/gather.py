@@ -150,7 +150,7 @@ def flatten(measured: Measurement) -> tuple[Form, list[Tensor]]:
     for pair in pairs:
         by_dtype.setdefault(pair[1].dtype, []).append(pair)
     ordered = [pair for of_dtype in by_dtype.values() for pair in of_dtype]
-    return tuple(entry for entry, _ in ordered), [tensor for _, tensor in ordered]
+    return tuple([entry for entry, _ in ordered]), [tensor for _, tensor in ordered]
 
 
 def vector_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -120,7 +120,6 @@ class HiddenStates:
             ):
                 self._outside.append(module)
 
-    @torch.no_grad()
     def _enter(
         self,
         layers: Sequence[str],
@@ -131,7 +130,6 @@ class HiddenStates:
         with beside_function_modes():
             self._measure(layers, "input", hidden_states((args, kwargs)))
 
-    @torch.no_grad()
     def _leave(
         self,
         sites: Sequence[str],
@@ -149,7 +147,6 @@ class HiddenStates:
                 for site in sites:
                     self._add((site, "block_output_norm"), self._final)
 
-    @torch.no_grad()
     def _pass_on(self, module: nn.Module, args: object, output: object) -> None:
         if self._awaited is None:
             return
@@ -170,7 +167,7 @@ class HiddenStates:
 
 
 def hidden_states(values: object) -> Tensor | None:
-    """The first floating-point tensor with at least two dimensions among nested values, or None."""
+    """The first floating-point tensor with at least two dimensions among nested values, without its graph, or None."""
     for value in tensors(values):
         states = dist.local(value)
         if states.is_floating_point() and states.ndim > 1:

@@ -353,7 +353,10 @@ class WatchedModels:
     def _merged(self, read: Callable[[Tap], Stats]) -> Stats:
         parts = []
         for name, tap, _ in self._in_order():
-            parts.append({within(name, site): x for site, x in read(tap).items()})
+            stats = read(tap)
+            if name:
+                stats = {within(name, site): x for site, x in stats.items()}
+            parts.append(stats)
         return merged(parts)
 
     def settle(self, *, decide: bool) -> None:
@@ -384,7 +387,7 @@ class WatchedModels:
         """How much of the models these statistics cover, keyed by the names in records.MONITOR_FIELDS; calls are
         counted from the start."""
         site_names = [
-            within(name, site.name)
+            within(name, site.name) if name else site.name
             for name, (tap, _) in self._models.items()
             for site in tap.sites
         ]
@@ -414,6 +417,9 @@ class WatchedModels:
         if rate is not None:
             every["", "lr"] = rate
         for model, _, numbers in self._in_order():
+            if not model:
+                every |= numbers.take()
+                continue
             for (site, name), x in numbers.take().items():
                 of_all = name in WHOLE_MODEL and site == ""
                 every["" if of_all else within(model, site), name] = x

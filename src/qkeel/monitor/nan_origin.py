@@ -149,7 +149,7 @@ class NanOrigin(Handle):
             hook.remove()
 
     def _before(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: object
     ) -> None:
         # Only now, as several optimizers step on the same passes.
         if self._has_stepped:
@@ -243,7 +243,7 @@ def _origin_in_pass(model: nn.Module, kept: KeptPass) -> str:
                     f"NaN began in the loss: the model's output is finite, and the gradient at it is not, at "
                     f"{_first_place(grad)}"
                 )
-        outputs = list(tensors_within(output))
+        outputs = tensors_within(output)
         indices = [i for i in kept.output_grads if i < len(outputs)]
         torch.autograd.grad(
             [outputs[i] for i in indices],
@@ -293,7 +293,7 @@ class _Trace:
         kwargs: object,
         output: object,
     ) -> None:
-        inputs, outputs = list(tensors((args, kwargs))), list(tensors_within(output))
+        inputs, outputs = list(tensors((args, kwargs))), tensors_within(output)
         for x in filter(_is_bad, outputs):
             if not any(map(_is_bad, inputs)):
                 raise _BadOutputError(name, x)

@@ -64,7 +64,7 @@ class Recording:
         Raises: ShapeError if the step does not come after the last recorded step, or if a shape differs from that in
             the previous record.
         """
-        heads = {} if heads is None else heads
+        heads = {name: np.asarray(x) for name, x in (heads or {}).items()}
         self._check(values, heads)
         row = self._next_row()
         step, rate = number(values["step"]), number(values.get("lr"))
@@ -73,11 +73,10 @@ class Recording:
             self._column("own", name)[row] = value
         for name, value in values.items():
             self._column("values", name)[row] = number(value)
-        for name, of_heads in heads.items():
-            column = self._column("heads", name, np.shape(of_heads))
-            # Beyond float32 is infinite.
-            with np.errstate(over="ignore"):
-                column[row] = of_heads
+        # Beyond float32 is infinite.
+        with np.errstate(over="ignore"):
+            for name, of_heads in heads.items():
+                self._column("heads", name, of_heads.shape)[row] = of_heads
         self._seen += 1
         if self._kept > self._most:
             self._thin()
@@ -140,7 +139,7 @@ class Recording:
                 f"expected a record of a step after {last:g}, got step {values.get('step')}"
             )
         for name, of_heads in heads.items():
-            shape = np.shape(of_heads)
+            shape = of_heads.shape
             if len(shape) != 2 or (self.layers and shape[0] != len(self.layers)):
                 raise ShapeError(
                     f"expected {name!r} as [{len(self.layers) or 'layers'} heads], got shape {shape}"

@@ -15,7 +15,7 @@ from typing import final
 import numpy as np
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
-from qkeel.metrics import entering_logits
+from qkeel.metrics.run_scalars import entering_logits
 from qkeel.monitor import thresholds
 from qkeel.monitor.finite_stages import (
     LOGITS,

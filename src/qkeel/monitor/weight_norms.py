@@ -163,8 +163,15 @@ class WeightNorms:
         self._split: set[AttentionSite] = set()
         self._eps: dict[AttentionSite, Tensor] = {}
         counts, eps = counted(model), _eps_by_weight(optimizers)
+        # What no step changes: the sides of each site with their last weights, and which sites compute their weights.
+        self._sides = {site: chains_of(site) for site in self.sites}
+        self._lasts = {
+            site: {side: last_weights(chains) for side, chains in sides.items()}
+            for site, sides in self._sides.items()
+        }
+        self._reparametrised = {site for site in self.sites if site.reparametrised}
         for site in self.sites:
-            chains = itertools.chain(*chains_of(site).values())
+            chains = itertools.chain(*self._sides[site].values())
             for head_slice in itertools.chain(*chains):
                 p = self._parameters[head_slice.parameter]
                 self._rows[head_slice] = HeldRows(head_slice, p, counts(p))
@@ -187,39 +194,46 @@ class WeightNorms:
         """Returns the current numbers of all sites; for weights that are split across processes, this process's
         part."""
         numbers: dict[NumberKey, Tensor | PartialValue] = {}
+        rows = {
+            head_slice: held.of(self._parameters[head_slice.parameter].detach())
+            for head_slice, held in self._rows.items()
+        }
         for site in self.sites:
             # Adam's step shrinks by the smaller side, so that eps is of use only with both.
             n_gradients = 0
-            for side, chains in chains_of(site).items():
-                lasts = last_weights(chains)
+            for side, lasts in self._lasts[site].items():
                 weights = [
                     self._parameters[head_slice.parameter] for head_slice in lasts
                 ]
                 gradients = [p.grad for p in weights if p.grad is not None]
                 # The norm of a stored weight is not that of the weight computed from it, but its gradient is its own.
-                if not site.reparametrised:
-                    norm = self._norm(site, lasts, weights)
+                if site not in self._reparametrised:
+                    of_weights = [rows[head_slice] for head_slice in lasts]
+                    norm = self._norm(site, lasts, of_weights)
                     numbers[site.name, f"{side}_weight_norm"] = norm
                 if len(gradients) == len(weights):
-                    rms = self._norm(site, lasts, gradients, is_mean=True)
+                    of_gradients = [
+                        self._rows[head_slice].of(x)
+                        for head_slice, x in zip(lasts, gradients)
+                    ]
+                    rms = self._norm(site, lasts, of_gradients, is_mean=True)
                     numbers[site.name, f"{side}_grad_rms"] = rms
                     n_gradients += 1
             if site in self._eps and n_gradients == 2:
                 numbers[site.name, "eps"] = self._eps[site]
-        return numbers | self._products()
+        return numbers | self._products(rows)
 
     def _norm(
         self,
         site: AttentionSite,
         lasts: Sequence[HeadSlice],
-        tensors: Sequence[Tensor],
+        rows: Sequence[Tensor],
         *,
         is_mean: bool = False,
     ) -> Tensor | PartialValue:
-        """The Frobenius norm of the heads' rows of these tensors, or the root mean square of their entries."""
-        rows = [self._rows[head_slice].of(x) for head_slice, x in zip(lasts, tensors)]
+        """The Frobenius norm of the heads' rows [n r m] of several tensors, or the root mean square of their entries."""
         if site not in self._split:
-            size = sum(x.shape[1] * x.shape[2] for x in rows)
+            size = sum([x.shape[1] * x.shape[2] for x in rows])
             norm = frobenius_norm(rows, site)
             return norm / size**0.5 if is_mean else norm
         value = weight = rows[0].new_zeros(site.n_heads, dtype=widest(rows[0].device))
@@ -236,13 +250,15 @@ class WeightNorms:
         value = value / weight.clamp_min(1).sqrt()
         return PartialValue(value=value, weight=weight, how="root_mean", of="weights")
 
-    def _products(self) -> dict[NumberKey, Tensor | PartialValue]:
+    def _products(
+        self, rows: Mapping[HeadSlice, Tensor]
+    ) -> dict[NumberKey, Tensor | PartialValue]:
         """The largest singular values; heads of one size are decomposed together, because each call is expensive."""
         grams: dict[object, list[tuple[AttentionSite, Tensor, Tensor]]] = {}
         for site, heads in self._heads.items():
             sides = []
-            for chains in chains_of(site).values():
-                x = matrix(chains, functools.partial(self._weight, site))
+            for chains in self._sides[site].values():
+                x = matrix(chains, functools.partial(self._weight, site, rows))
                 n_heads = site.n_heads if heads is None else len(heads)
                 # `@` calls five operators around the same product.
                 gram = torch.bmm(x, x.mT)
@@ -272,15 +288,17 @@ class WeightNorms:
                 numbers[site.name, "qk_spectral_norm"] = spectral
         return numbers
 
-    def _weight(self, site: AttentionSite, head_slice: HeadSlice) -> Tensor:
+    def _weight(
+        self,
+        site: AttentionSite,
+        rows: Mapping[HeadSlice, Tensor],
+        head_slice: HeadSlice,
+    ) -> Tensor:
         """The rows [n r m] in float32 or wider; of a split site, those of the query heads that are complete here."""
-        rows = self._rows[head_slice].of(
-            self._parameters[head_slice.parameter].detach()
-        )
-        heads = self._heads[site]
+        x, heads = rows[head_slice], self._heads[site]
         if heads is not None:
-            rows = rows[site.used(head_slice.n).to(rows.device)[heads]]
-        return rows.to(wide(rows.dtype))
+            x = x[site.used(head_slice.n).to(x.device)[heads]]
+        return x.to(wide(x.dtype))
 
     def _complete_heads(self, site: AttentionSite) -> Tensor | None:
         """The query heads of a split site for which all weights on both paths are on this process; None if the site is

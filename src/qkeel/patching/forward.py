@@ -7,10 +7,12 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import operator
 import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -65,31 +67,62 @@ class ObservedCall:
 Begin = Callable[[types.FunctionType, list[Any], dict[str, Any]], ObservedCall | None]
 
 
-@contextmanager
-def exchanged(function: types.FunctionType, begin: Begin) -> Iterator[None]:
-    """A context in which calls of a function, by whatever name, go through `begin`; contexts may overlap.
+def exchange(function: types.FunctionType, begin: Begin) -> None:
+    """Makes calls of a function, by whatever name, go through `begin`, until as many calls of `give_back`.
 
-    torch.compile does not trace `begin` and what it returns.
-    """
+    torch.compile does not trace `begin` and what it returns."""
     key = _NAME + function.__name__
     with _LOCK:
         users = vars(function).setdefault(_NAME, [])
         if not users:
+            entrance = _entrance_of(function, begin)
             users.append(function.__code__)
-            function.__globals__[key] = _entrance(function, begin)
+            function.__globals__[key] = entrance.enter
             # The signature that callers inspect stays that of the function.
-            function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+            function.__signature__ = entrance.signature  # type: ignore[attr-defined]
             function.__code__ = _forwarding(key, function.__code__)
         users.append(None)
-    try:
-        yield
-    finally:
-        with _LOCK:
-            users.pop()
-            if len(users) == 1:
-                function.__code__ = users[0]
-                del function.__globals__[key], vars(function)[_NAME]
-                del function.__signature__  # type: ignore[attr-defined]
+
+
+def give_back(function: types.FunctionType) -> None:
+    """Undoes one `exchange`."""
+    with _LOCK:
+        users = vars(function)[_NAME]
+        users.pop()
+        if len(users) == 1:
+            function.__code__ = users[0]
+            del function.__globals__[_NAME + function.__name__], vars(function)[_NAME]
+            del function.__signature__  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Entrance:
+    """What takes a function's place, and everything that it was made from."""
+
+    source: tuple[object, ...]
+    enter: Callable[..., Any]
+    signature: inspect.Signature
+
+
+# Every observed pass exchanges the same few functions, and making an entrance takes 30 µs.
+_ENTRANCES: weakref.WeakKeyDictionary[types.FunctionType, _Entrance] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _entrance_of(function: types.FunctionType, begin: Begin) -> _Entrance:
+    """Returns what takes a function's place; the same as before while nothing of the function has changed."""
+    source = (
+        *(function.__code__, function.__defaults__, function.__kwdefaults__),
+        *(function.__closure__, begin, compiler_loaded()),
+    )
+    entrance = _ENTRANCES.get(function)
+    if entrance is None or any(map(operator.is_not, entrance.source, source)):
+        entrance = _Entrance(
+            source, _entrance(function, begin), inspect.signature(function)
+        )
+        _ENTRANCES[function] = entrance
+    return entrance
 
 
 def _entrance(function: types.FunctionType, begin: Begin) -> Callable[..., Any]:
@@ -227,7 +260,7 @@ class ForwardPasses(Handle):
 
     Args:
         model: the user's model, or the wrapper that torch.compile or DistributedDataParallel has put around it.
-        before: called before the pass. `compiled` is True if the pass runs compiled code. It must not enter a mode
+        before: called before the pass. `compiled()` is True if the pass runs compiled code. It must not enter a mode
             then, since a mode would make the code recompile and change its results.
         after: called after the pass. `failed` is True if the pass raised an exception. After an interrupt, `after` is
             called when the next pass begins or at `remove()`.
@@ -238,7 +271,7 @@ class ForwardPasses(Handle):
     def __init__(
         self,
         model: nn.Module,
-        before: Callable[[Args, Kwargs, bool], None],
+        before: Callable[[Args, Kwargs, Callable[[], bool]], None],
         after: Callable[[object, bool], None],
         *,
         guard: Guarded,
@@ -304,14 +337,14 @@ class ForwardPasses(Handle):
             self._warned = True
             self._guard(caution, _OVERLAP.format(type(self.inner).__name__))
         elif not elsewhere and self._depth == 1:
-            compiled = self.tree.any_compiled() or compiled
-            self.tree.settled = True
+            self.tree.settle()
+            is_compiled = lambda: compiled or self.tree.any_compiled()  # noqa: E731
             try:
                 # The pass may run inside one, and `before` may make extra passes.
                 with outside_checkpoints():
-                    self._guard(self._before, args, kwargs, compiled)
+                    self._guard(self._before, args, kwargs, is_compiled)
             finally:
-                self.tree.settled = False
+                self.tree.unsettle()
 
     def _in_another_thread(self) -> bool:
         """True if the running pass belongs to another thread."""

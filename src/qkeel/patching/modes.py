@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import operator
 import re
 import sys
 import threading
@@ -289,6 +291,10 @@ def drop_hooks_after(module: nn.Module, kept: set[int]) -> None:
             table.pop(number, None)
 
 
+# What a module's own compile() has made of it, or None.
+_COMPILED_CALL = operator.attrgetter("_compiled_call_impl")
+
+
 class ModuleTree:
     """The modules of a model, keyed by name and listed again only if the tree has changed.
 
@@ -297,29 +303,47 @@ class ModuleTree:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # True while nothing can change the tree, which is then not compared again.
-        self.settled = False
+        # While nothing can change the tree, it is compared once.
+        self._is_settled = self._is_compared = False
         self._named: list[tuple[str, nn.Module]] = []
+        self._modules: list[nn.Module] = []
         self._tables: list[dict[str, Any]] = []
-        self._children: list[tuple[object, ...]] = []
+        self._children: tuple[list[Any], ...] = ()
         self._of_kind: dict[object, list[tuple[str, nn.Module]]] = {}
+
+    def settle(self) -> None:
+        """Says that nothing changes the tree until `unsettle`."""
+        self._is_settled, self._is_compared = True, False
+
+    def unsettle(self) -> None:
+        """Says that the tree may change again."""
+        self._is_settled = False
 
     def named(self) -> list[tuple[str, nn.Module]]:
         """Returns every module once with its name, like `named_modules()`."""
-        if self.settled and self._children:
+        if self._is_settled and self._is_compared:
             return self._named
-        if not self._children or self._listed() != self._children:
+        if not self._tables or self._listed() != self._children:
             self._named = [*self._model.named_modules()]
+            self._modules = [module for _, module in self._named]
             self._of_kind.clear()
-            tables = [module._modules for _, module in self._named]
+            tables = [module._modules for module in self._modules]
             # Scripted modules have other tables, which cannot be compared.
             is_plain = all(isinstance(table, dict) for table in tables)
             self._tables = tables if is_plain else []
             self._children = self._listed()
+        self._is_compared = True
         return self._named
 
-    def _listed(self) -> list[tuple[object, ...]]:
-        return [*map(tuple, map(dict.items, self._tables))]
+    def _listed(self) -> tuple[list[Any], ...]:
+        """How many submodules each module has, their names, and they themselves: lists of which none holds objects that
+        Python's garbage collector would have to count."""
+        values = map(dict.values, self._tables)
+        return (
+            [*map(len, self._tables)],
+            [*itertools.chain.from_iterable(self._tables)],
+            [*itertools.chain.from_iterable(values)],
+        )
 
     def of_kind(self, *kinds: type[nn.Module]) -> list[tuple[str, nn.Module]]:
         """Returns the modules that are instances of these classes."""
@@ -340,7 +364,12 @@ class ModuleTree:
 
     def any_compiled(self) -> bool:
         """True if calling any of the modules runs compiled code."""
-        return any([is_compiled(module) for _, module in self.named()])
+        # Every pass asks, so no Python function is called for each module.
+        if not compiler_loaded():
+            return False
+        wrappers = self.of_kind(torch._dynamo.OptimizedModule)
+        implementations = [*map(_COMPILED_CALL, self._modules)]
+        return bool(wrappers) or implementations.count(None) < len(implementations)
 
 
 def put_first(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -787,6 +816,11 @@ def _enter_only(modes: list[TorchFunctionMode]) -> None:
         _pop_mode()
     for mode in modes:
         _push_mode(mode)
+
+
+def only_modes_of(kind: type[TorchFunctionMode]) -> bool:
+    """True if all modes that are active in this thread are of this class."""
+    return all([isinstance(mode, kind) for mode in _get_current_function_mode_stack()])
 
 
 def number_of_modes() -> int:

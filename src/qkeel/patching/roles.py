@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, final
 
 import torch
@@ -23,6 +23,10 @@ Phase = Literal["train", "eval"]
 
 # Looked through for tensors in what a pass returned.
 MOST_OBJECTS = 2000
+_WITHOUT_TENSORS = (
+    *(str, bytes, int, float, complex, type, nn.Module),
+    *(torch.dtype, torch.device),
+)
 
 
 @final
@@ -35,7 +39,7 @@ class PassRole:
 
     def __init__(self, reached: Callable[[], None] | None = None) -> None:
         """Begins as the role of a pass that no gradient can reach. reached: called once if one arrives."""
-        self._trained = False
+        self.is_reached = False
         self._when_reached = reached
         self._hook: weakref.ref[_GradientHook] | None = None
         self._open = self._repeats = False
@@ -96,8 +100,8 @@ class PassRole:
 
     def arrive(self) -> None:
         """Records that a gradient has arrived."""
-        if not self._trained:
-            self._trained, self._open = True, False
+        if not self.is_reached:
+            self.is_reached, self._open = True, False
             if self._when_reached is not None:
                 self._when_reached()
 
@@ -112,7 +116,7 @@ class PassRole:
         # Nothing refers to the graph any more.
         if self._open and self._hook is not None and self._hook() is None:
             self._open = False
-        return None if self._open else self._trained
+        return None if self._open else self.is_reached
 
 
 class _GradientHook:
@@ -122,7 +126,9 @@ class _GradientHook:
         self._role = role
 
     def __call__(self, gradients: object) -> None:
-        self._role.arrive()
+        # A gradient reaches most outputs of a pass, such as each layer's cache.
+        if not self._role.is_reached:
+            self._role.arrive()
 
 
 def _graph_nodes(
@@ -138,35 +144,30 @@ def _graph_nodes(
     return list(nodes.values())
 
 
-def tensors_within(value: object) -> Iterator[Tensor]:
-    """Yields the tensors in nested containers, dataclasses and plain objects; modules are not looked through."""
-    if isinstance(value, Tensor):
-        yield value
-        return
+def tensors_within(value: object) -> list[Tensor]:
+    """Returns the tensors in nested containers, dataclasses and plain objects; modules are not looked through."""
+    found: list[Tensor] = []
     waiting: list[object] = [value]
     visited: set[int] = set()
     while waiting and len(visited) < MOST_OBJECTS:
         value = waiting.pop()
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
             continue
-        if (
-            value is None
-            or isinstance(value, (str, bytes, int, float, complex, type, nn.Module))
-            or id(value) in visited
-        ):
+        is_plain = value is None or isinstance(value, _WITHOUT_TENSORS)
+        if is_plain or id(value) in visited:
             continue
         visited.add(id(value))
-        if isinstance(value, Mapping):
-            waiting.extend(value.values())
-        elif isinstance(value, (tuple, list, set, frozenset)):
+        if isinstance(value, (tuple, list, set, frozenset)):
             waiting.extend(value)
-        elif dataclasses.is_dataclass(value):
-            waiting.extend(
-                getattr(value, field.name, None) for field in dataclasses.fields(value)
-            )
+        elif isinstance(value, (dict, Mapping)):
+            waiting.extend(value.values())
+        elif hasattr(type(value), "__dataclass_fields__"):
+            fields = dataclasses.fields(value)  # type: ignore[arg-type]
+            waiting.extend([getattr(value, field.name, None) for field in fields])
         elif hasattr(value, "__dict__") and not callable(value):
             waiting.extend(vars(value).values())
+    return found
 
 
 def inside_checkpoint() -> bool:

@@ -61,13 +61,17 @@ class HeadRows:
         """Returns each tensor as its rows [n m]."""
         return [s.rows_of(dist.local(t).detach()) for t, s in self._tensors]
 
-    def factors(self, row: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the factors [n 1] of the rows of each tensor, on its device, in at least float32.
+    def factors(
+        self, row: Tensor, rows: Sequence[Tensor], *, of_old: bool = False
+    ) -> list[Tensor]:
+        """Returns the factors f [n 1] of the rows of each tensor, on its device, in at least float32.
 
-        row: the factors of all heads, and a 1 behind them."""
+        row: the factors of all heads, and a 1 behind them. of_old: whether 1 - f is returned, the share of the old
+        weight."""
         self._table = self._table.to(row.device)
-        factors = row[self._table].amin(1).split(self._counts)
-        return [f.to(x.device, wide(x.dtype))[:, None] for f, x in zip(factors, rows)]
+        factors = row[self._table].amin(1)
+        shares = (1 - factors if of_old else factors).split(self._counts)
+        return [f.to(x.device, wide(x.dtype))[:, None] for f, x in zip(shares, rows)]
 
     def copies(self) -> list[Tensor]:
         """Returns copies of the rows."""
@@ -77,7 +81,7 @@ class HeadRows:
         ]:
             copies = [torch.empty_like(x) for x in rows]
         # A CPU's allocator would map large blocks anew in each step; a GPU's keeps freed memory for others to use.
-        self._copies = copies if all(x.is_cpu for x in rows) else []
+        self._copies = copies if all([x.is_cpu for x in rows]) else []
         copy_to_all(copies, rows)
         return copies
 
@@ -85,7 +89,7 @@ class HeadRows:
         """Sets w ← copy + f · (w - copy). With a factor of 1 the weights do not change."""
         rows = self.rows()
         # From the new weight towards the old one, in place. The rounding of 1 - f costs at most 2⁻²⁵ of the full step.
-        lerp_all_in_place(rows, list(copies), [1 - f for f in self.factors(row, rows)])
+        lerp_all_in_place(rows, list(copies), self.factors(row, rows, of_old=True))
 
     def restore(self, copies: Sequence[Tensor], row: Tensor) -> None:
         """Sets w ← copy where the factor is 0, bit for bit, even if the step made w infinite or NaN."""

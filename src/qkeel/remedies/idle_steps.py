@@ -38,8 +38,13 @@ def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
         versions.clear()
 
     def after_pass(output: object, failed: bool) -> None:
-        # Only once a gradient reaches the output: references and rollouts are no training.
-        if not failed and not has_warned:
+        if failed or has_warned:
+            return
+        if not versions and not is_replaced():
+            # The first pass after a step of the optimizer, as all are in training as usual.
+            versions[:] = map(version_of, weights)
+        else:
+            # Only once a gradient reaches the output: references and rollouts are no training.
             PassRole.of_output(model, (), output, look)
 
     def look() -> None:

@@ -73,7 +73,7 @@ class AtNextPass(Handle):
             self._optimizers.append(optimizer)
 
     def _begin(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, object], compiled: bool
+        self, args: tuple[Any, ...], kwargs: Mapping[str, object], compiled: object
     ) -> None:
         if not self._waits:
             return

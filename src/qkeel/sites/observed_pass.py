@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics, maxima
 from qkeel.capture.example import ModuleCall
 from qkeel.capture.intercept import CapturedCall, CaptureMode, PlainCall, name_of
+from qkeel.capture.named_attention import BY_NAME
 from qkeel.capture.readers import FLASH_AND_FLEX, SDPA
 from qkeel.functional.statistics import KernelRows, LogitStats
 from qkeel.heads.site import layer_of
@@ -57,9 +58,14 @@ class PassSearch:
     Searching everywhere costs one callback for each torch function call. Once the modules with attention are known, a
     pass is searched in these alone, except passes 1, 2, 4, 8, …, in which attention may appear that was not seen
     before, and passes after a change of the modules.
+
+    Attributes:
+        trusts_names: whether no callback at all is needed in modules whose calls all came by the name of torch's
+            function. False for good once such a module has made no call by that name.
     """
 
     def __init__(self) -> None:
+        self.trusts_names = True
         self._passes = 0
         self._places: Places | None = None
         self._modules: object = (
@@ -78,6 +84,9 @@ class PassSearch:
             for name, (module, functions) in (self._places or {}).items():
                 _, latest = places.get(name, (module, functions))
                 places[name] = module, _either(functions, latest)
+        if places is not None and not self.trusts_names:
+            for name, (module, functions) in places.items():
+                places[name] = module, _FUSED if functions == BY_NAME else functions
         self._places, self._modules = places, tree.named()
 
 
@@ -153,8 +162,8 @@ class ObservedPass:
         watcher.end()
         if not watcher.whole:
             if 0 in [frame.calls + frame.indexes for frame in watcher.called_in]:
-                # Attention that was found there is now computed elsewhere.
-                self.tap.searched(None)
+                # Attention that was found there is now computed elsewhere, or called in another way.
+                self.tap.searched(None, trusts_names=False)
             return
         # Where attention may be hidden, the next pass is searched everywhere.
         is_local = self.is_local and not watcher.hidden
@@ -176,6 +185,8 @@ class ObservedPass:
             self.is_local = False
         else:
             functions = _FUNCTIONS[captured.how]
+            if captured.by_name and captured.ordinal == 0:
+                functions = BY_NAME
             _, before = self.places.get(name, (module, functions))
             self.places[name] = module, _either(before, functions)
 
@@ -290,4 +301,9 @@ def _either(
     first: frozenset[Function] | None, second: frozenset[Function] | None
 ) -> frozenset[Function] | None:
     """The functions of interest if both sets are given, or None, which means all functions."""
-    return None if first is None or second is None else first | second
+    if first is None or second is None:
+        return None
+    if first != second and first | second >= BY_NAME:
+        # Some calls came in another way, so the mode is needed.
+        return (first | second | _FUSED) - BY_NAME
+    return first | second

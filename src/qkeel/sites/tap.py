@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, statistics
-from qkeel.capture.compiled_bounds import CompiledBounds
 from qkeel.capture.example import LastPass, copied, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall
+from qkeel.capture.named_attention import CompiledBounds
 from qkeel.errors import caution
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
@@ -205,7 +205,8 @@ class Tap(Handle):
 
     @property
     def latest(self) -> LastPass | None:
-        """The latest trained pass, or, before the first, the latest that may turn out to be trained."""
+        """The latest trained pass, or, before the first, the latest that may turn out to be trained; with an optimizer,
+        of those that were measured."""
         if self._latest is None:
             for held in reversed(self._held):
                 if held.latest is not None:
@@ -221,12 +222,16 @@ class Tap(Handle):
             else self._searches[self.model.training].places(self.tree)
         )
 
-    def searched(self, places: Places | None) -> None:
-        """Notes where a pass had attention that was searched everywhere; with None, the next pass is so too."""
+    def searched(self, places: Places | None, *, trusts_names: bool = True) -> None:
+        """Notes where a pass had attention that was searched everywhere; with None, the next pass is so too.
+
+        trusts_names: False if a call may have come in another way than by the name of torch's function."""
         if not places and not self.tree.of_kind(SpecModule):
             # No attention was found, so it may appear anywhere.
             places = None
-        self._searches[self.model.training].note(places, self.tree)
+        search = self._searches[self.model.training]
+        search.trusts_names = search.trusts_names and trusts_names
+        search.note(places, self.tree)
 
     def has(self, phase: Phase) -> bool:
         """True if there are statistics of passes with this role to read."""
@@ -321,7 +326,7 @@ class Tap(Handle):
             )
         return self._facts
 
-    def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
+    def _before(self, args: Args, kwargs: Kwargs, compiled: Callable[[], bool]) -> None:
         self.settle(decide=False)
         if in_function_transform():
             if not self._said_transform:
@@ -334,6 +339,10 @@ class Tap(Handle):
         is_repeated = not torch.is_grad_enabled() and inside_checkpoint()
         candidate = torch.is_grad_enabled() or is_repeated
         measured, counts = self._due(candidate, training)
+        if self._by_step and not measured and not is_repeated:
+            # Nobody asks for its role: steps are counted by the optimizer.
+            self.empty += is_empty(args, kwargs)
+            return
         self._beginning = held = _HeldPass(
             training=training, counts=counts, candidate=candidate
         )
@@ -350,14 +359,15 @@ class Tap(Handle):
             )
         if not measured or not self.visitor.before(args, kwargs):
             return
+        is_compiled = compiled()
         # One process alone may find a logit over the threshold, and would make collectives of its own in a second pass.
-        is_bounded = compiled and self._bounds is not None and dist.world() == 1
+        is_bounded = is_compiled and self._bounds is not None and dist.world() == 1
         if is_bounded and self._bounds is not None and self._bounds.begin():
             held.random = torch.get_rng_state()
             held.versions = _versions(args, kwargs)
             return
         self._running = running = ObservedPass(self, candidate=candidate)
-        if compiled or _takes_fast_path(self.tree):
+        if is_compiled or _takes_fast_path(self.tree):
             self._extra_pass(running, args, kwargs)
         else:
             call = (args, kwargs) if self._forwards.model is self.model else None

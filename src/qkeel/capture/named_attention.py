@@ -1,13 +1,18 @@
-"""A bound on the logits of attention inside compiled code, which no mode and no hook sees.
+"""A function that stands for F.scaled_dot_product_attention under its name, while a pass is observed or bounds are asked.
 
-While somebody asks for bounds, F.scaled_dot_product_attention is a function that torch's compiler puts into the graph as
-an operator of ours. The operator calls the one that torch would choose and notes its largest logsumexp, so a compiled
-pass needs no second one as long as no logit can be over a threshold.
+Nearly all models look the function up in torch.nn.functional each time that they call it. Observers read such calls
+here, and need no mode, through which every torch function around the call would pass as well.
+
+While somebody asks for bounds, torch's compiler puts the function into the graph as an operator of ours. The operator
+calls the one that torch would choose and notes its largest logsumexp, so a compiled pass needs no second one as long as
+no logit can be over a threshold.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,14 +20,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkeel.capture.logsumexp import attention_with_logsumexp
-from qkeel.capture.readers import SDPA, is_mask_object, sdpa_arguments
+from qkeel.capture.readers import (
+    SDPA,
+    CallObserver,
+    is_mask_object,
+    observers,
+    sdpa_arguments,
+)
 from qkeel.errors import caution
+from qkeel.patching.modes import number_of_modes, only_modes_of
 
 _ATEN = torch.ops.aten
 _FORWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
-_LOCK = threading.Lock()
-_users = [0]
+_LOCK = threading.RLock()
+# Those for whom the function stands under its name, and those of them who ask for bounds.
+_holders, _users = [0], [0]
 
 
 class _Notes(threading.local):
@@ -80,30 +93,82 @@ torch.library.register_autograd(
 
 
 def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
-    """Stands for F.scaled_dot_product_attention under its name; the same bits, and its largest logsumexp is noted."""
+    """Stands for F.scaled_dot_product_attention under its name, with the same bits; see the module's description."""
     mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-    if is_mask_object(mask):
-        # Such a mask knows the function by what is stored under its name, and calls it again with plain tensors.
-        public = F.scaled_dot_product_attention
-        kind: Any = type(mask)
-        return kind.__torch_function__(public, (kind,), args, kwargs)
+    is_object = is_mask_object(mask)
     if torch.compiler.is_compiling():
-        arguments = sdpa_arguments(args, kwargs)
-        if torch.compiler.is_exporting() or not _is_fused(**arguments):
+        if not is_object:
+            return _in_graph(args, kwargs)
+        public, kind = F.scaled_dot_product_attention, type(mask)
+        return kind.__torch_function__(public, (kind,), args, kwargs)  # type: ignore[union-attr]
+    call = _with_mask_object if is_object else SDPA
+    present = observers()
+    if not present and _notes.tops is None:
+        return call(*args, **kwargs)
+    return _observed(present, call, args, kwargs)
+
+
+def _with_mask_object(*args: Any, **kwargs: Any) -> Any:
+    """Makes a call whose mask compares the function with what is stored under its name."""
+    # No other thread puts the stand-in back meanwhile.
+    with _LOCK:
+        public = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = SDPA
+        try:
             return SDPA(*args, **kwargs)
-        q, k, v = arguments["query"], arguments["key"], arguments["value"]
-        if mask is not None:  # as the public function converts it
-            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-        return torch.ops.qkeel_bounds.attend(
-            q, k, v, arguments["is_causal"], mask, arguments["scale"]
-        )[0]
-    rows = None
-    if _notes.tops is not None:
-        rows = attention_with_logsumexp(args, kwargs)
-    if rows is None or _notes.tops is None:
+        finally:
+            F.scaled_dot_product_attention = public
+
+
+def _in_graph(args: Any, kwargs: Any) -> Any:
+    """Makes a call in code that torch compiles."""
+    arguments = sdpa_arguments(args, kwargs)
+    if not _users[0] or torch.compiler.is_exporting() or not _is_fused(**arguments):
         return SDPA(*args, **kwargs)
-    _notes.tops.append(rows[1].detach().amax())
-    return rows[0]
+    q, k, v = arguments["query"], arguments["key"], arguments["value"]
+    mask = arguments["attn_mask"]
+    if mask is not None:  # as the public function converts it
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+    return torch.ops.qkeel_bounds.attend(
+        q, k, v, arguments["is_causal"], mask, arguments["scale"]
+    )[0]
+
+
+def _observed(
+    present: tuple[CallObserver, ...],
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Makes a call and hands it to the observers that read names here; the mode of the others sees it."""
+    # A mode of anybody else may make another call of this one, which only a mode below it sees.
+    if number_of_modes() and not only_modes_of(CallObserver):
+        return call(*args, **kwargs)
+    readers: list[CallObserver] = []
+    is_bounded = _notes.tops is not None
+    for observer in present:
+        observer.by_name = True
+        if observer.reads_names:
+            readers.append(observer)
+            is_bounded = is_bounded or observer.wants_logsumexp
+    try:
+        # A subclass of Tensor may make the call by calling the function again.
+        for observer in readers:
+            observer.reads_names = False
+        rows = None
+        if is_bounded and call is SDPA:
+            rows = attention_with_logsumexp(args, kwargs)
+        out, lse = (call(*args, **kwargs), None) if rows is None else rows
+        if _notes.tops is not None and lse is not None:
+            _notes.tops.append(lse.detach().amax())
+        for observer in readers:
+            observer.guard(observer.named_call, args, kwargs, lse)
+        return out
+    finally:
+        for observer in readers:
+            observer.reads_names = True
+        for observer in present:
+            observer.by_name = False
 
 
 # What reads the function's documentation, and TorchScript, which compiles no variable arguments, find torch's own.
@@ -146,6 +211,43 @@ def _is_fused(
     )
 
 
+# The functions to observe in a module whose calls all came by this name.
+BY_NAME = frozenset({scaled_dot_product_attention})
+
+
+def hold_name() -> bool:
+    """Puts the function under its name, until as many calls of `release_name`.
+
+    False, with nothing done, if somebody else's function is there, which may do more than torch's."""
+    with _LOCK:
+        if F.scaled_dot_product_attention not in (SDPA, scaled_dot_product_attention):
+            return False
+        _holders[0] += 1
+        F.scaled_dot_product_attention = scaled_dot_product_attention
+        return True
+
+
+def release_name() -> None:
+    """Gives torch's function its name back when nobody holds it any more."""
+    with _LOCK:
+        _holders[0] -= 1
+        public = F.scaled_dot_product_attention
+        if not _holders[0] and public is scaled_dot_product_attention:
+            F.scaled_dot_product_attention = SDPA
+
+
+@contextmanager
+def name_held() -> Iterator[bool]:
+    """A context in which the function stands under its name; its value is False if somebody else's does instead, or if
+    a mode of theirs may change what a call is."""
+    is_held = hold_name()
+    try:
+        yield is_held and only_modes_of(CallObserver)
+    finally:
+        if is_held:
+            release_name()
+
+
 class CompiledBounds:
     """Asks compiled passes for a bound on their logits, until `remove`.
 
@@ -159,14 +261,11 @@ class CompiledBounds:
         self._passes = 0
         self._outer: list[Tensor] | None = None
         self._is_running = False
-        with _LOCK:
-            public = F.scaled_dot_product_attention
-            # Somebody else's function under the name may do more than torch's: its calls are not noted.
-            self._is_active = public in (SDPA, scaled_dot_product_attention)
-            if self._is_active:
+        self._is_active = hold_name()
+        if self._is_active:
+            with _LOCK:
                 _users[0] += 1
-                F.scaled_dot_product_attention = scaled_dot_product_attention
-        if not self._is_active:
+        else:
             caution(
                 "F.scaled_dot_product_attention is not torch's own function here, so logits in compiled code are "
                 "computed in an additional pass"
@@ -207,6 +306,4 @@ class CompiledBounds:
         self._is_active = False
         with _LOCK:
             _users[0] -= 1
-            public = F.scaled_dot_product_attention
-            if not _users[0] and public is scaled_dot_product_attention:
-                F.scaled_dot_product_attention = SDPA
+        release_name()

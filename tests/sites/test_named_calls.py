@@ -1,0 +1,356 @@
+"""Calls of F.scaled_dot_product_attention are read by that name, and whatever arrives in another way is not lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import qkeel
+from qkeel.capture import named_attention
+from qkeel.capture.intercept import CaptureMode
+from qkeel.sites import Tap, find_sites
+
+SDPA = F.scaled_dot_product_attention
+PASSES = range(12)  # 0, 1, 2, 4 and 8 are searched everywhere
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def by_name(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def by_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return SDPA(q, k, v, is_causal=True)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+def by_upper_left(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = causal_upper_left(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def by_lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = causal_lower_right(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+class Doubled(TorchFunctionMode):
+    """Doubles the queries of every call, as a mode of the user's may."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is SDPA:
+            args = (2 * args[0], *args[1:])
+        return function(*args, **(kwargs or {}))
+
+
+def in_a_mode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with Doubled():
+        return by_name(q / 2, k, v)
+
+
+def in_a_checkpoint(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return checkpoint(by_name, q, k, v, use_reentrant=False)
+
+
+class Layer(nn.Module):
+    """Attention of 4 heads, by whatever `attend` holds."""
+
+    def __init__(self, attend: Attend = by_name) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.attend = attend
+        self.largest = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
+        )
+        # The oracle: the largest causal logit of each head.
+        logits = (q.double() @ k.double().mT / 8**0.5).detach()
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+        self.largest = logits.masked_fill(hidden, -torch.inf).amax((0, 2, 3))
+        return x + self.attend(q, k, v).transpose(1, 2).flatten(2)
+
+
+def stack(*attends: Attend) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*map(Layer, attends))
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=["sites are known", "sites are not known"])
+def tapped(request: pytest.FixtureRequest) -> Iterator[Callable[[nn.Module], Tap]]:
+    with ExitStack() as undo:
+
+        def tap_of(model: nn.Module) -> Tap:
+            tap = undo.enter_context(Tap(model))
+            if request.param == "sites are known":
+                tap.sites.extend(find_sites(model, batch(0)))
+            return tap
+
+        yield tap_of
+
+
+@pytest.fixture
+def callbacks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The torch functions that have passed through a CaptureMode."""
+    passed: list[object] = []
+    before = CaptureMode.__torch_function__
+
+    def note(
+        self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        passed.append(func)
+        return before(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(CaptureMode, "__torch_function__", note)
+    return passed
+
+
+def check(model: nn.Module, tap: Tap, *, silent: set[str] | None = None) -> None:
+    """The tap has the largest logits of the pass that has just run at all layers but the `silent` ones."""
+    stats = tap.read()
+    layers = dict(model.named_children())
+    assert set(stats) == set(layers) - (silent or set())
+    for name, x in stats.items():
+        expected = layers[name].largest.float()
+        torch.testing.assert_close(x.max_logit, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_calls_by_name_are_read_without_a_callback_for_each_torch_function(
+    tapped: Any, callbacks: list[object]
+) -> None:
+    model = stack(by_name, by_name)
+    tap = tapped(model)
+    for i in PASSES:
+        callbacks.clear()
+        model(batch(i))
+        check(model, tap)
+        assert bool(callbacks) == (i in (0, 1, 2, 4, 8)), i
+    assert F.scaled_dot_product_attention is SDPA
+
+
+@pytest.mark.parametrize(
+    "attend", [by_reference, by_hand, by_upper_left, by_lower_right, in_a_mode]
+)
+def test_calls_in_another_way_are_read_in_every_pass(tapped: Any, attend: Any) -> None:
+    model = stack(by_name, attend)
+    tap = tapped(model)
+    for i in PASSES:
+        model(batch(i))
+        check(model, tap)
+
+
+@pytest.mark.parametrize(
+    "attend", [by_reference, by_hand, by_lower_right, in_a_mode, in_a_checkpoint]
+)
+def test_a_model_that_changes_its_way_is_searched_again_at_once(
+    tapped: Any, attend: Any
+) -> None:
+    """The pass of the change has no numbers of that layer, rather than wrong ones; all others have theirs."""
+    model = stack(by_name, by_name)
+    tap = tapped(model)
+    is_seen = attend in (by_lower_right, in_a_checkpoint)
+    for i in PASSES:
+        if i == 5:
+            model[1].attend = attend
+        model(batch(i))
+        check(model, tap, silent={"1"} if i == 5 and not is_seen else None)
+
+
+def test_a_mode_around_the_model_keeps_the_callbacks(tapped: Any) -> None:
+    model = stack(by_name, by_name)
+    tap = tapped(model)
+    for i in PASSES:
+        with ExitStack() as around:
+            if i >= 5:
+                around.enter_context(torch.device("cpu"))  # a mode of torch's own
+            model(batch(i))
+        check(model, tap)
+
+
+def test_a_model_that_goes_to_and_fro_is_lost_in_one_pass_only(tapped: Any) -> None:
+    model = stack(by_name)
+    tap = tapped(model)
+    for i in range(20):
+        model[0].attend = by_reference if i % 4 == 3 else by_name
+        model(batch(i))
+        check(model, tap, silent={"0"} if i == 3 else None)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_somebody_elses_function_under_the_name_is_read_as_what_it_calls(
+    tapped: Any, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    model = stack(by_name, by_name)
+    tap = tapped(model)
+    for i in PASSES:
+        if i == 5:
+            monkeypatch.setattr(
+                F,
+                "scaled_dot_product_attention",
+                lambda q, k, v, **kwargs: SDPA(factor * q, k, v, **kwargs),
+            )
+        model(batch(i))
+        if i >= 5:
+            for layer in model:
+                layer.largest = layer.largest * factor
+        check(model, tap)
+
+
+def test_two_taps_of_one_model_both_read_its_calls(callbacks: list[object]) -> None:
+    model = stack(by_name, by_name)
+    with Tap(model) as first:
+        model(batch(0))
+        with Tap(model) as second:  # searched everywhere while the first reads names
+            for i in PASSES:
+                callbacks.clear()
+                model(batch(i))
+                for tap in (first, second):
+                    stats = {name: x.max_logit for name, x in tap.take("train").items()}
+                    for name, layer in model.named_children():
+                        torch.testing.assert_close(
+                            stats[name], layer.largest.float(), rtol=1e-5, atol=1e-6
+                        )
+            assert not callbacks
+
+
+def test_models_in_two_threads_are_read_apart() -> None:
+    models = [stack(by_name, by_name), stack(by_name, by_reference)]
+    faults: list[BaseException] = []
+
+    def run(model: nn.Module, seed: int) -> None:
+        try:
+            with Tap(model) as tap:
+                for i in range(40):
+                    model(batch(seed + i))
+                    check(model, tap)
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [
+        threading.Thread(target=run, args=(model, 100 * i))
+        for i, model in enumerate(models)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    assert F.scaled_dot_product_attention is SDPA
+
+
+def test_a_pass_that_fails_gives_the_name_back_and_the_next_is_read(
+    tapped: Any,
+) -> None:
+    model = stack(by_name, by_name)
+    tap = tapped(model)
+    for i in PASSES:
+        if i in (3, 6):
+            with pytest.raises(RuntimeError):
+                model(batch(i)[..., :31])
+            assert F.scaled_dot_product_attention is SDPA
+        model(batch(i))
+        check(model, tap)
+
+
+def test_a_call_that_the_model_kept_from_a_watched_pass_goes_on(tapped: Any) -> None:
+    """A module that imports the name during its forward holds the stand-in."""
+    model = stack(by_name, by_name)
+    held: list[Any] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not held:
+            held.append(F.scaled_dot_product_attention)
+        return held[0](q, k, v, is_causal=True)
+
+    model[1].attend = attend
+    tap = tapped(model)
+    for i in PASSES:
+        model(batch(i))
+        check(model, tap)
+    tap.remove()
+    assert torch.equal(model(batch(1)), stack(by_name, by_name)(batch(1)))
+
+
+def test_reading_by_name_changes_no_bit_of_the_training() -> None:
+    weights = []
+    for is_watched in (False, True):
+        model = stack(by_name, by_reference, by_name)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with ExitStack() as undo:
+            if is_watched:
+                undo.enter_context(qkeel.watch(model, optimizer))
+                handle = qkeel.apply(model, "qk_clip:threshold=100", optimizer)
+                undo.callback(handle.remove)
+            for i in PASSES:
+                model(batch(i)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("attend", [by_name, by_reference, by_hand])
+@pytest.mark.parametrize("part", ["around", "inside"])
+def test_functions_that_are_compiled_next_to_attention_go_on(
+    attend: Any, part: str
+) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        torch.relu if part == "around" else attend, backend="eager"
+    )
+    model = stack(attend, attend)
+    model[1].attend = (
+        compiled
+        if part == "inside"
+        else lambda q, k, v: attend(compiled(q), compiled(k), compiled(v))
+    )
+    expected = [model(batch(i)) for i in PASSES]
+    with Tap(model) as tap:
+        for i in PASSES:
+            assert torch.equal(model(batch(i)), expected[i])
+            layers = {"0", "1"} if part == "around" else {"0"}
+            assert layers <= set(tap.read())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_what_is_compiled_in_an_observed_pass_holds_torchs_own_function() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(by_name, backend=backend)
+    model = stack(by_name, compiled)
+    with named_attention.name_held():
+        compiled(*torch.randn(3, 2, 4, 7, 8))
+    with Tap(model):
+        for i in range(6):
+            assert torch.isfinite(model(batch(i))).all()
+    assert graphs
+    called = {node.target for graph in graphs for node in graph.graph.nodes}
+    assert not any("qkeel" in str(target) for target in called)
