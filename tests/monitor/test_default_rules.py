@@ -306,21 +306,3 @@ def test_the_line_of_an_alarm_names_all_optimizers() -> None:
         line = monitor.alarms[0].remedy
     spec = "qk_clip:threshold=15,steps=matched"
     assert line == f'qkeel.apply(model, "{spec}", [muon, adamw])'
-
-
-def test_an_alarm_over_capped_logits_says_what_is_left_of_them() -> None:
-    from qkeel.monitor.rules import Ceiling
-
-    def history(capped: float) -> History:
-        heads = {"max_logit": 400.0, "capped_max_logit": capped}
-        return History(
-            steps=np.array([0.0]),
-            rates=None,
-            values={},
-            heads={name: np.array([[[x]]]) for name, x in heads.items()},
-            layers=["a"],
-        )
-
-    capped, plain = (Ceiling(threshold=100.0).check(history(x)) for x in (50.0, 400.0))
-    assert "400 is over 100 (50 after the model's cap)" in str(capped)
-    assert "cap" not in str(plain)

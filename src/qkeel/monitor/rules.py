@@ -341,9 +341,6 @@ class Ceiling(ThresholdRule):
         if top is None or not top.value > threshold:
             return None
         meaning = f"max logit {top.value:,.4g} is over {threshold:,g}"
-        capped = history.series("capped_max_logit")
-        if capped is not None and 0 < top.at.of(capped)[-1] < 0.95 * top.value:
-            meaning += f" ({top.at.of(capped)[-1]:,.4g} after the model's cap)"
         free = largest_logit(history, factor=LOOSE)
         grows = free is not None and free.at == top.at
         course = trend(history, top.series, grows=grows)
