@@ -413,7 +413,10 @@ IDENTITIES: dict[str, tuple[str, str]] = {
     "sigma_reparam": ("sigma_reparam:init=keep", "to rounding at the start"),
     "spectral_cap": ("spectral_cap:cap=1e30", "bit for bit over steps"),
     "z_loss": ("z_loss:coefficient=0,module=head", "to rounding over steps"),
-    "final_softcap": ("final_softcap:cap=1e30,module=head", "to rounding over one step"),
+    "final_softcap": (
+        "final_softcap:cap=1e30,module=head",
+        "to rounding over one step",
+    ),
     "dropout": ("dropout:rate=0", "bit for bit over steps"),
 }
 NO_IDENTITY = {

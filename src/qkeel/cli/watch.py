@@ -86,8 +86,7 @@ def watch(
         when: The steps at which to measure.
         out: Directory of the run; if it is not empty, -2, -3 and so on is appended [default: qkeel-runs/SCRIPT].
         sink: Also send metrics to a tracker, like tensorboard or wandb:project=gpt; may be repeated.
-        query_mask: Keyword argument of the model's forward that marks the query rows to include; by default
-            attention_mask, where it is [batch queries].
+        query_mask: Keyword argument of the model's forward that marks the query rows to include, like attention_mask.
         nan: Also name what made the first NaN or infinity, at the cost of waiting for the device before each step.
         apply: Remedies to train with, like lalr:tau=0.1+qk_clip or qk_norm; the script itself is not changed.
         autopilot: Apply the cheapest effective remedy automatically, only to the heads that need it.

@@ -320,7 +320,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         every: int | Cadence = CALLBACK_CADENCE,
         sinks: Sinks = (),
         rules: Sequence[Rule] | None = None,
-        query_mask: MaskSource | None = None,
+        query_mask: MaskSource | None = "attention_mask",
         per_layer: bool = True,
         autopilot: bool | str | Ladder = False,
         remedy: str | Remedy | Sequence[str | Remedy] | None = None,

@@ -136,7 +136,7 @@ class Monitor(Handle):
             self._guard,
         )
         for name, module in model.items():
-            tokens = PassTokens(query_mask[name], classes.get(name))
+            tokens = PassTokens(query_mask.get(name), classes.get(name))
             calls = CallStatistics(tokens, setting, main)
             tap = Tap(
                 module,

@@ -80,16 +80,15 @@ class QueryMaskSource:
     given: the name of an argument of the model's forward ("attention_mask"), a function of the forward's arguments, or
     the tensor itself. It applies to calls with b sequences of t queries. In all other calls, every query counts, for
     example in the decoder of an encoder–decoder model if the mask is the encoder's. If it applies to no call at all,
-    `PassTokens` warns. None: the forward's argument "attention_mask", if it is one of the forms of such a mask.
+    `PassTokens` warns.
     """
 
-    given: MaskSource | None
+    given: MaskSource
     # The names of the forward's positional arguments.
     forward: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        is_source = self.given is None or isinstance(self.given, (str, Tensor))
-        if not is_source and not callable(self.given):
+        if not isinstance(self.given, (str, Tensor)) and not callable(self.given):
             raise InvalidTypeError(
                 "expected query_mask as the name of a keyword argument, a function of the forward's arguments, or a "
                 f"tensor [b t], got {type(self.given).__name__}"
@@ -98,7 +97,7 @@ class QueryMaskSource:
             self.of((), {})
 
     @classmethod
-    def on(cls, model: nn.Module, given: MaskSource | None) -> QueryMaskSource:
+    def on(cls, model: nn.Module, given: MaskSource) -> QueryMaskSource:
         """Returns the given source, checked against the forward of a model.
 
         Raises: InvalidValueError if the forward does not take an argument with that name.
@@ -112,8 +111,6 @@ class QueryMaskSource:
 
         Raises: InvalidValueError if the mask is not a tensor [b t], or has negative floating-point values.
         """
-        if self.given is None:
-            return _padding(from_pass("attention_mask", self.forward, args, kwargs))
         mask = from_pass(self.given, self.forward, args, kwargs)
         if mask is None:
             return None
@@ -127,21 +124,6 @@ class QueryMaskSource:
                 "below 0, as in a mask that is added to scores; pass mask >= 0 instead"
             )
         return mask if mask.dtype == torch.bool else mask != 0
-
-
-def _padding(mask: object) -> Tensor | None:
-    """Returns the padding mask [b t] that a batch carries itself, or None if it is no such mask or hides nothing."""
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return None
-    if mask.is_floating_point() and bool((mask < 0).any()):
-        return None
-    mask = mask if mask.dtype == torch.bool else mask != 0
-    # A causal mask [t t] has the form of one for t sequences.
-    is_square = mask.shape[0] == mask.shape[1]
-    if is_square and bool((mask == torch.ones_like(mask).tril()).all()):
-        return None
-    # Without padding, calls are measured as if there were no mask; a device is not waited for.
-    return None if mask.is_cpu and bool(mask.all()) else mask
 
 
 @final
@@ -325,7 +307,9 @@ def _rows_differ(call: Seen) -> bool:
 class PassTokens:
     """The rows that count in the current pass, and their classes."""
 
-    def __init__(self, query_mask: QueryMaskSource, classes: Classes | None) -> None:
+    def __init__(
+        self, query_mask: QueryMaskSource | None, classes: Classes | None
+    ) -> None:
         self._query_mask, self._classes = query_mask, classes
         self._names: tuple[str, ...] = () if classes is None else classes.names
         self._mask: Tensor | None = None
@@ -337,7 +321,8 @@ class PassTokens:
 
     def begin(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Begins a pass with these arguments."""
-        self._mask = self._query_mask.of(args, kwargs)
+        if self._query_mask is not None:
+            self._mask = self._query_mask.of(args, kwargs)
         if self._classes is None:
             return
         classes = self._classes.of(args, kwargs, self._mask)
@@ -366,8 +351,8 @@ class PassTokens:
             masked = with_query_mask(call, self._mask)
             if masked is not call:
                 self._misfits["mask"], call = None, masked
-            # Packed sequences have no rows of padding, and nobody asked for the batch's own mask.
-            elif not is_packed and self._query_mask.given is not None:
+            # Packed sequences have no rows of padding.
+            elif not is_packed:
                 self._misfit(
                     "mask",
                     "query_mask applies to no attention, so every query row counts: expected a mask of shape [batch "

@@ -103,9 +103,9 @@ def watch(
             objects or as strings that contain a /; or Sink objects.
         rules: the alarm rules; each warns once. None uses the default rules and the rules from `monitor.rules_for` that
             fit the model (number format, kernel, head width, norms); an empty list turns alarms off.
-        query_mask: which query rows count, [b t]: the name of the forward's argument that contains the mask, a function
-            of the forward's arguments, or the tensor itself. None leaves out the rows that an argument named
-            attention_mask [b t] marks as padding, if there is one; a function that returns None counts every row.
+        query_mask: which query rows count, [b t]: the name of the forward's argument that contains the mask
+            ("attention_mask"), a function of the forward's arguments, or the tensor itself. None counts every row,
+            those of padding too.
         classes: the class of each token, such as text and image: a dict of token ids by class name, the name of a
             forward argument that contains class numbers or is true for class 1, a function of the arguments, or a
             tensor [b t]; use `monitor.Classes` to name the classes as well. Statistics are then also split by class,
@@ -201,7 +201,9 @@ def watch(
         rules=None
         if rules is None
         else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
-        query_mask={n: QueryMaskSource.on(x, query_mask) for n, x in models.items()},
+        query_mask={}
+        if query_mask is None
+        else {n: QueryMaskSource.on(x, query_mask) for n, x in models.items()},
         classes={}
         if classes is None
         else {n: Classes.on(x, classes) for n, x in models.items()},
