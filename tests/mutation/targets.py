@@ -45,13 +45,12 @@ SHARED = ("contract", "golden", "conformance", "parity", "processes")
 
 
 def mutated_files(root: Path, room: str) -> list[Path]:
-    """The source files of a room in a checkout."""
-    files = [root / f"src/qkeel/{name}.py" for name in ROOT]
-    return (
-        sorted((root / "src/qkeel" / room).rglob("*.py"))
-        if room != "root"
-        else [f for f in files if f.exists()]
-    )
+    """The source files of a room in a checkout: a folder, one file of that name, or those at the root."""
+    if room == "root":
+        files = [root / f"src/qkeel/{name}.py" for name in ROOT]
+        return [f for f in files if f.exists()]
+    file = root / f"src/qkeel/{room}.py"
+    return [file] if file.exists() else sorted(file.with_suffix("").rglob("*.py"))
 
 
 def test_files(root: Path, room: str) -> list[str]:

@@ -161,7 +161,7 @@ def test_further_layers_of_a_kind_take_fewer_runs_and_wrong_ones_are_seen(
     monkeypatch.setattr(verify.Rerun, "logits", counted)
     model = stack(*(Heads() for _ in range(3)))
     assert [site.verified for site in find_sites(model, x())] == [True] * 3
-    assert runs.count("1") == runs.count("2") < runs.count("0") / 2
+    assert runs == ["0", "0", "1", "2"]
 
     def permuted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return plain(q[:, :, [0, 2, 1, 3]], k, v)

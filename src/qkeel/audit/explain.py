@@ -19,6 +19,7 @@ from qkeel.audit.norm_evidence import (
     unknown_norm,
 )
 from qkeel.audit.one_pass import OnePass, joined
+from qkeel.audit.output_gates import gate_text
 from qkeel.audit.recipes import Explanation, NormRecipe, SiteRecipe
 from qkeel.audit.unused import unused_parameters
 from qkeel.audit.visibility import describe_visible, visible_pairs
@@ -215,6 +216,7 @@ class SiteEvidence:
             scale=scale,
             scale_parameter=self._parameter_of(torch.tensor(scale).double()),
             sinks=self._sinks(),
+            gate=gate_text(self.trace.gates.get(site.name)),
             bias=is_biased,
             idle=tuple(idle),
             unknown=tuple(unknown),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from qkeel.audit.output_gates import GateMode
 from qkeel.capture.example import copied
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.patching.autograd import base_of
@@ -107,6 +108,8 @@ class OnePass:
         self.scopes = {site.name: _scope(model, site) for site in sites if site.terms}
         self.norms = {name: self._norms(name) for name in self.scopes}
         self.products: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        # By site, the mean of what a sigmoid made and the output of each head is multiplied by.
+        self.gates: dict[str, Tensor] = {}
 
     def run(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Runs the pass."""
@@ -134,11 +137,12 @@ class OnePass:
                     names[id(weight)] = stored
             for norm in itertools.chain(*self.norms.values()):
                 undo.callback(norm.module.register_forward_pre_hook(norm.note).remove)
+            gates = undo.enter_context(GateMode(lambda: [*calls]))
             mode = undo.enter_context(_ProductMode(names))
             forward(
                 self.model, watcher, copied(args), copied(dict(kwargs)), graph=False
             )
-        self.products = mode.products
+        self.products, self.gates = mode.products, gates.gates
         self.calls = {heads[0].name: heads for heads in grouped([*calls.values()])}
 
     def _norms(self, site: str) -> list[NormModule]:

@@ -108,6 +108,9 @@ class SiteRecipe:
         None  #: cap c of c·tanh(z/c), in nats; None if there is no cap
     )
     sinks: str = ""  #: softmax columns beyond the keys; "" if there are none
+    gate: str = (
+        ""  #: what a sigmoid multiplies the output by; "" if there is no such gate
+    )
     visible: str = ""  #: the keys that a query sees; "" if unknown
     window: int | None = (
         None  #: tokens in the sliding window, including the query's own; None if there is none
@@ -159,6 +162,7 @@ class SiteRecipe:
         ]
         if self.layer_type != "full":
             rows.append(("type", f"{self.layer_type}: {LAYER_TYPES[self.layer_type]}"))
+        rows += [("gate", self.gate)] if self.gate else []
         rows += [("idle", text) for text in self.idle]
         rows += [("unknown", text) for text in self.unknown]
         return [f"{title:<10}{text}" for title, text in rows]

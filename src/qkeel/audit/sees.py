@@ -309,7 +309,7 @@ class _Passes:
                 values = torch.cat([values, (values - 1).where(values > 0, values + 1)])
                 values = values.sort().values
             # Another token of the batch is in the vocabulary for sure, and each is replaced by another one.
-            following = torch.searchsorted(values, tokens) + 1
+            following = torch.searchsorted(values, tokens.contiguous()) + 1
             replacements = values[following % len(values)]
         mask = trial.changed.to(tokens.device)
         mask = mask.reshape(*mask.shape, *[1] * (tokens.ndim - 2))

@@ -566,6 +566,12 @@ class EagerAttentionTracer:
             if is_new and not waiting.is_matrix:
                 self._report(frame, waiting.call)
 
+    def forget(self) -> None:
+        """Drops everything of a pass that has ended, or that was ended early."""
+        self.tags.clear()
+        self._waiting.clear()
+        self._latest.clear()
+
     def end_all(self) -> None:
         """Called when the pass is over."""
         while self._waiting:

@@ -88,8 +88,7 @@ class ModuleCall:
 
 def _autocast_now(device: str) -> Callable[[], torch.autocast]:
     """Returns a function that makes a context of autocast as it is set now."""
-    # The meta device has none.
-    device = device if torch.amp.is_autocast_available(device) else "cpu"
+    device = _autocast_device(device)
     return functools.partial(
         torch.autocast,
         device,
@@ -98,13 +97,21 @@ def _autocast_now(device: str) -> Callable[[], torch.autocast]:
     )
 
 
+@functools.lru_cache(maxsize=8)
+def _autocast_device(device: str) -> str:
+    # The meta device has no autocast.
+    return device if torch.amp.is_autocast_available(device) else "cpu"
+
+
 class GivenArguments:
     """What a module was called with, so that it can be called again: the arguments, the contents of the objects among
     them, and the setting of autocast."""
 
     def __init__(self, args: Args, kwargs: Kwargs, inputs: Sequence[Tensor]) -> None:
         self.args, self.kwargs = args, kwargs
-        self._contents = ObjectContents((args, dict(kwargs)))
+        self._contents = None
+        if not all(map(_is_fixed, (*args, *kwargs.values()))):
+            self._contents = ObjectContents((args, dict(kwargs)))
         self._autocast = _autocast_now(inputs[0].device.type if inputs else "cpu")
         self._copied = False
 
@@ -130,7 +137,8 @@ class GivenArguments:
     @contextmanager
     def as_given(self) -> Iterator[None]:
         """A context in which objects among the arguments have their former contents, under the same autocast."""
-        self._contents.restore()
+        if self._contents is not None:
+            self._contents.restore()
         with self._autocast():
             yield
 
@@ -162,8 +170,7 @@ class ModuleStack:
         self.by_caller: Mapping[Caller, str] | None = {} if keep_inputs else None
         self._keep = keep_inputs
         self._guard = guard
-        self.root = ModuleCall(name="", module=model, parent=None)
-        self.top = self.root
+        self.root = self.top = ModuleCall(name="", module=model, parent=None)
         # Called with a module's call that ends.
         self.ended: Callable[[ModuleCall], None] = lambda frame: None
 
@@ -177,7 +184,10 @@ class ModuleStack:
         hooks: list[Hook] = []
         undo.callback(remove_hooks, hooks)
         for module in self._named.values():
-            if not isinstance(module, torch.jit.ScriptModule):
+            if _has_no_attention(module):
+                if self._keep:
+                    hooks += put_hooks(module, None, in_this_thread(self._count))
+            elif not isinstance(module, torch.jit.ScriptModule):
                 hooks += put_hooks(module, push, pop)
 
     def begun(self, args: Args, kwargs: Kwargs) -> None:
@@ -185,6 +195,11 @@ class ModuleStack:
         model = self.root.module
         del self._named[self._names[id(model)]]
         self.push(model, args, kwargs)
+
+    def restart(self) -> None:
+        """Forgets a pass that may have ended early."""
+        model = self.root.module
+        self.root = self.top = ModuleCall(name="", module=model, parent=None)
 
     def push(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Records that a call of this module begins."""
@@ -211,6 +226,9 @@ class ModuleStack:
             given=GivenArguments(args, kwargs, inputs) if self._keep else None,
         )
 
+    def _count(self, module: nn.Module, args: object, output: object) -> None:
+        self.called[id(module)] += 1
+
     def pop(self, module: nn.Module, args: object, output: object) -> None:
         """Records that a call of this module ends."""
         # A frame above this one remains if an exception ended a module without hooks.
@@ -219,6 +237,15 @@ class ModuleStack:
                 self.ended(frame)
                 self.top = frame.parent
                 return
+
+
+# Most modules of a model are linear layers and norms, and a frame for each call of them costs time.
+_WITHOUT_ATTENTION = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout)
+
+
+def _has_no_attention(module: nn.Module) -> bool:
+    """True for a layer of torch's own in which no attention can be called."""
+    return type(module) in _WITHOUT_ATTENTION and "forward" not in vars(module)
 
 
 def tensors(value: object) -> Iterator[Tensor]:
@@ -388,6 +415,13 @@ def copied(value: Any) -> Any:
     return mapped(value, copy_of)
 
 
+def _is_fixed(value: object) -> bool:
+    """True for tensors, numbers and strings, also in tuples: no pass can change what such an object holds."""
+    return isinstance(value, _PLAIN) or (
+        type(value) is tuple and all(map(_is_fixed, value))
+    )
+
+
 @contextmanager
 def same_random_streams(devices: Sequence[int] = ()) -> Iterator[None]:
     """A context that restores the random generators of Python, NumPy and torch, on the CPU and on the given GPUs."""
@@ -402,11 +436,19 @@ Undo = Callable[[], None]
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[Undo]:
-    """A context that restores what a forward pass changes: random generators, buffers, attributes and requires_grad
-    flags, and in which the user's hooks that return nothing don't run.
+    """A context that restores what a forward pass changes (see `restored`), and in which the user's hooks that return
+    nothing don't run.
 
     The context yields a function that restores this state, for use between two passes.
     """
+    with hooks_held_back(model), restored(model) as undo:
+        yield undo
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[Undo]:
+    """A context that restores random generators, and a model's buffers, attributes and requires_grad flags. It yields a
+    function that does so between two passes."""
     modules = [*modules_of(model).values()]
     parameters = parameters_in(modules)
     devices = sorted(
@@ -415,7 +457,6 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
     # Those that every module has, such as hooks and parameters, which sharded models exchange in a pass.
     torchs_own = vars(nn.Module()).keys()
     with ExitStack() as undo:
-        undo.enter_context(hooks_held_back(model))
         streams = undo.enter_context(ExitStack())
         streams.enter_context(same_random_streams(devices))
         kept = [

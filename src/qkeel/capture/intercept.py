@@ -267,6 +267,11 @@ class CaptureMode(CallObserver):
             enter = functools.partial(self._enter_module, only)
             hooks += put_hooks(module, enter, self._leave_module)
 
+    def restart(self) -> None:
+        """Forgets the pass that was observed, so that another one can be observed in the same context."""
+        self.handwritten.forget()
+        self.stack.restart()
+
     def end(self) -> None:
         """Reports what is still waiting; the pass is over, or about to be."""
         self.guard(self.apart, self.handwritten.end_all)

@@ -330,6 +330,8 @@ class ModelFinder(Handle):
         """
         # Number of optimizers created so far.
         self.optimizers = 0
+        # Whether looking for models ended in an error, which was told.
+        self.failed = False
         self._start, self._of_script = start, of_script
         self._further, self._end = further, end
         # Models that the script watches itself.
@@ -419,6 +421,7 @@ class ModelFinder(Handle):
             act(optimizer)
         except Exception as error:
             self.remove()
+            self.failed = True
             caution(
                 f"qkeel stopped looking for models to watch: {type(error).__name__}: {error}. The script continues"
             )
@@ -788,7 +791,9 @@ class WatchSession:
         monitors = [
             monitor for run in self._runs if (monitor := run.monitor()) is not None
         ]
-        broken = any(monitor.passes and not monitor.active for monitor in monitors)
+        broken = self._finder.failed or any(
+            monitor.passes and not monitor.active for monitor in monitors
+        )
         # An autopilot closes its monitor after it has seen the last record.
         for watcher in (*self._pilots(), *monitors):
             watcher.close(complete=complete)

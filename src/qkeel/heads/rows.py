@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -33,6 +34,9 @@ from qkeel.heads.walk import (
     walk,
 )
 from qkeel.patching.autograd import is_wrapper
+
+# Up to this number, a gradient for each head costs less than one for each half of them.
+_FEW_HEADS = 5
 
 Products = Sequence[tuple[Tensor | None, Tensor | None]]
 
@@ -110,9 +114,15 @@ class Side:
         everything = torch.arange(projection.size)[None]
         if projection.table:
             return everything
-        heads = [
-            projection.reached(_probe(x[:, h], projection)) for h in range(x.shape[1])
-        ]
+        used = features_used(x, 1, projection) if x.shape[1] > _FEW_HEADS else None
+        if used is not None:
+            heads = [projection.rows(features.nonzero().flatten()) for features in used]
+        else:
+            weights = _probe_weights(x[:, 0])
+            heads = [
+                projection.reached(_gradient(x[:, h], projection, weights))
+                for h in range(x.shape[1])
+            ]
         sizes = {len(rows) for rows in heads}
         name = projection.parameter
         if sizes == {0}:
@@ -320,14 +330,22 @@ def _probe(
 ) -> Tensor | None:
     """The gradient of a fixed random combination of the elements of x, or of those that a mask selects, with respect
     to the features of a projection."""
+    weights = _probe_weights(x)
+    return _gradient(x, projection, weights if mask is None else weights * mask)
+
+
+def _probe_weights(x: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(x.shape, generator=generator, dtype=torch.float64) + 0.5
-    if mask is not None:
-        weights = weights * mask
+    return weights.to(x)
+
+
+def _gradient(x: Tensor, projection: Projection, weights: Tensor) -> Tensor | None:
+    """The gradient of the sum of weights times x with respect to the features of a projection."""
     (grad,) = torch.autograd.grad(
         x,
         GradientEdge(projection.node, 0),
-        weights.to(x),
+        weights,
         retain_graph=True,
         allow_unused=True,
     )
@@ -345,31 +363,45 @@ def features_used(
     """The features of a projection that each of the m slices of x along a dimension uses. None if several slices use
     the same feature at the same token, or if no slice uses any.
 
-    Each bit of the slices' numbers takes two gradients, of the slices in which the bit
-    is set and of the others. A feature that both reach is used by several slices.
+    Each gradient is that of half of the slices, and no two slices are in the same halves. A
+    feature of several slices is therefore reached by more than half of the gradients.
     """
     size = x.shape[dim]
     shape = [size if i == dim % x.ndim else 1 for i in range(x.ndim)]
-    numbers = torch.arange(size)
-    code = reached = None
-    for bit in range(max(1, (size - 1).bit_length())):
-        is_set = (numbers >> bit & 1).bool()
-        uses = []
-        for mask in (is_set, ~is_set):
-            grad = _probe(x, projection, mask.view(shape))
-            if grad is None:
-                return None
-            uses.append(projection.by_feature(grad).ne(0).cpu())
-        if bool((uses[0] & uses[1]).any()):
+    codes = half_codes(size)
+    reached = []
+    for mask in codes.T.to(x.device):
+        grad = _probe(x, projection, mask.view(shape))
+        if grad is None:
             return None
-        reached = uses[0] | uses[1] if reached is None else reached | uses[0] | uses[1]
-        code = uses[0].long() << bit if code is None else code | uses[0].long() << bit
-    if code is None or reached is None or not bool(reached.any()):
+        reached.append(projection.by_feature(grad).ne(0).cpu())
+    seen = torch.stack(reached, -1)
+    half = int(codes[0].sum())
+    weights = seen.sum(-1)
+    if not bool(weights.any()) or bool(((weights != 0) & (weights != half)).any()):
         return None
-    used = torch.zeros(size, code.shape[1], dtype=torch.bool)
-    tokens, features = reached.nonzero(as_tuple=True)
-    used[code[tokens, features], features] = True
+    tokens, features = weights.nonzero(as_tuple=True)
+    slices = (seen[tokens, features].float() @ codes.float().T == half).nonzero()
+    used = torch.zeros(size, seen.shape[1], dtype=torch.bool)
+    used[slices[:, 1], features[slices[:, 0]]] = True
     return used
+
+
+def half_codes(n: int) -> Bool[Tensor, "n m"]:
+    """For each of n items, the m tests that it is in: half of them, and no two items in the same half. If a test shows
+    what any of its items does, the tests tell every item from every other one.
+
+    >>> half_codes(3).int().tolist()
+    [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    """
+    tests = 2
+    while math.comb(tests, tests // 2) < n:
+        tests += 1
+    codes = torch.zeros(n, tests, dtype=torch.bool)
+    halves = itertools.combinations(range(tests), tests // 2)
+    for code, half in zip(codes, halves):
+        code[list(half)] = True
+    return codes
 
 
 # --- The dimensions of scores that hold heads, found by experiment: slices along them are computed from different

@@ -103,7 +103,10 @@ class Projection:
         """The indices of the rows or columns whose features a gradient reaches."""
         if grad is None:
             return torch.empty(0, dtype=torch.int64)
-        features = self.by_feature(grad).ne(0).any(0).nonzero().flatten().cpu()
+        return self.rows(self.by_feature(grad).ne(0).any(0).nonzero().flatten().cpu())
+
+    def rows(self, features: Tensor) -> Tensor:
+        """The indices of the rows or columns that produce features."""
         return features if self.order is None else self.order[features].unique()
 
     def bias_shift(self, rows: Tensor) -> tuple[Tensor | None, int]:

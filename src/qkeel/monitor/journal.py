@@ -255,7 +255,7 @@ class Recorder:
                 self.sinks.remove(sink)
                 self.dropped += 1
                 caution(
-                    f"{type(sink).__name__} failed and is switched off: {type(error).__name__}: {error}. "
+                    f"{type(sink).__name__} failed and is switched off: {type(error).__name__}: {str(error).rstrip('.')}. "
                     "Statistics and training continue"
                 )
 

@@ -78,28 +78,9 @@ def forward(
 
     Raises: ApartError if the pass involves all processes and fails on only some of them.
     """
-    # An optimised script runs as a single node of the graph, through which no gradient path can be traced. (A script
-    # that was already optimised remains so.)
-    unoptimised = torch.jit.optimized_execution(False)
-    grads = (
-        torch.inference_mode(False),
-        torch.enable_grad() if graph else torch.no_grad(),
-    )
     together = spread(model) if together is None else together
-    agreed = dist.agreed_collectives(SEARCH) if together else nullcontext()
-    noticed = (parts or CheckpointedParts()).noticed()
     try:
-        # A stance is set when it is created, so that an error before the context is entered would leave it set for the
-        # process.
-        with (
-            agreed,
-            torch.compiler.set_stance("force_eager"),
-            unoptimised,
-            grads[0],
-            grads[1],
-            noticed,
-            watcher,
-        ):
+        with eagerly(graph=graph, together=together, parts=parts), watcher:
             model(*args, **kwargs)
         if isinstance(guard, DeferredError):
             guard.settle()
@@ -107,6 +88,27 @@ def forward(
         if together and not isinstance(error, dist.ApartError):
             dist.fail_on_all(SEARCH, error)
         raise
+
+
+@contextmanager
+def eagerly(
+    *, graph: bool, together: bool, parts: CheckpointedParts | None = None
+) -> Iterator[None]:
+    """A context in which passes run eagerly, with gradients if `graph` is True, and in all processes if `together` is."""
+    # An optimised script runs as a single node of the graph, through which no gradient path can be traced. (A script
+    # that was already optimised remains so.)
+    unoptimised = torch.jit.optimized_execution(False)
+    # A stance is set when it is created, so that an error before the context is entered would leave it set for the
+    # process.
+    with (
+        dist.agreed_collectives(SEARCH) if together else nullcontext(),
+        torch.compiler.set_stance("force_eager"),
+        unoptimised,
+        torch.inference_mode(False),
+        torch.enable_grad() if graph else torch.no_grad(),
+        (parts or CheckpointedParts()).noticed(),
+    ):
+        yield
 
 
 def check_devices(model: nn.Module, *example: object) -> None:

@@ -36,6 +36,7 @@ from qkeel.capture.example import (
     undisturbed,
 )
 from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.user_hooks import hooks_held_back
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
@@ -148,7 +149,7 @@ class ModelTrace:
     def verified(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         """Returns the sites, with a reason for each site whose weights a rerun of its module does not confirm."""
         verification = Verification(self.model)
-        with extra_pass(self.model):
+        with extra_pass(self.model), hooks_held_back(self.model):
             checked = [
                 verification.site(site, self.calls.get(site.name, [])) for site in sites
             ]
@@ -165,7 +166,7 @@ class ModelTrace:
         """
         calls = self.calls[site.name]
         readers = [LogitReader(call.captured.call) for call in calls]
-        with extra_pass(self.model):
+        with extra_pass(self.model), hooks_held_back(self.model):
             rerun = smallest_rerun(
                 self.model, site, calls, readers, ChangedWeights(self.model, site)
             )
@@ -543,14 +544,10 @@ class _Reading:
     def _named_by_caller(self, captured: CapturedCall) -> CapturedCall:
         """The call, under another name if its module was called with other weights before."""
         frame, name = captured.frame, captured.name
-        by_weights = self._weights.setdefault(name, {})
-        behind = sides(products_of_call(captured.call), frame, self._names)
-        weights = (
-            frozenset((s.name, p.parameter) for s in behind for p in s.walk.nearest)
-            or None
-        )
-        if not by_weights:
-            by_weights[weights] = name
+        if name not in self.order:
+            return captured
+        self._note_weights(self.order[name].captured)
+        by_weights, weights = self._weights[name], self._weights_behind(captured)
         if weights is None or None in by_weights or frame.caller is None:
             return captured
         if weights not in by_weights:
@@ -566,6 +563,22 @@ class _Reading:
         frame = dataclasses.replace(frame, name=site)
         return dataclasses.replace(captured, frame=frame, ordinal=0)
 
+    def _note_weights(self, first: CapturedCall) -> None:
+        """Notes the weights behind the first call of a module, while its graph exists."""
+        if first.name not in self._weights:
+            self._weights[first.name] = {self._weights_behind(first): first.name}
+
+    def _weights_behind(
+        self, captured: CapturedCall
+    ) -> frozenset[tuple[str, str]] | None:
+        """The sides and names of the nearest weights behind a call, or None if they are unknown."""
+        products = products_of_call(captured.call)
+        behind = sides(products, captured.frame, self._names)
+        return (
+            frozenset((s.name, p.parameter) for s in behind for p in s.walk.nearest)
+            or None
+        )
+
     def _at_end_of_part(self) -> None:
         running = self.watcher.stack.top.line()
         self.watcher.guard(
@@ -574,6 +587,8 @@ class _Reading:
 
     def _read_complete(self, running: Sequence[ModuleCall]) -> None:
         incomplete: list[CapturedCall] = []
+        for captured in self._waiting:
+            self._note_weights(captured)
         for calls in grouped(self._waiting):
             if calls[0].headless and any(calls[0].frame is frame for frame in running):
                 # More heads may follow.

@@ -1,11 +1,17 @@
 """Verifies that the known weights of a site determine its logits, head by head.
 
 The smallest module that holds the projections and the attention call runs again with
-the inputs that it had, and with the rows of some heads changed; exactly the logits of
-these heads must change. Rows are *rotated* within their head (row i takes the place of
-row i + 1), not scaled: a norm over all heads keeps its value then, so that no other head
-moves. Each head is in half of the changes and no two heads are in the same half, so that
-about log₂ h + 1 runs tell every head from every other one.
+the inputs that it had, and with other weights. Where logits are plain products, one run
+suffices: all rows of q and of k are multiplied by numbers that differ from head to head,
+and each logit must be multiplied by the product of its two numbers. This tells every head
+from every other one, and leaves no room for a part that comes from other weights.
+
+Otherwise the rows of some heads are changed, and exactly the logits of these heads must
+change. Rows are *rotated* within their head (row i takes the place of row i + 1), not
+scaled: a norm over all heads keeps its value then, so that no other head moves. Each head
+is in half of the changes and no two heads are in the same half, so that about log₂ h + 1
+runs tell every head from every other one. A layer of the same kind as one that was
+verified takes a single run.
 
 The runs are made on a deep copy of the module, whose parameters share the model's
 memory, so that whatever the module and its objects store is the copy's. Where no copy
@@ -19,23 +25,31 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.eager import reached
-from qkeel.capture.example import ModuleCall, undisturbed
+from qkeel.capture.example import ModuleCall, restored
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
 from qkeel.errors import RefusedError, caution
 from qkeel.functional.norms import wide
+from qkeel.heads.rows import half_codes
 from qkeel.heads.site import AttentionSite, HeadSlice, unique_slices
-from qkeel.heads.walk import nodes_of
-from qkeel.patching.modes import CollectiveMode, modules_of, submodules_of
-from qkeel.sites.run import forward, spread
+from qkeel.heads.walk import inputs_of, nodes_of, variable_of
+from qkeel.patching.modes import (
+    CollectiveMode,
+    modules_of,
+    push_mode,
+    submodules_of,
+    take_off,
+)
+from qkeel.sites.run import SEARCH, eagerly, spread
 
 Weights = Mapping[str, Tensor]
 Logits = list[Tensor]
@@ -43,6 +57,7 @@ Logits = list[Tensor]
 RowsOfHeads = tuple[HeadSlice, Sequence[int] | None]
 # Enough rows of logits to see whether a head changes.
 _ROWS = 32
+_MOST_OPERATIONS = 400
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,11 +75,11 @@ class CannotRerunError(Exception):
 @final
 class Verification:
     """Verifies the sites of one pass of a model. Of sites that are alike, the first is verified fully, and of the
-    others only that half of the heads are told from the other half."""
+    others a single run shows that their rows act in the same way."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._alike: dict[Hashable, tuple[AttentionSite, nn.Module]] = {}
+        self._verified: list[VerifiedModule] = []
         self._by_gradients: dict[str, str] = {}
 
     def site(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> AttentionSite:
@@ -104,25 +119,76 @@ class Verification:
                 # Changed rows would reach the logits in two ways, by which every head moves.
                 raise CannotRerunError("one weight is used twice on the way to a logit")
         weights = ChangedWeights(self.model, site)
-        rerun = smallest_rerun(self.model, site, calls, readers, weights)
-        kind = _kind(site, rerun.frame)
-        first, module = self._alike.get(kind, (None, None))
-        if first is not None and module is rerun.frame.module:
+        frame = next(_frames(calls, weights.parameters), None)
+        kind = None if frame is None else ModuleKind.of(site, calls[0].captured, frame)
+        for verified in (
+            self._verified if frame is not None and kind is not None else ()
+        ):
             # The same weights in a second call, which the first call's result would reach as well.
-            return "", first.unscaled
-        with rerun.opened():
-            experiment = _Experiment(site, weights, rerun)
-            if first is not None:
-                return experiment.doubt_heads(brief=True), first.unscaled
-            doubt = experiment.doubt_heads() or experiment.doubt_unknown_weights()
-            if doubt:
-                return doubt, ""
-            unscaled = experiment.disproportion()
-        self._alike[kind] = (
-            dataclasses.replace(site, unscaled=unscaled),
-            rerun.frame.module,
-        )
+            is_same = verified.module is frame.module
+            if is_same and verified.kind.weights == kind.weights:
+                return "", verified.unscaled
+            if verified.kind.is_same(kind) and self._is_alike(
+                verified, site, frame, calls, readers, weights
+            ):
+                return "", verified.unscaled
+        rerun = smallest_rerun(self.model, site, calls, readers, weights)
+        unscaled = ""
+        # Whether each side has a single weight, all of which has then been changed.
+        is_simple = len(site.query) + len(site.key) == 2
+        if not (rerun.is_proportional and is_simple):
+            with rerun.opened():
+                experiment = _Experiment(site, weights, rerun)
+                doubt = experiment.doubt_heads() or experiment.doubt_unknown_weights()
+                if doubt:
+                    return doubt, ""
+                unscaled = experiment.disproportion()
+        if kind is not None and rerun.frame is frame:
+            self._verified.append(
+                VerifiedModule(
+                    module=frame.module,
+                    kind=kind,
+                    on_copy=rerun.on_copy,
+                    unscaled=unscaled,
+                    is_proportional=rerun.is_proportional,
+                )
+            )
         return "", unscaled
+
+    def _is_alike(
+        self,
+        verified: VerifiedModule,
+        site: AttentionSite,
+        frame: ModuleCall,
+        calls: Sequence[RecordedCall],
+        readers: Sequence[LogitReader],
+        weights: ChangedWeights,
+    ) -> bool:
+        """True if one run of a module shows that its rows act as those of a verified module of its kind. If not, it has
+        to be verified itself."""
+        verified.alike += 1
+        try:
+            rerun = Rerun(
+                self.model,
+                site,
+                frame,
+                calls,
+                readers,
+                weights.parameters,
+                on_copy=verified.on_copy,
+            )
+            with rerun.opened():
+                rerun.base = [reader.recorded for reader in readers]
+                if weights.filled():
+                    rerun.base = rerun.logits(weights.filled())
+                experiment = _Experiment(site, weights, rerun)
+                if verified.is_proportional:
+                    return experiment.is_proportional()
+                return experiment.moves_thirds(verified.alike)
+        except dist.ApartError:
+            raise
+        except Exception:
+            return False
 
     def tell(self) -> None:
         """Says once which sites were verified by gradients alone."""
@@ -136,17 +202,115 @@ class Verification:
             )
 
 
-def _kind(site: AttentionSite, frame: ModuleCall) -> Hashable:
-    """Equal for sites whose verification would show the same: modules of one class with the same rows of weights of the
-    same names."""
-    start = len(frame.name) + 1 if frame.name else 0
-    paths = [
-        [(s.parameter[start:], s.axis, s.bias, s.index.tolist()) for s in path]
-        for term in site.terms
-        for path in (term.query, term.key)
-    ]
-    geometry = (site.n_heads, site.n_kv_heads, site.key_heads, site.normed, site.layout)
-    return type(frame.module), str(paths).replace(f"'{frame.name}.", "'"), geometry
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModuleKind:
+    """What says whether two modules would show the same in a verification.
+
+    Attributes:
+        weights: the numbers of heads, and the rows of weights by their names in the module.
+        operations: the function of the attention call, and the operations that lead from the weights to its logits.
+        settings: the switches, sizes and names among the attributes of the module and its submodules.
+        numbers: the numbers in the module's name.
+    """
+
+    weights: Hashable
+    operations: Hashable
+    settings: tuple[tuple[object, object], ...]
+    numbers: frozenset[object]
+
+    @classmethod
+    def of(
+        cls, site: AttentionSite, captured: CapturedCall, frame: ModuleCall
+    ) -> ModuleKind:
+        """The kind of a module that made an attention call."""
+        prefix, call = f"{frame.name}." if frame.name else "", captured.call
+        rows = tuple(
+            (
+                s.parameter.removeprefix(prefix),
+                s.bias and s.bias.removeprefix(prefix),
+                (s.axis, s.index.shape, s.index.numpy().tobytes()),
+            )
+            for term in site.terms
+            for path in (term.query, term.key)
+            for s in (*path, path[0])
+        )
+        geometry = (site.n_heads, site.n_kv_heads, site.key_heads, site.normed)
+        results = [call.logits] if isinstance(call, ScoresCall) else [call.q, call.k]
+        operations = _operations(results, nodes_of(frame.inputs))
+        settings: list[tuple[object, object]] = []
+        for name, module in modules_of(frame.module).items():
+            settings.append((name, type(module)))
+            settings += (
+                pair
+                for pair in vars(module).items()
+                if isinstance(pair[1], (bool, int, str, type(None)))
+            )
+        return cls(
+            weights=(geometry, site.layout, rows),
+            operations=(captured.how, operations),
+            settings=tuple(settings),
+            numbers=frozenset(int(x) for x in frame.name.split(".") if x.isdigit()),
+        )
+
+    def is_same(self, other: ModuleKind) -> bool:
+        """True if the modules are alike, except that each may hold the number of its layer."""
+        return (
+            (self.weights, self.operations) == (other.weights, other.operations)
+            and len(self.settings) == len(other.settings)
+            and all(
+                a == b
+                or (a[0] == b[0] and a[1] in self.numbers and b[1] in other.numbers)
+                for a, b in zip(self.settings, other.settings)
+            )
+        )
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class VerifiedModule:
+    """A module that was verified in full.
+
+    Attributes:
+        module: the module.
+        kind: its kind.
+        on_copy: whether a copy of it was run.
+        unscaled: why its logits do not scale with the rows of q or of k, or "".
+        is_proportional: whether its logits are proportional to the rows of q and of k, without a constant part.
+        alike: the number of other modules of its kind that have run since.
+    """
+
+    module: nn.Module
+    kind: ModuleKind
+    on_copy: bool
+    unscaled: str
+    is_proportional: bool
+    alike: int = 0
+
+
+def _operations(results: Sequence[Tensor], stops: set[Node]) -> tuple[str, ...]:
+    """The names of the operations, in the order of a search backwards, by which tensors were computed from parameters.
+    Those that lead to the inputs alone are left out, since inputs without gradients don't show them."""
+    users: dict[Node, list[Node]] = {}
+    parameters: list[Node] = []
+    queue = [x.grad_fn for x in results if x.grad_fn is not None]
+    users.update((node, []) for node in queue)
+    while queue and len(users) < _MOST_OPERATIONS:
+        node = queue.pop()
+        if variable_of(node) is not None:
+            parameters.append(node)
+        for above in inputs_of(node):
+            if above in stops:
+                continue
+            if above not in users:
+                users[above] = []
+                queue.append(above)
+            users[above].append(node)
+    of_parameters: set[Node] = set()
+    while parameters:
+        node = parameters.pop()
+        if node not in of_parameters:
+            of_parameters.add(node)
+            parameters += users[node]
+    return tuple(node.name() for node in users if node in of_parameters)
 
 
 # --- Running a module again
@@ -165,23 +329,25 @@ def smallest_rerun(
         CannotRerunError: no module call computes the same logits when it is repeated.
         Exception: no module call can be repeated at all; this is the error of the innermost one.
     """
-    needed = {id(p) for p in weights.parameters.values()}
     failures: list[Exception] = []
     fallback = None
     for frame, on_copy in itertools.product(
-        calls[0].captured.frame.line(), (True, False)
+        _frames(calls, weights.parameters), (True, False)
     ):
-        within = {id(p) for p in frame.module.parameters()}
-        if frame.given is None or not needed <= within:
-            continue
         try:
             rerun = Rerun(
                 model, site, frame, calls, readers, weights.parameters, on_copy=on_copy
             )
             with rerun.opened():
-                rerun.check()
+                before = rerun.check()
+                if weights.filled():
+                    before = rerun.logits(weights.filled())
+                rerun.base = before
+                experiment = _Experiment(site, weights, rerun)
+                rerun.is_proportional = experiment.is_proportional()
+                if rerun.is_proportional:
+                    return rerun
                 all_rows = [(s, None) for s in (*site.query, *site.key)]
-                before = rerun.base = rerun.logits(weights.filled())
                 after = rerun.logits(weights.rotated(all_rows))
         except dist.ApartError:
             raise
@@ -196,6 +362,18 @@ def smallest_rerun(
         return fallback
     failures.sort(key=lambda error: not isinstance(error, CannotRerunError))
     raise (failures or [RefusedError("no module of the model holds its weights")])[0]
+
+
+def _frames(
+    calls: Sequence[RecordedCall], parameters: Mapping[str, nn.Parameter]
+) -> Iterator[ModuleCall]:
+    """The module calls around an attention call that can be repeated with other parameters, innermost first."""
+    needed = {id(p) for p in parameters.values()}
+    for frame in calls[0].captured.frame.line():
+        if frame.given is not None and needed <= {
+            id(p) for p in frame.module.parameters()
+        }:
+            yield frame
 
 
 # An attribute of the copies that a Rerun makes.
@@ -222,6 +400,8 @@ class Rerun:
 
     #: the logits with the known weights as they are, which every change is compared with
     base: Logits | None = None
+    #: whether they were found to be proportional to the known rows
+    is_proportional = False
 
     def __init__(
         self,
@@ -235,10 +415,10 @@ class Rerun:
         on_copy: bool,
     ) -> None:
         assert frame.given is not None
-        self.frame, self._given = frame, frame.given
+        self.frame, self.on_copy, self._given = frame, on_copy, frame.given
         self._recorded, self._readers = calls, readers
         self._numbers = [call.positions[id(frame)] for call in calls]
-        self._spread = spread(model)
+        self.is_spread = spread(model)
         self._parameters, self.module = dict(parameters), frame.module
         if on_copy:
             # All other parameters are shared with the model, not copied.
@@ -257,20 +437,43 @@ class Rerun:
         )
         heads = (site.n_heads, site.n_kv_heads)
         self._key_heads = dict.fromkeys(within, heads) if site.key_heads is None else {}
-        self._undo: Callable[[], None] = lambda: None
+        self._watcher = CaptureMode(self.module, self._note, layouts=self._layouts)
+        self._watcher.key_heads = self._key_heads
+        # Whether the opened module has run, and the calls of its run, as they are reported.
+        self._has_run, self._reported = False, itertools.count()
+        self._calls: list[Seen] = []
+        self._to_end = self.is_spread
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """A context in which the module can run; afterwards it is as it was."""
-        with undisturbed(self.module) as self._undo:
-            yield
+        alone = self.is_spread or dist.world() == 1
+        with (
+            eagerly(graph=False, together=self.is_spread),
+            nullcontext() if alone else CollectiveMode(_refuse_collective),
+            self._watcher,
+        ):
+            # Between the runs, nothing is observed.
+            take_off(self._watcher)
+            self._has_run = False
+            # What is restored includes the hooks by which the watcher knows the running module.
+            try:
+                with restored(self.module) as self._undo:
+                    yield
+            finally:
+                # Otherwise calls of the last run that were not reported yet would be reported now.
+                self._watcher.restart()
 
-    def check(self) -> None:
-        """Raises CannotRerunError unless the module computes the same logits as in the model's pass, or, if they are
-        random, the same in every run."""
+    def check(self) -> Logits:
+        """Returns the logits with the module's weights.
+
+        Raises: CannotRerunError unless they are those of the model's pass or, if they are random, the same in every
+        run.
+        """
         first, recorded = self.logits({}), [x.recorded for x in self._readers]
         if not (_alike(first, recorded) or _alike(first, self.logits({}))):
             raise CannotRerunError("running their modules again gave other logits")
+        return first
 
     def logits(
         self, weights: Weights, inputs: Mapping[int, Tensor] | None = None
@@ -281,8 +484,8 @@ class Rerun:
         def copied(x: Tensor) -> Tensor:
             return (inputs or {}).get(next(number), x).detach().clone()
 
-        calls = self._calls(*self._given.changed(copied), weights)
-        return [reader(call) for reader, call in zip(self._readers, calls)]
+        self._run(*self._given.changed(copied), weights)
+        return [reader(call) for reader, call in zip(self._readers, self._calls)]
 
     def inputs_of_heads(self) -> dict[int, Tensor]:
         """The inputs, with their numbers, from which q or k was computed in the model's pass."""
@@ -309,7 +512,6 @@ class Rerun:
         """The modules without submodules inside the attention module that run after its attention call, by name, in
         order, with their first inputs."""
         inputs: dict[str, tuple[nn.Module, Tensor]] = {}
-        calls: list[Seen] = []
         inside = {id(module) for module in attention.modules()}
         with ExitStack() as undo:
             for name, module in modules_of(self.frame.module).items():
@@ -322,63 +524,51 @@ class Rerun:
                     name: str = name,
                     module: nn.Module = module,
                 ) -> None:
-                    is_after = len(calls) == len(self._numbers)
+                    is_after = len(self._calls) == len(self._numbers)
                     if is_after and args and isinstance(args[0], Tensor):
                         inputs.setdefault(name, (module, args[0].detach().clone()))
 
                 copied = self.module.get_submodule(name)
                 undo.callback(copied.register_forward_pre_hook(keep).remove)
             args, kwargs = self._given.changed(lambda x: x.detach().clone())
-            self._calls(args, kwargs, weights, calls)
+            self._to_end = True
+            self._run(args, kwargs, weights)
+            self._to_end = self.is_spread
         return inputs
 
-    def _calls(
-        self,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        weights: Weights,
-        whole: list[Seen] | None = None,
-    ) -> list[Seen]:
-        """Runs the module and returns the site's calls. With `whole`, they are added to that list while the module runs
-        to its end."""
-        calls = [] if whole is None else whole
-        count = itertools.count()
+    def _note(self, captured: CapturedCall) -> None:
+        if next(self._reported) in self._numbers:
+            self._calls.append(captured.call)
+        if len(self._calls) == len(self._numbers) and not self._to_end:
+            raise _EnoughError
 
-        def note(captured: CapturedCall) -> None:
-            if next(count) in self._numbers:
-                calls.append(captured.call)
-            # All processes have to make the same calls of each other, so none of them may stop early.
-            is_complete = len(calls) == len(self._numbers)
-            if is_complete and whole is None and not self._spread:
-                raise _EnoughError
-
-        watcher = CaptureMode(self.module, note, layouts=self._layouts)
-        watcher.key_heads = self._key_heads
-        self._undo()
-        alone = (
-            nullcontext()
-            if self._spread or dist.world() == 1
-            else CollectiveMode(_refuse_collective)
-        )
-        with (
-            self._given.as_given(),
-            self._exchanged(weights),
-            alone,
-            suppress(_EnoughError),
-        ):
-            forward(
-                self.module,
-                watcher,
-                args,
-                dict(kwargs),
-                graph=False,
-                together=self._spread,
-            )
-        if len(calls) < len(self._numbers):
+    def _run(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], weights: Weights
+    ) -> None:
+        """Runs the opened module up to the site's last call, whose calls are then in `_calls`. All processes have to
+        make the same calls of each other, so none of them may stop early."""
+        if self._has_run:
+            self._undo()
+            self._watcher.restart()
+        self._has_run, self._reported = True, itertools.count()
+        self._calls = []
+        with self._given.as_given(), self._exchanged(weights):
+            push_mode(self._watcher)
+            try:
+                self.module(*args, **kwargs)
+                self._watcher.end()
+            except _EnoughError:
+                pass
+            except Exception as error:
+                if self.is_spread and not isinstance(error, dist.ApartError):
+                    dist.fail_on_all(SEARCH, error)
+                raise
+            finally:
+                take_off(self._watcher)
+        if len(self._calls) < len(self._numbers):
             raise CannotRerunError(
                 "running their modules again made other attention calls"
             )
-        return calls
 
     @contextmanager
     def _exchanged(self, weights: Weights) -> Iterator[None]:
@@ -428,9 +618,10 @@ class LogitReader:
             self._rows = rows
             return int(self(call).nan_to_num(0.0).count_nonzero())
 
-        # Some rows may be padding, so the end with more nonzero logits is read.
-        ends = [slice(max(0, t - _ROWS), t), slice(0, min(t, _ROWS))]
-        self._rows = max(ends, key=shown)
+        self._rows = slice(0, t)
+        if t > _ROWS:
+            # Some rows may be padding, so the end with more nonzero logits is read.
+            self._rows = max(slice(t - _ROWS, t), slice(0, _ROWS), key=shown)
         self.recorded = self(call)
 
     @torch.no_grad()
@@ -491,17 +682,79 @@ class _Experiment:
         dtypes = [torch.finfo(p.dtype) for p in weights.parameters.values()]
         least = min(dtypes, key=lambda dtype: dtype.bits)
         steps = 4 if least.bits < 32 else 64
-        #: the largest change of a logit that rounding may cause
-        self._rounding = steps * least.eps * _largest(self._base)
+        #: the largest relative and absolute change of a logit that rounding may cause
+        self._relative = steps * least.eps
+        self._rounding = self._relative * _largest(self._base)
 
-    def doubt_heads(self, *, brief: bool = False) -> str:
-        """Rows that change the logits of heads other than their own, or of no head. If `brief`, only half of the heads
-        are told from the others."""
+    def is_proportional(self) -> bool:
+        """True if multiplying the rows of all query heads and of all key heads by different numbers multiplies the
+        logits of each head by the numbers of its two heads, and by nothing else."""
+        site = self._site
+        sides = [
+            unique_slices(term.query[-1] for term in site.terms),
+            unique_slices(term.key[-1] for term in site.terms),
+        ]
+        is_shared = len(unique_slices(itertools.chain(*sides))) < sum(map(len, sides))
+        # What one process sees must not decide how many runs all of them make.
+        if site.normed or is_shared or self._rerun.is_spread:
+            return False
+        weights: Weights = self._weights.filled()
+        factors = torch.ones(site.n_heads)
+        least = math.inf
+        for base, slices in zip((4.0, 3.0), sides):
+            n = min(s.n for s in slices)
+            if any(s.n > n for s in slices):
+                # Parts of a head that have rows of their own, and parts that all heads share.
+                n = 1
+            # Large numbers, so that a bound or a quantisation step between rows and logits shows.
+            numbers = 4 * base ** (torch.arange(1.0, n + 1) / n)
+            least = min(least, abs(base ** (1 / n) - 1))
+            for s in slices:
+                by_head = numbers.expand(s.n) if n == 1 else numbers
+                weights = self._weights.multiplied([(s, None)], by_head, weights)
+            factors = factors * numbers[site.used(n)]
+        after, heads = self._rerun.logits(weights), 0
+        expected: Logits = []
+        for z in self._base:
+            of_call = factors[heads : heads + z.shape[1]].to(z)
+            expected.append(z * of_call.view(-1, 1, 1))
+            heads += z.shape[1]
+        # Small logits don't tell the numbers of two heads apart.
+        limit = 4 * self._relative * _largest(expected)
+        is_clear = bool((_by_head(expected) * least > 4 * limit).all())
+        return is_clear and _largest(expected, after) <= limit
+
+    def moves_thirds(self, number: int) -> bool:
+        """True if rotating the query rows of a third of the heads and the key rows of another third moves these heads
+        and no others. `number` shifts the thirds, so that several layers tell more heads from each other."""
+        site = self._site
+        sides: list[tuple[list[RowsOfHeads], list[bool]]] = []
+        for turn, slices in enumerate((site.query, site.key)):
+            n = min((s.n for s in slices if s.n > 1), default=1)
+            if n > 1:
+                third = [h for h in range(n) if (h + h // 3 + number) % 3 == turn]
+                heads = third or [number % n]
+                rows: list[RowsOfHeads] = [(s, heads) for s in slices if s.n == n]
+                sides.append((rows, _expected(site, n, heads)))
+        if not sides:
+            rows = [(s, None) for s in (*site.query, *site.key)]
+            sides = [(rows, [True] * site.n_heads)]
+        moves = [any(moved) for moved in zip(*(expected for _, expected in sides))]
+        if not all(moves):
+            rows = [pair for chosen, _ in sides for pair in chosen]
+            sides = [(rows, moves)]
+        return all(self._moved(chosen) == expected for chosen, expected in sides)
+
+    def _moved(self, chosen: Sequence[RowsOfHeads]) -> list[bool]:
+        """For each head, whether its logits change if rows are rotated."""
+        after = self._rerun.logits(self._weights.rotated(chosen))
+        return (_by_head(self._base, after) > self._rounding).tolist()
+
+    def doubt_heads(self) -> str:
+        """Rows that change the logits of heads other than their own, or of no head."""
         for slices in (self._site.query, self._site.key):
-            patterns = [*_patterns(slices, self._site)]
-            for chosen, expected in patterns[: 1 if brief else None]:
-                after = self._rerun.logits(self._weights.rotated(chosen))
-                moved = (_by_head(self._base, after) > self._rounding).tolist()
+            for chosen, expected in _patterns(slices, self._site):
+                moved = self._moved(chosen)
                 if moved != expected:
                     names = ", ".join(dict.fromkeys(s.parameter for s, _ in chosen))
                     return (
@@ -601,12 +854,8 @@ def _patterns(
     affects another head, there is therefore a change that contains the row but not that head.
     """
     for n in sorted({s.n for s in slices if s.n > 1}):
-        changes = 2
-        while math.comb(changes, changes // 2) < n:
-            changes += 1
-        codes = [*itertools.combinations(range(changes), changes // 2)][:n]
-        for change in range(changes):
-            heads = [h for h in range(n) if change in codes[h]]
+        for half in half_codes(n).T:
+            heads = half.nonzero().flatten().tolist()
             if heads:
                 rows: list[RowsOfHeads] = [(s, heads) for s in slices if s.n == n]
                 yield rows, _expected(site, n, heads)
@@ -693,10 +942,18 @@ class ChangedWeights:
         return weights
 
     def multiplied(
-        self, chosen: Iterable[RowsOfHeads], factor: float
+        self,
+        chosen: Iterable[RowsOfHeads],
+        factor: float | Tensor,
+        weights: Weights | None = None,
     ) -> dict[str, Tensor]:
-        """Multiplies the rows and biases of the chosen heads by a factor."""
-        return self.changed(chosen, lambda rows: rows * factor)
+        """Multiplies the rows and biases of the chosen heads by a factor, or by one for each head."""
+
+        def multiply(rows: Tensor) -> Tensor:
+            factors = torch.as_tensor(factor).to(rows)
+            return rows * factors.view(-1, *[1] * (rows.ndim - 1))
+
+        return self.changed(chosen, multiply, weights)
 
     def changed(
         self,
