@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import qkeel
 from qkeel.capture import named_attention
 from qkeel.capture.intercept import CaptureMode
+from qkeel.capture.readers import SDPA
 from qkeel.sites import Tap, find_sites
 
-SDPA = F.scaled_dot_product_attention
 PASSES = range(12)  # 0, 1, 2, 4 and 8 are searched everywhere
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -96,6 +96,13 @@ def stack(*attends: Attend) -> nn.Sequential:
 
 def batch(seed: int) -> Tensor:
     return torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True)
+def torchs_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Clips of earlier tests may still wait for the garbage collector.
+    monkeypatch.setattr(named_attention, "_holders", [0])
+    monkeypatch.setattr(F, "scaled_dot_product_attention", SDPA)
 
 
 @pytest.fixture(params=["sites are known", "sites are not known"])
