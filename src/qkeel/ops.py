@@ -132,7 +132,7 @@ def attention(
         dropout=dropout,
     )
     t, s = q.shape[2], k.shape[2]
-    if causal and call.plain and cu_seqlens is None and t > s:
+    if causal and call.plain and cu_seqlens is None and t > s > 0:
         # The usual way here is tokens in the dimension of heads, whose number may divide too.
         raise ShapeError(
             f"expected at most as many queries as keys under causal=True, got {t} and {s}: queries are aligned to the end "

@@ -27,7 +27,6 @@ def gap(kind: str, preset: str, impl: str, backend: str) -> float:
 def test_attention_is_one_graph_forward_and_backward_and_the_choice_of_a_kernel_a_constant_of_it() -> (
     None
 ):
-    # The choice comes first: what is chosen is logged once per process.
     chosen, one_graph = gaps(
         *("chosen", "qwen3", "auto", "eager"),
         *("fullgraph", "qwen3", "sdpa", "aot_eager"),
