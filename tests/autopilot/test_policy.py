@@ -170,3 +170,11 @@ def test_low_entropy_under_a_clip_is_said() -> None:
     clipped, end = (d for d in found if d.action is not WATCH)
     assert (clipped.action, clipped.site, clipped.heads) == (CLIP, "a", (0, 1))
     assert (end.action, end.step) == (NONE, clipped.step + 6)
+
+
+def test_a_closer_watch_ends_after_twenty_calm_records() -> None:
+    decisions = decided(np.full((40, 2, 2), 3.0), Ladder())
+    assert [(d.step, d.action, d.release) for d in decisions] == [
+        (0, WATCH, False),
+        (20, WATCH, True),
+    ]

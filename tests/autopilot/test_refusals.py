@@ -163,3 +163,13 @@ def test_a_state_that_is_none_of_this_autopilot_is_refused() -> None:
     ):
         with pytest.raises(InvalidValueError):
             pilot.load_state_dict(wrong)
+
+
+def test_the_record_of_the_last_step_is_judged_at_the_end() -> None:
+    model = foreign()
+    within = Run(model, steady(model))
+    pilot = qkeel.autopilot(model, within.optimizer, policy=AT_ONCE, every=1)
+    within.train(0, 6)
+    assert pilot.recording.history.steps[-1] == 4  # a step later each
+    pilot.close()
+    assert pilot.recording.history.steps[-1] == 5
