@@ -121,9 +121,9 @@ class Verification:
         weights = ChangedWeights(self.model, site)
         frame = next(_frames(calls, weights.parameters), None)
         kind = None if frame is None else ModuleKind.of(site, calls[0].captured, frame)
-        for verified in (
-            self._verified if frame is not None and kind is not None else ()
-        ):
+        for verified in self._verified:
+            if frame is None or kind is None:
+                break
             # The same weights in a second call, which the first call's result would reach as well.
             is_same = verified.module is frame.module
             if is_same and verified.kind.weights == kind.weights:
@@ -143,7 +143,7 @@ class Verification:
                 if doubt:
                     return doubt, ""
                 unscaled = experiment.disproportion()
-        if kind is not None and rerun.frame is frame:
+        if frame is not None and kind is not None and rerun.frame is frame:
             self._verified.append(
                 VerifiedModule(
                     module=frame.module,
