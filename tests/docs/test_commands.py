@@ -13,7 +13,9 @@ from tests.each_row import each_row
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "experiments" / "recipes" / "README.md"]
 PAGES += [
-    page for page in sorted((ROOT / "docs").rglob("*.md")) if "_made" not in page.parts
+    page
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    if {"_made", "_build"}.isdisjoint(page.parts)
 ]  # notes are history
 
 
