@@ -23,12 +23,12 @@ def notice_untrained(
     Read whenever a gradient arrives at the first of its own, until that is decided. Once the model is sharded, its
     parameters are other objects, and nothing is said.
     """
-    known = {id(parameter) for parameter in before.values()}
+    earlier_ids = {id(parameter) for parameter in before.values()}
     others = [parameter for parameter in before.values() if parameter.requires_grad]
     added = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and id(parameter) not in known
+        if parameter.requires_grad and id(parameter) not in earlier_ids
     }
     if not added or not others:
         return Handle(lambda: None)
