@@ -1,16 +1,13 @@
 """Shared by every test, in the processes that run them: see each_test."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib
-from typing import Any
 
 import pytest
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     gc.disable()  # until all is collected
     hands_out = config.getoption("dist", "no") != "no" and not hasattr(
         config, "workerinput"
@@ -20,16 +17,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+def pytest_xdist_make_scheduler(config, log):
     """Whole files go to a process, and all that fork to the same one, whose server imports torch and models once."""
     from xdist.scheduler import LoadFileScheduling
 
     @functools.cache
-    def forks(file: str) -> bool:
+    def forks(file):
         return "forked" in (config.rootpath / file).read_text(encoding="utf-8")
 
     class ByFile(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
+        def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
             return "forked" if forks(file) else file
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import pytest
 
-
-def each_row(
-    names: str, rows: Iterable[Any], *, ids: Iterable[str] | None = None
-) -> Callable[..., Any]:
+def each_row(names, rows, *, ids=None):
     """`pytest.mark.parametrize` for rows that a test takes in one case: a failure names its row, the others still run.
 
     For cheap rows whose only difference is their value; fixtures of the function are made once for all of them, so
@@ -30,11 +26,11 @@ def each_row(
         for row in listed
     ]
 
-    def decorated(test: Callable[..., None]) -> Callable[..., None]:
+    def decorated(test):
         signature = inspect.signature(test)
         fixtures = [p for p in signature.parameters.values() if p.name not in arguments]
 
-        def run(subtests: pytest.Subtests, **made: Any) -> None:
+        def run(subtests, **made):
             for called_so, row in zip(called, given, strict=True):
                 with subtests.test(called_so):
                     test(**made, **row)

@@ -13,7 +13,6 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import beartype._check.code.codemain as generated_checks
@@ -87,7 +86,7 @@ with contextlib.suppress(locale.Error):
     locale.setlocale(locale.LC_ALL, "")
 
 
-def _arithmetic() -> dict[str, object]:
+def _arithmetic():
     """What decides how torch and qkeel compute in this process: two runs of a test agree only where it agrees."""
     return {
         "the default dtype": torch.get_default_dtype(),
@@ -105,7 +104,7 @@ def _arithmetic() -> dict[str, object]:
     }
 
 
-def _compiled_kernels() -> bool:
+def _compiled_kernels():
     """Whether this process computes with the compiled kernels, which are compiled before the tests."""
     if os.environ.get("QKEEL_NATIVE") == "0":
         return False
@@ -115,7 +114,7 @@ def _compiled_kernels() -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
+def _same_start(request):
     """Each test starts from the same seed and must leave what decides the arithmetic as it found it."""
     drawn = (
         zlib.crc32(request.node.nodeid.encode()) % 8 == 0
@@ -136,7 +135,7 @@ def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def _compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def _compiler(monkeypatch):
     """The compiled kernels are on; for tests that are of nothing else, and are skipped where nothing can compile them.
 
     A compiler that fails is a defect: its tests fail.
@@ -153,7 +152,7 @@ def _compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """With QKEEL_TEST_ORDER=SEED: files in random order, and the tests of each file too."""
     if "QKEEL_TEST_ORDER" not in os.environ:
         return
@@ -168,7 +167,7 @@ _modules_frozen = 0
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
+def pytest_runtest_teardown():
     """What a test imported stays as well: transformers, Triton and torch's compiler make 400,000 objects."""
     global _modules_frozen
     if len(sys.modules) > _modules_frozen + 50:
@@ -178,7 +177,7 @@ def pytest_runtest_teardown() -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish():
     """The server of forked processes ends first, so that `time make test` counts what they took."""
     server = sys.modules.get("multiprocessing.forkserver")
     if server is not None:
@@ -190,7 +189,7 @@ atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish(session):
     """Compile what the tests will want, before one of them waits for it under its own time limit."""
     # What was imported and collected stays: to search it for rubbish again and again is a tenth of the suite's time.
     gc.freeze()
@@ -220,7 +219,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         os.environ.setdefault("QKEEL_NATIVE", "0")
 
 
-def _can_be_written(folder: Path) -> bool:
+def _can_be_written(folder):
     """Whether files can be made in a folder, or the folder itself where it is missing."""
     nearest = next(above for above in (folder, *folder.parents) if above.exists())
     return os.access(nearest, os.W_OK)

@@ -1,27 +1,20 @@
 """Torch's flex_attention on a CPU, as it is on a GPU."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import pytest
-from torch import Tensor
 from torch.nn.attention import flex_attention as home
-from torch.nn.attention.flex_attention import AuxRequest
 
 
-def flex_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def flex_as_on_a_gpu(monkeypatch):
     """Lets flex_attention hand out all that torch computes on a CPU and refuses there: maxima and gradients."""
     inner = home._apply_kernel_options
 
     def options(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: bool,
-        given: Any,
-        aux: AuxRequest | None = None,
-    ) -> Any:
+        q,
+        k,
+        v,
+        lse,
+        given,
+        aux=None,
+    ):
         wanted = aux is not None and aux.max_scores
         made = inner(
             q,

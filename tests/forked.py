@@ -11,11 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 _IMPORTED_ONCE = (
     "qkeel.lab.execute",
@@ -34,11 +32,11 @@ _IMPORTED_ONCE = (
 class _Process(ForkServerProcess):
     """Has the environment of what starts it; the server has that of the test that first needed one."""
 
-    def __init__(self, *how: Any, **more: Any) -> None:
+    def __init__(self, *how, **more):
         super().__init__(*how, **more)
         self._environment = dict(os.environ)
 
-    def run(self) -> None:
+    def run(self):
         os.environ.clear()
         os.environ.update(self._environment)
         super().run()
@@ -48,7 +46,7 @@ class _Context(ForkServerContext):
     Process = _Process
 
 
-def forkserver() -> Any:
+def forkserver():
     """The context that starts them; a test session has one server."""
     context = _Context()
     context.set_forkserver_preload(list(_IMPORTED_ONCE))
@@ -67,12 +65,12 @@ class Python:
 
     def __init__(
         self,
-        words: Sequence[str],
-        folder: Path,
+        words,
+        folder,
         *,
-        environment: Mapping[str, str] | None = None,
-        at_interrupt: Any = signal.default_int_handler,
-    ) -> None:
+        environment=None,
+        at_interrupt=signal.default_int_handler,
+    ):
         self._words, self._said = list(words), Path(tempfile.mkdtemp())
         given = (
             tuple(words),
@@ -85,15 +83,15 @@ class Python:
         self._process.start()
         self.pid: int = self._process.pid  # type: ignore[assignment]
 
-    def __enter__(self) -> Python:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._process.kill()
         self._process.join()
         shutil.rmtree(self._said)
 
-    def wait_for(self, text: str, seconds: float = 400) -> None:
+    def wait_for(self, text, seconds=400):
         """Waits until it has printed this; an AssertionError when it has ended or this time is over before."""
         deadline = time.monotonic() + seconds
         while text not in self._read("out"):
@@ -103,15 +101,15 @@ class Python:
             )
             time.sleep(0.01)
 
-    def poll(self) -> int | None:
+    def poll(self):
         """The exit code, if it has ended."""
         return self._process.exitcode
 
-    def send_signal(self, sent: int) -> None:
+    def send_signal(self, sent):
         """Sends it a signal."""
         os.kill(self.pid, sent)
 
-    def end(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def end(self, timeout=300):
         """Waits for its end; TimeoutExpired after these seconds."""
         self._process.join(timeout)
         code, out, err = self.poll(), self._read("out"), self._read("err")
@@ -119,16 +117,14 @@ class Python:
             raise subprocess.TimeoutExpired(self._words, timeout, out, err)
         return subprocess.CompletedProcess(self._words, code, out, err)
 
-    def _read(self, stream: str) -> str:
+    def _read(self, stream):
         path = self._said / stream
         return (
             path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         )
 
 
-def spawn(
-    world: int, *acts: Callable[[], object], seconds: float = 300, store: str = ""
-) -> list[str]:
+def spawn(world, *acts, seconds=300, store=""):
     """Calls the functions one after another in each process of a group of gloo; what each process printed.
 
     All must end well in this time: a process that waits for ever is a failure.
@@ -162,9 +158,7 @@ def spawn(
     return texts
 
 
-def _member(
-    acts: Sequence[Callable[[], object]], rank: int, world: int, store: str, said: str
-) -> None:
+def _member(acts, rank, world, store, said):
     import torch
     from torch import distributed
 
@@ -185,21 +179,19 @@ def _member(
     os._exit(0)
 
 
-def python(
-    words: Sequence[str], folder: Path, **how: Any
-) -> subprocess.CompletedProcess[str]:
+def python(words, folder, **how):
     """What a Python has said when it has ended; how: as of that."""
     with Python(words, folder, **how) as process:
         return process.end()
 
 
 def _python(
-    words: tuple[str, ...],
-    folder: str,
-    environment: dict[str, str],
-    said: str,
-    at_interrupt: Any,
-) -> None:
+    words,
+    folder,
+    environment,
+    said,
+    at_interrupt,
+):
     signal.signal(signal.SIGINT, at_interrupt)
     os.environ.update(environment)
     os.chdir(folder)
@@ -207,13 +199,13 @@ def _python(
     _run(words, (f"{said}/out", f"{said}/err"))
 
 
-def _redirect(said: tuple[str, str]) -> None:
+def _redirect(said):
     gc.freeze()  # what looks at all objects, as `qkeel watch` does, would copy the server's memory page by page
     for stream, path in enumerate(said, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
 
 
-def _run(words: tuple[str, ...], said: tuple[str, str]) -> None:
+def _run(words, said):
     _redirect(said)
     if words[0] == "-m":
         sys.argv = list(words[1:])

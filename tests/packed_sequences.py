@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from qkeel.spec import AttentionCall, AttentionSpec, Fixed, NoCap, Softcap
+from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
 from qkeel.spec.call import band_call, make_call
 
 H, G, D = 4, 2, 8
@@ -35,7 +34,7 @@ class Packed:
     window: tuple[int, int]
     cap: float
 
-    def call(self, **more: Any) -> AttentionCall:
+    def call(self, **more):
         """The call of all sequences at once."""
         spec = AttentionSpec(
             scale=Fixed(SCALE), cap=Softcap(self.cap) if self.cap else NoCap()
@@ -43,7 +42,7 @@ class Packed:
         call = make_call(spec, self.q, self.k, self.k, causal=self.causal)
         return band_call(call, window=self.window, cu_seqlens=self.ends, **more)
 
-    def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def rows(self):
         """Largest and smallest logit, logsumexp, entropy and number of keys of each row [h total], of one sequence."""
         h, total = self.q.shape[1:3]
         empty = (-torch.inf, torch.inf, -torch.inf, 0.0, 0)
@@ -57,7 +56,7 @@ class Packed:
                     all_rows[:, i:j] = own
         return found  # type: ignore[return-value]
 
-    def _sequence(self, rows: slice, keys: slice) -> tuple[Tensor, ...]:
+    def _sequence(self, rows, keys):
         q = self.q[0, :, rows].double()
         k = (
             self.k[0, :, keys]
@@ -96,9 +95,7 @@ class Packed:
         )
 
 
-def packed(
-    name: str, *, causal: bool = True, window: str = "all", cap: float = 0.0
-) -> Packed:
+def packed(name, *, causal=True, window="all", cap=0.0):
     """Sequences of the lengths of that name."""
     of_q, of_k, more = LENGTHS[name]
     first, second = (
@@ -123,7 +120,7 @@ CASES = [
 ]
 
 
-def spoiled(name: str) -> tuple[Packed, slice]:
+def spoiled(name):
     """The same with a NaN in one key of the first key head of one sequence, and the rows of that sequence."""
     whole = packed(name)
     ends = whole.ends[1].tolist()

@@ -1,14 +1,9 @@
 """A parameter's values of which `make test` takes some, and `make slow` the rest."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import pytest
 
 
-def quick(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[Any]:
+def quick(values, keep):
     """All values, those that `keep` does not hold for marked as slow."""
     return [
         value
@@ -20,12 +15,12 @@ def quick(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[Any]:
     ]
 
 
-def one_in(values: Iterable[Any], every: int) -> list[Any]:
+def one_in(values, every):
     """All values, but for the first of each `every` marked as slow: where they differ in kind by their neighbours."""
     return [_slow(value) if i % every else value for i, value in enumerate(values)]
 
 
-def _slow(value: Any) -> Any:
+def _slow(value):
     if isinstance(value, type(pytest.param())):
         return pytest.param(
             *value.values, id=value.id, marks=[*value.marks, pytest.mark.slow]

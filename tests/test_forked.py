@@ -1,23 +1,18 @@
 """A process that tests fork is like one that they start, though its server began in another test."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
-import pytest
 from tests import forked
 
 SCRIPT = "import os; print(os.environ.get('QKEEL_NATIVE'), os.environ.get('QKEEL_TEST_MARK'))"
 
 
-def write(path: str) -> None:
+def write(path):
     Path(path).write_text(str(os.environ.get("QKEEL_NATIVE")), encoding="utf-8")
 
 
-def test_it_has_the_environment_of_what_starts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_has_the_environment_of_what_starts_it(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     for native in ("1", "0", None):  # whichever the server has, others come
         if native is None:

@@ -8,7 +8,7 @@ from qkeel.errors import InvalidValueError
 from qkeel.handle import Handle, compose
 
 
-def test_remove_undoes_once() -> None:
+def test_remove_undoes_once():
     log: list[str] = []
     handle = Handle(lambda: log.append("undone"))
     assert handle.active
@@ -18,7 +18,7 @@ def test_remove_undoes_once() -> None:
     assert not handle.active
 
 
-def test_leaving_the_block_undoes_even_after_an_error() -> None:
+def test_leaving_the_block_undoes_even_after_an_error():
     log: list[str] = []
     with (
         pytest.raises(RuntimeError, match="inside"),
@@ -28,14 +28,14 @@ def test_leaving_the_block_undoes_even_after_an_error() -> None:
     assert log == ["undone"]
 
 
-def test_the_last_change_goes_first() -> None:
+def test_the_last_change_goes_first():
     log: list[int] = []
     whole = compose(Handle(lambda i=i: log.append(i)) for i in range(3))
     whole.remove()
     assert log == [2, 1, 0]
 
 
-def test_a_part_removed_before_is_not_undone_again() -> None:
+def test_a_part_removed_before_is_not_undone_again():
     log: list[int] = []
     parts = [Handle(lambda i=i: log.append(i)) for i in range(2)]
     whole = compose(parts)
@@ -44,10 +44,10 @@ def test_a_part_removed_before_is_not_undone_again() -> None:
     assert log == [1, 0]
 
 
-def test_state_and_load_reach_every_part_however_nested() -> None:
+def test_state_and_load_reach_every_part_however_nested():
     values = [{"x": 1}, {"x": 2}, {"x": 3}]
 
-    def handle(i: int) -> Handle:
+    def handle(i):
         return Handle(
             lambda: None, state=lambda: dict(values[i]), load=values[i].update
         )
@@ -61,7 +61,7 @@ def test_state_and_load_reach_every_part_however_nested() -> None:
     assert values == [{"x": 1}, {"x": 2}, {"x": 3}]
 
 
-def test_more_than_ten_parts_keep_their_own_state() -> None:
+def test_more_than_ten_parts_keep_their_own_state():
     values = [{"x": i} for i in range(12)]
     whole = compose(
         Handle(lambda: None, state=lambda v=v: dict(v), load=v.update) for v in values
@@ -73,9 +73,7 @@ def test_more_than_ten_parts_keep_their_own_state() -> None:
     assert [v["x"] for v in values] == list(range(12))
 
 
-def test_a_handle_without_state_saves_nothing_and_refuses_the_state_of_another() -> (
-    None
-):
+def test_a_handle_without_state_saves_nothing_and_refuses_the_state_of_another():
     handle = Handle(lambda: None)
     assert handle.state() == {}
     handle.load({})

@@ -1,7 +1,5 @@
 """qkeel.attention: one entry, checked input, a named kernel or the first that can."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -19,7 +17,7 @@ PARAMS = SPEC.init_params(4, 2, 8)
 WHOLE = ("sdpa", "chunked")  # the kernels for every position that folds into q and k
 
 
-def test_output_keeps_shape_and_dtype_of_the_queries() -> None:
+def test_output_keeps_shape_and_dtype_of_the_queries():
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         q, k, v = Q.to(dtype), K.to(dtype), V[..., :6].to(dtype)
         for impl in WHOLE:
@@ -28,7 +26,7 @@ def test_output_keeps_shape_and_dtype_of_the_queries() -> None:
             assert out.dtype == dtype
 
 
-def test_causal_is_the_default() -> None:
+def test_causal_is_the_default():
     one = attention(Q, K, V, spec=SPEC, params=PARAMS)
     assert torch.equal(one, attention(Q, K, V, spec=SPEC, params=PARAMS, causal=True))
     assert not torch.allclose(
@@ -36,7 +34,7 @@ def test_causal_is_the_default() -> None:
     )
 
 
-def test_auto_is_the_first_kernel_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_the_first_kernel_that_can(monkeypatch):
     monkeypatch.setenv(
         "QKEEL_NATIVE", "0"
     )  # with compiled kernels these calls take the native one
@@ -55,7 +53,7 @@ def test_auto_is_the_first_kernel_that_can(monkeypatch: pytest.MonkeyPatch) -> N
         (AttentionSpec(normalizer=Sigmoid(bias=-2.0)), "by softmax only"),
     ],
 )
-def test_a_named_kernel_never_falls_back(spec: AttentionSpec, reason: str) -> None:
+def test_a_named_kernel_never_falls_back(spec, reason):
     with pytest.raises(
         RefusedError, match=rf"kernel 'sdpa' cannot do this: .*{reason}.*impl='chunked'"
     ):
@@ -65,7 +63,7 @@ def test_a_named_kernel_never_falls_back(spec: AttentionSpec, reason: str) -> No
 
 
 @pytest.mark.parametrize("impl", WHOLE)
-def test_dropout_drops_weights_and_keeps_the_mean(impl: str) -> None:
+def test_dropout_drops_weights_and_keeps_the_mean(impl):
     q, k, v = Q[:1, :2].double(), K[:1].double(), V[:1].double()
     whole = attention(q, k, v, spec=preset("baseline"), impl=impl)
     many = [t.expand(4000, *t.shape[1:]) for t in (q, k, v)]
@@ -76,8 +74,8 @@ def test_dropout_drops_weights_and_keeps_the_mean(impl: str) -> None:
 
 
 def test_dropout_is_repeated_by_the_same_seed_in_forward_and_recomputed_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     from qkeel.kernels.attention import chunked
 
     monkeypatch.setattr(
@@ -85,7 +83,7 @@ def test_dropout_is_repeated_by_the_same_seed_in_forward_and_recomputed_backward
     )  # several blocks, so that backward recomputes them
     q = Q[:1].double().requires_grad_()
 
-    def gradient() -> torch.Tensor:
+    def gradient():
         torch.manual_seed(3)
         out = attention(
             q,
@@ -99,7 +97,7 @@ def test_dropout_is_repeated_by_the_same_seed_in_forward_and_recomputed_backward
 
     step = 1e-6 * torch.randn(q.shape, dtype=torch.float64)
 
-    def loss(x: torch.Tensor) -> torch.Tensor:
+    def loss(x):
         torch.manual_seed(3)
         return attention(
             x,
@@ -115,6 +113,6 @@ def test_dropout_is_repeated_by_the_same_seed_in_forward_and_recomputed_backward
     assert change.item() == pytest.approx((gradient() * step).sum().item(), rel=1e-4)
 
 
-def test_an_unknown_kernel_names_the_nearest() -> None:
+def test_an_unknown_kernel_names_the_nearest():
     with pytest.raises(UnknownNameError, match="chunked"):
         attention(Q, K, V, spec=SPEC, params=PARAMS, impl="chunkd")

@@ -13,7 +13,7 @@ from qkeel.spec import AttentionSpec, Fixed, L2Norm, LogN, Rope, Sink, Softcap
 Rows = list[list[float]]
 
 
-def softmax(z: list[float], extra: float | None = None) -> list[float]:
+def softmax(z, extra=None):
     top = max([*z, *([] if extra is None else [extra])])
     mass = sum(math.exp(x - top) for x in z) + (
         0 if extra is None else math.exp(extra - top)
@@ -22,13 +22,13 @@ def softmax(z: list[float], extra: float | None = None) -> list[float]:
 
 
 def attend(
-    q: Rows,
-    k: Rows,
-    v: Rows,
-    scale: list[float],
-    cap: float | None = None,
-    sink: float | None = None,
-) -> Rows:
+    q,
+    k,
+    v,
+    scale,
+    cap=None,
+    sink=None,
+):
     """Causal attention of one head; row i has its own scale."""
     out = []
     for i, row in enumerate(q):
@@ -41,11 +41,11 @@ def attend(
     return out
 
 
-def unit(x: list[float]) -> list[float]:
+def unit(x):
     return [a / math.sqrt(sum(b * b for b in x)) for a in x]
 
 
-def turned(x: list[float], pos: int, base: float = 10_000.0) -> list[float]:
+def turned(x, pos, base=10_000.0):
     half, out = len(x) // 2, list(x)
     for i in range(half):
         angle = pos * base ** (-2 * i / len(x))
@@ -91,7 +91,7 @@ BY_HAND: dict[str, tuple[AttentionSpec, Rows]] = {
 
 
 @pytest.mark.parametrize("case", BY_HAND)
-def test_output_is_that_of_loops_over_numbers(case: str) -> None:
+def test_output_is_that_of_loops_over_numbers(case):
     spec, expected = BY_HAND[case]
     out = reference.attend(spec, Q, K, V).out
     assert torch.allclose(
@@ -99,7 +99,7 @@ def test_output_is_that_of_loops_over_numbers(case: str) -> None:
     )
 
 
-def test_it_returns_logits_weights_and_their_product() -> None:
+def test_it_returns_logits_weights_and_their_product():
     found = reference.attend(preset("gemma2"), Q, K, V)
     assert torch.equal(found.out, found.weights @ V)
     assert torch.allclose(

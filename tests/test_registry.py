@@ -25,7 +25,7 @@ from qkeel.options import Term, build, lookup, parse
         ("a:x=-3,", [Term("a", {"x": -3})]),
     ],
 )
-def test_a_spec_string_is_read(text: str, terms: list[Term]) -> None:
+def test_a_spec_string_is_read(text, terms):
     found = parse(text)
     assert list(found) == terms
     for ours, theirs in zip(found, terms):
@@ -54,31 +54,31 @@ def test_what_is_written_is_read_back(parts: list[tuple[str, dict]]) -> None:
     assert list(parse("+".join(map(str, terms)))) == terms
 
 
-def test_every_learning_rate_and_large_number_survives_writing_and_reading() -> None:
+def test_every_learning_rate_and_large_number_survives_writing_and_reading():
     for value in (3e-4, 0.1, 1e30, 0.30000001, 1 / 3, 123456.789, 1e-9, 2.0):
         (term,) = parse(str(Term("a", {"x": value})))
         assert term.options["x"] == value
 
 
-def test_options_are_written_in_order_whatever_order_they_came_in() -> None:
+def test_options_are_written_in_order_whatever_order_they_came_in():
     assert str(parse("a:y=2,x=1")[0]) == str(parse("a:x=1,y=2")[0]) == "a:x=1,y=2"
 
 
 @pytest.mark.parametrize(
     "text", ["", "+a", "a++b", "a+", ":x=1", "a:x", "a:x=", "a:=1", "a:x=1,x=2"]
 )
-def test_what_cannot_be_read_is_refused_with_the_text(text: str) -> None:
+def test_what_cannot_be_read_is_refused_with_the_text(text):
     with pytest.raises(InvalidValueError) as error:
         parse(text)
     assert repr(text) in str(error.value)
 
 
-def test_a_spec_string_is_a_string() -> None:
+def test_a_spec_string_is_a_string():
     with pytest.raises(InvalidTypeError, match="got int"):
         parse(3)  # type: ignore[arg-type]
 
 
-def test_lookup_finds_or_names_the_nearest() -> None:
+def test_lookup_finds_or_names_the_nearest():
     table = {"softcap": 1, "qk_norm": 2}
     assert lookup("remedy", table, "qk_norm") == 2
     with pytest.raises(
@@ -95,7 +95,7 @@ class Options:
     derived: float = dataclasses.field(init=False, default=0.0)
 
 
-def test_build_makes_a_value_from_options_and_refuses_unknown_ones() -> None:
+def test_build_makes_a_value_from_options_and_refuses_unknown_ones():
     assert build("remedy 'x'", Options, {"tau": 0.3}) == Options(tau=0.3)
     with pytest.raises(
         UnknownNameError,

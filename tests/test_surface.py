@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +54,14 @@ RETIRED = {"example", "named", "given", "batches", "fitting", "probe"}
 RETIRED_TYPES = r"\b(Named|Wanted|Price|Models|Given\w*)\b"
 
 
-def function(name: str) -> Callable[..., Any]:
+def function(name):
     """A public function; `qkeel.autopilot` is at once a package and its function."""
     member = getattr(qkeel, name)
     return getattr(member, name) if inspect.ismodule(member) else member
 
 
 @pytest.mark.parametrize("name", POSITIONAL)
-def test_the_model_comes_first_and_whatever_is_optional_is_a_keyword(name: str) -> None:
+def test_the_model_comes_first_and_whatever_is_optional_is_a_keyword(name):
     parameters = inspect.signature(function(name)).parameters.values()
     assert (
         tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
@@ -69,7 +69,7 @@ def test_the_model_comes_first_and_whatever_is_optional_is_a_keyword(name: str) 
     )
 
 
-def public() -> Iterator[tuple[str, Callable[..., Any]]]:
+def public():
     """The functions, classes and methods of the public names."""
     for package in PACKAGES:
         module = getattr(qkeel, package)
@@ -86,7 +86,7 @@ def public() -> Iterator[tuple[str, Callable[..., Any]]]:
                         yield f"{package}.{name}.{key}", method
 
 
-def test_no_parameter_has_a_retired_name_or_type() -> None:
+def test_no_parameter_has_a_retired_name_or_type():
     found = [*public(), *((name, function(name)) for name in POSITIONAL)]
     assert len(found) > 300
     wrong = []
@@ -103,17 +103,17 @@ def test_no_parameter_has_a_retired_name_or_type() -> None:
     assert wrong == []
 
 
-def attention() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+def attention():
     torch.manual_seed(0)
     model = Attention(16, 4)
     return model, torch.optim.AdamW(model.parameters()), torch.randn(1, 5, 16)
 
 
-def heads() -> tuple[nn.Module, torch.Tensor]:
+def heads():
     return nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 5, 8)
 
 
-def undone(handle: Any) -> None:
+def undone(handle):
     handle.remove()
 
 
@@ -182,8 +182,8 @@ EARLIER: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("case", EARLIER)
 def test_a_call_of_0_1_0_works_and_one_warning_at_its_line_shows_the_new_one(
-    case: str,
-) -> None:
+    case,
+):
     call, shown = EARLIER[case]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -194,7 +194,7 @@ def test_a_call_of_0_1_0_works_and_one_warning_at_its_line_shows_the_new_one(
     assert warning.lineno == call.__code__.co_firstlineno
 
 
-def test_arguments_apart_find_the_sites_of_one_batch() -> None:
+def test_arguments_apart_find_the_sites_of_one_batch():
     with pytest.warns(DeprecationWarning, match="find_sites"):
         earlier = qkeel.find_sites(H, Y, Y, value=Y)
     assert (
@@ -204,7 +204,7 @@ def test_arguments_apart_find_the_sites_of_one_batch() -> None:
     )
 
 
-def test_what_a_newcomer_guesses_works() -> None:
+def test_what_a_newcomer_guesses_works():
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     optimizer, batch = torch.optim.AdamW(model.parameters()), torch.randn(1, 5, 16)
@@ -218,8 +218,8 @@ def test_what_a_newcomer_guesses_works() -> None:
     [lambda: qkeel.apply(M, O), lambda: qkeel.apply(M, M), lambda: qkeel.apply(M, 3)],
 )
 def test_something_else_in_place_of_the_remedy_is_answered_with_the_right_line(
-    wrong: Callable[[], Any],
-) -> None:
+    wrong,
+):
     with pytest.raises(
         TypeError, match=r'write qkeel.apply\(model, "qk_norm", optimizer\)'
     ):

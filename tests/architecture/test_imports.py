@@ -1,8 +1,5 @@
 """The floor plan holds: imports go down only, and each library has one entry point."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,16 +10,14 @@ CONFIG = ROOT / ".importlinter"
 
 
 @pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def graph(tmp_path_factory):
     """A folder for the graph of imports, which is read from the source once."""
     return tmp_path_factory.mktemp("graph")
 
 
 @pytest.fixture
-def lint(
-    graph: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[Path], tuple[bool, str]]:
-    def run(config: Path) -> tuple[bool, str]:
+def lint(graph, monkeypatch, capsys):
+    def run(config):
         monkeypatch.chdir(ROOT)
         monkeypatch.syspath_prepend(str(ROOT / "src"))
         # The linter's own set-up of logging disables every logger that is there, qkeel's too, for all tests after this.
@@ -39,8 +34,8 @@ def lint(
 
 
 def test_import_linter_keeps_every_contract(
-    lint: Callable[[Path], tuple[bool, str]],
-) -> None:
+    lint,
+):
     kept, output = lint(CONFIG)
     assert kept, output
     assert " 0 broken" in output
@@ -64,12 +59,12 @@ def test_import_linter_keeps_every_contract(
     ],
 )
 def test_a_broken_floor_plan_is_noticed(
-    line: str,
-    instead: str,
-    contract: str,
-    tmp_path: Path,
-    lint: Callable[[Path], tuple[bool, str]],
-) -> None:
+    line,
+    instead,
+    contract,
+    tmp_path,
+    lint,
+):
     text = CONFIG.read_text(encoding="utf-8")
     assert line in text, (
         "the floor plan is spelt another way now: break the new spelling here"

@@ -1,7 +1,5 @@
 """`import qkeel` needs torch, numpy, safetensors and jaxtyping alone, and does no work."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -55,7 +53,7 @@ sys.meta_path[:] = [Hide(finder) for finder in sys.meta_path]
 """
 
 
-def run(code: str, *words: str) -> str:
+def run(code, *words):
     result = subprocess.run(
         [sys.executable, "-c", code, *words],
         capture_output=True,
@@ -100,8 +98,8 @@ print(study("lr", remedies=["none"], lrs=[0.1], seeds=[0], out=sys.argv[1], base
 
 
 def test_qkeel_and_its_rooms_work_with_its_four_dependencies_alone(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """And nothing lands in the host's log."""
     assert all(
         (PACKAGE / room).exists() or (PACKAGE / f"{room}.py").exists() for room in ROOMS
@@ -115,7 +113,7 @@ def test_qkeel_and_its_rooms_work_with_its_four_dependencies_alone(
     assert trained == "done", "the lab trains"
 
 
-def test_the_report_imports_without_torch() -> None:
+def test_the_report_imports_without_torch():
     code = "import sys; sys.modules['torch'] = None; import qkeel.report; print('ok')"
     assert run(code) == "ok"
 
@@ -151,9 +149,7 @@ print("triton" in sys.modules)
 """
 
 
-def test_importing_qkeel_loads_nothing_it_does_not_need_and_computes_no_tensor() -> (
-    None
-):
+def test_importing_qkeel_loads_nothing_it_does_not_need_and_computes_no_tensor():
     trackers = repr(sorted(OUTSIDE.values()))
     loaded, computed, tracking, triton = run(
         IMPORTS.replace("TRACKERS", trackers)
@@ -166,7 +162,7 @@ def test_importing_qkeel_loads_nothing_it_does_not_need_and_computes_no_tensor()
     assert triton == "False", "attention on a CPU needs no Triton"
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_is_there():
     import qkeel
 
     for name in qkeel.__all__:

@@ -1,15 +1,11 @@
 """Tiny transformers models saved with save_pretrained, and the q and k weights of each head by other means."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging
-from pathlib import Path
 
 import torch
 import transformers
-from torch import Tensor
 
 HEADS = {
     "hidden_size": 32,
@@ -51,7 +47,7 @@ CONFIGS = {
 }
 
 
-def build(name: str) -> torch.nn.Module:
+def build(name):
     """The model with weights large enough to tell heads apart, gains and biases away from 1 and 0."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(1)
@@ -65,7 +61,7 @@ def build(name: str) -> torch.nn.Module:
     return model.eval()
 
 
-def save(name: str, folder: Path, **options: object) -> torch.nn.Module:
+def save(name, folder, **options):
     """Build and save_pretrained, without its progress bar."""
     model = build(name)
     with contextlib.redirect_stderr(io.StringIO()):
@@ -73,11 +69,11 @@ def save(name: str, folder: Path, **options: object) -> torch.nn.Module:
     return model
 
 
-def projections(name: str, model: torch.nn.Module, layer: int) -> tuple[Tensor, Tensor]:
+def projections(name, model, layer):
     """W_Q, W_K [heads rows inputs] in float64, cut out as each modeling file cuts its outputs."""
     weights = {k: v.double() for k, v in model.state_dict().items()}
 
-    def weight(end: str) -> Tensor:
+    def weight(end):
         return next(
             v for k, v in weights.items() if f".{layer}." in k and k.endswith(end)
         )

@@ -1,10 +1,7 @@
 """What cannot be read gets one clear error."""
 
-from __future__ import annotations
-
 import json
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,9 +19,9 @@ from qkeel.errors import (
 from qkeel.safetensors_io import open_checkpoint
 
 
-def test_pickles_are_refused_unopened_with_the_way_to_convert(tmp_path: Path) -> None:
+def test_pickles_are_refused_unopened_with_the_way_to_convert(tmp_path):
     class Bomb:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
+        def __reduce__(self):
             return (pytest.fail, ("the pickle was opened",))
 
     for name in ("pytorch_model.bin", "model.pt", "last.ckpt", "renamed.safetensors"):
@@ -41,7 +38,7 @@ def test_pickles_are_refused_unopened_with_the_way_to_convert(tmp_path: Path) ->
         scan(tmp_path / "zip.safetensors")
 
 
-def test_a_file_cut_anywhere_is_truncated(tmp_path: Path) -> None:
+def test_a_file_cut_anywhere_is_truncated(tmp_path):
     save("llama", tmp_path)
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()
@@ -51,7 +48,7 @@ def test_a_file_cut_anywhere_is_truncated(tmp_path: Path) -> None:
             scan(tmp_path)
 
 
-def test_a_damaged_header_is_told(tmp_path: Path) -> None:
+def test_a_damaged_header_is_told(tmp_path):
     for text in (
         b"not json at all!",
         b"[1, 2]",
@@ -64,7 +61,7 @@ def test_a_damaged_header_is_told(tmp_path: Path) -> None:
             scan(tmp_path / "x.safetensors")
 
 
-def test_a_missing_file_and_a_folder_without_weights_are_told(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_folder_without_weights_are_told(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         scan(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"does not contain a \.safetensors file"):
@@ -75,7 +72,7 @@ def test_a_missing_file_and_a_folder_without_weights_are_told(tmp_path: Path) ->
         scan(tmp_path)
 
 
-def test_unknown_names_are_listed_with_the_known_ones(tmp_path: Path) -> None:
+def test_unknown_names_are_listed_with_the_known_ones(tmp_path):
     save_file({"lamp.weight": torch.ones(2, 2)}, tmp_path / "x.safetensors")
     with pytest.raises(UnknownNameError, match=r"q_proj/k_proj.*lamp\.weight"):
         scan(tmp_path / "x.safetensors")
@@ -83,20 +80,20 @@ def test_unknown_names_are_listed_with_the_known_ones(tmp_path: Path) -> None:
     assert [(t.name, t.frobenius) for t in found.tensors] == [("lamp.weight", 2.0)]
 
 
-def test_head_counts_below_one_are_refused(tmp_path: Path) -> None:
+def test_head_counts_below_one_are_refused(tmp_path):
     with pytest.raises(InvalidValueError, match="n_heads"):
         scan(tmp_path, flags=Geometry(n_heads=0))
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"num_attention_heads": "four"}'])
-def test_a_config_that_cannot_be_read_is_told(text: str, tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_read_is_told(text, tmp_path):
     save("llama", tmp_path)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(DataError, match=r"config\.json"):
         scan(tmp_path)
 
 
-def test_an_index_that_lies_is_told(tmp_path: Path) -> None:
+def test_an_index_that_lies_is_told(tmp_path):
     save("llama", tmp_path, max_shard_size="8KB")
     file = tmp_path / "model.safetensors.index.json"
     weights = json.loads(file.read_text())["weight_map"]
@@ -113,7 +110,7 @@ def test_an_index_that_lies_is_told(tmp_path: Path) -> None:
             scan(tmp_path)
 
 
-def test_a_shard_that_is_gone_cut_short_or_a_pickle_is_named(tmp_path: Path) -> None:
+def test_a_shard_that_is_gone_cut_short_or_a_pickle_is_named(tmp_path):
     save("llama", tmp_path, max_shard_size="8KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[2]
     whole = shard.read_bytes()
@@ -130,8 +127,8 @@ def test_a_shard_that_is_gone_cut_short_or_a_pickle_is_named(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("length", [0x0280, 0x0380, 0x0480, 0x0580])
 def test_a_header_whose_length_looks_like_the_start_of_a_pickle_is_read(
-    length: int, tmp_path: Path
-) -> None:
+    length, tmp_path
+):
     header = (
         json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})
         .ljust(length)

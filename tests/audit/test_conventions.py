@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from qkeel.audit import Scan
 from qkeel.audit.checkpoint_config import VERIFIED
 from qkeel.audit.scan import scan
 
@@ -180,26 +178,26 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 IDS = [f"{kind}-{i}" for i, (kind, _) in enumerate(CASES)]
 
 
-def test_every_type_whose_bounds_count_as_verified_is_compared_here() -> None:
+def test_every_type_whose_bounds_count_as_verified_is_compared_here():
     assert {kind for kind, _ in CASES} == VERIFIED
 
 
 Largest = dict[str, Tensor]
 
 
-def logits(model: torch.nn.Module, tokens: Tensor) -> Largest:
+def logits(model, tokens):
     """The largest |logit| of each head [heads], by module, in float64, from the q and k that arrive at attention."""
     seen: Largest = {}
     names = {module: name for name, module in model.named_modules()}
 
     def attention(
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
+        module,
+        query,
+        key,
+        value,
+        mask,
+        **options,
+    ):
         share = query.shape[1] // key.shape[1]
         k, v = (
             key.repeat_interleave(share, 1).double(),
@@ -223,7 +221,7 @@ def logits(model: torch.nn.Module, tokens: Tensor) -> Largest:
     return seen
 
 
-def built(kind: str, options: Mapping[str, Any]) -> torch.nn.Module:
+def built(kind, options):
     logging.getLogger("transformers").setLevel(logging.ERROR)
     own = options if "n_embd" in options else {**SIZES, **options}
     torch.manual_seed(0)
@@ -231,13 +229,13 @@ def built(kind: str, options: Mapping[str, Any]) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-def saved(model: torch.nn.Module, folder: Path) -> Scan:
+def saved(model, folder):
     with contextlib.redirect_stderr(io.StringIO()):
         model.save_pretrained(folder)  # type: ignore[operator]
     return scan(folder)
 
 
-def compare(found: Scan, seen: Largest, least: float, seed: int) -> None:
+def compare(found, seen, least, seed):
     assert found.unknown == ()
     assert len(found.sites) == len(seen) == 2
     for site in found.sites:
@@ -252,8 +250,8 @@ def compare(found: Scan, seen: Largest, least: float, seed: int) -> None:
 
 @pytest.mark.parametrize(("kind", "options"), CASES, ids=IDS)
 def test_no_logit_is_over_the_bound_and_the_worst_weights_reach_it(
-    kind: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+    kind, options, tmp_path
+):
     """Random weights; then rows of q and k that all read one direction, and a residual stream that has it alone."""
     model = built(kind, options)
     seed = torch.seed() % 2**31

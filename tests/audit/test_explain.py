@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.audit import Explanation, SiteRecipe
+from qkeel.audit import Explanation
 from qkeel.audit.recipes import compress
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 
@@ -157,7 +157,7 @@ BATCHES: Mapping[str, Any] = {
 }
 
 
-def built(name: str) -> nn.Module:
+def built(name):
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**ARCHITECTURES[name][0])
@@ -166,12 +166,12 @@ def built(name: str) -> nn.Module:
     return auto.from_config(config)
 
 
-def sites_of(name: str) -> tuple[SiteRecipe, ...]:
+def sites_of(name):
     return qkeel.explain(built(name), BATCHES.get(name, IDS)).sites
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_recipe_of_a_published_architecture_is_found(name: str) -> None:
+def test_the_recipe_of_a_published_architecture_is_found(name):
     found = qkeel.explain(built(name), BATCHES.get(name, IDS))
     expected = ARCHITECTURES[name][1]
     for site, (norm, rotation, scale, cap, groups) in zip(
@@ -188,7 +188,7 @@ def test_the_recipe_of_a_published_architecture_is_found(name: str) -> None:
     assert found.differences == ()
 
 
-def test_what_only_some_architectures_have_is_found() -> None:
+def test_what_only_some_architectures_have_is_found():
     assert [site.window for site in sites_of("Gemma3Text")] == [4, None]
     (oss,) = sites_of("GptOss")
     assert oss.sinks == "1 sink logit per head in the softmax (sinks)"
@@ -206,7 +206,7 @@ def test_what_only_some_architectures_have_is_found() -> None:
     assert [site.visible[:5] for site in t5] == ["every", "keys ", "every"]
 
 
-def rope(x: Tensor) -> Tensor:
+def rope(x):
     """[b t h d] turned in halves, base 10,000."""
     d = x.shape[-1]
     angle = torch.arange(x.shape[1])[:, None] * 10000.0 ** (-torch.arange(0, d, 2) / d)
@@ -221,13 +221,13 @@ Step = Callable[[Tensor, nn.Module], Tensor]
 class ByHand(nn.Module):
     """Attention whose q and k [b t h d] go through `step(x, norm)` before the scores."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step):
         super().__init__()
         self.step = step
         self.wq, self.wk, self.wv = (nn.Linear(32, 32, bias=False) for _ in range(3))
         self.q_norm, self.k_norm = nn.RMSNorm(8, eps=1e-6), nn.RMSNorm(8, eps=1e-6)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """[b t 32] to the same shape."""
         q, k, v = (w(x).unflatten(-1, (4, 8)) for w in (self.wq, self.wk, self.wv))
         q, k = self.step(q, self.q_norm), self.step(k, self.k_norm)
@@ -235,19 +235,19 @@ class ByHand(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten(2)
 
 
-def hand_written(step: Step) -> nn.Module:
+def hand_written(step):
     torch.manual_seed(0)
     return nn.Sequential(ByHand(step))
 
 
-def by_hand(step: Step, tokens: int = 12) -> SiteRecipe:
+def by_hand(step, tokens=12):
     return qkeel.explain(hand_written(step), torch.randn(2, tokens, 32)).sites[0]
 
 
 EITHER = "before or after RoPE (equivalent without a gain per dim)"
 
 
-def norm_then_rope(x: Tensor, norm: nn.Module) -> Tensor:
+def norm_then_rope(x, norm):
     return rope(norm(x))
 
 
@@ -287,9 +287,7 @@ def norm_then_rope(x: Tensor, norm: nn.Module) -> Tensor:
         ),
     ],
 )
-def test_a_hand_written_recipe_is_found_or_unknown(
-    step: Step, norm: tuple[Any, ...]
-) -> None:
+def test_a_hand_written_recipe_is_found_or_unknown(step, norm):
     site = by_hand(step)
     for side in (site.query, site.key):
         assert (side.kind, side.over, side.eps, side.gain, side.order) == norm
@@ -299,12 +297,12 @@ def test_a_hand_written_recipe_is_found_or_unknown(
     assert site.query.factor == pytest.approx(expected)
 
 
-def thrown_away(x: Tensor, norm: nn.Module) -> Tensor:
+def thrown_away(x, norm):
     norm(x)
     return x
 
 
-def test_a_norm_that_does_nothing_is_told() -> None:
+def test_a_norm_that_does_nothing_is_told():
     never = tuple(f"{x}_norm (RMSNorm) is never called" for x in "qk")
     assert by_hand(lambda x, norm: rope(x)).idle == never
     unused = "{0}_norm (RMSNorm) is called on {0}, and its result is not used".format
@@ -313,14 +311,14 @@ def test_a_norm_that_does_nothing_is_told() -> None:
     assert "fewer than three tokens" in "\n".join(by_hand(norm_then_rope, 1).lines())
 
 
-def test_weights_that_are_computed_from_stored_ones_are_followed() -> None:
+def test_weights_that_are_computed_from_stored_ones_are_followed():
     model, x = hand_written(norm_then_rope), torch.randn(2, 12, 32)
     plain = str(qkeel.explain(model, x))
     qkeel.apply(model, "sigma_reparam", batch=x)
     assert str(qkeel.explain(model, x)) == plain
 
 
-def test_the_model_is_bit_for_bit_what_it_was() -> None:
+def test_the_model_is_bit_for_bit_what_it_was():
     model = built("Qwen3").train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
@@ -340,7 +338,7 @@ class Config:
 @pytest.mark.parametrize(
     "config", [{"use_qk_norm": True}, Config(True), SimpleNamespace(use_qk_norm=True)]
 )
-def test_a_norm_of_the_config_that_is_not_applied_is_a_difference(config: Any) -> None:
+def test_a_norm_of_the_config_that_is_not_applied_is_a_difference(config):
     model = hand_written(lambda x, norm: rope(x))
     model.config = config
     (said,) = qkeel.explain(model, torch.randn(1, 6, 32)).differences
@@ -358,9 +356,7 @@ def test_a_norm_of_the_config_that_is_not_applied_is_a_difference(config: Any) -
         ({"qk_norm": False}, []),
     ],
 )
-def test_where_the_config_says_something_else_it_is_a_sentence(
-    changes: dict[str, Any], words: list[str]
-) -> None:
+def test_where_the_config_says_something_else_it_is_a_sentence(changes, words):
     gemma = built("Gemma2")
     for name, value in changes.items():  # after it was built
         setattr(gemma.config, name, value)
@@ -370,12 +366,12 @@ def test_where_the_config_says_something_else_it_is_a_sentence(
 
 
 class Windowed(ByHand):
-    def __init__(self, window: int) -> None:
+    def __init__(self, window):
         super().__init__(norm_then_rope)
         row = torch.arange(12)
         self.mask = (row[:, None] >= row) & (row[:, None] - row < window)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (w(x).unflatten(-1, (4, 8)) for w in (self.wq, self.wk, self.wv))
         q, k, v = (z.transpose(1, 2) for z in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask).flatten(2)
@@ -395,9 +391,7 @@ class Windowed(ByHand):
         ({}, 4, False),
     ],
 )
-def test_a_window_of_the_config_is_compared(
-    config: dict[str, Any], window: int, differs: bool
-) -> None:
+def test_a_window_of_the_config_is_compared(config, window, differs):
     model = nn.Sequential(Windowed(window))
     model.config = config
     found = qkeel.explain(model, torch.randn(1, 12, 32))
@@ -405,7 +399,7 @@ def test_a_window_of_the_config_is_compared(
     assert len(found.differences) == differs
 
 
-def test_arguments_and_failures() -> None:
+def test_arguments_and_failures():
     model = built("Llama").eval()
     mask = torch.ones(2, 12, dtype=torch.int64)
     by_name = qkeel.explain(model, {"input_ids": IDS, "attention_mask": mask})
@@ -424,7 +418,7 @@ def test_arguments_and_failures() -> None:
         qkeel.explain(own, torch.randn(1, 4, 32))
 
 
-def test_the_report_groups_layers_that_work_alike() -> None:
+def test_the_report_groups_layers_that_work_alike():
     (first, second) = sites_of("Gemma3Text")
     text = str(Explanation(model="Gemma", sites=(first, second)))
     head = "Gemma: 2 attention layers\nmodel.layers.0.self_attn\n  heads     4 heads of 16, 2 of keys"
@@ -435,7 +429,7 @@ def test_the_report_groups_layers_that_work_alike() -> None:
     assert "model.layers.{0-1}.self_attn" in text
 
 
-def test_names_that_differ_in_a_number_are_written_once() -> None:
+def test_names_that_differ_in_a_number_are_written_once():
     assert compress(["a.0.b", "a.1.b", "a.3.b"]) == "a.{0-1,3}.b"
     assert compress(["a.7.b"]) == "a.7.b"
     assert compress(["x", ""]) == "x, (the model)"

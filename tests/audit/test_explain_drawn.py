@@ -1,20 +1,18 @@
 """Drawn attention layers whose norm, rotation and scale are known: explain says them, or that it does not know."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 
 TOKENS = 11
 
 
-def rotated(x: Tensor, dims: int, pairing: str, base: float) -> Tensor:
+def rotated(x, dims, pairing, base):
     """[b t h d] with the last `dims` of a head turned by its position."""
     still, turning = x.split([x.shape[-1] - dims, dims], -1)
     speed = base ** (-torch.arange(0, dims, 2) / dims)
@@ -29,7 +27,7 @@ def rotated(x: Tensor, dims: int, pairing: str, base: float) -> Tensor:
 class Drawn(nn.Module):
     """One causal layer; `truth` holds what was drawn."""
 
-    def __init__(self, source: random.Random) -> None:
+    def __init__(self, source):
         super().__init__()
         draw = source.choice
         self.size, self.heads = draw([8, 16]), draw([2, 4])
@@ -60,7 +58,7 @@ class Drawn(nn.Module):
         ]
         self.q_gain, self.k_gain = (nn.Parameter(torch.rand(n) + 0.5) for n in gains)
 
-    def normed(self, x: Tensor, gain: Tensor) -> Tensor:
+    def normed(self, x, gain):
         if self.kind == "none":
             return x
         flat = x.flatten(2) if self.over == "layer" else x
@@ -72,7 +70,7 @@ class Drawn(nn.Module):
         )
         return flat.view_as(x)
 
-    def placed(self, x: Tensor, gain: Tensor) -> Tensor:
+    def placed(self, x, gain):
         for step in (
             ("norm", "rope") if self.order == "before RoPE" else ("rope", "norm")
         ):
@@ -82,7 +80,7 @@ class Drawn(nn.Module):
                 x = rotated(x, self.dims, self.pairing, self.base)
         return x.transpose(1, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         sizes = [n * self.size for n in (self.heads, self.groups, self.groups)]
         q, k, v = (
             y.unflatten(-1, (-1, self.size)) for y in self.qkv(x).split(sizes, -1)
@@ -107,7 +105,7 @@ class Drawn(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_what_was_drawn_is_explained(seed: int) -> None:
+def test_what_was_drawn_is_explained(seed):
     torch.manual_seed(seed)
     layer = Drawn(random.Random(seed))
     (site,) = qkeel.explain(nn.Sequential(layer), torch.randn(2, TOKENS, 32)).sites

@@ -1,9 +1,6 @@
 """A run whose records of heads are lost is judged by what is left, and says so."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from tests.contract.audit.test_check import run
@@ -20,9 +17,7 @@ from qkeel.metrics import Status
         ([1.0, 863.0], [("alarm", 1)], Status.NOT_HEALTHY),
     ],
 )
-def test_lost_heads_are_said(
-    logits: list[float], alarms: list[tuple[str, int]], status: Status, tmp_path: Path
-) -> None:
+def test_lost_heads_are_said(logits, alarms, status, tmp_path):
     folder = run(tmp_path / "r", logits, alarms=alarms)
     rows = [{"step": i, "max_logit": logit} for i, logit in enumerate(logits)]
     text = "".join(f"{json.dumps(row)}\n" for row in rows)

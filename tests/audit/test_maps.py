@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel import AttentionSpec, attention_maps, preset
 from qkeel.audit import maps
@@ -37,7 +37,7 @@ ARCHITECTURES = [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_maps_of_a_fused_kernel_are_the_weights_of_eager_attention(name: str) -> None:
+def test_maps_of_a_fused_kernel_are_the_weights_of_eager_attention(name):
     pytest.importorskip("transformers")
     from tools.zoo.build import build
     from tools.zoo.tables import TABLES, entries
@@ -64,7 +64,7 @@ def test_maps_of_a_fused_kernel_are_the_weights_of_eager_attention(name: str) ->
         )
 
 
-def test_maps_of_multihead_attention_are_the_weights_that_it_returns() -> None:
+def test_maps_of_multihead_attention_are_the_weights_that_it_returns():
     module, x = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 7, 16)
     hidden = torch.zeros(2, 7, dtype=torch.bool)
     hidden[1, 5:] = True
@@ -92,7 +92,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_maps_of_a_spec_are_those_of_the_definition(name: str) -> None:
+def test_maps_of_a_spec_are_those_of_the_definition(name):
     module, x = Attention(16, 4, n_kv_heads=2, spec=SPECS[name]), torch.randn(2, 6, 16)
     (weights,) = attention_maps(module, x).values()
     calls = []
@@ -109,14 +109,14 @@ def test_maps_of_a_spec_are_those_of_the_definition(name: str) -> None:
 class ByHand(nn.Module):
     """Attention written by hand, all heads at once or one by one, with a learned sink (gpt-oss)."""
 
-    def __init__(self, *, one_by_one: bool) -> None:
+    def __init__(self, *, one_by_one):
         super().__init__()
         self.qkv = nn.Linear(8, 24, bias=False)
         self.sink = nn.Parameter(torch.tensor([0.5, -0.5]))
         self.one_by_one = one_by_one
         self.weights = torch.empty(0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
         hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         if self.one_by_one:
@@ -134,14 +134,14 @@ class ByHand(nn.Module):
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
-def test_maps_of_attention_written_by_hand_are_its_weights(one_by_one: bool) -> None:
+def test_maps_of_attention_written_by_hand_are_its_weights(one_by_one):
     model, x = ByHand(one_by_one=one_by_one), torch.randn(2, 5, 8)
     (weights,) = attention_maps(model, x).values()
     model(x)
     torch.testing.assert_close(weights, model.weights.detach())
 
 
-def test_chosen_heads_and_rows_are_those_of_the_whole() -> None:
+def test_chosen_heads_and_rows_are_those_of_the_whole():
     model, x = Attention(16, 4), torch.randn(2, 9, 16)
     whole = attention_maps(model, x)[""]
     some = attention_maps(model, x, heads=[3, 0], rows=[7, 2, 3, -1])
@@ -152,8 +152,8 @@ def test_chosen_heads_and_rows_are_those_of_the_whole() -> None:
 
 
 def test_weights_are_computed_in_blocks_of_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     model, x = Attention(16, 4), torch.randn(1, 9, 16)
     whole = attention_maps(model, x)[""]
     monkeypatch.setattr(maps, "BLOCK", 2 * 4 * 9)  # two rows
@@ -169,8 +169,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception]]] = [
 
 
 def test_what_cannot_be_had_is_refused_with_the_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     model, x = Attention(16, 2), torch.randn(1, 4, 16)
     for wanted, error in REFUSED:
         with pytest.raises(error):
@@ -188,7 +188,7 @@ def test_what_cannot_be_had_is_refused_with_the_way(
     assert attention_maps(model, x, rows=[])[""].shape == (1, 2, 0, 4)
 
 
-def test_a_plot_has_a_picture_for_each_head() -> None:
+def test_a_plot_has_a_picture_for_each_head():
     pytest.importorskip("matplotlib")
     figure = attention_maps(Attention(16, 3, head_dim=8), torch.randn(2, 4, 16)).plot(
         sample=1

@@ -7,13 +7,13 @@ import re
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 
 
 class Gated(nn.Module):
-    def __init__(self, draw: random.Random, shape: str) -> None:
+    def __init__(self, draw, shape):
         super().__init__()
         self.heads, self.shape = draw.choice([2, 4]), shape
         self.factor, self.by_hand = draw.choice([1, 2]), draw.random() < 0.5
@@ -26,7 +26,7 @@ class Gated(nn.Module):
             bias[draw.randrange(self.heads)] = -8.0
         self.means: list[float] = []
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for y in self.qkv(x).chunk(3, -1)
@@ -54,7 +54,7 @@ class Gated(nn.Module):
 
 @pytest.mark.parametrize("shape", ["head", "feature", "none"])
 @pytest.mark.parametrize("seed", range(4))
-def test_means_of_gates_are_those_of_float64(shape: str, seed: int) -> None:
+def test_means_of_gates_are_those_of_float64(shape, seed):
     draw = random.Random(seed)
     torch.manual_seed(seed)
     model = nn.Sequential(Gated(draw, shape), Gated(draw, shape))

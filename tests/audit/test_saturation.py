@@ -21,7 +21,7 @@ WIDTH, HEADS = 64, 4
 class Attention(nn.Module):
     """Heads [b h t d] that `logits` turns into scores, with a kernel or by hand; q and k are normed if asked."""
 
-    def __init__(self, scale: float, *, fused: bool, head_dim: int, norm: bool) -> None:
+    def __init__(self, scale, *, fused, head_dim, norm):
         super().__init__()
         width = HEADS * head_dim
         self.qkv, self.o = nn.Linear(WIDTH, 3 * width), nn.Linear(width, WIDTH)
@@ -30,7 +30,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim) if norm else nn.Identity()
         self.bias: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         q, k, t = self.q_norm(q), self.k_norm(k), x.shape[1]
         mask = torch.zeros(t, t).masked_fill(
@@ -44,24 +44,20 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
 
-def model(
-    scale: float, *, fused: bool, head_dim: int = 256, norm: bool = True
-) -> nn.Sequential:
+def model(scale, *, fused, head_dim=256, norm=True):
     layers = [
         Attention(scale, fused=fused, head_dim=head_dim, norm=norm) for _ in range(2)
     ]
     return nn.Sequential(*layers)
 
 
-def seeded(seed: int, length: int) -> Tensor:
+def seeded(seed, length):
     return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_norm_with_a_scale_of_1_is_saturated_until_the_line_is_typed(
-    fused: bool, seed: int
-) -> None:
+def test_a_norm_with_a_scale_of_1_is_saturated_until_the_line_is_typed(fused, seed):
     draw = random.Random(seed)
     head_dim, length = draw.choice([256, 384, 512]), draw.choice([48, 96, 160])
     torch.manual_seed(seed)
@@ -77,7 +73,7 @@ def test_a_norm_with_a_scale_of_1_is_saturated_until_the_line_is_typed(
     assert qkeel.check(usual, x).status is Status.HEALTHY
 
 
-def test_large_weights_without_a_norm_are_said_and_a_norm_is_proposed() -> None:
+def test_large_weights_without_a_norm_are_said_and_a_norm_is_proposed():
     torch.manual_seed(0)
     sharp = model(0.25, fused=True, head_dim=16, norm=False)
     with torch.no_grad():
@@ -88,21 +84,21 @@ def test_large_weights_without_a_norm_are_said_and_a_norm_is_proposed() -> None:
     assert 'qkeel.apply(model, "qk_norm", batch=batch)' in str(health)
 
 
-def alibi(t: int, head: int) -> Tensor:
+def alibi(t, head):
     return -(2.0 ** (-8 * (head + 1) / HEADS)) * (
         torch.arange(t)[:, None] - torch.arange(t)
     )
 
 
-def sink(t: int, head: int) -> Tensor:
+def sink(t, head):
     return 40.0 * (torch.arange(t) == 0).expand(t, t)
 
 
-def previous(t: int, head: int) -> Tensor:
+def previous(t, head):
     return 40.0 * torch.eye(t).roll(-1, 1)
 
 
-def itself(t: int, head: int) -> Tensor:
+def itself(t, head):
     return 40.0 * torch.eye(t)
 
 
@@ -117,7 +113,7 @@ BY_HAND: dict[str, Callable[[int, int], Tensor]] = {
 
 @pytest.mark.parametrize("kind", BY_HAND)
 @pytest.mark.parametrize("seed", range(2))
-def test_heads_that_attend_to_a_place_are_healthy(kind: str, seed: int) -> None:
+def test_heads_that_attend_to_a_place_are_healthy(kind, seed):
     torch.manual_seed(seed)
     for fused in (True, False):
         positional = model(0.125, fused=fused, head_dim=64)
@@ -130,8 +126,8 @@ def test_heads_that_attend_to_a_place_are_healthy(kind: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["sink", "sigmoid:length=24"])
 def test_weights_that_rest_on_a_sink_or_do_not_compete_are_no_saturation(
-    name: str,
-) -> None:
+    name,
+):
     torch.manual_seed(0)
     attention = qkeel.nn.Attention(WIDTH, HEADS)
     with qkeel.apply(attention, name, batch=seeded(0, 24)):
@@ -143,7 +139,7 @@ def test_weights_that_rest_on_a_sink_or_do_not_compete_are_no_saturation(
         assert "saturated" not in str(qkeel.check(attention, seeded(0, 24)))
 
 
-def test_a_single_saturated_head_is_no_layer() -> None:
+def test_a_single_saturated_head_is_no_layer():
     torch.manual_seed(0)
     mixed = model(0.125, fused=True, head_dim=64, norm=False)
     with torch.no_grad():
@@ -153,7 +149,7 @@ def test_a_single_saturated_head_is_no_layer() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_shares_are_those_of_float64_with_all_weights_in_memory(seed: int) -> None:
+def test_shares_are_those_of_float64_with_all_weights_in_memory(seed):
     draw = torch.Generator().manual_seed(seed)
     b, h, t, s = 2, 3, 9, 9
     logits = 4 * torch.randn(b, h, t, s, generator=draw, dtype=torch.float64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +13,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from audit.models import CONFIGS, projections, save
-from qkeel.audit import Geometry, Scan, as_json, scan, table
+from qkeel.audit import Geometry, as_json, scan, table
 
 Tensors = Mapping[str, Tensor]
 
 
 def scanned(
-    folder: Path,
-    tensors: Tensors,
-    flags: Geometry | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> Scan:
+    folder,
+    tensors,
+    flags=None,
+    config=None,
+):
     """A scan of a folder with these tensors, of 4 heads unless the config says otherwise."""
     save_file(dict(tensors), folder / "model.safetensors")
     config = {"num_attention_heads": 4} if config is None else config
@@ -32,27 +31,23 @@ def scanned(
     return scan(folder, flags=flags)
 
 
-def pair(
-    at: str = "attn.", q: Tensor | None = None, k: Tensor | None = None
-) -> dict[str, Tensor]:
+def pair(at="attn.", q=None, k=None):
     """The weights of queries and keys, by default two identities of 32."""
     weights = {"q": torch.eye(32) if q is None else q}
     weights["k"] = weights["q"].clone() if k is None else k
     return {f"{at}{side}_proj.weight": weight for side, weight in weights.items()}
 
 
-def exact(values: tuple[float, ...]) -> Tensor:
+def exact(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def largest_singular(q: Tensor, k: Tensor) -> Tensor:
+def largest_singular(q, k):
     return torch.linalg.svdvals(q.double().mT @ k.double())[:, 0]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_norms_of_every_head_equal_float64_singular_values(
-    name: str, tmp_path: Path
-) -> None:
+def test_norms_of_every_head_equal_float64_singular_values(name, tmp_path):
     model = save(name, tmp_path)
     found = scan(tmp_path)
     assert len(found.sites) == 2
@@ -77,8 +72,8 @@ def test_norms_of_every_head_equal_float64_singular_values(
 
 @pytest.mark.parametrize(("kind", "offset"), [("qwen3", 0.0), ("gemma3_text", 1.0)])
 def test_a_gain_bound_is_root_d_times_the_gains_by_the_convention_of_the_model(
-    kind: str, offset: float, tmp_path: Path
-) -> None:
+    kind, offset, tmp_path
+):
     gains = {"attn.q_norm.weight": torch.linspace(-3, 2, 8)}
     gains["attn.k_norm.weight"] = torch.full((8,), 0.5)
     config = {"num_attention_heads": 4, "model_type": kind}
@@ -89,7 +84,7 @@ def test_a_gain_bound_is_root_d_times_the_gains_by_the_convention_of_the_model(
     assert all(map(math.isnan, site.logit_bound))
 
 
-def test_shards_and_one_file_give_the_same_scan(tmp_path: Path) -> None:
+def test_shards_and_one_file_give_the_same_scan(tmp_path):
     save("llama", tmp_path / "one")
     save("llama", tmp_path / "many", max_shard_size="8KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
@@ -103,7 +98,7 @@ def test_shards_and_one_file_give_the_same_scan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_q_and_k_are_read_as_what_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_q_and_k_are_read_as_what_they_are(dtype, tmp_path):
     q, k = torch.randn(32, 32).to(dtype), torch.randn(32, 32)
     found = scanned(tmp_path, pair(q=q, k=k))
     expected = largest_singular(q.view(4, 8, 32), k.view(4, 8, 32))
@@ -114,7 +109,7 @@ def test_q_and_k_are_read_as_what_they_are(dtype: torch.dtype, tmp_path: Path) -
     assert norms["attn.q_proj.weight"] == pytest.approx(float(q.double().norm()), 1e-5)
 
 
-def test_nan_and_infinity_are_counted_and_hide_no_other_head(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_counted_and_hide_no_other_head(tmp_path):
     weights = pair(q=torch.randn(32, 32))
     (clean,) = scanned(tmp_path, weights).sites
     weights["attn.q_proj.weight"][8:10, 3] = torch.tensor([torch.nan, torch.inf])
@@ -132,7 +127,7 @@ def test_nan_and_infinity_are_counted_and_hide_no_other_head(tmp_path: Path) -> 
     assert "NaN" in table(found)
 
 
-def test_a_head_that_stands_out_is_marked(tmp_path: Path) -> None:
+def test_a_head_that_stands_out_is_marked(tmp_path):
     save("gpt_neox", tmp_path)
     assert not any(any(site.outlier) for site in scan(tmp_path).sites)
     stored = load_file(tmp_path / "model.safetensors")
@@ -224,9 +219,7 @@ UNKNOWN: dict[str, tuple[Tensors, Geometry | None, Mapping[str, Any] | None, str
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_cannot_be_read_is_listed_with_the_reason(
-    name: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_read_is_listed_with_the_reason(name, tmp_path):
     tensors, flags, config, words = UNKNOWN[name]
     found = scanned(tmp_path, tensors, flags, config)
     (unknown,) = found.unknown
@@ -279,9 +272,7 @@ BOUNDS: dict[str, tuple[Tensors, Mapping[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_a_bound_is_given_where_a_norm_surely_precedes_attention(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_bound_is_given_where_a_norm_surely_precedes_attention(name, tmp_path):
     tensors, config, note = BOUNDS[name]
     config = {"num_attention_heads": 4, **config}
     sites = scanned(tmp_path, tensors, config=config).sites
@@ -294,7 +285,7 @@ def test_a_bound_is_given_where_a_norm_surely_precedes_attention(
     assert all(math.isfinite(x.logit_bound[0]) for x in sites if x is not site)
 
 
-def test_yarn_of_one_type_of_layers_counts(tmp_path: Path) -> None:
+def test_yarn_of_one_type_of_layers_counts(tmp_path):
     """YaRN by a factor of 8 multiplies cos and sin by 0.1 ln 8 + 1."""
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
     ropes = {"sliding": {"rope_type": "default"}, "full": yarn}
@@ -304,7 +295,7 @@ def test_yarn_of_one_type_of_layers_counts(tmp_path: Path) -> None:
     assert site.logit_bound[0] == pytest.approx(expected)
 
 
-def test_the_bias_of_a_bare_gain_is_read(tmp_path: Path) -> None:
+def test_the_bias_of_a_bare_gain_is_read(tmp_path):
     """A LayerNorm over heads of 8 with gain 1 and bias of length 5: no side is longer than √8 + 5."""
     weights = pair()
     for side in "qk":
@@ -321,15 +312,13 @@ def test_the_bias_of_a_bare_gain_is_read(tmp_path: Path) -> None:
         ({"multi_query_attention": False}, "[q | k | v]"),
     ],
 )
-def test_the_two_layouts_of_chatglm_are_told_apart(
-    config: Mapping[str, Any], layout: str, tmp_path: Path
-) -> None:
+def test_the_two_layouts_of_chatglm_are_told_apart(config, layout, tmp_path):
     config = {"num_attention_heads": 4, "model_type": "chatglm", **config}
     (site,) = scanned(tmp_path, FUSED, config=config).sites
     assert site.layout == layout
 
 
-def test_flags_say_what_config_does_not(tmp_path: Path) -> None:
+def test_flags_say_what_config_does_not(tmp_path):
     fused = torch.randn(96, 32)
     by_head = fused.view(4, 3, 8, 32)  # q, k, v interleaved per head
     flags = Geometry(n_heads=4, layout="groups")
@@ -349,7 +338,7 @@ def test_flags_say_what_config_does_not(tmp_path: Path) -> None:
     assert (site.n_heads, site.head_dim) == (8, 4)
 
 
-def test_heads_may_differ_by_stage(tmp_path: Path) -> None:
+def test_heads_may_differ_by_stage(tmp_path):
     stored: dict[str, Tensor] = {}
     for i in range(3):
         stored |= pair(f"down.{i}.attn.", torch.eye(8 * 2**i))
@@ -380,9 +369,7 @@ def test_heads_may_differ_by_stage(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_config_has_head_counts_by_part(
-    stages: tuple[str, ...], config: Mapping[str, Any], heads: list[int], tmp_path: Path
-) -> None:
+def test_a_config_has_head_counts_by_part(stages, config, heads, tmp_path):
     stored: dict[str, Tensor] = {}
     for stage in stages:
         stored |= pair(f"{stage}self_attn.")
@@ -390,7 +377,7 @@ def test_a_config_has_head_counts_by_part(
     assert [found[f"{stage}self_attn"].n_heads for stage in stages] == heads
 
 
-def test_the_layers_that_a_config_announces_are_missed(tmp_path: Path) -> None:
+def test_the_layers_that_a_config_announces_are_missed(tmp_path):
     stored = pair("h.0.attn.") | pair("h.2.attn.")
     config = {"num_attention_heads": 2, "num_hidden_layers": 4}
     found = scanned(tmp_path, stored, None, config)
@@ -400,8 +387,8 @@ def test_the_layers_that_a_config_announces_are_missed(tmp_path: Path) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("q_latent", [12, None])
 def test_the_bound_of_latent_attention_holds_with_and_without_a_latent_of_queries(
-    q_latent: int | None, tmp_path: Path
-) -> None:
+    q_latent, tmp_path
+):
     from qkeel.nn import Decoder, DecoderConfig, LatentSizes
     from qkeel.sites import Tap
 
@@ -434,7 +421,7 @@ def test_the_bound_of_latent_attention_holds_with_and_without_a_latent_of_querie
             )
 
 
-def test_progress_ends_at_all_bytes_and_json_has_no_nan(tmp_path: Path) -> None:
+def test_progress_ends_at_all_bytes_and_json_has_no_nan(tmp_path):
     (site,) = scanned(tmp_path, pair()).sites
     seen: list[tuple[int, int]] = []
     found = scan(tmp_path, on_progress=lambda done, total: seen.append((done, total)))

@@ -1,11 +1,8 @@
 """`qkeel scan` prints a table or JSON, says in its exit code what it found, and takes little memory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +14,7 @@ from qkeel.cli.app import main
 Capture = pytest.CaptureFixture[str]
 
 
-def test_a_checkpoint_is_printed_as_a_table_or_as_json(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_checkpoint_is_printed_as_a_table_or_as_json(tmp_path, capsys):
     save("llama", tmp_path)
     assert main(["scan", str(tmp_path)]) == 0
     text = capsys.readouterr().out
@@ -39,9 +34,7 @@ def test_a_checkpoint_is_printed_as_a_table_or_as_json(
     assert main(["scan", str(tmp_path), "--heads", "layers.0=2", "layers.1"]) == 2
 
 
-def test_a_weight_that_is_not_finite_is_exit_code_1(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_weight_that_is_not_finite_is_exit_code_1(tmp_path, capsys):
     save("llama", tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     stored["model.embed_tokens.weight"][0, 0] = torch.inf
@@ -50,7 +43,7 @@ def test_a_weight_that_is_not_finite_is_exit_code_1(
     assert "model.embed_tokens.weight has 1 NaN or infinite" in capsys.readouterr().out
 
 
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
     for arguments in ([str(tmp_path)], [str(tmp_path / "no")], []):
         assert main(["scan", *arguments]) == 2
@@ -70,7 +63,7 @@ print(len(found.sites), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - bef
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_file(tmp_path):
     """A file of 260 MB, most of it in one tensor, takes under 80 MB more than a tiny one."""
     attention = {f"layers.0.attn.{n}_proj.weight": torch.randn(64, 64) for n in "qkv"}
     words = [sys.executable, "-c", _MEASURE]

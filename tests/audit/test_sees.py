@@ -21,38 +21,38 @@ Mask = Callable[
 ]  # the number of tokens -> True where a query sees a key, [h|1 t t]
 
 
-def causal(t: int) -> Tensor:
+def causal(t):
     return torch.ones(1, t, t, dtype=torch.bool).tril()
 
 
-def one_ahead(t: int) -> Tensor:
+def one_ahead(t):
     return torch.ones(1, t, t, dtype=torch.bool).tril(1)
 
 
-def inverted(t: int) -> Tensor:
+def inverted(t):
     return ~causal(t) | torch.eye(t, dtype=torch.bool)
 
 
-def everything(t: int) -> Tensor:
+def everything(t):
     return torch.ones(1, t, t, dtype=torch.bool)
 
 
-def second_head_sees_everything(t: int) -> Tensor:
+def second_head_sees_everything(t):
     return torch.cat([causal(t), everything(t)])
 
 
-def chunks_of_four(t: int) -> Tensor:
+def chunks_of_four(t):
     chunk = torch.arange(t) // 4
     return causal(t) | (chunk[:, None] == chunk)[None]
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, mask: Mask, *, fused: bool) -> None:
+    def __init__(self, mask, *, fused):
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mask, self.fused = mask, fused
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = split_heads(self.qkv(x))
         mask = self.mask(x.shape[1])
         if self.fused:
@@ -65,27 +65,27 @@ class SelfAttention(nn.Module):
 class Convolution(nn.Module):
     """A convolution over tokens, padded on the left alone or on both sides."""
 
-    def __init__(self, *, ahead: int) -> None:
+    def __init__(self, *, ahead):
         super().__init__()
         self.convolution, self.ahead = nn.Conv1d(WIDTH, WIDTH, 3), ahead
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.convolution(F.pad(x.mT, (2 - self.ahead, self.ahead))).mT
 
 
 class Mixing(nn.Module):
     """Anything that is done with all tokens at once."""
 
-    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, mix):
         super().__init__()
         self.forward = mix
 
 
-def norm_over(dim: int) -> Mixing:
+def norm_over(dim):
     return Mixing(lambda x: x / x.square().mean(dim, keepdim=True).add(1e-5).sqrt())
 
 
-def pooled(*, so_far: bool) -> Mixing:
+def pooled(*, so_far):
     """The mean of all tokens, or of those so far, joins each."""
     if not so_far:
         return Mixing(lambda x: x.mean(1, keepdim=True).expand_as(x))
@@ -93,23 +93,23 @@ def pooled(*, so_far: bool) -> Mixing:
 
 
 class BatchNorm(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.norm(x.mT).mT
 
 
 class ExpertChoice(nn.Module):
     """Each expert takes its tokens: of the whole sequence (which leaks), or each token takes its expert."""
 
-    def __init__(self, *, by_expert: bool) -> None:
+    def __init__(self, *, by_expert):
         super().__init__()
         self.router, self.by_expert = nn.Linear(WIDTH, 2), by_expert
         self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         scores = self.router(x).softmax(-1)
         out = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):
@@ -122,27 +122,27 @@ class ExpertChoice(nn.Module):
         return out
 
 
-def shift(by: int) -> Mixing:
+def shift(by):
     return Mixing(lambda x: F.pad(x, (0, 0, by, -by)))
 
 
 class Model(nn.Module):
     """Tokens to logits through blocks, one of which may hold a leak."""
 
-    def __init__(self, blocks: list[nn.Module]) -> None:
+    def __init__(self, blocks):
         super().__init__()
         self.embed, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(blocks)
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in blocks])
         self.dropout, self.head = nn.Dropout(0.2), nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for norm, block in zip(self.norms, self.blocks, strict=True):
             x = x + self.dropout(block(norm(x)))
         return self.head(x)
 
 
-def attention(mask: Mask) -> Callable[[bool], nn.Module]:
+def attention(mask):
     return lambda fused: SelfAttention(mask, fused=fused)
 
 
@@ -174,7 +174,7 @@ for name, leaky, clean in (
     )
 
 
-def drawn(make: Callable[[bool], nn.Module], seed: int) -> tuple[Model, Tensor, int]:
+def drawn(make, seed):
     """A model with the block at a drawn place among causal attention, its tokens, and that place."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -192,9 +192,7 @@ def drawn(make: Callable[[bool], nn.Module], seed: int) -> tuple[Model, Tensor, 
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", KINDS)
-def test_a_planted_leak_is_found_and_named_and_its_clean_twin_is_not_blamed(
-    name: str, seed: int
-) -> None:
+def test_a_planted_leak_is_found_and_named_and_its_clean_twin_is_not_blamed(name, seed):
     leaky, clean, words = KINDS[name]
     draw = 1000 * seed + list(KINDS).index(name)
     model, tokens, place = drawn(leaky, draw)
@@ -208,7 +206,7 @@ def test_a_planted_leak_is_found_and_named_and_its_clean_twin_is_not_blamed(
     assert all(torch.equal(state[key], x) for key, x in model.state_dict().items())
 
 
-def split_heads(x: Tensor) -> Tensor:
+def split_heads(x):
     """q, k and v [3 b h t d] of a projection [b t 48]."""
     return x.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
 
@@ -216,27 +214,27 @@ def split_heads(x: Tensor) -> Tensor:
 class Masked(nn.Module):
     """Attention over tokens with a mask [b 1 t t] that is made of another argument."""
 
-    def __init__(self, mask: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, mask):
         super().__init__()
         self.embed, self.qkv = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 48)
         self.mask = mask
 
     def forward(
         self,
-        tokens: Tensor,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-    ) -> Tensor:
+        tokens,
+        position_ids=None,
+        attention_mask=None,
+    ):
         other = attention_mask if position_ids is None else position_ids
         q, k, v = split_heads(self.qkv(self.embed(tokens)))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(other))
         return y.transpose(1, 2).flatten(2)
 
 
-def packed(*, isolated: bool, later: bool = False) -> Masked:
+def packed(*, isolated, later=False):
     """Attention over packed documents that regards their borders, or not."""
 
-    def mask(position_ids: Tensor) -> Tensor:
+    def mask(position_ids):
         ids = (position_ids == 0).cumsum(-1)
         same = ids[:, :, None] == ids[:, None]
         same = same if isolated else torch.ones_like(same)
@@ -248,7 +246,7 @@ def packed(*, isolated: bool, later: bool = False) -> Masked:
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 0, 1, 2, 3]])
 
 
-def test_documents_that_see_each_other_are_found() -> None:
+def test_documents_that_see_each_other_are_found():
     batch = {
         "tokens": torch.randint(VOCABULARY, POSITIONS.shape),
         "position_ids": POSITIONS,
@@ -266,11 +264,11 @@ def test_documents_that_see_each_other_are_found() -> None:
     ).healthy
 
 
-def windowed(size: int) -> Mask:
+def windowed(size):
     return lambda t: causal(t) & torch.ones(t, t, dtype=torch.bool).triu(1 - size)
 
 
-def test_a_window_that_never_reached_the_kernel_is_found_and_named() -> None:
+def test_a_window_that_never_reached_the_kernel_is_found_and_named():
     tokens = torch.randint(VOCABULARY, (2, 30))
     model = Model(
         [
@@ -288,10 +286,10 @@ def test_a_window_that_never_reached_the_kernel_is_found_and_named() -> None:
     assert qkeel.check(model, tokens[:, :6], sees=Window(4)).status is Status.NOT_KNOWN
 
 
-def test_later_keys_are_beyond_a_window() -> None:
+def test_later_keys_are_beyond_a_window():
     tokens = torch.randint(VOCABULARY, (2, 12))
 
-    def both_sides(t: int) -> Tensor:
+    def both_sides(t):
         distance = torch.arange(t)[:, None] - torch.arange(t)
         return (distance.abs() < 3)[None]
 
@@ -308,16 +306,16 @@ def test_later_keys_are_beyond_a_window() -> None:
 class Named(nn.Module):
     """Embeddings in, a loss, logits and one vector a sample out."""
 
-    def __init__(self, mask: Mask) -> None:
+    def __init__(self, mask):
         super().__init__()
         self.attention = SelfAttention(mask, fused=True)
 
-    def forward(self, inputs_embeds: Tensor) -> dict[str, Tensor]:
+    def forward(self, inputs_embeds):
         logits = self.attention(inputs_embeds)
         return {"loss": logits.mean(), "logits": logits, "pooled": logits.mean(1)}
 
 
-def test_outputs_without_positions_are_said_to_be_not_judged() -> None:
+def test_outputs_without_positions_are_said_to_be_not_judged():
     batch = {"inputs_embeds": torch.randn(2, 9, WIDTH)}
     health = qkeel.check(Named(causal), batch, sees="causal")
     assert health.healthy
@@ -326,7 +324,7 @@ def test_outputs_without_positions_are_said_to_be_not_judged() -> None:
     assert "'logits'" in str(qkeel.check(Named(one_ahead), batch, sees="causal"))
 
 
-def test_a_compiled_model_is_checked_as_it_runs() -> None:
+def test_a_compiled_model_is_checked_as_it_runs():
     tokens = torch.randint(VOCABULARY, (1, 8))
     model = torch.compile(
         Model([SelfAttention(one_ahead, fused=True)]).eval(), backend="eager"
@@ -335,17 +333,17 @@ def test_a_compiled_model_is_checked_as_it_runs() -> None:
 
 
 @pytest.mark.parametrize("weights", ["head", "out"])
-def test_a_model_that_passes_nothing_on_is_not_called_healthy(weights: str) -> None:
+def test_a_model_that_passes_nothing_on_is_not_called_healthy(weights):
     """A new model whose head or whose attention's output projection is zero hides any leak."""
 
     class New(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.embed = nn.Embedding(VOCABULARY, WIDTH)
             self.attention = SelfAttention(everything, fused=True)
             self.out, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5)
 
-        def forward(self, tokens: Tensor) -> Tensor:
+        def forward(self, tokens):
             x = self.embed(tokens)
             return self.head(x + self.out(self.attention(x)))
 
@@ -355,7 +353,7 @@ def test_a_model_that_passes_nothing_on_is_not_called_healthy(weights: str) -> N
     assert qkeel.check(model, tokens, sees="causal").status is Status.NOT_KNOWN
 
 
-def test_what_cannot_be_checked_is_refused() -> None:
+def test_what_cannot_be_checked_is_refused():
     model, tokens = (
         Model([SelfAttention(causal, fused=True)]),
         torch.randint(VOCABULARY, (2, 8)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ class Stream:
     biases: dict[str, Tensor]
     gains: dict[str, Tensor]
 
-    def heads(self, side: str, tokens: Tensor, heads: int) -> Tensor:
+    def heads(self, side, tokens, heads):
         """[h t d] in float64."""
         x = tokens @ self.weights[side].double().mT + self.biases[side].double()
         x = x.unflatten(-1, (heads, -1))
@@ -32,24 +31,24 @@ class Stream:
             x = unit * self.gains[side].double()
         return x.transpose(0, 1)
 
-    def fused(self, at: str) -> dict[str, Tensor]:
+    def fused(self, at):
         weight, bias = self.weights["q"], self.biases["q"]
         parts = weight, self.weights["k"], torch.ones_like(weight)
         biases = bias, self.biases["k"], torch.ones_like(bias)
         return {f"{at}.weight": torch.cat(parts), f"{at}.bias": torch.cat(biases)}
 
-    def apart(self, at: str, *names: str) -> dict[str, Tensor]:
+    def apart(self, at, *names):
         stored = {}
         for side, name in zip("qk", names):
             stored[f"{at}.{name}.weight"] = self.weights[side]
             stored[f"{at}.{name}.bias"] = self.biases[side]
         return stored
 
-    def normed(self, *names: str) -> dict[str, Tensor]:
+    def normed(self, *names):
         return dict(zip(names, self.gains.values()))
 
 
-def drawn(source: random.Random, heads: int, size: int, normed: bool) -> Stream:
+def drawn(source, heads, size, normed):
     generator = torch.Generator().manual_seed(source.randrange(10**6))
     width = heads * size
     weights, biases, gains = {}, {}, {}
@@ -62,7 +61,7 @@ def drawn(source: random.Random, heads: int, size: int, normed: bool) -> Stream:
     return Stream(weights, biases, gains)
 
 
-def checkpoint(kind: str, first: Stream, second: Stream) -> dict[str, Tensor]:
+def checkpoint(kind, first, second):
     """The tensors of one layer, by the names that its authors gave them."""
     if kind == "diffusers":
         at = "transformer_blocks.0.attn"
@@ -104,7 +103,7 @@ def checkpoint(kind: str, first: Stream, second: Stream) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", ["diffusers", "flux", "sd3", "mochi"])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_logit_is_over_a_printed_bound(kind: str, seed: int, tmp_path: Path) -> None:
+def test_no_logit_is_over_a_printed_bound(kind, seed, tmp_path):
     source = random.Random(f"{kind}{seed}")
     heads, size, normed = source.choice([1, 2, 4]), source.choice([8, 16]), seed > 0
     streams = [drawn(source, heads, size, normed) for _ in range(2)]
@@ -125,7 +124,7 @@ def test_no_logit_is_over_a_printed_bound(kind: str, seed: int, tmp_path: Path) 
     )  # a bound that says something
 
 
-def test_a_stream_that_does_not_fit_leaves_its_layer_unread(tmp_path: Path) -> None:
+def test_a_stream_that_does_not_fit_leaves_its_layer_unread(tmp_path):
     first, second = (drawn(random.Random(0), heads, 8, True) for heads in (2, 4))
     save_file(checkpoint("flux", first, second), tmp_path / "model.safetensors")
     (unknown,) = scan(tmp_path / "model.safetensors", flags=Geometry(n_heads=2)).unknown

@@ -15,7 +15,7 @@ import qkeel
 class Attention(nn.Module):
     """Attention with a learned sink, scale or gain, on a path that uses it or on one that forgot it."""
 
-    def __init__(self, part: str, uses: bool, heads: int) -> None:
+    def __init__(self, part, uses, heads):
         super().__init__()
         self.part, self.uses, self.heads = part, uses, heads
         self.norm, self.qkv = nn.LayerNorm(32), nn.Linear(32, 96)
@@ -30,7 +30,7 @@ class Attention(nn.Module):
         # Has no gradient, and matters.
         self.frozen = nn.Parameter(torch.ones(heads), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for y in self.qkv(self.norm(x)).chunk(3, -1)
@@ -54,7 +54,7 @@ NAMES = {"sinks": "sinks", "scale": "scale", "gain": "gain.q.weight"}
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_the_path_leaves_out_is_named(seed: int) -> None:
+def test_what_the_path_leaves_out_is_named(seed):
     draw = random.Random(seed)
     torch.manual_seed(seed)
     heads = draw.choice([2, 4])

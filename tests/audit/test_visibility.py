@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,22 +34,22 @@ from .test_sees import (
 Answer = tuple[Status, str]
 
 
-def answer(model: nn.Module, batch: object) -> Answer:
+def answer(model, batch):
     health = qkeel.check(model, batch)
     return health.status, str(health)
 
 
-def tokens(length: int = 9) -> Tensor:
+def tokens(length=9):
     return torch.randint(
         VOCABULARY, (2, length), generator=torch.Generator().manual_seed(0)
     )
 
 
-def backwards(t: int) -> Tensor:
+def backwards(t):
     return torch.ones(1, t, t, dtype=torch.bool).triu()
 
 
-def test_a_layer_that_sees_later_keys_where_the_others_do_not_is_named() -> None:
+def test_a_layer_that_sees_later_keys_where_the_others_do_not_is_named():
     blocks: list[nn.Module] = [
         SelfAttention(mask, fused=True) for mask in (causal, causal, everything)
     ]
@@ -61,7 +60,7 @@ def test_a_layer_that_sees_later_keys_where_the_others_do_not_is_named() -> None
 
 @pytest.mark.parametrize("mask", [backwards, inverted])
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_inverted_mask_is_named(mask: Callable[[int], Tensor], fused: bool) -> None:
+def test_an_inverted_mask_is_named(mask, fused):
     status, sentence = answer(
         Model([SelfAttention(mask, fused=fused)]).eval(), tokens()
     )
@@ -71,15 +70,15 @@ def test_an_inverted_mask_is_named(mask: Callable[[int], Tensor], fused: bool) -
 
 @pytest.mark.parametrize("mask", [causal, everything])
 def test_models_that_see_one_way_or_both_ways_throughout_are_healthy(
-    mask: Callable[[int], Tensor],
-) -> None:
+    mask,
+):
     blocks: list[nn.Module] = [
         SelfAttention(mask, fused=fused) for fused in (False, True)
     ]
     assert answer(Model(blocks).eval(), tokens())[0] is Status.HEALTHY
 
 
-def test_an_encoder_beside_a_decoder_is_not_blamed_for_seeing_later_keys() -> None:
+def test_an_encoder_beside_a_decoder_is_not_blamed_for_seeing_later_keys():
     model = nn.Transformer(16, 2, 2, 2, 32, batch_first=True).eval()
     x = torch.randn(2, 7, 16)
     batch = {
@@ -90,7 +89,7 @@ def test_an_encoder_beside_a_decoder_is_not_blamed_for_seeing_later_keys() -> No
     assert answer(model, batch)[0] is Status.HEALTHY
 
 
-def test_packed_documents_that_see_each_other_are_said_to() -> None:
+def test_packed_documents_that_see_each_other_are_said_to():
     batch = {"tokens": tokens(), "position_ids": POSITIONS}
     assert answer(packed(isolated=True), batch)[0] is Status.HEALTHY
     status, sentence = answer(packed(isolated=False), batch)
@@ -113,24 +112,22 @@ def test_packed_documents_that_see_each_other_are_said_to() -> None:
         ({"position_ids": torch.zeros(3, 2, 5, dtype=torch.int64)}, None),
     ],
 )
-def test_documents_are_read_from_the_arguments(
-    kwargs: dict[str, Tensor], numbers: list[list[int]] | None
-) -> None:
+def test_documents_are_read_from_the_arguments(kwargs, numbers):
     ids = document_numbers(kwargs)
     assert (None if ids is None else ids.tolist()) == numbers
 
 
-def padded(*, hides: bool) -> Masked:
+def padded(*, hides):
     """Attention that hides padding, or not."""
 
-    def mask(attention_mask: Tensor) -> Tensor:
+    def mask(attention_mask):
         is_token = attention_mask.bool() if hides else attention_mask >= 0
         return causal(attention_mask.shape[1])[None] & is_token[:, None, None]
 
     return Masked(mask)
 
 
-def test_weight_on_padding_is_said() -> None:
+def test_weight_on_padding_is_said():
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[1, :3] = 0
     batch = {"tokens": tokens(), "attention_mask": mask}
@@ -152,9 +149,7 @@ def test_weight_on_padding_is_said() -> None:
         ({"key_padding_mask": torch.tensor([[False, False]])}, None),
     ],
 )
-def test_padding_is_read_from_the_arguments(
-    kwargs: dict[str, Tensor], padding: list[list[bool]] | None
-) -> None:
+def test_padding_is_read_from_the_arguments(kwargs, padding):
     keys = padded_keys(kwargs)
     assert (None if keys is None else keys.tolist()) == padding
 
@@ -162,11 +157,11 @@ def test_padding_is_read_from_the_arguments(
 class LowMask(nn.Module):
     """Logits of about -20,000, and a mask of -10,000 that is above them."""
 
-    def __init__(self, number: float) -> None:
+    def __init__(self, number):
         super().__init__()
         self.qkv, self.number = nn.Linear(16, 48), number
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = split_heads(self.qkv(x))
         scores = torch.where(
             causal(x.shape[1])[None], q @ k.mT / 8**0.5 - 2e4, self.number
@@ -174,7 +169,7 @@ class LowMask(nn.Module):
         return scores.softmax(-1) @ v
 
 
-def test_weight_on_hidden_pairs_is_said() -> None:
+def test_weight_on_hidden_pairs_is_said():
     x = torch.randn(2, 6, 16)
     status, sentence = answer(LowMask(-1e4), x)
     assert status is Status.NOT_HEALTHY
@@ -185,11 +180,11 @@ def test_weight_on_hidden_pairs_is_said() -> None:
 class EmptyRow(nn.Module):
     """A query of sample 1 sees no key: a softmax of -inf is NaN."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(16, 48)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = split_heads(self.qkv(x))
         mask = causal(x.shape[1]).repeat(len(x), 1, 1)
         mask[1, 2] = False
@@ -202,21 +197,21 @@ class Output:
 
 
 class InADataclass(EmptyRow):
-    def forward(self, x: Tensor) -> Output:  # type: ignore[override]
+    def forward(self, x):  # type: ignore[override]
         return Output(super().forward(x))
 
 
 @pytest.mark.parametrize("kind", [EmptyRow, InADataclass])
 def test_a_row_that_sees_no_key_is_named_where_the_output_is_not_finite(
-    kind: type[nn.Module],
-) -> None:
+    kind,
+):
     status, sentence = answer(kind(), torch.randn(2, 6, 16))
     assert status is Status.NOT_HEALTHY
     assert "sample 1, query 2 sees no key" in sentence
 
 
 @pytest.mark.parametrize("most", [1 << 6, 1 << 9, 1 << 20])
-def test_some_rows_of_a_long_sequence_speak_for_all(most: int) -> None:
+def test_some_rows_of_a_long_sequence_speak_for_all(most):
     torch.manual_seed(0)
     model = Model([SelfAttention(everything, fused=True)]).eval()
     ((name, calls),) = captured_calls(model, tokens(40)).items()

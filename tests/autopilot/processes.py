@@ -1,19 +1,16 @@
 """An autopilot in processes of its own; see spawn."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import torch
 from tests.autopilot.runs import EAGER, RATE, STEPS, Run, adamw, foreign
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
 import qkeel
 from qkeel.monitor import PlannedRates
 
 
-def parallel(folder: Path) -> None:
+def parallel(folder):
     """Each rank trains on its part of the batch; what it decided and has in the end goes to a file."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     model = foreign()
@@ -24,7 +21,7 @@ def parallel(folder: Path) -> None:
     pilot = qkeel.autopilot(wrapped, optimizer, policy=EAGER, every=2, planned=planned)
     trained = Run(model, optimizer, pilot)
 
-    def own(batch: Tensor) -> Tensor:
+    def own(batch):
         # The loss is over the whole batch, with one's own part in the place of each: any gradient will do here.
         return wrapped(batch.chunk(world)[rank]).repeat(world, 1, 1)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ class Foreign(nn.Module):
     kind: "", or what is different: "fused", "grouped", "tied", "normed" or "frozen" queries and keys.
     """
 
-    def __init__(self, kind: str = "") -> None:
+    def __init__(self, kind=""):
         super().__init__()
         self.kind = kind
         self.embed = nn.Embedding(32, 32)
@@ -40,7 +39,7 @@ class Foreign(nn.Module):
         elif kind == "frozen":
             self.q.requires_grad_(False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         projections = [p(x) for p in (self.q, self.k, self.v) if p is not None]
         if self.kind == "fused":
@@ -56,17 +55,17 @@ class Foreign(nn.Module):
         return self.out(x + attended) @ self.embed.weight.mT
 
 
-def decoder() -> Decoder:
+def decoder():
     torch.manual_seed(0)
     return Decoder(DecoderConfig(vocab_size=32, d_model=32, n_heads=4, n_layers=2))
 
 
-def foreign(seed: int = 0, kind: str = "") -> Foreign:
+def foreign(seed=0, kind=""):
     torch.manual_seed(seed)
     return Foreign(kind)
 
 
-def batches(first: int = 0, last: int = STEPS) -> Iterator[Tensor]:
+def batches(first=0, last=STEPS):
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, 32, (8, 33), generator=generator)
@@ -77,7 +76,7 @@ def batches(first: int = 0, last: int = STEPS) -> Iterator[Tensor]:
 EXAMPLE = next(batches())[:, :-1]
 
 
-def adamw(model: nn.Module, rate: float = RATE) -> torch.optim.Optimizer:
+def adamw(model, rate=RATE):
     return torch.optim.AdamW(model.parameters(), lr=rate)
 
 
@@ -92,10 +91,10 @@ class Run:
 
     def train(
         self,
-        first: int = 0,
-        last: int = STEPS,
-        call: Callable[..., Tensor] | None = None,
-    ) -> Run:
+        first=0,
+        last=STEPS,
+        call=None,
+    ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", qkeel.errors.QkeelWarning)
             for step, tokens in enumerate(batches(first, last), first):
@@ -103,7 +102,7 @@ class Run:
                 self.optimizer.step(functools.partial(self._gradients, tokens, call))
         return self
 
-    def _gradients(self, tokens: Tensor, call: Callable[..., Tensor] | None) -> Tensor:
+    def _gradients(self, tokens, call):
         self.optimizer.zero_grad()
         logits = (self.model if call is None else call)(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -111,7 +110,7 @@ class Run:
         self.losses.append(loss.item())
         return loss
 
-    def bits(self) -> dict[str, Tensor]:
+    def bits(self):
         bits = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         for i, state in self.optimizer.state_dict()["state"].items():
             for name, x in state.items():
@@ -119,7 +118,7 @@ class Run:
                     bits[f"{i}.{name}"] = x.clone()
         return bits
 
-    def left(self) -> list[int]:
+    def left(self):
         """How many hooks and marks are on the model and its optimizer."""
         held: list[Any] = [
             self.optimizer._optimizer_step_pre_hooks,
@@ -132,12 +131,12 @@ class Run:
 
 
 def run(
-    model: nn.Module | None = None,
+    model=None,
     *,
-    policy: Any = EAGER,
-    rate: float = RATE,
-    **options: Any,
-) -> Run:
+    policy=EAGER,
+    rate=RATE,
+    **options,
+):
     model = foreign() if model is None else model
     optimizer = adamw(model, rate)
     options = {"every": 2, "planned": PlannedRates.of([rate] * STEPS), **options}
@@ -145,9 +144,9 @@ def run(
     return Run(model, optimizer, pilot)
 
 
-def plain(rate: float = RATE) -> Run:
+def plain(rate=RATE):
     return Run(model := foreign(), adamw(model, rate))
 
 
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

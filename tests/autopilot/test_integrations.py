@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,12 +24,12 @@ DATA = [
 ]
 
 
-def collated(examples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def collated(examples):
     ids = torch.stack(examples)
     return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def tiny() -> Any:
+def tiny():
     torch.manual_seed(0)
     shape = {
         "vocab_size": 64,
@@ -44,7 +43,7 @@ def tiny() -> Any:
     )
 
 
-def begun(folder: Path, step: int, model: Any, optimizer: Any) -> tuple[Any, ...]:
+def begun(folder, step, model, optimizer):
     """A callback at the beginning of training, and the events' arguments."""
     callback = QkeelCallback(every=1, autopilot="ladder:threshold=2,patience=1")
     loader = SimpleNamespace(collate_fn=collated, dataset=DATA)
@@ -59,7 +58,7 @@ def begun(folder: Path, step: int, model: Any, optimizer: Any) -> tuple[Any, ...
     return callback, event
 
 
-def trained(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+def trained(model, optimizer, first, last):
     losses = []
     for step in range(first, last):
         torch.manual_seed(step)
@@ -72,8 +71,8 @@ def trained(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
 
 
 def test_a_training_resumed_from_a_checkpoint_goes_on_with_what_was_in_force(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     with pytest.raises(UnknownNameError):
         QkeelCallback(autopilot="lader")
     model = tiny()

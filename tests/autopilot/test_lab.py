@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -31,8 +30,8 @@ CONFIG = dataclasses.replace(
 
 @pytest.mark.slow
 def test_a_run_with_an_autopilot_is_recorded_and_resumes_to_the_same_bits(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     whole = run(CONFIG, tmp_path / "whole")
     steps: list[int] = []
     stop = Watcher(
@@ -50,7 +49,7 @@ def test_a_run_with_an_autopilot_is_recorded_and_resumes_to_the_same_bits(
     assert any(e.get("action") == "qk_clip" and e["step"] < 8 for e in events)
 
 
-def test_what_an_autopilot_of_a_run_cannot_be() -> None:
+def test_what_an_autopilot_of_a_run_cannot_be():
     assert canonical("autopilot:tau=0.10") == "autopilot:tau=0.1"
     for error, text in (
         (InvalidValueError, "autopilot+z_loss"),

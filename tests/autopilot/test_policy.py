@@ -1,9 +1,5 @@
 """The policy: a pure function of records; what the ladder does when."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -24,19 +20,19 @@ CALM = Ladder(calm=4)
 MATCHED = "qk_clip:threshold=15,steps=matched"
 
 
-def refuses(*actions: Action) -> list[Refused]:
+def refuses(*actions):
     return [Refused(step=-1, action=str(a), site=None, reason="no") for a in actions]
 
 
 def decided(
-    logits: Any,
-    ladder: Ladder = CALM,
+    logits,
+    ladder=CALM,
     *,
-    sites: Any = SITES,
-    refused: Any = (),
-    entropy: Any = None,
-    lr: Any = None,
-) -> list[Decision]:
+    sites=SITES,
+    refused=(),
+    entropy=None,
+    lr=None,
+):
     """The decisions on logits [n layers heads], a record a step."""
     recording, decisions = Recording([s.name for s in sites]), list[Decision]()
     for step, record in enumerate(logits):
@@ -55,14 +51,14 @@ def decided(
     return decisions
 
 
-def grown(n: int, power: float = 1.5) -> np.ndarray:
+def grown(n, power=1.5):
     """[n 2 2]: head 1 of layer b grows, the others do not."""
     logits = np.full((n, 2, 2), 3.0)
     logits[:, 1, 1] = 1.0 + 30.0 * np.arange(n) ** power
     return logits
 
 
-def clip(step: int, *heads: int) -> Decision:
+def clip(step, *heads):
     about = {"rule": "", "reason": "", "remedy": "qk_clip"}
     return Decision(step=step, action=CLIP, site="a", heads=heads, **about)  # type: ignore[arg-type]
 
@@ -75,14 +71,12 @@ def clip(step: int, *heads: int) -> Decision:
         ([clip(1), clip(2, 1)], ()),
     ],
 )
-def test_an_action_on_all_heads_stays_on_all_heads_whatever_is_added(
-    decisions: list[Decision], heads: tuple[int, ...]
-) -> None:
+def test_an_action_on_all_heads_stays_on_all_heads_whatever_is_added(decisions, heads):
     assert active_actions(decisions) == {(CLIP, "a"): ("qk_clip", heads)}
     assert Decision.of(decisions[0].row()) == decisions[0]
 
 
-def test_a_decision_that_its_site_refused_when_it_came_has_no_effect() -> None:
+def test_a_decision_that_its_site_refused_when_it_came_has_no_effect():
     refused = [Refused(step=2, action="qk_clip", site="a", reason="no")]
     assert active_actions([clip(1, 0), clip(2, 1)], refused)[CLIP, "a"][1] == (0,)
 
@@ -96,8 +90,8 @@ def test_a_decision_that_its_site_refused_when_it_came_has_no_effect() -> None:
     ],
 )
 def test_it_acts_on_the_heads_that_rise_and_keeps_the_remedy(
-    refused: list[Refused], action: Action, heads: tuple[int, ...], remedy: str
-) -> None:
+    refused, action, heads, remedy
+):
     pushed, calm = grown(12, 1.0), np.full((90, 2, 2), 3.0)
     pushed[4:, 1, 1] = 29.0  # held by the remedy
     watch, act = decided(np.concatenate([pushed, calm]), refused=refused)
@@ -107,7 +101,7 @@ def test_it_acts_on_the_heads_that_rise_and_keeps_the_remedy(
     assert (act.forecast is None) or act.forecast.threshold in (100, 1000)
 
 
-def test_heads_over_the_threshold_join_a_clip() -> None:
+def test_heads_over_the_threshold_join_a_clip():
     logits = grown(12, 1.0)
     logits[4:, 1, 1] = 29.0
     logits[8:, 1, 0] = 16.0  # over the threshold of 15, and not rising
@@ -116,7 +110,7 @@ def test_heads_over_the_threshold_join_a_clip() -> None:
     assert active_actions([first, second])[CLIP, "b"] == (MATCHED, (0, 1))
 
 
-def test_healthy_logits_raise_nothing_but_a_closer_look() -> None:
+def test_healthy_logits_raise_nothing_but_a_closer_look():
     flat = decided(3 + np.random.default_rng(0).random((60, 2, 2)))
     assert [(d.action, d.release, d.step) for d in flat] == [
         (WATCH, False, 0),
@@ -127,7 +121,7 @@ def test_healthy_logits_raise_nothing_but_a_closer_look() -> None:
     assert {d.action for d in decided(calm, lr=lr)} <= {WATCH}
 
 
-def test_it_never_acts_where_the_weights_are_not_confirmed() -> None:
+def test_it_never_acts_where_the_weights_are_not_confirmed():
     unknown = (SITES[0], SiteFacts(name="b", n_heads=2, unknown="not confirmed"))
     assert not [d for d in decided(grown(30), sites=unknown) if d.site == "b"]
 
@@ -142,8 +136,8 @@ def test_it_never_acts_where_the_weights_are_not_confirmed() -> None:
     ],
 )
 def test_what_is_refused_gives_way_to_the_next_action_and_the_end_is_said_once(
-    refused: list[Action], actions: list[Action]
-) -> None:
+    refused, actions
+):
     found = decided(grown(40), refused=refuses(*refused))
     assert [d.action for d in found if d.action is not WATCH] == actions
     assert found[-1].site == "b"
@@ -152,7 +146,7 @@ def test_what_is_refused_gives_way_to_the_next_action_and_the_end_is_said_once(
     )
 
 
-def test_a_logit_far_over_the_threshold_under_a_clip_is_said() -> None:
+def test_a_logit_far_over_the_threshold_under_a_clip_is_said():
     logits = grown(40, 1.0)
     logits[8:, 1, 1] = 900.0  # the clip does not limit it
     found = decided(logits)
@@ -163,7 +157,7 @@ def test_a_logit_far_over_the_threshold_under_a_clip_is_said() -> None:
     assert [d.action for d in decided(logits)] == [WATCH, CLIP]
 
 
-def test_low_entropy_under_a_clip_is_said() -> None:
+def test_low_entropy_under_a_clip_is_said():
     entropy = np.full((30, 2, 2), 2.0)
     entropy[6:, 0] = 0.01
     found = decided(np.full((30, 2, 2), 3.0), entropy=entropy)
@@ -172,7 +166,7 @@ def test_low_entropy_under_a_clip_is_said() -> None:
     assert (end.action, end.step) == (NONE, clipped.step + 6)
 
 
-def test_a_closer_watch_ends_after_twenty_calm_records() -> None:
+def test_a_closer_watch_ends_after_twenty_calm_records():
     decisions = decided(np.full((40, 2, 2), 3.0), Ladder())
     assert [(d.step, d.action, d.release) for d in decisions] == [
         (0, WATCH, False),

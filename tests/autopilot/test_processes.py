@@ -1,10 +1,7 @@
 """All processes of a run decide alike and step alike; compiled models are what they were until the first action."""
 
-from __future__ import annotations
-
 import functools
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from qkeel.monitor import PlannedRates
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_two_processes_decide_alike_and_keep_equal_weights(tmp_path: Path) -> None:
+def test_two_processes_decide_alike_and_keep_equal_weights(tmp_path):
     spawn(2, functools.partial(parallel, tmp_path))
     first, second = (
         json.loads((tmp_path / f"decisions {rank}").read_text()) for rank in range(2)
@@ -31,7 +28,7 @@ def test_two_processes_decide_alike_and_keep_equal_weights(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_compiled_training_is_itself_until_the_first_action() -> None:
+def test_a_compiled_training_is_itself_until_the_first_action():
     losses, pilot = [], None
     for is_piloted in (False, True):
         torch._dynamo.reset()

@@ -1,11 +1,8 @@
 """Promises of an autopilot: bits before the first action, a resume, undoing, faults, ways of training."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -22,20 +19,18 @@ from tests.autopilot.runs import (
 from torch.nn import functional as F
 
 import qkeel
-from qkeel.autopilot import Action, Decision, Ladder, Records
+from qkeel.autopilot import Action, Decision, Ladder
 from qkeel.errors import InvalidValueError
 from qkeel.monitor import PlannedRates
 
 ABOUT = {"rule": "", "reason": ""}
 
 
-def acted(one: Run) -> list[Decision]:
+def acted(one):
     return [d for d in one.pilot.decisions if d.action is not Action.WATCH]
 
 
-def test_until_its_first_action_training_is_plain_to_the_bit_and_then_it_holds_the_logits() -> (
-    None
-):
+def test_until_its_first_action_training_is_plain_to_the_bit_and_then_it_holds_the_logits():
     without, within = plain().train(), run().train()
     first = acted(within)[0].step
     # What is decided on the measurement of step s takes effect in step s + 2, which the loss after it shows.
@@ -47,7 +42,7 @@ def test_until_its_first_action_training_is_plain_to_the_bit_and_then_it_holds_t
     assert within.pilot.monitor.history.top("max_logit")[-1] < 60 < free
 
 
-def test_factors_on_steps_outlast_a_change_of_heads() -> None:
+def test_factors_on_steps_outlast_a_change_of_heads():
     # A clip of more heads is a new remedy, which goes on with the state of the old one.
     spec = "qk_clip:threshold=2,steps=matched"
     one = run(policy="ladder:threshold=20,limit=1e9", rate=0.05, every=1).train(0, 4)
@@ -66,13 +61,13 @@ def test_factors_on_steps_outlast_a_change_of_heads() -> None:
     assert after[3] == 1
 
 
-def test_a_healthy_run_is_never_touched() -> None:
+def test_a_healthy_run_is_never_touched():
     without, within = plain(1e-3).train(), run(rate=1e-3).train()
     assert not acted(within)
     assert equal(without.bits(), within.bits())
 
 
-def test_a_resumed_run_goes_on_to_equal_bits_and_equal_events() -> None:
+def test_a_resumed_run_goes_on_to_equal_bits_and_equal_events():
     whole = run(batch=EXAMPLE).train()
     steps = sorted({d.step for d in acted(whole)})
     # Before the first action, right after it, with all in force.
@@ -93,7 +88,7 @@ def test_a_resumed_run_goes_on_to_equal_bits_and_equal_events() -> None:
         assert second.pilot.events == whole.pilot.events
 
 
-def test_one_line_undoes_all_bit_for_bit() -> None:
+def test_one_line_undoes_all_bit_for_bit():
     within, without = run().train(0, 14), plain()
     assert within.pilot.remedies.handles
     without.model.load_state_dict(within.model.state_dict())
@@ -107,7 +102,7 @@ def test_one_line_undoes_all_bit_for_bit() -> None:
 class Faulty(Ladder):
     """Acts once, then fails."""
 
-    def decide(self, records: Records) -> tuple[Decision, ...]:
+    def decide(self, records):
         if len(records.history) == 6:
             raise ZeroDivisionError("a fault")
         if len(records.history) != 3:
@@ -116,7 +111,7 @@ class Faulty(Ladder):
         return (Decision(step=records.step, **lalr, **ABOUT),)
 
 
-def test_a_fault_in_the_policy_changes_nothing_further_and_says_so_once() -> None:
+def test_a_fault_in_the_policy_changes_nothing_further_and_says_so_once():
     within = run(policy=Faulty())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -131,7 +126,7 @@ def test_a_fault_in_the_policy_changes_nothing_further_and_says_so_once() -> Non
 
 
 @pytest.mark.filterwarnings("ignore::qkeel.errors.QkeelWarning")
-def test_a_step_that_a_grad_scaler_skips_is_no_step() -> None:
+def test_a_step_that_a_grad_scaler_skips_is_no_step():
     within, scaler = run(), torch.amp.GradScaler("cpu", init_scale=2.0)
     for step, tokens in enumerate(batches(0, 16)):
         logits = within.model(tokens[:, :-1]).flatten(0, 1)
@@ -146,20 +141,20 @@ def test_a_step_that_a_grad_scaler_skips_is_no_step() -> None:
 
 
 class Both:
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+    def __init__(self, *optimizers):
         self.optimizers = optimizers
 
-    def step(self, closure: Any) -> None:
+    def step(self, closure):
         closure()
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self):
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
 
-def test_an_optimizer_that_is_added_before_the_first_record_is_acted_on() -> None:
+def test_an_optimizer_that_is_added_before_the_first_record_is_acted_on():
     """Queries and keys have an optimizer of their own, which steps before the first one."""
     model = foreign()
     own = {p for name, p in model.named_parameters() if name[:2] in ("q.", "k.")}

@@ -25,13 +25,13 @@ WATCH, CLIP, RATES, NONE = Action
 AT_ONCE = "ladder:threshold=20,patience=2"
 
 
-def latent() -> nn.Module:
+def latent():
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "d_model": 32, "n_heads": 4, "n_layers": 1}
     return Decoder(DecoderConfig(**sizes, attention="mla"))  # type: ignore[arg-type]
 
 
-def hot(model: nn.Module) -> nn.Module:
+def hot(model):
     """The model with logits of thousands, so that there is an alarm at the first record."""
     sites = find_sites(model, EXAMPLE)
     queries = {part.parameter for site in sites for part in site.query}
@@ -42,15 +42,15 @@ def hot(model: nn.Module) -> nn.Module:
     return model
 
 
-def steady(model: nn.Module) -> torch.optim.Optimizer:
+def steady(model):
     return adamw(model, 1e-4)
 
 
-def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+def lbfgs(model):
     return torch.optim.LBFGS(model.parameters(), lr=1e-4)
 
 
-def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+def adafactor(model):
     return torch.optim.Adafactor(model.parameters())
 
 
@@ -98,11 +98,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, str, dict[Action, str], Any
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_refused_gives_way_to_the_next_action_and_nothing_is_half_applied(
-    name: str,
-) -> None:
+    name,
+):
     make, optimizer_of, by_hand, refused, taken = CASES[name]
 
-    def prepared() -> tuple[Run, Any]:
+    def prepared():
         model, handle = make(), None
         optimizer = optimizer_of(model)
         if by_hand:
@@ -140,9 +140,7 @@ def test_what_is_refused_gives_way_to_the_next_action_and_nothing_is_half_applie
         ("adamw", 3, InvalidTypeError),
     ],
 )
-def test_what_cannot_be_is_refused_and_nothing_is_applied(
-    optimizer: Any, policy: Any, error: type[Exception]
-) -> None:
+def test_what_cannot_be_is_refused_and_nothing_is_applied(optimizer, policy, error):
     model = foreign()
     trained = adamw(model)
     with pytest.raises(error):
@@ -152,7 +150,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_applied(
     assert not any(Run(model, trained).left())
 
 
-def test_a_state_that_is_none_of_this_autopilot_is_refused() -> None:
+def test_a_state_that_is_none_of_this_autopilot_is_refused():
     state = run().train(0, 8).pilot.state_dict()
     with pytest.raises(RefusedError, match="batch=batch"):
         run(foreign(1)).pilot.load_state_dict(state)
@@ -165,7 +163,7 @@ def test_a_state_that_is_none_of_this_autopilot_is_refused() -> None:
             pilot.load_state_dict(wrong)
 
 
-def test_the_record_of_the_last_step_is_judged_at_the_end() -> None:
+def test_the_record_of_the_last_step_is_judged_at_the_end():
     model = foreign()
     within = Run(model, steady(model))
     pilot = qkeel.autopilot(model, within.optimizer, policy=AT_ONCE, every=1)

@@ -42,12 +42,12 @@ MODULES = sorted(path.stem for path in FOLDER.glob("*.py"))
     "ignore"
 )  # what peers and torch warn of is not looked at here
 def test_a_benchmark_runs_at_toy_size(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
-) -> None:
+    name,
+    tmp_path,
+    monkeypatch,
+    capsys,
+    request,
+):
     if name in NEEDS_A_COMPILER:
         request.getfixturevalue("_compiler")
     # What a benchmark changes is put back afterwards.
@@ -63,8 +63,8 @@ def test_a_benchmark_runs_at_toy_size(
 
 
 def test_a_benchmark_restarts_itself_steady_and_an_import_restarts_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
     monkeypatch.setenv("OMP_NUM_THREADS", "7")

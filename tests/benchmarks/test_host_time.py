@@ -1,13 +1,11 @@
 """What the benchmark of host time concludes from its figures, and that a step without hooks is not seen. No time is
 looked at."""
 
-from __future__ import annotations
-
 from benchmarks.host_time import STEPS, WARM, Case, Own, markdown, verdict, watched
 from benchmarks.measure import median_interval
 
 
-def test_the_interval_of_a_median_is_made_of_order_statistics() -> None:
+def test_the_interval_of_a_median_is_made_of_order_statistics():
     # Fewer than 6 of 20 values are below the median with probability 21,700 / 2^20 = 0.0207, fewer than 7 with 0.0577.
     assert median_interval([float(x) for x in reversed(range(1, 21))]) == (6.0, 15.0)
     # Too few for any.
@@ -17,7 +15,7 @@ def test_the_interval_of_a_median_is_made_of_order_statistics() -> None:
     )
 
 
-def test_a_goal_is_decided_by_a_whole_interval() -> None:
+def test_a_goal_is_decided_by_a_whole_interval():
     assert [
         verdict(low, high, 0.15)
         for low, high in ((0.1, 0.15), (0.15, 0.2), (0.16, 0.2))
@@ -28,16 +26,14 @@ def test_a_goal_is_decided_by_a_whole_interval() -> None:
     ]
 
 
-def test_the_table_for_the_page_has_a_row_for_each_case() -> None:
+def test_the_table_for_the_page_has_a_row_for_each_case():
     row = {"ms_per_layer": 0.1, "low": 0.05, "high": 0.2, "verdict": "undecided"}
     assert markdown({"8 layers": {"qk_clip": row}, "32 layers": {}}).splitlines()[
         2:
     ] == ["| qk_clip | 0.100 (0.050 to 0.200) undecided |  | 0.15 |"]
 
 
-def test_a_step_without_the_hooks_is_not_seen_and_counts_are_the_same_each_time() -> (
-    None
-):
+def test_a_step_without_the_hooks_is_not_seen_and_counts_are_the_same_each_time():
     case = Case(Own, 1, watched(stats="max"))
     monitor = case._handle
     assert monitor.steps == WARM

@@ -1,7 +1,5 @@
 """`make gpu` and its training run where no GPU is: sections end by themselves or are ended, results stay."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess
@@ -19,9 +17,7 @@ from qkeel.records import RunDirectory, RunStatus
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
-def test_without_a_gpu_both_say_so_and_end(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_without_a_gpu_both_say_so_and_end(capsys, tmp_path):
     for main in (on_gpu.main, train.main):
         assert main(["--out", str(tmp_path)]) == 0
         assert "skipped: there is no CUDA device here" in capsys.readouterr().out
@@ -29,8 +25,8 @@ def test_without_a_gpu_both_say_so_and_end(
 
 
 def test_a_section_that_fails_or_takes_too_long_leaves_the_others_and_its_last_lines(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    monkeypatch, tmp_path, capsys
+):
     endless = (
         "timeit",
         "-n1",
@@ -56,8 +52,8 @@ def test_a_section_that_fails_or_takes_too_long_leaves_the_others_and_its_last_l
 
 
 def test_a_test_that_fails_is_named_however_long_the_log_becomes(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     code = "import os; print(os.environ['QKEEL_TRITON'] + ' FAILED'); print('more\\n' * 99); exit(1)"
     section = Section("tests", 60, ("timeit", "-n1", "-r1", code), benchmark=False)
     lines = on_gpu.run(section, True, tmp_path)["last lines"]
@@ -65,7 +61,7 @@ def test_a_test_that_fails_is_named_however_long_the_log_becomes(
     assert len(lines) == 41
 
 
-def test_sections_take_five_minutes_at_most_and_goals_read_theirs() -> None:
+def test_sections_take_five_minutes_at_most_and_goals_read_theirs():
     assert sum(s.seconds for s in SECTIONS if not s.extra) <= 300
     # What no GPU has run is asked first.
     assert "tests/gpu/test_triton.py" in SECTIONS[0].command
@@ -82,8 +78,8 @@ def test_sections_take_five_minutes_at_most_and_goals_read_theirs() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_section_runs_at_toy_size_and_has_the_cases_that_goals_are_about(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    monkeypatch, tmp_path
+):
     root = Path(__file__).resolve().parents[2]
     monkeypatch.chdir(root)
     monkeypatch.setenv("PYTHONPATH", f"{root / 'src'}:{root}")
@@ -105,9 +101,7 @@ def test_every_section_runs_at_toy_size_and_has_the_cases_that_goals_are_about(
 @pytest.mark.filterwarnings(
     "ignore::qkeel.errors.QkeelWarning"
 )  # scales that were derived for larger heads
-def test_recipes_train_in_pieces_to_the_table_of_longer_texts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_recipes_train_in_pieces_to_the_table_of_longer_texts(monkeypatch, tmp_path):
     # A second passes whenever the clock is read, so a piece ends at a step that is known.
     asked = itertools.count(1.0)
     monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: next(asked)))
@@ -142,7 +136,7 @@ def test_recipes_train_in_pieces_to_the_table_of_longer_texts(
         assert set(run["loss"]) == {"8", "16", "32", "64"}
 
 
-def test_nothing_of_the_command_line_is_needed() -> None:
+def test_nothing_of_the_command_line_is_needed():
     """A machine with a GPU has torch, numpy, safetensors and Triton; no environment is made there."""
     absent = (
         "cyclopts",

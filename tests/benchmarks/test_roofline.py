@@ -1,7 +1,5 @@
 """The roofline: counts of bytes and operations by hand."""
 
-from __future__ import annotations
-
 import pytest
 from benchmarks.roofline import Sizes, _placed, operators
 from benchmarks.timing import BenchRow
@@ -9,7 +7,7 @@ from benchmarks.timing import BenchRow
 SMALL = Sizes(batch=1, tokens=3, heads=2, head_dim=8, layers=1, dim=64, matrix=8)
 
 
-def test_bytes_and_operations_are_counted_as_by_hand() -> None:
+def test_bytes_and_operations_are_counted_as_by_hand():
     # 48 numbers in q; 2 heads of 1 + 2 + 3 visible pairs; 12 · 64² weights.
     counted = {op.name: (op.bytes, op.flops) for op in operators(SMALL, compiled=False)}
     assert counted["norm + rope: eager"] == (4 * 48 * 4, 14 * 48)
@@ -35,8 +33,8 @@ def test_bytes_and_operations_are_counted_as_by_hand() -> None:
     ],
 )
 def test_the_share_is_the_time_of_the_roof_over_the_time_taken(
-    name: str, ms: float, level: str, limit: str, share: float
-) -> None:
+    name, ms, level, limit, share
+):
     operator = next(op for op in operators(SMALL, compiled=False) if op.name == name)
     bandwidth = {
         "copy": {"L2": 1e6, "memory": 5e5},

@@ -5,23 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
 
-import pytest
 from benchmarks.timing import MALLOC, interleave, processor_ms, settle
 
 
-def test_every_case_is_called_once_a_round_in_an_order_that_turns_round() -> None:
+def test_every_case_is_called_once_a_round_in_an_order_that_turns_round():
     called: list[str] = []
     cases = {name: (lambda name=name: called.append(name)) for name in "abc"}
     interleave(cases, "a", rounds=2, calls=2, warmup=1)
     assert "".join(called) == "abc" + "aabbcc" + "ccbbaa"
 
 
-def test_a_ratio_is_that_of_its_own_round() -> None:
+def test_a_ratio_is_that_of_its_own_round():
     ticks = iter([1.0, 3.0, 8.0, 2.0])  # a and b, then b and a
 
-    def clock(case: Callable[[], object], calls: int) -> float:
+    def clock(case, calls):
         return next(ticks)
 
     a, b = interleave(
@@ -37,16 +35,16 @@ def test_a_ratio_is_that_of_its_own_round() -> None:
 
 
 def test_the_clock_of_a_processor_counts_per_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     seconds = iter([1.0, 1.5])
     monkeypatch.setattr(time, "process_time", lambda: next(seconds))
     assert processor_ms(lambda: None, calls=5) == 100.0
 
 
 def test_a_process_starts_again_by_its_own_command_unless_its_settings_are_fixed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "some.module", "--toy"])

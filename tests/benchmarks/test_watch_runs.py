@@ -1,17 +1,11 @@
 """The benchmark of watching runs at toy size. No test here looks at a time."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
-import pytest
 from benchmarks import watch
 
 
-def test_the_watch_benchmark_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_watch_benchmark_runs(tmp_path, capsys):
     watch.main(["--toy", "--rounds", "1", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*.json")
     tables = json.loads(path.read_text())["tables"]

@@ -1,7 +1,5 @@
 """The page in a real browser: it draws every chart, logs no error, and fits a phone."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json
@@ -41,7 +39,7 @@ pytestmark = [
 ]
 
 
-def browse(page: Path, script: str = "", *flags: str) -> str:
+def browse(page, script="", *flags):
     """The HTML of a page after a script has run on it; nothing may be written to the console."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         copy = Path(folder, "page.html")
@@ -60,7 +58,7 @@ def browse(page: Path, script: str = "", *flags: str) -> str:
     return done.stdout
 
 
-def browse_all(pages: dict[str, Path]) -> dict[str, str]:
+def browse_all(pages):
     """The HTML of several pages, which are shown in frames of one: most of a browser's time is its start."""
     frames = "".join(
         f'<iframe id="{name}" width=1280 height=1600 srcdoc="{escape(path.read_text(encoding="utf-8"))}"></iframe>'
@@ -77,14 +75,14 @@ def browse_all(pages: dict[str, Path]) -> dict[str, str]:
     return {name: told(html, name) for name in pages}
 
 
-def told(html: str, name: str) -> str:
+def told(html, name):
     """What a script has written to `document.body.dataset`."""
     found = re.search(f'data-{name}="([^"]*)"', html)
     assert found, name
     return unescape(found[1])
 
 
-def chart(html: str, name: str) -> str:
+def chart(html, name):
     """The SVG of a chart."""
     begin = html.index(f'id="chart-{name}"')
     svg = html[html.index("<svg", begin) : html.index("</svg>", begin)]
@@ -92,7 +90,7 @@ def chart(html: str, name: str) -> str:
     return svg
 
 
-def n_lines(svg: str) -> int:
+def n_lines(svg):
     return len(re.findall(r'<path [^>]*d="M[^"]+L[^"]+"', svg))
 
 
@@ -106,14 +104,14 @@ PICK = """
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     study = make_study(folder / "study", [*drift(), *grid()])
     return qkeel.report.write(study, folder / "report.html")
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def watched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("watched")
     return qkeel.report.write(make_watch(folder / "watch"), folder / "report.html")
 
@@ -131,9 +129,7 @@ View = tuple[str, int, int]
 
 
 @pytest.fixture(scope="module")
-def views(
-    demo: Path, watched: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[View, tuple[str, bytes]]:
+def views(demo, watched, tmp_path_factory):
     """The HTML and the picture of a page in windows of two widths, in both colours."""
     picture, shown = tmp_path_factory.mktemp("views") / "picture.png", {}
     for view in VIEWS:
@@ -149,7 +145,7 @@ def views(
     return shown
 
 
-def test_every_chart_is_drawn(views: dict[View, tuple[str, bytes]]) -> None:
+def test_every_chart_is_drawn(views):
     html, _ = views["demo", 1280, LIGHT]
     marks = {"drift": 2, "loss": 6, "logits": 36, "entropy": 36, "train": 36}
     for name, least in marks.items():
@@ -167,8 +163,8 @@ def test_every_chart_is_drawn(views: dict[View, tuple[str, bytes]]) -> None:
 
 
 def test_a_page_fits_its_window_in_light_and_dark(
-    views: dict[View, tuple[str, bytes]],
-) -> None:
+    views,
+):
     for (_, width, _), (html, picture) in views.items():
         assert json.loads(told(html, "sizes")) == [width, width]
         assert len(picture) > 15_000
@@ -189,7 +185,7 @@ SAVE = """
 """
 
 
-def test_a_chart_is_saved_as_svg_png_and_csv(demo: Path) -> None:
+def test_a_chart_is_saved_as_svg_png_and_csv(demo):
     # Pictures are made in real time, so the page gets much of its own; on a busy machine more.
     html = ""
     for budget in (100_000, 1_000_000, 4_000_000):
@@ -209,7 +205,7 @@ def test_a_chart_is_saved_as_svg_png_and_csv(demo: Path) -> None:
     assert last["none"] > 50 * last["qk_norm"]
 
 
-def test_scale_smoothing_lines_and_order_are_the_readers_choice(demo: Path) -> None:
+def test_scale_smoothing_lines_and_order_are_the_readers_choice(demo):
     script = f"""{PICK}
       const lines = () => document.querySelectorAll('#chart-logits [aria-description="none"] path').length;
       const before = document.getElementById("chart-logits").innerHTML;
@@ -244,7 +240,7 @@ def test_scale_smoothing_lines_and_order_are_the_readers_choice(demo: Path) -> N
         chart(html, name)
 
 
-def test_more_remedies_than_colours_stay_distinguishable(tmp_path: Path) -> None:
+def test_more_remedies_than_colours_stay_distinguishable(tmp_path):
     runs = grid(("none", "qk_norm"), (0.01, 0.1), seeds=(0,))
     for i in range(18):
         runs += [dataclasses.replace(m, remedy=f"remedy{i}") for m in runs[2:4]]
@@ -257,7 +253,7 @@ def test_more_remedies_than_colours_stay_distinguishable(tmp_path: Path) -> None
         assert len(set(looks)) == 20
 
 
-def test_pages_of_little_and_of_much_are_quiet(tmp_path: Path) -> None:
+def test_pages_of_little_and_of_much_are_quiet(tmp_path):
     runs = grid(("none", "qk_norm"), (0.01, 0.1))
     failed = [dataclasses.replace(made, status="failed") for made in runs[:3]]
     tiny = Seen(samples=1, alarms=0, loss=False, layers=1, heads=1, complete=False)
@@ -283,7 +279,7 @@ def test_pages_of_little_and_of_much_are_quiet(tmp_path: Path) -> None:
     assert chart(shown["big"], "map").count("<rect") == 80 * 64 - 32
 
 
-def test_the_charts_follow_the_chosen_run_and_number(tmp_path: Path) -> None:
+def test_the_charts_follow_the_chosen_run_and_number(tmp_path):
     runs = [
         make_watch(tmp_path / "a", Seen(layers=3, heads=4)),
         make_watch(tmp_path / "b", Seen(layers=5, heads=2)),
@@ -300,7 +296,7 @@ def test_the_charts_follow_the_chosen_run_and_number(tmp_path: Path) -> None:
     assert "L" in chart(html, "runs")
 
 
-def test_a_study_in_parts_is_drawn_one_part_at_a_time(tmp_path: Path) -> None:
+def test_a_study_in_parts_is_drawn_one_part_at_a_time(tmp_path):
     runs = []
     for role, remedies in (
         ("mla, adamw", ("none", "qk_norm", "lalr:tau=0.1")),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -24,7 +23,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def drawn(seed: int, dtype: torch.dtype, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def drawn(seed, dtype, groups):
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(2, n, 7, 16, generator=generator).to(dtype).requires_grad_()
@@ -35,9 +34,7 @@ def drawn(seed: int, dtype: torch.dtype, groups: int) -> tuple[Tensor, Tensor, T
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", CALLS)
-def test_output_and_gradients_are_the_same_bits_and_the_logsumexp_is_right(
-    kind: str, dtype: torch.dtype
-) -> None:
+def test_output_and_gradients_are_the_same_bits_and_the_logsumexp_is_right(kind, dtype):
     q, k, v = drawn(3, dtype, 2 if kind == "grouped" else 4)
     rows = attention_with_logsumexp((q, k, v), CALLS[kind])
     assert rows is not None
@@ -68,8 +65,8 @@ def test_output_and_gradients_are_the_same_bits_and_the_logsumexp_is_right(
     ["dropout", "float mask", "narrow values", "autocast", "mode", "meta", "vmap"],
 )
 def test_where_torch_has_no_logsumexp_or_another_may_change_the_call_it_is_left_alone(
-    change: str,
-) -> None:
+    change,
+):
     q, k, v = drawn(4, torch.float32, 4)
     kwargs: dict[str, Any] = {}
     if change == "dropout":
@@ -92,21 +89,21 @@ def test_where_torch_has_no_logsumexp_or_another_may_change_the_call_it_is_left_
         assert attention_with_logsumexp((q, k, v), kwargs) is None
 
 
-def _none(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _none(q, k, v):
     assert attention_with_logsumexp((q, k, v), {}) is None
     return q
 
 
 @pytest.fixture
-def stand_in() -> Iterator[Any]:
+def stand_in():
     bounds = named_attention.CompiledBounds()
     yield F.scaled_dot_product_attention
     bounds.remove()
 
 
 def test_the_name_is_torchs_own_again_when_nobody_asks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     # Clips of earlier tests may still wait for the garbage collector.
     monkeypatch.setattr(named_attention, "_holders", [0])
     monkeypatch.setattr(F, "scaled_dot_product_attention", SDPA)
@@ -120,9 +117,7 @@ def test_the_name_is_torchs_own_again_when_nobody_asks(
 
 
 @pytest.mark.parametrize("kind", [causal_lower_right, causal_upper_left])
-def test_under_the_name_mask_objects_mean_what_they_say(
-    kind: Any, stand_in: Any
-) -> None:
+def test_under_the_name_mask_objects_mean_what_they_say(kind, stand_in):
     q, k, v = drawn(5, torch.float32, 4)
     q = q[:, :, :4]
     visible = torch.ones(4, 7, dtype=torch.bool).tril(
@@ -135,7 +130,7 @@ def test_under_the_name_mask_objects_mean_what_they_say(
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_scripts_and_exports_hold_torchs_own_function(stand_in: Any) -> None:
     class Plain(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
     x = drawn(6, torch.float32, 4)[0].detach()
@@ -149,9 +144,7 @@ def test_scripts_and_exports_hold_torchs_own_function(stand_in: Any) -> None:
 @pytest.mark.parametrize(
     "change", ["broadcast", "three-dimensional", "float mask", "narrow values", "empty"]
 )
-def test_a_compiled_call_that_torch_does_not_fuse_is_left_alone(
-    change: str, stand_in: Any
-) -> None:
+def test_a_compiled_call_that_torch_does_not_fuse_is_left_alone(change, stand_in):
     torch._dynamo.reset()
     q, k, v = (x.detach() for x in drawn(7, torch.float32, 4))
     mask = None
@@ -166,7 +159,7 @@ def test_a_compiled_call_that_torch_does_not_fuse_is_left_alone(
     else:
         q = q[:, :, :0]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     run = torch.compile(attend, backend="aot_eager", fullgraph=True)

@@ -1,7 +1,5 @@
 """What `qkeel presets`, `qkeel remedies` and `qkeel explain NAME` print, written by `python -m tests.cli.answers`."""
 
-from __future__ import annotations
-
 import json
 
 from qkeel.cli.inspect import explain
@@ -10,7 +8,7 @@ from qkeel.remedies.apply import remedies
 from qkeel.spec import presets
 
 
-def answers() -> str:
+def answers():
     """The file that qkeel.cli.report reads."""
     explained = {name: explain(name) for name in {**presets(), **remedies()}}
     made = {"presets": presets(), "remedies": remedies(), "explained": explained}

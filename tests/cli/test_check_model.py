@@ -1,9 +1,6 @@
 """`qkeel check module:function`: a model that runs, judged on the command line."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -40,7 +37,7 @@ def nothing():
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def module(tmp_path, monkeypatch):
     name = f"checked_{abs(hash(tmp_path))}"
     (tmp_path / f"{name}.py").write_text(SOURCE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -63,17 +60,13 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("missing", "causal", 2),
     ],
 )
-def test_a_model_is_judged_with_an_exit_code(
-    module: str, function: str, sees: str | None, code: int
-) -> None:
+def test_a_model_is_judged_with_an_exit_code(module, function, sees, code):
     assert (
         main(["check", f"{module}:{function}", *(["--sees", sees] if sees else [])])
         == code
     )
 
 
-def test_sees_needs_a_model_and_a_module_that_is_there(
-    module: str, tmp_path: Path
-) -> None:
+def test_sees_needs_a_model_and_a_module_that_is_there(module, tmp_path):
     assert main(["check", str(tmp_path), "--sees", "causal"]) == 2
     assert main(["check", f"not_{module}:causal"]) != 0

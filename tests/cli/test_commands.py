@@ -45,7 +45,7 @@ TINY = shlex.split(
 Capture = pytest.CaptureFixture[str]
 
 
-def refused(arguments: list[str], capsys: Capture) -> str:
+def refused(arguments, capsys):
     """The one line of a command that ends with exit code 2."""
     assert main(arguments) == 2
     out = capsys.readouterr()
@@ -55,7 +55,7 @@ def refused(arguments: list[str], capsys: Capture) -> str:
     return out.err
 
 
-def test_the_list_of_commands_says_what_each_command_says_of_itself() -> None:
+def test_the_list_of_commands_says_what_each_command_says_of_itself():
     for command, (_, line) in commands().items():
         own = make_app(command.split())
         for name in command.split():
@@ -63,7 +63,7 @@ def test_the_list_of_commands_says_what_each_command_says_of_itself() -> None:
         assert own.help.startswith(f"{line}\n") or own.help == line, command
 
 
-def test_every_example_of_the_help_can_be_typed() -> None:
+def test_every_example_of_the_help_can_be_typed():
     assert EXAMPLES.keys() <= {*commands(), "study"}
     for command, line in {
         command: example(command) for command in (*commands(), "study")
@@ -75,7 +75,7 @@ def test_every_example_of_the_help_can_be_typed() -> None:
         ), command
 
 
-def test_the_list_of_commands_and_the_version_need_no_library() -> None:
+def test_the_list_of_commands_and_the_version_need_no_library():
     code = """
 import sys
 sys.modules |= dict.fromkeys(["torch", "cyclopts", "rich", "numpy"])
@@ -96,9 +96,7 @@ sys.exit(main())"""
         assert f"  {command} " in shown["--help"]
 
 
-def test_lists_help_and_the_formulas_of_names_wait_for_no_torch_and_are_what_torch_would_say() -> (
-    None
-):
+def test_lists_help_and_the_formulas_of_names_wait_for_no_torch_and_are_what_torch_would_say():
     assert ANSWERS.read_text(encoding="utf-8") == answers.answers(), (
         "python -m tests.cli.answers"
     )
@@ -126,12 +124,12 @@ for line in sys.argv[1:]:
     assert (done.stdout.split(), done.stderr) == (["0", "True"] * len(asked), "")
 
 
-def test_every_command_stands_in_a_group_of_the_help() -> None:
+def test_every_command_stands_in_a_group_of_the_help():
     assert {name for members in GROUPS.values() for name in members} <= {*commands()}
     assert {group(command) for command in commands()} == {*GROUPS}
 
 
-def test_rare_options_are_for_help_all(tmp_path: Path, capsys: Capture) -> None:
+def test_rare_options_are_for_help_all(tmp_path, capsys):
     assert main(["demo", "--help"]) == 0
     common = capsys.readouterr().out
     every = forked.python(["-m", "qkeel", "demo", "--help-all"], tmp_path).stdout
@@ -141,9 +139,7 @@ def test_rare_options_are_for_help_all(tmp_path: Path, capsys: Capture) -> None:
     assert "--deepnorm" in every
 
 
-def test_a_run_prints_its_directory_first_and_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_a_run_prints_its_directory_first_and_last(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["run", *TINY, "--remedy", "qk_norm", "--lr", "0.02"]) == 0
     out = capsys.readouterr().out
@@ -168,8 +164,8 @@ GRID = shlex.split("study lr --remedies none --lrs 0.1 --seeds 0 --jobs 1")
 
 
 def test_a_study_writes_table_and_report_and_says_which_command_made_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     out = tmp_path / "s"
     grid = shlex.split("--remedies none quack:tau=0.1 --lrs 0.01 0.1")
     arguments = [*GRID, *grid, *TINY, "--out", str(out)]
@@ -192,9 +188,7 @@ def test_a_study_writes_table_and_report_and_says_which_command_made_it(
     assert "4 runs, 0 to do" in capsys.readouterr().out
 
 
-def test_the_time_that_is_left_counts_the_steps_of_all_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_that_is_left_counts_the_steps_of_all_runs(tmp_path, monkeypatch):
     config = RunConfig(steps=10, eval_sequences=1)
     runs = [PlannedRun(config=dataclasses.replace(config, seed=i)) for i in range(4)]
     steps, now, console = dict[str, int](), [0.0], make_console()
@@ -202,7 +196,7 @@ def test_the_time_that_is_left_counts_the_steps_of_all_runs(
     last_step = lambda place: steps.get(str(place), 0)  # noqa: E731
     monkeypatch.setattr("qkeel.cli.console.last_step", last_step)
 
-    def left(view: StudyView, *places: str) -> str:
+    def left(view, *places):
         """What is printed of the time left when the last of these runs ends."""
         with console.capture() as captured:
             for place in places:
@@ -223,7 +217,7 @@ def test_the_time_that_is_left_counts_the_steps_of_all_runs(
     assert left(resumed, second) == "; about 7 min 00 s left"
 
 
-def test_a_reader_of_the_help_that_stops_early_sees_no_traceback() -> None:
+def test_a_reader_of_the_help_that_stops_early_sees_no_traceback():
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -237,9 +231,9 @@ def test_a_reader_of_the_help_that_stops_early_sees_no_traceback() -> None:
 
 
 def test_a_time_that_cannot_be_estimated_is_said_to_be_unknown_and_why(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def estimate(runs: object, jobs: int) -> float:
+    tmp_path, capsys, monkeypatch
+):
+    def estimate(runs, jobs):
         raise RuntimeError("no such device")
 
     monkeypatch.setattr("qkeel.cli.run.estimate_seconds", estimate)
@@ -248,7 +242,7 @@ def test_a_time_that_cannot_be_estimated_is_said_to_be_unknown_and_why(
         assert "RuntimeError: no such device" in capsys.readouterr().out
 
 
-def test_a_recipe_is_overridden_by_flags(tmp_path: Path) -> None:
+def test_a_recipe_is_overridden_by_flags(tmp_path):
     recipe = tmp_path / "r.toml"
     recipe.write_text(
         'steps = 7\n[optim]\nlr = 0.5\nschedule = "wsd"\n[model]\ntied = true\n'
@@ -265,7 +259,7 @@ def test_a_recipe_is_overridden_by_flags(tmp_path: Path) -> None:
     assert (config.model.attention, config.data.batch, config.steps) == ("vit", 32, 7)
 
 
-def test_a_recipe_may_hold_the_grid(tmp_path: Path, capsys: Capture) -> None:
+def test_a_recipe_may_hold_the_grid(tmp_path, capsys):
     recipe = tmp_path / "r.toml"
     recipe.write_text('[study]\nremedies = ["none"]\nlrs = [0.1]\nseeds = [4, 5]\n')
     words = ["study", "lr", "--recipe", str(recipe), *TINY, "--dry-run"]
@@ -296,16 +290,14 @@ def test_a_recipe_may_hold_the_grid(tmp_path: Path, capsys: Capture) -> None:
         ),
     ],
 )
-def test_explain_prints_formula_and_source(
-    name: str, said: list[str], not_said: str, capsys: Capture
-) -> None:
+def test_explain_prints_formula_and_source(name, said, not_said, capsys):
     assert main(["explain", name]) == 0
     out = capsys.readouterr().out
     assert all(words in out for words in said)
     assert not_said not in out
 
 
-def test_explain_says_what_a_recorded_number_is(capsys: Capture) -> None:
+def test_explain_says_what_a_recorded_number_is(capsys):
     names = [*HEAD_FIELDS, *LAYER_FIELDS, *BLOCK_FIELDS]
     names += [f"monitor_{name}" for name in MONITOR_FIELDS]
     for name in names:
@@ -314,14 +306,14 @@ def test_explain_says_what_a_recorded_number_is(capsys: Capture) -> None:
         assert capsys.readouterr().out.endswith(f"{name}: {explain_field(name)}\n")
 
 
-def test_every_remedy_of_steps_has_a_rule_and_every_option_of_a_rule_is_there() -> None:
+def test_every_remedy_of_steps_has_a_rule_and_every_option_of_a_rule_is_there():
     for name, cls in REMEDIES.items():
         assert cls.rule or not cls.on_steps, name
         assert bool(cls().written_rule()) == bool(cls.rule), name
 
 
 @pytest.mark.parametrize("command", ["presets", "remedies"])
-def test_listings_name_everything_with_a_source(command: str, capsys: Capture) -> None:
+def test_listings_name_everything_with_a_source(command, capsys):
     assert main([command]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) >= 8
@@ -390,20 +382,18 @@ BAD = [
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_usage_is_one_line_and_exit_code_2(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-) -> None:
+    arguments,
+    message,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.chdir(tmp_path)
     assert message in refused(arguments, capsys)
     assert "--jobs" in arguments or not list(tmp_path.iterdir())
 
 
-def test_bad_corpora_and_directories_are_one_line_and_exit_code_2(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_bad_corpora_and_directories_are_one_line_and_exit_code_2(tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("short")
     np.full(100, 99, dtype="<u2").tofile(tmp_path / "words.bin")
@@ -428,10 +418,8 @@ def test_bad_corpora_and_directories_are_one_line_and_exit_code_2(
     assert "is not complete JSON" in refused(run, capsys)
 
 
-def test_a_full_disk_is_one_line_and_exit_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    def full(descriptor: int) -> None:
+def test_a_full_disk_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
+    def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
@@ -441,12 +429,10 @@ def test_a_full_disk_is_one_line_and_exit_code_2(
         assert re.search("[Ff]ree (some )?space", line)
 
 
-def test_a_failed_run_is_exit_code_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_a_failed_run_is_exit_code_1(tmp_path, monkeypatch, capsys):
     from qkeel.lab import train
 
-    def broken(run: object, step: int) -> None:
+    def broken(run, step):
         raise RuntimeError("the machine is on fire")
 
     monkeypatch.setattr(train, "set_rate", broken)
@@ -459,7 +445,7 @@ def test_a_failed_run_is_exit_code_1(
     assert (tmp_path / "s" / "report.html").exists()
 
 
-def test_a_run_that_is_started_with_ctrl_c_ignored_ignores_it(tmp_path: Path) -> None:
+def test_a_run_that_is_started_with_ctrl_c_ignored_ignores_it(tmp_path):
     # `nohup qkeel run &`: a Ctrl-C for the shell's next command is not for this one.
     longer = ["30" if word == "4" else word for word in TINY]
     words = ["-m", "qkeel", "run", *longer, "--out", str(tmp_path / "r")]
@@ -471,7 +457,7 @@ def test_a_run_that_is_started_with_ctrl_c_ignored_ignores_it(tmp_path: Path) ->
     assert RunDirectory(tmp_path / "r").status is RunStatus.DONE
 
 
-def test_an_interrupted_run_is_exit_code_130_and_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_run_is_exit_code_130_and_goes_on(tmp_path):
     place = tmp_path / "r"
     long = ["3000" if word == "4" else word for word in TINY]
     long = [*long, "--checkpoint-every", "0", "--out", str(place)]
@@ -485,14 +471,12 @@ def test_an_interrupted_run_is_exit_code_130_and_goes_on(tmp_path: Path) -> None
     assert RunDirectory(place).checkpoint.exists()
 
 
-def test_an_interrupted_study_keeps_what_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_an_interrupted_study_keeps_what_is_done(tmp_path, monkeypatch, capsys):
     from qkeel.lab import executors
 
     real, calls = executors.run, []
 
-    def interrupted(*args: object, **kwargs: object) -> object:
+    def interrupted(*args, **kwargs):
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
@@ -507,13 +491,13 @@ def test_an_interrupted_study_keeps_what_is_done(
     assert [row.rpartition(",")[2] for row in table[1:]] == ["done", "missing"]
 
 
-def test_the_demo_is_a_study_of_its_own(tmp_path: Path, capsys: Capture) -> None:
+def test_the_demo_is_a_study_of_its_own(tmp_path, capsys):
     assert main(["demo", *TINY, "--out", str(tmp_path / "d"), "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "24 runs, 24 to do" in out
 
 
-def test_numbers_are_short() -> None:
+def test_numbers_are_short():
     assert [number(x) for x in (None, 0.123, 57.81, 123.4, 11407.2)] == [
         "–",
         "0.123",
@@ -524,7 +508,7 @@ def test_numbers_are_short() -> None:
     assert [spent(x) for x in (7.6, 80, 3725)] == ["8 s", "1 min 20 s", "1 h 02 min"]
 
 
-def test_the_ranking_has_a_column_per_rate_and_means_over_seeds() -> None:
+def test_the_ranking_has_a_column_per_rate_and_means_over_seeds():
     about = {"status": "done", "remedy": "none"}
     rows = [
         {**about, "lr": lr, "val_loss": loss, "max_logit": 10 * loss}
@@ -540,8 +524,8 @@ def test_the_ranking_has_a_column_per_rate_and_means_over_seeds() -> None:
 
 
 def test_the_extrapolation_study_prints_what_is_kept_and_goes_on_with_more(
-    tmp_path: Path, capsys: Capture
-) -> None:
+    tmp_path, capsys
+):
     words = (
         "study extrapolation --train-length 8 --test-sequences 2 --seeds 0 --data topics --batch 2 --d-model 16 "
         "--n-layers 1 --steps 4 --log-every 2 --eval-sequences 8 --probe-sequences 2 --device cpu --jobs 1"

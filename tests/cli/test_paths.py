@@ -6,9 +6,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import pytest
 from tests.remedies.test_export import before, stored
@@ -90,7 +89,7 @@ OTHERWISE = {
 }
 
 
-def gone(path: Path) -> Path:
+def gone(path):
     """A path in a folder that is gone, which is the current one."""
     path.mkdir()
     os.chdir(path)
@@ -98,26 +97,26 @@ def gone(path: Path) -> Path:
     return Path("file")
 
 
-def loop(path: Path) -> Path:
+def loop(path):
     path.symlink_to(path.name)
     return path
 
 
-def link_to(target: str) -> Callable[[Path], Path]:
-    def made(path: Path) -> Path:
+def link_to(target):
+    def made(path):
         path.symlink_to(target)
         return path
 
     return made
 
 
-def unreadable(path: Path) -> Path:
+def unreadable(path):
     path.write_text("x = 1")
     path.chmod(0)
     return path
 
 
-def folder(path: Path) -> Path:
+def folder(path):
     path.mkdir()
     return path
 
@@ -135,7 +134,7 @@ THERE: dict[str, tuple[Callable[[Path], Path], bool]] = {
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def elsewhere(tmp_path, monkeypatch):
     """A folder next to the current one, which no command has to do with."""
     place = tmp_path / "elsewhere"
     place.mkdir()
@@ -150,7 +149,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     os.chdir(tmp_path)
 
 
-def hung(number: int, frame: FrameType | None) -> None:
+def hung(number, frame):
     raise AssertionError("the command hangs")
 
 
@@ -161,12 +160,12 @@ def hung(number: int, frame: FrameType | None) -> None:
     [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in PATHS],
 )
 def test_a_path_is_used_or_refused_in_one_line(
-    command: str,
-    there: str,
-    elsewhere: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    command,
+    there,
+    elsewhere,
+    capfd,
+    monkeypatch,
+):
     make, writable = THERE[there]
     if there == "a file that nobody may read" and os.geteuid() == 0:
         pytest.skip("root may read everything")

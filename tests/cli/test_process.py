@@ -1,10 +1,7 @@
 """What a command sets up in its process, and when it writes a page: without a run."""
 
-from __future__ import annotations
-
 import io
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +13,8 @@ from qkeel.cli.watched_program import Program, prepare
 
 @pytest.mark.parametrize("is_module", [False, True])
 def test_a_program_finds_what_python_would_let_it_find(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_module: bool
-) -> None:
+    tmp_path, monkeypatch, is_module
+):
     """A script what lies beside it, a module what lies in the current folder."""
     folder = tmp_path / "scripts"
     folder.mkdir()
@@ -33,8 +30,8 @@ def test_a_program_finds_what_python_would_let_it_find(
 
 
 def test_output_shows_the_code_of_what_it_cannot_hold(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     strict = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
     chosen = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace")
     monkeypatch.setattr(sys, "stdout", strict)
@@ -48,8 +45,8 @@ def test_output_shows_the_code_of_what_it_cannot_hold(
 
 
 def test_a_page_is_written_at_the_second_run_and_then_once_in_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     clock, written = SimpleNamespace(monotonic=lambda: 0.0), []
     monkeypatch.setattr(run, "time", clock)
     monkeypatch.setattr(run, "write", lambda *args, **kwargs: written.append(args))

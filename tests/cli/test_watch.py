@@ -1,20 +1,17 @@
 """`qkeel watch -- python train.py`: training is to the bit what it is without, and a run directory is left behind."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 from tests import forked
-from tests.contract.cli.scripts import Start, Watch, run, script, watched
+from tests.contract.cli.scripts import run, script, watched
 from tests.contract.cli.test_watch import HOT
 
 from qkeel.cli.app import main
 from qkeel.records import RunDirectory, RunStatus
 
 
-def train(folder: Path, text: str, start: Start = run) -> RunDirectory:
+def train(folder, text, start=run):
     """Watch a script in a process of its own; its run directory."""
     result = watched(
         ["python", script(folder, text).name], folder, "--every", "1", start=start
@@ -47,9 +44,7 @@ for step in range(16):
 
 
 @pytest.mark.parametrize("text", [NEW_PHASE, TWO_GROUPS])
-def test_the_autopilot_acts_in_each_phase_and_on_each_optimizer(
-    tmp_path: Path, text: str
-) -> None:
+def test_the_autopilot_acts_in_each_phase_and_on_each_optimizer(tmp_path, text):
     words = ["python", script(tmp_path, text).name]
     options = [
         "--every",
@@ -83,8 +78,8 @@ print("done")
 
 
 def test_the_run_is_complete_and_the_terminal_says_where_it_is_and_what_is_wrong(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     words = ["python", script(tmp_path, DRIFT).name]
     result = watched(
         words,
@@ -140,8 +135,8 @@ print(max(float((layer.qkv.weight - w)[:32].abs().max()) for layer, w in zip(net
 
 
 def test_of_two_optimizers_the_one_that_steps_the_attention_gets_the_remedy(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     found = []
     for options in ([], ["--apply", "lalr:tau=0.1"]):
         result = watched(
@@ -156,8 +151,8 @@ def test_of_two_optimizers_the_one_that_steps_the_attention_gets_the_remedy(
 
 
 def test_a_model_without_attention_beside_the_one_that_is_meant_is_left_alone(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     script(
         tmp_path,
         "critic = nn.Linear(2, 2)\ncritics = torch.optim.SGD(critic.parameters(), lr=0.1)\n"
@@ -179,8 +174,8 @@ def test_a_model_without_attention_beside_the_one_that_is_meant_is_left_alone(
 
 
 def test_messages_begin_at_the_left_though_a_progress_bar_is_in_the_middle_of_its_line(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     text = HOT.replace(
         "train(net, optimizer, 3)",
         "from tqdm import tqdm\nfor _ in tqdm(range(2)):\n    train(net, optimizer, 2)",
@@ -197,7 +192,7 @@ def test_messages_begin_at_the_left_though_a_progress_bar_is_in_the_middle_of_it
     )
 
 
-def test_paths_are_printed_as_they_were_given(tmp_path: Path, here: Watch) -> None:
+def test_paths_are_printed_as_they_were_given(tmp_path, here):
     script(
         tmp_path,
         "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=0.1))",
@@ -223,9 +218,7 @@ for net, optimizer in pairs:
 """
 
 
-def test_each_model_has_a_directory_and_what_is_there_stays(
-    tmp_path: Path, here: Watch
-) -> None:
+def test_each_model_has_a_directory_and_what_is_there_stays(tmp_path, here):
     script(tmp_path, TWO)
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "mine").write_text("x")
@@ -263,9 +256,7 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("text", "reason"), REASONS)
-def test_where_nothing_is_measured_the_reason_is_said(
-    text: str, reason: str, tmp_path: Path, here: Watch
-) -> None:
+def test_where_nothing_is_measured_the_reason_is_said(text, reason, tmp_path, here):
     script(tmp_path, text)
     code, _, err = here("--", "python", "train.py")
     assert code == 0
@@ -275,8 +266,8 @@ def test_where_nothing_is_measured_the_reason_is_said(
 
 
 def test_a_script_that_fails_keeps_what_was_measured_and_is_not_complete(
-    tmp_path: Path, here: Watch
-) -> None:
+    tmp_path, here
+):
     script(
         tmp_path,
         "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=1))\nraise SystemExit(9)",
@@ -307,8 +298,8 @@ train(net, optimizer)
 
 
 def test_the_page_is_rewritten_while_the_script_runs_and_reloads_itself_until_the_end(
-    tmp_path: Path, here: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, here, monkeypatch
+):
     monkeypatch.setattr("qkeel.cli.watched_program.PAGE_SECONDS", 1e-3)
     text = "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=0.1))\n"
     script(
@@ -328,7 +319,7 @@ def test_the_page_is_rewritten_while_the_script_runs_and_reloads_itself_until_th
     )  # once where it is, and at the end
 
 
-def test_a_forked_child_ends_in_silence(tmp_path: Path) -> None:
+def test_a_forked_child_ends_in_silence(tmp_path):
     words = ["python", script(tmp_path, CHILD).name]
     result = watched(words, tmp_path, "--every", "1", start=forked.python)
     assert (result.returncode, result.stderr.count("qkeel: run ")) == (0, 1), (
@@ -364,9 +355,7 @@ if __name__ == "__main__":
         ),
     ],
 )
-def test_the_workers_of_a_data_loader_are_left_alone(
-    context: str, tmp_path: Path
-) -> None:
+def test_the_workers_of_a_data_loader_are_left_alone(context, tmp_path):
     start = (
         forked.python if context == "fork" else run
     )  # the others start the program anew
@@ -416,8 +405,8 @@ TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2", "train.py"]
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("passes", ["0", "2"])
 def test_a_fault_in_one_process_stops_the_measuring_and_not_the_training(
-    passes: str, tmp_path: Path
-) -> None:
+    passes, tmp_path
+):
     script(tmp_path, PARALLEL)
     plain = run(["-m", "torch.distributed.run", *TORCHRUN[1:]], tmp_path)
     seen = watched([*TORCHRUN, "fault", passes], tmp_path, "--every", "1")
@@ -430,8 +419,8 @@ def test_a_fault_in_one_process_stops_the_measuring_and_not_the_training(
 
 
 def test_a_model_that_the_script_watches_itself_gets_the_remedies_and_a_line_says_who_measures(
-    tmp_path: Path, here: Watch
-) -> None:
+    tmp_path, here
+):
     body = """
 import qkeel
 net = Net()
@@ -468,8 +457,8 @@ for step in range(3):
 
 
 def test_the_end_of_a_run_tells_its_untrained_passes_and_the_scripts_remedy(
-    tmp_path: Path, here: Watch
-) -> None:
+    tmp_path, here
+):
     words = ["python", script(tmp_path, WITH_A_REMEDY).name]
     code, _, err = here("--every", "2", "--", *words)
     assert code == 0
@@ -483,9 +472,7 @@ def test_the_end_of_a_run_tells_its_untrained_passes_and_the_scripts_remedy(
     assert "qk_clip:threshold=100 active" in page
 
 
-def test_a_crash_before_an_optimizer_has_no_other_cause(
-    tmp_path: Path, here: Watch
-) -> None:
+def test_a_crash_before_an_optimizer_has_no_other_cause(tmp_path, here):
     words = ["python", script(tmp_path, "raise ValueError(1)").name]
     code, _, err = here("--", *words)
     assert code == 1

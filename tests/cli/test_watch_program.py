@@ -7,11 +7,10 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 from tests import forked
-from tests.contract.cli.scripts import Watch, run, script, watched
+from tests.contract.cli.scripts import run, script, watched
 
 from qkeel.cli.watched_program import TYPED, Fix, Program, parse, under_torchrun
 from qkeel.errors import InvalidValueError
@@ -51,9 +50,7 @@ if sys.argv[1] == "interrupt":
 
 
 @pytest.mark.parametrize("mode", ["fine", "raise", "chain", "exit", "words", "hook"])
-def test_output_exit_code_and_traceback_are_those_of_python(
-    mode: str, tmp_path: Path, here: Watch
-) -> None:
+def test_output_exit_code_and_traceback_are_those_of_python(mode, tmp_path, here):
     (tmp_path / "talk.py").write_text(TALKER)
     words = ["talk.py", mode, "--out", "x", "--", "-v"]
     plain = run(words, tmp_path)
@@ -68,9 +65,7 @@ def test_output_exit_code_and_traceback_are_those_of_python(
     assert f"the script {reason} torch.optim.Optimizer" in own[0]
 
 
-def test_an_interruption_is_130_with_the_traceback_of_the_script(
-    tmp_path: Path, here: Watch
-) -> None:
+def test_an_interruption_is_130_with_the_traceback_of_the_script(tmp_path, here):
     (tmp_path / "talk.py").write_text(TALKER)
     code, _, err = here("--", "python3", "talk.py", "interrupt")
     assert code == 130
@@ -79,26 +74,22 @@ def test_an_interruption_is_130_with_the_traceback_of_the_script(
     assert "qkeel/cli" not in err
 
 
-def test_a_syntax_error_is_shown_as_python_shows_it(
-    tmp_path: Path, here: Watch
-) -> None:
+def test_a_syntax_error_is_shown_as_python_shows_it(tmp_path, here):
     (tmp_path / "bad.py").write_text("x = (\n")
     code, _, err = here("--", "bad.py")
     assert code == 1
     assert err.startswith(run(["bad.py"], tmp_path).stderr)
 
 
-def test_a_future_import_of_the_watcher_does_not_reach_the_script(
-    tmp_path: Path, here: Watch
-) -> None:
+def test_a_future_import_of_the_watcher_does_not_reach_the_script(tmp_path, here):
     (tmp_path / "s.py").write_text("def f(x: int): ...\nprint(f.__annotations__)\n")
     assert here("--", "python", "s.py")[1] == "{'x': <class 'int'>}\n"
 
 
 @pytest.mark.slow
 def test_a_module_is_run_as_python_does_with_stdin_and_unbuffered_output(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -143,9 +134,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG)
-def test_wrong_usage_is_one_line_and_exit_code_2(
-    words: list[str], message: str, tmp_path: Path, here: Watch
-) -> None:
+def test_wrong_usage_is_one_line_and_exit_code_2(words, message, tmp_path, here):
     (tmp_path / "s.py").write_text("raise SystemExit('the script was run')")
     code, out, err = here(*words)
     assert (code, out) == (2, "")
@@ -155,7 +144,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert [path.name for path in tmp_path.iterdir()] == ["s.py"]
 
 
-def test_a_command_is_read() -> None:
+def test_a_command_is_read():
     assert parse(["python3", "-u", "a/b.py", "-u"]) == Program(
         name="a/b.py", arguments=("-u",), unbuffered=True
     )
@@ -174,7 +163,7 @@ def test_a_command_is_read() -> None:
         assert program.words == words
 
 
-def test_torchrun_starts_the_watcher_in_each_worker() -> None:
+def test_torchrun_starts_the_watcher_in_each_worker():
     watcher = ["qkeel", "watch", "--every", "3", "--"]
     head = [
         sys.executable,
@@ -193,9 +182,9 @@ def test_torchrun_starts_the_watcher_in_each_worker() -> None:
 
 
 def test_under_torchrun_the_fix_is_the_command_that_was_typed(
-    tmp_path: Path, here: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def become(words: list[str]) -> None:
+    tmp_path, here, monkeypatch
+):
+    def become(words):
         raise SystemExit(0)
 
     monkeypatch.setattr("qkeel.cli.watch._become", become)
@@ -226,10 +215,10 @@ def test_under_torchrun_the_fix_is_the_command_that_was_typed(
 class Closed:
     """A session that nothing was watched in."""
 
-    def close(self, *, complete: bool) -> None: ...
+    def close(self, *, complete): ...
 
 
-def test_ctrl_c_reaches_the_script_and_what_was_recorded_stays(tmp_path: Path) -> None:
+def test_ctrl_c_reaches_the_script_and_what_was_recorded_stays(tmp_path):
     train = """
 net = Net()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -279,9 +268,7 @@ torch.save(optimizer.state_dict(), "last.pt")
 """
 
 
-def test_a_resumed_script_continues_the_numbers_of_its_steps(
-    tmp_path: Path, here: Watch
-) -> None:
+def test_a_resumed_script_continues_the_numbers_of_its_steps(tmp_path, here):
     script(tmp_path, RESUMED)
     found = []
     for name in ("run", "run-2"):

@@ -6,7 +6,7 @@ import copy
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,29 +26,29 @@ Net, train, loss, batch = HOME["Net"], HOME["train"], HOME["loss"], HOME["batch"
 class Found:
     """The models that were watched, in order, and their monitors."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.models: list[weakref.ref[nn.Module]] = []
         self.monitors: list[weakref.ref[Monitor]] = []
         self.finder = ModelFinder(self.start)
 
-    def start(self, model: nn.Module, optimizer: Optimizer) -> Monitor:
+    def start(self, model, optimizer):
         monitor = qkeel.watch(model, optimizer)
         self.models.append(weakref.ref(model))
         self.monitors.append(weakref.ref(monitor))
         return monitor
 
-    def steps(self) -> list[int | None]:
+    def steps(self):
         """Per monitor the last step on record."""
         alive = [ref() for ref in self.monitors]
         return [None if m is None or m.sample is None else m.sample.step for m in alive]
 
-    def are(self, *models: nn.Module) -> bool:
+    def are(self, *models):
         """Whether just these were watched."""
         return [ref() for ref in self.models] == list(models)
 
 
 @pytest.fixture
-def found() -> Iterator[Found]:
+def found():
     gc.collect()
     plain = Optimizer.__init__
     found = Found()
@@ -62,8 +62,8 @@ def found() -> Iterator[Found]:
 
 
 def test_a_model_is_found_when_its_optimizer_is_made_and_seen_from_step_0(
-    found: Found,
-) -> None:
+    found,
+):
     net = Net()
     optimizer = SGD(net.parameters(), lr=0.1)
     assert found.are(net)
@@ -71,7 +71,7 @@ def test_a_model_is_found_when_its_optimizer_is_made_and_seen_from_step_0(
     assert found.steps() == [0]
 
 
-def test_an_averaged_copy_is_not_taken_for_the_model(found: Found) -> None:
+def test_an_averaged_copy_is_not_taken_for_the_model(found):
     net = Net()
     copies = copy.deepcopy(net), torch.optim.swa_utils.AveragedModel(net)
     train(net, Adam(net.parameters()), 2)
@@ -87,9 +87,7 @@ def test_an_averaged_copy_is_not_taken_for_the_model(found: Found) -> None:
     "wrap",
     [torch.compile, nn.DataParallel, lambda net: torch.compile(nn.DataParallel(net))],
 )
-def test_a_wrapper_is_looked_into(
-    wrap: Callable[[nn.Module], nn.Module], found: Found
-) -> None:
+def test_a_wrapper_is_looked_into(wrap, found):
     net = Net()
     wrapper = wrap(net)
     SGD(wrapper.parameters(), lr=0.1)
@@ -97,8 +95,8 @@ def test_a_wrapper_is_looked_into(
 
 
 def test_several_optimizers_of_one_model_make_one_monitor_and_the_first_counts(
-    found: Found,
-) -> None:
+    found,
+):
     net = Net()
     inner, outer = (
         SGD(net.layers.parameters(), lr=0.1),
@@ -112,7 +110,7 @@ def test_several_optimizers_of_one_model_make_one_monitor_and_the_first_counts(
     assert found.steps() == [2]
 
 
-def test_each_of_several_models_has_a_monitor(found: Found) -> None:
+def test_each_of_several_models_has_a_monitor(found):
     one, two = Net(), Net(2)
     both = Adam([*one.parameters(), *two.parameters()])
     (loss(one, batch(0)) + loss(two, batch(0))).backward()
@@ -121,7 +119,7 @@ def test_each_of_several_models_has_a_monitor(found: Found) -> None:
     assert found.steps() == [0, 0]
 
 
-def test_a_part_with_few_of_the_parameters_is_not_watched(found: Found) -> None:
+def test_a_part_with_few_of_the_parameters_is_not_watched(found):
     net, temperature = Net(2), nn.ParameterList([torch.zeros(())])
     Adam([*net.parameters(), *temperature.parameters()])
     assert found.are(net)
@@ -130,17 +128,15 @@ def test_a_part_with_few_of_the_parameters_is_not_watched(found: Found) -> None:
 class Pair(nn.Module):
     """A container whose forward nobody calls."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.one, self.two = Net(), Net(2)
 
-    def forward(self) -> None:
+    def forward(self):
         raise NotImplementedError
 
 
-def test_a_container_that_is_never_called_gives_way_to_its_parts(
-    found: Found, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_a_container_that_is_never_called_gives_way_to_its_parts(found, recwarn):
     pair = Pair()
     first, second = (
         SGD(pair.one.parameters(), lr=0.1),
@@ -157,9 +153,9 @@ def test_a_container_that_is_never_called_gives_way_to_its_parts(
     assert not recwarn.list
 
 
-def test_one_that_can_not_be_called_is_passed_over(found: Found) -> None:
+def test_one_that_can_not_be_called_is_passed_over(found):
     class Holder(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.net = Net()
 
@@ -169,8 +165,8 @@ def test_one_that_can_not_be_called_is_passed_over(found: Found) -> None:
 
 
 def test_a_model_made_after_its_optimizer_is_found_after_the_first_step(
-    found: Found,
-) -> None:
+    found,
+):
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     net = Net()
     optimizer.add_param_group({"params": list(net.parameters())})
@@ -180,7 +176,7 @@ def test_a_model_made_after_its_optimizer_is_found_after_the_first_step(
     assert found.steps() == [2]
 
 
-def test_an_optimizer_made_after_steps_begins_a_new_phase(found: Found) -> None:
+def test_an_optimizer_made_after_steps_begins_a_new_phase(found):
     net = Net()
     train(net, SGD(net.parameters(), lr=0.1), 3)
     train(net, Adam(net.parameters()), 2)
@@ -189,8 +185,8 @@ def test_an_optimizer_made_after_steps_begins_a_new_phase(found: Found) -> None:
     assert [ref().active for ref in found.monitors] == [False, True]  # type: ignore[union-attr]
 
 
-def test_models_and_optimizers_are_held_weakly(found: Found) -> None:
-    def phase() -> list[weakref.ref[object]]:
+def test_models_and_optimizers_are_held_weakly(found):
+    def phase():
         net = Net()
         optimizer = SGD(net.parameters(), lr=0.1)
         train(net, optimizer, 2)
@@ -204,14 +200,14 @@ def test_models_and_optimizers_are_held_weakly(found: Found) -> None:
     assert len(found.monitors) == 2
 
 
-def test_a_model_that_the_script_watches_is_left_alone(found: Found) -> None:
+def test_a_model_that_the_script_watches_is_left_alone(found):
     net = Net()
     with qkeel.watch(net):
         SGD(net.parameters(), lr=0.1)
     assert found.are()
 
 
-def test_in_a_forked_process_nothing_is_looked_for(found: Found) -> None:
+def test_in_a_forked_process_nothing_is_looked_for(found):
     child = os.fork()
     if child == 0:
         SGD(Net().parameters(), lr=0.1)
@@ -220,9 +216,9 @@ def test_in_a_forked_process_nothing_is_looked_for(found: Found) -> None:
 
 
 def test_a_fault_is_said_once_and_the_script_goes_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def fails(model: nn.Module, optimizer: Optimizer) -> Monitor:
+    caplog,
+):
+    def fails(model, optimizer):
         raise RuntimeError("no room")
 
     plain = Optimizer.__init__
@@ -238,14 +234,14 @@ def test_a_fault_is_said_once_and_the_script_goes_on(
     ]
 
 
-def test_a_module_under_construction_does_not_disturb_the_search() -> None:
+def test_a_module_under_construction_does_not_disturb_the_search():
     blank = nn.Linear.__new__(nn.Linear)
     net = Net()
     assert chains(SGD(net.parameters(), lr=0.1))[0][0] is net
     assert not vars(blank)
 
 
-def test_the_fit_of_a_retrofit_is_no_training(found: Found) -> None:
+def test_the_fit_of_a_retrofit_is_no_training(found):
     net = Net()
     qkeel.retrofit(net, "qk_norm", [batch(0), batch(1)])
     assert found.are()

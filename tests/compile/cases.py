@@ -4,14 +4,10 @@
 with an error.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
-from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from torch._dynamo.utils import counters
 
 import qkeel
@@ -19,9 +15,7 @@ from qkeel.nn import Attention
 from qkeel.sites import Tap
 
 
-def difference(
-    module: Attention, compiled: Callable[[Tensor], Tensor], length: int = 12
-) -> float:
+def difference(module, compiled, length=12):
     """Largest difference of outputs and gradients, relative to the largest number."""
     x = torch.randn(2, length, module.d_model)
     found = []
@@ -33,7 +27,7 @@ def difference(
     return max(float((a - b).abs().max() / (1 + a.abs().max())) for a, b in zip(*found))
 
 
-def attention(preset: str, impl: str) -> Attention:
+def attention(preset, impl):
     """A small grouped-query module whose gains are off their initial values."""
     torch.manual_seed(0)
     module = Attention(32, 4, 2, 8, spec=qkeel.preset(preset), impl=impl)
@@ -42,7 +36,7 @@ def attention(preset: str, impl: str) -> Attention:
     return module
 
 
-def fullgraph(preset: str, impl: str, backend: str) -> float:
+def fullgraph(preset, impl, backend):
     """One graph, forward and backward, equal to eager; another length too."""
     module = attention(preset, impl)
     compiled = torch.compile(module, fullgraph=True, backend=backend)
@@ -51,7 +45,7 @@ def fullgraph(preset: str, impl: str, backend: str) -> float:
     return max(difference(module, compiled, length) for length in lengths)
 
 
-def tapped(preset: str, impl: str, backend: str) -> float:
+def tapped(preset, impl, backend):
     """A tap put on before compiling sees what eager sees and does not break the graph."""
     module = attention(preset, impl)
     compiled = torch.compile(module, backend=backend, fullgraph=True)
@@ -72,14 +66,14 @@ def tapped(preset: str, impl: str, backend: str) -> float:
     return gap
 
 
-def chosen(preset: str, impl: str, backend: str) -> float:
+def chosen(preset, impl, backend):
     """One graph for one query and one for more, equal to eager."""
     module = attention(preset, impl)
     compiled = torch.compile(module, fullgraph=True, backend=backend)
     return max(difference(module, compiled, length) for length in (12, 140, 1))
 
 
-def watched(preset: str, impl: str, backend: str) -> float:
+def watched(preset, impl, backend):
     """Watched by what the kernel finds: outputs, gradients and the number of graphs are the unwatched ones."""
     found, graphs = [], []
     for stats in (None, "max"):
@@ -106,13 +100,13 @@ def watched(preset: str, impl: str, backend: str) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(*found))
 
 
-def stated(preset: str, impl: str, backend: str) -> float:
+def stated(preset, impl, backend):
     """Statistics come out of one graph, next to the output, and are eager's."""
     spec = qkeel.preset(preset)
     params = spec.init_params(4, 2, 16)
     q, k, v = (torch.randn(1, heads, 33, 16) for heads in (4, 2, 2))
 
-    def both(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    def both(q, k, v):
         out, found = qkeel.attention(
             q, k, v, spec=spec, params=params, impl=impl, stats="max"
         )

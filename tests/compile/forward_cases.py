@@ -3,13 +3,10 @@
 Each case: a compiled model before the remedy, with it, after its removal; and compiled only after it was applied.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch
 from tests.remedies.foreign import D, Hand, encoder, example, hf, out
-from torch import nn
 
 import qkeel
 
@@ -23,11 +20,11 @@ REMEDIES = {
 }
 
 
-def gap(a: torch.Tensor, b: torch.Tensor) -> float:
+def gap(a, b):
     return float(((a - b).abs().max() / b.abs().max()).detach())
 
 
-def check(model: nn.Module, x: torch.Tensor, remedy: str, backend: str) -> float:
+def check(model, x, remedy, backend):
     """Largest relative gap between compiled and eager over the life of a remedy."""
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
@@ -54,7 +51,7 @@ def check(model: nn.Module, x: torch.Tensor, remedy: str, backend: str) -> float
     return max(worst, gap(out(again, x), plain), gap(out(compiled, x), plain))
 
 
-def main(where: str, how: str, backend: str) -> None:
+def main(where, how, backend):
     """Every remedy of one kind of model."""
     worst = 0.0
     for remedy in REMEDIES[where]:

@@ -1,7 +1,5 @@
 """torch.compile: one graph, the numbers of eager. Cases run in processes of their own, the quick ones in one."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -13,20 +11,18 @@ from tests import forked
 CASES = Path(__file__).with_name("cases.py")
 
 
-def gaps(*cases: str) -> list[float]:
+def gaps(*cases):
     result = forked.python([str(CASES), *cases], CASES.parent)
     assert result.returncode == 0, result.stderr[-4000:]
     return [float(line) for line in result.stdout.split()]
 
 
-def gap(kind: str, preset: str, impl: str, backend: str) -> float:
+def gap(kind, preset, impl, backend):
     (found,) = gaps(kind, preset, impl, backend)
     return found
 
 
-def test_attention_is_one_graph_forward_and_backward_and_the_choice_of_a_kernel_a_constant_of_it() -> (
-    None
-):
+def test_attention_is_one_graph_forward_and_backward_and_the_choice_of_a_kernel_a_constant_of_it():
     chosen, one_graph = gaps(
         *("chosen", "qwen3", "auto", "eager"),
         *("fullgraph", "qwen3", "sdpa", "aot_eager"),
@@ -51,14 +47,14 @@ def test_attention_is_one_graph_forward_and_backward_and_the_choice_of_a_kernel_
         ("gemma2", "chunked"),
     ],
 )
-def test_compiled_attention_equals_eager(preset: str, impl: str) -> None:
+def test_compiled_attention_equals_eager(preset, impl):
     assert gap("fullgraph", preset, impl, "inductor") < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("impl", ["sdpa", "chunked"])
-def test_a_tap_breaks_the_graph_and_not_the_numbers(impl: str) -> None:
+def test_a_tap_breaks_the_graph_and_not_the_numbers(impl):
     assert gap("tapped", "qwen3", impl, "aot_eager") < 1e-5
 
 
@@ -68,9 +64,7 @@ def test_a_tap_breaks_the_graph_and_not_the_numbers(impl: str) -> None:
 @pytest.mark.parametrize(
     "where", ["linear", "groups", "interleaved", "encoder", "llama", "gpt2"]
 )
-def test_a_forward_remedy_is_one_graph_whether_compiled_before_or_after(
-    where: str, how: str
-) -> None:
+def test_a_forward_remedy_is_one_graph_whether_compiled_before_or_after(where, how):
     command = [sys.executable, "-m", "tests.compile.forward_cases", where, how, "eager"]
     result = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=CASES.parents[2]

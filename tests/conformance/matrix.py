@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from unittest.mock import patch
 
 import torch
@@ -69,12 +69,12 @@ everything in five minutes; [GPU](internals/gpu.md) lists what was seen at which
 
 
 @functools.cache
-def optimizer_refusal(name: str, optimizer: str) -> str:
+def optimizer_refusal(name, optimizer):
     """Why a remedy cannot be applied with that optimizer; empty if it can, and trains."""
     model, tokens = model_of("MHA"), torch.arange(6)[None]
     held = OPTIMIZERS[optimizer](list(model.parameters()))
 
-    def loss() -> torch.Tensor:
+    def loss():
         held.zero_grad()
         value = model(tokens).square().mean()
         value.backward()
@@ -95,7 +95,7 @@ def optimizer_refusal(name: str, optimizer: str) -> str:
 
 
 @functools.cache
-def foreign_refusal(name: str, kind: str) -> str:
+def foreign_refusal(name, kind):
     """Why a remedy cannot be applied to that attention of somebody else's; empty if it can, and trains."""
     layout, how = FOREIGN[kind]
     if layout == "deepseek":
@@ -116,7 +116,7 @@ def foreign_refusal(name: str, kind: str) -> str:
     return ""
 
 
-def _once(found: Iterable[tuple[str, str, str]]) -> list[str]:
+def _once(found):
     """Each reason of (remedy, kind, reason) once, in the words of the first without its place, with all it concerns."""
     reasons: dict[str, dict[str, list[str]]] = {}
     for name, kind, text in found:
@@ -126,7 +126,7 @@ def _once(found: Iterable[tuple[str, str, str]]) -> list[str]:
     return [f"- {joined(names, 'on')}: {text}" for text, names in reasons.items()]
 
 
-def joined(names: dict[str, list[str]], word: str) -> str:
+def joined(names, word):
     """The remedies and what each is refused for, those with the same ones together."""
     alike: dict[str, list[str]] = {}
     for name, kinds in names.items():
@@ -139,7 +139,7 @@ def joined(names: dict[str, list[str]], word: str) -> str:
     )
 
 
-def _of_optimizers() -> list[str]:
+def _of_optimizers():
     """Each reason of a remedy with an optimizer once, in the words of the first."""
     found: dict[str, tuple[str, dict[str, list[str]]]] = {}
     for name in REMEDIES:
@@ -157,7 +157,7 @@ def _of_optimizers() -> list[str]:
     return [f"- {joined(names, 'with')}: {text}" for text, names in found.values()]
 
 
-def _grouped() -> dict[str, str]:
+def _grouped():
     """Each reason of a kernel once, with the presets it concerns."""
     found: dict[str, list[str]] = {}
     for kernel in KERNELS:
@@ -175,7 +175,7 @@ def _grouped() -> dict[str, str]:
     }
 
 
-def kernel_refusal(name: str, kernel: str) -> str:
+def kernel_refusal(name, kernel):
     """Why a kernel cannot compute a preset; empty if it can."""
     spec = preset(name)
     k = torch.zeros(1, 2, 3, 8)
@@ -193,7 +193,7 @@ def kernel_refusal(name: str, kernel: str) -> str:
     return str(refusal) if refusal else ""
 
 
-def table(corner: str, columns: list[str], rows: dict[str, list[str]]) -> str:
+def table(corner, columns, rows):
     """A Markdown table."""
     lines = [
         f"| {corner} | {' | '.join(columns)} |",
@@ -207,7 +207,7 @@ def table(corner: str, columns: list[str], rows: dict[str, list[str]]) -> str:
     )
 
 
-def of_kernels() -> str:
+def of_kernels():
     """Presets and kernels."""
     kernels = {
         name: ["" if kernel_refusal(name, k) else "✓" for k in KERNELS]
@@ -216,7 +216,7 @@ def of_kernels() -> str:
     return table("preset", [f"`{k}`" for k in KERNELS], kernels)
 
 
-def of_kinds() -> str:
+def of_kinds():
     """Remedies and kinds of attention."""
     remedies = {
         name: ["" if refusal_of(name, kind) else "✓" for kind in KINDS]
@@ -226,7 +226,7 @@ def of_kinds() -> str:
 
 
 @functools.cache
-def matrix() -> str:
+def matrix():
     """The whole page."""
     foreign = {
         name: ["" if foreign_refusal(name, kind) else "✓" for kind in FOREIGN]

@@ -29,22 +29,20 @@ class Differs(QkeelError, AssertionError):
     """The numbers of a mode are not those of eager execution."""
 
 
-def _decoder() -> nn.Module:
+def _decoder():
     torch.manual_seed(0)
     return Decoder(DecoderConfig(vocab_size=40, d_model=32, n_layers=1))
 
 
-def _llama(impl: str = "sdpa") -> nn.Module:
+def _llama(impl="sdpa"):
     return hf("llama", impl, num_hidden_layers=1)
 
 
-def _loss(model: nn.Module, x: Tensor) -> Tensor:
+def _loss(model, x):
     return F.cross_entropy(out(model, x).flatten(0, 1), x.flatten())
 
 
-def _trained(
-    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
-) -> list[Tensor]:
+def _trained(model, x, optimizer):
     """Losses of three steps."""
     model.train()
     found = []
@@ -57,23 +55,17 @@ def _trained(
     return found
 
 
-def _compiled(
-    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
-) -> list[Tensor]:
+def _compiled(model, x, optimizer):
     torch._dynamo.reset()
     return _trained(torch.compile(model, backend="aot_eager"), x, optimizer)  # type: ignore[arg-type]
 
 
-def _checkpointed(
-    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
-) -> list[Tensor]:
+def _checkpointed(model, x, optimizer):
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     return _trained(model, x, optimizer)
 
 
-def _micro_batches(
-    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
-) -> list[Tensor]:
+def _micro_batches(model, x, optimizer):
     """The same three steps, each row's gradient on its own."""
     model.train()
     found = []
@@ -87,13 +79,13 @@ def _micro_batches(
     return found
 
 
-def _whole(model: nn.Module, x: Tensor, _: torch.optim.Optimizer) -> list[Tensor]:
+def _whole(model, x, _):
     """Logits of the last position without a cache."""
     with torch.no_grad():
         return [out(model.eval(), x)[:, -1]]
 
 
-def _cached(model: nn.Module, x: Tensor, _: torch.optim.Optimizer) -> list[Tensor]:
+def _cached(model, x, _):
     with torch.no_grad():
         first = model.eval()(x[:, :-2], use_cache=True)
         for i in (-2, -1):
@@ -103,9 +95,7 @@ def _cached(model: nn.Module, x: Tensor, _: torch.optim.Optimizer) -> list[Tenso
         return [first.logits[:, -1]]
 
 
-def _copied(
-    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
-) -> list[Tensor]:
+def _copied(model, x, optimizer):
     return _whole(copy.deepcopy(model), x, optimizer)
 
 
@@ -122,7 +112,7 @@ MODES: dict[str, tuple[Callable[[], nn.Module], Run, Run]] = {
 
 
 @functools.cache
-def mode_refusal(name: str, mode: str) -> str:
+def mode_refusal(name, mode):
     """Why a remedy does not hold in a mode; empty if it does."""
     make, run, plain = MODES[mode]
     try:
@@ -135,14 +125,14 @@ def mode_refusal(name: str, mode: str) -> str:
     return ""
 
 
-def _ran(name: str, model: nn.Module, run: Run) -> list[Tensor]:
+def _ran(name, model, run):
     optimizer, x = torch.optim.AdamW(model.parameters(), lr=0.01), example("llama")
     given = {} if isinstance(model, Decoder) else {"example": x}
     with apply(model, name, optimizer, train_length=8, **given):
         return run(model, x, optimizer)
 
 
-def ways() -> str:
+def ways():
     """The last sections of the page."""
     why = reasons()
     parts = [
@@ -160,7 +150,7 @@ def ways() -> str:
     return "\n".join(parts) + "\n"
 
 
-def rows() -> dict[str, list[str]]:
+def rows():
     """The table of all remedies."""
     return {
         name: ["" if mode_refusal(name, mode) else "✓" for mode in MODES]
@@ -168,7 +158,7 @@ def rows() -> dict[str, list[str]]:
     }
 
 
-def reasons() -> list[str]:
+def reasons():
     """Each reason once, in the words of the first."""
     found: dict[str, dict[str, list[str]]] = {}
     for name in REMEDIES:

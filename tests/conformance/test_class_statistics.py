@@ -7,18 +7,15 @@ import dataclasses
 import pytest
 import torch
 from tests.quick import one_in
-from torch import Tensor
 
 from qkeel.capture.calls import ScoresCall, scores_stats
 from qkeel.functional.class_statistics import (
-    ClassStats,
     TokenClasses,
     merge_classes,
 )
 from qkeel.kernels import statistics
 from qkeel.kernels.statistics import logit_stats
 from qkeel.reference import attend_call
-from qkeel.spec import AttentionCall
 from qkeel.spec.call import with_query_mask
 
 from .cases import GEOMETRIES, MASKS, SOME, SPECS, calls, pairs, share
@@ -28,7 +25,7 @@ ALL = pairs(GEOMETRIES, MASKS)
 NAMES = ("text", "image", "sound")
 
 
-def classed(call: AttentionCall, seed: int, *, alike: bool = False) -> AttentionCall:
+def classed(call, seed, *, alike=False):
     """Random classes; some tokens are of none."""
     rng = torch.Generator().manual_seed(seed)
     (b, t), s = call.query_shape, call.k.shape[2]
@@ -39,7 +36,7 @@ def classed(call: AttentionCall, seed: int, *, alike: bool = False) -> Attention
     )
 
 
-def recomputed(call: AttentionCall) -> dict[str, Tensor]:
+def recomputed(call):
     """Every field from the oracle's T×T matrices, for all pairs of classes at once."""
     assert call.classes is not None
     truth, (q, k) = attend_call(call), call.encoded()
@@ -83,11 +80,11 @@ def recomputed(call: AttentionCall) -> dict[str, Tensor]:
 
 
 def assert_same(
-    ours: ClassStats | None,
-    theirs: dict[str, Tensor],
-    case: str,
-    tolerance: float = 1e-11,
-) -> None:
+    ours,
+    theirs,
+    case,
+    tolerance=1e-11,
+):
     assert ours is not None
     torch.testing.assert_close(
         ours.tensors(), theirs, rtol=tolerance, atol=tolerance, msg=lambda m: case + m
@@ -95,7 +92,7 @@ def assert_same(
 
 
 @pytest.mark.parametrize("name", one_in(SPECS, 4))
-def test_they_are_those_of_the_whole_matrix_in_float64(name: str) -> None:
+def test_they_are_those_of_the_whole_matrix_in_float64(name):
     for i, (case, call) in enumerate(
         calls(SPECS[name], torch.float64, share(name, 2), seed=5)
     ):
@@ -103,7 +100,7 @@ def test_they_are_those_of_the_whole_matrix_in_float64(name: str) -> None:
         assert_same(logit_stats(split).classes, recomputed(split), case)
 
 
-def test_so_they_are_for_every_geometry_and_with_rows_that_do_not_count() -> None:
+def test_so_they_are_for_every_geometry_and_with_rows_that_do_not_count():
     for i, (case, call) in enumerate(
         calls(SPECS["gemma2"], torch.float64, ALL, seed=6)
     ):
@@ -115,8 +112,8 @@ def test_so_they_are_for_every_geometry_and_with_rows_that_do_not_count() -> Non
 
 
 def test_cutting_the_rows_into_blocks_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(statistics, "BLOCK", 60)
     monkeypatch.setattr(statistics, "ROWS", 2)
     for i, (case, call) in enumerate(
@@ -127,7 +124,7 @@ def test_cutting_the_rows_into_blocks_changes_nothing(
 
 
 @pytest.mark.parametrize("name", one_in(SOFT[::4], 4))
-def test_hand_written_attention_gives_the_same(name: str) -> None:
+def test_hand_written_attention_gives_the_same(name):
     for i, (case, call) in enumerate(calls(SPECS[name], torch.float64, SOME, seed=8)):
         split = classed(call, i)
         written = dataclasses.replace(by_hand(call), classes=split.classes)
@@ -142,7 +139,7 @@ def test_hand_written_attention_gives_the_same(name: str) -> None:
         torch.testing.assert_close(alone.mass, found.mass)
 
 
-def test_merging_parts_gives_the_statistics_of_the_whole_and_none_is_neutral() -> None:
+def test_merging_parts_gives_the_statistics_of_the_whole_and_none_is_neutral():
     _, call = next(iter(calls(SPECS["qwen3"], torch.float64, SOME, seed=11)))
     whole = classed(call, 0)
     assert whole.classes is not None
@@ -164,7 +161,7 @@ def test_merging_parts_gives_the_statistics_of_the_whole_and_none_is_neutral() -
     assert merge_classes(None, None) is None
 
 
-def test_a_pair_is_read_by_name_and_competition_is_the_ratio_of_mean_norms() -> None:
+def test_a_pair_is_read_by_name_and_competition_is_the_ratio_of_mean_norms():
     _, call = next(iter(calls(SPECS["baseline"], torch.float64, SOME, seed=13)))
     b, _, t, _ = call.q.shape
     key = torch.zeros(1, call.k.shape[2], dtype=torch.long)

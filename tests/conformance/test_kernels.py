@@ -1,7 +1,5 @@
 """Kernels cut rows into blocks; the numbers do not depend on where."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.contract.conformance import cases
@@ -20,7 +18,7 @@ from qkeel.kernels.attention import chunked, sdpa
 from qkeel.ops import KERNELS as HELD
 
 
-def test_the_kernels_of_the_contract_are_those_that_there_are() -> None:
+def test_the_kernels_of_the_contract_are_those_that_there_are():
     assert set(KERNELS) == set(HELD)
 
 
@@ -31,9 +29,7 @@ def test_the_kernels_of_the_contract_are_those_that_there_are() -> None:
         ["qwen3", "cosa_logn", "gemma2", "capped_sink", "softpick", "squared_relu"], 3
     ),
 )
-def test_cutting_the_rows_into_blocks_changes_nothing(
-    kernel: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cutting_the_rows_into_blocks_changes_nothing(kernel, name, monkeypatch):
     monkeypatch.setattr(chunked, "BLOCK", 40)
     monkeypatch.setattr(sdpa, "MASK_BLOCK", 40)
     for case, call in cases.calls(cases.SPECS[name], torch.float64, cases.SOME, seed=4):
@@ -45,7 +41,7 @@ def test_cutting_the_rows_into_blocks_changes_nothing(
                 )
 
 
-def test_maxima_of_rows_that_are_not_dense_are_those_of_dense_ones() -> None:
+def test_maxima_of_rows_that_are_not_dense_are_those_of_dense_ones():
     q, k, v = (torch.randn(2, heads, 17, 16) for heads in (4, 2, 2))
     seen = attention(
         turned(q), turned(k), turned(v), spec=preset("baseline"), stats="max"

@@ -1,7 +1,5 @@
 """The compatibility page is the tests' own output."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -21,9 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 HINT = "python -m tests.conformance.modes > docs/compatibility.md"
 
 
-def test_the_tables_of_our_own_modules_have_a_row_for_every_preset_and_remedy_and_stand_in_the_docs() -> (
-    None
-):
+def test_the_tables_of_our_own_modules_have_a_row_for_every_preset_and_remedy_and_stand_in_the_docs():
     for text, names in ((of_kernels(), PRESETS), (of_kinds(), REMEDIES)):
         assert all(f"\n| `{name}` |" in text for name in names)
         assert not PAGE.exists() or text in PAGE.read_text(encoding="utf-8"), HINT
@@ -31,7 +27,7 @@ def test_the_tables_of_our_own_modules_have_a_row_for_every_preset_and_remedy_an
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_page_in_the_docs_is_what_the_command_prints() -> None:
+def test_the_page_in_the_docs_is_what_the_command_prints():
     """In a process of its own: torch's compiler does not go with checked annotations, nor with warnings as errors."""
     root = PAGE.parents[1]
     command = [sys.executable, "-m", "tests.conformance.modes"]
@@ -49,24 +45,24 @@ def test_the_page_in_the_docs_is_what_the_command_prints() -> None:
         assert PAGE.read_text(encoding="utf-8") == done.stdout, HINT
 
 
-def test_every_preset_has_a_kernel_and_the_last_takes_all() -> None:
+def test_every_preset_has_a_kernel_and_the_last_takes_all():
     last = list(KERNELS)[-1]
     assert [name for name in PRESETS if kernel_refusal(name, last)] == []
 
 
-def test_only_a_capped_preset_is_refused_by_sdpa() -> None:
+def test_only_a_capped_preset_is_refused_by_sdpa():
     refused = {name for name in PRESETS if kernel_refusal(name, "sdpa")}
     assert refused == {"gemma2"}
     assert "cap" in kernel_refusal("gemma2", "sdpa")
 
 
-def test_plain_attention_refuses_no_remedy() -> None:
+def test_plain_attention_refuses_no_remedy():
     assert {
         name: refusal_of(name, "MHA") for name in REMEDIES if refusal_of(name, "MHA")
     } == {}
 
 
-def test_every_remedy_says_what_it_computes() -> None:
+def test_every_remedy_says_what_it_computes():
     """A formula of its own, or the slot of the spec that it changes."""
     formulas = {
         name
@@ -82,7 +78,7 @@ CALLS = ("softcap", "log_n", "attention_temperature", "sigmoid", "softpick", "si
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_forward_remedies_fit_every_layout_of_heads() -> None:
+def test_forward_remedies_fit_every_layout_of_heads():
     for kind, (layout, _) in FOREIGN.items():
         refused = {name for name in (*NORMS, *CALLS) if foreign_refusal(name, kind)}
         assert refused <= (set(NORMS) if layout == "deepseek" else set()), kind

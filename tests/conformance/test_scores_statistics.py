@@ -1,7 +1,5 @@
 """A hand-written attention gives the statistics that the same attention gives as an AttentionCall."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -13,7 +11,7 @@ from qkeel.capture.calls import ScoresCall, scores_maxima, scores_stats
 from qkeel.functional.statistics import TENSORS, LogitStats
 from qkeel.kernels.statistics import logit_stats, sink_logit
 from qkeel.reference import attend_call
-from qkeel.spec import AttentionCall, NoCap
+from qkeel.spec import NoCap
 from qkeel.spec.call import with_query_mask
 
 from .cases import SOME, SPECS, calls, share
@@ -23,7 +21,7 @@ FIELDS = list(TENSORS)
 OPERANDS = ("qk_frobenius", "cos_max", "cos_mean", "n_products")
 
 
-def by_hand(call: AttentionCall) -> ScoresCall:
+def by_hand(call):
     """The call as scores that go into a softmax; what is hidden may hold anything there."""
     logits = attend_call(call).logits
     hidden, (q, k) = logits == -torch.inf, call.encoded()
@@ -41,9 +39,7 @@ def by_hand(call: AttentionCall) -> ScoresCall:
     )
 
 
-def assert_same(
-    ours: LogitStats, theirs: LogitStats, fields: list[str], case: str
-) -> None:
+def assert_same(ours, theirs, fields, case):
     for name in fields:
         torch.testing.assert_close(
             getattr(ours, name),
@@ -55,7 +51,7 @@ def assert_same(
 
 
 @pytest.mark.parametrize("name", one_in(SOFT, 4))
-def test_scores_give_the_statistics_of_the_call(name: str) -> None:
+def test_scores_give_the_statistics_of_the_call(name):
     for case, call in calls(SPECS[name], torch.float64, share(name, 2), seed=20):
         written = by_hand(call)
         before = written.logits.clone()
@@ -64,15 +60,15 @@ def test_scores_give_the_statistics_of_the_call(name: str) -> None:
 
 
 def test_cutting_the_rows_into_blocks_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(scores, "BLOCK", 60)
     for name in ("qwen3", "gemma2"):
         for case, call in calls(SPECS[name], torch.float64, SOME, seed=21):
             assert_same(scores_stats(by_hand(call)), logit_stats(call), FIELDS, case)
 
 
-def test_a_query_mask_leaves_out_the_same_rows() -> None:
+def test_a_query_mask_leaves_out_the_same_rows():
     for case, call in calls(SPECS["gemma2"], torch.float64, SOME, seed=22):
         mask = torch.rand(call.query_shape) < 0.6
         written = by_hand(call)
@@ -84,7 +80,7 @@ def test_a_query_mask_leaves_out_the_same_rows() -> None:
         assert with_query_mask(written, mask[:1]) is written
 
 
-def test_maxima_alone_are_those_of_the_full_statistics() -> None:
+def test_maxima_alone_are_those_of_the_full_statistics():
     for case, call in calls(SPECS["gemma2"], torch.float32, SOME, seed=23):
         for written in (
             by_hand(call),
@@ -95,9 +91,7 @@ def test_maxima_alone_are_those_of_the_full_statistics() -> None:
             assert torch.equal(low, full.min_logit), case
 
 
-def test_what_needs_unknown_queries_or_keys_is_not_measured_and_says_so_by_its_count() -> (
-    None
-):
+def test_what_needs_unknown_queries_or_keys_is_not_measured_and_says_so_by_its_count():
     for case, call in calls(SPECS["baseline"], torch.float64, SOME, seed=24):
         written, exact = by_hand(call), logit_stats(call)
         empty = LogitStats.empty(

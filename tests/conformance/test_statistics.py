@@ -1,7 +1,5 @@
 """Statistics of calls that the public API cannot make: rows left out, other thresholds, blocks of a few rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.contract.conformance.test_statistics import (
@@ -28,9 +26,7 @@ from .cases import SOME, SPECS, calls, share, unchecked
         ["qwen3", "gemma2", "capped_log_n", "softpick", "squared_relu", "sigmoid"], 3
     ),
 )
-def test_cutting_the_rows_into_blocks_changes_no_statistic(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cutting_the_rows_into_blocks_changes_no_statistic(name, monkeypatch):
     monkeypatch.setattr(statistics, "BLOCK", 40)
     monkeypatch.setattr(statistics, "ROWS", 1)
     for case, call in calls(SPECS[name], torch.float64, ALL, seed=7):
@@ -42,8 +38,8 @@ def test_cutting_the_rows_into_blocks_changes_no_statistic(
     one_in(["baseline", "qwen3", "gemma2", "cosa_logn", "capped_sink", "softpick"], 3),
 )
 def test_rows_that_a_query_mask_leaves_out_count_nowhere_and_attention_is_untouched(
-    name: str,
-) -> None:
+    name,
+):
     rng = torch.Generator().manual_seed(3)
     for case, call in calls(SPECS[name], torch.float64, SOME, seed=11):
         mask = torch.rand(call.query_shape, generator=rng) < 0.6
@@ -56,7 +52,7 @@ def test_rows_that_a_query_mask_leaves_out_count_nowhere_and_attention_is_untouc
         assert_same(logit_stats(whole), recomputed(unchecked(call)), 1e-11, case)
 
 
-def test_masked_halves_of_the_rows_merge_to_the_whole() -> None:
+def test_masked_halves_of_the_rows_merge_to_the_whole():
     for case, call in calls(SPECS["qwen3"], torch.float64, SOME, seed=12):
         mask = (
             torch.rand(call.query_shape, generator=torch.Generator().manual_seed(4))
@@ -70,7 +66,7 @@ def test_masked_halves_of_the_rows_merge_to_the_whole() -> None:
 
 
 @pytest.mark.parametrize("name", one_in(SPECS, 4))
-def test_maxima_alone_are_those_of_the_full_statistics(name: str) -> None:
+def test_maxima_alone_are_those_of_the_full_statistics(name):
     for case, call in calls(SPECS[name], torch.float32, share(name, 2), seed=13):
         for c in (call, with_query_mask(call, torch.rand(call.query_shape) < 0.5)):
             full, largest = logit_stats(c), max_stats(c)
@@ -79,7 +75,7 @@ def test_maxima_alone_are_those_of_the_full_statistics(name: str) -> None:
 
 
 @pytest.mark.parametrize("threshold", one_in([1.5, -1.0, 0.0, 100.0], 2))
-def test_the_share_above_is_of_signed_logits_before_the_cap(threshold: float) -> None:
+def test_the_share_above_is_of_signed_logits_before_the_cap(threshold):
     for name in ("baseline", "gemma2", "sink"):
         for case, call in calls(SPECS[name], torch.float64, SOME, seed=14):
             assert_same(
@@ -90,7 +86,7 @@ def test_the_share_above_is_of_signed_logits_before_the_cap(threshold: float) ->
             )
 
 
-def test_what_stands_at_hidden_keys_and_rows_changes_nothing() -> None:
+def test_what_stands_at_hidden_keys_and_rows_changes_nothing():
     q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
     seen = torch.tensor([[True, True, True, False, False]])
     for rubbish in (0.0, 1e30, torch.inf, -torch.inf, torch.nan):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import traceback
 from collections import Counter
-from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ NAME = "accel"
 class _Backend(_DummyBackendModule):
     """What torch asks the module of a device for."""
 
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+    def get_amp_supported_dtype(self):
         return [torch.float16, torch.bfloat16]
 
 
@@ -66,11 +65,11 @@ class Counts:
     waits: Counter[str] = dataclasses.field(default_factory=Counter)
     read_and_written: int = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         _COUNTING.append(self)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *exc):
         _COUNTING.remove(self)
 
 
@@ -83,7 +82,7 @@ class OnDevice(Tensor):
     held: Tensor
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> OnDevice:
+    def __new__(cls, held):
         made = Tensor._make_wrapper_subclass(
             cls,
             held.shape,
@@ -95,37 +94,33 @@ class OnDevice(Tensor):
         made.held = held
         return made
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self):  # type: ignore[override]
         return f"OnDevice({self.held!r})"
 
-    def tolist(self) -> Any:  # torch's own takes no subclass
+    def tolist(self):  # torch's own takes no subclass
         return self.to("cpu").tolist()
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {}, float64=True)
 
 
 class Accelerator(TorchDispatchMode):
     """While it is entered, the device can be used; `float64=False`: as one that has no such numbers."""
 
-    def __init__(self, *, float64: bool = True) -> None:
+    def __init__(self, *, float64=True):
         super().__init__()
         self._float64 = float64
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {}, float64=self._float64)
 
 
-def _held(x: Any) -> Any:
+def _held(x):
     return x.held if isinstance(x, OnDevice) else x
 
 
-def _run(func: Any, args: Any, kwargs: dict[str, Any], *, float64: bool) -> Any:
+def _run(func, args, kwargs, *, float64):
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     was_on = any(isinstance(x, OnDevice) for x in given)
     asked = kwargs.get("device")
@@ -152,7 +147,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], *, float64: bool) -> Any:
     return return_and_correct_aliasing(func, args, kwargs, wrapped)
 
 
-def _where() -> str:
+def _where():
     """The line of qkeel's, or of the one who calls it, that a fault or a wait is at."""
     own = [
         f
@@ -170,14 +165,14 @@ def _where() -> str:
 
 
 def _count(
-    func: Any,
-    args: Any,
-    given: list[Tensor],
-    made: list[Tensor],
+    func,
+    args,
+    given,
+    made,
     *,
-    was_on: bool,
-    to_device: bool,
-) -> None:
+    was_on,
+    to_device,
+):
     if not _COUNTING or not (was_on or to_device):
         return
     name = func.overloadpacket.__name__
@@ -198,7 +193,7 @@ def _count(
             counts.read_and_written += size
 
 
-def _copies(parts: list[Tensor]) -> int:
+def _copies(parts):
     """The launches of CUDA's `cat`: one for 128 tensors of one dtype that lie whole, for 64 others of one dtype and up
     to four dimensions, and one for each tensor where dtypes differ."""
     if len({x.dtype for x in parts}) > 1 or parts[0].ndim > 4:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from typing import Any
 
 import torch
 from tests.devices.accelerator import DEVICE, Accelerator, Counts
 from tests.remedies.foreign import hf, out
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import qkeel
@@ -23,7 +22,6 @@ from qkeel.capture.readers import sdpa_arguments
 from qkeel.functional.statistics import ROW_FIELDS
 from qkeel.kernels import statistics
 from qkeel.patching.modes import flash_on_cpu
-from qkeel.spec import AttentionCall
 
 LAYERS = (2, 4, 12)
 # The function itself: while a model is watched, another stands under its name.
@@ -33,9 +31,7 @@ SDPA = nn.functional.scaled_dot_product_attention
 class Fused(TorchFunctionMode):
     """SDPA as a GPU computes it: by one operator."""
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is not SDPA:
             return function(*args, **(kwargs or {}))
         given = sdpa_arguments(args, kwargs or {})
@@ -45,7 +41,7 @@ class Fused(TorchFunctionMode):
         )[0]
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Counts:
+def step(model, optimizer, tokens):
     """The work of one training step."""
     with Counts() as counts, Fused():
         optimizer.zero_grad()
@@ -54,16 +50,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> 
     return counts
 
 
-def fields_found(
-    call: AttentionCall, threshold: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def fields_found(call, threshold):
     """As many numbers as the kernel for all statistics of rows makes, in four launches: three are of key norms."""
     norms = torch.linalg.vector_norm(call.k, dim=-1).clamp_min(1e-30).reciprocal()
     found = norms.new_empty((len(ROW_FIELDS), *call.q.shape[:3])).neg()
     return found, call.q.new_ones(call.q.shape[:3], dtype=torch.int64), norms
 
 
-def counted(layers: int) -> dict[str, dict[str, object]]:
+def counted(layers):
     """What a measured step does more than one that nobody watches."""
     tokens = torch.randint(20, (2, 16)).to(DEVICE)
     found: dict[str, dict[str, object]] = {}

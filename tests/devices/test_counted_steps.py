@@ -1,7 +1,5 @@
 """What watching adds to a training step on a device is counted: launches, and places where the host waits."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -16,9 +14,7 @@ MOST = {
 
 
 @pytest.mark.slow
-def test_watching_waits_for_the_device_at_the_end_of_a_step_alone_and_launches_no_more_than_is_written() -> (
-    None
-):
+def test_watching_waits_for_the_device_at_the_end_of_a_step_alone_and_launches_no_more_than_is_written():
     # In a process of its own: the device is one for good.
     command = [sys.executable, "-m", "tests.devices.counted_steps"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -32,7 +31,7 @@ OFF_SITE = sorted(
 )
 
 
-def loaded(name: str) -> ModuleType:
+def loaded(name):
     """A program that lies with the pages."""
     place = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert place is not None
@@ -42,14 +41,14 @@ def loaded(name: str) -> ModuleType:
     return module
 
 
-def text(page: Path) -> str:
+def text(page):
     """A page without code blocks, comments and directives."""
     kept = page.read_text(encoding="utf-8")
     kept = re.sub(r"<!--.*?-->", "", kept, flags=re.S)
     return re.sub(r"^(`{3,})[^\n]*\n.*?^\1`*\s*$", "", kept, flags=re.S | re.M)
 
 
-def slugs(page: Path) -> set[str]:
+def slugs(page):
     """The anchors of a page's headings, as GitHub and MyST make them."""
     found: dict[str, int] = {}
     for heading in re.findall(r"^#+ +(.+?)\s*$", text(page), flags=re.M):
@@ -59,12 +58,12 @@ def slugs(page: Path) -> set[str]:
     return {f"{slug}-{i}" if i else slug for slug, n in found.items() for i in range(n)}
 
 
-def links(page: Path) -> list[str]:
+def links(page):
     """The targets of links and pictures on a page."""
     return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text(page)))
 
 
-def notebook_text(path: Path) -> str:
+def notebook_text(path):
     """The prose of a notebook."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return "\n\n".join(

@@ -1,7 +1,5 @@
 """Every Python block of the README and the docs runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ PAGES = [
 READER = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["*.md"])
 
 
-def has_python(page: Path) -> bool:
+def has_python(page):
     text = page.read_text(encoding="utf-8")
     return "```python" in text or "block: python" in text
 
@@ -34,7 +32,7 @@ def has_python(page: Path) -> bool:
 @pytest.mark.parametrize(
     "page", [pytest.param(page, id=page.stem) for page in PAGES if has_python(page)]
 )
-def test_the_blocks_of_a_page_run_one_after_the_other(page: Path) -> None:
+def test_the_blocks_of_a_page_run_one_after_the_other(page):
     examples = list(READER.parse(page).examples())
     assert examples
     for example in examples:

@@ -6,7 +6,6 @@ import shlex
 from fnmatch import fnmatch
 from pathlib import Path
 
-from cyclopts import App
 from tests.docs.page_text import PAGES as PAGES_OF_SITE
 from tests.each_row import each_row
 
@@ -19,7 +18,7 @@ PAGES += [
 ]  # notes are history
 
 
-def _commands() -> list[tuple[str, str]]:
+def _commands():
     found = []
     for page in PAGES:
         for block in re.findall(
@@ -32,24 +31,24 @@ def _commands() -> list[tuple[str, str]]:
     return found
 
 
-def test_the_docs_show_commands() -> None:
+def test_the_docs_show_commands():
     assert any(page == "README.md" for page, _ in _commands())
 
 
 @each_row("page, line", _commands())
-def test_each_command_line_parses(page: str, line: str) -> None:
+def test_each_command_line_parses(page, line):
     words = shlex.split(line)[1:]
     _app(tuple(words[:2])).parse_args(words, exit_on_error=False, print_error=False)
 
 
 @functools.cache
-def _app(words: tuple[str, ...]) -> App:
+def _app(words):
     from qkeel.cli.app import make_app
 
     return make_app(words)
 
 
-def test_every_page_is_in_the_index() -> None:
+def test_every_page_is_in_the_index():
     index = (ROOT / "docs" / "index.md").read_text()
     listed = [line.strip() for line in index.split("```{toctree}", 1)[1].splitlines()]
     for page in PAGES_OF_SITE:

@@ -22,9 +22,7 @@ ROOMS = sorted(
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_the_examples_of_a_room_run(
-    room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_of_a_room_run(room, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # an example may write a file
     reports: list[str] = []
     runner = doctest.DocTestRunner(

@@ -1,24 +1,20 @@
 """Pages of the docs: every link and anchor leads somewhere, and notebooks hold what they print."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.docs import page_text
 from tests.docs.page_text import DOCS, OFF_SITE, OUTSIDE, PAGES, ROOT, loaded
 
 
-def _made() -> set[Path]:
+def _made():
     """The pages that a build makes and that others may link to."""
     names = {"commands"}
     return {DOCS / "_made" / f"{name}.md" for name in names}
 
 
-def test_every_link_and_anchor_leads_somewhere() -> None:
+def test_every_link_and_anchor_leads_somewhere():
     wrong, made = [], _made()
     for page in [*PAGES, *OFF_SITE, *OUTSIDE]:
         for target in page_text.links(page):
@@ -46,7 +42,7 @@ def test_every_link_and_anchor_leads_somewhere() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_made_pages_link_to_exists() -> None:
+def test_what_made_pages_link_to_exists():
     pages = loaded("made_pages")
     for name, text in pages.NEXT.items():
         assert (DOCS / f"{name}.md").exists(), name
@@ -54,7 +50,7 @@ def test_what_made_pages_link_to_exists() -> None:
             assert (DOCS / target).exists(), f"{name}: {target}"
 
 
-def _text(notebook: dict[str, Any]) -> list[list[str]]:
+def _text(notebook):
     """What each cell put out, with numbers left out: their last digits depend on the processor."""
     found = []
     for cell in notebook["cells"]:
@@ -68,7 +64,7 @@ def _text(notebook: dict[str, Any]) -> list[list[str]]:
     return found
 
 
-def test_notebooks_hold_their_output() -> None:
+def test_notebooks_hold_their_output():
     paths = sorted((DOCS / "notebooks").glob("*.ipynb"))
     assert len(paths) == 2
     for path in paths:
@@ -79,7 +75,7 @@ def test_notebooks_hold_their_output() -> None:
 
 
 @pytest.mark.slow  # 11 s: shapes and types of every call are checked
-def test_notebooks_put_out_what_they_hold() -> None:
+def test_notebooks_put_out_what_they_hold():
     runner = loaded("run_notebooks")
     for path in sorted((DOCS / "notebooks").glob("*.ipynb")):
         kept = json.loads(path.read_text(encoding="utf-8"))

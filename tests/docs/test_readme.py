@@ -1,11 +1,8 @@
 """README: its two commands come first, and its commands run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
-import pytest
 from tests import forked
 
 from qkeel.cli.app import main
@@ -15,13 +12,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIRST_SCREEN = 45  # lines
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.S | re.M)
 
 
-def test_the_first_screen_has_the_clone_line_and_two_commands_that_the_makefile_knows() -> (
-    None
-):
+def test_the_first_screen_has_the_clone_line_and_two_commands_that_the_makefile_knows():
     first_screen = "\n".join(README.splitlines()[:FIRST_SCREEN])
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.search(r"^git clone .*&& cd qkeel", first_screen, flags=re.M)
@@ -30,9 +25,7 @@ def test_the_first_screen_has_the_clone_line_and_two_commands_that_the_makefile_
         assert re.search(rf"^{command}:", makefile, flags=re.M)
 
 
-def test_the_commands_of_readme_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_of_readme_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (command,) = re.findall(r"`(qkeel study lr [^`]+)`", README)
     tiny = "--steps 2 --d-model 16 --n-layers 1 --n-heads 2 --head-dim 8 --context 8 --batch 2 --jobs 1 --eval-sequences 2"

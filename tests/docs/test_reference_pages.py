@@ -1,7 +1,5 @@
 """The reference has every public name, and no other."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys
@@ -47,7 +45,7 @@ TABLES = {
 }
 
 
-def _named() -> set[str]:
+def _named():
     blocks = [
         block
         for page in PAGES.glob("*.md")
@@ -62,7 +60,7 @@ def _named() -> set[str]:
     }
 
 
-def _found(name: str) -> object:
+def _found(name):
     room, _, rest = name.rpartition(".")
     try:
         return getattr(importlib.import_module(room), rest)
@@ -70,7 +68,7 @@ def _found(name: str) -> object:
         return getattr(_found(room), rest)
 
 
-def test_every_public_name_is_in_the_reference_and_each_of_its_names_exists() -> None:
+def test_every_public_name_is_in_the_reference_and_each_of_its_names_exists():
     named = _named()
     listed = [_found(name) for name in named]
     missing = []
@@ -105,6 +103,6 @@ def test_every_public_name_is_in_the_reference_and_each_of_its_names_exists() ->
     assert not missing
 
 
-def test_every_page_of_the_reference_is_in_its_index() -> None:
+def test_every_page_of_the_reference_is_in_its_index():
     index = (PAGES / "index.md").read_text().split()
     assert {page.stem for page in PAGES.glob("*.md")} - {"index"} <= set(index)

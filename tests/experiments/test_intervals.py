@@ -1,7 +1,5 @@
 """The intervals of the experiments: against tables, by simulation, and at their edges."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -15,14 +13,14 @@ from experiments.intervals import (
 )
 
 
-def sign_p(values: np.ndarray, centre: float) -> float:
+def sign_p(values, centre):
     """The two-sided p value of a permutation test by signs."""
     d = values - centre
     signs = np.array(list(itertools.product((-1, 1), repeat=len(d))))
     return float((np.abs(signs @ d) >= abs(d.sum()) - 1e-12).mean())
 
 
-def test_the_ends_are_those_at_which_a_permutation_test_by_signs_turns() -> None:
+def test_the_ends_are_those_at_which_a_permutation_test_by_signs_turns():
     rng = np.random.default_rng(0)
     for n in (6, 8, 9):
         values = rng.normal(0.3, 1.0, n)
@@ -35,16 +33,14 @@ def test_the_ends_are_those_at_which_a_permutation_test_by_signs_turns() -> None
                 assert sign_p(values, end - inwards * 1e-6) <= 1 - level + 1e-12
 
 
-def test_of_eight_the_widest_interval_is_the_range_and_no_level_above_is_reached() -> (
-    None
-):
+def test_of_eight_the_widest_interval_is_the_range_and_no_level_above_is_reached():
     values = [0.1, 0.4, 0.2, 0.3, 0.25, 0.15, 0.35, 0.45]
     assert exact_interval(values, 1 - 2 / 256) == (0.1, 0.45)
     assert exact_interval(values, 0.9922) == (-math.inf, math.inf)
 
 
 @pytest.mark.parametrize("draw", ["normal", "laplace", "uniform", "standard_cauchy"])
-def test_coverage_is_exact_for_every_symmetric_distribution(draw: str) -> None:
+def test_coverage_is_exact_for_every_symmetric_distribution(draw):
     rng, n, level, trials = np.random.default_rng(1), 6, 1 - 2 * 3 / 64, 4000
     samples = getattr(rng, draw)(size=(trials, n)) + (
         -0.5 if draw == "uniform" else 0.0
@@ -55,7 +51,7 @@ def test_coverage_is_exact_for_every_symmetric_distribution(draw: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [[], [1.0, math.nan], [[1.0]]])
-def test_bad_differences_are_refused(bad: list[float]) -> None:
+def test_bad_differences_are_refused(bad):
     with pytest.raises(ValueError, match="differences without NaN or infinity"):
         exact_interval(bad, 0.9)
 
@@ -71,19 +67,17 @@ def test_bad_differences_are_refused(bad: list[float]) -> None:
         (0.01, 5, 0.0028),
     ],
 )
-def test_nominal_errors_are_those_of_the_published_table(
-    error: float, looks: int, each: float
-) -> None:
+def test_nominal_errors_are_those_of_the_published_table(error, looks, each):
     assert nominal(error, looks) == pytest.approx(each, abs=6e-5)
 
 
-def test_on_a_page_of_rows_the_share_of_wrong_verdicts_is_kept() -> None:
+def test_on_a_page_of_rows_the_share_of_wrong_verdicts_is_kept():
     rng, wrong = np.random.default_rng(4), []
     for _ in range(60):
         centres = np.array([0.0] * 15 + [1.5] * 10)
         rows = rng.normal(centres[:, None], 1.0, (25, 9))
 
-        def decided(level: float, rows: np.ndarray = rows) -> int:
+        def decided(level, rows=rows):
             ends = [exact_interval(own, level) for own in rows]
             return sum(low > 0 or high < 0 for low, high in ends)
 
@@ -95,11 +89,11 @@ def test_on_a_page_of_rows_the_share_of_wrong_verdicts_is_kept() -> None:
     assert np.mean(wrong) < 0.1
 
 
-def test_where_nothing_is_decided_the_level_is_that_of_one_row() -> None:
+def test_where_nothing_is_decided_the_level_is_that_of_one_row():
     assert common_level(lambda _: 0, 20, 0.05) == pytest.approx(1 - 0.05 / 20, rel=1e-6)
 
 
-def test_the_largest_stable_rate_is_below_the_first_that_collapsed() -> None:
+def test_the_largest_stable_rate_is_below_the_first_that_collapsed():
     runs = ((0.1, False), (0.01, False), (0.3, True), (1.0, False), (0.1, False))
     assert largest_stable_lr([{"lr": lr, "collapsed": c} for lr, c in runs]) == 0.1
     assert (

@@ -1,7 +1,5 @@
 """Experiments are written against the public API alone."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 from pathlib import Path
@@ -28,7 +26,7 @@ MODULES = (
 )
 
 
-def private_imports(path: Path) -> list[str]:
+def private_imports(path):
     """Returns what a file imports from qkeel that is no public name."""
     private = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -59,7 +57,7 @@ def private_imports(path: Path) -> list[str]:
     return private
 
 
-def test_experiments_import_public_names_alone() -> None:
+def test_experiments_import_public_names_alone():
     private = {
         str(path.relative_to(ROOT)): private_imports(path)
         for path in (ROOT / "experiments").rglob("*.py")
@@ -68,7 +66,7 @@ def test_experiments_import_public_names_alone() -> None:
     assert {path: names for path, names in private.items() if names} == {}
 
 
-def test_a_private_name_is_noticed(tmp_path: Path) -> None:
+def test_a_private_name_is_noticed(tmp_path):
     path = tmp_path / "experiment.py"
     path.write_text(
         "from qkeel.lab.checkpoint import RunState\nfrom qkeel.lab import run\nimport qkeel.distributed\n"

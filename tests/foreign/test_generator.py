@@ -1,7 +1,5 @@
 """A sample of random attentions is right or reported, and the questions find what is planted."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -18,9 +16,7 @@ from tools.foreign.generator import (
     subject,
 )
 from tools.foreign.page import shares
-from tools.foreign.reference import Call, Example
 from tools.foreign.work import MODEL, Work
-from torch import nn
 
 OFTEN = ("sites", "heads", "statistics", "rows")
 PLAIN = Plan(**{part: values[0] for part, values in CHOICES.items()})
@@ -34,7 +30,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("part", CHOICES)
-def test_an_attention_with_one_choice_that_is_not_plain_is_right(part: str) -> None:
+def test_an_attention_with_one_choice_that_is_not_plain_is_right(part):
     said = {}
     for choice in CHOICES[part][1:]:
         changes = {part: choice} | ({"groups": "2 tiled"} if part == "layout" else {})
@@ -47,7 +43,7 @@ def test_an_attention_with_one_choice_that_is_not_plain_is_right(part: str) -> N
     }
 
 
-def test_random_attention_is_right_or_reported() -> None:
+def test_random_attention_is_right_or_reported():
     found = {seed: judge(seed, OFTEN) for seed in range(12)}
     assert not {
         f"{seed}: {Plan.drawn(seed)}": f
@@ -61,8 +57,8 @@ def test_random_attention_is_right_or_reported() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 1080, 20))
 def test_more_random_attention_is_right_or_reported_whatever_is_asked(
-    first: int,
-) -> None:
+    first,
+):
     seeds = range(first, first + 20)
     assert not {
         f"{seed}: {Plan.drawn(seed)}": f
@@ -72,7 +68,7 @@ def test_more_random_attention_is_right_or_reported_whatever_is_asked(
     }
 
 
-def test_the_plainest_attention_is_right_in_all() -> None:
+def test_the_plainest_attention_is_right_in_all():
     found = judged(subject(PLAIN))
     assert found.attentions == ["right"]
     assert overall(found.found) == "right", found
@@ -92,8 +88,8 @@ def test_the_plainest_attention_is_right_in_all() -> None:
     ],
 )
 def test_a_refusal_is_right_where_the_remedy_would_have_nothing_to_do(
-    plan: dict[str, str], refused: list[str], verdict: str
-) -> None:
+    plan, refused, verdict
+):
     found = judged(subject(dataclasses.replace(PLAIN, **plan)), refused)
     assert found.attentions == [verdict]
     whole = [f for f in found.found if f.site == MODEL]
@@ -103,7 +99,7 @@ def test_a_refusal_is_right_where_the_remedy_would_have_nothing_to_do(
     assert all(f.said for f in whole)
 
 
-def test_a_refusal_without_need_is_reported() -> None:
+def test_a_refusal_without_need_is_reported():
     """Weights of the plain attention grow, and so do its logits; no cap stops them."""
     work = Work(subject(PLAIN))
     (site,) = work.sites
@@ -113,7 +109,7 @@ def test_a_refusal_without_need_is_reported() -> None:
     )
 
 
-def test_shares_are_of_all_there_are() -> None:
+def test_shares_are_of_all_there_are():
     assert (
         shares(["right", "reported", "right", "broken"])
         == "2 right (50.0 %), 1 reported, 1 broken"
@@ -121,7 +117,7 @@ def test_shares_are_of_all_there_are() -> None:
     assert shares(["reported"]) == "1 reported"
 
 
-def _with(change: str, model: nn.Module, example: Example) -> list[Call]:
+def _with(change, model, example):
     (call,) = _truth(model, example)
     if change == "an attention more":
         return [call, dataclasses.replace(call, module="other")]
@@ -158,7 +154,7 @@ def _with(change: str, model: nn.Module, example: Example) -> list[Call]:
         ("something of the input", {"statistics", "rows"}),
     ],
 )
-def test_what_is_planted_is_found(change: str, questions: set[str]) -> None:
+def test_what_is_planted_is_found(change, questions):
     planted = dataclasses.replace(
         subject(PLAIN), truth=functools.partial(_with, change)
     )
@@ -167,7 +163,7 @@ def test_what_is_planted_is_found(change: str, questions: set[str]) -> None:
     assert "wrong" in found.attentions
 
 
-def test_a_random_attention_has_its_parts() -> None:
+def test_a_random_attention_has_its_parts():
     attention = RandomAttention(
         dataclasses.replace(PLAIN, norm="rms", mix="residual", second="product")
     )

@@ -17,14 +17,14 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Attention(nn.Module):
-    def __init__(self, heads: int, groups: int, compute: Compute) -> None:
+    def __init__(self, heads, groups, compute):
         super().__init__()
         self.d, self.compute = WIDTH // heads, compute
         self.q = nn.Linear(WIDTH, WIDTH)
         self.k, self.v = (nn.Linear(WIDTH, groups * self.d) for _ in "kv")
         self.o = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             f(x).unflatten(-1, (-1, self.d)).transpose(1, 2)
             for f in (self.q, self.k, self.v)
@@ -35,9 +35,7 @@ class Attention(nn.Module):
 class Model(nn.Module):
     """Layers of attention; the arguments of a pass are in reach of what computes it."""
 
-    def __init__(
-        self, draw: random.Random, compute: Compute, groups: int | None = None
-    ) -> None:
+    def __init__(self, draw, compute, groups=None):
         super().__init__()
         heads = draw.choice([2, 4])
         self.layers = nn.ModuleList(
@@ -46,28 +44,28 @@ class Model(nn.Module):
         self.config = types.SimpleNamespace(num_attention_heads=heads)
         self.attention_mask: Tensor | None = None
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x, attention_mask=None):
         self.attention_mask = attention_mask
         for layer in self.layers:
             x = layer(x)
         return x
 
 
-def causal(z: Tensor) -> Tensor:
+def causal(z):
     hidden = torch.ones(z.shape[-2:], dtype=torch.bool).triu(1)
     return z.masked_fill(hidden, -torch.inf)
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def fused(q, k, v):
     return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+def by_hand(q, k, v, bias=0.0):
     z = q @ k.mT * q.shape[-1] ** -0.5
     return causal(z + bias).softmax(-1) @ v
 
 
-def tokens(seed: int) -> Tensor:
+def tokens(seed):
     torch.manual_seed(seed)
     return torch.randn(2, 4 + seed, WIDTH)
 
@@ -76,13 +74,13 @@ SEEDS = pytest.mark.parametrize("seed", range(4))
 
 
 @SEEDS
-def test_alibi_that_is_configured_and_not_added_is_said(seed: int) -> None:
+def test_alibi_that_is_configured_and_not_added_is_said(seed):
     """huggingface/transformers#29067"""
     draw, x = random.Random(seed), tokens(seed)
     t = x.shape[1]
     distance = (torch.arange(t)[None] - torch.arange(t)[:, None]).float()
 
-    def with_bias(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def with_bias(q, k, v):
         slopes = 2.0 ** -torch.arange(1.0, 1 + q.shape[1])[:, None, None]
         return by_hand(q, k, v, slopes * distance)
 
@@ -95,12 +93,12 @@ def test_alibi_that_is_configured_and_not_added_is_said(seed: int) -> None:
 
 
 @SEEDS
-def test_keys_repeated_along_the_tokens_are_said(seed: int) -> None:
+def test_keys_repeated_along_the_tokens_are_said(seed):
     """PrimeIntellect-ai/prime-rl#2681, datawhalechina/tiny-universe#21"""
     draw, x = random.Random(seed), tokens(seed)
     in_a_row, is_lost = draw.random() < 0.5, seed % 2 == 0
 
-    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def compute(q, k, v):
         n, dim = q.shape[1], 2 if is_lost else 1
         if in_a_row or not is_lost:
             k, v = (y.repeat_interleave(n, dim) for y in (k, v))
@@ -114,12 +112,12 @@ def test_keys_repeated_along_the_tokens_are_said(seed: int) -> None:
 
 
 @SEEDS
-def test_a_scale_far_from_the_usual_is_said(seed: int) -> None:
+def test_a_scale_far_from_the_usual_is_said(seed):
     """FrancescoSaverioZuppichini/ViT#2, NVIDIA/Megatron-LM#848"""
     draw, x = random.Random(seed), tokens(seed)
     power = draw.choice([0.0, -0.5, -1.0])
 
-    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def compute(q, k, v):
         z = q @ k.mT * q.shape[-1] ** power
         return causal(z).softmax(-1) * q.shape[-1] ** -0.5 @ v
 
@@ -128,7 +126,7 @@ def test_a_scale_far_from_the_usual_is_said(seed: int) -> None:
 
 
 @SEEDS
-def test_what_makes_an_output_nan_is_said_and_nothing_else(seed: int) -> None:
+def test_what_makes_an_output_nan_is_said_and_nothing_else(seed):
     """AshleyLab/OpenMHC#11, fairseq#1495, lucidrains/imagen-pytorch#69"""
     draw, x = random.Random(seed), tokens(seed)
     mask = torch.ones(x.shape[:2], dtype=torch.long)
@@ -136,7 +134,7 @@ def test_what_makes_an_output_nan_is_said_and_nothing_else(seed: int) -> None:
     if fault == "padding":
         mask[1] = 0
 
-    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def compute(q, k, v):
         z = q @ k.mT * q.shape[-1] ** -0.5
         assert model.attention_mask is not None
         z = causal(z).masked_fill(model.attention_mask[:, None, None] == 0, -torch.inf)
@@ -158,11 +156,11 @@ def test_what_makes_an_output_nan_is_said_and_nothing_else(seed: int) -> None:
 
 
 @SEEDS
-def test_tiled_keys_are_measured_and_explained(seed: int) -> None:
+def test_tiled_keys_are_measured_and_explained(seed):
     """onnx/onnx#7274"""
     draw, x = random.Random(seed), tokens(seed)
 
-    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def compute(q, k, v):
         n = q.shape[1] // k.shape[1]
         k, v = (y.repeat(1, n, 1, 1) for y in (k, v))
         return draw.choice([fused, by_hand])(q, k, v)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +25,10 @@ from qkeel.frames import Frame
 from qkeel.handle import Handle
 from qkeel.integrations.trackers import CSVSink
 from qkeel.monitor import History, RunDirectorySink, Sample
-from qkeel.monitor.monitor import Monitor
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """A run of three records, with a layer of three heads and one of two."""
     sink = RunDirectorySink(tmp_path / "run")
     sink.open(about())
@@ -41,7 +39,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_run_is_read_as_tables(run: Path) -> None:
+def test_a_run_is_read_as_tables(run):
     loaded = qkeel.load(run)
     assert repr(loaded) == f"<Run {run}: Toy, 3 records to step 20, done>"
     assert loaded.config["optimizer"] == "AdamW"
@@ -80,7 +78,7 @@ def test_a_run_is_read_as_tables(run: Path) -> None:
         heads["entropi"]
 
 
-def test_pandas_has_the_same_rows(run: Path) -> None:
+def test_pandas_has_the_same_rows(run):
     pytest.importorskip("pandas")
     heads = qkeel.load(run).heads
     history = History.read(qkeel.load(run).directory)
@@ -91,9 +89,7 @@ def test_pandas_has_the_same_rows(run: Path) -> None:
     assert history.to_pandas("steps")["step"].to_list() == [0, 10, 20]
 
 
-def test_what_is_exported_is_what_is_loaded(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_exported_is_what_is_loaded(run, tmp_path, capsys):
     heads = qkeel.load(run).heads
     assert export(run, to="csv", out=tmp_path / "out") == 0
     names = ["steps", "heads", "eval_steps", "eval_heads"]
@@ -112,7 +108,7 @@ def test_what_is_exported_is_what_is_loaded(
     assert table == {name: values.tolist() for name, values in heads.columns.items()}
 
 
-def test_a_column_that_comes_late_is_left_out_with_one_warning(tmp_path: Path) -> None:
+def test_a_column_that_comes_late_is_left_out_with_one_warning(tmp_path):
     csv_files = CSVSink(tmp_path / "a")
     csv_files.open({})
     csv_files.write(Sample(step=0, values={"x": 1.0}))
@@ -123,9 +119,7 @@ def test_a_column_that_comes_late_is_left_out_with_one_warning(tmp_path: Path) -
     assert (tmp_path / "a/steps.csv").read_text() == "step,x\n0,1.0\n1,\n2,\n"
 
 
-def test_the_error_of_a_missing_library_names_it(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_of_a_missing_library_names_it(run, tmp_path, monkeypatch):
     for name in ("pandas", "pyarrow", "matplotlib"):
         monkeypatch.setitem(sys.modules, name, None)
     loaded = qkeel.load(run)
@@ -140,7 +134,7 @@ def test_the_error_of_a_missing_library_names_it(
     assert not (tmp_path / "out").exists()
 
 
-def test_figures_show_what_was_recorded(run: Path) -> None:
+def test_figures_show_what_was_recorded(run):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     from matplotlib import pyplot
@@ -197,10 +191,10 @@ def test_figures_show_what_was_recorded(run: Path) -> None:
         loaded.plot(field="cos_max")
 
 
-def test_what_is_shown_is_short() -> None:
+def test_what_is_shown_is_short():
     shown: list[str] = []
 
-    def show(step: int, monitor: Monitor) -> None:
+    def show(step, monitor):
         if step == 2:
             shown.extend(
                 map(repr, (monitor, monitor.history, monitor.sample, monitor.sites[0]))

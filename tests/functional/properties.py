@@ -1,25 +1,22 @@
 """What the property tests share: few, reproducible examples."""
 
-from __future__ import annotations
-
 import hypothesis
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 # Derandomised: the same examples on every machine and run.
 few = hypothesis.settings(max_examples=25, derandomize=True, deadline=None)
 seeds = st.integers(0, 10_000)
 
 
-def randn(seed: int, *shape: int) -> Tensor:
+def randn(seed, *shape):
     """Standard normal numbers, float64."""
     return torch.randn(
         *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     )
 
 
-def some_visible(seed: int, *shape: int) -> Tensor:
+def some_visible(seed, *shape):
     """A random mask with empty and full rows among the others; at least two rows."""
     seen = torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < 0.6
     seen[..., 0, :] = False

@@ -1,7 +1,5 @@
 """Bounds on logits and weights from norms."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -18,14 +16,14 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("head_dim", GOLDEN)
-def test_one_key_among_many_gets_the_weight_of_the_table(head_dim: int) -> None:
+def test_one_key_among_many_gets_the_weight_of_the_table(head_dim):
     bound = torch.tensor(rms_logit_bound(head_dim), dtype=torch.float64)
     for n, weight in GOLDEN[head_dim].items():
         digits = len(str(weight).partition(".")[2])
         assert round(float(dilution_bound(bound, n)), digits) == weight
 
 
-def test_the_bound_is_the_share_of_exponentials_and_1_for_one_key() -> None:
+def test_the_bound_is_the_share_of_exponentials_and_1_for_one_key():
     logits = torch.tensor([-3.0, 0.0, 5.0, 900.0], dtype=torch.float64)
     found = dilution_bound(logits, 100)
     assert found.tolist() == pytest.approx(

@@ -12,10 +12,9 @@ from torch import Tensor
 from qkeel import preset
 from qkeel.capture.calls import ScoresCall, scores_change
 from qkeel.errors import RefusedError, ShapeError
-from qkeel.functional.bounds import LogitChange
 from qkeel.kernels.statistics import logit_change
 from qkeel.reference import attend_call
-from qkeel.spec import AttentionCall, AttentionSpec, Learned, NoPosition
+from qkeel.spec import AttentionSpec, Learned, NoPosition
 from qkeel.spec.call import make_call, with_query_mask
 
 from .properties import randn
@@ -32,7 +31,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def two_calls(spec: AttentionSpec, **options: Any) -> list[AttentionCall]:
+def two_calls(spec, **options):
     """Two sequences of nine tokens, four heads, two key heads, before and after a small step."""
     q, k = randn(0, 2, 4, 9, 4), randn(1, 2, 2, 9, 4)
     new = q + 1e-3 * randn(2, *q.shape), k + 1e-3 * randn(3, *k.shape)
@@ -44,7 +43,7 @@ def two_calls(spec: AttentionSpec, **options: Any) -> list[AttentionCall]:
     return calls
 
 
-def check(change: LogitChange, before: AttentionCall, after: AttentionCall) -> None:
+def check(change, before, after):
     old, new = attend_call(before).logits, attend_call(after).logits
     visible = new > -torch.inf
     if after.query_mask is not None:
@@ -64,9 +63,7 @@ def check(change: LogitChange, before: AttentionCall, after: AttentionCall) -> N
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ["baseline", "qwen3", "cosa_logn", "gemma2"])
-def test_the_change_over_visible_pairs_is_that_of_the_whole_matrices(
-    name: str, mask: str
-) -> None:
+def test_the_change_over_visible_pairs_is_that_of_the_whole_matrices(name, mask):
     before, after = two_calls(preset(name), **MASKS[mask])
     check(logit_change(before, after), before, after)
     counted = torch.arange(18).view(2, 9) % 3 > 0
@@ -76,7 +73,7 @@ def test_the_change_over_visible_pairs_is_that_of_the_whole_matrices(
     check(logit_change(before, nothing), before, nothing)
 
 
-def test_what_a_learned_scale_and_a_moving_bias_do_is_in_the_change() -> None:
+def test_what_a_learned_scale_and_a_moving_bias_do_is_in_the_change():
     spec = AttentionSpec(scale=Learned(init=0.4, per="head"))
     before, after = two_calls(spec, mask=randn(5, 1, 4, 9, 9))
     assert after.mask is not None
@@ -84,7 +81,7 @@ def test_what_a_learned_scale_and_a_moving_bias_do_is_in_the_change() -> None:
     check(logit_change(before, after), before, after)
 
 
-def written_out(call: AttentionCall) -> ScoresCall:
+def written_out(call):
     logits = attend_call(call).logits
     hidden = logits == -torch.inf
     capped: Tensor = logits.masked_fill(hidden, 0.0)
@@ -94,7 +91,7 @@ def written_out(call: AttentionCall) -> ScoresCall:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_hand_written_scores_change_as_the_calls_do(mask: str) -> None:
+def test_hand_written_scores_change_as_the_calls_do(mask):
     before, after = two_calls(preset("gemma2"), **MASKS[mask])
     check(scores_change(written_out(before), written_out(after)), before, after)
     counted = torch.arange(18).view(2, 9) % 2 == 0
@@ -103,7 +100,7 @@ def test_hand_written_scores_change_as_the_calls_do(mask: str) -> None:
     check(scores_change(written_out(before), masked), before, after)
 
 
-def test_bad_pairs_of_calls_are_refused() -> None:
+def test_bad_pairs_of_calls_are_refused():
     before, after = two_calls(AttentionSpec())
     short = [x[:, :, :5] for x in (after.q, after.k, after.v)]
     with pytest.raises(ShapeError, match="two calls on the same batch"):

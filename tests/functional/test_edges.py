@@ -55,14 +55,14 @@ from qkeel.functional.position_biases import alibi_slopes
 from qkeel.functional.rope import ntk, rotate
 
 
-def test_cosines_of_two_numbers_have_a_scale_and_of_one_have_none() -> None:
+def test_cosines_of_two_numbers_have_a_scale_and_of_one_have_none():
     # On a circle M is the Bessel function I₀, M(2λ)/M(λ)² ≈ √(πλ): λ (1 - √(πλ)/n) is largest at (2n/3)²/π.
     assert gradient_scale(16, 2) == pytest.approx((2 * 16 / 3) ** 2 / math.pi, rel=0.01)
     with pytest.raises(InvalidValueError, match="head_dim of at least 2"):
         gradient_scale(16, 1)
 
 
-def test_autocast_rounds_no_product_inside() -> None:
+def test_autocast_rounds_no_product_inside():
     x = torch.randn(3, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (x @ x).dtype is torch.bfloat16
@@ -70,7 +70,7 @@ def test_autocast_rounds_no_product_inside() -> None:
             assert (x @ x).dtype is torch.float32
 
 
-def test_the_competition_index_takes_classes_last_whatever_comes_before() -> None:
+def test_the_competition_index_takes_classes_last_whatever_comes_before():
     norms = torch.tensor([[[2.0, 6.0], [1.0, 5.0], [4.0, 4.0]]])
     counts = torch.tensor([[[1, 1], [1, 0], [2, 3]]])
     torch.testing.assert_close(
@@ -113,8 +113,8 @@ def test_a_forward_mode_derivative_is_that_of_the_backward_pass(
 
 @pytest.mark.parametrize("spoiled", [0, 1])
 def test_one_number_that_is_none_makes_the_norm_of_its_head_none_and_of_no_other(
-    spoiled: int,
-) -> None:
+    spoiled,
+):
     weights = torch.randn(2, 3, 4, 7, generator=torch.Generator().manual_seed(0))
     grams = weights @ weights.mT
     grams[spoiled, 1, 2, 3] = torch.nan
@@ -124,7 +124,7 @@ def test_one_number_that_is_none_makes_the_norm_of_its_head_none_and_of_no_other
     torch.testing.assert_close(found[[0, 2]], expected[[0, 2]])
 
 
-def test_what_a_formula_takes_where_nothing_is_said() -> None:
+def test_what_a_formula_takes_where_nothing_is_said():
     # RMS 1e-3, L2 norm 2e-3.
     small = torch.tensor([1e-3, -1e-3, 1e-3, -1e-3], dtype=torch.float64)
     for of, expected in (
@@ -150,9 +150,7 @@ def test_what_a_formula_takes_where_nothing_is_said() -> None:
     assert squared_eigenvalue(crowded) < squared_eigenvalue(crowded, squarings=12)
 
 
-def test_the_smallest_number_of_keys_heads_layers_and_tokens_that_a_formula_takes() -> (
-    None
-):
+def test_the_smallest_number_of_keys_heads_layers_and_tokens_that_a_formula_takes():
     one = torch.tensor(1.5, dtype=torch.float64)
     assert float(dilution_bound(one, 2)) == pytest.approx(1 / (1 + math.exp(0.5 - 1.5)))
     # Two logits ±σ/√2: the entropy of a coin with log odds σ√2.
@@ -182,9 +180,7 @@ def test_the_smallest_number_of_keys_heads_layers_and_tokens_that_a_formula_take
             make()
 
 
-def test_the_loss_on_output_logits_is_the_mean_square_of_their_logsumexp_in_float32_or_wider() -> (
-    None
-):
+def test_the_loss_on_output_logits_is_the_mean_square_of_their_logsumexp_in_float32_or_wider():
     z = 80 * torch.randn(
         5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
@@ -197,7 +193,7 @@ def test_the_loss_on_output_logits_is_the_mean_square_of_their_logsumexp_in_floa
     torch.testing.assert_close(z_loss(half).double(), z_loss(half.double()))
 
 
-def test_grams_that_are_small_zero_or_not_finite_have_norms_that_are() -> None:
+def test_grams_that_are_small_zero_or_not_finite_have_norms_that_are():
     w = (
         torch.randn(
             4, 3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64
@@ -230,14 +226,14 @@ def test_grams_that_are_small_zero_or_not_finite_have_norms_that_are() -> None:
             )
 
 
-def test_what_a_device_without_float64_and_other_devices_compute_in() -> None:
+def test_what_a_device_without_float64_and_other_devices_compute_in():
     assert (widest(torch.device("mps")), widest(torch.device("cpu"))) == (
         torch.float32,
         torch.float64,
     )
 
 
-def test_axes_in_front_are_as_many_as_the_caller_has() -> None:
+def test_axes_in_front_are_as_many_as_the_caller_has():
     rng = torch.Generator().manual_seed(2)
     w, v = torch.randn(2, 2, 3, 4, 5, generator=rng, dtype=torch.float64)
     a, b = w @ w.mT, v @ v.mT
@@ -279,8 +275,8 @@ def test_axes_in_front_are_as_many_as_the_caller_has() -> None:
 
 @pytest.mark.parametrize("scale", [1e5, 1e9, 1e12])
 def test_products_of_weights_that_overflow_float32_have_their_norm_all_the_same(
-    scale: float,
-) -> None:
+    scale,
+):
     weights = scale * torch.randn(
         2, 3, 4, 7, generator=torch.Generator().manual_seed(0)
     )

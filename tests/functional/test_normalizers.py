@@ -74,7 +74,7 @@ def test_hiding_keys_is_leaving_them_out(seed: int, name: str) -> None:
 
 
 @every_map
-def test_an_empty_row_has_finite_gradients(weigh: Weigh) -> None:
+def test_an_empty_row_has_finite_gradients(weigh):
     z = (50 * randn(0, 6, 5)).requires_grad_()
     visible = some_visible(0, 6, 5)
     # Squares, so that the upstream gradient differs between entries.
@@ -85,14 +85,14 @@ def test_an_empty_row_has_finite_gradients(weigh: Weigh) -> None:
 
 
 @every_map
-def test_the_gradient_is_right(weigh: Weigh) -> None:
+def test_the_gradient_is_right(weigh):
     visible = some_visible(3, 4, 5)
     torch.autograd.gradcheck(
         lambda z: weigh(z, visible), randn(0, 4, 5).requires_grad_()
     )
 
 
-def test_the_sinks_gradient_is_finite_with_an_empty_row() -> None:
+def test_the_sinks_gradient_is_finite_with_an_empty_row():
     sink = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
     F.sink_softmax(
         randn(0, 6, 5), sink, some_visible(0, 6, 5)
@@ -110,14 +110,12 @@ def test_entropy_is_that_of_the_row_made_to_sum_to_one(
     assert F.entropy(factor * p).item() == pytest.approx(F.entropy(p).item(), rel=1e-10)
 
 
-def test_a_row_with_one_visible_key_is_divided_by_one() -> None:
+def test_a_row_with_one_visible_key_is_divided_by_one():
     z, visible = torch.tensor([[[[3.0, 2.0]]]]), torch.tensor([[[[True, False]]]])
     assert F.squared_relu(z, visible).flatten().tolist() == [9.0, 0.0]
 
 
-def test_without_keys_there_are_no_weights_and_eps_is_added_behind_the_maximum() -> (
-    None
-):
+def test_without_keys_there_are_no_weights_and_eps_is_added_behind_the_maximum():
     assert all(weigh(randn(0, 3, 0), None).shape == (3, 0) for weigh in WEIGHS.values())
     for z in ([0.5, -1.0, 0.25], [-0.5, -1.0, -2.0], [2.0, 1.0, 0.0]):
         m = max(*z, 0.0)

@@ -46,8 +46,8 @@ def test_cosines_shares_and_normalised_entropies_stay_in_their_ranges(
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_uniform_attention_has_all_the_entropy_there_is_dropout_or_not(
-    dropout: float,
-) -> None:
+    dropout,
+):
     n, spec = 33, preset("baseline")
     q, k = torch.zeros(2, 3, 5, 8), torch.randn(2, 3, n, 8)
     options = {"causal": False, "dropout": dropout, "stats": True}
@@ -58,7 +58,7 @@ def test_uniform_attention_has_all_the_entropy_there_is_dropout_or_not(
     assert stats.cos_mean.tolist() == [0.0] * 3
 
 
-def test_worked_example_of_two_rows() -> None:
+def test_worked_example_of_two_rows():
     # Logits [1] and [ln 3, 0] after the scale of 1: entropy of (3/4, 1/4), sink 3/4; q·k are 1, ln 3, 0.
     log = math.log(3)
     q = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]], dtype=torch.float64)
@@ -88,7 +88,7 @@ def test_worked_example_of_two_rows() -> None:
         assert above == pytest.approx(share / 3), threshold
 
 
-def test_a_row_of_one_key_has_no_entropy_and_a_cosine_is_never_under_minus_1() -> None:
+def test_a_row_of_one_key_has_no_entropy_and_a_cosine_is_never_under_minus_1():
     q, alone = torch.randn(1, 1, 400, 3), torch.eye(400, dtype=torch.bool)
     call = make_call(AttentionSpec(), q, -3 * q, q, causal=False, mask=alone)
     stats = logit_stats(call)
@@ -100,7 +100,7 @@ def test_a_row_of_one_key_has_no_entropy_and_a_cosine_is_never_under_minus_1() -
 
 
 @pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, -torch.inf, 3.0])
-def test_hidden_places_are_blanked_whatever_stands_there(rubbish: float) -> None:
+def test_hidden_places_are_blanked_whatever_stands_there(rubbish):
     x = torch.full((1, 2, 2, 5), rubbish)
     x[..., :3] = 1.0
     x[..., 0, 3] = -2.0
@@ -114,7 +114,7 @@ def test_hidden_places_are_blanked_whatever_stands_there(rubbish: float) -> None
     assert visible_keys.counts(2, x.device).flatten().tolist() == [4, 3]
 
 
-def test_rows_of_a_kernel_by_hand_some_see_no_key_and_some_do_not_count() -> None:
+def test_rows_of_a_kernel_by_hand_some_see_no_key_and_some_do_not_count():
     # [b h t] = [2 1 3]: the last row of the first sequence sees no key, the first row of the second does not count.
     rows = KernelRows(
         largest=torch.tensor([[[1.0, 5.0, -torch.inf]], [[9.0, 2.0, 3.0]]]),
@@ -136,7 +136,7 @@ def test_rows_of_a_kernel_by_hand_some_see_no_key_and_some_do_not_count() -> Non
     assert stats.max_logit.isnan().all()
 
 
-def test_changes_of_rows_by_hand() -> None:
+def test_changes_of_rows_by_hand():
     change = torch.tensor([[[[3.0, 4.0], [0.0, -1.0]]]], dtype=torch.float64)
     hidden = VisibleKeys(torch.zeros(1, 1, 2, 1, dtype=torch.bool), 0, 1)
     nothing = change_rows(torch.zeros(1, 1, 2, 1, dtype=torch.float64), hidden)
@@ -152,7 +152,7 @@ def test_changes_of_rows_by_hand() -> None:
         assert [x.item() for x in values] == pytest.approx(numbers)
 
 
-def test_norms_of_keys_are_of_those_that_a_counted_row_sees() -> None:
+def test_norms_of_keys_are_of_those_that_a_counted_row_sees():
     norm = torch.tensor([[[3.0, torch.nan, 1.0]], [[4.0, 8.0, 9.0]]])
     visible = torch.tensor([[[True, False, True]], [[True, False, False]]])
     for arguments, numbers in (

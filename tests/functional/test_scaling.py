@@ -28,7 +28,7 @@ def test_log_n_is_one_at_the_training_length_and_grows_with_n(
     assert torch.equal(clipped, factor.clamp_min(1.0))
 
 
-def test_log_n_of_no_keys_is_zero_not_minus_infinity() -> None:
+def test_log_n_of_no_keys_is_zero_not_minus_infinity():
     assert log_n(torch.tensor([0, -3]), 512).tolist() == [0.0, 0.0]
 
 
@@ -43,14 +43,14 @@ def test_the_floor_temperature_is_one_below_the_floor_and_never_falls(
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 4), (2, 1)])
-def test_a_gain_reaches_the_numbers_its_shape_names(shape: tuple[int, ...]) -> None:
+def test_a_gain_reaches_the_numbers_its_shape_names(shape):
     x, gain = randn(0, 3, 2, 5, 4), randn(1, 8)[: math.prod(shape)].reshape(shape)
     whole = gain.expand(2, 4)
     expected = torch.stack([x[:, h] * whole[h] for h in range(2)], dim=1)
     torch.testing.assert_close(apply_gain(x, gain), expected, rtol=0, atol=0)
 
 
-def test_a_gain_keeps_the_dtype_of_what_it_multiplies() -> None:
+def test_a_gain_keeps_the_dtype_of_what_it_multiplies():
     assert (
         apply_gain(randn(0, 1, 2, 3, 4).bfloat16(), torch.ones(4)).dtype
         == torch.bfloat16

@@ -28,7 +28,7 @@ def test_softcap_is_monotone_odd_and_within_the_cap(cap: float) -> None:
     assert (y.abs() <= line.abs()).all()
 
 
-def test_an_infinite_cap_is_the_identity_with_gradient_one() -> None:
+def test_an_infinite_cap_is_the_identity_with_gradient_one():
     z = line.clone().requires_grad_()
     y = softcap(z, math.inf)
     assert torch.equal(y, line)
@@ -37,7 +37,7 @@ def test_an_infinite_cap_is_the_identity_with_gradient_one() -> None:
 
 
 @pytest.mark.parametrize("cap", [0.0, -1.0, math.nan, -math.inf])
-def test_a_cap_that_is_not_above_zero_is_refused(cap: float) -> None:
+def test_a_cap_that_is_not_above_zero_is_refused(cap):
     with pytest.raises(InvalidValueError, match="expected a cap above 0") as caught:
         softcap(line, cap)
     assert isinstance(caught.value, QkeelError)

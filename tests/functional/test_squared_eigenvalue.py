@@ -1,12 +1,9 @@
 """Largest eigenvalues by squarings are those of the eigenvalue solver in float64, within the bound that is stated."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from qkeel.functional.bounds import squared_eigenvalue
 
@@ -14,7 +11,7 @@ P = 2**11
 N = 6
 
 
-def rows(kind: str, r: int) -> tuple[Tensor, Tensor]:
+def rows(kind, r):
     """Weights [n r m] of query and key in float64, of a spectrum."""
     q, k = (torch.randn(N, r, 2 * r, dtype=torch.float64) for _ in range(2))
     small, grow = (
@@ -64,7 +61,7 @@ SPECTRA += ["tiny", *(f"crowd {x}" for x in (0.5, 2.0, 5.0, 10.0))]
 
 
 @pytest.mark.parametrize("kind", SPECTRA)
-def test_it_is_the_solvers_within_the_stated_bound(kind: str) -> None:
+def test_it_is_the_solvers_within_the_stated_bound(kind):
     for r in (2, 16, 64):
         q, k = rows(kind, r)
         a, b = (x @ x.mT for x in (q, k))
@@ -104,7 +101,7 @@ def test_it_is_the_solvers_within_the_stated_bound(kind: str) -> None:
         ).any() or r == 2
 
 
-def test_nothing_is_zero_and_what_is_not_finite_is_nan() -> None:
+def test_nothing_is_zero_and_what_is_not_finite_is_nan():
     a = torch.eye(3).repeat(4, 1, 1)
     a[1], a[2, 0, 0], a[3, 1, 2] = 0.0, torch.nan, torch.inf
     b = torch.eye(3).repeat(4, 1, 1)

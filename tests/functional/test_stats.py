@@ -39,7 +39,7 @@ REDUCTIONS = {
 }
 
 
-def samples(seed: int, n: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def samples(seed, n, dtype=torch.float64):
     """Samples [heads n] of every field; key heads have their own."""
     return {
         name: randn(seed + i, GROUPS if of_key_heads(name) else HEADS, n).to(dtype)
@@ -47,7 +47,7 @@ def samples(seed: int, n: int, dtype: torch.dtype = torch.float64) -> dict[str, 
     }
 
 
-def stats_of(x: dict[str, Tensor]) -> LogitStats:
+def stats_of(x):
     """Statistics from samples, by the rule of each field."""
     empty = LogitStats.empty(HEADS, GROUPS, x["max_logit"])
     fields: dict[str, Tensor] = {}
@@ -61,13 +61,13 @@ def stats_of(x: dict[str, Tensor]) -> LogitStats:
     return dataclasses.replace(empty, **fields)
 
 
-def same(a: LogitStats, b: LogitStats, rtol: float = 0.0) -> None:
+def same(a, b, rtol=0.0):
     for field in TENSORS:
         values = getattr(a, field), getattr(b, field)
         torch.testing.assert_close(*values, rtol=rtol, atol=rtol, msg=field)
 
 
-def test_every_tensor_of_the_statistics_has_one_rule_by_which_it_merges() -> None:
+def test_every_tensor_of_the_statistics_has_one_rule_by_which_it_merges():
     named = [*FIELDS, *(name for names in FIELDS.values() for name in names.split())]
     assert sorted(named) == sorted(TENSORS)
     kinds: list[tuple[Any, dict[str, Merge]]] = [
@@ -105,14 +105,14 @@ def test_the_empty_statistics_are_neutral_bit_for_bit(seed: int, n: int) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_merging_keeps_dtype_and_counts_stay_integers(dtype: torch.dtype) -> None:
+def test_merging_keeps_dtype_and_counts_stay_integers(dtype):
     x = stats_of(samples(0, 3, dtype))
     for field, value in merge(x, x).tensors().items():
         assert value.dtype == (torch.int64 if field.startswith("n_") else dtype), field
 
 
-def test_many_statistics_merge_as_two_by_two() -> None:
-    def of_call(seed: int) -> LogitStats:
+def test_many_statistics_merge_as_two_by_two():
+    def of_call(seed):
         torch.manual_seed(seed)
         q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
         return qkeel.attention(q, k, k, spec=qkeel.AttentionSpec(), stats=True)[1]
@@ -127,7 +127,7 @@ def test_many_statistics_merge_as_two_by_two() -> None:
         assert torch.equal(getattr(again, name), getattr(stats[1], name))
 
 
-def test_a_statistic_is_read_by_its_recorded_name() -> None:
+def test_a_statistic_is_read_by_its_recorded_name():
     stats = stats_of(samples(0, 3))
     for name in (*TENSORS, "max_abs_logit", "non_finite"):
         value = stats.value(name)
@@ -136,7 +136,7 @@ def test_a_statistic_is_read_by_its_recorded_name() -> None:
     assert stats.value("merge") is stats.value("classes") is None
 
 
-def test_a_head_is_not_finite_where_a_logit_or_the_entropy_is_not() -> None:
+def test_a_head_is_not_finite_where_a_logit_or_the_entropy_is_not():
     nan, inf = math.nan, math.inf
     rows = [  # maximum, minimum, entropy, pairs, largest magnitude, not finite
         (3.0, -4.0, 0.5, 4, 4.0, 0.0),
@@ -159,7 +159,7 @@ def test_a_head_is_not_finite_where_a_logit_or_the_entropy_is_not() -> None:
 # Statistics by class.
 
 
-def classes_of(heads: int, groups: int, names: str = "text image") -> ClassStats:
+def classes_of(heads, groups, names="text image"):
     """Statistics by class of so many heads, all of them 1."""
     c, pairs = len(names.split()), ("max_logit", "mass", "uniform_mass", "n_pairs")
     fields = {}
@@ -172,9 +172,7 @@ def classes_of(heads: int, groups: int, names: str = "text image") -> ClassStats
     return ClassStats(names=tuple(names.split()), **fields)  # type: ignore[arg-type]
 
 
-def test_statistics_are_merged_and_joined_where_sites_and_classes_are_the_same() -> (
-    None
-):
+def test_statistics_are_merged_and_joined_where_sites_and_classes_are_the_same():
     stats = LogitStats.empty(4, 2, torch.zeros(1))
     for heads, groups in ((8, 2), (4, 4)):
         with pytest.raises(InvalidValueError, match="statistics of the same site"):
@@ -190,7 +188,7 @@ def test_statistics_are_merged_and_joined_where_sites_and_classes_are_the_same()
     assert joined.key_norm.shape == (3, 2)
 
 
-def test_classes_of_tokens_are_whole_numbers_from_minus_1_to_the_last() -> None:
+def test_classes_of_tokens_are_whole_numbers_from_minus_1_to_the_last():
     for right in ([[-1, 0, 2]], [[2]], [[]]):
         class_statistics.check_classes(torch.tensor(right, dtype=torch.int8), 3)
     for wrong in ([[0, 3]], [[-2, 1]]):

@@ -1,21 +1,19 @@
 """What a step adds to a product of weights, against dense singular value decompositions in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 
-from qkeel.functional.bounds import Spectrum, product_spectrum, spectrum, step_products
+from qkeel.functional.bounds import product_spectrum, spectrum, step_products
 
 
-def step_spectra(*factors: torch.Tensor) -> tuple[Spectrum, Spectrum]:
+def step_spectra(*factors):
     second, third = step_products(*factors)
     return spectrum(second), spectrum(third)
 
 
-def dense(matrix: torch.Tensor) -> tuple[float, float, float]:
+def dense(matrix):
     """Spectral norm, stable rank and entropy of one matrix, by the definitions."""
     sigma = torch.linalg.svdvals(matrix.double()).tolist()
     total = math.fsum(s * s for s in sigma)
@@ -31,9 +29,7 @@ def dense(matrix: torch.Tensor) -> tuple[float, float, float]:
 @pytest.mark.parametrize(
     "widths", [(30, 30), (30, 17), (5, 30)]
 )  # inputs of q and k; 5 < 2 d_head
-def test_the_spectra_are_those_of_the_dense_matrices(
-    size: float, widths: tuple[int, int]
-) -> None:
+def test_the_spectra_are_those_of_the_dense_matrices(size, widths):
     torch.manual_seed(0)
     q, dq = (x * torch.randn(3, 4, widths[0], dtype=torch.float64) for x in (1, size))
     k, dk = (x * torch.randn(3, 4, widths[1], dtype=torch.float64) for x in (1, size))
@@ -44,7 +40,7 @@ def test_the_spectra_are_those_of_the_dense_matrices(
             assert [float(x[h]) for x in own] == pytest.approx(dense(matrix), rel=1e-9)
 
 
-def test_a_rank_one_step_and_an_isotropic_one_are_the_ends_of_the_scale() -> None:
+def test_a_rank_one_step_and_an_isotropic_one_are_the_ends_of_the_scale():
     one = torch.zeros(1, 4, 6, dtype=torch.float64)
     one[0, 0, 0] = 3.0
     assert [float(x) for x in product_spectrum(one, one)] == pytest.approx(
@@ -56,7 +52,7 @@ def test_a_rank_one_step_and_an_isotropic_one_are_the_ends_of_the_scale() -> Non
     )
 
 
-def test_no_step_has_no_direction_and_broken_weights_spoil_only_their_head() -> None:
+def test_no_step_has_no_direction_and_broken_weights_spoil_only_their_head():
     x = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
     a = x.clone()
     a[0], a[1, 0, 0] = 0.0, torch.nan

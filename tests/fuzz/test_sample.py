@@ -45,7 +45,7 @@ texts = st.sampled_from(TEXTS) | st.text(max_size=12)
 plain = st.none() | st.booleans() | numbers | texts
 
 
-def listed(some: SearchStrategy[Any], most: int) -> SearchStrategy[list[Any]]:
+def listed(some, most):
     return st.lists(some, max_size=most)
 
 
@@ -63,7 +63,7 @@ terms = st.lists(term, min_size=1, max_size=3).map("+".join)
 signs = st.text(":=,+e1.a ", max_size=15)
 
 
-def read_terms(text: str) -> None:
+def read_terms(text):
     try:
         found = parse(text)
     except InvalidValueError:  # an empty name, or a colon without an option
@@ -71,7 +71,7 @@ def read_terms(text: str) -> None:
     assert parse("+".join(map(str, found))) == found or "nan" in text.lower()
 
 
-def read_preset(text: str) -> str:
+def read_preset(text):
     name, _, rest = text.partition(":")
     return preset(name, **parse(f"x:{rest}")[0].options).explain()
 
@@ -99,7 +99,7 @@ begun = st.sampled_from(QUICK) | texts.filter(lambda text: text not in commands(
 lines = slow | st.builds(lambda first, rest: [first, *rest], begun, words)
 
 
-def check_command_line(given_words: list[str]) -> None:
+def check_command_line(given_words):
     """Runs the line in an empty directory; the page, the recipe or the error is on the right stream."""
     line = [word.replace("\0", "") for word in given_words]  # no system passes these on
     out, err = io.StringIO(), io.StringIO()
@@ -134,10 +134,10 @@ some = st.sampled_from(["true", "[]", "{}", "2020-01-01", "[1, 'a']", "00:00:00"
 value = st.one_of(numbers.map(repr), texts.map(json.dumps), some)
 
 
-def table(head: str, defaults: dict[str, Any]) -> SearchStrategy[str]:
+def table(head, defaults):
     """Settings of a table, each once; most have a value that the field has or may have."""
 
-    def line(name: str) -> SearchStrategy[str]:
+    def line(name):
         default = json.dumps(defaults[name] or "none")
         usual = st.sampled_from([default, "1", "2", "8", "0.5", "0", "true", "64"])
         return (usual | usual | value).map(f"{name} = {{}}".format)
@@ -147,7 +147,7 @@ def table(head: str, defaults: dict[str, Any]) -> SearchStrategy[str]:
     return drawn.map(lambda found: "\n".join([head, *found]))
 
 
-def defaults_of(cls: type) -> dict[str, Any]:
+def defaults_of(cls):
     fields = {f.name: f.default for f in dataclasses.fields(cls)}
     return {n: x for n, x in fields.items() if x is not dataclasses.MISSING}
 
@@ -165,7 +165,7 @@ whole_recipe = st.builds(
 )
 
 
-def check_recipe(text: str) -> None:
+def check_recipe(text):
     """Reads the recipe; stored as JSON it is the same configuration."""
     with tempfile.TemporaryDirectory() as place:
         recipe = Path(place, "a.toml")
@@ -191,7 +191,7 @@ BUILT: dict[str, Any] = {
 KINDS = "head layer q k qk qkv none dim one_plus_dim head_dim scalar both power"
 
 
-def value_of(field: dataclasses.Field[Any]) -> SearchStrategy[Any] | None:
+def value_of(field):
     kind = str(field.type)
     if "bool" in kind:
         drawn: SearchStrategy[Any] = st.booleans()
@@ -205,7 +205,7 @@ def value_of(field: dataclasses.Field[Any]) -> SearchStrategy[Any] | None:
     return drawn | st.none() if "None" in kind else drawn
 
 
-def built(name: str) -> SearchStrategy[tuple[str, dict[str, Any]]]:
+def built(name):
     needed, optional = {}, {}
     for field in dataclasses.fields(BUILT[name]):
         drawn = value_of(field)
@@ -218,7 +218,7 @@ def built(name: str) -> SearchStrategy[tuple[str, dict[str, Any]]]:
     return st.tuples(st.just(name), st.fixed_dictionaries(needed, optional=optional))
 
 
-def check_object(case: tuple[str, dict[str, Any]]) -> None:
+def check_object(case):
     """Makes the object; one that is made can be printed, copied, and used for what it is."""
     name, given_options = case
     made = BUILT[name](**given_options)
@@ -257,9 +257,7 @@ CLASSES: dict[str, tuple[SearchStrategy[Any], Callable[[Any], object], int]] = {
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_sample_of_cases_is_right_or_refused_with_a_word(
-    name: str, many: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sample_of_cases_is_right_or_refused_with_a_word(name, many, caplog):
     inputs, check, few = CLASSES[name]
     caplog.set_level(logging.CRITICAL, "qkeel")
 
@@ -296,11 +294,11 @@ RIGHT: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "case"), REFUSED)
-def test_what_was_a_traceback_is_a_clear_error(name: str, case: Any) -> None:
+def test_what_was_a_traceback_is_a_clear_error(name, case):
     with pytest.raises(QkeelError, match=r"\w+"):
         CLASSES[name][1](case)
 
 
 @pytest.mark.parametrize(("name", "case"), RIGHT)
-def test_what_was_wrong_is_right(name: str, case: Any) -> None:
+def test_what_was_wrong_is_right(name, case):
     CLASSES[name][1](case)

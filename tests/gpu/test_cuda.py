@@ -42,10 +42,10 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def on(device: str, call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
+def on(device, call, dtype):
     """The call with its tensors on a device, floating ones in that dtype."""
 
-    def move(x: Tensor | None) -> Tensor | None:
+    def move(x):
         return (
             x
             if x is None
@@ -60,9 +60,7 @@ def on(device: str, call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
     return AttentionCall(**moved)
 
 
-def calls(
-    name: str, dtype: torch.dtype
-) -> list[tuple[str, AttentionCall, AttentionCall]]:
+def calls(name, dtype):
     """Per mask: its name, the call on the GPU in a low precision, the same numbers in float64 on the CPU."""
     spec, found = SPECS[name], []
     for kind, how in MASKS.items():
@@ -93,9 +91,7 @@ every_dtype = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     "kernel", [name for name in KERNELS if name != "flex"]
 )  # compiles each: test_triton
-def test_output_and_gradients_are_near_the_oracles(
-    name: str, dtype: torch.dtype, near: float, kernel: str
-) -> None:
+def test_output_and_gradients_are_near_the_oracles(name, dtype, near, kernel):
     for kind, low, wide in calls(name, dtype):
         if KERNELS[kernel].supports(low) is not None:
             continue
@@ -117,9 +113,7 @@ def test_output_and_gradients_are_near_the_oracles(
 
 @every_spec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_statistics_are_those_of_the_cpu_in_float64(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_statistics_are_those_of_the_cpu_in_float64(name, dtype):
     before = torch.backends.cuda.matmul.allow_tf32
     assert not before, "TF32 would round logits to 10 bits"
     for kind, low, wide in calls(name, dtype):
@@ -131,14 +125,14 @@ def test_statistics_are_those_of_the_cpu_in_float64(
 
 
 @torch.no_grad()
-def test_a_cache_gives_the_full_pass() -> None:
+def test_a_cache_gives_the_full_pass():
     module = Attention(64, 4, 2, spec=preset("qwen3")).cuda()
     x, cache = torch.randn(2, 9, 64, device="cuda"), KVCache()
     parts = [module(x[:, i : i + n], cache=cache) for i, n in ((0, 5), (5, 1), (6, 3))]
     assert torch.allclose(torch.cat(parts, 1), module(x), atol=1e-5)
 
 
-def test_chunked_attention_and_statistics_take_memory_linear_in_the_length() -> None:
+def test_chunked_attention_and_statistics_take_memory_linear_in_the_length():
     spec, peaks = preset("gemma2"), []
     for t in (8192, 16384):
         q = torch.randn(1, 1, t, 16, device="cuda", requires_grad=True)

@@ -1,10 +1,6 @@
 """Watched and remedied models under NCCL. One process, so one GPU is enough: the monitor's own group is gloo's."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +19,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
+def group(tmp_path):
     distributed.init_process_group(
         "nccl", f"file://{tmp_path}/store", world_size=1, rank=0
     )
@@ -31,11 +27,11 @@ def group(tmp_path: Path) -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-def replicated(model: nn.Module) -> nn.Module:
+def replicated(model):
     return nn.parallel.DistributedDataParallel(model)
 
 
-def sharded(model: nn.Module) -> nn.Module:
+def sharded(model):
     from torch.distributed.fsdp import fully_shard
 
     for block in model.blocks:  # type: ignore[union-attr]
@@ -43,7 +39,7 @@ def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-def losses(wrapped: bool, wrap: object, watched: bool) -> list[float]:
+def losses(wrapped, wrap, watched):
     torch.manual_seed(0)
     config = qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4)
     model = qkeel.nn.Decoder(config).cuda()
@@ -68,12 +64,12 @@ def losses(wrapped: bool, wrap: object, watched: bool) -> list[float]:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("wrap", [replicated, sharded])
-def test_a_watched_model_trains_as_one_that_nobody_watches(wrap: object) -> None:
+def test_a_watched_model_trains_as_one_that_nobody_watches(wrap):
     assert losses(True, wrap, True) == losses(True, wrap, False)
 
 
 @pytest.mark.usefixtures("group")
-def test_step_remedies_run_and_our_own_group_reduces() -> None:
+def test_step_remedies_run_and_our_own_group_reduces():
     torch.manual_seed(0)
     config = qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4)
     model = replicated(qkeel.nn.Decoder(config).cuda())

@@ -30,7 +30,6 @@ from qkeel.spec import (
     Softcap,
 )
 from qkeel.spec.call import band_call, make_call, with_query_mask
-from qkeel.spec.norm import Norm
 
 DEVICE = "cuda"
 pytestmark = [
@@ -67,9 +66,7 @@ STATISTICS: dict[str, tuple[AttentionSpec, dict[str, Any]]] = {
 }
 
 
-def call_of(
-    name: str, dtype: torch.dtype, t: int, d: int, device: str, size: float = 1.0
-) -> Any:
+def call_of(name, dtype, t, d, device, size=1.0):
     spec, how = STATISTICS[name]
     q, k, v = (torch.randn(2, heads, t, d).to(dtype).to(device) for heads in (4, 2, 2))
     params = {n: p.to(device, dtype) for n, p in spec.init_params(4, 2, d).items()}
@@ -90,7 +87,7 @@ def call_of(
     return call
 
 
-def on_cpu(call: Any) -> Any:
+def on_cpu(call):
     """The same numbers in float64 on the CPU, which no kernel supports."""
     move = lambda x: x.double().cpu() if x.is_floating_point() else x.cpu()  # noqa: E731
     tensors = {
@@ -106,9 +103,7 @@ def on_cpu(call: Any) -> Any:
 
 @pytest.mark.parametrize("name", STATISTICS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_statistics_without_values_are_the_exact_ones(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_statistics_without_values_are_the_exact_ones(name, dtype):
     for t, d, size in ((1, 64, 1.0), (129, 24, 1.0), (300, 128, 30.0), (65, 256, 1.0)):
         call = call_of(name, dtype, t, d, DEVICE, size)
         truth, every, largest = (
@@ -129,8 +124,8 @@ def test_statistics_without_values_are_the_exact_ones(
 
 
 def test_what_no_gpu_has_run_is_left_to_torch_unless_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     call = call_of("spans", torch.float32, 65, 64, DEVICE)
     assert row_fields(call, 1.0) is not None
     monkeypatch.delenv("QKEEL_TRITON")
@@ -139,13 +134,13 @@ def test_what_no_gpu_has_run_is_left_to_torch_unless_it_is_asked_for(
         assert row_fields(call, 1.0) is None
 
 
-def test_tensors_here_go_through_triton() -> None:
+def test_tensors_here_go_through_triton():
     assert available.usable(torch.device(DEVICE))
     assert norm_rope.operators_for(torch.device(DEVICE)) is torch.ops.qkeel_triton
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=repr)
-def test_norm_and_rotation_of_every_norm_length_and_layout(norm: Norm) -> None:
+def test_norm_and_rotation_of_every_norm_length_and_layout(norm):
     for i, (t, d) in enumerate(zip(LENGTHS, SIZES)):
         turn = i + NORMS.index(norm)
         # All three dtypes of each would be compiled for minutes.
@@ -156,9 +151,7 @@ def test_norm_and_rotation_of_every_norm_length_and_layout(norm: Norm) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_x_made_anew_from_the_result(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_x_made_anew_from_the_result(dtype, monkeypatch):
     monkeypatch.setattr(encode, "_keeps", lambda x, gain: False)
     gains: Any = ["none", "dim", "head_dim"] if dtype == torch.float32 else ["none"]
     norms = [kind(gain=gain) for gain in gains for kind in (RMSNorm, LayerNorm)]
@@ -166,7 +159,7 @@ def test_x_made_anew_from_the_result(
         check(case_of(norm, Rope(), 129, 128, dtype, 0), f"{norm}, {dtype}", DEVICE)
 
 
-def test_the_gradient_of_a_gain_is_the_same_in_every_run() -> None:
+def test_the_gradient_of_a_gain_is_the_same_in_every_run():
     case = case_of(RMSNorm(gain="dim"), Rope(), 2048, 128, torch.bfloat16)
     above = [torch.randn_like(x) for x in case[1:3]]  # type: ignore[arg-type]
     first = run(encoded, case, torch.bfloat16, above, DEVICE)
@@ -175,7 +168,7 @@ def test_the_gradient_of_a_gain_is_the_same_in_every_run() -> None:
         assert all(map(torch.equal, first, again))
 
 
-def test_a_module_is_one_graph_when_compiled() -> None:
+def test_a_module_is_one_graph_when_compiled():
     torch._dynamo.reset()
     module = qkeel.nn.Attention(64, 4, 2, spec=qkeel.preset("qwen3")).to(DEVICE)
     x = torch.randn(2, 33, 64, device=DEVICE, requires_grad=True)
@@ -189,7 +182,7 @@ def test_a_module_is_one_graph_when_compiled() -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-def test_flex_hands_out_maxima_and_logsumexp() -> None:
+def test_flex_hands_out_maxima_and_logsumexp():
     for name in ("causal", "full", "window"):
         call = call_of(name, torch.bfloat16, 256, 64, DEVICE)
         out, lse, top = Flex().with_maxima(call)
@@ -202,9 +195,7 @@ def test_flex_hands_out_maxima_and_logsumexp() -> None:
         assert out.shape == call.q.shape
 
 
-def trained(
-    remedy: str, capturable: bool, kind: str = "foreach"
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(remedy, capturable, kind="foreach"):
     torch.manual_seed(1)
     model = nn.Sequential(*(qkeel.nn.Attention(64, 4, 2) for _ in range(2))).to(DEVICE)
     optimizer = torch.optim.AdamW(
@@ -223,7 +214,7 @@ def trained(
     return model, optimizer
 
 
-def test_a_step_that_a_gradscaler_skips_and_one_that_it_unscales() -> None:
+def test_a_step_that_a_gradscaler_skips_and_one_that_it_unscales():
     found = []
     for remedy in ("qk_lr:factor=1", "none"):
         model, optimizer = trained(remedy, False, "fused")
@@ -246,7 +237,7 @@ def test_a_step_that_a_gradscaler_skips_and_one_that_it_unscales() -> None:
 
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
 @pytest.mark.parametrize("remedy", STEPPED)
-def test_a_step_never_makes_the_host_wait(remedy: str, kind: str) -> None:
+def test_a_step_never_makes_the_host_wait(remedy, kind):
     _, optimizer = trained(remedy, capturable=kind == "foreach", kind=kind)
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -256,7 +247,7 @@ def test_a_step_never_makes_the_host_wait(remedy: str, kind: str) -> None:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def test_attention_never_makes_the_host_wait() -> None:
+def test_attention_never_makes_the_host_wait():
     module = qkeel.nn.Attention(64, 4, 2, spec=qkeel.preset("qwen3")).to(DEVICE)
     x = torch.randn(2, 33, 64, device=DEVICE, requires_grad=True)
     module(x).sum().backward()
@@ -268,7 +259,7 @@ def test_attention_never_makes_the_host_wait() -> None:
 
 
 @pytest.mark.parametrize("remedy", [name for name in STEPPED if "clip" not in name])
-def test_a_step_can_be_captured_in_a_cuda_graph(remedy: str) -> None:
+def test_a_step_can_be_captured_in_a_cuda_graph(remedy):
     plain, graphed = trained(remedy, True), trained(remedy, True)
     for _ in range(3):
         plain[1].step()
@@ -284,13 +275,13 @@ def test_a_step_can_be_captured_in_a_cuda_graph(remedy: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_an_iteration_with_a_clip_can_be_captured_in_a_cuda_graph() -> None:
+def test_an_iteration_with_a_clip_can_be_captured_in_a_cuda_graph():
     x = torch.randn(2, 9, 64, device=DEVICE)
     (plain, own), (graphed, other) = (
         trained("lalr+qk_clip:threshold=0.001", True) for _ in range(2)
     )
 
-    def iterate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def iterate(model, optimizer):
         optimizer.zero_grad()
         model(x).square().sum().backward()
         optimizer.step()
@@ -308,13 +299,13 @@ def test_an_iteration_with_a_clip_can_be_captured_in_a_cuda_graph() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_tensors_on_two_devices_get_one_clear_error() -> None:
+def test_tensors_on_two_devices_get_one_clear_error():
     q, k = torch.randn(1, 2, 4, 8, device=DEVICE), torch.randn(1, 2, 4, 8)
     with pytest.raises(ValueError, match="on the same device"):
         qkeel.attention(q, k, k, spec=AttentionSpec())
 
 
-def test_a_thousand_calls_keep_no_memory() -> None:
+def test_a_thousand_calls_keep_no_memory():
     case = case_of(RMSNorm(gain="dim"), Rope(), 64, 64)
     above = [torch.randn_like(x) for x in case[1:3]]
     run(encoded, case, torch.float32, above, DEVICE)

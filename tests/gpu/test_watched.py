@@ -22,11 +22,11 @@ pytestmark = [
 ]
 
 
-def plain() -> nn.Module:
+def plain():
     return GPT(64, 2)
 
 
-def from_transformers(name: str) -> nn.Module:
+def from_transformers(name):
     transformers = pytest.importorskip("transformers")
     sizes = {
         "hidden_size": 64,
@@ -49,12 +49,12 @@ MODELS: dict[str, Any] = {"plain": plain} | {
 }
 
 
-def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+def logits_of(model, tokens):
     found = model(tokens)
     return found if isinstance(found, Tensor) else found.logits
 
 
-def made(name: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
+def made(name, device):
     torch.manual_seed(3)
     model = MODELS[name]()
     for module in model.modules():
@@ -70,9 +70,7 @@ def made(name: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer, Tens
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), tokens
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, steps: int
-) -> Tensor:
+def train(model, optimizer, tokens, steps):
     losses = []
     for _ in range(steps):
         loss = cross_entropy(
@@ -88,7 +86,7 @@ def train(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("stats", [True, "max"])
-def test_what_is_recorded_is_what_a_cpu_records(name: str, stats: Any) -> None:
+def test_what_is_recorded_is_what_a_cpu_records(name, stats):
     found = []
     for device in ("cuda", "cpu"):
         model, optimizer, tokens = made(name, device)
@@ -111,9 +109,7 @@ def test_what_is_recorded_is_what_a_cpu_records(name: str, stats: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_watching_leaves_every_bit_of_training(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watching_leaves_every_bit_of_training(name, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before, losses = torch.are_deterministic_algorithms_enabled(), []
     # Two runs that nobody watches would differ without.
@@ -137,7 +133,7 @@ def test_watching_leaves_every_bit_of_training(
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 @pytest.mark.parametrize("remedy", [name for name in REMEDIES if name != "dropout"])
-def test_a_remedy_does_on_a_gpu_what_it_does_on_a_cpu(name: str, remedy: str) -> None:
+def test_a_remedy_does_on_a_gpu_what_it_does_on_a_cpu(name, remedy):
     text = {"qk_clip": "qk_clip:threshold=1", "softcap": "softcap:cap=5"}.get(
         remedy, remedy
     )
@@ -164,14 +160,14 @@ def test_a_remedy_does_on_a_gpu_what_it_does_on_a_cpu(name: str, remedy: str) ->
 class FlexAttention(nn.Module):
     """Causal attention by flex_attention, as a model calls it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
         self.mask = flex.create_block_mask(
             lambda b, h, i, j: i >= j, None, None, 128, 128, device="cuda"
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         parts = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
         out = flex.flex_attention(*parts, block_mask=self.mask)
         return self.out(out.transpose(1, 2).flatten(2))
@@ -179,8 +175,8 @@ class FlexAttention(nn.Module):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_clip_by_flex_attentions_own_maxima_is_the_one_by_blocks(
-    compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    compiled, monkeypatch
+):
     results = []
     for mode in ("unseen", "1"):
         monkeypatch.setenv("QKEEL_TRITON", mode)
@@ -202,7 +198,7 @@ def test_a_clip_by_flex_attentions_own_maxima_is_the_one_by_blocks(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sites_are_those_of_a_cpu(name: str) -> None:
+def test_sites_are_those_of_a_cpu(name):
     found = []
     for device in ("cuda", "cpu"):
         model, _, tokens = made(name, device)

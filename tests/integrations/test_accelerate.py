@@ -1,9 +1,5 @@
 """Accelerate needs no door of its own: watch() takes what prepare() gives."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -15,16 +11,16 @@ accelerate = pytest.importorskip("accelerate")
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.attention(x, x, x, need_weights=False)[0].square().mean()
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_steps_are_those_that_accumulated_gradients_lead_to(tmp_path: Path) -> None:
+def test_steps_are_those_that_accumulated_gradients_lead_to(tmp_path):
     accelerate.state.GradientState._reset_state()  # shared by all accelerators of a process
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = Net()

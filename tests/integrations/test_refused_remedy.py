@@ -1,9 +1,5 @@
 """A remedy that the model's attention refuses ends a Trainer's training before its first step."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import transformers
 from tests.contract.integrations.test_huggingface import trained
@@ -18,14 +14,12 @@ class CountedSteps(transformers.TrainerCallback):
 
     done = 0
 
-    def on_optimizer_step(
-        self, args: Any, state: Any, control: Any, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args, state, control, **kwargs):
         self.done += 1
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_remedy_for_a_layer_that_is_not_there_ends_the_training() -> None:
+def test_a_remedy_for_a_layer_that_is_not_there_ends_the_training():
     steps = CountedSteps()
     absent = LALR(heads=(("transformer.h.7.attn", (0,)),))
     with pytest.raises(UnknownNameError, match="unknown site of lalr"):

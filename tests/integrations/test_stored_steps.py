@@ -1,10 +1,6 @@
 """What each tracker has stored at the end of a training is what the run directory has, step by step."""
 
-from __future__ import annotations
-
 import csv
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
 )  # what trackers warn of is theirs, and alarms are meant
 
 
-def trained(
-    folder: Path, *sinks: Any, owner: Any = None, accumulate: int = 2
-) -> dict[int, float]:
+def trained(folder, *sinks, owner=None, accumulate=2):
     """Goes on from step 20 to 31, where each third is measured; the largest logit by step of the run."""
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -48,7 +42,7 @@ def trained(
     return found
 
 
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     expected = trained(tmp_path, f"tensorboard:directory={tmp_path / 'tb'}")
     assert tensorboard_scalars(tmp_path / "tb", KEY) == pytest.approx(
@@ -56,7 +50,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     )
 
 
-def test_csv_has_every_head(tmp_path: Path) -> None:
+def test_csv_has_every_head(tmp_path):
     expected = trained(tmp_path, f"csv:path={tmp_path / 'csv'}")
     with open(tmp_path / "csv" / "steps.csv", encoding="utf-8") as file:
         steps = {
@@ -80,9 +74,7 @@ def test_csv_has_every_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_wandb_offline(
-    joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_offline(joined, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -91,7 +83,7 @@ def test_wandb_offline(
     if joined:
         run = wandb.init(project="mine")
 
-        def owner(step: int) -> None:
+        def owner(step):
             if step % 4 == 0:
                 run.log({"loss": 1.0, "at": step})
 
@@ -109,7 +101,7 @@ def test_wandb_offline(
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_mlflow(joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow(joined, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri((tmp_path / "store").as_uri())
@@ -128,7 +120,7 @@ def test_mlflow(joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_trackio(joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio(joined, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     trackio = pytest.importorskip("trackio")
     storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
@@ -136,7 +128,7 @@ def test_trackio(joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     if joined:
         run = trackio.init(project=project, name="a", embed=False)
 
-        def owner(step: int) -> None:
+        def owner(step):
             run.log({"loss": float(step)})
 
     expected = trained(tmp_path, f"trackio:project={project},name=a", owner=owner)
@@ -152,7 +144,7 @@ def test_trackio(joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(storage.get_alerts(project)) == 1
 
 
-def test_trackers_of_accelerate(tmp_path: Path) -> None:
+def test_trackers_of_accelerate(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     pytest.importorskip("tensorboard")
     accelerator = accelerate.Accelerator(

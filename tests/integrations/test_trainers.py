@@ -1,11 +1,8 @@
 """Trainings by the trainers of others on two processes, watched and clipped, are those of one process."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +19,7 @@ CASES = {
 }
 
 
-def found_of(case: str, folder: Path, *, processes: int) -> list[Outcome]:
+def found_of(case, folder, *, processes):
     """What each process of a training holds at its end."""
     module = ["-m", "tests.integrations.trainers.run", case, str(folder)]
     several = [
@@ -47,7 +44,7 @@ def found_of(case: str, folder: Path, *, processes: int) -> list[Outcome]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_train_and_measure_as_one(case: str, tmp_path: Path) -> None:
+def test_two_processes_train_and_measure_as_one(case, tmp_path):
     package, most = CASES[case]
     pytest.importorskip(package)
     (one,) = found_of(case, tmp_path, processes=1)
@@ -67,9 +64,7 @@ def test_two_processes_train_and_measure_as_one(case: str, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", WATCHED)
-def test_watching_changes_no_bit_of_a_training_by_others(
-    case: str, tmp_path: Path
-) -> None:
+def test_watching_changes_no_bit_of_a_training_by_others(case, tmp_path):
     pytest.importorskip(WATCHED[case][0])
     results = []
     for option in ("plain", "watch"):

@@ -1,11 +1,7 @@
 """`attn_implementation="qkeel"` computes what transformers' own does in every causal model, and is watched alike."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -15,8 +11,8 @@ import torch
 from tests.remedies.foreign import example, hf, out
 from tests.zoo.test_zoo import named
 from tools.zoo.build import build
-from tools.zoo.tables import Entry, entries
-from torch import Tensor, nn
+from tools.zoo.tables import entries
+from torch import nn
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -51,16 +47,14 @@ NOT_COMPARED = ("Gemma3nForConditionalGeneration", "ReformerModelWithLMHead")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _registered() -> Iterator[None]:
+def _registered():
     assert register_attention() == "qkeel"
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("QKEEL_NATIVE", "1")
         yield
 
 
-def results(
-    entry: Entry, implementation: str, state: dict[str, Tensor] | None
-) -> tuple[nn.Module, list[Tensor]]:
+def results(entry, implementation, state):
     """The logits of a model of the zoo, and the gradients of a function of them."""
     model = build(entry, implementation)
     if state is not None:
@@ -74,7 +68,7 @@ def results(
     return model, [logits.detach(), *(g for g in grads if g is not None)]
 
 
-def check(entry: Entry) -> str:
+def check(entry):
     """Compares with eager attention; returns why it is refused, where it is."""
     reference, eager = results(entry, "eager", None)
     try:
@@ -92,16 +86,16 @@ def check(entry: Entry) -> str:
 
 @pytest.mark.parametrize("entry", [e for e in ALL if e.name in FEW], ids=named)
 def test_logits_and_gradients_are_those_of_eager_attention(
-    entry: Entry,
-) -> None:
+    entry,
+):
     assert check(entry) == ""
 
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("entry", ALL, ids=named)
 def test_every_causal_model_has_the_logits_and_gradients_of_eager_attention(
-    entry: Entry,
-) -> None:
+    entry,
+):
     if entry.class_name in NOT_COMPARED:
         pytest.skip("it fails with eager attention too")
     refused = check(entry)
@@ -111,7 +105,7 @@ def test_every_causal_model_has_the_logits_and_gradients_of_eager_attention(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
-def test_a_model_is_watched_as_with_sdpa(kind: str) -> None:
+def test_a_model_is_watched_as_with_sdpa(kind):
     found, losses = [], []
     for implementation in ("sdpa", "qkeel"):
         model = hf(kind, implementation, **NO_DROPOUT.get(kind, {})).train()
@@ -138,7 +132,7 @@ def test_a_model_is_watched_as_with_sdpa(kind: str) -> None:
     assert losses == pytest.approx([losses[0]] * 2, rel=1e-4)
 
 
-def test_remedies_reach_it_as_they_reach_sdpa() -> None:
+def test_remedies_reach_it_as_they_reach_sdpa():
     x = example("llama")
     for remedy in ("qk_clip:threshold=0.01", "qk_norm", "softcap"):
         found = []
@@ -156,11 +150,11 @@ def test_remedies_reach_it_as_they_reach_sdpa() -> None:
 class Attends(nn.Module):
     """A module that gives attention a tensor of its own."""
 
-    def forward(self, x: Tensor, **more: Any) -> Tensor:
+    def forward(self, x, **more):
         return attend(self, x, x, x, None, slopes=x, **more)[0]
 
 
-def test_what_changes_attention_otherwise_is_refused() -> None:
+def test_what_changes_attention_otherwise_is_refused():
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(
         RefusedError, match=r"Attends passes slopes= to its attention.*eager"
@@ -175,7 +169,7 @@ def test_what_changes_attention_otherwise_is_refused() -> None:
 @pytest.mark.parametrize(
     "name", ["num_items_in_batch", "shift_labels", "weights_of_my_loss"]
 )
-def test_what_a_caller_gives_the_model_for_its_loss_changes_nothing(name: str) -> None:
+def test_what_a_caller_gives_the_model_for_its_loss_changes_nothing(name):
     model, x = hf("llama", "qkeel"), example("llama")
     x = x if isinstance(x, dict) else {"input_ids": x}
     given = x["input_ids"] if name == "shift_labels" else torch.tensor(7)
@@ -184,8 +178,8 @@ def test_what_a_caller_gives_the_model_for_its_loss_changes_nothing(name: str) -
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v32", "gemma2"])
 def test_sinks_chosen_keys_and_a_softcap_are_watched_as_with_eager_attention(
-    kind: str,
-) -> None:
+    kind,
+):
     entry, found = next(e for e in ALL if e.name == kind), []
     state = None
     for implementation in ("eager", "qkeel"):
@@ -207,7 +201,7 @@ def test_sinks_chosen_keys_and_a_softcap_are_watched_as_with_eager_attention(
             )
 
 
-def test_generated_tokens_are_those_of_sdpa() -> None:
+def test_generated_tokens_are_those_of_sdpa():
     tokens = []
     for implementation in ("sdpa", "qkeel"):
         model = hf("llama", implementation).eval()
@@ -220,6 +214,6 @@ def test_generated_tokens_are_those_of_sdpa() -> None:
 
 
 @pytest.mark.slow
-def test_importing_qkeel_imports_no_transformers() -> None:
+def test_importing_qkeel_imports_no_transformers():
     code = "import sys, qkeel, qkeel.integrations, qkeel.nn; assert 'transformers' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,15 +1,10 @@
 """What tests of kernels share."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import inspect
 import os
-from collections.abc import Iterator
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -22,7 +17,7 @@ build.FLAGS = (*build.FLAGS, *os.environ.get("QKEEL_TEST_FLAGS", "").split())  #
 
 
 @pytest.fixture
-def _poisoned() -> Iterator[None]:
+def _poisoned():
     """New memory holds NaN: what a kernel does not write shows."""
     torch.use_deterministic_algorithms(True)
     yield
@@ -30,18 +25,18 @@ def _poisoned() -> Iterator[None]:
 
 
 @pytest.fixture
-def _on(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on(monkeypatch):
     monkeypatch.setenv("QKEEL_NATIVE", "1")
 
 
 @pytest.fixture
-def library(_compiler: None) -> Path:
+def library(_compiler):
     """The compiled kernels are on; their library, loaded."""
     assert ready()
     return build.compiled()
 
 
-def _why_no_triton() -> str | None:
+def _why_no_triton():
     if importlib.util.find_spec("triton") is None:
         return "Triton cannot be imported here"
     if os.environ.get("TRITON_INTERPRET") != "1":
@@ -53,21 +48,21 @@ def _why_no_triton() -> str | None:
 
 
 @pytest.fixture(scope="session")
-def _interpreter() -> Iterator[None]:
+def _interpreter():
     reason = _why_no_triton()
     if reason is not None:
         pytest.skip(reason)
     from triton.runtime import interpreter
 
     @functools.cache
-    def builtins_of(package: Any) -> list[str]:
+    def builtins_of(package):
         return [
             name
             for name, member in inspect.getmembers(package)
             if interpreter.tl.core.is_builtin(member)
         ]
 
-    def patch(package: Any, *how: Any) -> None:
+    def patch(package, *how):
         for name in builtins_of(package):
             member = getattr(package, name)
             # It is not where this is a call inside another.
@@ -81,6 +76,6 @@ def _interpreter() -> Iterator[None]:
 
 
 @pytest.fixture
-def _triton(_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _triton(_interpreter, monkeypatch):
     """The Triton kernels run in Triton's interpreter: CPU tensors stand for CUDA's, which no compiled kernel sees."""
     monkeypatch.setenv("QKEEL_NATIVE", "0")

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from qkeel import reference
 from qkeel.kernels.choose import KERNELS
-from qkeel.kernels.contract import Kernel
 from qkeel.spec import AttentionSpec
-from qkeel.spec.call import AttentionCall, make_call
+from qkeel.spec.call import make_call
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -39,7 +38,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def laid(x: Tensor, layout: int) -> Tensor:
+def laid(x, layout):
     """The tensor in one of the layouts by number."""
     return list(LAYOUTS.values())[layout % len(LAYOUTS)](x)
 
@@ -58,7 +57,7 @@ class Case:
     mask: str = ""
     size: float = 1.0  #: of q
 
-    def call(self, dtype: torch.dtype, layout: int = 0) -> AttentionCall:
+    def call(self, dtype, layout=0):
         """The call with its tensors in layouts that follow from a number."""
         (h, g), (d, e), t, s = self.heads, self.widths, self.t, self.s or self.t
         x, rng = (
@@ -86,9 +85,7 @@ class Case:
         return make_call(self.spec, *given, params=params, **seen)
 
 
-def gradients(
-    call: AttentionCall, forward: Callable[[AttentionCall], Tensor], above: Tensor
-) -> tuple[Tensor, ...]:
+def gradients(call, forward, above):
     """Gradients of q, k and v in the dtype of the gradient from above."""
     leaves = [
         x.detach().to(above.dtype).requires_grad_() for x in (call.q, call.k, call.v)
@@ -105,7 +102,7 @@ def gradients(
     return torch.autograd.grad(forward(wanting), leaves, above)
 
 
-def check(call: AttentionCall, told: str, kernel: Kernel) -> Tensor:
+def check(call, told, kernel):
     """Compares a kernel's output with the oracle's, and returns it."""
     truth = truth_of(call)
     assert kernel.supports(call) is None, told
@@ -116,7 +113,7 @@ def check(call: AttentionCall, told: str, kernel: Kernel) -> Tensor:
     return out
 
 
-def rows_of(call: AttentionCall, wide: bool) -> dict[str, Tensor]:
+def rows_of(call, wide):
     """Largest and smallest logit before the cap, logsumexp and entropy of each row of the oracle, in float64 or not."""
     found = truth_of(call) if wide else reference.attend_call(call)
     hidden = found.logits == -torch.inf
@@ -131,7 +128,7 @@ def rows_of(call: AttentionCall, wide: bool) -> dict[str, Tensor]:
     }
 
 
-def check_rows(call: AttentionCall, told: str, rows: Any) -> None:
+def check_rows(call, told, rows):
     """Compares the statistics of each row of a float32 call with those of the oracle's logits."""
     truth, theirs = rows_of(call, True), rows_of(call, False)
     size = (
@@ -148,7 +145,7 @@ def check_rows(call: AttentionCall, told: str, rows: Any) -> None:
         ), f"{told}: {name}"
 
 
-def check_gradients(call: AttentionCall, told: str, kernel: Kernel) -> None:
+def check_gradients(call, told, kernel):
     """Compares a kernel's gradients with the oracle's."""
     dtype, eps = call.q.dtype, torch.finfo(call.q.dtype).eps
     above = laid(

@@ -1,7 +1,5 @@
 """Under autocast kernels and statistics are as exact as without it: logits are never rounded to half precision."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -14,9 +12,7 @@ from qkeel.spec.call import make_call
 
 @pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(cap=Softcap(50.0))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_and_statistics_are_as_exact_under_autocast(
-    spec: AttentionSpec, dtype: torch.dtype
-) -> None:
+def test_kernels_and_statistics_are_as_exact_under_autocast(spec, dtype):
     # Logits up to about 40, of numbers that bfloat16 holds.
     q, k, v = (3 * torch.randn(1, h, 64, 64).bfloat16() for h in (4, 2, 2))
     wide = make_call(spec, q.double(), k.double(), v.double())

@@ -1,21 +1,19 @@
 """Which kernel "auto" takes: one table of preferences, first come first served, and its explanation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from qkeel.kernels import choose as choosing
 from qkeel.kernels.choose import KERNELS, PREFERENCES, choose, explain_choice, preferred
-from qkeel.spec import AttentionCall, AttentionSpec, Softcap
+from qkeel.spec import AttentionSpec, Softcap
 from qkeel.spec.call import make_call
 
 
 def call(
-    tokens: int = 5,
-    dtype: torch.dtype = torch.float32,
-    gradient: bool = False,
-    **options: object,
+    tokens=5,
+    dtype=torch.float32,
+    gradient=False,
+    **options,
 ):
     q = torch.randn(1, 2, tokens, 8, dtype=dtype, requires_grad=gradient)
     k = torch.randn(1, 2, 5, 8, dtype=dtype)
@@ -23,7 +21,7 @@ def call(
     return make_call(spec, q, k, k, **options)  # type: ignore[arg-type]
 
 
-def chosen(asked: AttentionCall) -> str:
+def chosen(asked):
     return next(
         name for name, kernel in KERNELS.items() if kernel is choose(asked, "auto")
     )
@@ -49,16 +47,16 @@ WHOLE, OTHER = "a call with as many queries as keys", "any other call"
     ],
 )
 def test_each_kind_of_call_has_its_own_order(
-    options: dict[str, object],
-    capability: str,
-    calls: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    options,
+    capability,
+    calls,
+    monkeypatch,
+):
     monkeypatch.setattr(choosing, "_cpu_capability", lambda: capability)
     assert preferred(call(**options)).calls.startswith(calls)
 
 
-def test_a_preference_names_every_kernel_and_its_reason() -> None:
+def test_a_preference_names_every_kernel_and_its_reason():
     for preference in PREFERENCES:
         # Not timed on a GPU yet.
         assert set(preference.order) == set(KERNELS) - {"flex"}
@@ -66,7 +64,7 @@ def test_a_preference_names_every_kernel_and_its_reason() -> None:
     assert PREFERENCES[-1].order == tuple(name for name in KERNELS if name != "flex")
 
 
-def test_the_last_kernel_of_the_table_computes_what_the_others_refuse() -> None:
+def test_the_last_kernel_of_the_table_computes_what_the_others_refuse():
     assert (
         chosen(call(spec=AttentionSpec(cap=Softcap(5.0)), gradient=True, dropout=0.1))
         == "chunked"
@@ -78,8 +76,8 @@ def test_the_last_kernel_of_the_table_computes_what_the_others_refuse() -> None:
     [{}, {"tokens": 1}, {"dropout": 0.1}, {"spec": AttentionSpec(cap=Softcap(5.0))}],
 )
 def test_an_explanation_names_the_kernel_that_is_taken_and_every_refusal_before_it(
-    options: dict[str, object],
-) -> None:
+    options,
+):
     asked = call(**options)
     found = explain_choice(asked)
     assert found.kernel == chosen(asked)

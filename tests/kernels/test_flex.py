@@ -1,14 +1,11 @@
 """FlexAttention as a kernel: what it is asked for, by torch's own form of it on a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 
 import pytest
 import torch
 from tests.flex_as_on_a_gpu import flex_as_on_a_gpu
-from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, flex_attention
 
 import qkeel
@@ -30,19 +27,19 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _compiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def _compiled_as_it_is(monkeypatch):
     """FlexAttention compiles the cap, and torch.compile takes no function whose annotations are checked at run time."""
     monkeypatch.setattr(logits, "softcap", inspect.unwrap(logits.softcap))
 
 
 @pytest.fixture
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(monkeypatch):
     monkeypatch.setattr(flex, "_DEVICE", "cpu")
     monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
     flex_as_on_a_gpu(monkeypatch)
 
 
-def near(found: Tensor, truth: Tensor, told: str) -> None:
+def near(found, truth, told):
     torch.testing.assert_close(
         found.double(),
         truth.double(),
@@ -54,7 +51,7 @@ def near(found: Tensor, truth: Tensor, told: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_here")
-def test_output_gradients_logsumexps_and_maxima_are_those_of_the_oracle() -> None:
+def test_output_gradients_logsumexps_and_maxima_are_those_of_the_oracle():
     window = SlidingWindow(window=5)
     for spec, causal, t, s in (
         (preset("qwen3"), True, 24, 24),
@@ -105,7 +102,7 @@ def test_output_gradients_logsumexps_and_maxima_are_those_of_the_oracle() -> Non
 
 
 @pytest.mark.usefixtures("_here")
-def test_masks_and_caps_are_made_once_and_other_calls_are_refused() -> None:
+def test_masks_and_caps_are_made_once_and_other_calls_are_refused():
     q = torch.randn(1, 2, 6, 8)
     spec = AttentionSpec(position=SlidingWindow(window=3), cap=Softcap(2.0))
     first, second = (make_call(spec, x, x, x) for x in (q, q + 1))
@@ -132,8 +129,8 @@ def test_masks_and_caps_are_made_once_and_other_calls_are_refused() -> None:
 
 
 def test_a_nan_that_a_maximum_passes_over_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     lse, top = (
         torch.tensor([[[1.0, torch.nan], [1.0, 2.0]]]),
         torch.tensor([[[0.5, 0.5], [0.5, 1.5]]]),

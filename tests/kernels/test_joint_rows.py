@@ -1,7 +1,5 @@
 """Calls of one shape are reduced together, and each has the numbers that it has alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from qkeel.kernels.logits import compiled
 from qkeel.kernels.statistics import plain_rows, reduce_calls
 
 
-def test_each_call_has_its_own_numbers_in_the_order_of_the_calls() -> None:
+def test_each_call_has_its_own_numbers_in_the_order_of_the_calls():
     if not compiled.ready():
         pytest.skip("needs the compiled pass")
     torch.manual_seed(0)

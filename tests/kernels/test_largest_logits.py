@@ -27,11 +27,11 @@ CASES: list[tuple[AttentionSpec, dict[str, Any]]] = [
 @pytest.mark.parametrize("native", ["1", "0"])
 @pytest.mark.parametrize(("spec", "options"), CASES)
 def test_they_are_exact_and_output_and_gradients_unchanged(
-    native: str,
-    spec: AttentionSpec,
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    native,
+    spec,
+    options,
+    monkeypatch,
+):
     monkeypatch.setenv("QKEEL_NATIVE", native)
     qkv = [torch.randn(2, h, 17, 8, requires_grad=True) for h in (4, 2, 2)]
     plain = attention(*qkv, spec=spec, **options)
@@ -44,7 +44,7 @@ def test_they_are_exact_and_output_and_gradients_unchanged(
     assert not largest.n_pairs.any()
 
 
-def test_another_name_of_statistics_is_refused() -> None:
+def test_another_name_of_statistics_is_refused():
     q = torch.randn(1, 2, 9, 8)
     with pytest.raises(UnknownNameError):
         attention(q, q, q, spec=AttentionSpec(), stats="bracket")  # type: ignore[call-overload]

@@ -7,7 +7,7 @@ import torch
 
 from qkeel.kernels.statistics import logit_stats, max_stats
 from qkeel.ops import KERNELS, attention
-from qkeel.spec import AttentionCall, AttentionSpec, Softcap
+from qkeel.spec import AttentionSpec, Softcap
 from qkeel.spec.call import make_call
 
 BROKEN: dict[str, tuple[int, ...]] = {
@@ -18,7 +18,7 @@ BROKEN: dict[str, tuple[int, ...]] = {
 }
 
 
-def broken_call(kind: str, spec: AttentionSpec) -> AttentionCall:
+def broken_call(kind, spec):
     """Of four heads those of BROKEN have a logit that is no finite number, the others a call as any other."""
     q, k, v = (torch.randn(2, heads, 17, 8) for heads in (4, 2, 2))
     if kind == "nan key":
@@ -34,9 +34,7 @@ def broken_call(kind: str, spec: AttentionSpec) -> AttentionCall:
 @pytest.mark.parametrize(
     "spec", [AttentionSpec(), AttentionSpec(cap=Softcap(5.0))], ids=["plain", "softcap"]
 )
-def test_what_is_not_finite_is_told(
-    kind: str, spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_finite_is_told(kind, spec, monkeypatch):
     call = broken_call(kind, spec)
     told = torch.tensor([h in BROKEN[kind] for h in range(4)])
     for native in ("1", "0"):

@@ -6,7 +6,6 @@ Triton's kernels run in its interpreter: for q and for k, or for both in one lau
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ class Door:
 
 
 @pytest.fixture(params=["native", "triton"])
-def door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Door:
+def door(request, monkeypatch):
     if request.param == "native":
         request.getfixturevalue("library")
         return Door("native", torch.ops.qkeel_native, None)
@@ -77,14 +76,14 @@ in_triton, compiled = (
 
 
 def case_of(
-    norm: Norm,
-    position: Position,
-    t: int,
-    d: int,
-    dtype: torch.dtype = torch.float32,
-    layout: int = 1,
-    heads: tuple[int, int] = (4, 2),
-) -> Case:
+    norm,
+    position,
+    t,
+    d,
+    dtype=torch.float32,
+    layout=1,
+    heads=(4, 2),
+):
     q, k = (laid(2 * torch.randn(2, h, t, d).to(dtype), layout) for h in heads)
     spec = AttentionSpec(norm=norm, position=position)
     params = spec.init_params(*heads, d)
@@ -93,12 +92,12 @@ def case_of(
 
 
 def run(
-    forward: Callable[..., tuple[Tensor, Tensor]],
-    case: Case,
-    dtype: torch.dtype,
-    above: list[Tensor],
-    device: str = "cpu",
-) -> list[Tensor]:
+    forward,
+    case,
+    dtype,
+    above,
+    device="cpu",
+):
     """q̃, k̃ and the gradients of q, k and every gain."""
     spec, *qk, params = case
     q, k = (x.detach().to(device, dtype).requires_grad_() for x in qk)
@@ -110,14 +109,12 @@ def run(
     return [x.cpu() for x in (*out, *grads)]
 
 
-def torchs(
-    spec: AttentionSpec, q: Tensor, k: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
+def torchs(spec, q, k, *rest):
     ours = spec.encode(q, k, *rest)
     return ours[0].to(q.dtype), ours[1].to(k.dtype)
 
 
-def check(case: Case, told: str, device: str = "cpu") -> None:
+def check(case, told, device="cpu"):
     """Error at most 2 × (that of torch's path in the same dtype + rounding of the largest number).
 
     A gain's gradient is a sum over rows: there also the rounding of every term, twice that of independent errors. The result
@@ -140,11 +137,11 @@ def check(case: Case, told: str, device: str = "cpu") -> None:
         assert (mine.double() - true).abs().max() <= allowed, f"{told}, number {i}"
 
 
-def position_of(turn: int, norm: Norm) -> Position:
+def position_of(turn, norm):
     return POSITIONS[0 if isinstance(norm, NoNorm) else turn % len(POSITIONS)]
 
 
-def fused(case: Case, pos: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def fused(case, pos=None):
     """q and k by the operators, which must take them."""
     spec, q, k, params = case
     pos = torch.arange(q.shape[2])[None] if pos is None else pos
@@ -155,7 +152,7 @@ def fused(case: Case, pos: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 @compiled
 @pytest.mark.parametrize("norm", one_in(NORMS, 2), ids=repr)
-def test_every_norm_gain_length_and_layout(norm: Norm, door: Door) -> None:
+def test_every_norm_gain_length_and_layout(norm, door):
     for turn, t in enumerate([1, 7, 64, 129, 512], NORMS.index(norm)):
         position, d = position_of(turn, norm), SIZES[turn % 5]
         for dtype in DTYPES:
@@ -165,7 +162,7 @@ def test_every_norm_gain_length_and_layout(norm: Norm, door: Door) -> None:
 
 @in_triton
 @pytest.mark.parametrize("norm", one_in(NORMS, 4), ids=repr)
-def test_every_norm_gain_and_layout_in_triton(norm: Norm, door: Door) -> None:
+def test_every_norm_gain_and_layout_in_triton(norm, door):
     # x made anew in float32 only: gains differ by more than half precision allows.
     for turn, (t, keep) in enumerate([(1, True), (5, False)], NORMS.index(norm)):
         door.keeps = keep
@@ -178,18 +175,14 @@ def test_every_norm_gain_and_layout_in_triton(norm: Norm, door: Door) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_poisoned")
 @pytest.mark.parametrize("norm", NORMS, ids=repr)
-def test_interleaved_pairs_have_the_numbers_of_the_definition(
-    norm: Norm, door: Door
-) -> None:
+def test_interleaved_pairs_have_the_numbers_of_the_definition(norm, door):
     turn, door.keeps = NORMS.index(norm), True
     case = case_of(norm, PAIRED[turn % 2], (1, 7)[turn % 2], (24, 64)[turn % 2])
     check(case, repr(norm))
 
 
 @pytest.mark.parametrize("norm", one_in(NORMS, 4), ids=repr)
-def test_q_and_k_at_once_have_the_bits_of_one_after_the_other(
-    norm: Norm, door: Door
-) -> None:
+def test_q_and_k_at_once_have_the_bits_of_one_after_the_other(norm, door):
     spec, q, k, params = case_of(norm, Rope(), 5, 48)
     pos = torch.arange(5)[None]
     # Without a gradient: with one they are two calls.
@@ -216,7 +209,7 @@ WIDE: list[Norm] = [
 @in_triton
 @pytest.mark.slow
 @pytest.mark.usefixtures("_poisoned")
-def test_a_norm_over_all_heads_of_a_token_is_that_of_the_definition(door: Door) -> None:
+def test_a_norm_over_all_heads_of_a_token_is_that_of_the_definition(door):
     positions = [Rope(), PAIRED[0], NoPosition(), PAIRED[1]]
     for turn, norm in enumerate(WIDE):
         dtype = DTYPES[turn % 3]
@@ -229,8 +222,8 @@ def test_a_norm_over_all_heads_of_a_token_is_that_of_the_definition(door: Door) 
 @in_triton
 @pytest.mark.usefixtures("_poisoned")
 def test_any_number_of_heads_fills_tiles_or_not_and_too_many_for_one_norm_are_torchs(
-    door: Door,
-) -> None:
+    door,
+):
     wide = LayerNorm(over="layer", gain="head_dim")
     # More heads than a tile has, none of which they fill.
     for norm in (RMSNorm(gain="head_dim"), wide):
@@ -246,8 +239,8 @@ def test_any_number_of_heads_fills_tiles_or_not_and_too_many_for_one_norm_are_to
 
 
 def test_gains_near_zero_keep_their_gradients_and_nan_shows_in_its_row(
-    door: Door,
-) -> None:
+    door,
+):
     door.keeps, t = True, 33 if door.name == "native" else 2
     case = case_of(RMSNorm(gain="dim"), Rope(), t, 64)
     for smallest in (0.0, 1e-30, -0.3):
@@ -265,7 +258,7 @@ def test_gains_near_zero_keep_their_gradients_and_nan_shows_in_its_row(
         assert k.isnan().sum() == k[0, 1, 2].isnan().sum() == 16
 
 
-def test_positions_of_each_sequence_are_its_own(door: Door) -> None:
+def test_positions_of_each_sequence_are_its_own(door):
     case = case_of(RMSNorm(), Rope(), 6, 16)
     pos = torch.tensor([[0, 1, 2, 3, 4, 5], [7, 7, 8, 9, 1, 0]])
     theirs = case[0].encode(*case[1:3], pos, pos, case[3])
@@ -273,15 +266,13 @@ def test_positions_of_each_sequence_are_its_own(door: Door) -> None:
 
 
 @pytest.mark.parametrize("norm", [RMSNorm(), L2Norm(gain="head")])
-def test_a_rotation_before_a_norm_that_commutes_is_the_same(
-    norm: Norm, door: Door
-) -> None:
+def test_a_rotation_before_a_norm_that_commutes_is_the_same(norm, door):
     position = Rope(order="rotate_then_norm", pairing="half_reversed")
     check(case_of(norm, position, 9, 16), repr(norm))
 
 
 @pytest.mark.usefixtures("_poisoned")
-def test_every_number_is_written(door: Door) -> None:
+def test_every_number_is_written(door):
     for i, norm in enumerate((RMSNorm(gain="dim"), LayerNorm(gain="head_dim"))):
         case = case_of(norm, Rope(rotary=0.5), 2, 48, layout=i + 2)
         above = [torch.ones_like(x) for x in case[1:3]]
@@ -289,7 +280,7 @@ def test_every_number_is_written(door: Door) -> None:
         assert all(x.isfinite().all() for x in numbers)
 
 
-def test_rows_by_hand(door: Door) -> None:
+def test_rows_by_hand(door):
     x = torch.tensor([3.0, 4.0] + [0.0] * 6).view(1, 1, 1, 8)
     y = norm_rope(door.operators, x, torch.tensor(2.0), None, 1, 0.0, False)
     rms = (25 / 8) ** 0.5
@@ -304,7 +295,7 @@ def test_rows_by_hand(door: Door) -> None:
     assert grad.flatten().tolist() == 2 * [0.25, *[0.0] * 7]
 
 
-def test_a_rotation_is_differentiable_twice_and_a_norm_once(door: Door) -> None:
+def test_a_rotation_is_differentiable_twice_and_a_norm_once(door):
     for norm in (NoNorm(), RMSNorm()):
         case = case_of(norm, Rope(), 4, 16)
         leaves = [x.requires_grad_() for x in case[1:3]]  # type: ignore[union-attr]
@@ -321,7 +312,7 @@ def test_a_rotation_is_differentiable_twice_and_a_norm_once(door: Door) -> None:
 
 @pytest.mark.slow
 @in_triton
-def test_torch_accepts_the_operators_of_triton(door: Door) -> None:
+def test_torch_accepts_the_operators_of_triton(door):
     ops, table = torch.ops.qkeel_triton, [torch.rand(1, 1, 2, 8) for _ in range(2)]
     x, y = torch.randn(1, 2, 2, 16), torch.randn(1, 1, 2, 16)
     gain = torch.rand(16) + 0.5
@@ -338,7 +329,7 @@ def test_torch_accepts_the_operators_of_triton(door: Door) -> None:
         torch.library.opcheck(getattr(ops, name).default, arguments)
 
 
-def test_what_is_not_for_them_is_left_to_torch_bit_for_bit(door: Door) -> None:
+def test_what_is_not_for_them_is_left_to_torch_bit_for_bit(door):
     specs = [
         AttentionSpec(),
         AttentionSpec(norm=LayerNorm(gain="dim", bias=True), position=Rope()),
@@ -370,7 +361,7 @@ def test_what_is_not_for_them_is_left_to_torch_bit_for_bit(door: Door) -> None:
     assert encode.fused(spec, x, x, pos, pos, far) is None
 
 
-def test_a_key_that_needs_no_encoding_is_not_copied() -> None:
+def test_a_key_that_needs_no_encoding_is_not_copied():
     q, k, pos = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8), torch.arange(5)[None]
     ours = encode.encoded(AttentionSpec(), q, k, pos[:, 4:], pos, {})
     assert ours[0] is q
@@ -379,7 +370,7 @@ def test_a_key_that_needs_no_encoding_is_not_copied() -> None:
 
 @pytest.mark.slow
 @in_triton
-def test_a_compiled_module_is_one_graph_with_the_operator_in_it(door: Door) -> None:
+def test_a_compiled_module_is_one_graph_with_the_operator_in_it(door):
     # In a process of its own: the compiler does not go with checked annotations.
     path = Path(__file__).parent / "triton_kernels" / "whole_graph.py"
     done = forked.python([path.name], path.parent)

@@ -1,7 +1,5 @@
 """A NaN or infinity in the only key that a query sees reaches the output, as by the definition in float64."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -14,8 +12,8 @@ import qkeel
 @pytest.mark.parametrize("native", ["0", "1"])
 @pytest.mark.parametrize("tokens", [(1, 1), (5, 5), (1, 5)])
 def test_what_is_not_finite_in_the_only_key_is_not_finite_in_the_output(
-    tokens: tuple[int, int], native: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tokens, native, monkeypatch
+):
     monkeypatch.setenv("QKEEL_NATIVE", native)
     t, s = tokens
     for preset, d, value, groups in itertools.product(
@@ -34,9 +32,7 @@ def test_what_is_not_finite_in_the_only_key_is_not_finite_in_the_output(
         assert torch.equal(out.isfinite(), true.isfinite()), (preset, d, value, groups)
 
 
-def test_with_a_gradient_one_query_of_one_key_keeps_the_gradients_of_other_heads() -> (
-    None
-):
+def test_with_a_gradient_one_query_of_one_key_keeps_the_gradients_of_other_heads():
     q, k, v = (torch.randn(1, 2, 1, 12) for _ in range(3))
     k[0, 0, 0, 0] = math.nan
     leaves = [x.requires_grad_() for x in (q, k, v)]

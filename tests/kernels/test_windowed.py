@@ -1,7 +1,5 @@
 """ReRoPE in three triangles is ReRoPE in one matrix: outputs and gradients, at every length around the window."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -26,9 +24,7 @@ from qkeel.spec.call import make_call
 )
 @pytest.mark.parametrize("leak", [None, 3.0, 1 / 16])
 @pytest.mark.parametrize("groups", [4, 2, 1])
-def test_outputs_and_gradients_are_those_of_the_whole_matrix(
-    window: int, t: int, leak: float | None, groups: int
-) -> None:
+def test_outputs_and_gradients_are_those_of_the_whole_matrix(window, t, leak, groups):
     position = (
         ReRope(window=window)
         if leak is None
@@ -54,11 +50,11 @@ class Mine(ReRope):
 
     __slots__ = ()
 
-    def formula(self) -> str:
+    def formula(self):
         return "a position of its own"
 
 
-def test_it_is_chosen_where_it_can_and_says_why_where_it_cannot() -> None:
+def test_it_is_chosen_where_it_can_and_says_why_where_it_cannot():
     q = torch.randn(1, 2, 12, 8)
     spec, mine = (
         AttentionSpec(position=ReRope(window=4)),

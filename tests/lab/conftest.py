@@ -1,10 +1,5 @@
 """A run small enough to be done in a tenth of a second."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from qkeel.lab import DataConfig, ModelConfig, OptimConfig, RunConfig
@@ -24,10 +19,10 @@ TINY = RunConfig(
 
 
 @pytest.fixture(scope="session")
-def tiny() -> Callable[..., RunConfig]:
+def tiny():
     """A tiny configuration; keywords are those of `with_values`."""
 
-    def make(**fields: Any) -> RunConfig:
+    def make(**fields):
         return with_values(TINY, **fields)
 
     return make

@@ -1,22 +1,18 @@
 """Processes that are killed at random instants, and what is left of them."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.forked import forkserver
 
 from qkeel.lab import RunConfig, Watcher, run
-from qkeel.lab.executors import Job, Outcome, work
+from qkeel.lab.executors import work
 
 
-def session(leader: int) -> list[int]:
+def session(leader):
     """Living processes of a session, from /proc."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -29,7 +25,7 @@ def session(leader: int) -> list[int]:
     return found
 
 
-def survivors(leader: int, seconds: float) -> list[int]:
+def survivors(leader, seconds):
     """The processes of a session that are still there after some seconds."""
     deadline = time.monotonic() + seconds
     while session(leader) and time.monotonic() < deadline:
@@ -38,13 +34,13 @@ def survivors(leader: int, seconds: float) -> list[int]:
 
 
 def kill_until_done(
-    work: Callable[..., None],
-    args: tuple[Any, ...],
+    work,
+    args,
     *,
-    longest: float,
-    seed: int,
-    kills: int,
-) -> None:
+    longest,
+    seed,
+    kills,
+):
     """Runs `work` in processes of its own, the first of them killed within `longest` seconds, until one ends well."""
     context, instants = forkserver(), random.Random(seed)
     for attempt in range(kills + 1):
@@ -57,13 +53,13 @@ def kill_until_done(
     assert child.exitcode == 0
 
 
-def die_in_the_first_run(job: Job) -> Outcome:
+def die_in_the_first_run(job):
     """Computes a run, but its process dies in one of them, the first time, after its checkpoint."""
     mark = Path(job.directory).parent.parent / "lock.died"
     if job.config["seed"] == 1 and job.config["remedy"] == "none" and not mark.exists():
         mark.touch()
 
-        def kill(record: object) -> None:
+        def kill(record):
             if record["step"] == 8:  # type: ignore[index]
                 os.kill(os.getpid(), signal.SIGKILL)
 

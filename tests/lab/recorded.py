@@ -1,28 +1,23 @@
 """What runs and studies have recorded, but for what depends on the machine and its load."""
 
-from __future__ import annotations
-
 import csv
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from qkeel.records import RunDirectory
 
 TIMES = ("cpu_seconds", "tokens_per_second", "mfu")
 
 
-def timeless(record: Mapping[str, Any]) -> dict[str, Any]:
+def timeless(record):
     return {name: value for name, value in record.items() if name not in TIMES}
 
 
-def table(out: Path) -> list[dict[str, str]]:
+def table(out):
     """The table.csv of a study."""
     with open(out / "table.csv", newline="") as file:
         return [timeless(row) for row in csv.DictReader(file)]
 
 
-def numbers(directory: Path | RunDirectory) -> dict[str, Any]:
+def numbers(directory):
     """The lines, the summary and the numbers of heads of a run."""
     place = (
         directory if isinstance(directory, RunDirectory) else RunDirectory(directory)

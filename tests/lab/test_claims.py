@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ Make = Callable[..., RunConfig]
 GRID = Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=[0, 1])
 
 
-def foreign_claim(directory: RunDirectory, number: int, age: float = 0.0) -> Path:
+def foreign_claim(directory, number, age=0.0):
     """Leaves a claim that another machine touched `age` seconds ago."""
     directory.path.mkdir(exist_ok=True)
     path = directory.path / f"claim.{number}"
@@ -42,8 +41,8 @@ def foreign_claim(directory: RunDirectory, number: int, age: float = 0.0) -> Pat
 
 
 def test_a_claim_holds_until_it_expires_or_its_process_on_this_machine_ends(
-    tiny: Make, tmp_path: Path
-) -> None:
+    tiny, tmp_path
+):
     directory = RunDirectory(tmp_path / "r")
     foreign_claim(directory, 3, age=EXPIRY / 2)
     with pytest.raises(RunInUseError, match="in use by another machine"):
@@ -57,12 +56,10 @@ def test_a_claim_holds_until_it_expires_or_its_process_on_this_machine_ends(
     assert run(tiny(), left.path).status is RunStatus.DONE
 
 
-def test_a_process_whose_claim_was_taken_over_writes_nothing_more(
-    tiny: Make, tmp_path: Path
-) -> None:
+def test_a_process_whose_claim_was_taken_over_writes_nothing_more(tiny, tmp_path):
     directory = RunDirectory(tmp_path / "r")
 
-    def take_over(record: Mapping[str, Any]) -> None:
+    def take_over(record):
         if record["step"] == 4:
             (path,) = directory.path.glob("claim.*")
             foreign_claim(directory, int(path.suffix[1:]) + 1)
@@ -76,14 +73,12 @@ def test_a_process_whose_claim_was_taken_over_writes_nothing_more(
     assert run(tiny(), directory.path).metrics()[-1]["val_loss"] == whole["val_loss"]
 
 
-def test_of_two_that_see_an_expired_claim_one_gets_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_that_see_an_expired_claim_one_gets_the_run(tmp_path, monkeypatch):
     directory = RunDirectory(tmp_path / "r")
     foreign_claim(directory, 1, age=EXPIRY + 5)
     newest, looks = claims._newest, []
 
-    def look(run_directory: RunDirectory) -> object:
+    def look(run_directory):
         claim = newest(run_directory)
         looks.append(claim)
         if len(looks) == 2:  # between the look and the claim
@@ -99,8 +94,8 @@ def test_of_two_that_see_an_expired_claim_one_gets_the_run(
 
 
 def test_a_holder_gives_signs_of_life_and_keeps_others_of_its_machine_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(claims, "HEARTBEAT", 0.01)
     directory = RunDirectory(tmp_path / "r")
     with claimed(directory) as claim:
@@ -114,19 +109,19 @@ def test_a_holder_gives_signs_of_life_and_keeps_others_of_its_machine_out(
         assert claim.path.stat().st_mtime > 1
 
 
-def command(config: RunConfig, out: Path) -> None:
+def command(config, out):
     result = run_plan(make_plan("lr", config, GRID), out)
     assert not result.failures
     assert [row["status"] for row in result.table] == ["done"] * 4
 
 
 def test_two_commands_on_one_folder_share_the_runs_and_both_end_with_the_whole_table(
-    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny, tmp_path, monkeypatch
+):
     monkeypatch.setattr(execute, "BUSY_WAIT", 0.05)
     others: list[Any] = []
 
-    def start_another(outcome: object) -> None:
+    def start_another(outcome):
         if not others:
             arguments = (tiny(), tmp_path / "shared")
             others.append(forkserver().Process(target=command, args=arguments))
@@ -140,9 +135,7 @@ def test_two_commands_on_one_folder_share_the_runs_and_both_end_with_the_whole_t
     assert table(tmp_path / "shared") == table(tmp_path / "alone")
 
 
-def test_a_run_that_another_process_trains_is_waited_for(
-    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_another_process_trains_is_waited_for(tiny, tmp_path, monkeypatch):
     plan, out = make_plan("lr", tiny(), GRID), tmp_path / "s"
     run_plan(
         make_plan("lr", tiny(), Grid(remedies=["none"], lrs=[0.1], seeds=[0])), out
@@ -151,7 +144,7 @@ def test_a_run_that_another_process_trains_is_waited_for(
     directory = RunDirectory(out / "runs" / busy.run_id)
     claim, looks, ended = foreign_claim(directory, 1), [], []
 
-    def look(seconds: float) -> None:
+    def look(seconds):
         looks.append(seconds)
         if len(looks) == 2:
             claim.unlink()

@@ -18,12 +18,12 @@ from qkeel.lab import ImagesConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.lab.config import with_values
 
 
-def test_a_configuration_survives_json() -> None:
+def test_a_configuration_survives_json():
     config = with_values(RunConfig(), model={"n_kv_heads": 2}, optim={"name": "muon"})
     assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_what_makes_another_run_and_what_does_not() -> None:
+def test_what_makes_another_run_and_what_does_not():
     config = RunConfig(device="cuda")
     for same in (
         {"checkpoint_every": 7},
@@ -108,21 +108,19 @@ REFUSED: list[tuple[dict[str, object], type[QkeelError], str]] = [
 
 
 @pytest.mark.parametrize(("values", "kind", "words"), REFUSED)
-def test_what_a_run_cannot_be_is_refused(
-    values: dict[str, object], kind: type[QkeelError], words: str
-) -> None:
+def test_what_a_run_cannot_be_is_refused(values, kind, words):
     with pytest.raises(kind) as error:
         RunConfig.from_dict(values)
     assert words in str(error.value)
 
 
-def test_a_setting_that_is_gone_is_ignored_where_it_said_what_is_done_now() -> None:
+def test_a_setting_that_is_gone_is_ignored_where_it_said_what_is_done_now():
     old = RunConfig().to_dict()
     old["data"] |= {"tokens": "bytes", "needle": 0.0}
     assert RunConfig.from_dict(old) == RunConfig()
 
 
-def test_sections_must_be_the_dataclasses() -> None:
+def test_sections_must_be_the_dataclasses():
     assert dataclasses.replace(RunConfig(), images=ImagesConfig(), optim=OptimConfig())
     with pytest.raises(InvalidTypeError):
         RunConfig(optim={"lr": 0.1})  # type: ignore[arg-type]

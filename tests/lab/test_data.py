@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,20 +13,20 @@ from qkeel.lab.config import DataConfig
 from qkeel.lab.text import batch, heldout, load, split
 
 
-def text(n: int, seed: int = 0) -> bytes:
+def text(n, seed=0):
     return np.random.default_rng(seed).integers(97, 123, n).astype(np.uint8).tobytes()
 
 
-def data(path: Path | str, **options: Any) -> DataConfig:
+def data(path, **options):
     return DataConfig(source=str(path), **{"context": 8, "batch": 2, **options})
 
 
-def size(source: Path | str) -> int:
+def size(source):
     corpus = load(data(source))
     return len(corpus.train) + len(corpus.heldout)
 
 
-def test_batches_are_a_function_of_seed_and_step() -> None:
+def test_batches_are_a_function_of_seed_and_step():
     config = DataConfig(source="topics")
     corpus = load(config)
     first = [batch(corpus, config, 3, step) for step in range(4)]
@@ -39,7 +38,7 @@ def test_batches_are_a_function_of_seed_and_step() -> None:
     assert (first[0].shape, first[0].dtype) == ((8, 33), np.int64)
 
 
-def test_heldout_windows_are_fixed_and_spread_over_the_heldout_part() -> None:
+def test_heldout_windows_are_fixed_and_spread_over_the_heldout_part():
     corpus = load(DataConfig(source="topics"))
     windows, whole = heldout(corpus, 32, 16), corpus.heldout.tobytes()
     assert (windows == heldout(corpus, 32, 16)).all()
@@ -47,7 +46,7 @@ def test_heldout_windows_are_fixed_and_spread_over_the_heldout_part() -> None:
     assert max(np.diff(sorted([0, *places, 1]))) < 0.2
 
 
-def test_files_are_held_out_whole_by_the_hash_of_their_content() -> None:
+def test_files_are_held_out_whole_by_the_hash_of_their_content():
     texts = [text(1000 + 10 * i, seed=i) for i in range(50)]
     train, held = split(texts)
     assert sorted(train + held) == sorted(texts)
@@ -61,7 +60,7 @@ def test_files_are_held_out_whole_by_the_hash_of_their_content() -> None:
     assert split([whole]) == ([whole[:900]], [whole[900:]])
 
 
-def test_the_stdlib_is_text_without_tests_and_is_loaded_once() -> None:
+def test_the_stdlib_is_text_without_tests_and_is_loaded_once():
     corpus = load(DataConfig())
     assert (corpus.vocab_size, corpus.loss_unit) == (256, "byte")
     assert len(corpus.train) > 5_000_000
@@ -70,8 +69,8 @@ def test_the_stdlib_is_text_without_tests_and_is_loaded_once() -> None:
 
 
 def test_files_folders_and_patterns_are_read_again_when_a_file_changes_or_is_added(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     for i in range(12):
         (tmp_path / f"f{i}.txt").write_bytes(text(200, seed=i))
     (tmp_path / "sub").mkdir()
@@ -91,7 +90,7 @@ def test_files_folders_and_patterns_are_read_again_when_a_file_changes_or_is_add
     assert load(pattern).sha256 != changed.sha256
 
 
-def test_token_files_are_train_and_val_or_one_that_is_cut(tmp_path: Path) -> None:
+def test_token_files_are_train_and_val_or_one_that_is_cut(tmp_path):
     np.arange(100, dtype="<u2").tofile(tmp_path / "train.bin")
     np.arange(50, dtype="<u2").tofile(tmp_path / "val.bin")
     for source in (tmp_path, tmp_path / "train.bin"):
@@ -105,7 +104,7 @@ def test_token_files_are_train_and_val_or_one_that_is_cut(tmp_path: Path) -> Non
     assert (len(corpus.heldout), corpus.vocab_size) == (20, 200)
 
 
-def write(path: Path, content: bytes) -> Path:
+def write(path, content):
     path.write_bytes(content)
     return path
 
@@ -133,15 +132,13 @@ BAD: dict[str, Callable[[Path], DataConfig]] = {
 
 
 @pytest.mark.parametrize("words", BAD)
-def test_bad_corpora_get_one_clear_error(words: str, tmp_path: Path) -> None:
+def test_bad_corpora_get_one_clear_error(words, tmp_path):
     with pytest.raises(QkeelError, match=words):
         load(BAD[words](tmp_path))
 
 
-def test_an_unreadable_file_is_a_data_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
+def test_an_unreadable_file_is_a_data_error(tmp_path, monkeypatch):
+    def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
     path = write(tmp_path / "secret.txt", text(500))

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ Make = Callable[..., RunConfig]
 GRID = Grid(remedies=["none"], lrs=[0.1], seeds=[0, 1])
 
 
-def test_names_and_options_that_do_not_exist_are_refused() -> None:
+def test_names_and_options_that_do_not_exist_are_refused():
     with pytest.raises(UnknownNameError, match="slurm"):
         parse_executor("slrum")
     for text in ("ray+dask", "loky:jobs=2", "ray:address=auto"):
@@ -43,17 +43,15 @@ PACKAGES = {"loky": "joblib", "ray": "ray", "dask": "distributed", "slurm": "sub
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_the_package_that_is_missing_is_named(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_package_that_is_missing_is_named(name, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, PACKAGES[name], None)
     with pytest.raises(QkeelError, match=rf"pip install .*{PACKAGES[name]}"):
         list(outcomes([Job({}, "a", ""), Job({}, "b", "")], 2, name, tmp_path))
 
 
 def test_a_library_that_lacks_one_of_its_own_is_told_apart_from_one_that_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    monkeypatch, tmp_path
+):
     (tmp_path / "broken_outside.py").write_text("import not_there_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
     broken = "broken_outside imports not_there_at_all"
@@ -65,13 +63,11 @@ def test_a_library_that_lacks_one_of_its_own_is_told_apart_from_one_that_is_miss
 
 
 def test_jobs_have_absolute_paths_and_results_that_are_not_seen_here_are_errors(
-    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny, tmp_path, monkeypatch
+):
     directories: list[str] = []
 
-    def elsewhere(
-        jobs: list[Job], workers: int, executor: str, folder: Path
-    ) -> Iterator[Outcome]:
+    def elsewhere(jobs, workers, executor, folder):
         assert (workers, executor, folder) == (2, "dask", tmp_path / "study")
         for i, job in enumerate(jobs):
             directories.append(job.directory)
@@ -92,9 +88,7 @@ def test_jobs_have_absolute_paths_and_results_that_are_not_seen_here_are_errors(
 # Slurm: what is submitted, to commands that only keep it.
 
 
-def test_what_is_submitted_to_slurm(
-    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_submitted_to_slurm(tiny, tmp_path, monkeypatch):
     submitit = pytest.importorskip("submitit")
     # For results of a job that has failed.
     monkeypatch.setattr(submitit.Job, "_results_timeout_s", 0)
@@ -128,8 +122,8 @@ def test_what_is_submitted_to_slurm(
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["loky", "ray", "dask", "slurm:cluster=local"])
 def test_what_a_killed_worker_leaves_is_continued_by_the_same_command(
-    place: str, tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    place, tiny, tmp_path, monkeypatch
+):
     pytest.importorskip(PACKAGES[place.partition(":")[0]])
     # Workers import what kills them from there.
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
@@ -151,8 +145,8 @@ def test_what_a_killed_worker_leaves_is_continued_by_the_same_command(
 
 
 def test_a_single_job_is_done_in_this_process_however_many_workers_there_are(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    monkeypatch, tmp_path
+):
     monkeypatch.setattr(executors, "_by_joblib", lambda *_: pytest.fail("a process"))
     monkeypatch.setattr(executors, "work", lambda job: Outcome(job.directory))
     (outcome,) = outcomes([Job({}, "a", "")], 2, "loky", tmp_path)

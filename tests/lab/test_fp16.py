@@ -1,10 +1,7 @@
 """Training in fp16 with a dynamic loss scale, and in bf16: overflow is recorded, and company changes nothing."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +13,12 @@ from qkeel.records import RunDirectory
 Make = Callable[..., RunConfig]
 
 
-def events(place: Path) -> list[str]:
+def events(place):
     lines = [str(line["event"]) for line in RunDirectory(place).events()]
     return [line for line in lines if line != "resumed"]
 
 
-def begin_at(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
+def begin_at(monkeypatch, scale):
     """Lets runs begin with this loss scale."""
     scaler = functools.partial(torch.amp.GradScaler, init_scale=scale)
     monkeypatch.setattr(checkpoint, "GradScaler", scaler)
@@ -29,8 +26,8 @@ def begin_at(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_an_overflow_skips_the_step_is_recorded_and_a_cut_run_goes_on_to_the_same_bits(
-    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
-) -> None:
+    tiny, tmp_path, monkeypatch, optimizer
+):
     begin_at(monkeypatch, 2.0**22)
     optim, remedy = {"lr": 0.01, "name": optimizer}, "lalr:tau=0.3+qk_clip"
     config = tiny(dtype="fp16", optim=optim, remedy=remedy, log_every=1)
@@ -49,8 +46,8 @@ def test_an_overflow_skips_the_step_is_recorded_and_a_cut_run_goes_on_to_the_sam
 
 
 def test_a_forward_pass_that_overflows_stops_the_run_and_says_so(
-    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny, tmp_path, monkeypatch
+):
     begin_at(monkeypatch, 2.0)
     optim = {"lr": 1e6, "grad_clip": 0.0}
     place = run(tiny(dtype="fp16", optim=optim, steps=30), tmp_path / "a")
@@ -62,9 +59,7 @@ def test_a_forward_pass_that_overflows_stops_the_run_and_says_so(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_trains_near_fp32(
-    tiny: Make, tmp_path: Path, dtype: str
-) -> None:
+def test_half_precision_trains_near_fp32(tiny, tmp_path, dtype):
     # At a rate at which rounding does not grow from step to step, compared with what training gains.
     half, full = (
         run(tiny(dtype=kind, optim={"lr": 0.003}), tmp_path / kind)

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ Make = Callable[..., RunConfig]
 Save = Callable[..., Path]
 
 
-def test_the_digits_are_the_1797_of_the_set_a_tenth_of_each_held_out() -> None:
+def test_the_digits_are_the_1797_of_the_set_a_tenth_of_each_held_out():
     digits = load_pictures("digits", 8)
     assert digits.pixels.shape == (1797, 8, 8, 1)
     assert set(np.unique(digits.pixels * 16)) == set(range(17))
@@ -45,7 +44,7 @@ def test_the_digits_are_the_1797_of_the_set_a_tenth_of_each_held_out() -> None:
     assert not sides[0] & sides[1]
 
 
-def test_patches_are_cut_row_by_row_and_grey_is_the_luma_of_colour() -> None:
+def test_patches_are_cut_row_by_row_and_grey_is_the_luma_of_colour():
     image = np.arange(16, dtype=np.float32).reshape(1, 4, 4, 1)
     assert patches(image, 2)[0].tolist() == [
         [[0, 1, 4, 5], [2, 3, 6, 7]],
@@ -57,10 +56,10 @@ def test_patches_are_cut_row_by_row_and_grey_is_the_luma_of_colour() -> None:
 
 
 @pytest.fixture
-def save(tmp_path: Path) -> Save:
+def save(tmp_path):
     image = pytest.importorskip("PIL.Image")
 
-    def save(name: str, seed: int = 0, size: int = 8, mode: str = "L") -> Path:
+    def save(name, seed=0, size=8, mode="L"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         channels = {"L": (), "RGB": (3,), "RGBA": (4,)}[mode]
@@ -72,7 +71,7 @@ def save(tmp_path: Path) -> Save:
     return save
 
 
-def test_folders_are_classes(save: Save, tmp_path: Path) -> None:
+def test_folders_are_classes(save, tmp_path):
     for i, name in enumerate(("cat", "dog")):
         for j in range(3):
             save(f"{name}/{j}.png", 3 * i + j, mode="RGB")
@@ -104,15 +103,13 @@ WRONG: dict[str, Callable[[Save], object]] = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(
-    words: str, save: Save, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(words, save, tmp_path):
     WRONG[words](save)
     with pytest.raises(DataError, match=words):
         load_pictures(str(tmp_path), 8)
 
 
-def test_a_source_that_is_none_is_refused() -> None:
+def test_a_source_that_is_none_is_refused():
     with pytest.raises(DataError, match="8 × 8"):
         load_pictures("digits", 16)
     with pytest.raises(DataError, match="cannot find images 'nowhere'"):
@@ -123,7 +120,7 @@ def test_a_source_that_is_none_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def fused(tiny: Make) -> Make:
+def fused(tiny):
     """A run on images and text; keywords are fields of the images."""
     data = {"task": "multimodal", "context": 96, "batch": 4}
     return lambda **images: tiny(
@@ -132,8 +129,8 @@ def fused(tiny: Make) -> Make:
 
 
 def test_a_batch_is_a_function_of_seed_and_step_with_targets_and_their_kinds(
-    fused: Make,
-) -> None:
+    fused,
+):
     task = FusedTask(fused(image_share=1.0))
     first = task.batch(3, 5)
     assert torch.equal(first.inputs, task.batch(3, 5).inputs)
@@ -151,7 +148,7 @@ def test_a_batch_is_a_function_of_seed_and_step_with_targets_and_their_kinds(
 
 
 @pytest.mark.parametrize("first", [0.0, 1.0])
-def test_an_image_stands_before_its_caption_or_after(fused: Make, first: float) -> None:
+def test_an_image_stands_before_its_caption_or_after(fused, first):
     task = FusedTask(fused(image_share=1.0, image_first=first, canvas=1))
     words = [f"{word}\n" for word in load_pictures("digits", 8).classes]
     for row in task.batch(0, 0).inputs.tolist():
@@ -163,7 +160,7 @@ def test_an_image_stands_before_its_caption_or_after(fused: Make, first: float) 
         assert (start == 0) == (first == 1.0)
 
 
-def test_the_share_of_sequences_with_an_image_is_as_asked(fused: Make) -> None:
+def test_the_share_of_sequences_with_an_image_is_as_asked(fused):
     task = FusedTask(fused(image_share=0.4))
     counts = [
         int((task.batch(0, step).inputs == BEGIN).any(1).sum()) for step in range(200)
@@ -171,7 +168,7 @@ def test_the_share_of_sequences_with_an_image_is_as_asked(fused: Make) -> None:
     assert np.mean(counts) == pytest.approx(1.6, abs=0.1)
 
 
-def test_a_code_says_what_its_patch_looks_like(fused: Make) -> None:
+def test_a_code_says_what_its_patch_looks_like(fused):
     task = FusedTask(fused(levels=17, patch=1, canvas=1))
     digits = load_pictures("digits", 8)
     assert np.array_equal(task.codes, (digits.pixels[..., 0] * 16).round().astype(int))
@@ -186,8 +183,8 @@ def test_a_code_says_what_its_patch_looks_like(fused: Make) -> None:
 
 
 def test_held_out_images_are_never_trained_on_and_the_probe_is_the_same_for_every_mix(
-    fused: Make,
-) -> None:
+    fused,
+):
     task = FusedTask(fused())
     assert not set(task.train) & set(task.held)
     assert load_pictures("digits", 8).held[task.held].all()
@@ -197,9 +194,7 @@ def test_held_out_images_are_never_trained_on_and_the_probe_is_the_same_for_ever
 
 
 @pytest.mark.parametrize("way", ["codes", "patches"])
-def test_image_embeddings_start_with_the_variance_asked_for(
-    fused: Make, way: str
-) -> None:
+def test_image_embeddings_start_with_the_variance_asked_for(fused, way):
     """So do queries: E‖q‖² = σ² ‖W_q‖_F², but for a norm before them."""
     config = with_values(
         fused(image_input=way, image_variance=16.0), model={"d_model": 64}
@@ -222,9 +217,7 @@ def test_image_embeddings_start_with_the_variance_asked_for(
     assert queries[2] / queries[3] == pytest.approx(1.0, rel=0.25)
 
 
-def test_a_run_records_losses_norms_logits_and_weights_by_modality(
-    fused: Make, tmp_path: Path
-) -> None:
+def test_a_run_records_losses_norms_logits_and_weights_by_modality(fused, tmp_path):
     place = run(fused(), tmp_path / "r")
     first, last = place.metrics()[0], place.metrics()[-1]
     names = ("query_norm/image", "key_norm/text", "last_block_norm/image")
@@ -243,8 +236,8 @@ def test_a_run_records_losses_norms_logits_and_weights_by_modality(
 
 
 def test_dropout_is_a_function_of_seed_and_step_so_a_stopped_run_goes_on_to_the_same_bits(
-    fused: Make, tmp_path: Path
-) -> None:
+    fused, tmp_path
+):
     config = dataclasses.replace(fused(), remedy="dropout:rate=0.5")
     whole = run(config, tmp_path / "whole").metrics()[-1]
     answers = iter([False, False, True])
@@ -258,8 +251,8 @@ def test_dropout_is_a_function_of_seed_and_step_so_a_stopped_run_goes_on_to_the_
 
 
 def test_the_study_has_a_part_for_each_mix_and_its_table_the_modalities(
-    fused: Make, tmp_path: Path
-) -> None:
+    fused, tmp_path
+):
     mixes = ["text", "patches:norm=none"]
     grid = Grid(remedies=["none"], lrs=[0.01], seeds=[0], mixes=mixes)
     plan = make_plan("multimodal", fused(), grid)
@@ -272,9 +265,7 @@ def test_the_study_has_a_part_for_each_mix_and_its_table_the_modalities(
     assert "val_loss/image" in head
 
 
-def test_what_does_not_fit_is_refused_with_the_reason(
-    fused: Make, tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_refused_with_the_reason(fused, tmp_path):
     np.arange(4000, dtype=np.uint16).tofile(tmp_path / "a.bin")
     cases: list[tuple[Callable[[], object], str]] = [
         (
@@ -300,8 +291,8 @@ def test_what_does_not_fit_is_refused_with_the_reason(
 
 
 @pytest.fixture
-def vision(tiny: Make) -> Make:
-    def make(**fields: Any) -> RunConfig:
+def vision(tiny):
+    def make(**fields):
         model = {"d_model": 32, "n_layers": 1, "attention": "vit"}
         data = {"task": "vision", "batch": 32, "context": 16}
         sizes = {"steps": 60, "log_every": 20, "eval_sequences": 256, **fields}
@@ -311,8 +302,8 @@ def vision(tiny: Make) -> Make:
 
 
 def test_training_images_are_a_function_of_seed_and_step_and_never_held_out(
-    vision: Make,
-) -> None:
+    vision,
+):
     task = VisionTask(vision())
     assert torch.equal(task.batch(0, 1).inputs, task.batch(0, 1).inputs)
     assert task.batch(0, 1).inputs.shape == (32, 16, 4)
@@ -322,7 +313,7 @@ def test_training_images_are_a_function_of_seed_and_step_and_never_held_out(
     assert set(task.heldout(64).targets.tolist()) == set(range(10))
 
 
-def test_a_small_vit_learns_the_digits(vision: Make, tmp_path: Path) -> None:
+def test_a_small_vit_learns_the_digits(vision, tmp_path):
     place = run(vision(), tmp_path / "r")
     first, last = place.metrics()[0], place.metrics()[-1]
     assert first["val_accuracy"] < 0.3
@@ -332,9 +323,7 @@ def test_a_small_vit_learns_the_digits(vision: Make, tmp_path: Path) -> None:
     assert last["tokens"] == 60 * 32 * 16
 
 
-def test_images_of_one_class_are_refused(
-    vision: Make, save: Save, tmp_path: Path
-) -> None:
+def test_images_of_one_class_are_refused(vision, save, tmp_path):
     for i in range(3):
         save(f"cat/{i}.png", i)
     with pytest.raises(DataError, match="vision expects at least 2"):

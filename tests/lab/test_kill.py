@@ -1,20 +1,16 @@
 """A study killed at any instant goes on to the bit-identical table."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from tests.forked import forkserver
 from tests.lab.killing import kill_until_done, session, survivors
 from tests.lab.recorded import table
 
-from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
+from qkeel.lab import Execution, Grid, make_plan, run_plan
 
 PATIENCE = 60  # seconds after which a worker counts as living on: these train for longer, and load does not decide
 GRID = Grid(
@@ -22,13 +18,13 @@ GRID = Grid(
 )
 
 
-def study(config: RunConfig, out: str, workers: int = 1) -> None:
+def study(config, out, workers=1):
     if workers > 1:
         os.setsid()
     run_plan(make_plan("lr", config, GRID), out, Execution(workers=workers))
 
 
-def files(out: Path) -> dict[str, bytes]:
+def files(out):
     """What must not depend on the kills; times and what says how often a run was resumed do."""
     names = ("heads.f32", "heads.json", "config.json", "env.json", "study.json")
     paths = [path for path in out.rglob("*") if path.name in names]
@@ -37,8 +33,8 @@ def files(out: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_study_killed_at_random_instants_ends_with_the_bit_identical_table(
-    kills: int, tiny: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+    kills, tiny, tmp_path
+):
     config = tiny(steps=24, checkpoint_every=3)
     study(config, str(tmp_path / "whole"))
     cut = str(tmp_path / "cut")
@@ -50,9 +46,7 @@ def test_a_study_killed_at_random_instants_ends_with_the_bit_identical_table(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.timeout(1800)
-def test_workers_die_with_the_study_from_their_first_instant_on(
-    tiny: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+def test_workers_die_with_the_study_from_their_first_instant_on(tiny, tmp_path):
     """Half of the kills come in the first tenth of a second of a worker's life, before it has imported anything."""
     config, instants = tiny(steps=100_000), random.Random(40)
     for n in range(10):

@@ -6,12 +6,11 @@ import csv
 import dataclasses
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkeel import reference
 from qkeel.errors import (
@@ -21,7 +20,7 @@ from qkeel.errors import (
     RunDirectoryError,
     UnknownNameError,
 )
-from qkeel.lab import Grid, LongContexts, Plan, RunConfig, make_plan, run_plan
+from qkeel.lab import Grid, LongContexts, RunConfig, make_plan, run_plan
 from qkeel.lab.angles import Range, cosine_ranges, observed, outside
 from qkeel.lab.build_run import layers
 from qkeel.lab.checkpoint import RunState, load
@@ -31,7 +30,7 @@ from qkeel.lab.studies import by_position, continued
 from qkeel.lab.text import Corpus, long_texts
 from qkeel.nn.attention import SpecModule
 from qkeel.records import RunDirectory, read_json
-from qkeel.spec import ALiBi, AttentionCall, Fixed, L2Norm, NoPosition, ReRope
+from qkeel.spec import ALiBi, Fixed, L2Norm, NoPosition, ReRope
 from qkeel.spec.presets import attention_spec
 
 Make = Callable[..., RunConfig]
@@ -40,32 +39,32 @@ CONTEXTS = LongContexts(posthoc=("none", CLIPPED), test_lengths=(32, 16), sequen
 
 
 def plan(
-    tiny: Make,
-    forms: tuple[str, ...] = ("baseline", "kna"),
-    contexts: LongContexts = CONTEXTS,
-) -> Plan:
+    tiny,
+    forms=("baseline", "kna"),
+    contexts=CONTEXTS,
+):
     grid = Grid(remedies=forms, lrs=(0.1,), seeds=(0,), blocks=("gau",))
     return make_plan("extrapolation", tiny(steps=4), grid, contexts)
 
 
-def table(out: Path) -> list[dict[str, str]]:
+def table(out):
     with open(out / "table.csv", newline="") as file:
         return list(csv.DictReader(file))
 
 
 @pytest.fixture(scope="module")
-def once(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def once(tiny, tmp_path_factory):
     out = tmp_path_factory.mktemp("once") / "s"
     assert not run_plan(plan(tiny), out).failures
     return out
 
 
 @pytest.fixture
-def done(once: Path, tmp_path: Path) -> Path:
+def done(once, tmp_path):
     return shutil.copytree(once, tmp_path / "s")
 
 
-def hits(model: nn.Module, windows: Tensor) -> float:
+def hits(model, windows):
     """The share of tokens that are predicted rightly, one text after the other."""
     shares = [
         (model(text[None, :-1])[0].argmax(-1) == text[1:]).double().mean()
@@ -75,7 +74,7 @@ def hits(model: nn.Module, windows: Tensor) -> float:
 
 
 @torch.no_grad()
-def test_the_numbers_are_those_of_the_weights_text_by_text(done: Path) -> None:
+def test_the_numbers_are_those_of_the_weights_text_by_text(done):
     (row,) = [
         row
         for row in table(done)
@@ -96,9 +95,7 @@ def test_the_numbers_are_those_of_the_weights_text_by_text(done: Path) -> None:
     assert {name: float(row[name]) for name in shares} == pytest.approx(shares)
 
 
-def test_a_killed_study_measures_what_is_missing_and_trains_nothing_again(
-    done: Path, tiny: Make
-) -> None:
+def test_a_killed_study_measures_what_is_missing_and_trains_nothing_again(done, tiny):
     before = (done / "table.csv").read_bytes()
     place = RunDirectory(done / "runs" / table(done)[0]["run_id"])
     weights, file = (
@@ -115,8 +112,8 @@ def test_a_killed_study_measures_what_is_missing_and_trains_nothing_again(
 
 
 def test_the_directory_takes_more_forms_methods_and_lengths_but_not_another_measure(
-    done: Path, tiny: Make
-) -> None:
+    done, tiny
+):
     first = {tuple(row.values()) for row in table(done)}
     more = LongContexts(posthoc=("ntk",), test_lengths=(24,), sequences=3)
     run_plan(plan(tiny, ("cosa",), more), done)
@@ -133,8 +130,8 @@ def test_the_directory_takes_more_forms_methods_and_lengths_but_not_another_meas
 
 
 def test_what_a_form_refuses_is_an_empty_row_and_a_method_may_be_for_one_form(
-    tiny: Make, tmp_path: Path
-) -> None:
+    tiny, tmp_path
+):
     contexts = LongContexts(
         posthoc=("kna_logn/log_n", "kna/ntk"), test_lengths=(16,), sequences=1
     )
@@ -151,7 +148,7 @@ def test_what_a_form_refuses_is_an_empty_row_and_a_method_may_be_for_one_form(
     assert len(place.long_contexts()) == 1
 
 
-def test_blocks_have_the_sizes_that_are_compared() -> None:
+def test_blocks_have_the_sizes_that_are_compared():
     grid = Grid(
         remedies=("kna",), lrs=(0.1,), seeds=(0,), blocks=("gau", "mha1", "mha4")
     )
@@ -168,12 +165,12 @@ def test_blocks_have_the_sizes_that_are_compared() -> None:
     assert len(make_plan("extrapolation").runs) == 8 * 2
 
 
-def formulas(model: nn.Module) -> set[str]:
+def formulas(model):
     modules = [m for m in model.modules() if isinstance(m, SpecModule)]
     return {module.spec.position.formula() for module in modules}
 
 
-def test_a_method_changes_every_layer_and_is_undone(tiny: Make) -> None:
+def test_a_method_changes_every_layer_and_is_undone(tiny):
     run = RunState(plan(tiny).runs[0].config)
     model, ntk, before = run.model, Method.parse("ntk"), formulas(run.model)
     with changed(model, ntk, 8, 32):
@@ -193,7 +190,7 @@ def test_a_method_changes_every_layer_and_is_undone(tiny: Make) -> None:
     assert continued(256) == [f"{method}@256" for method in methods]
 
 
-def test_long_texts_never_cross_from_one_document_into_the_next() -> None:
+def test_long_texts_never_cross_from_one_document_into_the_next():
     lengths = [5, 40, 9, 33, 32, 100]
     tokens = np.repeat(np.arange(6, dtype=np.uint8), lengths)
     sides = {"train": tokens, "heldout": tokens, "ends": np.cumsum(lengths)}
@@ -206,7 +203,7 @@ def test_long_texts_never_cross_from_one_document_into_the_next() -> None:
         long_texts(corpus, 128, 1)
 
 
-def test_methods_joined_by_a_plus_are_applied_one_after_the_other(tiny: Make) -> None:
+def test_methods_joined_by_a_plus_are_applied_one_after_the_other(tiny):
     method = Method.parse(f"kna/{CLIPPED}+log_n@32")
     assert str(method) == f"kna/{CLIPPED}+log_n@32"
     assert method.label == f"{CLIPPED}+log_n@32"
@@ -225,7 +222,7 @@ def test_methods_joined_by_a_plus_are_applied_one_after_the_other(tiny: Make) ->
             plan(tiny, contexts=LongContexts(posthoc=(posthoc,), test_lengths=(16,)))
 
 
-def test_forms_take_other_positions_and_gains(tiny: Make) -> None:
+def test_forms_take_other_positions_and_gains(tiny):
     positions = ["rope", "nope", "hwfa", "rerope"]
     forms = (*by_position(["kna"], positions), "cosa:gain=true")
     models = {run.form: run.config.model for run in plan(tiny, forms).runs}
@@ -249,14 +246,12 @@ def test_forms_take_other_positions_and_gains(tiny: Make) -> None:
     ],
 )
 @torch.no_grad()
-def test_angles_are_those_of_all_visible_pairs(
-    tiny: Make, form: str, method: str
-) -> None:
+def test_angles_are_those_of_all_visible_pairs(tiny, form, method):
     run = RunState(plan(tiny, (form,)).runs[0].config)
     tokens = torch.from_numpy(long_texts(run.task.corpus, 256, 2))[:, :-1]
     cosines: list[Tensor] = []
 
-    def keep(layer: int, call: AttentionCall) -> None:
+    def keep(layer, call):
         spec = dataclasses.replace(call.spec, scale=Fixed(1.0), norm=L2Norm())
         if isinstance(spec.position, ALiBi):
             spec = dataclasses.replace(spec, position=NoPosition())

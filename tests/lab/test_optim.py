@@ -25,14 +25,12 @@ from qkeel.lab.train import set_rate, train_step
 Make = Callable[..., RunConfig]
 
 
-def weights(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
+def weights(*shapes):
     generator = torch.Generator().manual_seed(1)
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
-def train(
-    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 5
-) -> None:
+def train(optimizer, params, steps=5):
     generator = torch.Generator().manual_seed(2)
     for _ in range(steps):
         for p in params:
@@ -41,7 +39,7 @@ def train(
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_muon_is_torchs_muon_up_to_its_bfloat16(decay: float) -> None:
+def test_muon_is_torchs_muon_up_to_its_bfloat16(decay):
     shapes = ((16, 16), (32, 16), (16, 32))
     ours, theirs = weights(*shapes), weights(*shapes)
     train(Muon([{"params": ours, "muon": True}], lr=0.02, weight_decay=decay), ours)
@@ -55,7 +53,7 @@ def test_muon_is_torchs_muon_up_to_its_bfloat16(decay: float) -> None:
         assert (a - b).norm() < 0.02 * (b - start).norm()
 
 
-def test_groups_and_gains_without_muon_are_adamw_bit_for_bit() -> None:
+def test_groups_and_gains_without_muon_are_adamw_bit_for_bit():
     ours, theirs = weights((4, 3), (5,)), weights((4, 3), (5,))
     options = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1}
     train(Muon([{"params": ours}], **options), ours)
@@ -75,8 +73,8 @@ def test_groups_and_gains_without_muon_are_adamw_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_weight_decay_is_for_matrices_and_every_parameter_is_in_one_group(
-    name: str,
-) -> None:
+    name,
+):
     model = build_decoder(ModelConfig(d_model=16, n_heads=2), vocab_size=11)
     optimizer = build_optimizer(OptimConfig(name=name, weight_decay=0.1), model)  # type: ignore[arg-type]
     groups = optimizer.param_groups
@@ -93,7 +91,7 @@ def test_weight_decay_is_for_matrices_and_every_parameter_is_in_one_group(
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])
-def test_schedules_by_hand(schedule: str) -> None:
+def test_schedules_by_hand(schedule):
     config = OptimConfig(lr=2.0, schedule=schedule, warmup=0.1)  # type: ignore[arg-type]
     warm = [learning_rate(config, s, 100) for s in range(11)]
     assert warm == pytest.approx([0.2 * (s + 1) for s in range(10)] + [2.0])
@@ -110,7 +108,7 @@ def test_schedules_by_hand(schedule: str) -> None:
         assert all(0 < rate <= 1 for rate in rates)
 
 
-def changes(tiny: Make, parametrisation: str, width: int) -> dict[str, float]:
+def changes(tiny, parametrisation, width):
     """The root mean square by which 5 steps change what leaves the last block, the attention's output, and logits."""
     sizes = {"d_model": width, "n_heads": 4, "base_width": 32, "base_head_dim": 8}
     config = tiny(
@@ -132,7 +130,7 @@ def changes(tiny: Make, parametrisation: str, width: int) -> dict[str, float]:
 
 
 @torch.no_grad()
-def activations(run: RunState) -> dict[str, Tensor]:
+def activations(run):
     outputs: dict[str, Tensor] = {}
     hooks = [
         run.model.get_submodule(name).register_forward_hook(
@@ -147,8 +145,8 @@ def activations(run: RunState) -> dict[str, Tensor]:
 
 
 def test_under_mup_the_change_of_activations_does_not_grow_with_width_and_else_it_does(
-    tiny: Make,
-) -> None:
+    tiny,
+):
     slopes = {}
     for parametrisation in ("standard", "mup"):
         narrow, wide = (changes(tiny, parametrisation, width) for width in (32, 256))
@@ -160,12 +158,12 @@ def test_under_mup_the_change_of_activations_does_not_grow_with_width_and_else_i
 
 
 def test_at_the_base_sizes_mup_is_the_standard_parametrisation_bit_for_bit(
-    tiny: Make,
-) -> None:
+    tiny,
+):
     assert changes(tiny, "mup", 32) == changes(tiny, "standard", 32)
 
 
-def test_scales_rates_and_decay_are_those_of_the_table(tiny: Make) -> None:
+def test_scales_rates_and_decay_are_those_of_the_table(tiny):
     model = {"d_model": 256, "n_heads": 4, "parametrisation": "mup"}
     optim = {"lr": 0.02, "warmup": 0.0, "schedule": "constant"}
     decay = {"weight_decay": 0.1, "decay": "independent"}

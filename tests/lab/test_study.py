@@ -8,7 +8,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from tests.lab.recorded import table
@@ -26,7 +25,6 @@ from qkeel.lab import (
     Execution,
     Grid,
     ModelConfig,
-    Plan,
     RunConfig,
     checkpoint,
     execute,
@@ -34,7 +32,6 @@ from qkeel.lab import (
     run_plan,
     train,
 )
-from qkeel.lab.checkpoint import RunState
 from qkeel.lab.executors import Job, Outcome, work
 from qkeel.lab.plan import Primary
 from qkeel.lab.quick_demo import quick_demo
@@ -51,7 +48,7 @@ NOTHING |= {"command": ""}
 ONE = Grid(remedies=["none"], lrs=[0.1], seeds=[0])
 
 
-def plan(tiny: Make, grid: Grid = FOUR, **fields: object) -> Plan:
+def plan(tiny, grid=FOUR, **fields):
     """Runs that end two steps after their first checkpoint."""
     return make_plan("lr", tiny(**{"steps": 6, **fields}), grid)
 
@@ -60,8 +57,8 @@ def plan(tiny: Make, grid: Grid = FOUR, **fields: object) -> Plan:
 
 
 def test_a_plan_is_the_product_in_grid_order_and_two_spellings_of_a_remedy_are_one(
-    tiny: Make,
-) -> None:
+    tiny,
+):
     remedies = ["none", "quack:tau=0.1", "lalr:tau=0.10"]
     made = plan(tiny, Grid(remedies=remedies, lrs=[0.1, 0.01], seeds=[1, 0]))
     assert made.grid.remedies == ("none", "lalr:tau=0.1")
@@ -75,7 +72,7 @@ def test_a_plan_is_the_product_in_grid_order_and_two_spellings_of_a_remedy_are_o
     ]
 
 
-def test_a_plan_is_checked_before_anything_is_written(tiny: Make) -> None:
+def test_a_plan_is_checked_before_anything_is_written(tiny):
     for remedies, kind in (
         (["none", "qk_nrom"], UnknownNameError),
         (["none", "qk_norm+lalr"], RefusedError),
@@ -95,8 +92,8 @@ def test_a_plan_is_checked_before_anything_is_written(tiny: Make) -> None:
 
 
 def test_every_combination_of_settings_is_a_part_and_one_value_is_that_of_all_runs(
-    tiny: Make,
-) -> None:
+    tiny,
+):
     sizes = {"d_model": [16, 32], "n_layers": [1, 2], "schedule": ["wsd"], "steps": [3]}
     runs = make_plan("lr", tiny(), dataclasses.replace(ONE, **sizes)).runs  # type: ignore[arg-type]
     assert [run.role for run in runs] == [
@@ -115,9 +112,7 @@ def test_every_combination_of_settings_is_a_part_and_one_value_is_that_of_all_ru
     )
 
 
-def test_a_command_takes_several_values_and_tunes_rates(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_takes_several_values_and_tunes_rates(tmp_path, capsys):
     flags = (
         "--remedies none --lrs 0.01 0.1 --seeds 0 --d-model 16 32 --n-heads 2 --context 8 --batch 2 --data topics "
         "--eval-sequences 2 --probe-sequences 2 --steps 2 --device cpu --jobs 1 --tune lr --tuning-seeds 5"
@@ -136,8 +131,8 @@ PARTS = ["mla, adamw", "mha, adamw", "mla, muon", "mha, muon"]
 
 
 def test_the_study_of_latent_attention_has_parts_that_join_and_are_shown_apart(
-    tiny: Make, tmp_path: Path
-) -> None:
+    tiny, tmp_path
+):
     made = make_plan("mla")
     assert len(made.runs) == 2 * 2 * 6 * 3 * 3
     assert list(dict.fromkeys(run.role for run in made.runs)) == PARTS
@@ -156,7 +151,7 @@ def test_the_study_of_latent_attention_has_parts_that_join_and_are_shown_apart(
     assert set(read_study(out).parts()) == set(PARTS)
 
 
-def test_what_one_part_cannot_be_is_refused_before_anything_runs(tiny: Make) -> None:
+def test_what_one_part_cannot_be_is_refused_before_anything_runs(tiny):
     # Multi-head attention would rotate pairs of 7 dimensions; MLA has head sizes of its own.
     odd = tiny(model=dataclasses.asdict(ModelConfig(d_model=16, n_heads=2, head_dim=7)))
     assert make_plan("mla", odd, dataclasses.replace(ONE, blocks=["mla"])).runs
@@ -165,7 +160,7 @@ def test_what_one_part_cannot_be_is_refused_before_anything_runs(tiny: Make) -> 
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_no_two_runs_of_a_study_have_the_same_title(name: str) -> None:
+def test_no_two_runs_of_a_study_have_the_same_title(name):
     study = STUDIES[name]
     seeds = study.grid.seeds[:2]  # a seed stands in a title as any other
     made = study.plan(None, dataclasses.replace(study.grid, seeds=seeds))
@@ -176,7 +171,7 @@ def test_no_two_runs_of_a_study_have_the_same_title(name: str) -> None:
 # Execution.
 
 
-def test_a_study_has_a_table_and_a_file_about_it(tiny: Make, tmp_path: Path) -> None:
+def test_a_study_has_a_table_and_a_file_about_it(tiny, tmp_path):
     ended: list[Outcome] = []
     execution = Execution(on_outcome=ended.append, command="qkeel study lr")
     result = run_plan(plan(tiny), tmp_path / "s", execution)
@@ -199,9 +194,7 @@ def test_a_study_has_a_table_and_a_file_about_it(tiny: Make, tmp_path: Path) -> 
     assert not again, "what is done is skipped"
 
 
-def test_a_study_takes_more_seeds_but_not_another_length(
-    tiny: Make, tmp_path: Path
-) -> None:
+def test_a_study_takes_more_seeds_but_not_another_length(tiny, tmp_path):
     out = tmp_path / "s"
     run_plan(plan(tiny, ONE), out, Execution(command="first"))
     ended: list[Outcome] = []
@@ -220,12 +213,10 @@ def test_a_study_takes_more_seeds_but_not_another_length(
     assert (out / "study.json").read_bytes() == before
 
 
-def test_a_failed_run_is_listed_and_does_not_stop_the_rest(
-    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_run_is_listed_and_does_not_stop_the_rest(tiny, tmp_path, monkeypatch):
     set_rate = train.set_rate
 
-    def fail(run: RunState, step: int) -> None:
+    def fail(run, step):
         if run.config.seed == 1 and step == 5:
             raise MemoryError("no memory left")
         set_rate(run, step)
@@ -242,8 +233,8 @@ def test_a_failed_run_is_listed_and_does_not_stop_the_rest(
 
 
 def test_a_study_refuses_to_mix_what_was_computed_otherwise(
-    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny, tmp_path, monkeypatch
+):
     text, out = tmp_path / "text.txt", tmp_path / "s"
     text.write_bytes(bytes(range(32, 127)) * 20)
     data = {"source": str(text)}
@@ -251,7 +242,7 @@ def test_a_study_refuses_to_mix_what_was_computed_otherwise(
     (place,) = (out / "runs").iterdir()
     env, before = read_json(place / "env.json"), (out / "study.json").read_bytes()
 
-    def refused(words: str) -> None:
+    def refused(words):
         with pytest.raises(RunDirectoryError, match=re.escape(words)):
             run_plan(plan(tiny, TWO, data=data), out)
         assert (out / "study.json").read_bytes() == before
@@ -292,9 +283,7 @@ def test_a_study_refuses_to_mix_what_was_computed_otherwise(
         ),
     ],
 )
-def test_a_directory_of_something_else_is_left_alone(
-    tiny: Make, tmp_path: Path, name: str, content: str
-) -> None:
+def test_a_directory_of_something_else_is_left_alone(tiny, tmp_path, name, content):
     (tmp_path / name).write_text(content)
     with pytest.raises(RunDirectoryError, match=r"study\.json"):
         run_plan(plan(tiny), tmp_path)
@@ -302,12 +291,12 @@ def test_a_directory_of_something_else_is_left_alone(
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_error_of_a_job_becomes_its_outcome(tiny: Make, tmp_path: Path) -> None:
+def test_an_error_of_a_job_becomes_its_outcome(tiny, tmp_path):
     (tmp_path / "other").write_text("")
     assert "not empty" in work(Job(tiny().to_dict(), str(tmp_path), "")).error
 
 
-def test_progress_reads_the_last_whole_line(tmp_path: Path) -> None:
+def test_progress_reads_the_last_whole_line(tmp_path):
     assert execute.last_step(tmp_path) == 0
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"ste')
     assert execute.last_step(tmp_path) == 20
@@ -317,8 +306,8 @@ def test_progress_reads_the_last_whole_line(tmp_path: Path) -> None:
 
 
 def test_a_rate_is_the_best_of_the_tuning_seeds_and_the_compared_seeds_have_no_say(
-    tiny: Make, tmp_path: Path
-) -> None:
+    tiny, tmp_path
+):
     grid = dataclasses.replace(ONE, lrs=[0.001, 0.1], tuning_seeds=[7])
     made, out = plan(tiny, grid, steps=4), tmp_path / "a"
     result = run_plan(made, out)
@@ -333,12 +322,12 @@ def test_a_rate_is_the_best_of_the_tuning_seeds_and_the_compared_seeds_have_no_s
         run_plan(plan(tiny, ONE, steps=4), out)
 
 
-def test_the_choice_by_hand(tiny: Make) -> None:
+def test_the_choice_by_hand(tiny):
     made = plan(
         tiny, dataclasses.replace(ONE, lrs=[0.01, 0.03, 0.1], tuning_seeds=[7, 8])
     )
 
-    def chosen(*losses: float) -> tuple[float, str, float | None]:
+    def chosen(*losses):
         rows = [
             {"run_id": run.config.run_id, "status": "done", "val_loss": loss}
             for run, loss in zip(tuning_plan(made).runs, losses, strict=True)
@@ -360,8 +349,8 @@ def test_the_choice_by_hand(tiny: Make) -> None:
 
 
 def test_the_demo_has_all_seeds_where_it_decides_and_one_elsewhere(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     demo = make_plan("demo")
     arms = collections.Counter(
         (run.config.remedy, run.config.optim.lr) for run in demo.runs
@@ -382,8 +371,8 @@ def test_the_demo_has_all_seeds_where_it_decides_and_one_elsewhere(
 
 
 def test_the_primary_comparison_is_recorded_and_kept_where_more_runs_join(
-    tiny: Make, tmp_path: Path
-) -> None:
+    tiny, tmp_path
+):
     out = tmp_path / "s"
     grid = Grid(remedies=["none", "qk_norm"], lrs=[0.04], seeds=[0])
     for seeds in ([0], [0, 1]):
@@ -397,9 +386,7 @@ def test_the_primary_comparison_is_recorded_and_kept_where_more_runs_join(
         run_plan(made, out)
 
 
-def test_the_quick_demo_shows_a_collapse_with_its_forecast_and_a_healthy_model() -> (
-    None
-):
+def test_the_quick_demo_shows_a_collapse_with_its_forecast_and_a_healthy_model():
     lines: list[str] = []
     quick_demo(lines.append)
     remedied = lines.index("with qk_norm:")

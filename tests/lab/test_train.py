@@ -7,7 +7,7 @@ import errno
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, d
 Make = Callable[..., RunConfig]
 
 
-def everything(directory: RunDirectory) -> dict[str, Any]:
+def everything(directory):
     """What must not depend on how often a run was interrupted."""
     weights = safetensors.torch.load_file(directory.checkpoint)
     bits = {name: t.numpy().tobytes() for name, t in weights.items()}
@@ -46,34 +46,34 @@ class Crash(BaseException):
     """As sudden as SIGKILL: nothing catches it."""
 
 
-def crash_after(step: int, error: BaseException | None = None) -> Watcher:
-    def on_record(record: Mapping[str, Any]) -> None:
+def crash_after(step, error=None):
+    def on_record(record):
         if record["step"] >= step:
             raise Crash if error is None else error
 
     return Watcher(on_record=on_record)
 
 
-def crashed(config: RunConfig, place: Path, step: int = 10) -> None:
+def crashed(config, place, step=10):
     with pytest.raises(Crash):
         run(config, place, watcher=crash_after(step))
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole(tiny, tmp_path_factory):
     """Everything of the tiny run that nothing interrupts."""
     return everything(run(tiny(), tmp_path_factory.mktemp("whole") / "r"))
 
 
 @pytest.fixture(scope="module")
-def cut(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cut(tiny, tmp_path_factory):
     """The directory of the tiny run that crashed at step 10; tests copy it."""
     place = tmp_path_factory.mktemp("cut") / "r"
     crashed(tiny(), place)
     return place
 
 
-def test_a_run_directory_holds_what_the_records_say(tiny: Make, tmp_path: Path) -> None:
+def test_a_run_directory_holds_what_the_records_say(tiny, tmp_path):
     config = tiny(eval_every=4, remedy="quack:tau=0.5")
     directory = run(config, tmp_path / "r", command="qkeel run")
     metrics, steps = directory.metrics(), [0, 2, 4, 6, 8, 10, 12]
@@ -110,8 +110,8 @@ RESUMED = [
 
 @pytest.mark.parametrize(("optimizer", "remedy", "model"), RESUMED)
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-    tiny: Make, tmp_path: Path, optimizer: str, remedy: str, model: dict[str, Any]
-) -> None:
+    tiny, tmp_path, optimizer, remedy, model
+):
     optim = {"name": optimizer, "weight_decay": 0.01, "z_loss": 1e-4}
     config = tiny(model=model, optim=optim, remedy=remedy)
     whole = run(config, tmp_path / "whole")
@@ -122,9 +122,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert any(event["event"] == "resumed" for event in cut.events())
 
 
-def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint(
-    tiny: Make, tmp_path: Path
-) -> None:
+def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint(tiny, tmp_path):
     config, answers = tiny(checkpoint_every=0), iter([False] * 4 + [True])
     watcher = Watcher(should_stop=lambda: next(answers))
     with pytest.raises(KeyboardInterrupt):
@@ -137,11 +135,11 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint(
 
 
 def test_a_run_whose_directory_is_moved_away_stops_at_its_next_write(
-    tiny: Make, tmp_path: Path, whole: dict[str, Any]
-) -> None:
+    tiny, tmp_path, whole
+):
     place, away = tmp_path / "r", tmp_path / "away"
 
-    def move(record: Mapping[str, Any]) -> None:
+    def move(record):
         if record["step"] == 4:
             place.rename(away)
 
@@ -152,16 +150,14 @@ def test_a_run_whose_directory_is_moved_away_stops_at_its_next_write(
     assert everything(run(tiny(), away)) == whole
 
 
-def test_a_finished_run_is_not_run_again(tiny: Make, tmp_path: Path) -> None:
+def test_a_finished_run_is_not_run_again(tiny, tmp_path):
     run(tiny(), tmp_path / "r")
     before = (tmp_path / "r" / "metrics.jsonl").read_bytes()
     run(tiny(checkpoint_every=3), tmp_path / "r", watcher=crash_after(0))
     assert (tmp_path / "r" / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_directory_of_something_else_is_left_alone(
-    tiny: Make, tmp_path: Path
-) -> None:
+def test_a_directory_of_something_else_is_left_alone(tiny, tmp_path):
     (tmp_path / "thesis.tex").write_text("words")
     with pytest.raises(RunDirectoryError, match=r"no config\.json"):
         run(tiny(), tmp_path)
@@ -173,9 +169,7 @@ def test_a_directory_of_something_else_is_left_alone(
         run(tiny(), tmp_path / "thesis.tex" / "run")
 
 
-def test_a_corpus_that_changed_is_noticed_and_no_folder_is_named(
-    tiny: Make, tmp_path: Path
-) -> None:
+def test_a_corpus_that_changed_is_noticed_and_no_folder_is_named(tiny, tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(32, 127)) * 20)
     config = tiny(data={"source": str(text)})
@@ -196,14 +190,14 @@ def test_a_corpus_that_changed_is_noticed_and_no_folder_is_named(
     ],
 )
 def test_a_torn_file_is_named_and_the_run_starts_again(
-    tiny: Make,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    name: str,
-    words: str,
-    whole: dict[str, Any],
-    cut: Path,
-) -> None:
+    tiny,
+    tmp_path,
+    caplog,
+    name,
+    words,
+    whole,
+    cut,
+):
     path = shutil.copytree(cut, tmp_path / "r") / name
     path.write_bytes(path.read_bytes()[:40])
     assert everything(run(tiny(), tmp_path / "r")) == whole
@@ -212,12 +206,12 @@ def test_a_torn_file_is_named_and_the_run_starts_again(
 
 
 def test_records_in_another_order_are_noticed_and_torn_ends_written_again(
-    tiny: Make,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    whole: dict[str, Any],
-    cut: Path,
-) -> None:
+    tiny,
+    tmp_path,
+    caplog,
+    whole,
+    cut,
+):
     place = shutil.copytree(cut, tmp_path / "r")
     for name in ("metrics.jsonl", "heads.f32", "events.jsonl"):
         with open(place / name, "ab") as file:
@@ -231,8 +225,8 @@ def test_records_in_another_order_are_noticed_and_torn_ends_written_again(
 
 
 def test_a_configuration_or_checkpoint_of_another_run_is_refused_and_nothing_deleted(
-    tiny: Make, tmp_path: Path
-) -> None:
+    tiny, tmp_path
+):
     for name, remedy in (("a", "none"), ("b", "qk_norm")):
         crashed(tiny(remedy=remedy), tmp_path / name, 6)
     for name in ("last/state.safetensors", "metrics.jsonl", "heads.f32"):
@@ -259,16 +253,16 @@ BAD: list[tuple[dict[str, Any], type[QkeelError]]] = [
 
 @pytest.mark.parametrize(("values", "kind"), BAD)
 def test_bad_configurations_fail_before_anything_is_written(
-    tiny: Make, tmp_path: Path, values: dict[str, Any], kind: type[QkeelError]
-) -> None:
+    tiny, tmp_path, values, kind
+):
     with pytest.raises(kind):
         run(tiny(**values), tmp_path / "r")
     assert not (tmp_path / "r").exists()
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_as_collapsed_again_and_again(
-    tiny: Make, tmp_path: Path
-) -> None:
+    tiny, tmp_path
+):
     wild = {"name": "sgd", "lr": 1e30, "grad_clip": 0.0, "warmup": 0.0}
     directory = run(tiny(optim=wild), tmp_path / "r")
     summary = directory.summary()
@@ -283,8 +277,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_as_collapsed_again_and_again(
 
 
 def test_an_exception_in_training_is_recorded_and_the_next_attempt_goes_on(
-    tiny: Make, tmp_path: Path, whole: dict[str, Any]
-) -> None:
+    tiny, tmp_path, whole
+):
     directory, error = RunDirectory(tmp_path / "r"), NonFiniteError("NaN in a weight")
     with pytest.raises(NonFiniteError):
         run(tiny(), directory.path, watcher=crash_after(6, error))
@@ -295,19 +289,19 @@ def test_an_exception_in_training_is_recorded_and_the_next_attempt_goes_on(
 
 
 def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(
-    tiny: Make,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    whole: dict[str, Any],
-) -> None:
+    tiny,
+    tmp_path,
+    monkeypatch,
+    whole,
+):
     append, fsync = disk.append, os.fsync
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path, data):
         if b'"step": 6,' in data:
             raise RunDirectoryError("No space left on device")
         append(path, data)
 
-    def full_in_a_checkpoint(descriptor: int) -> None:
+    def full_in_a_checkpoint(descriptor):
         name = os.readlink(f"/proc/self/fd/{descriptor}")
         if (
             "state.safetensors" in name
@@ -330,9 +324,7 @@ def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(
         assert everything(run(tiny(), tmp_path / name)) == whole
 
 
-def test_measuring_does_not_change_training_nor_threads(
-    tiny: Make, tmp_path: Path
-) -> None:
+def test_measuring_does_not_change_training_nor_threads(tiny, tmp_path):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -348,15 +340,13 @@ def test_measuring_does_not_change_training_nor_threads(
     assert timeless(last[0]) == timeless(last[1])
 
 
-def test_a_run_may_be_steered_by_an_autopilot(tiny: Make, tmp_path: Path) -> None:
+def test_a_run_may_be_steered_by_an_autopilot(tiny, tmp_path):
     config = tiny(remedy="autopilot", steps=20, optim={"lr": 0.3})
     assert run(config, tmp_path / "r").summary()["remedy"] == "autopilot"
 
 
 @pytest.mark.parametrize("remedy", ["none", "qk_norm"])
-def test_the_recorded_logit_change_is_that_of_one_step(
-    tiny: Make, tmp_path: Path, remedy: str
-) -> None:
+def test_the_recorded_logit_change_is_that_of_one_step(tiny, tmp_path, remedy):
     config = resolve(tiny(remedy=remedy, log_every=1, steps=2))
     records = run(config, tmp_path / "r").metrics()
     assert records[0]["logit_change"] is None
@@ -377,7 +367,7 @@ def test_the_recorded_logit_change_is_that_of_one_step(
             assert records[step + 1]["logit_change"] == pytest.approx(change, rel=1e-4)
 
 
-def test_a_batch_in_parts_has_the_gradient_of_the_whole(tiny: Make) -> None:
+def test_a_batch_in_parts_has_the_gradient_of_the_whole(tiny):
     config = tiny(data={"batch": 6}, dtype="fp32")
     both = [RunState(config), RunState(dataclasses.replace(config, accumulate=3))]
     for step in range(2):
@@ -386,7 +376,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole(tiny: Make) -> None:
         assert float(other_norm) == pytest.approx(float(norm), rel=1e-4)
 
 
-def test_the_position_of_a_run_gets_its_training_length(tiny: Make) -> None:
+def test_the_position_of_a_run_gets_its_training_length(tiny):
     model = RunState(tiny(model={"n_layers": 3, "position": "hwfa"})).model
     reaches = [block.attention.spec.position.reach for block in model.blocks]  # type: ignore[union-attr]
     assert reaches == [3, 3, None]

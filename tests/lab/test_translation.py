@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -37,9 +36,7 @@ TINY = with_values(
 )
 
 
-def test_a_translation_has_the_words_of_each_clause_backwards_in_other_letters() -> (
-    None
-):
+def test_a_translation_has_the_words_of_each_clause_backwards_in_other_letters():
     assert translated(b"a big, old: \xe9 x1") == b"coh e, umf: \xe9 y1"
     text = load(TINY.data).train[:20_000].tobytes()
     second = translated(text)
@@ -52,7 +49,7 @@ def test_a_translation_has_the_words_of_each_clause_backwards_in_other_letters()
             assert a != b
 
 
-def test_pairs_are_few_fixed_and_of_their_own_part_of_the_text() -> None:
+def test_pairs_are_few_fixed_and_of_their_own_part_of_the_text():
     state, text = RunState(resolve(TINY)), load(TINY.data)
     first = state.task.batch(3, 5)
     assert torch.equal(first.inputs, state.task.batch(3, 5).inputs)
@@ -71,7 +68,7 @@ def test_pairs_are_few_fixed_and_of_their_own_part_of_the_text() -> None:
     assert others.task.corpus.sha256 != state.task.corpus.sha256
 
 
-def test_the_model_predicts_from_the_whole_source_and_the_target_before() -> None:
+def test_the_model_predicts_from_the_whole_source_and_the_target_before():
     config = DecoderConfig(vocab_size=11, d_model=16, n_heads=2, base_width=8)
     model = EncoderDecoder(config, source=4).eval()
     model.init_weights(torch.Generator().manual_seed(0))
@@ -91,12 +88,10 @@ def test_the_model_predicts_from_the_whole_source_and_the_target_before() -> Non
         Decoder(config).blocks[0](x, context=x)
 
 
-def test_bleu_compares_greedy_translations_with_the_true_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bleu_compares_greedy_translations_with_the_true_ones(tmp_path, monkeypatch):
     calls: list[tuple[list[str], list[str]]] = []
 
-    def corpus_bleu(texts: list[str], references: list[list[str]]) -> SimpleNamespace:
+    def corpus_bleu(texts, references):
         calls.append((texts, *references))
         return SimpleNamespace(score=12.5)
 
@@ -122,9 +117,7 @@ def test_bleu_compares_greedy_translations_with_the_true_ones(
 
 
 @pytest.mark.slow
-def test_a_few_hundred_steps_teach_the_second_language_and_only_with_the_source() -> (
-    None
-):
+def test_a_few_hundred_steps_teach_the_second_language_and_only_with_the_source():
     config = with_values(
         TRANSLATION_BASE, device="cpu", steps=500, data={"pairs": 4000}
     )

@@ -1,7 +1,5 @@
 """The judgement of paired differences: against tables and scipy, by simulation, and at its edges."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -13,7 +11,7 @@ from qkeel.metrics import paired_effect
 from qkeel.metrics.paired_effect import coverage, quantile
 
 
-def test_quantiles_and_tails_are_those_of_the_tables() -> None:
+def test_quantiles_and_tails_are_those_of_the_tables():
     # Abramowitz & Stegun, table 26.10, and closed forms: t(1) is Cauchy's, t(2) is t / √(2 + t²).
     for level, freedom, t in (
         (0.95, 1, 12.7062),
@@ -31,7 +29,7 @@ def test_quantiles_and_tails_are_those_of_the_tables() -> None:
             assert coverage(t, freedom) == pytest.approx(expected, rel=1e-10, abs=1e-15)
 
 
-def test_one_study_by_hand_and_what_is_equal_undecided_or_the_same() -> None:
+def test_one_study_by_hand_and_what_is_equal_undecided_or_the_same():
     found = paired_effect([1.0, 2.0, 3.0, 4.0])
     assert found.mean == 2.5
     half = 3.182446 * math.sqrt(5 / 3 / 4)
@@ -73,7 +71,7 @@ def test_one_study_by_hand_and_what_is_equal_undecided_or_the_same() -> None:
     assert paired_effect([0.1, 0.1 + 1e-16]).high == math.inf
 
 
-def test_the_interval_is_scipys_at_every_level() -> None:
+def test_the_interval_is_scipys_at_every_level():
     values = np.array([0.3, -0.1, 0.25, 0.6, 0.02])
     for level in (0.5, 0.9, 0.95, 0.999):
         found = paired_effect(values, level=level)
@@ -95,12 +93,12 @@ def test_the_interval_is_scipys_at_every_level() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_judged_is_refused_in_one_sentence(bad: list[float]) -> None:
+def test_what_cannot_be_judged_is_refused_in_one_sentence(bad):
     with pytest.raises((InvalidValueError, InvalidTypeError), match="expected"):
         paired_effect(bad)
 
 
-def test_margin_and_level_are_checked() -> None:
+def test_margin_and_level_are_checked():
     for margin in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(InvalidValueError, match="margin"):
             paired_effect([1.0, 2.0], margin=margin)

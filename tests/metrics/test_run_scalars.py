@@ -1,7 +1,5 @@
 """Scalars of runs, against hand-worked numbers."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -27,13 +25,11 @@ LOSSES = st.lists(st.floats(0.1, 20), min_size=1, max_size=8)
         (1.0, math.inf, True),
     ],
 )
-def test_collapse_is_low_entropy_or_no_progress(
-    entropy: float, loss: float, expected: bool
-) -> None:
+def test_collapse_is_low_entropy_or_no_progress(entropy, loss, expected):
     assert collapsed(entropy, loss, init_loss=5.0) is expected
 
 
-def test_the_alarm_fires_at_the_first_step_above_the_threshold() -> None:
+def test_the_alarm_fires_at_the_first_step_above_the_threshold():
     records = [
         {"step": s, "max_logit": x}
         for s, x in ((0, 5.0), (10, 100.0), (20, 100.5), (30, 90.0))
@@ -46,7 +42,7 @@ def test_the_alarm_fires_at_the_first_step_above_the_threshold() -> None:
     assert alarm_step([{"step": 1}, {"step": 2, "max_logit": 3.0}], 1.0) == 2
 
 
-def test_spikes_are_far_above_the_window_before() -> None:
+def test_spikes_are_far_above_the_window_before():
     calm = [1.0, 1.1] * 10
     assert spike_score(calm) == 0
     assert spike_score([*calm, 9.0]) == pytest.approx(1 / 21)
@@ -58,7 +54,7 @@ def test_spikes_are_far_above_the_window_before() -> None:
     assert spike_score([]) == 0
 
 
-def test_the_error_of_a_stored_logit_is_its_spacing_over_the_root_of_twelve() -> None:
+def test_the_error_of_a_stored_logit_is_its_spacing_over_the_root_of_twelve():
     root = math.sqrt(12)
     for dtype, bits in (("fp8", 3), ("bf16", 7), ("fp16", 10), ("fp32", 23)):
         # 100 lies between 64 and 128.
@@ -67,6 +63,6 @@ def test_the_error_of_a_stored_logit_is_its_spacing_over_the_root_of_twelve() ->
     assert stored_logit_error(math.inf, "bf16") == math.inf
 
 
-def test_no_slope_goes_through_points_of_one_x() -> None:
+def test_no_slope_goes_through_points_of_one_x():
     assert slope(np.array([0.0, 2.0]), np.array([1.0, 2.0])) == 0.5
     assert math.isnan(slope(np.array([1.0, 1.0]), np.array([1.0, 2.0])))

@@ -5,41 +5,39 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from tests.contract.watch.small import Small, batch, hooks, small
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qkeel import watch
 from qkeel.distributed.reduce import SharedTable
 from qkeel.errors import QkeelWarning, RefusedError
 from qkeel.monitor import Layout, processes
-from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.weight_norms import WeightNorms
 
 STEPS = 5
 
 
-def boom(*args: object, **kwargs: object) -> Any:
+def boom(*args, **kwargs):
     raise ValueError("boom")
 
 
-def part(seed: int) -> Tensor:
+def part(seed):
     return batch(seed, b=4).chunk(2)[dist.get_rank()]
 
 
 def train(
-    watcher: Callable[[nn.Module, torch.optim.Optimizer], Monitor | None],
+    watcher,
     *,
-    wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
-    model: nn.Module | None = None,
-    during: Callable[[int, Any], None] = lambda step, monitor: None,
-    skip: Callable[[int], bool] = lambda step: False,
-) -> tuple[nn.Module, Any, list[str]]:
+    wrap=DistributedDataParallel,
+    model=None,
+    during=lambda step, monitor: None,
+    skip=lambda step: False,
+):
     """Five steps of two micro-batches; the model, the monitor and qkeel's warnings."""
     runner = wrap(small() if model is None else model)
     optimizer = torch.optim.AdamW(runner.parameters(), lr=1e-2)
@@ -60,33 +58,33 @@ def train(
     )
 
 
-def state(model: nn.Module) -> list[Tensor]:
+def state(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
+def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @functools.cache  # the same training, whatever a case does to the monitor
-def unwatched() -> list[Tensor]:
+def unwatched():
     return state(train(lambda m, o: None)[0])
 
 
-def unlike_sites_switch_all_off() -> None:
+def unlike_sites_switch_all_off():
     class Named(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.body = small()
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.body(x)
 
     model: Callable[[], nn.Module] = small if dist.get_rank() == 0 else Named
     off(train(lambda m, o: watch(m, o), model=model()), "do not see the same attention")
 
 
-def off(result: tuple[nn.Module, Any, list[str]], words: str, steps: int = 0) -> None:
+def off(result, words, steps=0):
     """The monitor has gone with one warning, and training has not noticed."""
     model, monitor, warned = result
     assert not monitor.active
@@ -97,8 +95,8 @@ def off(result: tuple[nn.Module, Any, list[str]], words: str, steps: int = 0) ->
     assert hooks(model) == []
 
 
-def a_fault_on_one_process(at: int, home: Any, name: str) -> None:
-    def during(step: int, monitor: Any) -> None:
+def a_fault_on_one_process(at, home, name):
+    def during(step, monitor):
         if step == at and dist.get_rank() == 1:
             setattr(home if home is not None else monitor._models.taps[0], name, boom)
 
@@ -110,14 +108,14 @@ def a_fault_on_one_process(at: int, home: Any, name: str) -> None:
             setattr(home, name, original)
 
 
-def faults_on_one_process_switch_all_off() -> None:
+def faults_on_one_process_switch_all_off():
     a_fault_on_one_process(2, None, "measure")
     a_fault_on_one_process(0, None, "measure")
     a_fault_on_one_process(2, WeightNorms, "read")
     a_fault_on_one_process(2, SharedTable, "split")
 
 
-def a_process_that_is_not_watched_makes_nobody_wait() -> None:
+def a_process_that_is_not_watched_makes_nobody_wait():
     patience, processes.PATIENCE = processes.PATIENCE, 1.0
     try:
         model, monitor, warned = train(
@@ -136,13 +134,13 @@ def a_process_that_is_not_watched_makes_nobody_wait() -> None:
         monitor.remove()
 
 
-def a_process_with_nothing_to_add_takes_part() -> None:
+def a_process_with_nothing_to_add_takes_part():
     class Plain(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
+        def __init__(self, module):
             super().__init__()
             self.module = module
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.module(x)
 
     layout = Layout(data=dist.get_rank())  # no wrapper shows that they train one model
@@ -160,13 +158,13 @@ def a_process_with_nothing_to_add_takes_part() -> None:
     monitor.remove()
 
 
-def what_changes_its_form_switches_all_off() -> None:
+def what_changes_its_form_switches_all_off():
     class Growing(Small):
         """On one process, from step 2 on, one layer only."""
 
         passes = 0
 
-        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        def forward(self, x, mask=None):
             self.passes += 1
             short = self.passes > 6 and dist.get_rank() == 1
             for block in [self.blocks[0]] if short else self.blocks:
@@ -183,7 +181,7 @@ def what_changes_its_form_switches_all_off() -> None:
     assert "measured at first" in warned[0] or "another process" in warned[0]
 
 
-def a_fault_in_the_search_of_a_sharded_model_is_one_of_all() -> None:
+def a_fault_in_the_search_of_a_sharded_model_is_one_of_all():
     """In one process, before its first pass is measured: in what begins it, before the search's passes, within one."""
     from torch.distributed.fsdp import fully_shard
 
@@ -211,10 +209,10 @@ def a_fault_in_the_search_of_a_sharded_model_is_one_of_all() -> None:
         dist.barrier()
 
 
-def one_process_closes() -> None:
+def one_process_closes():
     """The others learn it at the next measured step; nobody waits."""
 
-    def during(step: int, monitor: Monitor) -> None:
+    def during(step, monitor):
         if step == 2 and dist.get_rank() == 1:
             monitor.close()
 
@@ -225,7 +223,7 @@ def one_process_closes() -> None:
     assert all("was closed there" in one for one in warned)
 
 
-def models_that_are_trained_apart_are_recorded_apart() -> None:
+def models_that_are_trained_apart_are_recorded_apart():
     """Each process has the same weights at first, another batch, and no wrapper."""
     _, monitor, warned = train(lambda m, o: watch(m, o, rules=[]), wrap=lambda m: m)
     assert ["pass their places" in text for text in warned] == [True]
@@ -247,15 +245,15 @@ def models_that_are_trained_apart_are_recorded_apart() -> None:
 class Blind(nn.Module):
     """A part of a model without attention."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.linear(x)
 
 
-def a_process_without_attention_takes_part() -> None:
+def a_process_without_attention_takes_part():
     model = small() if dist.get_rank() == 0 else Blind()
     _, monitor, warned = train(lambda m, o: watch(m, o), wrap=lambda m: m, model=model)
     assert warned == [], warned
@@ -269,7 +267,7 @@ def a_process_without_attention_takes_part() -> None:
     assert "no attention" in off[2][0]
 
 
-def a_sharded_model_that_one_process_watches_makes_nobody_wait() -> None:
+def a_sharded_model_that_one_process_watches_makes_nobody_wait():
     from torch.distributed.fsdp import fully_shard
 
     patience, processes.PATIENCE = processes.PATIENCE, 1.0
@@ -284,7 +282,7 @@ def a_sharded_model_that_one_process_watches_makes_nobody_wait() -> None:
         assert "expected every process of this run to watch" in warned[-1]
 
 
-def flat_weights_are_refused_untouched() -> None:
+def flat_weights_are_refused_untouched():
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(small(), device_id=torch.device("cpu"))
@@ -297,16 +295,16 @@ def flat_weights_are_refused_untouched() -> None:
 class Returning(nn.Module):
     """Returns a scalar besides its output."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = small()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x):
         out = self.body(x)
         return out.square().mean(), out
 
 
-def a_scalar_may_be_the_loss_of_some_steps_only() -> None:
+def a_scalar_may_be_the_loss_of_some_steps_only():
     model = DistributedDataParallel(Returning())
     optimizer = torch.optim.AdamW(model.parameters())
     monitor, scalars = watch(model, optimizer), []

@@ -35,14 +35,14 @@ class Output:
 
 
 class Block(nn.Module):
-    def __init__(self, log: list[np.ndarray]) -> None:
+    def __init__(self, log):
         super().__init__()
         self.q, self.k, self.v, self.o = (
             nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
         )
         self.log, self.factor = log, 1.0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for f in (self.q, self.k, self.v)
@@ -58,7 +58,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Returns its numbers in one of several forms; checkpoints its blocks in one of several ways."""
 
-    def __init__(self, form: str, repeat: bool | None) -> None:
+    def __init__(self, form, repeat):
         super().__init__()
         self.logs: list[list[np.ndarray]] = [[] for _ in range(LAYERS)]
         self.blocks = nn.ModuleList([Block(log) for log in self.logs])
@@ -69,7 +69,7 @@ class Model(nn.Module):
         )  # repeat: None for no checkpoints, else whether they are reentrant
         self.loss: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         for block in self.blocks:
             x = (
                 block(x)
@@ -91,7 +91,7 @@ class Model(nn.Module):
                 return logits.detach()
 
 
-def losses(model: Model, output: Any) -> list[Tensor]:
+def losses(model, output):
     """The losses that can be computed from an output, each of them enough for a gradient."""
     match model.form:
         case "tensor":
@@ -111,7 +111,7 @@ class Program:
 
     FORMS = ("tensor", "tuple", "object", "itself")
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.draw = random.Random(seed)
         torch.manual_seed(seed)
         pick = self.draw.choice
@@ -142,17 +142,17 @@ class Program:
         self.right: list[tuple[np.ndarray, np.ndarray]] = []
         self.said: list[str] = []
 
-    def nothing(self) -> np.ndarray:
+    def nothing(self):
         return np.full((LAYERS, HEADS), ABSENT)
 
-    def batch(self) -> Tensor:
+    def batch(self):
         size = self.draw.choice([0.3, 1.0, 3.0, 8.0])
         return (
             torch.randn(self.draw.choice([1, 2]), self.draw.choice([4, 6]), WIDTH)
             * size
         )
 
-    def forward(self, x: Tensor, *, trained: bool, factor: float = 1.0) -> Any:
+    def forward(self, x, *, trained, factor=1.0):
         """Runs the model and notes its logits under its role."""
         for log in self.model.logs:
             log.clear()
@@ -168,7 +168,7 @@ class Program:
             self.others = np.maximum(self.others, top)
         return out
 
-    def train(self) -> None:
+    def train(self):
         """Passes that are trained."""
         way = self.draw.choice(
             ["one", "accumulate", "together", "two losses", "one of two", "grad"]
@@ -197,7 +197,7 @@ class Program:
             if self.draw.random() < 0.3:
                 self.disturb()
 
-    def disturb(self) -> None:
+    def disturb(self):
         """Passes that are not trained, in the modes in which programs run them."""
         kind = self.draw.choice(
             [
@@ -236,7 +236,7 @@ class Program:
             elif kind == "detached":
                 self.kept = [loss.detach() for loss in losses(self.model, out)]
 
-    def step(self) -> None:
+    def step(self):
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         if self.closure:
@@ -244,7 +244,7 @@ class Program:
             if self.draw.random() < 0.5:
                 self.disturb()
 
-            def again() -> float:
+            def again():
                 self.train()
                 return 0.0
 
@@ -264,11 +264,11 @@ class Program:
         self.trained, self.others = self.nothing(), self.nothing()
         return None
 
-    def run(self, steps: int = 3) -> None:
+    def run(self, steps=3):
         for _ in range(steps):
             self.step()
 
-    def __str__(self) -> str:
+    def __str__(self):
         return (
             f"form {self.model.form}, checkpoints {self.repeat}, training {self.model.training}, frozen {self.frozen}, "
             f"two optimizers {self.two}: {self.said}"
@@ -278,23 +278,23 @@ class Program:
 class Samples(qkeel.monitor.Sink):
     """Keeps every sample."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.samples: list[Any] = []
 
-    def open(self, about: Any) -> None:
+    def open(self, about):
         pass
 
-    def write(self, sample: Any) -> None:
+    def write(self, sample):
         self.samples.append(sample)
 
-    def alarm(self, alarm: Any) -> None:
+    def alarm(self, alarm):
         pass
 
-    def close(self, complete: bool) -> None:
+    def close(self, complete):
         pass
 
 
-def watch_differences(seed: int) -> list[str]:
+def watch_differences(seed):
     """What the records of a watched program say that is not so, each in a sentence."""
     program, kept = Program(seed), Samples()
     with warnings.catch_warnings():
@@ -321,7 +321,7 @@ def watch_differences(seed: int) -> list[str]:
     return [f"seed {seed}, {program}: {text}" for text in wrong]
 
 
-def clip_differences(seed: int) -> list[str]:
+def clip_differences(seed):
     """What qk_clip did in a program that is not what its trained passes ask for."""
     program, threshold = Program(seed), 1.5
     if program.frozen:
@@ -365,7 +365,7 @@ def clip_differences(seed: int) -> list[str]:
     return [f"seed {seed}, {program}: {text}" for text in wrong]
 
 
-def main(first: int, count: int) -> int:
+def main(first, count):
     checks: list[Callable[[int], list[str]]] = [watch_differences, clip_differences]
     wrong = [
         text

@@ -11,7 +11,7 @@ from qkeel.monitor import Alarm, Sample, Severity
 LAYERS = ("h.0.attn", "h.1.attn")
 
 
-def sample(step: int, *, phase: Any = "train", **heads: Any) -> Sample:
+def sample(step, *, phase="train", **heads):
     """Two layers, of 3 and of 2 heads; fields given as [[a, b, c], [d, e]]."""
     found = {
         "max_logit": [[1.0, 2.0, 3.0], [4.0, 14.23]],
@@ -26,7 +26,7 @@ def sample(step: int, *, phase: Any = "train", **heads: Any) -> Sample:
     return Sample(step=step, values=values, layers=LAYERS, heads=arrays, phase=phase)
 
 
-def alarm(severity: Severity = Severity.ALARM, step: int = 10, **rest: Any) -> Alarm:
+def alarm(severity=Severity.ALARM, step=10, **rest):
     made: dict[str, Any] = {
         "rule": "ceiling 1000",
         "value": 1200.0,
@@ -43,7 +43,7 @@ def alarm(severity: Severity = Severity.ALARM, step: int = 10, **rest: Any) -> A
     return Alarm(severity=severity, step=step, **made)
 
 
-def about() -> dict[str, Any]:
+def about():
     site = {"n_kv_heads": 1, "head_dim": 4, "how": "sdpa"}
     return {
         "model": "Toy",

@@ -1,9 +1,6 @@
 """What an active clip or a cap holds is not growing, and is judged as it enters the softmax."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,9 +23,7 @@ CLIPPED = np.where(STEPS < 120, 1.0 * STEPS, 120 + 20 * np.sin(STEPS))
 CLIP = {"a": LogitLimit(100.0, "qk_clip:threshold=100")}
 
 
-def history(
-    *layers: np.ndarray, limits: dict[str, LogitLimit] | None = None
-) -> History:
+def history(*layers, limits=None):
     values = np.stack(layers, 1)[..., None]
     return History(
         steps=STEPS,
@@ -39,30 +34,30 @@ def history(
     )
 
 
-def raised(records: History) -> dict[str, str]:
+def raised(records):
     return {alarm.rule: f"{alarm.layer}: {alarm.meaning}" for alarm in replay(records)}
 
 
-def test_a_head_that_a_clip_holds_at_its_bound_is_not_growing() -> None:
+def test_a_head_that_a_clip_holds_at_its_bound_is_not_growing():
     assert "growth" in raised(history(CLIPPED))
     held = raised(history(CLIPPED, limits=CLIP))
     assert list(held) == ["ceiling 100"]
     assert held["ceiling 100"].endswith("with qk_clip:threshold=100 active")
 
 
-def test_a_head_that_outgrows_its_clip_is_told_with_the_clip() -> None:
+def test_a_head_that_outgrows_its_clip_is_told_with_the_clip():
     free, escaping = raised(history(RISING)), raised(history(RISING, limits=CLIP))
     assert {"ceiling 1000", "growth", "forecast 1000"} <= set(escaping)
     assert set(escaping) == set(free)
     assert "with qk_clip:threshold=100 active" in escaping["growth"]
 
 
-def test_a_head_beside_those_that_are_held_is_still_forecast() -> None:
+def test_a_head_beside_those_that_are_held_is_still_forecast():
     records = history(CLIPPED, 0.9 * RISING, limits=CLIP)
     assert raised(records)["forecast 1000"].startswith("b: ")
 
 
-def test_a_cap_bounds_what_enters_the_softmax_and_how_far_it_may_grow() -> None:
+def test_a_cap_bounds_what_enters_the_softmax_and_how_far_it_may_grow():
     records = history(RISING)
     for cap, expected in ((20.0, []), (300.0, ["ceiling 100"])):
         heads = dict(records.heads)
@@ -77,16 +72,16 @@ def test_a_cap_bounds_what_enters_the_softmax_and_how_far_it_may_grow() -> None:
 
 
 class Capped(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.project = nn.Linear(8, 24, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
         return (20 * torch.tanh(q @ k.mT / 20)).softmax(-1) @ v
 
 
-def test_check_judges_a_capped_model_by_what_enters_the_softmax() -> None:
+def test_check_judges_a_capped_model_by_what_enters_the_softmax():
     model, x = Capped(), torch.randn(2, 5, 8)
     with torch.no_grad():
         model.project.weight[:16] *= 100
@@ -98,7 +93,7 @@ def test_check_judges_a_capped_model_by_what_enters_the_softmax() -> None:
     assert [*limits.values()] == [LogitLimit(20.0, "a cap of 20")]
 
 
-def test_the_active_remedy_is_named_in_advice_and_description(tmp_path: Path) -> None:
+def test_the_active_remedy_is_named_in_advice_and_description(tmp_path):
     model = qkeel.nn.Attention(d_model=8, n_heads=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = qkeel.apply(model, "qk_clip:threshold=100,steps=matched", optimizer)
@@ -118,6 +113,6 @@ def test_the_active_remedy_is_named_in_advice_and_description(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "spec", ["qk_clip:threshold=7", "softcap:cap=30", "lalr:tau=0.2"]
 )
-def test_a_remedy_is_named_as_in_its_spec(spec: str) -> None:
+def test_a_remedy_is_named_as_in_its_spec(spec):
     (remedy,) = qkeel.remedies.parse(spec)
     assert qkeel.remedies.parse(str(remedy)) == (remedy,)

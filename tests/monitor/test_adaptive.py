@@ -1,7 +1,5 @@
 """Cadences, and how an adaptive one follows the largest logit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.monitor.test_changes import Attention
@@ -11,7 +9,7 @@ from qkeel.monitor import Adaptive, Every, LogSpaced
 from qkeel.monitor.cadence import cadence
 
 
-def measured(jump: int | None, steps: int, every: Adaptive) -> list[int]:
+def measured(jump, steps, every):
     """The measured steps of a run whose logits grow 25-fold at one step and stay as they are otherwise."""
     torch.manual_seed(0)
     model = Attention()
@@ -28,11 +26,11 @@ def measured(jump: int | None, steps: int, every: Adaptive) -> list[int]:
         return [int(step) for step in monitor.history.steps]
 
 
-def test_intervals_double_while_the_logits_stay_as_they_are() -> None:
+def test_intervals_double_while_the_logits_stay_as_they_are():
     assert measured(None, 70, Adaptive(least=3, most=20)) == [0, 3, 9, 21, 41, 61]
 
 
-def test_after_a_jump_intervals_are_short_again() -> None:
+def test_after_a_jump_intervals_are_short_again():
     assert measured(12, 34, Adaptive(least=3, most=20)) == [0, 3, 9, 21, 24, 30]
 
 
@@ -49,14 +47,12 @@ def test_after_a_jump_intervals_are_short_again() -> None:
         ([5.0, -5.0], 2),
     ],
 )
-def test_the_interval_follows_the_changes_of_the_largest_logit(
-    tops: list[float], due: int
-) -> None:
+def test_the_interval_follows_the_changes_of_the_largest_logit(tops, due):
     every = Adaptive(least=2, most=8)
     assert next(step for step in range(1, 20) if every.due(step, 0, tops)) == due
 
 
-def test_a_cadence_is_a_number_or_an_object_and_says_so_otherwise() -> None:
+def test_a_cadence_is_a_number_or_an_object_and_says_so_otherwise():
     assert cadence(7) == Every(7)
     assert cadence(LogSpaced(per_decade=3)) == LogSpaced(per_decade=3)
     for bad in (0, -1):

@@ -1,9 +1,6 @@
 """Each rule fires on what it is for, names the place, is silent otherwise, and warns once."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,12 +25,12 @@ STEPS = np.arange(0, 101, 5)
 
 
 def history(
-    max_logit: np.ndarray | None = None,
-    entropy: np.ndarray | None = None,
+    max_logit=None,
+    entropy=None,
     *,
-    layers: tuple[str, ...] = (),
-    planned: PlannedRates | None = None,
-) -> History:
+    layers=(),
+    planned=None,
+):
     """Two layers of three heads, logits 5 and entropies 2 unless said for (layer 1, head 2)."""
     n = len(STEPS)
     values = {"max_logit": np.full((n, 2, 3), 5.0), "entropy": np.full((n, 2, 3), 2.0)}
@@ -47,16 +44,14 @@ def history(
     )
 
 
-def power(exponent: float, end: float) -> np.ndarray:
+def power(exponent, end):
     return end * (np.maximum(STEPS, 1) / STEPS[-1]) ** exponent
 
 
 @pytest.mark.parametrize(
     ("threshold", "severity"), [(100, "notice"), (1e3, "alarm"), (1e4, "critical")]
 )
-def test_a_ceiling_names_the_head_and_step_that_passed_it(
-    threshold: float, severity: str
-) -> None:
+def test_a_ceiling_names_the_head_and_step_that_passed_it(threshold, severity):
     logits = np.full(len(STEPS), 0.9 * threshold)
     logits[13:] = 1.1 * threshold
     rule = next(
@@ -74,12 +69,12 @@ def test_a_ceiling_names_the_head_and_step_that_passed_it(
     assert replay(history(np.full(len(STEPS), 0.9 * threshold)), [rule]) == []
 
 
-def test_default_rules_are_silent_on_bounded_logits_and_settling_entropy() -> None:
+def test_default_rules_are_silent_on_bounded_logits_and_settling_entropy():
     bounded = 30 * (1 - np.exp(-STEPS / 20.0)) + 1
     assert replay(history(bounded, np.linspace(2.0, 0.3, len(STEPS)))) == []
 
 
-def test_growth_fires_on_a_power_law_and_not_on_a_logit_that_has_settled() -> None:
+def test_growth_fires_on_a_power_law_and_not_on_a_logit_that_has_settled():
     (alarm,) = replay(history(power(1.5, 800.0)), [Growth()])
     assert alarm.head == 2
     assert 100 < alarm.value < 400
@@ -87,13 +82,13 @@ def test_growth_fires_on_a_power_law_and_not_on_a_logit_that_has_settled() -> No
     assert replay(history(settled), [Growth()]) == []
 
 
-def test_one_odd_batch_raises_no_growth_alarm() -> None:
+def test_one_odd_batch_raises_no_growth_alarm():
     logits = power(0.3, 90.0)
     logits[12] = 900.0
     assert replay(history(logits), [Growth()]) == []
 
 
-def test_a_forecast_alarm_says_threshold_step_and_interval() -> None:
+def test_a_forecast_alarm_says_threshold_step_and_interval():
     (alarm,) = replay(history(power(1.0, 700.0)), [Approach(threshold=1e3)])
     assert "will pass 1,000 at step 14" in str(alarm)
     assert "90 % interval" in str(alarm)
@@ -101,7 +96,7 @@ def test_a_forecast_alarm_says_threshold_step_and_interval() -> None:
     assert replay(history(power(0.2, 60.0)), [Approach(threshold=1e3)]) == []
 
 
-def test_outlook_continues_the_growth_to_the_end_of_the_schedule() -> None:
+def test_outlook_continues_the_growth_to_the_end_of_the_schedule():
     linear = (
         5 + 0.1 * STEPS
     )  # grows by 0.1 a step; ends at 105 after 1,000 steps, at 1,005 after 10,000
@@ -126,7 +121,7 @@ def test_outlook_continues_the_growth_to_the_end_of_the_schedule() -> None:
     )  # not followed
 
 
-def test_outlook_weighs_steps_by_their_planned_rate() -> None:
+def test_outlook_weighs_steps_by_their_planned_rate():
     rising = PlannedRates.of(np.r_[np.full(100, 0.01), np.full(400, 0.1)])
     steady = PlannedRates.of(np.full(500, 0.01))
     linear = 5 + 0.2 * STEPS
@@ -135,9 +130,7 @@ def test_outlook_weighs_steps_by_their_planned_rate() -> None:
     assert alarm.step == 30
 
 
-def test_a_forecast_along_a_schedule_that_ends_raises_no_alarm_of_what_it_will_not_reach() -> (
-    None
-):
+def test_a_forecast_along_a_schedule_that_ends_raises_no_alarm_of_what_it_will_not_reach():
     rule = Approach(threshold=1e3)
     growing = power(1.0, 500.0)
     assert replay(history(growing, planned=PlannedRates.of(np.full(300, 0.01))), [rule])
@@ -147,7 +140,7 @@ def test_a_forecast_along_a_schedule_that_ends_raises_no_alarm_of_what_it_will_n
     )
 
 
-def test_entropy_collapse_is_of_a_layer_and_a_fall_of_the_entropy_is_none() -> None:
+def test_entropy_collapse_is_of_a_layer_and_a_fall_of_the_entropy_is_none():
     falling = np.linspace(2.0, 0.02, len(STEPS))
     (alarm,) = replay(history(entropy=falling), [EntropyCollapse()])
     assert (alarm.layer, alarm.head) == ("layer 1", None)
@@ -162,7 +155,7 @@ def test_entropy_collapse_is_of_a_layer_and_a_fall_of_the_entropy_is_none() -> N
     assert replay(both, [EntropyCollapse()]) == []
 
 
-def test_each_rule_warns_once_whatever_comes_later() -> None:
+def test_each_rule_warns_once_whatever_comes_later():
     rules = [Ceiling(threshold=100.0), Ceiling(threshold=200.0)]
     logits = power(2.0, 5000.0)
     assert [a.rule for a in replay(history(logits), rules)] == [
@@ -173,7 +166,7 @@ def test_each_rule_warns_once_whatever_comes_later() -> None:
     assert [len(log.update(history(logits))) for _ in range(3)] == [2, 0, 0]
 
 
-def test_replay_knows_only_the_past() -> None:
+def test_replay_knows_only_the_past():
     full = history(power(1.5, 3000.0), np.linspace(2.0, 0.01, len(STEPS)))
     alarms = replay(full)
     assert {a.severity for a in alarms} == set(Severity)
@@ -182,7 +175,7 @@ def test_replay_knows_only_the_past() -> None:
         assert replay(full.upto(n)) == known
 
 
-def test_an_alarm_reads_as_one_line_with_a_remedy_that_exists() -> None:
+def test_an_alarm_reads_as_one_line_with_a_remedy_that_exists():
     from qkeel.remedies import canonical
 
     (alarm,) = replay(
@@ -201,7 +194,7 @@ def test_an_alarm_reads_as_one_line_with_a_remedy_that_exists() -> None:
     assert canonical(line.split('qkeel.apply(model, "')[1].split('"')[0])
 
 
-def test_infinity_passes_every_ceiling_and_nan_counts_as_not_measured() -> None:
+def test_infinity_passes_every_ceiling_and_nan_counts_as_not_measured():
     logits = np.full(len(STEPS), 5.0)
     logits[4] = np.nan
     assert replay(history(logits)) == []
@@ -214,7 +207,7 @@ def test_infinity_passes_every_ceiling_and_nan_counts_as_not_measured() -> None:
     assert replay(history(np.full(len(STEPS), np.nan))) == []
 
 
-def test_a_recorded_run_is_replayed_from_its_directory(tmp_path: Path) -> None:
+def test_a_recorded_run_is_replayed_from_its_directory(tmp_path):
     run = RunDirectory(tmp_path)
     heads = HeadRecorder(tmp_path, ("max_logit", "entropy"), 2, 3)
     for i, step in enumerate(STEPS):
@@ -230,14 +223,14 @@ def test_a_recorded_run_is_replayed_from_its_directory(tmp_path: Path) -> None:
     assert (alarm.step, alarm.layer) == (55, None)
 
 
-def test_records_out_of_order_are_refused_and_an_empty_run_is_quiet() -> None:
+def test_records_out_of_order_are_refused_and_an_empty_run_is_quiet():
     with pytest.raises(ShapeError, match="order"):
         History.of([{"step": 2, "max_logit": 1.0}, {"step": 1, "max_logit": 1.0}])
     assert replay(History.of([])) == []
     assert replay(History.of([{"step": 0}, {"step": 1}]), DEFAULT) == []
 
 
-def test_an_alarm_of_the_first_record_compares_it_with_nothing() -> None:
+def test_an_alarm_of_the_first_record_compares_it_with_nothing():
     first = History(
         steps=np.arange(1), values={}, heads={"max_logit": np.full((1, 1, 1), 2.5e5)}
     )
@@ -247,7 +240,7 @@ def test_an_alarm_of_the_first_record_compares_it_with_nothing() -> None:
     assert "it was" not in str(alarm)
 
 
-def test_a_history_with_its_own_rates_is_replayed_with_them() -> None:
+def test_a_history_with_its_own_rates_is_replayed_with_them():
     steps = np.arange(0.0, 600.0, 10.0)
     rates = 1e-3 * 0.97 ** np.arange(
         60

@@ -14,7 +14,6 @@ from qkeel.monitor.gather import (
     Measurement,
     NumberKey,
     PartialValue,
-    StepRecord,
     Transfer,
 )
 from qkeel.monitor.record_arrays import COMPUTED, RecordArrays
@@ -23,12 +22,10 @@ from qkeel.records import HEAD_FIELDS
 SEEDS = range(40)
 
 
-def random_stats(
-    rng: random.Random, heads: int, kv_heads: int, dtype: torch.dtype
-) -> LogitStats:
+def random_stats(rng, heads, kv_heads, dtype):
     """Statistics of one site: some heads without pairs, some not finite, some with maxima alone."""
 
-    def numbers(name: str) -> Tensor:
+    def numbers(name):
         of_keys = name.startswith(("key_", "n_keys"))
         n = kv_heads if of_keys else heads
         if MERGES[name].how == "sum":
@@ -44,7 +41,7 @@ def random_stats(
     return LogitStats(**{name: numbers(name) for name in MERGES})  # type: ignore[arg-type]
 
 
-def random_measurement(rng: random.Random) -> Measurement:
+def random_measurement(rng):
     """Sites and single numbers, in random forms."""
     dtype = rng.choice([torch.float32, torch.float64])
     stats: dict[str, LogitStats] = {}
@@ -77,15 +74,13 @@ def random_measurement(rng: random.Random) -> Measurement:
     return Measurement(stats=stats, numbers=single)
 
 
-def record_of(measured: Measurement) -> StepRecord:
+def record_of(measured):
     record = Transfer.alone(measured).result()
     assert record is not None
     return record
 
 
-def by_definition(
-    measured: Measurement, sites: tuple[str, ...], width: int
-) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+def by_definition(measured, sites, width):
     """The tables and the single numbers, one by one and in Python."""
     numbers: dict[NumberKey, Tensor] = {}
     for key, x in measured.numbers.items():
@@ -107,7 +102,7 @@ def by_definition(
                 numbers.pop((site, part), None)
     tables: dict[str, np.ndarray] = {}
 
-    def put(name: str, site: str, head: int, value: float) -> None:
+    def put(name, site, head, value):
         tables.setdefault(name, np.full((len(sites), width), np.nan))[
             sites.index(site), head
         ] = value
@@ -136,7 +131,7 @@ def by_definition(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_record_is_what_the_definitions_say(seed: int) -> None:
+def test_a_record_is_what_the_definitions_say(seed):
     measured = random_measurement(random.Random(seed))
     sites = tuple(measured.stats)
     width = max(len(s.max_logit) for s in measured.stats.values())
@@ -157,7 +152,7 @@ def test_a_record_is_what_the_definitions_say(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_record_keeps_the_sites_and_heads_that_it_began_with(seed: int) -> None:
+def test_a_record_keeps_the_sites_and_heads_that_it_began_with(seed):
     measured = random_measurement(random.Random(seed))
     record = record_of(measured)
     sites = tuple(measured.stats)

@@ -1,11 +1,9 @@
 """The logit change of a fixed batch by one step: against logits by hand, and without a trace on training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel.capture.example import arguments
@@ -14,7 +12,7 @@ from qkeel.sites.tap import Tap
 
 
 class Attention(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.qkv, self.out, self.drop = (
             nn.Linear(16, 48),
@@ -22,10 +20,10 @@ class Attention(nn.Module):
             nn.Dropout(dropout),
         )
 
-    def heads(self, x: Tensor) -> Tensor:
+    def heads(self, x):
         return self.qkv(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.heads(self.drop(x))
         return self.out(
             F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -34,12 +32,12 @@ class Attention(nn.Module):
         )
 
 
-def logits(model: Attention, x: Tensor) -> Tensor:
+def logits(model, x):
     q, k, _ = model.heads(x).detach().double()
     return q @ k.mT / 2
 
 
-def test_the_root_mean_square_change_is_that_of_the_logits_by_hand() -> None:
+def test_the_root_mean_square_change_is_that_of_the_logits_by_hand():
     torch.manual_seed(0)
     model, x, probe = Attention(), torch.randn(2, 8, 16), torch.randn(3, 10, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -64,7 +62,7 @@ def test_the_root_mean_square_change_is_that_of_the_logits_by_hand() -> None:
             )
 
 
-def test_with_dropout_nothing_changes_where_no_weight_does() -> None:
+def test_with_dropout_nothing_changes_where_no_weight_does():
     model = Attention(dropout=0.5).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with qkeel.watch(
@@ -76,7 +74,7 @@ def test_with_dropout_nothing_changes_where_no_weight_does() -> None:
         assert (monitor.sample.heads["logit_change_rms"] == 0).all()
 
 
-def test_weights_changed_between_two_steps_are_looked_at_anew() -> None:
+def test_weights_changed_between_two_steps_are_looked_at_anew():
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(2, 6, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -92,7 +90,7 @@ def test_weights_changed_between_two_steps_are_looked_at_anew() -> None:
         ).all()  # no step has changed anything
 
 
-def test_the_change_of_gains_counts_and_half_floats_are_read() -> None:
+def test_the_change_of_gains_counts_and_half_floats_are_read():
     torch.manual_seed(0)
     model = qkeel.nn.Attention(16, 2, spec=qkeel.preset("qwen3"))
     changes = LogitChanges(Tap(model), arguments(torch.randn(2, 8, 16), "probe batch"))
@@ -110,7 +108,7 @@ def test_the_change_of_gains_counts_and_half_floats_are_read() -> None:
         assert (rms > 0.05).all(), dtype
 
 
-def test_a_probe_that_is_no_batch_and_a_plan_that_is_none_are_refused() -> None:
+def test_a_probe_that_is_no_batch_and_a_plan_that_is_none_are_refused():
     model = Attention()
     with pytest.raises(TypeError, match="probe batch as a tensor"):
         qkeel.watch(model, probe_batch=3)

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-from sites.sparse_models import DSA, H, M, MoBA, Model, Sparse, T
+from sites.sparse_models import DSA, H, M, MoBA, Model, T
 from torch import nn
 
 import qkeel
 from qkeel.functional.chosen_keys import dense_divergence, index_divergence
 
 
-def expected(layer: Sparse) -> dict[str, np.ndarray]:
+def expected(layer):
     """By head, row by row: every row (there are fewer than 32) that has not chosen all keys before it."""
     hidden = layer.hidden["a"].numpy()
     q, k = (
@@ -41,7 +41,7 @@ def expected(layer: Sparse) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", ["written out", "fused", "blocks"])
-def test_the_numbers_are_those_of_plain_loops(kind: str) -> None:
+def test_the_numbers_are_those_of_plain_loops(kind):
     torch.manual_seed(0)
     model = Model(MoBA() if kind == "blocks" else DSA(fused=kind == "fused"))
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_the_numbers_are_those_of_plain_loops(kind: str) -> None:
         assert heads["index_kl"][0, 0] == pytest.approx(np.mean(divergences), rel=1e-4)
 
 
-def test_dense_layers_and_the_other_statistics_are_as_without() -> None:
+def test_dense_layers_and_the_other_statistics_are_as_without():
     torch.manual_seed(0)
     model, x = (
         nn.Sequential(nn.Linear(M, M), qkeel.nn.Attention(M, H)),
@@ -99,7 +99,7 @@ def test_dense_layers_and_the_other_statistics_are_as_without() -> None:
     )
 
 
-def test_worked_by_hand() -> None:
+def test_worked_by_hand():
     """Four keys with p = (1, 2, 3, 4) / 10, of which the query at place 3 chooses the first and the last."""
     z = torch.tensor([1.0, 2.0, 3.0, 4.0]).log()[None, None, None]
     allowed, chosen = (

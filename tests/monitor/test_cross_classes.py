@@ -16,13 +16,13 @@ NAMES = ("image", "text", "padding")
 
 
 class Cross(nn.Module):
-    def __init__(self, masked: bool) -> None:
+    def __init__(self, masked):
         super().__init__()
         self.masked = masked
         self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
         self.weights: Tensor | None = None
 
-    def forward(self, x: Tensor, text: Tensor, present: Tensor) -> Tensor:
+    def forward(self, x, text, present):
         q, k, v = (
             f(y).unflatten(-1, (2, 8)).transpose(1, 2)
             for f, y in ((self.q, x), (self.k, text), (self.v, text))
@@ -40,8 +40,8 @@ class Cross(nn.Module):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_weight_on_padding_is_that_of_float64_or_the_pair_is_asked_for(
-    seed: int,
-) -> None:
+    seed,
+):
     draw = random.Random(seed)
     torch.manual_seed(seed)
     t, s = draw.sample(range(3, 9), 2)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tests import forked
 from tests.contract.watch.small import batch, small
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel import watch
@@ -34,16 +33,16 @@ from qkeel.spec import AttentionSpec, RMSNorm
 class Written(nn.Module):
     """Attention that writes its scores to memory."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (f(x)[:, None] for f in (self.q, self.k, self.v))
         return ((q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5).softmax(-1) @ v
 
 
-def names(model: nn.Module, *args: Tensor) -> set[str]:
+def names(model, *args):
     """The rules of one watched pass that are no default ones."""
     with watch(model) as monitor:
         model(*args)
@@ -56,16 +55,14 @@ def names(model: nn.Module, *args: Tensor) -> set[str]:
 ALWAYS = {"saturation", "gain growth", "vanishing gradient"}
 
 
-def test_in_float32_rounding_is_no_worry() -> None:
+def test_in_float32_rounding_is_no_worry():
     assert names(small(), batch(0)) == ALWAYS
 
 
 @pytest.mark.parametrize(
     ("dtype", "short"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")]
 )
-def test_the_number_format_and_kernel_that_are_seen_bring_their_rule(
-    dtype: torch.dtype, short: str
-) -> None:
+def test_the_number_format_and_kernel_that_are_seen_bring_their_rule(dtype, short):
     assert names(small().to(dtype), batch(0).to(dtype)) == {
         *ALWAYS,
         f"resolution {short} fused",
@@ -76,23 +73,23 @@ def test_the_number_format_and_kernel_that_are_seen_bring_their_rule(
     }
 
 
-def test_autocast_counts_as_the_format_it_casts_to() -> None:
+def test_autocast_counts_as_the_format_it_casts_to():
     with torch.autocast("cpu", torch.bfloat16):
         assert names(small(), batch(0)) == {*ALWAYS, "resolution bf16 fused"}
 
 
-def test_where_formats_differ_no_rule_guesses() -> None:
+def test_where_formats_differ_no_rule_guesses():
     model = nn.Sequential(Written(8), nn.Flatten(0, 1), Written(8).to(torch.bfloat16))
     model[1].forward = lambda x: x[:, 0].to(torch.bfloat16)  # type: ignore[method-assign]
     assert names(model, batch(0)) == ALWAYS
 
 
-def test_a_norm_that_is_seen_is_held_to_the_bound_of_its_gains() -> None:
+def test_a_norm_that_is_seen_is_held_to_the_bound_of_its_gains():
     model = nn.Sequential(Attention(16, 2, spec=AttentionSpec(norm=RMSNorm())))
     assert names(model, torch.randn(1, 4, 16)) == {*ALWAYS, "idle norm"}
 
 
-def test_logits_that_are_no_numbers_are_critical_and_name_the_first_layer() -> None:
+def test_logits_that_are_no_numbers_are_critical_and_name_the_first_layer():
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     said = pytest.warns(
@@ -117,7 +114,7 @@ def test_logits_that_are_no_numbers_are_critical_and_name_the_first_layer() -> N
     assert series.tolist() == [[[0, 0], [0, 0]], [[0, 0], [0, 0]], [[0, 0], [1, 0]]]
 
 
-def test_numbers_that_were_not_measured_are_no_alarm() -> None:
+def test_numbers_that_were_not_measured_are_no_alarm():
     heads = Heads(
         steps=torch.arange(2).numpy(),
         values={"max_logit": torch.full((2, 1, 1), torch.nan).numpy()},
@@ -128,7 +125,7 @@ def test_numbers_that_were_not_measured_are_no_alarm() -> None:
 class Normed(nn.Module):
     """Attention whose queries and keys are normed by modules of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.query_scaler, self.key_scaler = (
             nn.Linear(8, 24),
@@ -136,7 +133,7 @@ class Normed(nn.Module):
             nn.RMSNorm(4),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
         y = nn.functional.scaled_dot_product_attention(
             self.query_scaler(q), self.key_scaler(k), v
@@ -147,7 +144,7 @@ class Normed(nn.Module):
 class CappedAndNormed(Normed):
     """Normed attention whose logits are capped besides."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
         capped = 30 * torch.tanh(self.query_scaler(q) @ self.key_scaler(k).mT / 30)
         return (capped.softmax(-1) @ v).transpose(1, 2).flatten(2)
@@ -156,15 +153,15 @@ class CappedAndNormed(Normed):
 class Both(nn.Module):
     """A layer that every remedy takes, before one that only some take."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = qkeel.nn.Attention(8, 2), Normed()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.second(self.first(x))
 
 
-def frozen() -> nn.Module:
+def frozen():
     model = qkeel.nn.Attention(8, 2)
     model.k_proj.weight.requires_grad_(False)
     return model
@@ -200,7 +197,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def test_the_line_of_every_alarm_can_be_pasted_for_every_kind_of_model() -> None:
+def test_the_line_of_every_alarm_can_be_pasted_for_every_kind_of_model():
     """With the names that it says: model, optimizer, batch. No model refuses the line of its logits."""
     setting = Setting(dtype="bf16", kernel="eager", head_dim=4, norm="rms")
     run = set()
@@ -242,7 +239,7 @@ def test_the_line_of_every_alarm_can_be_pasted_for_every_kind_of_model() -> None
             assert "endswith(('q_norm', 'k_norm'))" in lines["gain growth"]
 
 
-def test_an_alarm_says_the_line_of_its_model() -> None:
+def test_an_alarm_says_the_line_of_its_model():
     model = Normed()
     with (
         watch(model, rules=[Ceiling(threshold=-1e9)]) as monitor,
@@ -252,7 +249,7 @@ def test_an_alarm_says_the_line_of_its_model() -> None:
     assert "softcap" in monitor.alarms[0].remedy
 
 
-def test_a_warning_names_the_users_line(tmp_path: Path) -> None:
+def test_a_warning_names_the_users_line(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         """import torch, qkeel
@@ -273,7 +270,7 @@ with qkeel.watch(model, optimizer, rules=qkeel.monitor.Ceiling(threshold=-100.0)
     assert lines[1:] == ["  optimizer.step()"]
 
 
-def test_a_constant_on_all_logits_raises_no_alarm_and_a_spread_does() -> None:
+def test_a_constant_on_all_logits_raises_no_alarm_and_a_spread_does():
     shape = (1, 2)
     for spread, expected in ((3.0, []), (1150.0, ["ceiling 1000"])):
         recording = Recording(("attn",))
@@ -291,7 +288,7 @@ def test_a_constant_on_all_logits_raises_no_alarm_and_a_spread_does() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::qkeel.errors.AlarmWarning")
-def test_the_line_of_an_alarm_names_all_optimizers() -> None:
+def test_the_line_of_an_alarm_names_all_optimizers():
     model = small()
     optimizers = [
         torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]),

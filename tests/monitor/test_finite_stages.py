@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel import watch
-from qkeel.monitor.monitor import Monitor
 from qkeel.records import STAGES
 
 from .test_nan_origin import LAYERS, WIDTH, Model, plant, step
@@ -20,7 +19,7 @@ from .test_nan_origin import LAYERS, WIDTH, Model, plant, step
 ALL = len(STAGES)
 
 
-def named(kind: str, place: int) -> str:
+def named(kind, place):
     """What the alarm must say of an origin in a block."""
     layer, after = f"blocks.{place}.attention", f"blocks.{place + 1}.attention"
     by_step = "in the loss or in gradients"
@@ -50,9 +49,7 @@ KINDS = (
 )
 
 
-def run(
-    model: nn.Module, steps: list[Callable[[torch.optim.Optimizer], None]], stats: str
-) -> Monitor:
+def run(model, steps, stats):
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     with warnings.catch_warnings(), watch(model, optimizer, stats=stats) as monitor:
         warnings.simplefilter("ignore")
@@ -61,13 +58,13 @@ def run(
     return monitor
 
 
-def alarms(monitor: Monitor) -> list[str]:
+def alarms(monitor):
     return [x.meaning for x in monitor.alarms if x.rule == "not finite"]
 
 
 @pytest.mark.parametrize("seed", [10, 11])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_planted_origin_is_bracketed(kind: str, seed: int) -> None:
+def test_a_planted_origin_is_bracketed(kind, seed):
     draw = random.Random(f"{kind} {seed}")
     torch.manual_seed(seed)
     model = Model().train()
@@ -75,10 +72,10 @@ def test_a_planted_origin_is_bracketed(kind: str, seed: int) -> None:
         block.attention.fused = draw.random() < 0.5
     passes, place = draw.randint(1, 3), draw.randrange(LAYERS)
 
-    def take(optimizer: torch.optim.Optimizer, hurt: str = kind) -> None:
+    def take(optimizer, hurt=kind):
         step(model, optimizer, draw, hurt, passes)
 
-    def plant_and_take(optimizer: torch.optim.Optimizer) -> None:
+    def plant_and_take(optimizer):
         plant(model, kind, place)
         take(optimizer)
 
@@ -95,7 +92,7 @@ def test_a_planted_origin_is_bracketed(kind: str, seed: int) -> None:
         ("weight of q", "in a weight: blocks.1.attention.q.weight"),
     ],
 )
-def test_the_largest_logits_alone_bracket_it_too(kind: str, sentence: str) -> None:
+def test_the_largest_logits_alone_bracket_it_too(kind, sentence):
     torch.manual_seed(0)
     model, draw = Model(), random.Random(0)
     plant(model, kind, 1)
@@ -105,7 +102,7 @@ def test_the_largest_logits_alone_bracket_it_too(kind: str, sentence: str) -> No
     assert sentence in alarms(monitor)[0]
 
 
-def test_a_weight_that_is_loaded_so_is_named_wherever_it_is() -> None:
+def test_a_weight_that_is_loaded_so_is_named_wherever_it_is():
     torch.manual_seed(0)
     model, draw = Model(), random.Random(0)
     plant(model, "embedding", 0)
@@ -116,27 +113,27 @@ def test_a_weight_that_is_loaded_so_is_named_wherever_it_is() -> None:
 class Scores(nn.Module):
     """Attention written by hand, with weights from its scores and a mask of the pairs that are seen."""
 
-    def __init__(self, weights: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, weights):
         super().__init__()
         self.qkv, self.weights = nn.Linear(WIDTH, 3 * WIDTH), weights
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x, mask):
         q, k, v = self.qkv(x).chunk(3, -1)
         return self.weights(q @ k.mT, mask) @ v
 
 
 class Two(nn.Module):
-    def __init__(self, weights: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, weights):
         super().__init__()
         self.layers = nn.ModuleList([Scores(weights) for _ in range(2)])
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x, mask):
         for layer in self.layers:
             x = layer(x, mask)
         return x
 
 
-def fused(z: Tensor, mask: Tensor) -> Tensor:
+def fused(z, mask):
     eye = torch.eye(z.shape[-1]).expand_as(z)
     return F.scaled_dot_product_attention(z, eye, eye, attn_mask=mask, scale=1.0)
 
@@ -152,16 +149,14 @@ HEALTHY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("kind", HEALTHY)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_rows_without_a_key_that_stay_finite_raise_no_alarm(
-    kind: str, seed: int
-) -> None:
+def test_rows_without_a_key_that_stay_finite_raise_no_alarm(kind, seed):
     torch.manual_seed(seed)
     model = Two(HEALTHY[kind])
     keep = torch.rand(3, 6) < 0.6
     keep[:, 0], keep[0, 1] = True, False
     mask = keep[:, None, :] & keep[:, :, None]
 
-    def take(optimizer: torch.optim.Optimizer) -> None:
+    def take(optimizer):
         model(torch.randn(3, 6, WIDTH), mask)[keep].square().mean().backward()
         optimizer.step()
 
@@ -171,18 +166,18 @@ def test_rows_without_a_key_that_stay_finite_raise_no_alarm(
     assert (monitor.sample.heads["finite_stages"] == ALL).all()
 
 
-def test_minus_infinity_in_a_mask_that_is_passed_is_no_origin() -> None:
+def test_minus_infinity_in_a_mask_that_is_passed_is_no_origin():
     torch.manual_seed(0)
     model = Two(lambda z, mask: (z + mask).softmax(-1))
     mask = torch.zeros(5, 5).masked_fill(
         torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf
     )
 
-    def take(optimizer: torch.optim.Optimizer) -> None:
+    def take(optimizer):
         model(torch.randn(2, 5, WIDTH), mask).square().mean().backward()
         optimizer.step()
 
-    def hurt(optimizer: torch.optim.Optimizer) -> None:
+    def hurt(optimizer):
         model.layers[0].weights = lambda z, mask: (z + mask).softmax(-1) * torch.inf
         take(optimizer)
 
@@ -191,14 +186,14 @@ def test_minus_infinity_in_a_mask_that_is_passed_is_no_origin() -> None:
     assert "between the logits of layers.0 (finite) and its output" in meaning
 
 
-def test_half_precision_scores_that_overflow_are_said_with_their_size() -> None:
+def test_half_precision_scores_that_overflow_are_said_with_their_size():
     model = Two(lambda z, mask: z.softmax(-1)).half()
     with torch.no_grad():
         for layer in model.layers:
             layer.qkv.weight.zero_()
             layer.qkv.bias.fill_(100.0)
 
-    def take(optimizer: torch.optim.Optimizer) -> None:
+    def take(optimizer):
         x = torch.zeros(1, 4, WIDTH).half()
         model(x, x).float().mean().backward()
         optimizer.step()
@@ -211,7 +206,7 @@ def test_half_precision_scores_that_overflow_are_said_with_their_size() -> None:
     )
 
 
-def test_what_enters_and_leaves_is_looked_at_without_a_bit_of_the_training() -> None:
+def test_what_enters_and_leaves_is_looked_at_without_a_bit_of_the_training():
     weights = []
     for is_watched in (False, True):
         torch.manual_seed(3)

@@ -28,19 +28,19 @@ class Config:
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(
         self,
-        x: Tensor,
-        mask: Tensor,
-        fused: bool,
-        scale: float,
-        cap: float,
-        weights: Callable[[Tensor, Tensor], Tensor],
-    ) -> Tensor:
+        x,
+        mask,
+        fused,
+        scale,
+        cap,
+        weights,
+    ):
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         if fused and not cap:
             y = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
@@ -54,7 +54,7 @@ class Layer(nn.Module):
 class Program(nn.Module):
     """A language model whose mask is what `sees` makes of its arguments."""
 
-    def __init__(self, sees: Callable[..., Tensor], config: Config) -> None:
+    def __init__(self, sees, config):
         super().__init__()
         self.embed, self.config, self.sees = nn.Embedding(9, WIDTH), config, sees
         self.layers = nn.ModuleList([Layer() for _ in range(2)])
@@ -65,10 +65,10 @@ class Program(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-    ) -> Tensor:
+        tokens,
+        position_ids=None,
+        attention_mask=None,
+    ):
         self.passes += 1
         b, t = tokens.shape
         mask = self.sees(t, position_ids, attention_mask)
@@ -79,28 +79,28 @@ class Program(nn.Module):
         return x
 
 
-def causal(t: int, *_: object) -> Tensor:
+def causal(t, *_):
     return torch.ones(1, 1, t, t, dtype=torch.bool).tril()
 
 
-def everything(t: int, *_: object) -> Tensor:
+def everything(t, *_):
     return torch.ones(1, 1, t, t, dtype=torch.bool)
 
 
-def inverted(t: int, *_: object) -> Tensor:
+def inverted(t, *_):
     return torch.ones(1, 1, t, t, dtype=torch.bool).triu()
 
 
-def window(t: int, *_: object) -> Tensor:
+def window(t, *_):
     return causal(t) & ~causal(t).tril(-3)
 
 
-def isolated(t: int, position_ids: Tensor, *_: object) -> Tensor:
+def isolated(t, position_ids, *_):
     documents = (position_ids == 0).cumsum(1)
     return causal(t) & (documents[:, :, None] == documents[:, None, :])[:, None]
 
 
-def unpadded(t: int, _: object, attention_mask: Tensor) -> Tensor:
+def unpadded(t, _, attention_mask):
     return causal(t) & (attention_mask.bool()[:, None, None, :] | torch.eye(t).bool())
 
 
@@ -133,7 +133,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def said(program: Program, kwargs: dict[str, Tensor], steps: int = 2) -> list[str]:
+def said(program, kwargs, steps=2):
     optimizer = torch.optim.SGD(program.parameters(), 1e-3)
     draw = torch.Generator().manual_seed(0)
     with warnings.catch_warnings(record=True) as messages:
@@ -148,7 +148,7 @@ def said(program: Program, kwargs: dict[str, Tensor], steps: int = 2) -> list[st
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_seen_that_should_not_be_is_said_once(kind: str, fused: bool) -> None:
+def test_what_is_seen_that_should_not_be_is_said_once(kind, fused):
     wrong, _, config, kwargs, sentence = KINDS[kind]
     torch.manual_seed(random.Random(kind).randrange(100))
     program = Program(wrong, config)
@@ -159,9 +159,7 @@ def test_what_is_seen_that_should_not_be_is_said_once(kind: str, fused: bool) ->
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_program_that_sees_what_it_should_says_nothing(
-    kind: str, fused: bool
-) -> None:
+def test_the_same_program_that_sees_what_it_should_says_nothing(kind, fused):
     _, right, config, kwargs, _ = KINDS[kind]
     if kind == "another window":
         config = Config(sliding_window=3)
@@ -172,20 +170,20 @@ def test_the_same_program_that_sees_what_it_should_says_nothing(
     assert said(program, kwargs) == []
 
 
-def test_the_padding_of_an_encoder_is_none_of_a_decoder_of_the_same_length() -> None:
+def test_the_padding_of_an_encoder_is_none_of_a_decoder_of_the_same_length():
     assert said(Program(causal, Config(is_encoder_decoder=True)), PADDED) == []
     both_ways = Program(everything, Config(is_encoder_decoder=True))
     (message,) = said(both_ways, PADDED)
     assert "weight to padding" in message
 
 
-def test_padded_queries_that_a_large_number_hides_everything_from_are_no_leak() -> None:
+def test_padded_queries_that_a_large_number_hides_everything_from_are_no_leak():
     """As transformers does without a kernel: the rows are spread over all keys, later ones too."""
 
-    def weights(z: Tensor, mask: Tensor) -> Tensor:
+    def weights(z, mask):
         return z.masked_fill(~mask, torch.finfo(z.dtype).min).softmax(-1)
 
-    def padded(t: int, _: object, attention_mask: Tensor) -> Tensor:
+    def padded(t, _, attention_mask):
         return causal(t) & attention_mask.bool()[:, None, None, :]
 
     program = Program(padded, Config(attn_logit_softcapping=20.0))
@@ -193,7 +191,7 @@ def test_padded_queries_that_a_large_number_hides_everything_from_are_no_leak() 
     assert said(program, PADDED) == []
 
 
-def test_the_look_makes_no_pass_and_changes_no_bit() -> None:
+def test_the_look_makes_no_pass_and_changes_no_bit():
     weights, passes = [], []
     for right in (True, False):
         torch.manual_seed(0)
@@ -209,9 +207,9 @@ def test_the_look_makes_no_pass_and_changes_no_bit() -> None:
 
 
 def test_a_fault_in_the_look_leaves_the_watch_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: object) -> None:
+    monkeypatch,
+):
+    def fail(*_):
         raise RuntimeError("a fault")
 
     monkeypatch.setattr("qkeel.monitor.first_look.seen_keys", fail)

@@ -1,7 +1,5 @@
 """A power law is continued exactly; its clock takes out the learning rate's course."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -16,7 +14,7 @@ STEPS = np.arange(1.0, 201.0)
 
 
 @pytest.mark.parametrize("exponent", [0.3, 1.0, 2.5])
-def test_an_exact_power_law_is_forecast_exactly(exponent: float) -> None:
+def test_an_exact_power_law_is_forecast_exactly(exponent):
     ahead = forecast(STEPS, 7 * STEPS**exponent, 7 * 400.0**exponent)
     assert ahead is not None
     assert ahead.exponent == pytest.approx(exponent)
@@ -24,7 +22,7 @@ def test_an_exact_power_law_is_forecast_exactly(exponent: float) -> None:
     assert 200 <= ahead.low < 400 < ahead.high
 
 
-def test_a_constant_rate_changes_nothing_and_its_size_neither() -> None:
+def test_a_constant_rate_changes_nothing_and_its_size_neither():
     plain = forecast(STEPS, STEPS**1.2, 1e4)
     for rate in (1e-5, 0.3):
         timed = forecast(STEPS, STEPS**1.2, 1e4, rates=np.full(200, rate))
@@ -33,7 +31,7 @@ def test_a_constant_rate_changes_nothing_and_its_size_neither() -> None:
         assert timed.step == pytest.approx(plain.step)
 
 
-def test_the_clock_takes_out_a_warm_up() -> None:
+def test_the_clock_takes_out_a_warm_up():
     rates = np.minimum(STEPS / 100, 1.0)
     ticks = clock(STEPS, rates)
     ahead = forecast(STEPS, 3 * ticks**0.8, 3 * (ticks[-1] + 150) ** 0.8, rates=rates)
@@ -44,7 +42,7 @@ def test_the_clock_takes_out_a_warm_up() -> None:
     assert abs(bent.step - 350) > 20
 
 
-def test_there_is_no_forecast_without_growth_points_or_a_threshold_ahead() -> None:
+def test_there_is_no_forecast_without_growth_points_or_a_threshold_ahead():
     assert forecast(STEPS, 50 / STEPS, 100.0) is None
     assert forecast(STEPS, np.full(200, 5.0), 100.0) is None
     assert forecast(STEPS[:5], STEPS[:5], 100.0) is None
@@ -54,7 +52,7 @@ def test_there_is_no_forecast_without_growth_points_or_a_threshold_ahead() -> No
     assert forecast(STEPS, STEPS, 1e3, rates=np.zeros(200)) is None
 
 
-def test_a_hole_in_the_record_is_left_out() -> None:
+def test_a_hole_in_the_record_is_left_out():
     values = STEPS.copy()
     values[50:60] = np.nan
     ahead = forecast(STEPS, values, 400.0)
@@ -62,14 +60,14 @@ def test_a_hole_in_the_record_is_left_out() -> None:
     assert ahead.step == pytest.approx(400)
 
 
-def test_a_farther_threshold_has_a_wider_interval() -> None:
+def test_a_farther_threshold_has_a_wider_interval():
     near, far = (forecast(STEPS, STEPS, threshold) for threshold in (250.0, 1000.0))
     assert near is not None
     assert far is not None
     assert (near.high - near.low) / near.step < (far.high - far.low) / far.step
 
 
-def test_it_reads_like_a_sentence() -> None:
+def test_it_reads_like_a_sentence():
     said = Forecast(
         threshold=1e4, value=500.0, exponent=1.0, step=2143.2, low=1950.0, high=2340.0
     )
@@ -88,7 +86,7 @@ def test_it_reads_like_a_sentence() -> None:
     assert never.interval == "90 % interval 1,950 to never"
 
 
-def test_a_forecast_that_says_nothing_names_no_step() -> None:
+def test_a_forecast_that_says_nothing_names_no_step():
     vague = Forecast(
         threshold=100.0, value=20.0, exponent=0.1, step=1.16e6, low=4300.0, high=5.2e8
     )
@@ -105,7 +103,7 @@ def test_a_forecast_that_says_nothing_names_no_step() -> None:
     )
 
 
-def test_rates_and_steps_must_pair() -> None:
+def test_rates_and_steps_must_pair():
     with pytest.raises(ShapeError, match="one learning rate per step"):
         clock(STEPS, STEPS[:3])
 
@@ -113,7 +111,7 @@ def test_rates_and_steps_must_pair() -> None:
 COSINE = 0.5 * (1 + np.cos(np.pi * np.arange(500) / 500))
 
 
-def test_a_schedule_is_followed_to_the_step_and_to_its_end() -> None:
+def test_a_schedule_is_followed_to_the_step_and_to_its_end():
     planned = PlannedRates.of(COSINE)
     value = 4 * planned.clock[1:] ** 1.3
     seen = slice(0, 200)
@@ -136,7 +134,7 @@ def test_a_schedule_is_followed_to_the_step_and_to_its_end() -> None:
     assert blind.step < 290  # the rate falls, and it did not know
 
 
-def test_a_plan_the_run_does_not_follow_is_left_aside() -> None:
+def test_a_plan_the_run_does_not_follow_is_left_aside():
     values = STEPS**1.2
     steady = forecast(STEPS, values, 1e3, rates=np.full(200, 0.1))
     for planned in (
@@ -160,7 +158,7 @@ def test_a_plan_the_run_does_not_follow_is_left_aside() -> None:
     assert agreed.high == pytest.approx(steady.high)
 
 
-def test_a_rate_read_before_or_after_the_scheduler_moved_is_of_the_plan() -> None:
+def test_a_rate_read_before_or_after_the_scheduler_moved_is_of_the_plan():
     planned = PlannedRates.of(np.minimum(np.arange(1, 101) / 20, 1.0))
     rates = np.diff(planned.clock)
     for step in (1, 2, 10, 20, 99, 100):
@@ -174,7 +172,7 @@ def test_a_rate_read_before_or_after_the_scheduler_moved_is_of_the_plan() -> Non
     assert planned.followed(np.array([0]), None)
 
 
-def test_the_clock_of_a_plan_is_read_both_ways() -> None:
+def test_the_clock_of_a_plan_is_read_both_ways():
     planned = PlannedRates.of(lambda step: 0.1 * step, steps=4)
     np.testing.assert_allclose(planned.clock, [0, 0.1, 0.3, 0.6, 1.0])
     assert [planned.when(tick) for tick in (0.0, 0.1, 0.45, 1.0)] == pytest.approx(
@@ -187,12 +185,12 @@ def test_the_clock_of_a_plan_is_read_both_ways() -> None:
 
 
 @pytest.mark.parametrize("rates", [[], [0.1, -0.1], [0.1, math.nan], [[0.1]]])
-def test_rates_that_are_none_are_refused(rates: list) -> None:
+def test_rates_that_are_none_are_refused(rates):
     with pytest.raises((InvalidValueError, ShapeError), match="rate"):
         PlannedRates.of(rates)
 
 
-def test_growth_in_a_run_that_is_watched_from_its_middle_is_forecast() -> None:
+def test_growth_in_a_run_that_is_watched_from_its_middle_is_forecast():
     steps = np.arange(10_000.0, 16_001.0, 100.0)
     ahead = forecast(steps, (steps / 1e3) ** 2, 400.0)
     assert ahead is not None

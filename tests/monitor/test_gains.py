@@ -1,14 +1,12 @@
 """gain_bound: no logit passes what the gains of the q/k norm allow, and one that is built for it reaches it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 import transformers
 from tests.quick import one_in
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import qkeel
@@ -47,7 +45,7 @@ MODELS = {
 TOKENS = torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
-def built(name: str, attention: str = "sdpa") -> nn.Module:
+def built(name, attention="sdpa"):
     config = MODELS[name]()
     config._attn_implementation = attention
     torch.manual_seed(0)
@@ -55,7 +53,7 @@ def built(name: str, attention: str = "sdpa") -> nn.Module:
 
 
 @torch.no_grad()
-def stir(model: nn.Module) -> None:
+def stir(model):
     """Gains, biases and projections far from where they start."""
     generator = torch.Generator().manual_seed(1)
     for name, p in model.named_parameters():
@@ -65,12 +63,12 @@ def stir(model: nn.Module) -> None:
             p.mul_(50)
 
 
-def bound(model: nn.Module, *example: Tensor) -> Tensor:
+def bound(model, *example):
     (value,) = GainBounds(model, find_sites(model, example)).read().values()
     return value
 
 
-def reached(model: nn.Module, *example: Tensor) -> Tensor:
+def reached(model, *example):
     with Tap(model) as tap:
         model(*example)
         (stats,) = tap.read().values()
@@ -79,11 +77,11 @@ def reached(model: nn.Module, *example: Tensor) -> Tensor:
 
 @torch.no_grad()
 def aim(
-    query: nn.Linear,
-    key: nn.Linear,
-    heads: tuple[int, int],
-    places: list[tuple[int, int]],
-) -> None:
+    query,
+    key,
+    heads,
+    places,
+):
     """Query head h and its key head of every token lie along one dimension, with one sign: places[h] = (q, k)."""
     direction = 100 * torch.randn(
         query.in_features, generator=torch.Generator().manual_seed(2)
@@ -99,7 +97,7 @@ def aim(
 
 @pytest.mark.parametrize("attention", one_in(["sdpa", "eager"], 3))
 @pytest.mark.parametrize("name", MODELS)
-def test_no_logit_passes_the_bound(name: str, attention: str) -> None:
+def test_no_logit_passes_the_bound(name, attention):
     model = built(name, attention)
     at_start = bound(model, TOKENS)
     stir(model)
@@ -114,9 +112,7 @@ def test_no_logit_passes_the_bound(name: str, attention: str) -> None:
 @pytest.mark.parametrize(
     ("name", "stretch"), [("qwen3", 1.0), ("gemma3", 1.0), ("qwen3 yarn", None)]
 )
-def test_a_query_and_key_along_the_largest_gain_reach_the_bound(
-    name: str, stretch: float | None
-) -> None:
+def test_a_query_and_key_along_the_largest_gain_reach_the_bound(name, stretch):
     model = built(name)
     attention = next(m for n, m in model.named_modules() if n.endswith("self_attn"))
     for norm in (attention.q_norm, attention.k_norm):
@@ -140,7 +136,7 @@ def test_a_query_and_key_along_the_largest_gain_reach_the_bound(
 
 
 @torch.no_grad()
-def test_a_norm_over_all_heads_gives_each_head_its_own_part_of_the_gain() -> None:
+def test_a_norm_over_all_heads_gives_each_head_its_own_part_of_the_gain():
     model = built("olmo2")
     attention = next(m for n, m in model.named_modules() if n.endswith("self_attn"))
     query, key = torch.rand(4, 8), torch.rand(2, 8)
@@ -152,7 +148,7 @@ def test_a_norm_over_all_heads_gives_each_head_its_own_part_of_the_gain() -> Non
     assert torch.allclose(bound(model, TOKENS), expected, rtol=1e-5)
 
 
-def test_no_logit_passes_the_bound_under_a_learned_factor_of_the_position() -> None:
+def test_no_logit_passes_the_bound_under_a_learned_factor_of_the_position():
     torch.manual_seed(0)
     x = torch.randn(2, 9, 32)
     for scale in (
@@ -187,7 +183,7 @@ def test_no_logit_passes_the_bound_under_a_learned_factor_of_the_position() -> N
 class Written(nn.Module):
     """Attention by hand, q and k through `norm`."""
 
-    def __init__(self, norm: str) -> None:
+    def __init__(self, norm):
         super().__init__()
         self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
         self.gain, self.bias = (
@@ -196,7 +192,7 @@ class Written(nn.Module):
         )
         self.norm = norm
 
-    def normed(self, x: Tensor) -> Tensor:
+    def normed(self, x):
         x = x.unflatten(-1, (2, 8)).transpose(1, 2)
         if self.norm == "l2":
             return F.normalize(x, dim=-1) * self.gain
@@ -206,7 +202,7 @@ class Written(nn.Module):
             return F.layer_norm(x, (8,)) * self.gain + self.bias
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             self.normed(self.q(x)),
             self.normed(self.k(x)),
@@ -219,7 +215,7 @@ class Written(nn.Module):
     "norm", ["l2", "l2 by hand, times √d", "layer with bias", "no gain"]
 )
 @torch.no_grad()
-def test_norms_written_by_hand_are_told(norm: str) -> None:
+def test_norms_written_by_hand_are_told(norm):
     torch.manual_seed(0)
     model, x = Written(norm), torch.randn(2, 9, 16)
     gain, bias = model.gain.squeeze(1), model.bias.squeeze(1)

@@ -15,9 +15,7 @@ from qkeel.spec import AttentionCall, AttentionSpec, Sink, Softcap
 NAMES = ("lse_mean", "lse_std", "sink_logit", "gate_mean", "gate_std")
 
 
-def by_hand(
-    call: AttentionCall, cap: float, sink: np.ndarray | None
-) -> dict[str, np.ndarray]:
+def by_hand(call, cap, sink):
     """Row by row in float64, from q and k alone: a causal call under 1/√d."""
     q, k = (x.detach().double().numpy() for x in (call.q, call.k))
     k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
@@ -38,7 +36,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize("learned", [True, False])
-def test_a_watched_models_gates_are_those_of_float64(learned: bool) -> None:
+def test_a_watched_models_gates_are_those_of_float64(learned):
     torch.manual_seed(0)
     spec = AttentionSpec(cap=Softcap(cap=3.0), normalizer=Sink(learned=learned))
     model = qkeel.nn.Attention(32, 4, n_kv_heads=2, spec=spec)
@@ -64,7 +62,7 @@ def test_a_watched_models_gates_are_those_of_float64(learned: bool) -> None:
         )
 
 
-def test_several_calls_of_a_step_count_by_their_rows() -> None:
+def test_several_calls_of_a_step_count_by_their_rows():
     torch.manual_seed(1)
     model = qkeel.nn.Attention(16, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -84,7 +82,7 @@ def test_several_calls_of_a_step_count_by_their_rows() -> None:
     np.testing.assert_allclose(joint, (5 * means[0] + 60 * means[1]) / 65, rtol=1e-6)
 
 
-def test_rows_that_are_masked_out_do_not_count() -> None:
+def test_rows_that_are_masked_out_do_not_count():
     torch.manual_seed(2)
     model = qkeel.nn.Attention(16, 2)
     x = torch.randn(1, 12, 16)
@@ -99,7 +97,7 @@ def test_rows_that_are_masked_out_do_not_count() -> None:
         np.testing.assert_allclose(monitor.sample.heads["lse_mean"], short, rtol=1e-6)
 
 
-def test_nothing_of_it_is_measured_unless_it_is_named() -> None:
+def test_nothing_of_it_is_measured_unless_it_is_named():
     model = qkeel.nn.Attention(16, 2)
     with qkeel.watch(model) as monitor:
         model(torch.randn(1, 4, 16))

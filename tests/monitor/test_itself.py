@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +16,12 @@ from qkeel.records import MONITOR_FIELDS, explain_field
 class Model(torch.nn.Module):
     """Two attentions; the second may be left out, or called twice."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = qkeel.nn.Attention(8, 2), qkeel.nn.Attention(8, 2)
         self.times = 1
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x)
         for _ in range(self.times):
             x = self.second(x)
@@ -30,8 +29,8 @@ class Model(torch.nn.Module):
 
 
 def test_each_step_counts_its_own_calls_and_names_sites_that_stay_silent(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
@@ -64,13 +63,13 @@ def test_each_step_counts_its_own_calls_and_names_sites_that_stay_silent(
     )
 
 
-def test_the_time_of_untrained_passes_is_in_the_record_of_their_step() -> None:
+def test_the_time_of_untrained_passes_is_in_the_record_of_their_step():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     samples: list[Sample] = []
 
     class Kept(LoggingSink):
-        def write(self, sample: Sample) -> None:
+        def write(self, sample):
             samples.append(sample)
 
     with qkeel.watch(model, optimizer, sinks=Kept()):
@@ -88,11 +87,11 @@ def test_the_time_of_untrained_passes_is_in_the_record_of_their_step() -> None:
 class Broken(LoggingSink):
     """Fails at its first sample."""
 
-    def write(self, sample: Sample) -> None:
+    def write(self, sample):
         raise OSError("the disk is full")
 
 
-def test_a_sink_that_failed_is_an_error_of_all_later_steps() -> None:
+def test_a_sink_that_failed_is_an_error_of_all_later_steps():
     model = Model()
     with qkeel.watch(model, sinks=Broken()) as monitor:
         errors, said = list[float](), list[bool]()
@@ -107,13 +106,13 @@ def test_a_sink_that_failed_is_an_error_of_all_later_steps() -> None:
     assert errors == [0, 1, 1]
 
 
-def test_a_table_says_that_the_monitor_switched_itself_off() -> None:
+def test_a_table_says_that_the_monitor_switched_itself_off():
     model = Model()
     monitor = qkeel.watch(model)
     model(torch.randn(1, 4, 8))
     assert monitor.sample is not None
 
-    def fail() -> None:
+    def fail():
         raise RuntimeError("broken by the test")
 
     with pytest.warns(UserWarning, match="switched itself off"):

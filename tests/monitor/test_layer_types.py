@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -27,7 +24,7 @@ T = 12
 
 
 class Layer(nn.Module):
-    def __init__(self, window: int | None = None, latent: int | None = None) -> None:
+    def __init__(self, window=None, latent=None):
         super().__init__()
         self.window = window
         self.q, self.v = nn.Linear(32, 32), nn.Linear(32, 32)
@@ -38,7 +35,7 @@ class Layer(nn.Module):
             else nn.Sequential(nn.Linear(32, latent), nn.Linear(latent, 32))
         )
 
-    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+    def forward(self, x, other=None):
         keys = x if other is None else other
         q, k, v = (
             f(y).unflatten(-1, (4, 8)).transpose(1, 2)
@@ -58,7 +55,7 @@ class Layer(nn.Module):
 class Mixed(nn.Module):
     """Layers of four types on x, the last one on what another module makes of it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.inner, self.encoder = nn.Linear(32, 32), nn.Linear(32, 32)
@@ -66,7 +63,7 @@ class Mixed(nn.Module):
             [Layer(), Layer(window=4), Layer(latent=6), Layer()]
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         other, x = self.encoder(x[:, :5]), self.inner(x)
         for layer in self.layers[:3]:
             x = layer(x)
@@ -77,7 +74,7 @@ NAMES = [f"layers.{i}" for i in range(4)]
 TYPES = dict(zip(NAMES, ("full", "window", "latent", "cross")))
 
 
-def watched(**options: Any) -> tuple[Mixed, Any]:
+def watched(**options):
     model = Mixed()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with qkeel.watch(model, optimizer, **options) as monitor:
@@ -88,7 +85,7 @@ def watched(**options: Any) -> tuple[Mixed, Any]:
     return model, monitor
 
 
-def test_types_are_found_and_shown(tmp_path: Path) -> None:
+def test_types_are_found_and_shown(tmp_path):
     model, monitor = watched(every=1, sinks=tmp_path / "run")
     sample = monitor.sample
     assert sample.types == TYPES
@@ -129,7 +126,7 @@ def test_types_are_found_and_shown(tmp_path: Path) -> None:
     assert "type      window: " in str(explained)
 
 
-def test_a_longer_batch_shows_a_window_and_the_records_say_so(tmp_path: Path) -> None:
+def test_a_longer_batch_shows_a_window_and_the_records_say_so(tmp_path):
     model = Mixed()
     with qkeel.watch(model, sinks=tmp_path / "run") as monitor:
         for t in (4, 4, T, 6):
@@ -148,7 +145,7 @@ def test_a_longer_batch_shows_a_window_and_the_records_say_so(tmp_path: Path) ->
 # --- Thresholds by type
 
 
-def history(**last: float) -> History:
+def history(**last):
     """Twenty records in which the largest logit of each layer grows to this, by type."""
     steps = np.arange(1.0, 21.0)
     heads = np.stack(
@@ -165,7 +162,7 @@ def history(**last: float) -> History:
     )
 
 
-def test_a_ceiling_by_type_judges_each_layer_by_its_own() -> None:
+def test_a_ceiling_by_type_judges_each_layer_by_its_own():
     one = history(full=90.0, window=60.0, sparse=1e6)
     rule = Ceiling(threshold={"full": 100.0, "window": 50.0})
     assert rule.name == "ceiling full=100,window=50"
@@ -189,7 +186,7 @@ def test_a_ceiling_by_type_judges_each_layer_by_its_own() -> None:
 
 
 @pytest.mark.parametrize("rule", [Ceiling, Approach, Outlook, EntropyCollapse])
-def test_a_threshold_that_is_none_gets_one_clear_error(rule: Any) -> None:
+def test_a_threshold_that_is_none_gets_one_clear_error(rule):
     with pytest.raises(UnknownNameError, match=r"windows.*window"):
         rule(threshold={"windows": 1.0})
     with pytest.raises(UnknownNameError, match="indexer"):
@@ -204,12 +201,12 @@ def test_a_threshold_that_is_none_gets_one_clear_error(rule: Any) -> None:
 class Curriculum(nn.Module):
     """Attention whose window changes from pass to pass, written in the ways that programs write it."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         super().__init__()
         self.way, self.window = way, None
         self.qk = nn.Linear(16, 32)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k = (y.unflatten(-1, (2, 8)).mT.mT for y in self.qk(x).chunk(2, -1))
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         i = torch.arange(x.shape[1])
@@ -231,7 +228,7 @@ class Curriculum(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_layer_is_judged_anew_when_its_visible_keys_change(seed: int) -> None:
+def test_a_layer_is_judged_anew_when_its_visible_keys_change(seed):
     draw = np.random.default_rng(seed)
     way = ["by hand", "added", "boolean", "without a mask"][seed % 4]
     torch.manual_seed(seed)

@@ -1,11 +1,6 @@
 """Steps that are measured besides the cadence's: asked for, the last of a plan, and after one that was skipped."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +9,10 @@ from tests.contract.watch.small import batch, small, train
 from qkeel import watch
 from qkeel.errors import QkeelWarning
 from qkeel.monitor import PlannedRates
-from qkeel.monitor.monitor import Monitor
 
 
-def test_the_last_step_of_a_plan_is_measured_and_one_that_is_asked_for() -> None:
-    def ask(step: int, monitor: Monitor) -> None:
+def test_the_last_step_of_a_plan_is_measured_and_one_that_is_asked_for():
+    def ask(step, monitor):
         if step == 1:
             monitor.measure_next()  # too late for step 1, whose forward pass is over: nothing of it is recorded
 
@@ -36,7 +30,7 @@ def test_the_last_step_of_a_plan_is_measured_and_one_that_is_asked_for() -> None
         assert monitor.history.steps.tolist() == [0, 2, 4]
 
 
-def test_a_step_that_was_skipped_counts_for_the_next_one() -> None:
+def test_a_step_that_was_skipped_counts_for_the_next_one():
     """As a GradScaler skips it: the optimizer is not called, and the trainer's own count goes on."""
     model = small()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -55,12 +49,10 @@ def test_a_step_that_was_skipped_counts_for_the_next_one() -> None:
         assert set(calls.values()) == {3 * 2 * 5}  # of steps 0, 3 and 4
 
 
-def test_the_numbers_of_steps_go_on_in_a_run_that_is_resumed() -> None:
+def test_the_numbers_of_steps_go_on_in_a_run_that_is_resumed():
     """The script loads its checkpoint after `watch`, as late as it can: before the first pass."""
 
-    def trained(
-        steps: Iterable[int], loaded: dict[str, Any] | None
-    ) -> tuple[list[int], dict[str, Any]]:
+    def trained(steps, loaded):
         model = small()
         optimizer = torch.optim.AdamW(model.parameters())
         with watch(model, optimizer, every=2) as monitor:
@@ -81,9 +73,7 @@ def test_the_numbers_of_steps_go_on_in_a_run_that_is_resumed() -> None:
     ]  # no checkpoint was there: from the beginning
 
 
-def test_the_numbers_of_steps_go_on_where_watching_begins_late_unless_they_are_set() -> (
-    None
-):
+def test_the_numbers_of_steps_go_on_where_watching_begins_late_unless_they_are_set():
     for own in (None, 100):
         model = small()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -100,10 +90,10 @@ def test_the_numbers_of_steps_go_on_where_watching_begins_late_unless_they_are_s
 
 
 def loop(
-    monitor: Monitor,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterable[int] = range(6),
-) -> None:
+    monitor,
+    optimizer,
+    batches=range(6),
+):
     for seed in batches:
         monitor.model(batch(seed)).square().mean().backward()
         optimizer.step()
@@ -113,19 +103,15 @@ def loop(
 class StepsInBackward(torch.optim.Optimizer):
     """As transformers' dummy: every weight has an optimizer, which steps in the backward pass; this one counts."""
 
-    def __init__(
-        self, optimizer_dict: dict[torch.Tensor, torch.optim.Optimizer]
-    ) -> None:
+    def __init__(self, optimizer_dict):
         self.optimizer_dict = optimizer_dict
         super().__init__([torch.randn(1, 1)], {"lr": 1e-2})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         pass
 
 
-def test_an_optimizer_that_only_counts_the_steps_of_others_counts_them_here_too() -> (
-    None
-):
+def test_an_optimizer_that_only_counts_the_steps_of_others_counts_them_here_too():
     model = small()
     each = {p: torch.optim.SGD([p], lr=1e-2) for p in model.parameters()}
     for p in each:
@@ -142,13 +128,11 @@ def test_an_optimizer_that_only_counts_the_steps_of_others_counts_them_here_too(
 
 
 def test_a_resumed_run_goes_on_at_the_step_that_any_of_its_optimizers_counts(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Muon keeps no count in its state; AdamW does."""
 
-    def trained(
-        steps: Iterable[int], loaded: list[dict[str, Any]], path: Path
-    ) -> tuple[list[int], list[dict[str, Any]]]:
+    def trained(steps, loaded, path):
         model = small()
         optimizers = [
             torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.01),

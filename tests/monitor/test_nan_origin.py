@@ -1,13 +1,11 @@
 """The origin of the first NaN is named, and never one of its heirs: planted in twelve ways, at drawn places."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel import watch
 from qkeel.errors import AlarmWarning, RefusedError
@@ -17,12 +15,12 @@ WIDTH, HEADS, LAYERS, VOCABULARY = 16, 2, 4, 11
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.hurt, self.fused = "", False
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x, mask):
         q, k, v = (
             layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for layer in (self.q, self.k, self.v)
@@ -40,11 +38,11 @@ class Attention(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gain, self.hurt = nn.Parameter(torch.ones(WIDTH)), ""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.hurt == "norm":
             x = (
                 x * torch.tensor([0.0] + [1.0] * (x.shape[1] - 1))[:, None]
@@ -54,11 +52,11 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down, self.hurt = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), ""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = F.gelu(self.up(x))
         if self.hurt == "mlp":
             y = y * torch.log(torch.zeros(()))
@@ -72,7 +70,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm1, self.attention, self.norm2, self.mlp = (
             RMSNorm(),
@@ -81,13 +79,13 @@ class Block(nn.Module):
             MLP(),
         )
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x, mask):
         x = x + self.attention(self.norm1(x), mask)
         return x + self.mlp(self.norm2(x))
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.blocks = (
             nn.Embedding(VOCABULARY, WIDTH),
@@ -95,7 +93,7 @@ class Model(nn.Module):
         )
         self.dropout, self.head = nn.Dropout(0.1), nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, tokens: Tensor, scale: Tensor) -> Tensor:
+    def forward(self, tokens, scale):
         x = self.dropout(self.embed(tokens) * scale)
         mask = torch.ones(
             1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool
@@ -105,7 +103,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def plant(model: Model, kind: str, place: int) -> str:
+def plant(model, kind, place):
     """Plants an origin and returns what a sentence has to name."""
     block = model.blocks[place]
     if kind in ("empty rows", "overflow"):
@@ -154,12 +152,12 @@ KINDS = [
 
 
 def step(
-    model: Model,
-    optimizer: torch.optim.Optimizer,
-    draw: random.Random,
-    hurt: str,
-    passes: int,
-) -> None:
+    model,
+    optimizer,
+    draw,
+    hurt,
+    passes,
+):
     bad = draw.randrange(passes)
     for i in range(passes):
         tokens, scale = torch.randint(VOCABULARY, (2, 7)), torch.ones(2, 7, 1)
@@ -178,7 +176,7 @@ def step(
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_planted_origin_is_named(kind: str, seed: int) -> None:
+def test_a_planted_origin_is_named(kind, seed):
     draw = random.Random(f"{kind} {seed}")
     torch.manual_seed(seed)
     model, sentences = Model().train(), list[str]()
@@ -197,7 +195,7 @@ def test_a_planted_origin_is_named(kind: str, seed: int) -> None:
     assert named in sentences[0]
 
 
-def test_a_model_with_batch_statistics_and_dropout_is_made_again_as_it_was() -> None:
+def test_a_model_with_batch_statistics_and_dropout_is_made_again_as_it_was():
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)
@@ -212,9 +210,7 @@ def test_a_model_with_batch_statistics_and_dropout_is_made_again_as_it_was() -> 
     assert "in the loss" in sentences[0]
 
 
-def test_the_second_of_two_optimizers_finds_the_passes_that_the_first_has_stepped_on() -> (
-    None
-):
+def test_the_second_of_two_optimizers_finds_the_passes_that_the_first_has_stepped_on():
     torch.manual_seed(0)
     model, sentences = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), list[str]()
     first, second = (torch.optim.SGD(layer.parameters(), 0.1) for layer in model)
@@ -231,16 +227,16 @@ def test_the_second_of_two_optimizers_finds_the_passes_that_the_first_has_steppe
 
 
 class Masked(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(8, 24)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x, mask):
         q, k, v = self.qkv(x).chunk(3, -1)
         return (q @ k.mT + mask).softmax(-1) @ v
 
 
-def test_minus_infinity_in_a_mask_that_is_passed_is_no_origin() -> None:
+def test_minus_infinity_in_a_mask_that_is_passed_is_no_origin():
     model, sentences = Masked(), list[str]()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     mask = torch.zeros(5, 5).masked_fill(
@@ -252,7 +248,7 @@ def test_minus_infinity_in_a_mask_that_is_passed_is_no_origin() -> None:
     assert "in the loss" in sentences[0]
 
 
-def test_watch_raises_the_origin_as_an_alarm() -> None:
+def test_watch_raises_the_origin_as_an_alarm():
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -265,6 +261,6 @@ def test_watch_raises_the_origin_as_an_alarm() -> None:
     assert not model._forward_hooks
 
 
-def test_without_an_optimizer_it_is_refused() -> None:
+def test_without_an_optimizer_it_is_refused():
     with pytest.raises(RefusedError, match="optimizer"):
         watch(Model(), nan=True)

@@ -10,22 +10,22 @@ import pytest
 import torch
 from tests.contract.watch.small import Block, batch, small
 from tests.quick import quick
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 
 
 class TorchAttention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
 class Written(Block):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
         )
@@ -33,11 +33,11 @@ class Written(Block):
 
 
 class Own(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = qkeel.nn.Attention(8, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.attention(x)
 
 
@@ -50,9 +50,7 @@ MODELS: dict[str, Any] = {
 EMPTY = {"no sequences": (0, 5), "no tokens": (2, 0)}
 
 
-def trained(
-    make: Any, shapes: list[tuple[int, int]], watch: bool, **how: Any
-) -> tuple[Any, Any, list[str]]:
+def trained(make, shapes, watch, **how):
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -79,8 +77,8 @@ def trained(
     ),
 )
 def test_an_empty_batch_is_counted_and_the_steps_around_it_are_measured(
-    name: str, empty: str, where: int
-) -> None:
+    name, empty, where
+):
     make, shape = MODELS[name], EMPTY[empty]
     shapes = [(2, 4)] * 5
     shapes[where] = shape

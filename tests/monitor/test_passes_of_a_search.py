@@ -1,7 +1,5 @@
 """How many passes of the model a search for its attention takes: as many at any depth."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers")
@@ -20,8 +18,6 @@ from benchmarks.host_time import SEARCHES, Case, passes_of, transformers_model
         ('apply("softcap")', 2),
     ],
 )
-def test_a_search_takes_few_passes_at_any_depth(
-    search: str, most: int, layers: int
-) -> None:
+def test_a_search_takes_few_passes_at_any_depth(search, most, layers):
     case = Case(lambda n: transformers_model("Llama", n), layers, None)
     assert passes_of(SEARCHES[search], case.model, case.optimizer, case.ids) == most

@@ -1,7 +1,5 @@
 """A recording reads like the records appended; thinned, it keeps the ends, an even spacing and the clock."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -16,11 +14,11 @@ from qkeel.records import Heads
 LAYERS = ("a", "b")
 
 
-def heads_at(i: int) -> np.ndarray:
+def heads_at(i):
     return np.array([[i, -1.0, math.nan], [2.0, i / 2, 1.0]])
 
 
-def record(n: int, *, most: int = 512) -> Recording:
+def record(n, *, most=512):
     recording = Recording(LAYERS, most=most)
     for i in range(n):
         recording.append(
@@ -31,8 +29,8 @@ def record(n: int, *, most: int = 512) -> Recording:
 
 @pytest.mark.parametrize("most", [4, 5, 8, 64])
 def test_a_long_recording_keeps_both_ends_an_even_spacing_and_the_clock(
-    most: int,
-) -> None:
+    most,
+):
     recording = Recording(LAYERS, most=most)
     steps, rates = np.zeros(0), np.zeros(0)
     for i in range(700):
@@ -59,7 +57,7 @@ def test_a_long_recording_keeps_both_ends_an_even_spacing_and_the_clock(
     assert len(recording.history) > most // 2
 
 
-def test_records_that_do_not_fit_are_refused_and_leave_no_trace() -> None:
+def test_records_that_do_not_fit_are_refused_and_leave_no_trace():
     recording = record(3)
     for values, heads, what in [
         ({"step": 6}, {}, "after 6"),
@@ -75,13 +73,13 @@ def test_records_that_do_not_fit_are_refused_and_leave_no_trace() -> None:
     assert recording.history.steps[-1] == 9
 
 
-def test_a_logit_beyond_float32_is_infinite() -> None:
+def test_a_logit_beyond_float32_is_infinite():
     recording = Recording()
     recording.append({"step": 0}, {"max_logit": np.array([[1e39]])})
     assert recording.history.heads["max_logit"][0, 0, 0] == math.inf
 
 
-def test_a_replay_raises_what_was_raised_live_however_long_the_run() -> None:
+def test_a_replay_raises_what_was_raised_live_however_long_the_run():
     recording, log, heads = Recording(LAYERS), AlarmLog(DEFAULT), []
     steps = np.arange(1, 1401)
     for step in steps:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import qkeel
@@ -20,11 +19,11 @@ from qkeel.records import BLOCK_FIELDS
 class Mixer(nn.Module):
     """Attention of one head, written out."""
 
-    def __init__(self, m: int) -> None:
+    def __init__(self, m):
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(m, m) for _ in range(4))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+    def forward(self, x):
         q, k, v = (p(x)[:, None] for p in (self.q, self.k, self.v))
         return self.out(
             F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
@@ -34,7 +33,7 @@ class Mixer(nn.Module):
 class Block(nn.Module):
     """A pre-norm block; subclasses say how it adds."""
 
-    def __init__(self, m: int) -> None:
+    def __init__(self, m):
         super().__init__()
         self.norm_1, self.norm_2, self.after = (
             nn.LayerNorm(m),
@@ -45,7 +44,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(m, 2 * m), nn.GELU(), nn.Linear(2 * m, m))
         self.more = nn.Linear(m, m)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.mixer(self.norm_1(x))[0]
         return x + self.mlp(self.norm_2(x))
 
@@ -53,9 +52,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks, one after the other."""
 
-    def __init__(
-        self, kind: Callable[[int], Block], depth: int = 3, m: int = 12
-    ) -> None:
+    def __init__(self, kind, depth=3, m=12):
         super().__init__()
         self.embed, self.blocks, self.head = (
             nn.Linear(5, m),
@@ -63,14 +60,14 @@ class Stack(nn.Module):
             nn.Linear(m, 1),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
-def made(kind: Callable[[int], Block], seed: int = 0) -> Stack:
+def made(kind, seed=0):
     """A stack with weights of unlike size, so that no two numbers agree by chance."""
     torch.manual_seed(seed)
     model = Stack(kind)
@@ -81,11 +78,11 @@ def made(kind: Callable[[int], Block], seed: int = 0) -> Stack:
     return model
 
 
-def rms(x: np.ndarray) -> float:
+def rms(x):
     return float(np.sqrt(np.mean(x**2)))
 
 
-def expected(model: Stack, passes: list[Tensor]) -> dict[str, list[float]]:
+def expected(model, passes):
     """Every field of every block, from float64, in numpy: over the tokens of all passes, ratios pass by pass."""
     exact = copy.deepcopy(model).double().eval()
     values: dict[str, list[float]] = {name: [] for name in BLOCK_FIELDS}
@@ -107,7 +104,7 @@ def expected(model: Stack, passes: list[Tensor]) -> dict[str, list[float]]:
     return values
 
 
-def watched(model: Stack, passes: list[Tensor]) -> dict[str, list[float]]:
+def watched(model, passes):
     """Every field of every block as one measured step records it; in training mode."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with qkeel.watch(model, optimizer, stats="max+residual", rules=()) as monitor:
@@ -128,8 +125,8 @@ BATCHES = [
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_number_of_every_block_is_that_of_float64(
-    seed: int,
-) -> None:
+    seed,
+):
     model = made(Block, seed)
     batches = [*BATCHES, BATCHES[0][:1, :3] * 0.5]
     found = watched(model, batches)
@@ -137,12 +134,12 @@ def test_every_number_of_every_block_is_that_of_float64(
         np.testing.assert_allclose(found[name], values, rtol=3e-5, err_msg=name)
 
 
-def test_a_model_without_a_list_of_blocks_is_told_what_was_expected() -> None:
+def test_a_model_without_a_list_of_blocks_is_told_what_was_expected():
     model = Mixer(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = qkeel.watch(model, optimizer, stats="max+residual")
 
-    def step() -> None:
+    def step():
         model(torch.randn(1, 4, 8))[0].sum().backward()
         optimizer.step()
 
@@ -160,11 +157,11 @@ def test_a_model_without_a_list_of_blocks_is_told_what_was_expected() -> None:
     monitor.remove()
 
 
-def test_what_checkpointing_computes_again_counts_once() -> None:
+def test_what_checkpointing_computes_again_counts_once():
     from torch.utils.checkpoint import checkpoint
 
     class Recomputed(Stack):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             x = self.embed(x)
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=False)
@@ -177,9 +174,9 @@ def test_what_checkpointing_computes_again_counts_once() -> None:
     assert watched(again, BATCHES) == watched(plain, BATCHES)
 
 
-def test_blocks_without_attention_are_recorded_under_their_own_name() -> None:
+def test_blocks_without_attention_are_recorded_under_their_own_name():
     class Dense(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return x + self.mlp(self.norm_2(x))
 
     model = made(Block)
@@ -204,16 +201,16 @@ def test_blocks_without_attention_are_recorded_under_their_own_name() -> None:
 class Doubling(nn.Module):
     """A block whose output is twice its input, with an attention in it that adds nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = qkeel.nn.Attention(8, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 2 * x + 0 * self.attention(x)
 
 
 @pytest.mark.parametrize("norm", [nn.RMSNorm(8, eps=0.0), nn.Identity(), None])
-def test_hidden_norms_are_means_over_tokens_and_passes(norm: nn.Module | None) -> None:
+def test_hidden_norms_are_means_over_tokens_and_passes(norm):
     model = nn.Sequential()
     model.add_module("blocks", nn.Sequential(Doubling(), Doubling()))
     if norm is not None:

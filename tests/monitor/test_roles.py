@@ -16,17 +16,17 @@ from qkeel.patching.roles import PassRole, tensors_within
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_record_holds_the_trained_passes_of_its_step_and_the_others_apart(
-    seed: int,
-) -> None:
+    seed,
+):
     assert watch_differences(seed) == []
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_clip_follows_the_trained_passes_alone(seed: int) -> None:
+def test_a_clip_follows_the_trained_passes_alone(seed):
     assert clip_differences(seed) == []
 
 
-def test_a_pass_on_tensors_without_values_is_not_counted() -> None:
+def test_a_pass_on_tensors_without_values_is_not_counted():
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with qkeel.watch(model, optimizer) as monitor:
@@ -42,7 +42,7 @@ def test_a_pass_on_tensors_without_values_is_not_counted() -> None:
         assert monitor.history.steps.tolist() == [0]
 
 
-def test_a_hook_that_another_removes_in_the_middle_of_a_call_does_nothing() -> None:
+def test_a_hook_that_another_removes_in_the_middle_of_a_call_does_nothing():
     model = small()
     monitor = qkeel.watch(model)
     model.register_forward_pre_hook(lambda *_: monitor.remove(), prepend=True)
@@ -50,7 +50,7 @@ def test_a_hook_that_another_removes_in_the_middle_of_a_call_does_nothing() -> N
     assert not monitor.active
 
 
-def test_optimizers_that_never_stepped_over_a_trained_pass_are_told_of_once() -> None:
+def test_optimizers_that_never_stepped_over_a_trained_pass_are_told_of_once():
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with qkeel.watch(model, optimizer) as monitor:
@@ -63,7 +63,7 @@ def test_optimizers_that_never_stepped_over_a_trained_pass_are_told_of_once() ->
         assert monitor.history.phase == "eval"
 
 
-def test_the_table_shows_the_trained_passes_and_names_the_others() -> None:
+def test_the_table_shows_the_trained_passes_and_names_the_others():
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with qkeel.watch(model, optimizer, rules=()) as monitor:
@@ -83,7 +83,7 @@ def test_the_table_shows_the_trained_passes_and_names_the_others() -> None:
 
 
 @pytest.mark.parametrize("n_objects", [1, 5])
-def test_the_output_may_be_any_object(n_objects: int) -> None:
+def test_the_output_may_be_any_object(n_objects):
     x = torch.ones(2, requires_grad=True)
     value: object = x * 2
     for _ in range(n_objects):
@@ -95,7 +95,7 @@ def test_the_output_may_be_any_object(n_objects: int) -> None:
     assert role.trained is True
 
 
-def test_what_came_in_and_goes_out_again_says_nothing_about_a_pass() -> None:
+def test_what_came_in_and_goes_out_again_says_nothing_about_a_pass():
     hidden = torch.ones(2, requires_grad=True) * 2
     role = PassRole.of_output(
         nn.Linear(1, 1), (hidden,), {"hidden": hidden, "number": torch.ones(1)}
@@ -103,7 +103,7 @@ def test_what_came_in_and_goes_out_again_says_nothing_about_a_pass() -> None:
     assert role.trained is False
 
 
-def test_a_role_is_known_once_the_graph_is_gone() -> None:
+def test_a_role_is_known_once_the_graph_is_gone():
     output = torch.ones(2, requires_grad=True) * 2
     role = PassRole.of_output(nn.Linear(1, 1), (), output)
     assert role.trained is None
@@ -111,7 +111,7 @@ def test_a_role_is_known_once_the_graph_is_gone() -> None:
     assert role.trained is False
 
 
-def test_a_pass_inside_a_transform_of_torch_func_is_told_of_and_left_alone() -> None:
+def test_a_pass_inside_a_transform_of_torch_func_is_told_of_and_left_alone():
     model = small()
     weights = {name: p.detach() for name, p in model.named_parameters()}
     with qkeel.watch(model, rules=()) as monitor:
@@ -128,13 +128,11 @@ def test_a_pass_inside_a_transform_of_torch_func_is_told_of_and_left_alone() -> 
 class Labelled(nn.Module):
     """Returns its loss as transformers' models do: of the whole step's tokens, if their number is given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = small()
 
-    def forward(
-        self, x: torch.Tensor, num_items_in_batch: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x, num_items_in_batch=None):
         squares = self.inner(x).square()
         return (
             squares.mean()
@@ -144,7 +142,7 @@ class Labelled(nn.Module):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_loss_of_a_step_is_that_of_all_its_tokens(shared: bool) -> None:
+def test_the_loss_of_a_step_is_that_of_all_its_tokens(shared):
     model = Labelled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     batches = [batch(seed, b=2) for seed in range(3)]

@@ -1,7 +1,5 @@
 """A sample folds heads as the table of fields says, and gives trackers few keys."""
 
-from __future__ import annotations
-
 import re
 import statistics
 
@@ -21,7 +19,7 @@ from qkeel.records import HEAD_FIELDS, fold_heads
 from .samples import LAYERS, alarm, sample
 
 
-def test_heads_are_folded_by_the_worst_or_by_the_mean() -> None:
+def test_heads_are_folded_by_the_worst_or_by_the_mean():
     one = sample(3, min_logit=[[-1.0, -2.0, 0.0], [-5.0, 1.0]])
     assert one.by_layer("max_logit").tolist() == [3.0, 14.23]
     assert one.by_layer("min_logit").tolist() == [-2.0, -5.0]
@@ -34,7 +32,7 @@ def test_heads_are_folded_by_the_worst_or_by_the_mean() -> None:
 
 
 @each_row("name", HEAD_FIELDS)
-def test_a_field_folds_to_nan_only_where_nothing_was_measured(name: str) -> None:
+def test_a_field_folds_to_nan_only_where_nothing_was_measured(name):
     values = np.array([[np.nan, np.nan], [np.nan, 2.0], [1.0, 3.0]])
     folded = fold_heads(name, values)
     assert np.isnan(folded[0])
@@ -42,7 +40,7 @@ def test_a_field_folds_to_nan_only_where_nothing_was_measured(name: str) -> None
     assert folded[2] == {"max": 3.0, "min": 1.0, "mean": 2.0}[HEAD_FIELDS[name].fold]
 
 
-def test_trackers_get_layers_but_no_heads_and_nothing_unmeasured() -> None:
+def test_trackers_get_layers_but_no_heads_and_nothing_unmeasured():
     found = sample(
         3,
         cos_max=[[0.5, 0.6, 0.7], [np.nan, np.nan]],
@@ -65,7 +63,7 @@ def test_trackers_get_layers_but_no_heads_and_nothing_unmeasured() -> None:
     assert all(type(value) is float for value in found.values())
 
 
-def test_the_largest_models_stay_under_a_thousand_keys() -> None:
+def test_the_largest_models_stay_under_a_thousand_keys():
     heads = {name: np.ones((126, 128)) for name in HEAD_FIELDS}
     one = Sample(step=0, layers=tuple(f"layers.{i}" for i in range(126)), heads=heads)
     found = one.summaries()
@@ -73,7 +71,7 @@ def test_the_largest_models_stay_under_a_thousand_keys() -> None:
     assert "attn/layer_007/max_logit" in found
 
 
-def test_hidden_norms_and_evaluation_have_keys_of_their_own() -> None:
+def test_hidden_norms_and_evaluation_have_keys_of_their_own():
     values = {
         "final_hidden_norm": 9.0,
         "block_output_norm/h.1.attn": 3.0,
@@ -88,20 +86,20 @@ def test_hidden_norms_and_evaluation_have_keys_of_their_own() -> None:
     }
 
 
-def test_a_key_heads_value_stands_at_the_heads_of_its_group() -> None:
+def test_a_key_heads_value_stands_at_the_heads_of_its_group():
     assert repeat_groups(np.array([1.0, 2.0]), 6).tolist() == [1, 1, 1, 2, 2, 2]
     with pytest.raises(ShapeError, match="divides 6 heads, got 4"):
         repeat_groups(np.ones(4), 6)
 
 
-def test_a_sample_that_fits_no_layers_is_refused() -> None:
+def test_a_sample_that_fits_no_layers_is_refused():
     with pytest.raises(ShapeError, match=r"2 layers, heads\], got shape \(3, 4\)"):
         Sample(step=0, layers=LAYERS, heads={"entropy": np.ones((3, 4))})
     with pytest.raises(InvalidValueError, match="'train' or 'eval', got 'test'"):
         Sample(step=0, phase="test")  # type: ignore[arg-type]
 
 
-def test_the_table_names_the_head_with_the_largest_logit_of_each_layer() -> None:
+def test_the_table_names_the_head_with_the_largest_logit_of_each_layer():
     lines = sample_table(
         sample(1200, query_norm=[[1.0] * 3, [2.0] * 2]), [alarm()]
     ).splitlines()
@@ -120,7 +118,7 @@ def test_the_table_names_the_head_with_the_largest_logit_of_each_layer() -> None
     assert len({len(line) for line in lines[1:4]}) == 1
 
 
-def test_a_sample_without_heads_is_one_line() -> None:
+def test_a_sample_without_heads_is_one_line():
     assert sample_table(Sample(step=0, layers=LAYERS)) == "step 0"
     assert (
         sample_line(Sample(step=5, values={"max_logit": 3.0}, phase="eval"))
@@ -128,7 +126,7 @@ def test_a_sample_without_heads_is_one_line() -> None:
     )
 
 
-def test_five_gravest_alarms_are_shown() -> None:
+def test_five_gravest_alarms_are_shown():
     many = [alarm("notice", step=s) for s in range(9)] + [alarm("critical", step=99)]  # type: ignore[arg-type]
     warned = [
         line

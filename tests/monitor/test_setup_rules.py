@@ -1,9 +1,5 @@
 """Rounding formulas agree with rounding; gains that grow and norms that do nothing are noticed."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +12,6 @@ from qkeel.monitor import (
     History,
     IdleNorm,
     Resolution,
-    Rule,
     Saturation,
     Setting,
     VanishingGradient,
@@ -28,7 +23,7 @@ from qkeel.records import Heads
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def history(**series: np.ndarray) -> History:
+def history(**series):
     """Records 0, 10, … of [layers heads] series."""
     n = len(next(iter(series.values())))
     steps = np.arange(n) * 10
@@ -40,9 +35,7 @@ def history(**series: np.ndarray) -> History:
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("size", [1.0, 5.0, 17.0])
-def test_rounding_q_and_k_moves_logits_as_the_formula_says(
-    dtype: str, size: float
-) -> None:
+def test_rounding_q_and_k_moves_logits_as_the_formula_says(dtype, size):
     d = 64
     q, k = size * torch.randn(2, 20_000, d, dtype=torch.float64)
     rounded = [x.to(FORMATS[dtype]).double() for x in (q, k)]
@@ -55,16 +48,14 @@ def test_rounding_q_and_k_moves_logits_as_the_formula_says(
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("logit", [1.5, 100.0, 1000.0])
-def test_storing_logits_moves_them_as_the_formula_says(
-    dtype: str, logit: float
-) -> None:
+def test_storing_logits_moves_them_as_the_formula_says(dtype, logit):
     low = 2.0 ** np.floor(np.log2(logit))
     z = low * (1 + torch.rand(50_000, dtype=torch.float64))  # all of the same spacing
     error = (z.to(FORMATS[dtype]).double() - z).std()
     assert float(error) == pytest.approx(stored_logit_error(logit, dtype), rel=0.05)
 
 
-def test_the_errors_at_the_edges() -> None:
+def test_the_errors_at_the_edges():
     assert stored_logit_error(0.0, "bf16") == 0.0
     assert stored_logit_error(-100.0, "bf16") == stored_logit_error(100.0, "bf16")
     assert stored_logit_error(float("inf"), "bf16") == float("inf")
@@ -72,7 +63,7 @@ def test_the_errors_at_the_edges() -> None:
         fused_logit_error(1.0, 1.0, 8, "bf8")
 
 
-def test_growing_gains_are_noticed_where_they_grow() -> None:
+def test_growing_gains_are_noticed_where_they_grow():
     bound = np.full((6, 2, 2), 8.0)
     bound[:, 1, 0] = [8, 12, 18, 27, 40, 60]
     (alarm,) = replay(history(gain_bound=bound), [GainGrowth()])
@@ -86,9 +77,7 @@ def test_growing_gains_are_noticed_where_they_grow() -> None:
     assert replay(history(gain_bound=bound[:4]), [GainGrowth()]) == []
 
 
-def test_gains_that_move_later_are_no_idle_norm_but_a_logit_above_their_bound_is() -> (
-    None
-):
+def test_gains_that_move_later_are_no_idle_norm_but_a_logit_above_their_bound_is():
     norms = np.array([4.0, 6.0, 9.0])[:, None, None]
     bound = np.array([4.0, 9.0, 20.0])[:, None, None]
     fine = {"query_norm": norms, "key_norm": norms, "gain_bound": bound}
@@ -101,7 +90,7 @@ def test_gains_that_move_later_are_no_idle_norm_but_a_logit_above_their_bound_is
     assert alarm.step == 20
 
 
-def test_missing_series_raise_nothing() -> None:
+def test_missing_series_raise_nothing():
     seen = history(entropy=np.ones((4, 1, 1)))
     rules = [GainGrowth(), IdleNorm(kind="rms")]
     rules += [
@@ -110,9 +99,7 @@ def test_missing_series_raise_nothing() -> None:
     assert replay(seen, rules) == []
 
 
-def test_the_scale_is_the_factor_on_the_product_of_the_recorded_queries_and_keys() -> (
-    None
-):
+def test_the_scale_is_the_factor_on_the_product_of_the_recorded_queries_and_keys():
     d, scale = 64, 0.5
     q, k = 8 * torch.randn(2, 4000, d, dtype=torch.float64)
     rounded = [x.bfloat16().double() for x in (q, k)]
@@ -134,7 +121,7 @@ def test_the_scale_is_the_factor_on_the_product_of_the_recorded_queries_and_keys
     )
 
 
-def test_gains_of_a_name_that_comes_late_are_compared_with_their_first_record() -> None:
+def test_gains_of_a_name_that_comes_late_are_compared_with_their_first_record():
     bound = np.full((6, 1, 1), np.nan)
     bound[2:, 0, 0] = [8, 12, 20, 40]
     assert [
@@ -142,7 +129,7 @@ def test_gains_of_a_name_that_comes_late_are_compared_with_their_first_record() 
     ] == [50]
 
 
-def test_a_gradient_under_eps_is_noticed_at_the_second_record() -> None:
+def test_a_gradient_under_eps_is_noticed_at_the_second_record():
     ratio = np.full((4, 2, 2), 30.0)
     ratio[1, 0, 1] = (
         0.0  # once, as in a first step through a projection that starts at zero
@@ -154,7 +141,7 @@ def test_a_gradient_under_eps_is_noticed_at_the_second_record() -> None:
     assert '"eps"' in alarm.remedy
 
 
-def test_gradients_that_shrink_together_are_no_vanishing_gradient() -> None:
+def test_gradients_that_shrink_together_are_no_vanishing_gradient():
     """As when the loss is solved: every head has a thousandth of its first gradient, and one is under eps."""
     ratio = np.geomspace(3000, 3, 4)[:, None, None] * np.ones((4, 2, 2))
     ratio[:, 1, 0] /= 5
@@ -164,11 +151,11 @@ def test_gradients_that_shrink_together_are_no_vanishing_gradient() -> None:
     assert (alarm.layer, alarm.head) == ("layer 0", 1)
 
 
-def test_a_setting_switches_on_the_rules_it_says_enough_for() -> None:
+def test_a_setting_switches_on_the_rules_it_says_enough_for():
     always = (*DEFAULT, Saturation(), GainGrowth(), VanishingGradient())
     assert rules_for(Setting()) == always
 
-    def further(**facts: Any) -> tuple[Rule, ...]:
+    def further(**facts):
         rules = rules_for(Setting(**facts))
         names = [rule.name for rule in rules]
         assert names[: len(always)] == [rule.name for rule in always]
@@ -196,8 +183,8 @@ def test_a_setting_switches_on_the_rules_it_says_enough_for() -> None:
     ],
 )
 def test_a_head_that_fell_to_a_tenth_while_its_spread_grew_is_saturated(
-    entropy: list[float], spread: list[float], fires: bool
-) -> None:
+    entropy, spread, fires
+):
     entropies, spreads = np.full((3, 2, 2), 0.9), np.full((3, 2, 2), 8.0)
     entropies[:, 1, 0], spreads[:, 1, 0] = entropy, spread
     alarms = replay(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -18,22 +16,20 @@ from qkeel.errors import (
     QkeelError,
     RefusedError,
 )
-from qkeel.monitor import Sample
-from qkeel.monitor.monitor import Monitor
 from qkeel.report import write
 
 
 class Run:
     """Two models in a row, one optimizer, three steps."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.models = {"encoder": small(0), "decoder": small(1)}
         self.optimizer = torch.optim.AdamW(
             nn.ModuleDict(self.models).parameters(), lr=1e-2
         )
         self.losses: list[float] = []
 
-    def step(self) -> None:
+    def step(self):
         x = batch(len(self.losses))
         for model in self.models.values():
             x = model(x)
@@ -43,7 +39,7 @@ class Run:
         self.optimizer.zero_grad()
         self.losses.append(float(loss.detach()))
 
-    def watched(self, *monitors: Monitor) -> list[list[Sample]]:
+    def watched(self, *monitors):
         found = []
         for _ in range(3):
             self.step()
@@ -53,7 +49,7 @@ class Run:
         return [[*of] for of in zip(*found)]
 
 
-def test_one_monitor_records_what_one_of_each_model_does(tmp_path: Path) -> None:
+def test_one_monitor_records_what_one_of_each_model_does(tmp_path):
     plain, apart, joined = Run(), Run(), Run()
     plain.watched()
     one_each = apart.watched(
@@ -98,8 +94,8 @@ def test_one_monitor_records_what_one_of_each_model_does(tmp_path: Path) -> None
 
 
 def test_without_an_optimizer_a_step_is_a_pass_of_each(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+    recwarn,
+):
     models = [small(0), small(1), nn.Linear(8, 8)]
     with qkeel.watch(nn.ModuleList(models), every=2) as monitor:
         for training in (True, False):
@@ -118,7 +114,7 @@ def test_without_an_optimizer_a_step_is_a_pass_of_each(
     ]
 
 
-def test_what_cannot_be_watched_as_one_is_said_and_nothing_is_left() -> None:
+def test_what_cannot_be_watched_as_one_is_said_and_nothing_is_left():
     model, other = small(0), small(1)
     cases: list[tuple[object, dict[str, object], type[QkeelError], str]] = [
         ([], {}, InvalidValueError, "at least one model"),

@@ -1,7 +1,5 @@
 """Numbers of a layer made of its heads' sink shares, and the rule on them."""
 
-from __future__ import annotations
-
 import math
 import statistics
 
@@ -12,7 +10,7 @@ from qkeel.monitor import Sample, sample_table
 from qkeel.records import LAYER_FIELDS, SINK_HEAD, explain_field, fold_heads
 
 
-def by_hand(name: str, heads: list[float]) -> float:
+def by_hand(name, heads):
     """The definition, head by head in Python floats."""
     known = [x for x in heads if not math.isnan(x)]
     over, under = [x for x in known if x > 0.3], [x for x in known if x <= 0.3]
@@ -41,8 +39,8 @@ def by_hand(name: str, heads: list[float]) -> float:
 
 @pytest.mark.parametrize("name", LAYER_FIELDS)
 def test_a_layers_number_is_its_definition_and_leaves_out_what_was_not_measured(
-    name: str,
-) -> None:
+    name,
+):
     rng = np.random.default_rng(3)
     values = rng.random((50, 7))
     values[rng.random(values.shape) < 0.4] = np.nan
@@ -59,7 +57,7 @@ def test_a_layers_number_is_its_definition_and_leaves_out_what_was_not_measured(
     )
 
 
-def test_the_whole_models_share_is_over_heads_and_not_over_layers() -> None:
+def test_the_whole_models_share_is_over_heads_and_not_over_layers():
     shares = np.array([[0.9, np.nan, np.nan], [0.1, 0.2, 0.3]])
     one = Sample(step=4, layers=("a", "b"), heads={"sink_share": shares})
     assert one.overall("sink_head_ratio") == 0.25

@@ -1,12 +1,9 @@
 """What a sink writes can be read: at the end, at any instant before it, and never over what was there."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,13 +21,13 @@ from qkeel.records import (
 from .samples import LAYERS, about, alarm, sample
 
 
-def opened(path: Path, **more: object) -> RunDirectorySink:
+def opened(path, **more):
     sink = RunDirectorySink(path)
     sink.open({**about(), **more})
     return sink
 
 
-def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_run_comes_back_as_it_was_written(tmp_path):
     sink = opened(tmp_path / "watch")
     for step in (0, 10, 20):
         sink.write(sample(step, max_logit=[[1.0, 2.0, step], [-np.inf, 5.0]]))
@@ -72,8 +69,8 @@ def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_run_stays_where_it_began_when_the_program_changes_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "a")
@@ -86,13 +83,11 @@ def test_a_run_stays_where_it_began_when_the_program_changes_its_folder(
     assert len(RunDirectory(tmp_path / "a" / "run").metrics()) == 1
 
 
-def test_a_record_that_cannot_be_written_is_lost_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_cannot_be_written_is_lost_alone(tmp_path, monkeypatch):
     sink = opened(tmp_path / "watch")
     sink.write(sample(0))
 
-    def full(path: Path, value: object) -> None:
+    def full(path, value):
         raise RunDirectoryError("cannot append") from OSError(
             28, "No space left on device"
         )
@@ -111,7 +106,7 @@ def test_a_record_that_cannot_be_written_is_lost_alone(
     ]
 
 
-def test_a_directory_is_claimed_by_its_first_file(tmp_path: Path) -> None:
+def test_a_directory_is_claimed_by_its_first_file(tmp_path):
     assert [
         fresh_directory(tmp_path / "run", first="events.jsonl").name for _ in range(2)
     ] == ["run", "run-2"]
@@ -120,7 +115,7 @@ def test_a_directory_is_claimed_by_its_first_file(tmp_path: Path) -> None:
     assert not disk.create(tmp_path / "empty" / "events.jsonl")
 
 
-def test_nothing_on_disk_is_written_over(tmp_path: Path) -> None:
+def test_nothing_on_disk_is_written_over(tmp_path):
     paths = [opened(tmp_path / "watch").path for _ in range(3)]
     assert paths == [tmp_path / "watch", tmp_path / "watch-2", tmp_path / "watch-3"]
     (tmp_path / "mine").mkdir()
@@ -133,7 +128,7 @@ def test_nothing_on_disk_is_written_over(tmp_path: Path) -> None:
     assert opened(tmp_path / "empty").path == tmp_path / "empty"
 
 
-def test_killed_at_any_byte_it_can_be_read(tmp_path: Path) -> None:
+def test_killed_at_any_byte_it_can_be_read(tmp_path):
     sink = opened(tmp_path / "watch", fields=["max_logit", "entropy"])
     for step in range(3):
         sink.write(sample(step))
@@ -154,8 +149,8 @@ def test_killed_at_any_byte_it_can_be_read(tmp_path: Path) -> None:
 
 
 def test_a_field_that_turns_up_late_keeps_the_records_whole_and_is_told_once(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     sink = opened(tmp_path / "watch", fields=["max_logit"])
     sink.write(sample(0))
     for step in (1, 2):
@@ -166,7 +161,7 @@ def test_a_field_that_turns_up_late_keeps_the_records_whole_and_is_told_once(
     assert sorted(text.split()[0] for text in texts) == ["cos_max", "entropy"]
 
 
-def test_fields_of_the_table_may_come_and_go(tmp_path: Path) -> None:
+def test_fields_of_the_table_may_come_and_go(tmp_path):
     sink = opened(tmp_path / "watch")
     sink.write(sample(0))
     sink.write(sample(1, logit_change_rms=[[0.1] * 3, [0.2] * 2]))
@@ -175,7 +170,7 @@ def test_fields_of_the_table_may_come_and_go(tmp_path: Path) -> None:
     assert change[1, 0, 0] == np.float32(0.1)
 
 
-def test_errors_say_what_to_do(tmp_path: Path) -> None:
+def test_errors_say_what_to_do(tmp_path):
     with pytest.raises(
         InvalidTypeError, match="expected a path for the records, got int"
     ):
@@ -189,13 +184,13 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
     assert not (tmp_path / "never").exists()
 
 
-def test_json_on_disk_is_standard(tmp_path: Path) -> None:
+def test_json_on_disk_is_standard(tmp_path):
     sink = opened(tmp_path / "watch")
     sink.write(sample(0))
     sink.alarm(alarm(value=float("nan"), severity=Severity.CRITICAL))
     sink.close(complete=True)
 
-    def refuse(word: str) -> None:
+    def refuse(word):
         raise AssertionError(word)
 
     for path in (tmp_path / "watch").iterdir():
@@ -209,8 +204,8 @@ def test_json_on_disk_is_standard(tmp_path: Path) -> None:
 
 
 def test_the_log_gets_samples_and_alarms_by_severity(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     sink = LoggingSink("qkeel.test")
     with caplog.at_level(logging.INFO, logger="qkeel.test"):
         sink.open(about())

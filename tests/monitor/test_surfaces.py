@@ -1,16 +1,13 @@
 """Every number in the tables of fields is on every surface: records, page, trackers, frames, alarms, definitions."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from sites.sparse_models import DSA, M, T
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel.monitor import History, Over, Sample, replay
@@ -35,14 +32,14 @@ ELSEWHERE = {"gain_bound", "empty_sample", "empty_query"}
 class SparseModel(nn.Module):
     """Two layers with indexers, under the names of the other model's."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(M, M)
         self.blocks = nn.ModuleList(
             [nn.ModuleDict({"attention": DSA(fused=True)}) for _ in LAYERS]
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.inner(x)
         for block in self.blocks:
             x = x + block["attention"](x)
@@ -53,7 +50,7 @@ Watched = tuple[Path, Sample, History, str]
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+def watched(tmp_path_factory):
     """A run in which everything is measured: its directory, last sample, history and table."""
     torch.manual_seed(0)
     model = qkeel.nn.Decoder(
@@ -70,7 +67,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
 
 
 @pytest.fixture(scope="module")
-def sparse(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+def sparse(tmp_path_factory):
     """A run of sparse layers."""
     torch.manual_seed(0)
     return run_of(
@@ -81,9 +78,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     )
 
 
-def run_of(
-    model: nn.Module, given: Tensor, stats: str, path: Path, **more: Any
-) -> Watched:
+def run_of(model, given, stats, path, **more):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with qkeel.watch(
         model, optimizer, stats=stats, sinks=path / "run", **more
@@ -97,7 +92,7 @@ def run_of(
     return path / "run", sample, history, table
 
 
-def test_nearly_every_field_is_measured_here(watched: Watched, sparse: Watched) -> None:
+def test_nearly_every_field_is_measured_here(watched, sparse):
     (_, sample, _, _), (_, other, _, _) = watched, sparse
     measured = [
         {n for n, x in one.heads.items() if np.isfinite(x).any()}
@@ -113,9 +108,7 @@ def test_nearly_every_field_is_measured_here(watched: Watched, sparse: Watched) 
 
 
 @pytest.mark.parametrize("name", [*HEAD_FIELDS, *LAYER_FIELDS, *BLOCK_FIELDS])
-def test_a_number_of_heads_layers_or_blocks_is_everywhere(
-    name: str, watched: Watched, sparse: Watched, pages: dict[Path, str]
-) -> None:
+def test_a_number_of_heads_layers_or_blocks_is_everywhere(name, watched, sparse, pages):
     path, sample, history, table = sparse if name in SPARSE else watched
     page = pages[path]
     assert explain_field(name).endswith("]")
@@ -152,7 +145,7 @@ def test_a_number_of_heads_layers_or_blocks_is_everywhere(
 
 
 @pytest.fixture(scope="module")
-def pages(watched: Watched, sparse: Watched) -> dict[Path, str]:
+def pages(watched, sparse):
     paths = [watched[0], sparse[0]]
     found = [qkeel.report.write(path, path.parent / "page.html") for path in paths]
     return {path: page.read_text(encoding="utf-8") for path, page in zip(paths, found)}

@@ -40,7 +40,7 @@ RUNS: dict[str, Run] = {
 
 
 class Attention(nn.Module):
-    def __init__(self, fused: bool) -> None:
+    def __init__(self, fused):
         super().__init__()
         self.fused, self.qkv, self.out = (
             fused,
@@ -48,7 +48,7 @@ class Attention(nn.Module):
             nn.Linear(H * D, H * D),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
         )
@@ -63,35 +63,35 @@ class Attention(nn.Module):
 class Blocks(nn.Module):
     """Two layers, each called by `run`."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run):
         super().__init__()
         self.run, self.layers = (
             run,
             nn.ModuleList(Attention(fused) for fused in (True, False)),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = self.run(layer, x)
         return x
 
 
-def plainly(net: nn.Module, x: Tensor) -> Tensor:
+def plainly(net, x):
     return net(x)
 
 
-def model(run: Run = plainly) -> nn.Module:
+def model(run=plainly):
     torch.manual_seed(0)
     return Blocks(run)
 
 
-def batch(step: int) -> Tensor:
+def batch(step):
     return torch.randn(
         2, 5, H * D, generator=torch.Generator().manual_seed(step)
     ).requires_grad_()
 
 
-def gradients(net: nn.Module, run: Run, step: int) -> list[Tensor]:
+def gradients(net, run, step):
     net.zero_grad()
     run(net, batch(step)).square().sum().backward()
     return [p.grad.clone() for p in net.parameters() if p.grad is not None]
@@ -100,9 +100,7 @@ def gradients(net: nn.Module, run: Run, step: int) -> list[Tensor]:
 @pytest.mark.filterwarnings("error::qkeel.errors.QkeelWarning")
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("whole", [True, False], ids=["the whole model", "each layer"])
-def test_a_checkpoint_recomputes_what_it_would_unwatched(
-    whole: bool, name: str
-) -> None:
+def test_a_checkpoint_recomputes_what_it_would_unwatched(whole, name):
     outer, inner = (RUNS[name], plainly) if whole else (plainly, RUNS[name])
     net, bare = model(inner), model(inner)
     expected = model()
@@ -132,8 +130,8 @@ SPECS = ("qk_clip:threshold=0.1", "qk_norm", "sigma_reparam", "lalr:tau=0.1")
     ],
 )
 def test_a_remedy_that_waits_for_the_next_pass_is_applied_inside_a_checkpoint(
-    spec: str, name: str
-) -> None:
+    spec, name
+):
     net, known = model(), model()
     found = []
     for one, example in ((net, None), (known, batch(0).detach())):

@@ -1,39 +1,31 @@
 """A fault of the monitor's never stops training: it warns once, steps aside, and not one number is another."""
 
-from __future__ import annotations
-
 import errno
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.contract.watch.small import batch, train
 from tests.contract.watch.test_bad_input import Plain
 from tests.contract.watch.test_watch_faults import caught, same
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel import watch
 from qkeel.monitor.gather import Transfer
 from qkeel.monitor.journal import Recorder
-from qkeel.monitor.monitor import Monitor
 from qkeel.nn import Attention
 
 
-def boom(*args: object, **kwargs: object) -> Any:
+def boom(*args, **kwargs):
     raise ValueError("boom")
 
 
 @pytest.fixture
-def plain() -> Mapping[str, Tensor]:
+def plain():
     return train(None)[0].state_dict()
 
 
-def test_a_fault_later_on_keeps_what_was_recorded(
-    plain: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def during(step: int, monitor: Monitor) -> None:
+def test_a_fault_later_on_keeps_what_was_recorded(plain, monkeypatch):
+    def during(step, monitor):
         if step == 2:
             monkeypatch.setattr(Recorder, "add", boom)
 
@@ -48,14 +40,14 @@ def test_a_fault_later_on_keeps_what_was_recorded(
 
 
 def test_a_disk_that_fills_up_drops_the_run_directory_and_training_goes_on(
-    plain: Mapping[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    plain, tmp_path, monkeypatch
+):
     from qkeel.monitor import sinks
 
-    def full(*args: object) -> None:
+    def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def during(step: int, monitor: Monitor) -> None:
+    def during(step, monitor):
         if step == 1:
             monkeypatch.setattr(sinks, "append_line", full)
 
@@ -70,9 +62,7 @@ def test_a_disk_that_fills_up_drops_the_run_directory_and_training_goes_on(
 
 @pytest.mark.filterwarnings("ignore::qkeel.errors.QkeelWarning")
 @pytest.mark.parametrize("name", ["sample", "alarms", "history", "read", "table"])
-def test_reading_a_monitor_never_raises_its_faults(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_a_monitor_never_raises_its_faults(name, monkeypatch):
     model, optimizer, monitor = train(lambda m, o: watch(m, o), steps=1)
     model(batch(0)).sum().backward()
     monkeypatch.setattr(Recorder, "add", boom)
@@ -88,24 +78,24 @@ def test_reading_a_monitor_never_raises_its_faults(
 class Sometimes(nn.Module):
     """A module of qkeel's, and another attention that some batches alone reach."""
 
-    def __init__(self, other: nn.Module) -> None:
+    def __init__(self, other):
         super().__init__()
         self.own, self.other, self.reached = Attention(16, 4), other, False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.own(x)
         return self.other(x) if self.reached else x
 
 
 @pytest.mark.parametrize("build", [Plain, lambda: Attention(16, 2)])
 def test_attention_that_comes_after_the_first_record_is_told(
-    build: Callable[[], nn.Module],
-) -> None:
+    build,
+):
     model = Sometimes(build())
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with watch(model, optimizer, every=1) as monitor:
 
-        def steps(reached: bool, n: int = 2) -> None:
+        def steps(reached, n=2):
             model.reached = reached
             for _ in range(n):
                 model(torch.randn(2, 3, 16)).square().mean().backward()

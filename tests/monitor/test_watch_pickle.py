@@ -1,7 +1,5 @@
 """A model that is stored whole while it is watched: the file is the one that it would be without qkeel."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import pickletools
@@ -12,7 +10,7 @@ from torch import nn
 import qkeel
 
 
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return nn.TransformerEncoder(
         nn.TransformerEncoderLayer(16, 2, batch_first=True),
@@ -21,13 +19,13 @@ def model() -> nn.Module:
     )
 
 
-def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def step(net, optimizer):
     net(torch.randn(2, 5, 16)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def names(stored: bytes) -> set[str]:
+def names(stored):
     return {
         arg
         for _, arg, _ in pickletools.genops(stored)
@@ -35,7 +33,7 @@ def names(stored: bytes) -> set[str]:
     }
 
 
-def test_a_watched_model_is_stored_without_a_name_of_qkeel() -> None:
+def test_a_watched_model_is_stored_without_a_name_of_qkeel():
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
     with qkeel.watch(net, optimizer):
@@ -50,7 +48,7 @@ def test_a_watched_model_is_stored_without_a_name_of_qkeel() -> None:
         assert torch.equal(stored.eval()(x), net.eval()(x))
 
 
-def test_a_second_watcher_that_outlives_the_first_leaves_no_trace_either() -> None:
+def test_a_second_watcher_that_outlives_the_first_leaves_no_trace_either():
     inner = model()
     outer = nn.Sequential(inner)
     first, second = qkeel.watch(inner), qkeel.watch(outer)
@@ -63,11 +61,11 @@ def test_a_second_watcher_that_outlives_the_first_leaves_no_trace_either() -> No
 
 
 class Own(nn.Linear):
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self):
         return {**vars(self), "added": 1}
 
 
-def test_a_state_that_a_class_makes_itself_is_kept_but_for_the_hooks() -> None:
+def test_a_state_that_a_class_makes_itself_is_kept_but_for_the_hooks():
     net = Own(2, 2)
     with qkeel.watch(net):
         state = net.__getstate__()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.contract.watch.small import Small, batch, hooks, small
-from torch import Tensor, nn
+from tests.contract.watch.small import batch, hooks, small
+from torch import nn
 
 from qkeel import watch
 from qkeel.errors import (
@@ -20,13 +19,13 @@ from qkeel.errors import (
     QkeelError,
     QkeelWarning,
 )
-from qkeel.functional.statistics import TENSORS, LogitStats
+from qkeel.functional.statistics import TENSORS
 from qkeel.monitor import Adaptive
 from qkeel.monitor.token_classes import MaskSource, QueryMaskSource
 from qkeel.nn import Attention
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, *seeds: int) -> None:
+def step(model, optimizer, *seeds):
     """One optimizer step over some micro-batches."""
     for seed in seeds:
         model(batch(seed)).square().mean().backward()
@@ -34,17 +33,17 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, *seeds: int) -> Non
     optimizer.zero_grad()
 
 
-def setup(**options: Any) -> tuple[Small, torch.optim.Optimizer, Any]:
+def setup(**options):
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, watch(model, optimizer, **options)
 
 
-def counts(stats: dict[str, LogitStats]) -> list[list[int]]:
+def counts(stats):
     return [s.n_queries.tolist() for s in stats.values()]
 
 
-def close(a: LogitStats, b: LogitStats) -> None:
+def close(a, b):
     for field in TENSORS:
         torch.testing.assert_close(
             getattr(a, field).double(), getattr(b, field).double(), rtol=1e-5, atol=1e-6
@@ -54,7 +53,7 @@ def close(a: LogitStats, b: LogitStats) -> None:
 # --- what is counted where ------------------------------------------------------------------------------------------
 
 
-def test_reads_in_the_middle_of_steps_lose_and_repeat_nothing() -> None:
+def test_reads_in_the_middle_of_steps_lose_and_repeat_nothing():
     model, optimizer, monitor = setup()
     whole = watch(small())
     reads = []
@@ -76,7 +75,7 @@ def test_reads_in_the_middle_of_steps_lose_and_repeat_nothing() -> None:
     assert whole.active
 
 
-def test_a_read_without_a_phase_prefers_training() -> None:
+def test_a_read_without_a_phase_prefers_training():
     model = small()
     with watch(model) as monitor:
         model.eval()
@@ -89,7 +88,7 @@ def test_a_read_without_a_phase_prefers_training() -> None:
         assert monitor.read() == {}
 
 
-def test_micro_batches_are_one_big_batch() -> None:
+def test_micro_batches_are_one_big_batch():
     x = batch(0, b=6)
     samples, reads = [], []
     for parts in (1, 3):
@@ -108,15 +107,13 @@ def test_micro_batches_are_one_big_batch() -> None:
         )
 
 
-def test_the_loss_that_a_model_returns_is_recorded_as_the_mean_over_micro_batches() -> (
-    None
-):
+def test_the_loss_that_a_model_returns_is_recorded_as_the_mean_over_micro_batches():
     class Judged(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.body = small()
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(self, x):
             out = self.body(x)
             return (out - x).square().mean(), out
 
@@ -144,9 +141,7 @@ def test_the_loss_that_a_model_returns_is_recorded_as_the_mean_over_micro_batche
         (Adaptive(least=3, most=9, change=1e-12), [0, 3]),
     ],
 )
-def test_without_an_optimizer_each_training_pass_is_a_step(
-    every: Any, measured: list[int]
-) -> None:
+def test_without_an_optimizer_each_training_pass_is_a_step(every, measured):
     model = small()
     with watch(model, every=every) as monitor:
         for i in range(5):
@@ -154,7 +149,7 @@ def test_without_an_optimizer_each_training_pass_is_a_step(
         assert monitor.history.steps.tolist() == measured
 
 
-def test_passes_without_a_step_of_the_watched_optimizer_are_no_silent_end() -> None:
+def test_passes_without_a_step_of_the_watched_optimizer_are_no_silent_end():
     """The script made another optimizer after `watch`."""
     model, optimizer, monitor = setup()
     other = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -170,7 +165,7 @@ def test_passes_without_a_step_of_the_watched_optimizer_are_no_silent_end() -> N
     assert not len(monitor.history)
 
 
-def test_a_step_without_a_pass_warns_once_and_measures_again_when_one_comes() -> None:
+def test_a_step_without_a_pass_warns_once_and_measures_again_when_one_comes():
     model, optimizer, monitor = setup()
     model.forward(batch(0)).sum().backward()
     with pytest.warns(
@@ -191,11 +186,11 @@ def test_a_step_without_a_pass_warns_once_and_measures_again_when_one_comes() ->
 class Padded(nn.Module):
     """One causal attention that hides padded keys."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x, attention_mask=None):
         q, k, v = (
             f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
         )
@@ -205,7 +200,7 @@ class Padded(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
 
-def oracle(model: Padded, x: Tensor, mask: Tensor) -> dict[str, list[float]]:
+def oracle(model, x, mask):
     """Per head in float64, row by row, over the rows that count."""
     found: dict[str, list[float]] = {
         n: [] for n in ("max", "min", "mean", "entropy", "query_norm", "key_norm")
@@ -245,7 +240,7 @@ def oracle(model: Padded, x: Tensor, mask: Tensor) -> dict[str, list[float]]:
 @pytest.mark.parametrize("way", ["name", "function", "tensor"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_padded_rows_count_nowhere(way: str, side: str, named: bool) -> None:
+def test_padded_rows_count_nowhere(way, side, named):
     model, x = Padded().eval(), batch(3, b=3, t=6)
     lengths = torch.tensor([6, 4, 1])
     mask = torch.arange(6) < lengths[:, None]
@@ -274,7 +269,7 @@ def test_padded_rows_count_nowhere(way: str, side: str, named: bool) -> None:
         )
 
 
-def test_a_mask_that_fits_no_attention_is_warned_of_once() -> None:
+def test_a_mask_that_fits_no_attention_is_warned_of_once():
     model, x = Padded().eval(), batch(3, b=3, t=6)
     mask = torch.ones(3, 5)
     with watch(model, query_mask=lambda *_: mask) as monitor, torch.no_grad():
@@ -287,7 +282,7 @@ def test_a_mask_that_fits_no_attention_is_warned_of_once() -> None:
         model(x)  # a second warning would be an error
 
 
-def test_a_mask_of_numbers_that_are_added_to_scores_is_refused() -> None:
+def test_a_mask_of_numbers_that_are_added_to_scores_is_refused():
     mask = torch.tensor([[0.0, 0.0, -1e9]])
     with pytest.raises(InvalidValueError, match="numbers below 0"):
         watch(Padded(), query_mask=mask)
@@ -323,15 +318,13 @@ BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[QkeelError], str]] = [
 
 
 @pytest.mark.parametrize(("args", "options", "error", "words"), BAD)
-def test_a_bad_argument_is_one_clear_error(
-    args: tuple[Any, ...], options: dict[str, Any], error: type[QkeelError], words: str
-) -> None:
+def test_a_bad_argument_is_one_clear_error(args, options, error, words):
     with pytest.raises(error, match=words):
         watch(*args, **options)
     assert hooks(MODEL) == []
 
 
-def test_a_model_is_watched_once() -> None:
+def test_a_model_is_watched_once():
     model = small()
     with watch(model):
         for same in (
@@ -344,7 +337,7 @@ def test_a_model_is_watched_once() -> None:
     watch(model).remove()
 
 
-def test_a_model_without_attention_is_told_once_what_was_looked_for() -> None:
+def test_a_model_without_attention_is_told_once_what_was_looked_for():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     with watch(model) as monitor:
         with pytest.warns(QkeelWarning, match="scaled_dot_product_attention") as record:
@@ -355,13 +348,13 @@ def test_a_model_without_attention_is_told_once_what_was_looked_for() -> None:
     assert hooks(model) == []
 
 
-def test_a_pass_without_attention_among_others_is_no_fault() -> None:
+def test_a_pass_without_attention_among_others_is_no_fault():
     class Sometimes(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.body = small()
 
-        def forward(self, x: Tensor, skip: bool) -> Tensor:
+        def forward(self, x, skip):
             return x if skip else self.body(x)
 
     model = Sometimes()
@@ -381,11 +374,11 @@ def test_a_pass_without_attention_among_others_is_no_fault() -> None:
 class WrittenOut(nn.Module):
     """Attention as a matrix product and a softmax, with two query heads to a key head."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k))
         k = k.repeat_interleave(2, 1)
         return ((q @ k.mT / 2).softmax(-1) @ k).transpose(1, 2).flatten(2)
@@ -395,8 +388,8 @@ class WrittenOut(nn.Module):
     "make", [small, WrittenOut, lambda: nn.Sequential(Attention(8, 4, 2))]
 )
 def test_the_maxima_alone_are_those_of_everything_and_nothing_else_is_recorded(
-    make: Callable[[], nn.Module],
-) -> None:
+    make,
+):
     model, found = make(), {}
     for stats in (True, "max"):
         with watch(model, stats=stats) as monitor:

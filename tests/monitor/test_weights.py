@@ -26,27 +26,27 @@ SIZES = LatentSizes(q_latent=10, kv_latent=9, rope_dim=4, nope_dim=6, value_dim=
 Dense = tuple[Tensor, Tensor]
 
 
-def heads(weight: Tensor, n: int) -> Tensor:
+def heads(weight, n):
     """[h d m] of rows one head after the other, repeated for grouped keys."""
     return weight.detach().clone().unflatten(0, (n, -1)).repeat_interleave(H // n, 0)
 
 
-def dense_attention(model: nn.Module) -> Dense:
+def dense_attention(model):
     return heads(model.q_proj.weight, H), heads(model.k_proj.weight, model.n_kv_heads)
 
 
-def dense_gpt2(model: nn.Module) -> Dense:
+def dense_gpt2(model):
     q, k, _ = model.h[0].attn.c_attn.weight.mT.split(WIDTH)
     return heads(q, H), heads(k, H)
 
 
-def dense_neox(model: nn.Module) -> Dense:
+def dense_neox(model):
     fused = model.layers[0].attention.query_key_value.weight.detach().clone()
     q, k, _ = fused.unflatten(0, (H, 3, -1)).unbind(1)
     return q, k
 
 
-def dense_mla(model: nn.Module) -> Dense:
+def dense_mla(model):
     """Of plain and rotated part together, from x to the head."""
     down_q, down_k = model.q_down.weight.detach(), model.kv_down.weight.detach()
     rope = heads(model.k_rope.weight, 1)
@@ -58,12 +58,12 @@ def dense_mla(model: nn.Module) -> Dense:
     return torch.cat(up, 1), torch.cat([heads(model.k_up.weight, H) @ down_k, rope], 1)
 
 
-def gpt2() -> nn.Module:
+def gpt2():
     config = transformers.GPT2Config(vocab_size=11, n_embd=WIDTH, n_layer=1, n_head=H)
     return transformers.GPT2Model(config)
 
 
-def neox() -> nn.Module:
+def neox():
     config = transformers.GPTNeoXConfig(
         vocab_size=11,
         hidden_size=WIDTH,
@@ -74,8 +74,8 @@ def neox() -> nn.Module:
     return transformers.GPTNeoXModel(config)
 
 
-def normed(gain: str) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
+def normed(gain):
+    def make():
         spec = AttentionSpec(norm=RMSNorm(gain=gain))  # type: ignore[arg-type]
         model = Attention(WIDTH, H, 2, spec=spec)
         for p in gains_of(model):
@@ -85,12 +85,12 @@ def normed(gain: str) -> Callable[[], nn.Module]:
     return make
 
 
-def gains_of(model: nn.Module) -> list[nn.Parameter]:
+def gains_of(model):
     return [p for name, p in model.named_parameters() if "norm" in name]
 
 
-def with_gains(shift: float) -> Callable[[nn.Module], Dense]:
-    def dense(model: nn.Module) -> Dense:
+def with_gains(shift):
+    def dense(model):
         sides = []
         for rows, gain, n in zip(dense_attention(model), gains_of(model), (H, 2)):
             factors = (gain.detach() + shift).expand(n, 6).repeat_interleave(H // n, 0)
@@ -120,9 +120,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, stats: str
-) -> dict[str, np.ndarray]:
+def step(model, optimizer, x, stats):
     """The numbers [heads] of the first layer in a watched step."""
     with qkeel.watch(model, optimizer, stats=stats) as monitor:
         out = model(x)
@@ -132,7 +130,7 @@ def step(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_steps_weights_are_those_of_the_dense_products(kind: str) -> None:
+def test_a_steps_weights_are_those_of_the_dense_products(kind):
     torch.manual_seed(1)
     make, dense, x = KINDS[kind]
     model = make().double()
@@ -167,7 +165,7 @@ def test_a_steps_weights_are_those_of_the_dense_products(kind: str) -> None:
             )
 
 
-def test_of_mla_the_weight_norms_are_those_of_the_up_projections() -> None:
+def test_of_mla_the_weight_norms_are_those_of_the_up_projections():
     torch.manual_seed(1)
     model = MLA(WIDTH, H, sizes=SIZES).double()
     sizes = [
@@ -186,7 +184,7 @@ def test_of_mla_the_weight_norms_are_those_of_the_up_projections() -> None:
         )
 
 
-def test_an_eps_beside_the_norm_of_a_matrix_is_compared_with_no_gradient() -> None:
+def test_an_eps_beside_the_norm_of_a_matrix_is_compared_with_no_gradient():
     model = qkeel.nn.Attention(8, 2)
     x = torch.randn(2, 5, 8)
     for make, is_compared in ((torch.optim.Muon, False), (torch.optim.RMSprop, True)):
@@ -200,8 +198,8 @@ def test_an_eps_beside_the_norm_of_a_matrix_is_compared_with_no_gradient() -> No
 
 @pytest.mark.parametrize("eps", [1e-6, None])
 def test_gradients_are_root_mean_squares_over_a_heads_rows_and_over_eps(
-    eps: float | None,
-) -> None:
+    eps,
+):
     model = Attention(8, 2, 1)  # query heads of 4 rows, one key head
     query = torch.full((8, 8), 3e-4)
     query[4:] = 0.0
@@ -224,7 +222,7 @@ def test_gradients_are_root_mean_squares_over_a_heads_rows_and_over_eps(
         assert found["grad_over_eps"].tolist() == pytest.approx([20.0, head / eps])
 
 
-def test_weights_that_are_computed_from_stored_ones_have_gradients_alone() -> None:
+def test_weights_that_are_computed_from_stored_ones_have_gradients_alone():
     # The norm of the stored W is not that of (γ/σ) W, which the layer uses.
     torch.manual_seed(0)
     model = nn.Sequential(Attention(WIDTH, H), Attention(WIDTH, H)).double()
@@ -244,7 +242,7 @@ def test_weights_that_are_computed_from_stored_ones_have_gradients_alone() -> No
         assert (known & of_weights) == (of_weights if has_weights else set())
 
 
-def test_the_change_by_a_step_is_not_measured_unless_it_is_named() -> None:
+def test_the_change_by_a_step_is_not_measured_unless_it_is_named():
     torch.manual_seed(0)
     model = Decoder(DecoderConfig(vocab_size=11, d_model=16, n_layers=1, n_heads=2))
     found = step(model, torch.optim.AdamW(model.parameters()), IDS, "all")

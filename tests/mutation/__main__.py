@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from .lines import Lines
-from .mutants import Mutant, mutants, sample
+from .mutants import mutants, sample
 from .run import failing, file_of, warm
 from .targets import FORMULAS, ROOMS, mutated_files
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(prog="python -m tests.mutation")
     parser.add_argument("--root", type=Path, default=Path.cwd())
     parser.add_argument("--rooms", nargs="+", default=list(ROOMS), choices=list(ROOMS))
@@ -119,7 +119,7 @@ def main() -> None:
     print(table([rows]))
 
 
-def drawn(root: Path, room: str, seed: int) -> list[Mutant]:
+def drawn(root, room, seed):
     """Returns the mutants that a seed draws from a room."""
     files = mutated_files(root, room)
     every = [
@@ -134,7 +134,7 @@ def drawn(root: Path, room: str, seed: int) -> list[Mutant]:
     )
 
 
-def table(runs: list[list[dict[str, Any]]]) -> str:
+def table(runs):
     """Killed of drawn by room in each run, and in each run of those that all runs drew."""
     common = set.intersection(*({row["key"] for row in rows} for rows in runs))
     lines = []

@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 from coverage import Coverage, CoverageData
 from coverage.exceptions import CoverageException
 
-from .mutants import Mutant
 from .run import file_of, in_a_fork
 from .targets import ROOMS, is_direct, test_files
 
@@ -40,7 +38,7 @@ class Tracer:
     What was traced before stays: a run that was stopped goes on.
     """
 
-    def __init__(self, root: Path, output: Path) -> None:
+    def __init__(self, root, output):
         self._include, self._output, self._partial = (
             f"{root}/src/qkeel/*",
             output,
@@ -48,7 +46,7 @@ class Tracer:
         )
         self._outcomes: dict[str, str] = {}
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
+    def pytest_collection_finish(self, session):
         self._partial.touch()
         done = {test for test, *_ in _read(self._partial)}
         session.items[:] = [item for item in session.items if item.nodeid not in done]
@@ -65,7 +63,7 @@ class Tracer:
         self._coverage.start()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_protocol(self, item):
         self._write(item.nodeid, None, {})
         start = sum(os.times()[:4])
         self._coverage.switch_context(item.nodeid)
@@ -89,28 +87,26 @@ class Tracer:
                     item.nodeid, seconds, {path: sorted(lines[path]) for path in lines}
                 )
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.failed:
             self._outcomes[report.nodeid] = report.outcome
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self):
         shutil.rmtree(self._folder)
         self._partial.rename(self._output)
 
-    def _write(
-        self, test: str, seconds: float | None, lines: dict[str, list[int]]
-    ) -> None:
+    def _write(self, test, seconds, lines):
         with self._partial.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps([test, seconds, lines]) + "\n")
 
 
-def _read(output: Path) -> list[tuple[str, float | None, dict[str, list[int]]]]:
+def _read(output):
     return [
         json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()
     ]
 
 
-def _add(lines: dict[str, set[int]], data: CoverageData) -> None:
+def _add(lines, data):
     for path in data.measured_files():
         lines[path].update(data.lines(path) or ())
 
@@ -127,7 +123,7 @@ class Lines:
         tests: of each that passes without a mutant the seconds, and the lines by file.
     """
 
-    def __init__(self, root: Path, room: str, folder: Path) -> None:
+    def __init__(self, root, room, folder):
         self._root = root
         self.tests: dict[str, tuple[float, dict[str, list[int]]]] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +148,7 @@ class Lines:
                 ):
                     self.tests[test] = seconds, lines
 
-    def tests_of(self, mutant: Mutant, most: float) -> list[list[str]]:
+    def tests_of(self, mutant, most):
         """The tests that execute the mutated statement: the likeliest killers, the others, and those that are too many.
 
         The quickest come first, and those are too many that take more than `most` seconds together. What an import
@@ -176,7 +172,7 @@ class Lines:
         return [tests[: min(FIRST, count)], tests[FIRST:count], tests[count:]]
 
 
-def _span(source: str, line: int) -> set[int]:
+def _span(source, line):
     """The lines of the statement in a function that holds a line; the whole body for a default of an argument.
 
     Empty where the line is executed once: by an import, or by the first call of a function whose results are kept.

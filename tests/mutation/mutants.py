@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 OPPOSITES: dict[type[ast.AST], type[ast.AST]] = {
@@ -67,7 +66,7 @@ class Mutant:
     key: str
 
 
-def mutants(path: str, source: str) -> list[Mutant]:
+def mutants(path, source):
     """Returns every mutant of a file. Texts, annotations, imports and errors stay as they are."""
     found: list[Mutant] = []
     seen: dict[str, int] = {}
@@ -95,7 +94,7 @@ def mutants(path: str, source: str) -> list[Mutant]:
     return found
 
 
-def mutated(source: str, number: int) -> str:
+def mutated(source, number):
     """Returns a file with one of its changes made."""
     tree = ast.parse(source)
     _, _, node, changed = next(
@@ -112,7 +111,7 @@ def mutated(source: str, number: int) -> str:
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def sample(all_mutants: list[Mutant], seed: int, count: int) -> list[Mutant]:
+def sample(all_mutants, seed, count):
     """Returns `count` mutants that a seed draws: those whose digest with the seed is smallest."""
     drawn = sorted(
         all_mutants, key=lambda m: hashlib.sha256(f"{seed}|{m.key}".encode()).digest()
@@ -120,12 +119,12 @@ def sample(all_mutants: list[Mutant], seed: int, count: int) -> list[Mutant]:
     return drawn[:count]
 
 
-def _short(text: str) -> str:
+def _short(text):
     line = " ".join(text.split())
     return line if len(line) <= 70 else line[:67] + "..."
 
 
-def _changes(tree: ast.Module) -> Iterator[tuple[str, ast.AST, ast.AST, ast.AST]]:
+def _changes(tree):
     """Function, statement, node and the changed node, for every place of a file."""
     for function, statement in _statements(tree, ""):
         for node in _expressions(statement):
@@ -141,7 +140,7 @@ def _changes(tree: ast.Module) -> Iterator[tuple[str, ast.AST, ast.AST, ast.AST]
             )
 
 
-def _statements(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
+def _statements(node, function):
     """Every statement with the function that holds it, and the arguments of every function, for their defaults."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.ClassDef):
@@ -160,11 +159,11 @@ def _statements(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
             yield from _statements(child, function)
 
 
-def _types_only(node: ast.stmt) -> bool:
+def _types_only(node):
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
-def _expressions(node: ast.AST) -> Iterator[ast.AST]:
+def _expressions(node):
     """The expressions of a statement, not those of the statements inside of it."""
     kept = (
         ast.stmt
@@ -185,7 +184,7 @@ def _expressions(node: ast.AST) -> Iterator[ast.AST]:
                 yield from _expressions(item)
 
 
-def _variants(node: ast.AST) -> Iterator[ast.AST]:
+def _variants(node):
     if (
         isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign)
         and type(node.op) in OPERATORS
@@ -225,7 +224,7 @@ def _variants(node: ast.AST) -> Iterator[ast.AST]:
         yield _with(node, body=node.orelse, orelse=node.body)
 
 
-def _of_texts(node: ast.BinOp | ast.BoolOp | ast.AugAssign) -> bool:
+def _of_texts(node):
     sides = (node.left, node.right) if isinstance(node, ast.BinOp) else ()
     return any(
         isinstance(s, ast.JoinedStr)
@@ -234,14 +233,14 @@ def _of_texts(node: ast.BinOp | ast.BoolOp | ast.AugAssign) -> bool:
     )
 
 
-def _with(node: ast.AST, **fields: object) -> ast.AST:
+def _with(node, **fields):
     changed = copy.copy(node)
     for name, value in fields.items():
         setattr(changed, name, value)
     return copy.deepcopy(changed)
 
 
-def _can_go(statement: ast.stmt) -> bool:
+def _can_go(statement):
     """Whether a statement does something that can be left out without a name going missing."""
     if isinstance(statement, ast.AugAssign):
         return True

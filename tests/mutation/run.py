@@ -1,7 +1,5 @@
 """Pytest in a forked process, which finds the libraries imported: a mutant, or the source as it is."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os
@@ -18,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from .children.sitecustomize import replace_source
-from .mutants import Mutant, mutated
+from .mutants import mutated
 
 # What every test imports and no mutant changes.
 LIBRARIES = (
@@ -66,25 +64,25 @@ COMPILED = Path("~/.cache/qkeel/native").expanduser()
 class Only:
     """A plugin of pytest that runs these tests alone, file by file."""
 
-    def __init__(self, tests: list[str]) -> None:
+    def __init__(self, tests):
         self.files = list(dict.fromkeys(map(file_of, tests)))
         self._order = {
             test: (self.files.index(file_of(test)), i) for i, test in enumerate(tests)
         }
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(self, items):
         items[:] = sorted(
             (i for i in items if i.nodeid in self._order),
             key=lambda item: self._order[item.nodeid],
         )
 
 
-def file_of(test: str) -> str:
+def file_of(test):
     """The file of a test, by its name in pytest."""
     return test.partition("::")[0]
 
 
-def warm(root: Path) -> None:
+def warm(root):
     """Imports the libraries once, and lets the package and its tests be found in a checkout."""
     os.chdir(root)
     os.environ["TRITON_INTERPRET"] = "1"
@@ -97,7 +95,7 @@ def warm(root: Path) -> None:
     gc.freeze()
 
 
-def failing(root: Path, tests: list[str], mutant: Mutant | None = None) -> list[str]:
+def failing(root, tests, mutant=None):
     """Returns which tests fail: without a mutant all that do, with one the first, or how the process ended."""
     if not tests:
         return []
@@ -109,9 +107,7 @@ def failing(root: Path, tests: list[str], mutant: Mutant | None = None) -> list[
     return [] if status in PASSED else failed or [f"exit {status}"]
 
 
-def in_a_fork(
-    root: Path, words: list[str], plugin: object, mutant: Mutant | None = None
-) -> tuple[int, str]:
+def in_a_fork(root, words, plugin, mutant=None):
     """Runs pytest with a plugin in a forked process. Returns its exit status, and what it printed."""
     with tempfile.TemporaryDirectory() as name:
         output = Path(name) / "output"
@@ -152,7 +148,7 @@ def in_a_fork(
     return status, text
 
 
-def _mutate(file: Path, number: int, folder: Path) -> None:
+def _mutate(file, number, folder):
     """Lets this process, and those that it starts, see a mutant. What they compile is for themselves."""
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     source, compiled = folder / "source", folder / "compiled"

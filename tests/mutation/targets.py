@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 # The rooms, and where further tests of each lie in tests/ besides the folder of its name: today, and at c5b7e68e.
 ROOMS: dict[str, tuple[str, ...]] = {
     "monitor": (),
@@ -44,7 +42,7 @@ FORMULAS = ("functional", "spec", "remedies")
 SHARED = ("contract", "golden", "conformance", "parity", "processes")
 
 
-def mutated_files(root: Path, room: str) -> list[Path]:
+def mutated_files(root, room):
     """The source files of a room in a checkout: a folder, one file of that name, or those at the root."""
     if room == "root":
         files = [root / f"src/qkeel/{name}.py" for name in ROOT]
@@ -53,7 +51,7 @@ def mutated_files(root: Path, room: str) -> list[Path]:
     return [file] if file.exists() else sorted(file.with_suffix("").rglob("*.py"))
 
 
-def test_files(root: Path, room: str) -> list[str]:
+def test_files(root, room):
     """The files of a room's direct tests, relative to the checkout."""
     patterns = [f"{name}/**/test_*.py" for name in (room, *SHARED)]
     patterns += [*ROOMS[room], "**/test_examples.py"]
@@ -66,7 +64,7 @@ def test_files(root: Path, room: str) -> list[str]:
     )
 
 
-def is_direct(test: str, room: str) -> bool:
+def is_direct(test, room):
     """Whether a test of these files is the room's: not the examples in other rooms' docstrings."""
     _, examples, of = test.partition("::test_the_examples_of_a_room_run")
     return not examples or of.strip("[]") in (ROOT if room == "root" else (room,))

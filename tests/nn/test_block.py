@@ -1,17 +1,14 @@
 """A block is its formula, in every norm order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from qkeel.errors import UnknownNameError
 from qkeel.nn import MLP, Attention, Block
 from qkeel.nn.decoder import NORM_ORDERS
 
 
-def make(order: str) -> Block:
+def make(order):
     block = Block(Attention(16, 4), MLP(16, 24), 16, order).double()  # type: ignore[arg-type]
     for name, p in block.named_parameters():
         if "norm" in name:
@@ -19,8 +16,8 @@ def make(order: str) -> Block:
     return block
 
 
-def by_formula(block: Block, order: str, x: Tensor) -> Tensor:
-    def norm(name: str, x: Tensor) -> Tensor:
+def by_formula(block, order, x):
+    def norm(name, x):
         size = (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
         return x / size * getattr(block, name).weight
 
@@ -36,7 +33,7 @@ def by_formula(block: Block, order: str, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("order", NORM_ORDERS)
-def test_output_is_the_formula_of_the_norm_order(order: str) -> None:
+def test_output_is_the_formula_of_the_norm_order(order):
     block, x = make(order), torch.randn(2, 5, 16, dtype=torch.float64)
     out = block(x)
     torch.testing.assert_close(out, by_formula(block, order, x), rtol=0, atol=1e-12)
@@ -48,7 +45,7 @@ def test_output_is_the_formula_of_the_norm_order(order: str) -> None:
     torch.testing.assert_close(padded[1, 2:], block(x[1:, 2:])[0], rtol=0, atol=1e-12)
 
 
-def test_mlp_is_gelu_or_swiglu() -> None:
+def test_mlp_is_gelu_or_swiglu():
     x = torch.randn(3, 8, dtype=torch.float64)
     gelu, swiglu = MLP(8, 12).double(), MLP(8, 12, "swiglu").double()
     phi = 0.5 * (1 + torch.erf(gelu.up(x) / 2**0.5))
@@ -58,7 +55,7 @@ def test_mlp_is_gelu_or_swiglu() -> None:
     torch.testing.assert_close(swiglu(x), swiglu.down(silu * swiglu.up(x)))
 
 
-def test_unknown_names_come_with_the_nearest() -> None:
+def test_unknown_names_come_with_the_nearest():
     with pytest.raises(UnknownNameError, match="swiglu"):
         MLP(8, 12, "swigu")  # type: ignore[arg-type]
     with pytest.raises(UnknownNameError, match="peri"):

@@ -1,7 +1,5 @@
 """The decoder: shapes, ties, initial statistics, its first loss, bad input."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -12,7 +10,6 @@ from qkeel import preset
 from qkeel.errors import (
     InvalidTypeError,
     InvalidValueError,
-    QkeelError,
     ShapeError,
     UnknownNameError,
 )
@@ -22,7 +19,7 @@ from qkeel.nn.decoder import NORM_ORDERS
 VOCAB = 101
 
 
-def make(**choices: object) -> Decoder:
+def make(**choices):
     model = Decoder(DecoderConfig(vocab_size=VOCAB, **choices))  # type: ignore[arg-type]
     model.init_weights(torch.Generator().manual_seed(0))
     return model
@@ -30,9 +27,7 @@ def make(**choices: object) -> Decoder:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("attention", "mlp"), [("mha", "swiglu"), ("mla", "gelu")])
-def test_loss_at_the_start_is_near_that_of_guessing(
-    tied: bool, attention: str, mlp: str
-) -> None:
+def test_loss_at_the_start_is_near_that_of_guessing(tied, attention, mlp):
     tokens = torch.randint(VOCAB, (8, 33), generator=torch.Generator().manual_seed(1))
     for order in NORM_ORDERS:
         if tied and order in ("post", "none"):
@@ -46,7 +41,7 @@ def test_loss_at_the_start_is_near_that_of_guessing(
         assert math.log(VOCAB) - 0.1 < loss < math.log(VOCAB) + 0.8, order
 
 
-def test_a_tied_head_is_the_embedding_and_learns_with_it() -> None:
+def test_a_tied_head_is_the_embedding_and_learns_with_it():
     tied, untied = make(tied=True), make()
     assert tied.head.weight is tied.embedding.weight
     sizes = [sum(p.numel() for p in model.parameters()) for model in (tied, untied)]
@@ -56,8 +51,8 @@ def test_a_tied_head_is_the_embedding_and_learns_with_it() -> None:
 
 @pytest.mark.parametrize(("attention", "mlp"), [("mha", "swiglu"), ("mla", "gelu")])
 def test_matrices_start_at_one_over_root_fan_in_and_residual_writers_smaller(
-    attention: str, mlp: str
-) -> None:
+    attention, mlp
+):
     model = make(d_model=128, n_layers=3, attention=attention, mlp=mlp)
     assert model.embedding.weight.std().item() == pytest.approx(1.0, rel=0.05)
     tied = make(tied=True, d_model=128).embedding.weight.std().item()
@@ -73,7 +68,7 @@ def test_matrices_start_at_one_over_root_fan_in_and_residual_writers_smaller(
     assert writers == 2 * 3
 
 
-def test_the_same_generator_gives_the_same_weights_and_another_does_not() -> None:
+def test_the_same_generator_gives_the_same_weights_and_another_does_not():
     first, same, other = make(), make(), make()
     other.init_weights(torch.Generator().manual_seed(1))
     for name, weight in first.state_dict().items():
@@ -81,7 +76,7 @@ def test_the_same_generator_gives_the_same_weights_and_another_does_not() -> Non
         assert "norm" in name or not torch.equal(weight, other.state_dict()[name]), name
 
 
-def test_later_tokens_never_change_earlier_logits() -> None:
+def test_later_tokens_never_change_earlier_logits():
     for attention, order in itertools.product(("mha", "mla"), NORM_ORDERS):
         spec = preset("baseline_logn")
         model = make(attention=attention, norm_order=order, spec=spec).double()
@@ -93,7 +88,7 @@ def test_later_tokens_never_change_earlier_logits() -> None:
         assert not torch.allclose(logits[:, 5:], others[:, 5:])
 
 
-def test_left_padding_leaves_the_logits_of_the_real_tokens_alone() -> None:
+def test_left_padding_leaves_the_logits_of_the_real_tokens_alone():
     model = make(spec=preset("qwen3"), n_kv_heads=2).double()
     tokens, padding = torch.randint(VOCAB, (2, 7)), torch.tensor([0, 3])[:, None]
     pos, real = (torch.arange(7) - padding).clamp_min(0), torch.arange(7) >= padding
@@ -102,7 +97,7 @@ def test_left_padding_leaves_the_logits_of_the_real_tokens_alone() -> None:
 
 
 @pytest.mark.parametrize("attention", ["mha", "mla"])
-def test_every_parameter_gets_a_gradient(attention: str) -> None:
+def test_every_parameter_gets_a_gradient(attention):
     extra = {"latent_norm": True} if attention == "mla" else {}
     model = make(attention=attention, spec=preset("qwen3"), mlp="swiglu", **extra)
     model(torch.randint(VOCAB, (2, 9))).square().mean().backward()
@@ -126,21 +121,19 @@ def test_every_parameter_gets_a_gradient(attention: str) -> None:
     ],
     ids=str,
 )
-def test_bad_choices_are_refused_when_the_configuration_is_made(
-    choices: dict, error: type[QkeelError]
-) -> None:
+def test_bad_choices_are_refused_when_the_configuration_is_made(choices, error):
     with pytest.raises(error):
         DecoderConfig(vocab_size=VOCAB, **choices)
 
 
-def test_bad_tokens_are_refused() -> None:
+def test_bad_tokens_are_refused():
     with pytest.raises(ShapeError):
         make()(torch.zeros(3, dtype=torch.int64))
     with pytest.raises(InvalidTypeError):
         make()(torch.zeros(2, 3))
 
 
-def test_a_fused_embedding_maps_pixels_and_leaves_text_to_the_table() -> None:
+def test_a_fused_embedding_maps_pixels_and_leaves_text_to_the_table():
     table, pixels = torch.nn.Embedding(7, 5), torch.randn(3, 2)
     embedding = FusedEmbedding(table, pixels)
     out = embedding(torch.tensor([[0, 3, 4, 6]]))[0]
@@ -150,9 +143,7 @@ def test_a_fused_embedding_maps_pixels_and_leaves_text_to_the_table() -> None:
     assert names == ["weight", "patch.weight"]
 
 
-def test_a_vision_transformer_sees_the_whole_image_from_weights_of_the_same_rule() -> (
-    None
-):
+def test_a_vision_transformer_sees_the_whole_image_from_weights_of_the_same_rule():
     config = DecoderConfig(vocab_size=3, d_model=128, n_layers=1)
     model = ViT(config, patches=64, width=6)
     model.init_weights(torch.Generator().manual_seed(0))
@@ -168,7 +159,7 @@ def test_a_vision_transformer_sees_the_whole_image_from_weights_of_the_same_rule
             model(wrong)
 
 
-def test_a_sequence_without_a_target_is_refused() -> None:
+def test_a_sequence_without_a_target_is_refused():
     model = EncoderDecoder(DecoderConfig(vocab_size=VOCAB), source=4)
     tokens = torch.zeros(1, 6, dtype=torch.int64)
     assert model(tokens).shape == (1, 2, VOCAB)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 from tests.quick import one_in
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel import preset
@@ -76,11 +75,11 @@ PIECES = [[1] * T, [5, 1, 1, 1, 1], [3, 2, 4]]
 
 
 def make(
-    spec: AttentionSpec,
-    dtype: torch.dtype = torch.float64,
-    latent_norm: bool = False,
-    **sizes: int | None,
-) -> MLA:
+    spec,
+    dtype=torch.float64,
+    latent_norm=False,
+    **sizes,
+):
     own = dataclasses.replace(SIZES, **sizes)
     module = MLA(D, H, sizes=own, spec=spec, latent_norm=latent_norm).to(dtype).eval()
     for p in (*module.spec_params().values(), *module.kv_latent_norm.parameters()):
@@ -88,7 +87,7 @@ def make(
     return module
 
 
-def in_pieces(module: MLA, x: Tensor, sizes: list[int], **options: Any) -> Tensor:
+def in_pieces(module, x, sizes, **options):
     """The output piece by piece; options are tensors by token."""
     cache, outputs = module.new_cache(), []
     for size in sizes:
@@ -100,13 +99,13 @@ def in_pieces(module: MLA, x: Tensor, sizes: list[int], **options: Any) -> Tenso
     return torch.cat(outputs, dim=1)
 
 
-def near(a: Tensor, b: Tensor, atol: float = 1e-12) -> None:
+def near(a, b, atol=1e-12):
     torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("spec", one_in(SPECS, 3), ids=str)
 @torch.no_grad()
-def test_pieces_give_the_full_forward_pass(spec: AttentionSpec) -> None:
+def test_pieces_give_the_full_forward_pass(spec):
     for latent_norm, q_latent in ((False, 10), (True, None)):
         module = make(spec, latent_norm=latent_norm, q_latent=q_latent)
         x = torch.randn(2, T, D, dtype=torch.float64)
@@ -117,8 +116,8 @@ def test_pieces_give_the_full_forward_pass(spec: AttentionSpec) -> None:
 @pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(norm=GAINED)])
 @torch.no_grad()
 def test_in_float32_absorbed_and_materialised_differ_by_1e_5_at_most(
-    spec: AttentionSpec,
-) -> None:
+    spec,
+):
     sizes = LatentSizes(
         q_latent=48, kv_latent=64, rope_dim=16, nope_dim=32, value_dim=32
     )
@@ -133,7 +132,7 @@ def test_in_float32_absorbed_and_materialised_differ_by_1e_5_at_most(
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("autocast", [False, True])
 @torch.no_grad()
-def test_bfloat16_decodes_no_worse_than_it_attends(autocast: bool) -> None:
+def test_bfloat16_decodes_no_worse_than_it_attends(autocast):
     module, x = make(SPECS[2], torch.float32, latent_norm=True), torch.randn(2, T, D)
     exact = module(x)
     if not autocast:
@@ -149,8 +148,8 @@ def test_bfloat16_decodes_no_worse_than_it_attends(autocast: bool) -> None:
 @pytest.mark.parametrize("spec", [AttentionSpec(), SPECS[2]])
 @torch.no_grad()
 def test_left_padding_with_own_positions_gives_the_sequence_without_padding(
-    spec: AttentionSpec,
-) -> None:
+    spec,
+):
     module, x = make(spec), torch.randn(3, T, D, dtype=torch.float64)
     padding = torch.tensor([0, 2, 4])
     pos = (torch.arange(T) - padding[:, None]).clamp_min(0)
@@ -166,7 +165,7 @@ def test_left_padding_with_own_positions_gives_the_sequence_without_padding(
 
 
 @torch.no_grad()
-def test_masks_count_in_absorbed_attention_as_without_a_cache() -> None:
+def test_masks_count_in_absorbed_attention_as_without_a_cache():
     module, x = make(SPECS[2]), torch.randn(2, T, D, dtype=torch.float64)
     hidden, added = torch.rand(2, H, T, T) < 0.7, torch.randn(2, 1, T, T).double()
     for mask in (hidden, added):
@@ -178,9 +177,7 @@ def test_masks_count_in_absorbed_attention_as_without_a_cache() -> None:
 
 
 @torch.no_grad()
-def test_a_decoder_decodes_and_its_statistics_are_those_of_the_keys_it_stands_for() -> (
-    None
-):
+def test_a_decoder_decodes_and_its_statistics_are_those_of_the_keys_it_stands_for():
     config = DecoderConfig(
         vocab_size=11, d_model=16, attention="mla", spec=SPECS[2], latent_norm=True
     )
@@ -202,7 +199,7 @@ def test_a_decoder_decodes_and_its_statistics_are_those_of_the_keys_it_stands_fo
 
 
 @torch.no_grad()
-def test_watching_does_not_change_absorbed_decoding() -> None:
+def test_watching_does_not_change_absorbed_decoding():
     module, x = make(SPECS[2], torch.float32), torch.randn(2, T, D)
     alone, calls = in_pieces(module, x, PIECES[1]), []
     module.observers.append(calls.append)
@@ -214,9 +211,7 @@ def test_watching_does_not_change_absorbed_decoding() -> None:
 
 
 @torch.no_grad()
-def test_a_token_takes_latent_and_rotated_key_and_one_number_per_head_under_a_norm() -> (
-    None
-):
+def test_a_token_takes_latent_and_rotated_key_and_one_number_per_head_under_a_norm():
     x = torch.randn(2, 4, D)
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
         for spec, of_heads in ((SPECS[0], 0), (SPECS[2], 4 * H)):
@@ -252,9 +247,7 @@ NTK = AttentionSpec(position=Rope(stretch=DynamicNTK(factor=2.0, train_length=4)
 @pytest.mark.parametrize(
     ("spec", "words"), [*REFUSED, (NTK, "every key is rotated again")]
 )
-def test_what_a_latent_cannot_carry_is_refused_with_the_reason(
-    spec: AttentionSpec, words: str
-) -> None:
+def test_what_a_latent_cannot_carry_is_refused_with_the_reason(spec, words):
     module, x = make(spec), torch.randn(1, 2, D, dtype=torch.float64)
     assert module(x).isfinite().all()  # materialised it is fine
     with pytest.raises(RefusedError, match=words):
@@ -264,7 +257,7 @@ def test_what_a_latent_cannot_carry_is_refused_with_the_reason(
 
 
 @torch.no_grad()
-def test_a_latent_cache_of_another_kind_layer_or_norm_is_refused() -> None:
+def test_a_latent_cache_of_another_kind_layer_or_norm_is_refused():
     module, x = make(SPECS[0]), torch.randn(2, 2, D, dtype=torch.float64)
     with pytest.raises(InvalidTypeError):
         module(x, cache=KVCache())  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from qkeel import preset
 from qkeel.nn import Attention, attention
 
 
-def test_a_scale_made_for_other_heads_is_warned_of_once_with_the_better_one() -> None:
+def test_a_scale_made_for_other_heads_is_warned_of_once_with_the_better_one():
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
         patch.setattr("qkeel.nn.attention.caution", said.append)

@@ -26,13 +26,13 @@ TOLERANCES = {
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def taken(monkeypatch):
     """The calls that the compiled kernel computed."""
     monkeypatch.setenv("QKEEL_NATIVE", "1")
     calls: list[object] = []
     inner = Native.__call__
 
-    def counted(self: Native, call: Any) -> Tensor:
+    def counted(self, call):
         calls.append(call)
         return inner(self, call)
 
@@ -40,9 +40,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return calls
 
 
-def answer(
-    function: Any, qkv: list[Tensor], options: dict[str, Any]
-) -> tuple[str, list[Tensor]]:
+def answer(function, qkv, options):
     """What it raises, or its output and gradients (of the mask too) under one seed."""
     leaves = [x.detach().requires_grad_() for x in qkv]
     mask = options.get("attn_mask")
@@ -58,7 +56,7 @@ def answer(
     return "", [out, *torch.autograd.grad(loss, leaves, materialize_grads=True)]
 
 
-def check(qkv: list[Tensor], options: dict[str, Any], case: object = "") -> bool:
+def check(qkv, options, case=""):
     """Compares values, gradients, dtypes, shapes and errors; returns whether the call is refused."""
     (refusal, theirs), (ours, found) = (answer(f, qkv, options) for f in BOTH)
     assert ours == refusal, case
@@ -91,26 +89,26 @@ CALLS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], bool]] = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("of_queries", "of_keys", "options", "ours"), CALLS)
 def test_outputs_gradients_and_errors_are_torchs(
-    of_queries: tuple[int, ...],
-    of_keys: tuple[int, ...],
-    options: dict[str, Any],
-    ours: bool,
-    dtype: torch.dtype,
-    taken: list[object],
-) -> None:
+    of_queries,
+    of_keys,
+    options,
+    ours,
+    dtype,
+    taken,
+):
     qkv = [torch.randn(size).to(dtype) for size in (of_queries, of_keys, of_keys)]
     check(qkv, options)
     assert bool(taken) is (ours and compiled_attention.ready())
 
 
-def test_an_output_lies_in_memory_as_torchs() -> None:
+def test_an_output_lies_in_memory_as_torchs():
     x = torch.randn(2, 13, 4, 16).transpose(1, 2)
     for v in (x, x[..., :8]):
         ours, theirs = (function(x, x, v) for function in BOTH)
         assert ours.stride() == theirs.stride()
 
 
-def random_call(source: random.Random) -> tuple[list[Tensor], dict[str, Any]]:
+def random_call(source):
     """Arguments of any shape, layout, dtype, mask and option, most of which torch takes."""
     pick, toss = source.choice, lambda: source.random() < 0.5
     b, g, t = pick((1, 2)), pick((1, 2, 3)), pick((0, 1, 5, 13, 13))
@@ -148,7 +146,7 @@ def random_call(source: random.Random) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_random_calls_give_what_torch_gives(taken: list[object]) -> None:
+def test_random_calls_give_what_torch_gives(taken):
     """Where a row sees no key, torch's own answers differ by kernel."""
     source, refused = random.Random(0), 0
     for number in range(400):
@@ -160,7 +158,7 @@ def test_random_calls_give_what_torch_gives(taken: list[object]) -> None:
     assert 20 < refused < 200
 
 
-def test_its_parameters_are_those_that_torch_documents() -> None:
+def test_its_parameters_are_those_that_torch_documents():
     """Read from torch's own docstring: the function is built in, and has no signature."""
     text = F.scaled_dot_product_attention.__doc__ or ""
     head = text.strip().partition(")")[0].partition("(")[2]
@@ -172,7 +170,7 @@ def test_its_parameters_are_those_that_torch_documents() -> None:
 
 # torch's own, inside its CPU path.
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_go_to_torch() -> None:
+def test_nested_tensors_go_to_torch():
     pieces = [torch.randn(n, 2, 8) for n in (3, 5)]
     q = torch.nested.nested_tensor(pieces, layout=torch.jagged).transpose(1, 2)
     ours, theirs = (function(q, q, q) for function in BOTH)
@@ -182,19 +180,19 @@ def test_nested_tensors_go_to_torch() -> None:
 class Model(nn.Module):
     """Attention as a user writes it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
         out = functional_attention(q, k, v, is_causal=True)
         return self.out(out.transpose(1, 2).flatten(2))
 
 
 def test_a_model_that_calls_it_is_watched_and_compiled_into_one_graph(
-    taken: list[object],
-) -> None:
+    taken,
+):
     model, x = Model(), 3 * torch.randn(2, 11, 32)
     (site,) = qkeel.find_sites(model, x)
     assert (site.n_heads, site.verified) == (4, True)

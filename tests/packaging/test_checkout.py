@@ -1,7 +1,5 @@
 """A checkout that nobody installed works: its folder src on the path, and torch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -31,7 +29,7 @@ print(qkeel.__version__)
 
 
 @pytest.mark.slow
-def test_a_plain_checkout_watches_and_records(tmp_path: Path) -> None:
+def test_a_plain_checkout_watches_and_records(tmp_path):
     links = tmp_path / "packages"
     links.mkdir()
     # All folders of packages on the path: an environment may take those of another by a .pth file.

@@ -1,7 +1,5 @@
 """What a newcomer tries first, written from README and the pages that it links to, with the wheel: `make slow`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -90,7 +88,7 @@ CELLS = (
 
 
 @pytest.fixture
-def folder(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(wheel, tmp_path, monkeypatch):
     """An empty folder with a model in a file, where qkeel comes from the wheel."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     here = tmp_path / "mine"
@@ -103,13 +101,13 @@ def folder(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return here
 
 
-def ran(*words: str) -> str:
+def ran(*words):
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def drawn(page: Path) -> str:
+def drawn(page):
     """The HTML of a page when its charts are drawn."""
     browser = shutil.which("chromium")
     if browser is None:
@@ -126,7 +124,7 @@ def drawn(page: Path) -> str:
     ).stdout
 
 
-def test_a_loop_of_its_own_with_wandb_offline(folder: Path) -> None:
+def test_a_loop_of_its_own_with_wandb_offline(folder):
     pytest.importorskip("wandb")
     ran("-c", LOOP.replace("SINKS", '"wandb:project=gpt,mode=offline"'))
     assert [row["qkeel/step"] for row in wandb_rows(folder) if KEY in row] == [
@@ -139,7 +137,7 @@ def test_a_loop_of_its_own_with_wandb_offline(folder: Path) -> None:
     ]
 
 
-def test_a_trainer_with_tensorboard(folder: Path) -> None:
+def test_a_trainer_with_tensorboard(folder):
     pytest.importorskip("tensorboard")
     ran("-c", TRAINER)
     assert list(tensorboard_scalars(folder / "out", f"train/{KEY}")) == [
@@ -152,7 +150,7 @@ def test_a_trainer_with_tensorboard(folder: Path) -> None:
     ]
 
 
-def test_a_lightning_run(folder: Path) -> None:
+def test_a_lightning_run(folder):
     pytest.importorskip("lightning")
     pytest.importorskip("tensorboard")
     ran("-c", LIGHTNING)
@@ -166,7 +164,7 @@ def test_a_lightning_run(folder: Path) -> None:
     ]
 
 
-def test_a_notebook_that_plots_heads(folder: Path) -> None:
+def test_a_notebook_that_plots_heads(folder):
     for name in ("nbclient", "ipykernel", "pandas", "matplotlib"):
         pytest.importorskip(name)
     cells = [
@@ -198,7 +196,7 @@ def test_a_notebook_that_plots_heads(folder: Path) -> None:
     assert "blocks.layers.1.self_attn" in "".join(text[0]["data"]["text/plain"])
 
 
-def test_a_study_and_its_page(folder: Path) -> None:
+def test_a_study_and_its_page(folder):
     grid = [
         "--remedies",
         "none",

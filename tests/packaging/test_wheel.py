@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_wheel_holds_code_typing_marker_licence_and_chart_library(
-    wheel: Path,
-) -> None:
+    wheel,
+):
     names = zipfile.ZipFile(wheel).namelist()
     assert any(n.endswith("plot.min.js") for n in names)
     assert any("LICENSE" in n for n in names)
@@ -31,8 +31,8 @@ def test_the_wheel_holds_code_typing_marker_licence_and_chart_library(
 
 
 def test_the_description_on_a_package_index_has_no_link_that_leads_nowhere(
-    wheel: Path,
-) -> None:
+    wheel,
+):
     names = zipfile.ZipFile(wheel).namelist()
     metadata = (
         zipfile.ZipFile(wheel)
@@ -44,7 +44,7 @@ def test_the_description_on_a_package_index_has_no_link_that_leads_nowhere(
     assert not re.findall(r"(?:src|srcset|href)=\"(?!https?:)[^\"]*", metadata)
 
 
-def test_the_installed_wheel_imports_and_attends(wheel: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_imports_and_attends(wheel, tmp_path):
     target = tmp_path / "site"
     # All that installing a wheel of pure Python does.
     zipfile.ZipFile(wheel).extractall(target)
@@ -62,7 +62,7 @@ def test_the_installed_wheel_imports_and_attends(wheel: Path, tmp_path: Path) ->
     assert run.stdout.strip() == "torch.Size([1, 2, 4, 8])", run.stderr[-2000:]
 
 
-def test_one_version_everywhere() -> None:
+def test_one_version_everywhere():
 
     import qkeel
 
@@ -86,7 +86,7 @@ BROUGHT = {
 OURS = {"dev", "docs", "bench", "cross"}  # extras for work on qkeel itself
 
 
-def test_every_package_that_is_imported_is_declared_for_users() -> None:
+def test_every_package_that_is_imported_is_declared_for_users():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lines = [

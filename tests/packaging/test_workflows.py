@@ -9,7 +9,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_workflows_are_what_github_takes_and_try_what_is_promised() -> None:
+def test_workflows_are_what_github_takes_and_try_what_is_promised():
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())[
         "jobs"
     ]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.utils.checkpoint as checkpointing
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel.patching.autograd import CheckpointedParts
 
 NAME = "_checkpoint_without_reentrant_generator"
 
 
-def gradient(reentrant: bool) -> Tensor:
+def gradient(reentrant):
     torch.manual_seed(0)
     layer, x = (
         nn.Sequential(nn.Linear(4, 4), nn.GELU()),
@@ -27,10 +26,10 @@ def gradient(reentrant: bool) -> Tensor:
     return layer[0].weight.grad.clone()
 
 
-def in_a_thread(act: Callable[[], None]) -> None:
+def in_a_thread(act):
     errors: list[BaseException] = []
 
-    def run() -> None:
+    def run():
         try:
             act()
         except BaseException as error:
@@ -45,8 +44,8 @@ def in_a_thread(act: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_another_thread_trains_with_checkpoints_while_a_search_runs(
-    reentrant: bool,
-) -> None:
+    reentrant,
+):
     expected, found = gradient(reentrant), []
     with CheckpointedParts().noticed():
         in_a_thread(lambda: found.append(gradient(reentrant)))
@@ -54,9 +53,9 @@ def test_another_thread_trains_with_checkpoints_while_a_search_runs(
 
 
 def test_the_name_that_torch_2_14_calls_is_replaced_too_and_put_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def generator(function: object, args: object, kwargs: object) -> object:
+    monkeypatch,
+):
+    def generator(function, args, kwargs):
         raise AssertionError("torch's own runs")
 
     monkeypatch.setattr(checkpointing, NAME + "_impl", generator, raising=False)
@@ -69,13 +68,13 @@ def test_the_name_that_torch_2_14_calls_is_replaced_too_and_put_back(
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_searches_that_end_in_any_order_leave_torch_as_it_was(
-    order: tuple[int, int],
-) -> None:
+    order,
+):
     before = getattr(checkpointing, NAME)
     threads = [threading.Event() for _ in range(2)]
     begun = [threading.Event() for _ in range(2)]
 
-    def search(i: int) -> None:
+    def search(i):
         with CheckpointedParts().noticed():
             begun[i].set()
             threads[i].wait(60)
@@ -93,7 +92,7 @@ def test_searches_that_end_in_any_order_leave_torch_as_it_was(
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_inside_a_search_parts_are_noticed(reentrant: bool) -> None:
+def test_inside_a_search_parts_are_noticed(reentrant):
     parts = CheckpointedParts()
     with parts.noticed():
         checkpointing.checkpoint(

@@ -18,14 +18,12 @@ from qkeel.handle import Handle
 from qkeel.patching.optimizers import when_hooks_are_done, when_made
 
 
-def stepped(
-    times: int, seen: list[int], handles: list[Handle]
-) -> torch.optim.Optimizer:
+def stepped(times, seen, handles):
     """An optimizer that asks at each step for a call at its end."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
 
-    def after(own: torch.optim.Optimizer, *_: object) -> None:
+    def after(own, *_):
         if handles:
             handles.pop().remove()
         handles.append(when_hooks_are_done(own, lambda _: seen.append(len(seen))))
@@ -37,7 +35,7 @@ def stepped(
     return optimizer
 
 
-def test_it_is_called_once_a_step_and_goes() -> None:
+def test_it_is_called_once_a_step_and_goes():
     seen: list[int] = []
     optimizer = stepped(5, seen, [])
     assert seen == [*range(5)]
@@ -49,12 +47,12 @@ def test_it_is_called_once_a_step_and_goes() -> None:
 
 
 @pytest.mark.parametrize("how", ["handle", "optimizer"])
-def test_behind_another_hook_it_goes_with_its_handle_or_its_optimizer(how: str) -> None:
+def test_behind_another_hook_it_goes_with_its_handle_or_its_optimizer(how):
     seen: list[int] = []
     handles: list[Handle] = []
     other = None
 
-    def register(*_: object) -> None:
+    def register(*_):
         nonlocal other
         other = register_optimizer_step_post_hook(lambda *_: None)
 
@@ -82,14 +80,14 @@ def test_behind_another_hook_it_goes_with_its_handle_or_its_optimizer(how: str) 
     other.remove()
 
 
-def test_many_steps_leave_no_finalizers() -> None:
+def test_many_steps_leave_no_finalizers():
     before = len(weakref.finalize._registry)  # type: ignore[attr-defined]
     optimizer = stepped(50, [], [])
     assert len(weakref.finalize._registry) <= before + 1  # type: ignore[attr-defined]
     del optimizer
 
 
-def test_watchers_of_new_optimizers_may_go_in_any_order() -> None:
+def test_watchers_of_new_optimizers_may_go_in_any_order():
     original, seen = torch.optim.Optimizer.__init__, []
     first, second = (
         when_made(lambda _: seen.append("first")),
@@ -109,8 +107,8 @@ def test_watchers_of_new_optimizers_may_go_in_any_order() -> None:
 
 
 def test_a_replacement_by_another_library_stays_when_the_watchers_go(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     original, seen = torch.optim.Optimizer.__init__, []
     monkeypatch.setattr(
         torch.optim.Optimizer, "__init__", original
@@ -119,7 +117,7 @@ def test_a_replacement_by_another_library_stays_when_the_watchers_go(
     ours: Any = torch.optim.Optimizer.__init__
 
     @functools.wraps(ours)
-    def theirs(self: Any, *args: Any, **kwargs: Any) -> None:
+    def theirs(self, *args, **kwargs):
         ours(self, *args, **kwargs)
         seen.append("theirs")
 

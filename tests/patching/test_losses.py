@@ -24,10 +24,8 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_scalar_is_the_loss_if_backward_began_in_it(
-    name: str, compiled: bool
-) -> None:
-    def returned(x: Tensor) -> tuple[Tensor, Tensor]:
+def test_a_scalar_is_the_loss_if_backward_began_in_it(name, compiled):
+    def returned(x):
         return (x * 2).square().mean(), x * 2
 
     if compiled:
@@ -41,11 +39,11 @@ def test_a_scalar_is_the_loss_if_backward_began_in_it(
     assert returned_scalar.is_loss == is_loss
 
 
-def test_the_roots_of_a_backward_pass_are_seen_from_other_threads() -> None:
+def test_the_roots_of_a_backward_pass_are_seen_from_other_threads():
     """As from the hooks of a GPU, which run in a thread of the engine."""
     roots = []
 
-    def hook(gradient: Tensor) -> None:
+    def hook(gradient):
         thread = threading.Thread(target=lambda: roots.extend(backward_roots()))
         thread.start()
         thread.join()
@@ -61,17 +59,17 @@ def test_the_roots_of_a_backward_pass_are_seen_from_other_threads() -> None:
 class Preferring(nn.Module):
     """Returns logits, and a loss of its labels that a preference loss does not use."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = qkeel.nn.Attention(d_model=8, n_heads=2)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x):
         logits = self.attention(x)
         return logits.square().mean() + 6, logits
 
 
 @pytest.mark.parametrize("uses_own", [False, True])
-def test_a_loss_that_nobody_trains_is_not_recorded(uses_own: bool) -> None:
+def test_a_loss_that_nobody_trains_is_not_recorded(uses_own):
     model = Preferring()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with qkeel.watch(model, optimizer) as monitor:

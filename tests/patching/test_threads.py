@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import _get_current_function_mode
 
 import qkeel
@@ -21,7 +20,7 @@ from qkeel.patching.modes import FaultGuard
 class Gated(nn.Module):
     """Attention whose pass waits in the middle, as each thread says."""
 
-    def __init__(self, own: bool) -> None:
+    def __init__(self, own):
         super().__init__()
         torch.manual_seed(0)
         self.attention: Any = (
@@ -31,7 +30,7 @@ class Gated(nn.Module):
         )
         self.own, self.gates = own, threading.local()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         vars(self.gates).get("before", lambda: None)()
         y = (
             self.attention(x)
@@ -42,7 +41,7 @@ class Gated(nn.Module):
         return y
 
 
-def largest(model: nn.Module, x: Tensor) -> list[float]:
+def largest(model, x):
     with qkeel.watch(model) as monitor:
         model(x)
     (stats,) = monitor.read().values()
@@ -50,7 +49,7 @@ def largest(model: nn.Module, x: Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_the_pass_that_began_first_is_measured_alone(own: bool) -> None:
+def test_the_pass_that_began_first_is_measured_alone(own):
     model = Gated(own).train()
     a, b = torch.randn(2, 8, 32), 3 * torch.randn(2, 8, 32)
     expected = largest(model, a)
@@ -58,12 +57,12 @@ def test_the_pass_that_began_first_is_measured_alone(own: bool) -> None:
     inside, over = threading.Event(), threading.Event()
     modes: dict[str, object] = {}
 
-    def first() -> None:
+    def first():
         model.gates.gate = lambda: (inside.set(), over.wait(60))
         model(a)
         modes["first"] = _get_current_function_mode()
 
-    def second() -> None:
+    def second():
         inside.wait(60)
         model(b)
         modes["second"] = _get_current_function_mode()
@@ -89,17 +88,17 @@ def test_the_pass_that_began_first_is_measured_alone(own: bool) -> None:
     )
 
 
-def test_a_thread_that_ended_in_the_middle_of_a_pass_blocks_no_other() -> None:
+def test_a_thread_that_ended_in_the_middle_of_a_pass_blocks_no_other():
     model, x = Gated(False).train(), torch.randn(2, 8, 32)
     expected = largest(model, x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         monitor = qkeel.watch(model)
 
-        def stop() -> None:
+        def stop():
             raise SystemExit
 
-        def ended() -> None:
+        def ended():
             model.gates.gate = stop
             with suppress(SystemExit):
                 model(x)
@@ -112,7 +111,7 @@ def test_a_thread_that_ended_in_the_middle_of_a_pass_blocks_no_other() -> None:
     assert stats.max_logit.tolist() == expected
 
 
-def run(acts: list[Callable[[], None]]) -> None:
+def run(acts):
     threads = [threading.Thread(target=act) for act in acts]
     for thread in threads:
         thread.start()
@@ -121,12 +120,10 @@ def run(acts: list[Callable[[], None]]) -> None:
         assert not thread.is_alive()
 
 
-def test_the_time_in_a_guard_is_counted_once_in_each_thread_and_nested_calls_not_again() -> (
-    None
-):
+def test_the_time_in_a_guard_is_counted_once_in_each_thread_and_nested_calls_not_again():
     guard, inside, over = FaultGuard("{}"), threading.Event(), threading.Event()
 
-    def other() -> None:
+    def other():
         guard(lambda: (inside.set(), over.wait(5)))
 
     thread = threading.Thread(target=other)

@@ -1,11 +1,8 @@
 """One process of two ends, which holds the store."""
 
-from __future__ import annotations
-
 import os
 import time
 import warnings
-from typing import NoReturn
 
 import torch
 from torch import distributed
@@ -16,12 +13,12 @@ import qkeel
 STEPS = 3
 
 
-def end() -> NoReturn:
+def end():
     """Ends at once, as a process that is through does, whatever others still do."""
     os._exit(0)
 
 
-def taken_back(remedy: str) -> None:
+def taken_back(remedy):
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     plain = qkeel.nn.Decoder(

@@ -1,39 +1,34 @@
 """What processes do that search a split model for attention; see spawn."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from tests.contract.processes import wrapped
 from tests.contract.processes.watching import loss_of
-from torch import Tensor, distributed, nn
+from torch import distributed
 
 import qkeel
 from qkeel import distributed as dist
 from qkeel.errors import QkeelError, QkeelWarning
-from qkeel.heads.site import Sites
 
 
-def searched(model: nn.Module, example: Tensor | None = None) -> Sites:
+def searched(model, example=None):
     tokens = wrapped.batch(0)[:2] if example is None else example
     return qkeel.find_sites(model, {"input_ids": tokens, "use_cache": False})
 
 
-def remedied(model: nn.Module) -> None:
+def remedied(model):
     example = {"input_ids": wrapped.batch(0)[:2]}
     qkeel.apply(model, "qk_lr", torch.optim.SGD(model.parameters()), batch=example)
 
 
 @contextmanager
-def planted(model: nn.Module, at: int, *, lasting: bool) -> Iterator[Iterator[int]]:
+def planted(model, at, *, lasting):
     """Process 1 fails in the call of this number of a module, and in all later ones; yields a counter of calls.
 
     The hook returns a value, because a search holds back hooks that return nothing, and an iterator counts, because a
@@ -41,7 +36,7 @@ def planted(model: nn.Module, at: int, *, lasting: bool) -> Iterator[Iterator[in
     """
     calls = itertools.count()
 
-    def fail(_: nn.Module, args: tuple[object, ...]) -> tuple[object, ...]:
+    def fail(_, args):
         number = next(calls)
         if dist.rank() == 1 and (number >= at >= 0 if lasting else number == at):
             raise ValueError("boom")
@@ -53,7 +48,7 @@ def planted(model: nn.Module, at: int, *, lasting: bool) -> Iterator[Iterator[in
         hook.remove()
 
 
-def failed(model: nn.Module, known: list[str]) -> bool:
+def failed(model, known):
     """Returns whether the search fails, and says why, or finds the sites of these names."""
     try:
         found = searched(model)
@@ -65,7 +60,7 @@ def failed(model: nn.Module, known: list[str]) -> bool:
     return False
 
 
-def step(model: nn.Module, setup: str) -> list[Tensor]:
+def step(model, setup):
     """The weights after a step with plain gradients."""
     loss_of(model, wrapped.part(setup, 0)).backward()
     with torch.no_grad():
@@ -75,7 +70,7 @@ def step(model: nn.Module, setup: str) -> list[Tensor]:
     return [dist.local(p).clone() for p in model.parameters()]
 
 
-def faults(setup: str, *, every: int) -> None:
+def faults(setup, *, every):
     """A fault at any instant of the search is an error on every process or does no harm; training goes on as it was."""
     made = wrapped.llama(layers=1)
     model, plain = (
@@ -102,7 +97,7 @@ def faults(setup: str, *, every: int) -> None:
     assert 1 in outcomes
 
 
-def alike(numbers: list[int], what: str) -> None:
+def alike(numbers, what):
     """All processes say the same."""
     own = torch.tensor(numbers)
     everyones = [torch.empty_like(own) for _ in range(dist.world())]
@@ -110,21 +105,21 @@ def alike(numbers: list[int], what: str) -> None:
     assert all(torch.equal(x, own) for x in everyones), (what, everyones)
 
 
-def some_faults() -> None:
+def some_faults():
     faults("fsdp2", every=11)
 
 
-def faults_with_fully_shard() -> None:
+def faults_with_fully_shard():
     for setup in ("fsdp2", "fsdp2_kept"):
         faults(setup, every=1)
 
 
-def faults_with_split_heads() -> None:
+def faults_with_split_heads():
     for setup in ("tp", "tp_sequence"):
         faults(setup, every=1)
 
 
-def late_processes() -> None:
+def late_processes():
     """Who comes late is waited for, and who is waited for is named; who comes too late to a fault is told of it."""
     model = wrapped.wrapped(wrapped.llama(layers=1), "fsdp2")
     with pytest.MonkeyPatch.context() as patch:
@@ -154,5 +149,5 @@ def late_processes() -> None:
 class Floats:
     """No tokens."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         raise ValueError("floats")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import warnings
-from pathlib import Path
-from typing import Any
 
 import torch
 from tests.contract.processes.watching import Collectives
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 
 import qkeel
 from qkeel.distributed.agree import OwnGroup
@@ -24,15 +22,15 @@ PASSES = {
 class Model(nn.Module):
     """Two attentions, which may be left out."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = qkeel.nn.Attention(8, 2), qkeel.nn.Attention(8, 2)
 
-    def forward(self, x: Tensor, attends: bool) -> Tensor:
+    def forward(self, x, attends):
         return self.second(self.first(x)) if attends else x
 
 
-def trained(folder: Path) -> None:
+def trained(folder):
     """Each process leaves what its monitor recorded of itself in a file."""
     warnings.simplefilter("ignore")  # that a pass made no attention call is said once
     rank = dist.get_rank()
@@ -43,7 +41,7 @@ def trained(folder: Path) -> None:
     reductions: list[str] = []
     reduce_ = OwnGroup.reduce_
 
-    def noted(self: OwnGroup, vector: Tensor, by: Any) -> None:
+    def noted(self, vector, by):
         reductions.append(by)
         assert vector.dtype == torch.float64
         reduce_(self, vector, by)

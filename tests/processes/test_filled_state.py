@@ -9,7 +9,6 @@ import warnings
 import pytest
 import torch
 from tests.quick import quick
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn import functional as F
 
@@ -30,13 +29,11 @@ REMEDIES = (
 )
 
 
-def batch(step: int) -> Tensor:
+def batch(step):
     return torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(step))
 
 
-def trained(
-    remedy: str, *, filled_first: bool, sgd: bool = False
-) -> tuple[dict[str, Tensor], list[float], list[str]]:
+def trained(remedy, *, filled_first, sgd=False):
     """The weights, the recorded steps and the warnings of a run whose optimizer's state torch fills before or after
     the remedy and the monitor came."""
     torch.manual_seed(0)
@@ -80,9 +77,7 @@ def trained(
         lambda case: not case[1] or case[0] in ("none", "lalr:tau=0.1"),
     ),
 )
-def test_the_step_that_fills_an_optimizers_state_is_none(
-    remedy: str, sgd: bool
-) -> None:
+def test_the_step_that_fills_an_optimizers_state_is_none(remedy, sgd):
     before, *_ = trained(remedy, filled_first=True, sgd=sgd)
     after, steps, warned = trained(remedy, filled_first=False, sgd=sgd)
     assert steps == [*range(STEPS)]
@@ -91,7 +86,7 @@ def test_the_step_that_fills_an_optimizers_state_is_none(
         assert torch.equal(after[name], weight), name
 
 
-def test_remedies_that_wait_for_a_pass_wait_on_when_the_state_is_filled() -> None:
+def test_remedies_that_wait_for_a_pass_wait_on_when_the_state_is_filled():
     model = torch.nn.Sequential(
         torch.nn.Embedding(64, 32),
         torch.nn.TransformerEncoderLayer(32, 4, batch_first=True),
@@ -105,7 +100,7 @@ def test_remedies_that_wait_for_a_pass_wait_on_when_the_state_is_filled() -> Non
     assert handle.state()
 
 
-def test_a_real_step_with_rate_and_gradients_of_zero_is_a_step() -> None:
+def test_a_real_step_with_rate_and_gradients_of_zero_is_a_step():
     model = qkeel.nn.Decoder(
         qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=4)
     )

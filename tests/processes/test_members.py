@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from qkeel.monitor.gather import (
 HEADS, KEYS = 3, 2
 
 
-def of_process(seed: int, n: int = HEADS) -> LogitStats:
+def of_process(seed, n=HEADS):
     """Random statistics."""
     g = torch.Generator().manual_seed(seed)
     values: dict[str, Tensor] = {}
@@ -43,15 +42,13 @@ def of_process(seed: int, n: int = HEADS) -> LogitStats:
     return LogitStats(**values)  # type: ignore[arg-type]
 
 
-def member(measured: Measurement | None, **fields: object) -> Member:
+def member(measured, **fields):
     """A process, as it describes itself."""
     form = () if measured is None else flatten(measured)[0]
     return Member(form=form, parameters={"": 1}, **fields)  # type: ignore[arg-type]
 
 
-def reduced(
-    members: Sequence[Member], measured: Sequence[Measurement | None]
-) -> StepRecord | None:
+def reduced(members, measured):
     """What every process reads of the vectors that all of them send."""
     tables = [SharedTable(members, rank) for rank in range(len(members))]
     sent = []
@@ -67,7 +64,7 @@ def reduced(
     return None if everywhere[0] is None else StepRecord(tables[0].table, everywhere[0])
 
 
-def replicas(measured: Sequence[Measurement], others: int = 0) -> list[Member]:
+def replicas(measured, others=0):
     """Data-parallel processes, of which the last had no numbers when all met."""
     members = [
         member(of_rank, layout=Layout(data=rank))
@@ -78,12 +75,12 @@ def replicas(measured: Sequence[Measurement], others: int = 0) -> list[Member]:
     ]
 
 
-def number(record: StepRecord | None, site: str, name: str) -> list[float]:
+def number(record, site, name):
     assert record is not None
     return record.table.read(record.vector, record.table.entries[site, name]).tolist()
 
 
-def close(merged: LogitStats, expected: LogitStats) -> None:
+def close(merged, expected):
     for name, values in merged.tensors().items():
         theirs = expected.tensors()[name].to(values.dtype)
         torch.testing.assert_close(
@@ -114,7 +111,7 @@ def test_the_reduction_is_the_merge(world: int, odd: list[float]) -> None:
     close(merged_records(steps)["a"], expected)  # steps are merged as processes are
 
 
-def test_a_process_without_numbers_changes_nothing() -> None:
+def test_a_process_without_numbers_changes_nothing():
     measured = [Measurement(stats={"a": of_process(i)}, numbers={}) for i in range(2)]
     record = reduced(replicas(measured, others=2), [*measured, None, None])
     assert record is not None
@@ -122,7 +119,7 @@ def test_a_process_without_numbers_changes_nothing() -> None:
     assert reduced(replicas(measured), [None, None]) is None
 
 
-def test_heads_that_are_split_stand_next_to_each_other_and_copies_count_once() -> None:
+def test_heads_that_are_split_stand_next_to_each_other_and_copies_count_once():
     measured = [
         Measurement(stats={"a": of_process(seed)}, numbers={}) for seed in (0, 1, 0, 1)
     ]
@@ -155,9 +152,7 @@ def test_heads_that_are_split_stand_next_to_each_other_and_copies_count_once() -
     }
 
 
-def test_the_queries_of_a_context_add_up_and_the_keys_of_whoever_saw_most_count() -> (
-    None
-):
+def test_the_queries_of_a_context_add_up_and_the_keys_of_whoever_saw_most_count():
     measured = [
         Measurement(stats={"a": of_process(seed)}, numbers={}) for seed in (0, 1)
     ]
@@ -175,7 +170,7 @@ def test_the_queries_of_a_context_add_up_and_the_keys_of_whoever_saw_most_count(
     assert torch.equal(stats.key_norm, second.key_norm)
 
 
-def test_stages_of_equal_names_are_told_apart_by_their_number() -> None:
+def test_stages_of_equal_names_are_told_apart_by_their_number():
     measured = [
         Measurement(
             stats={"attn": of_process(stage)},
@@ -197,13 +192,13 @@ def test_stages_of_equal_names_are_told_apart_by_their_number() -> None:
     assert number(record, "", "train_loss") == 1.0  # of the last stage
 
 
-def test_processes_that_see_unlike_attention_are_refused() -> None:
+def test_processes_that_see_unlike_attention_are_refused():
     measured = [Measurement(stats={name: of_process(0)}, numbers={}) for name in "ab"]
     with pytest.raises(InvalidValueError):
         SharedTable(replicas(measured), 0)
 
 
-def test_partial_values_of_each_kind_make_one_number() -> None:
+def test_partial_values_of_each_kind_make_one_number():
     values, weights = (
         torch.tensor([[3.0, 1.0], [4.0, 5.0]]).double(),
         torch.tensor([[1.0, 0.0], [3.0, 0.0]]).double(),
@@ -228,7 +223,7 @@ def test_partial_values_of_each_kind_make_one_number() -> None:
         assert math.isnan(second)
 
 
-def test_parts_of_weights_add_up_once_and_are_unknown_if_one_is_missing() -> None:
+def test_parts_of_weights_add_up_once_and_are_unknown_if_one_is_missing():
     norms = [
         PartialValue(
             value=torch.ones(3) * i, weight=torch.ones(3), how="root", of="weights"
@@ -252,8 +247,8 @@ def test_parts_of_weights_add_up_once_and_are_unknown_if_one_is_missing() -> Non
     ).all()
 
 
-def test_statistics_by_token_class_are_merged() -> None:
-    def of_classes(seed: int) -> ClassStats:
+def test_statistics_by_token_class_are_merged():
+    def of_classes(seed):
         g = torch.Generator().manual_seed(seed)
         pairs, single, keys = (HEADS, 2, 2), (HEADS, 2), (KEYS, 2)
         floats = {

@@ -1,7 +1,5 @@
 """A process whose remedies and monitor end after another process has ended, and the store with it."""
 
-from __future__ import annotations
-
 import functools
 import socket
 
@@ -12,7 +10,7 @@ from .one_ends import taken_back
 
 
 @pytest.mark.timeout(300)
-def test_remedies_and_monitor_are_taken_back_after_another_process_has_ended() -> None:
+def test_remedies_and_monitor_are_taken_back_after_another_process_has_ended():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

@@ -1,18 +1,16 @@
 """The page of processes has the table of the setups that tests/contract/processes measures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-from tests.contract.processes.setups import SETUPS, Setup
+from tests.contract.processes.setups import SETUPS
 
 
-def columns() -> list[str]:
+def columns():
     """The remedies of the table."""
     return sorted({name for setup in SETUPS.values() for name in setup.remedies})
 
 
-def row(setup: Setup) -> str:
+def row(setup):
     more = " (more in the first step)" if setup.collectives_of_search else ""
     cells = [
         setup.title,
@@ -25,7 +23,7 @@ def row(setup: Setup) -> str:
     ).strip()
 
 
-def page_table() -> str:
+def page_table():
     """The table of docs/internals/processes.md."""
     head = [
         "setup",
@@ -42,7 +40,7 @@ def page_table() -> str:
     return "\n".join(lines)
 
 
-def test_the_page_has_the_table() -> None:
+def test_the_page_has_the_table():
     page = Path(__file__).parents[2] / "docs" / "internals" / "processes.md"
     assert page_table() in page.read_text(encoding="utf-8"), (
         f"expected in {page.name}:\n{page_table()}"

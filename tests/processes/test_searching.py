@@ -1,9 +1,5 @@
 """The search of a split model: a fault at any instant of it, and processes that come to it late, on all processes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 from tests.forked import spawn
 
@@ -16,12 +12,12 @@ from .searching import (
 
 
 @pytest.mark.timeout(900)
-def test_a_fault_of_one_process_and_a_late_one_leave_nobody_waiting() -> None:
+def test_a_fault_of_one_process_and_a_late_one_leave_nobody_waiting():
     spawn(2, some_faults, late_processes, seconds=800)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [faults_with_fully_shard, faults_with_split_heads])
-def test_a_fault_at_every_instant(case: Callable[[], None]) -> None:
+def test_a_fault_at_every_instant(case):
     spawn(2, case, seconds=800)

@@ -1,10 +1,7 @@
 """What a monitor records of itself covers all processes: one that sees nothing is seen on every one of them."""
 
-from __future__ import annotations
-
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,21 +17,21 @@ Found = list[list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("silence")
     spawn(2, functools.partial(trained, folder))
     return folder
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Found:
+def found(folder):
     """By process and step."""
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 def test_every_process_has_the_smallest_and_the_largest_number_of_all(
-    found: Found,
-) -> None:
+    found,
+):
     for steps in zip(*found, strict=True):
         owns = [step["own"] for step in steps]
         for own in owns:
@@ -47,8 +44,8 @@ def test_every_process_has_the_smallest_and_the_largest_number_of_all(
 
 
 def test_a_process_that_sees_no_attention_is_seen_on_the_other_one(
-    found: Found,
-) -> None:
+    found,
+):
     first, second = found
     for steps in found:
         assert [(x["own"]["calls_min"], x["own"]["calls_max"]) for x in steps] == [
@@ -71,14 +68,14 @@ def test_a_process_that_sees_no_attention_is_seen_on_the_other_one(
     assert "calls (" not in first[2]["line"]
 
 
-def test_a_step_reduces_two_vectors_in_a_group_of_its_own(found: Found) -> None:
+def test_a_step_reduces_two_vectors_in_a_group_of_its_own(found):
     assert {step["collectives"] for steps in found for step in steps} == {
         0
     }  # none in the training's groups
     assert {step["vectors"] for steps in found for step in steps} == {2}
 
 
-def test_the_numbers_are_in_the_files_on_the_page_and_in_rules(folder: Path) -> None:
+def test_the_numbers_are_in_the_files_on_the_page_and_in_rules(folder):
     lines = [
         json.loads(line)
         for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()

@@ -1,12 +1,9 @@
 """Files are whole or absent; torn tails are dropped; damage before the tail is an error that says where."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import resource
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +20,7 @@ from qkeel.records.disk import locked, make_directory, refuse_path
 from qkeel.records.file_formats import read_toml
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_what_is_written_is_read(tmp_path):
     value = {"a": 1, "b": [1.5, None, True, "x"], "c": {"d": math.inf, "e": -math.inf}}
     write_json(tmp_path / "x.json", value)
     assert read_json(tmp_path / "x.json") == value
@@ -34,12 +31,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert math.isnan(read_json(tmp_path / "nan.json")["x"])
 
 
-def test_a_failing_write_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     write_text(tmp_path / "x.txt", "old")
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
@@ -52,7 +47,7 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_an_unwritable_place_is_one_clear_error(tmp_path: Path) -> None:
+def test_an_unwritable_place_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RunDirectoryError, match="cannot write"):
         write_json(tmp_path / "file" / "x.json", {})
@@ -60,7 +55,7 @@ def test_an_unwritable_place_is_one_clear_error(tmp_path: Path) -> None:
         append_line(tmp_path / "file" / "x.jsonl", {})
 
 
-def test_a_directory_that_was_moved_away_is_not_made_again(tmp_path: Path) -> None:
+def test_a_directory_that_was_moved_away_is_not_made_again(tmp_path):
     for write in (write_json, append_line):
         with pytest.raises(
             RunDirectoryError,
@@ -79,9 +74,7 @@ def test_a_directory_that_was_moved_away_is_not_made_again(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("cut", range(1, 24))
-def test_a_file_torn_at_any_byte_gives_its_whole_lines(
-    tmp_path: Path, cut: int
-) -> None:
+def test_a_file_torn_at_any_byte_gives_its_whole_lines(tmp_path, cut):
     path = tmp_path / "m.jsonl"
     for i in range(2):
         append_line(path, {"step": i, "x": 0.5})
@@ -92,15 +85,15 @@ def test_a_file_torn_at_any_byte_gives_its_whole_lines(
 
 
 def test_a_damaged_line_in_the_middle_is_an_error_that_says_where(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": \xff}\n{"a": 3}\n')
     with pytest.raises(RunDirectoryError, match=r"m\.jsonl, line 2"):
         list(read_lines(path))
 
 
-def test_a_missing_or_damaged_json_file_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_missing_or_damaged_json_file_is_one_clear_error(tmp_path):
     with pytest.raises(RunDirectoryError, match="is missing"):
         read_json(tmp_path / "x.json")
     (tmp_path / "x.json").write_text('{"a": 1,\n "b"')
@@ -112,8 +105,8 @@ def test_a_missing_or_damaged_json_file_is_one_clear_error(tmp_path: Path) -> No
 
 
 def test_files_of_earlier_versions_are_read_without_their_checksums(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     (tmp_path / "m.jsonl").write_text('{"step": 0}\n{"step": 1, "crc32": "36644f0c"}\n')
     (tmp_path / "x.json").write_text('{"a": "nan", "crc32": "00000000"}')
     assert [*read_lines(tmp_path / "m.jsonl")] == [{"step": 0}, {"step": 1}]
@@ -121,21 +114,19 @@ def test_files_of_earlier_versions_are_read_without_their_checksums(
 
 
 @pytest.mark.parametrize("text", ["[1]", "3", "{}", '{"runs": null}'])
-def test_an_object_without_what_is_required_is_one_clear_error(
-    tmp_path: Path, text: str
-) -> None:
+def test_an_object_without_what_is_required_is_one_clear_error(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(DamagedFileError, match=r"x\.json"):
         read_object(tmp_path / "x.json", "runs")
 
 
-def test_json_that_is_nested_too_deeply_is_one_clear_error(tmp_path: Path) -> None:
+def test_json_that_is_nested_too_deeply_is_one_clear_error(tmp_path):
     (tmp_path / "x.json").write_text("[" * 100_000)
     with pytest.raises(DamagedFileError, match=r"x\.json is not complete JSON"):
         read_json(tmp_path / "x.json")
 
 
-def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path) -> None:
+def test_a_line_that_does_not_fit_is_taken_back(tmp_path):
     path = tmp_path / "m.jsonl"
     append_line(path, {"step": 0})
     before = path.read_bytes()
@@ -156,12 +147,12 @@ def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "a/b", "/a", "a\\b", "a\0b", "a\nb", "a" * 300]
 )
-def test_a_path_is_no_name_of_an_entry(name: str) -> None:
+def test_a_path_is_no_name_of_an_entry(name):
     with pytest.raises(RunDirectoryError, match=r"study\.json names"):
         refuse_path(name, "study.json")
 
 
-def test_a_disk_that_is_full_at_the_start_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_at_the_start_is_one_clear_error(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (0, hard)
@@ -175,7 +166,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_clear_error(tmp_path: Path) -> 
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_toml_has_one_error_for_all_that_cannot_be_read(tmp_path: Path) -> None:
+def test_toml_has_one_error_for_all_that_cannot_be_read(tmp_path):
     file = tmp_path / "a.toml"
     for text in ("a = [", "a = " + "[" * 5000, "a = " + "9" * 5000, "a = 1\na = 2"):
         file.write_text(text)

@@ -1,10 +1,7 @@
 """heads.f32: what is appended is read; a torn record is dropped; cutting back keeps the steps before."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from qkeel.records import HeadRecorder, read_heads
 FIELDS = ("max_logit", "entropy")
 
 
-def recorded(directory: Path, steps: list[int]) -> np.ndarray:
+def recorded(directory, steps):
     recorder = HeadRecorder(directory, FIELDS, n_layers=2, n_heads=3)
     values = (
         np.random.default_rng(0).normal(size=(len(steps), 2, 2, 3)).astype(np.float32)
@@ -25,7 +22,7 @@ def recorded(directory: Path, steps: list[int]) -> np.ndarray:
     return values
 
 
-def test_values_come_back_by_name_layer_and_head(tmp_path: Path) -> None:
+def test_values_come_back_by_name_layer_and_head(tmp_path):
     values = recorded(tmp_path, [0, 10, 20])
     heads = read_heads(tmp_path)
     assert heads.steps.tolist() == [0, 10, 20]
@@ -35,21 +32,21 @@ def test_values_come_back_by_name_layer_and_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 3, 4, 51])
-def test_a_torn_record_is_dropped(tmp_path: Path, cut: int) -> None:
+def test_a_torn_record_is_dropped(tmp_path, cut):
     recorded(tmp_path, [0, 10, 20])
     path = tmp_path / "heads.f32"
     os.truncate(path, path.stat().st_size - cut)
     assert read_heads(tmp_path).steps.tolist() == [0, 10]
 
 
-def test_before_the_first_record_there_are_none(tmp_path: Path) -> None:
+def test_before_the_first_record_there_are_none(tmp_path):
     HeadRecorder(tmp_path, FIELDS, 2, 3)
     assert read_heads(tmp_path).steps.tolist() == []
 
 
 def test_a_file_that_its_description_does_not_describe_is_damaged(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     recorded(tmp_path, [0, 10, 20])
     about, path = tmp_path / "heads.json", tmp_path / "heads.f32"
     whole = about.read_text()
@@ -72,8 +69,8 @@ def test_a_file_that_its_description_does_not_describe_is_damaged(
 
 
 def test_records_of_an_earlier_version_are_read_and_gone_on_with(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     values = recorded(tmp_path, [0, 10])
     about = json.loads((tmp_path / "heads.json").read_text())
     (tmp_path / "heads.json").write_text(
@@ -84,7 +81,7 @@ def test_records_of_an_earlier_version_are_read_and_gone_on_with(
     assert read_heads(tmp_path).steps.tolist() == [0, 10, 20]
 
 
-def test_values_of_another_shape_are_refused(tmp_path: Path) -> None:
+def test_values_of_another_shape_are_refused(tmp_path):
     with pytest.raises(ShapeError, match=r"\(2, 2, 3\), got \(2, 3, 2\)"):
         HeadRecorder(tmp_path, FIELDS, 2, 3).append(0, np.zeros((2, 3, 2)))
     with pytest.raises(RunDirectoryError, match=r"heads\.json is missing"):

@@ -1,12 +1,9 @@
 """A run directory: its status, its configuration, what is cut back on resume, and its lock."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +25,7 @@ from qkeel.records import (
 from qkeel.records.run_directory import made_on
 
 
-def test_done_wins_over_failed_and_failed_over_started(tmp_path: Path) -> None:
+def test_done_wins_over_failed_and_failed_over_started(tmp_path):
     run = RunDirectory(tmp_path / "r")
     assert run.status is RunStatus.MISSING
     assert run.failure() == ""
@@ -42,8 +39,8 @@ def test_done_wins_over_failed_and_failed_over_started(tmp_path: Path) -> None:
 
 
 def test_the_same_configuration_opens_again_and_another_is_refused_by_key(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     run = RunDirectory(tmp_path / "r")
     run.open({"lr": 0.1, "model": {"d": 8, "h": 2}})
     run.open({"lr": 0.1, "model": {"d": 8, "h": 2}})
@@ -52,7 +49,7 @@ def test_the_same_configuration_opens_again_and_another_is_refused_by_key(
     assert run.config() == {"lr": 0.1, "model": {"d": 8, "h": 2}}
 
 
-def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("words")
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         RunDirectory(tmp_path).open({})
@@ -60,8 +57,8 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_cutting_to_sizes_drops_later_bytes_and_lost_ones_are_damage(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     run = RunDirectory(tmp_path)
     append_line(tmp_path / "metrics.jsonl", {"step": 0})
     sizes = run.sizes()
@@ -75,13 +72,13 @@ def test_cutting_to_sizes_drops_later_bytes_and_lost_ones_are_damage(
         run.cut_to(sizes)
 
 
-def test_a_line_without_a_step_is_damage(tmp_path: Path) -> None:
+def test_a_line_without_a_step_is_damage(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"loss": 1.0}\n')
     with pytest.raises(DamagedFileError, match=r"metrics\.jsonl, line 2 has no step"):
         RunDirectory(tmp_path).metrics()
 
 
-def test_reading_a_run_that_wrote_nothing_says_what_is_missing(tmp_path: Path) -> None:
+def test_reading_a_run_that_wrote_nothing_says_what_is_missing(tmp_path):
     run = RunDirectory(tmp_path)
     assert run.metrics() == run.events() == []
     for read in (run.config, run.env, run.summary):
@@ -89,7 +86,7 @@ def test_reading_a_run_that_wrote_nothing_says_what_is_missing(tmp_path: Path) -
             read()
 
 
-def test_a_finished_run_knows_how_much_it_wrote(tmp_path: Path) -> None:
+def test_a_finished_run_knows_how_much_it_wrote(tmp_path):
     run = RunDirectory(tmp_path)
     run.open({"lr": 0.1})
     write_json(tmp_path / "env.json", {"torch": "2"})
@@ -109,8 +106,8 @@ def test_a_finished_run_knows_how_much_it_wrote(tmp_path: Path) -> None:
 
 
 def test_two_processes_cannot_hold_one_directory_and_a_dead_one_does_not(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     code = (
         "import sys, time; from pathlib import Path; from qkeel.records import RunDirectory\n"
         "with RunDirectory(Path(sys.argv[1])).lock():\n    print('held', flush=True); time.sleep(60)"
@@ -134,7 +131,7 @@ def test_two_processes_cannot_hold_one_directory_and_a_dead_one_does_not(
         pass
 
 
-def test_every_recorded_number_has_a_meaning_and_a_unit() -> None:
+def test_every_recorded_number_has_a_meaning_and_a_unit():
     for table in (STEP_FIELDS, HEAD_FIELDS, TABLE_COLUMNS):
         for name, field in table.items():
             assert field.meaning, name
@@ -145,13 +142,11 @@ def test_every_recorded_number_has_a_meaning_and_a_unit() -> None:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git makes the repositories")
-def test_the_commit_is_what_git_has_checked_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_is_what_git_has_checked_out(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
 
-    def git(*words: str, at: Path) -> str:
+    def git(*words, at):
         who = (
             "-c",
             "user.name=a",
@@ -164,7 +159,7 @@ def test_the_commit_is_what_git_has_checked_out(
             ["git", *who, *words], cwd=at, capture_output=True, text=True, check=True
         ).stdout.strip()
 
-    def seen(at: Path) -> str | None:
+    def seen(at):
         monkeypatch.chdir(at)
         return made_on().get("commit")
 

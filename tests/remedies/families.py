@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -43,11 +42,11 @@ class Part:
     axis: int = 0
     bias: str = ""
 
-    def of(self, model: nn.Module) -> Tensor:
+    def of(self, model):
         p = model.get_parameter(self.name).detach()
         return p.index_select(self.axis, torch.tensor(self.index))
 
-    def of_bias(self, model: nn.Module) -> Tensor:
+    def of_bias(self, model):
         return model.get_parameter(self.bias).detach()[list(self.index)]
 
 
@@ -67,7 +66,7 @@ class Family:
     build: Callable[[], nn.Module]
     layer: Callable[[int], Layer]
 
-    def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
+    def model(self, dtype=torch.float64):
         """Weights with heads of different sizes, and biases that are not zero."""
         torch.manual_seed(0)
         model = self.build().to(dtype)
@@ -79,20 +78,20 @@ class Family:
                 assert p.isfinite().all(), name
         return model.train()
 
-    def layers(self) -> list[Layer]:
+    def layers(self):
         return [self.layer(i) for i in range(LAYERS)]
 
 
 def blocks(
-    name: str,
-    n: int,
-    size: int,
+    name,
+    n,
+    size,
     *,
-    start: int = 0,
-    step: int | None = None,
-    axis: int = 0,
-    bias: str = "",
-) -> Any:
+    start=0,
+    step=None,
+    axis=0,
+    bias="",
+):
     """n parts of `size` rows, the first at `start`, `step` apart."""
     step = step or size
     return [
@@ -104,19 +103,19 @@ def blocks(
 class Encoder(nn.Module):
     """torch.nn.TransformerEncoder: one fused in_proj_weight."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, D)
         layer = nn.TransformerEncoderLayer(D, HEADS, 16, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, LAYERS)
         self.head = nn.Linear(D, VOCAB)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.encoder(self.embedding(x)))
 
 
-def _plain(prefix: str, kv: int, *, bias: bool = False) -> Callable[[int], Layer]:
-    def layer(i: int) -> Layer:
+def _plain(prefix, kv, *, bias=False):
+    def layer(i):
         site = f"{prefix}.{i}.self_attn"
         q, k = (f"{site}.{p}_proj" for p in "qk")
         return Layer(
@@ -128,7 +127,7 @@ def _plain(prefix: str, kv: int, *, bias: bool = False) -> Callable[[int], Layer
     return layer
 
 
-def _gpt2(i: int) -> Layer:
+def _gpt2(i):
     name, bias = (
         f"transformer.h.{i}.attn.c_attn.{kind}" for kind in ("weight", "bias")
     )
@@ -136,15 +135,15 @@ def _gpt2(i: int) -> Layer:
     return Layer(f"transformer.h.{i}.attn", q, k)
 
 
-def _neox(i: int) -> Layer:
+def _neox(i):
     site = f"gpt_neox.layers.{i}.attention"
     name, bias = (f"{site}.query_key_value.{kind}" for kind in ("weight", "bias"))
     q, k = (blocks(name, HEADS, 8, start=start, step=24, bias=bias) for start in (0, 8))
     return Layer(site, q, k)
 
 
-def _latent(query: str) -> Callable[[int], Layer]:
-    def layer(i: int) -> Layer:
+def _latent(query):
+    def layer(i):
         site = f"model.layers.{i}.self_attn"
         q, up, down = (
             f"{site}.{query}.weight",
@@ -162,7 +161,7 @@ def _latent(query: str) -> Callable[[int], Layer]:
     return layer
 
 
-def _encoder(i: int) -> Layer:
+def _encoder(i):
     site = f"encoder.layers.{i}.self_attn"
     q, k = (
         blocks(f"{site}.in_proj_weight", HEADS, 8, start=s, bias=f"{site}.in_proj_bias")
@@ -171,7 +170,7 @@ def _encoder(i: int) -> Layer:
     return Layer(site, q, k)
 
 
-def _causal(config: Any) -> nn.Module:
+def _causal(config):
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -217,13 +216,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def batch(seed: int = 0, length: int = 9) -> Tensor:
+def batch(seed=0, length=9):
     return torch.randint(
         3, VOCAB, (2, length), generator=torch.Generator().manual_seed(seed)
     )
 
 
-def run(model: nn.Module, x: Tensor) -> Tensor:
+def run(model, x):
     """Logits of the vocabulary."""
     out = model(x)
     return out if isinstance(out, Tensor) else out.logits

@@ -21,7 +21,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def hf(name: str, impl: str, **more: Any) -> nn.Module:
+def hf(name, impl, **more):
     """A model of transformers with random weights large enough for attention to matter."""
     import transformers as t
 
@@ -74,7 +74,7 @@ def hf(name: str, impl: str, **more: Any) -> nn.Module:
     return model
 
 
-def example(name: str, batch: int = 2, tokens: int = T) -> Tensor:
+def example(name, batch=2, tokens=T):
     """Input of a model."""
     generator = torch.Generator().manual_seed(3)
     if name == "vit":
@@ -84,13 +84,13 @@ def example(name: str, batch: int = 2, tokens: int = T) -> Tensor:
     return torch.randint(0, VOCAB, (batch, tokens), generator=generator)
 
 
-def out(model: nn.Module, x: Tensor, **options: Any) -> Tensor:
+def out(model, x, **options):
     """The model's first output."""
     y = model(x, **options)
     return y if isinstance(y, Tensor) else y[0]
 
 
-def encoder() -> nn.Module:
+def encoder():
     """torch's own."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(D, H, 24, batch_first=True)
@@ -102,7 +102,7 @@ def encoder() -> nn.Module:
     return model
 
 
-def build(name: str, impl: str) -> nn.Module:
+def build(name, impl):
     """By name."""
     return encoder() if name == "encoder" else hf(name, impl)
 
@@ -110,14 +110,14 @@ def build(name: str, impl: str) -> nn.Module:
 class Conv1D(nn.Module):
     """y = x W + b, features in columns."""
 
-    def __init__(self, n: int, m: int) -> None:
+    def __init__(self, n, m):
         super().__init__()
         self.weight, self.bias = (
             nn.Parameter(torch.randn(n, m) * n**-0.5),
             nn.Parameter(torch.randn(m) * 0.1),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return (x.reshape(-1, x.shape[-1]) @ self.weight + self.bias).view(
             *x.shape[:-1], -1
         )
@@ -129,7 +129,7 @@ LAYOUTS = ("linear", "fused", "interleaved", "conv", "groups", "dims first")
 class Hand(nn.Module):
     """A small GPT's attention, its q, k, v laid out in one way or another; `how`: eager or sdpa. Rows of d = 4."""
 
-    def __init__(self, layout: str, how: str = "eager", causal: bool = True) -> None:
+    def __init__(self, layout, how="eager", causal=True):
         super().__init__()
         torch.manual_seed(1)
         self.layout, self.how, self.causal, self.d = layout, how, causal, 4
@@ -143,7 +143,7 @@ class Hand(nn.Module):
             self.qkv = Conv1D(16, n) if layout == "conv" else nn.Linear(16, n)
         self.o = nn.Linear(16, 16)
 
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x):
         """q, k, v [b h t d] as they come."""
         b, t, _ = x.shape
         if self.layout == "linear":
@@ -170,7 +170,7 @@ class Hand(nn.Module):
             grouped[..., -1, :].transpose(1, 2),
         )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x, mask=None):
         q, k, v = self.heads(x)
         k, v = (y.repeat_interleave(self.h // y.shape[1], dim=1) for y in (k, v))
         t = x.shape[1]
@@ -185,7 +185,7 @@ class Hand(nn.Module):
         return self.o(o.transpose(1, 2).flatten(2))
 
 
-def calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[CapturedCall]:
+def calls(model, *args, **kwargs):
     """Every attention call of one pass."""
     seen: list[CapturedCall] = []
     with torch.no_grad(), CaptureMode(model, seen.append):
@@ -193,7 +193,7 @@ def calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[CapturedCall]:
     return seen
 
 
-def everything(model: nn.Module) -> dict[str, Any]:
+def everything(model):
     """All that `remove()` must put back, names, order and identity."""
     return {
         name: {
@@ -206,16 +206,16 @@ def everything(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
+def values(model):
     """A copy of the state."""
     return {name: x.clone() for name, x in model.state_dict().items()}
 
 
 def jolted(
-    model: nn.Module,
-    names: tuple[str, ...] = ("q_norm.weight", "k_norm.weight", "q_norm", "k_norm"),
-    by: float = 0.3,
-) -> None:
+    model,
+    names=("q_norm.weight", "k_norm.weight", "q_norm", "k_norm"),
+    by=0.3,
+):
     """Gains off their start."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
 from qkeel.nn.mla import LatentSizes
@@ -15,7 +15,7 @@ from qkeel.patching.roles import tensors_within
 VOCAB, D_MODEL = 13, 16
 
 
-def decoder(**options: Any) -> Decoder:
+def decoder(**options):
     """Two layers of four heads, weights from the seed the test starts with."""
     torch.manual_seed(0)
     model = Decoder(
@@ -25,28 +25,28 @@ def decoder(**options: Any) -> Decoder:
     return model
 
 
-def mla(**options: Any) -> MLA:
+def mla(**options):
     """Latent attention whose norms differ per head and weight."""
     torch.manual_seed(0)
     sizes = LatentSizes(q_latent=12, kv_latent=10, rope_dim=4, nope_dim=6, value_dim=6)
     return MLA(D_MODEL, 4, sizes=sizes, **options)
 
 
-def tokens(batch: int = 2, length: int = 8) -> Tensor:
+def tokens(batch=2, length=8):
     """Fixed random tokens."""
     return torch.randint(
         0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(7)
     )
 
 
-def loss(model: nn.Module, x: Tensor) -> Tensor:
+def loss(model, x):
     """Next-token loss."""
     return nn.functional.cross_entropy(
         model(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()
     )
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def train(model, optimizer, steps):
     """Steps on fixed data."""
     for i in range(steps):
         optimizer.zero_grad()
@@ -54,9 +54,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.step()
 
 
-def gradients(
-    model: nn.Module, steps: int, seed: int = 3
-) -> Iterator[dict[str, Tensor]]:
+def gradients(model, steps, seed=3):
     """The same random gradients for whoever asks, per parameter name."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -68,26 +66,20 @@ def gradients(
         }
 
 
-def step_by(
-    model: nn.Module, optimizer: torch.optim.Optimizer, grads: dict[str, Tensor]
-) -> None:
+def step_by(model, optimizer, grads):
     """One optimizer step by given gradients."""
     for name, p in model.named_parameters():
         p.grad = grads[name].clone()
     optimizer.step()
 
 
-def attention(
-    dtype: torch.dtype = torch.float64, n_kv_heads: int = 2, **options: Any
-) -> Attention:
+def attention(dtype=torch.float64, n_kv_heads=2, **options):
     """Four query heads of size 4."""
     torch.manual_seed(0)
     return Attention(D_MODEL, 4, n_kv_heads, **options).to(dtype)
 
 
-def snapshot(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, Any]:
+def snapshot(model, optimizer=None):
     """All that a handle must restore: state, order, classes, attributes, groups."""
     taken: dict[str, Any] = {
         "state": {k: v.clone() for k, v in model.state_dict().items()},
@@ -105,7 +97,7 @@ def snapshot(
     return taken
 
 
-def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+def assert_same(a, b):
     """Two snapshots are the same bit for bit."""
     assert list(a["state"]) == list(b["state"])
     for name, value in a["state"].items():
@@ -117,7 +109,7 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
 Make = Callable[[Any, float], torch.optim.Optimizer]
 
 
-def trained(output: Any) -> Any:
+def trained(output):
     """The output of a pass, which a gradient has reached, so that the pass counts as trained."""
     sum(x.sum() for x in tensors_within(output) if x.requires_grad).backward()  # type: ignore[union-attr]
     return output

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from torch.nn import functional as F
 import qkeel
 from qkeel import distributed as dist
 from qkeel.errors import QkeelError, RefusedError
-from qkeel.handle import Handle
 from qkeel.nn import Decoder, DecoderConfig
 
 STEPS = 10
@@ -46,19 +44,19 @@ CALLS = {
 BY_EXAMPLE = ("softcap", "z_loss", "qk_norm after")
 
 
-def data(setup: str) -> str:
+def data(setup):
     """The setup that one process with the same batches has."""
     if setup.startswith("context"):
         return "context"
     return setup if setup in ("ddp_no_sync", "ddp_padding", INTERLEAVED) else "one"
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model):
     # With an eps of 1e-8, where a gradient is nearly 0, a change of the last bit grows to 6.6e-9, in one process too.
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-5)
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
+def weights(model):
     return {
         n.removeprefix("module.").removeprefix("_orig_mod."): dist.whole(p)
         .detach()
@@ -67,9 +65,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, setup: str, number: int
-) -> None:
+def step(model, optimizer, setup, number):
     if setup.startswith("context"):
         context_step(partial(context_part, setup))(model, optimizer, number)
         return
@@ -79,7 +75,7 @@ def step(
     )
 
 
-def context_part(setup: str, number: int) -> Tensor:
+def context_part(setup, number):
     """The hidden states of this process: all of them, or its part of each sequence."""
     return (
         hidden(number)
@@ -91,21 +87,21 @@ def context_part(setup: str, number: int) -> Tensor:
 class InFloat32(nn.Module):
     """A model whose weights are cast for its passes, as MixedPrecisionPolicy(param_dtype=float32) does."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, **inputs: Any) -> Any:
+    def forward(self, **inputs):
         cast = {name: p.float() for name, p in self.model.named_parameters()}
         return functional_call(self.model, cast, (), inputs)
 
 
-def alone(setup: str) -> bool:
+def alone(setup):
     """One process has the global batch."""
     return setup in ("one", CASTS) or not distributed.is_initialized()
 
 
-def started(name: str, setup: str) -> tuple[nn.Module, torch.optim.Optimizer, Handle]:
+def started(name, setup):
     """A model under a remedy: one on steps is given the sites that were found before the model was wrapped."""
     context, before = setup.startswith("context"), name.endswith(" before")
     model: nn.Module = Context() if context else made(setup)
@@ -127,7 +123,7 @@ def started(name: str, setup: str) -> tuple[nn.Module, torch.optim.Optimizer, Ha
     return model, optimizer, qkeel.apply(model, CALLS[name], optimizer, **shown)
 
 
-def trained(name: str, setup: str) -> dict[str, Tensor]:
+def trained(name, setup):
     """The weights after ten steps under a remedy."""
     if setup.startswith("pipeline") and not alone(setup):
         return trained_stage(name, setup)
@@ -144,7 +140,7 @@ def trained(name: str, setup: str) -> dict[str, Tensor]:
     return weights(model)
 
 
-def trained_stage(name: str, setup: str) -> dict[str, Tensor]:
+def trained_stage(name, setup):
     """The same of this process's stage of a pipeline, by the names of the whole model."""
     stage, run = pipelined(setup)
     optimizer = adamw(stage)
@@ -173,19 +169,19 @@ def trained_stage(name: str, setup: str) -> dict[str, Tensor]:
     }
 
 
-def farthest(a: dict[str, Tensor], b: dict[str, Tensor], least: int = 6) -> float:
+def farthest(a, b, least=6):
     """The largest difference of weights of the same name, of which there are some."""
     both = a.keys() & b.keys()
     assert len(both) >= least
     return max(float((a[name] - b[name]).abs().max()) for name in both)
 
 
-def matrices(setup: str) -> int:
+def matrices(setup):
     """How many weights of a setup's model are compared at least; with context parallel it is attention alone."""
     return 3 if setup.startswith("context") else 6
 
 
-def outcome(name: str, setup: str, one: dict[str, Tensor], noise: float) -> str:
+def outcome(name, setup, one, noise):
     """What comes of a remedy in a setup, in the words of the table.
 
     `noise`: where it computes in a narrower format, how far one process that does so under the same remedy is from one
@@ -204,7 +200,7 @@ def outcome(name: str, setup: str, one: dict[str, Tensor], noise: float) -> str:
     )
 
 
-def by_one_process(setups: Sequence[str], path: Path) -> None:
+def by_one_process(setups, path):
     """Stores the weights that one process has after the remedies of these setups' tables."""
     needed = {
         (data(setup), name)
@@ -224,7 +220,7 @@ def by_one_process(setups: Sequence[str], path: Path) -> None:
     torch.save(one, path)
 
 
-def compare(setup: str, path: Path) -> None:
+def compare(setup, path):
     """Every remedy of the setup's table does what that says."""
     one: dict[tuple[str, str], dict[str, Tensor]] = torch.load(path)
     for name, expected in SETUPS[setup].remedies.items():
@@ -240,7 +236,7 @@ def compare(setup: str, path: Path) -> None:
         )
 
 
-def collectives() -> None:
+def collectives():
     """qk_clip adds one collective to a step, lalr one where weights are split and none where they are whole, others
     none."""
     expected = {
@@ -272,7 +268,7 @@ CUT = (
 )
 
 
-def with_cut_heads(remedy: str, one: bool) -> dict[str, Tensor]:
+def with_cut_heads(remedy, one):
     """The weights of three heads after six steps; under fully_shard on two processes, one of them is cut."""
     torch.manual_seed(0)
     config = DecoderConfig(vocab_size=wrapped.VOCAB, d_model=24, n_layers=2, n_heads=3)
@@ -293,7 +289,7 @@ def with_cut_heads(remedy: str, one: bool) -> dict[str, Tensor]:
     return weights(model)
 
 
-def heads_that_fully_shard_cuts(path: Path) -> None:
+def heads_that_fully_shard_cuts(path):
     """A head of which each process stores a part is clipped as by one process: every process computes all of it."""
     alone = torch.load(path)
     for remedy in CUT:
@@ -305,15 +301,11 @@ def heads_that_fully_shard_cuts(path: Path) -> None:
 Misuse = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
 
 
-def thresholds_differ(
-    model: nn.Module, optimizer: torch.optim.Optimizer, on: int
-) -> None:
+def thresholds_differ(model, optimizer, on):
     qkeel.apply(model, "qk_clip", optimizer, threshold=0.1 + (dist.rank() == on))
 
 
-def weights_are_not_finite(
-    model: nn.Module, optimizer: torch.optim.Optimizer, on: int
-) -> None:
+def weights_are_not_finite(model, optimizer, on):
     query = next(p for n, p in model.named_parameters() if "q_proj" in n)
     kept = dist.local(query).detach().clone()
     if dist.rank() == on:
@@ -324,7 +316,7 @@ def weights_are_not_finite(
         dist.local(query).detach().copy_(kept)
 
 
-def own(setup: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def own(setup):
     """A decoder of qkeel's own modules, which needs no example."""
     torch.manual_seed(0)
     config = DecoderConfig(vocab_size=wrapped.VOCAB, d_model=16, n_layers=2, n_heads=4)
@@ -332,14 +324,14 @@ def own(setup: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, adamw(model)
 
 
-def own_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def own_step(model, optimizer):
     tokens = wrapped.batch(dist.rank())
     F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def misuse(setup: str, act: Misuse, on: int) -> None:
+def misuse(setup, act, on):
     """Every process gets an error, nothing of the remedy is left, and training goes on alike."""
     model, optimizer = own(setup)
     hooks = [
@@ -368,7 +360,7 @@ def misuse(setup: str, act: Misuse, on: int) -> None:
     alike(weights(model), f"{setup} {act}")
 
 
-def alike(found: dict[str, Tensor], what: str) -> None:
+def alike(found, what):
     """The processes hold the same weights."""
     flat = torch.cat([x.flatten() for x in found.values()])
     everyones = [torch.empty_like(flat) for _ in range(dist.world())]
@@ -376,13 +368,13 @@ def alike(found: dict[str, Tensor], what: str) -> None:
     assert all(torch.equal(x, flat) for x in everyones), what
 
 
-def some_misuses() -> None:
+def some_misuses():
     """Two of them on sharded weights, for the quick suite."""
     for act in (thresholds_differ, weights_are_not_finite):
         misuse("fsdp2", act, on=1)
 
 
-def refused_before_anything() -> None:
+def refused_before_anything():
     """What cannot be made right is one error on every process: flat parameters, spectral norms of parts."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -1,10 +1,7 @@
 """apply: names, composition, order, handles, bad input. Whatever is refused leaves the model as it was."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from qkeel.errors import (
     UnknownNameError,
 )
 from qkeel.handle import Handle
-from qkeel.remedies import REMEDIES, Remedy, Target, canonical, note, parse
+from qkeel.remedies import REMEDIES, Remedy, canonical, note, parse
 from qkeel.remedies.base import NoRemedy
 from qkeel.remedies.lalr import LALR
 
@@ -50,19 +47,19 @@ MECHANISMS = (
 )
 
 
-def apply(*args: Any, **options: Any) -> Handle:
+def apply(*args, **options):
     """With what some formulas need."""
     return qkeel.apply(*args, **{"train_length": 16, **options})
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 @pytest.mark.parametrize("name", sorted({name for pair in CONFLICTS for name in pair}))
 def test_a_conflict_is_refused_whichever_comes_first_and_changes_nothing(
-    name: str,
-) -> None:
+    name,
+):
     model = decoder()
     optimizer = adamw(model)
     before, out = snapshot(model, optimizer), model(tokens())
@@ -89,7 +86,7 @@ PAIRS = [
 @pytest.mark.parametrize(
     ("one", "other"), quick(PAIRS, lambda pair: {*pair} <= {*MECHANISMS})
 )
-def test_two_remedies_compose_in_both_orders(one: str, other: str) -> None:
+def test_two_remedies_compose_in_both_orders(one, other):
     model = decoder()
     optimizer = adamw(model)
     before = snapshot(model, optimizer)
@@ -105,7 +102,7 @@ def test_two_remedies_compose_in_both_orders(one: str, other: str) -> None:
         assert snapshot(model, optimizer)["hooks"] == before["hooks"]
 
 
-def test_a_part_of_a_model_can_be_treated_alone() -> None:
+def test_a_part_of_a_model_can_be_treated_alone():
     model = decoder()
     with apply(model.blocks[1], "qk_norm"):
         names = [n for n, _ in model.named_parameters() if n.endswith("q_norm")]
@@ -118,7 +115,7 @@ def test_a_part_of_a_model_can_be_treated_alone() -> None:
     apply(model, "qk_norm")
 
 
-def test_an_exception_inside_with_still_removes() -> None:
+def test_an_exception_inside_with_still_removes():
     model = decoder()
     before = snapshot(model)
     with pytest.raises(ZeroDivisionError), apply(model, "qk_norm+softcap"):
@@ -129,7 +126,7 @@ def test_an_exception_inside_with_still_removes() -> None:
 # --- names
 
 
-def test_names_lists_and_objects_say_the_same() -> None:
+def test_names_lists_and_objects_say_the_same():
     assert (
         parse("lalr:tau=0.3+softcap")
         == parse(["lalr:tau=0.3", "softcap"])
@@ -144,7 +141,7 @@ def test_names_lists_and_objects_say_the_same() -> None:
     assert parse([]) == ()
 
 
-def test_canonical_spelling_and_notes() -> None:
+def test_canonical_spelling_and_notes():
     assert canonical("quack:norm=spectral,tau=1e-1") == "lalr:norm=spectral,tau=0.1"
     assert note("quack+lalr").line == f"{LALR.line}; {LALR.line}"
     assert note("quack+lalr").source == LALR.source
@@ -211,9 +208,7 @@ def test_canonical_spelling_and_notes() -> None:
         (NoRemedy(), {"tau": 0.1}, InvalidTypeError, "need a remedy named by a string"),
     ],
 )
-def test_a_wrong_name_or_option_is_one_clear_error(
-    named: Any, options: Any, error: Any, message: str
-) -> None:
+def test_a_wrong_name_or_option_is_one_clear_error(named, options, error, message):
     model = decoder()
     before = snapshot(model)
     with pytest.raises(error, match=message) as caught:
@@ -223,7 +218,7 @@ def test_a_wrong_name_or_option_is_one_clear_error(
 
 
 @pytest.mark.parametrize("name", ["lalr", "qk_lr", "qk_clip", "qk_weight_decay"])
-def test_what_acts_on_steps_asks_for_the_optimizer(name: str) -> None:
+def test_what_acts_on_steps_asks_for_the_optimizer(name):
     model = decoder()
     before = snapshot(model)
     with pytest.raises(
@@ -234,7 +229,7 @@ def test_what_acts_on_steps_asks_for_the_optimizer(name: str) -> None:
     assert_same(before, snapshot(model))
 
 
-def test_the_wrong_kind_of_argument_is_one_clear_error() -> None:
+def test_the_wrong_kind_of_argument_is_one_clear_error():
     model = decoder()
     with pytest.raises(
         InvalidTypeError,
@@ -250,7 +245,7 @@ def test_the_wrong_kind_of_argument_is_one_clear_error() -> None:
         apply(nn.Linear(2, 2), "lalr", None)
 
 
-def test_weights_without_values_are_refused() -> None:
+def test_weights_without_values_are_refused():
     model = decoder().to("meta")
     with pytest.raises(
         RefusedError, match="on the meta device; give it values before lalr is applied"
@@ -258,18 +253,18 @@ def test_weights_without_values_are_refused() -> None:
         apply(model, "lalr", adamw(model))
 
 
-def test_a_remedy_of_ones_own_needs_no_table() -> None:
+def test_a_remedy_of_ones_own_needs_no_table():
     class Louder(Remedy):
         name, line, source = "louder", "doubles the query weights", "this test"
 
-        def apply(self, target: Target) -> Handle:
+        def apply(self, target):
             weights = [target.parameter(s.query[0].parameter) for s in target.sites]
             with torch.no_grad():
                 for w in weights:
                     w.mul_(2)
 
             @torch.no_grad()
-            def undo() -> None:
+            def undo():
                 for w in weights:
                     w.mul_(0.5)
 

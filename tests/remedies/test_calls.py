@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from tests.each_row import each_row
 from tests.quick import one_in
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel import reference
@@ -54,7 +54,7 @@ X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(2)).double()
 CAUSAL = torch.ones(6, 6, dtype=torch.bool).tril()
 
 
-def merged(x: Tensor) -> Tensor:
+def merged(x):
     """[b t (h d)] of heads [b h t d]."""
     return x.transpose(1, 2).flatten(2)
 
@@ -69,9 +69,7 @@ def merged(x: Tensor) -> Tensor:
         *((x, "sdpa", True, "linear") for x in ("log_n:length=3", "sink")),
     ],
 )
-def test_a_changed_call_is_that_of_the_spec(
-    change: str, how: str, masked: bool, layout: str
-) -> None:
+def test_a_changed_call_is_that_of_the_spec(change, how, masked, layout):
     model, plain = Hand(layout, how).double(), Hand(layout, how).double()
     spec, rng = CHANGES[change], torch.Generator().manual_seed(8)
     mask, visible = None, CAUSAL.expand(2, 1, 6, 6)
@@ -92,7 +90,7 @@ def test_a_changed_call_is_that_of_the_spec(
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_own_attention_gets_the_spec_and_a_slot_is_changed_once(change: str) -> None:
+def test_own_attention_gets_the_spec_and_a_slot_is_changed_once(change):
     model = Attention(16, 4, spec=AttentionSpec())
     with qkeel.apply(model, change):
         assert model.spec == CHANGES[change]
@@ -101,7 +99,7 @@ def test_own_attention_gets_the_spec_and_a_slot_is_changed_once(change: str) -> 
         qkeel.apply(built, change)
 
 
-def gemma2_attention(module: nn.Module, *qkvm: Any, **options: Any) -> Any:
+def gemma2_attention(module, *qkvm, **options):
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
     scaling = options["scaling"]
@@ -111,7 +109,7 @@ def gemma2_attention(module: nn.Module, *qkvm: Any, **options: Any) -> Any:
 SINKS = torch.tensor([0.3, -1.0, 2.0, 0.5])
 
 
-def gpt_oss_attention(module: Any, *qkvm: Any, **options: Any) -> Any:
+def gpt_oss_attention(module, *qkvm, **options):
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
     module.sinks = SINKS
@@ -123,9 +121,7 @@ def gpt_oss_attention(module: Any, *qkvm: Any, **options: Any) -> Any:
     ("remedy", "stock"),
     [("softcap:cap=0.7", gemma2_attention), ("sink", gpt_oss_attention)],
 )
-def test_llama_attends_as_the_models_that_were_built_so(
-    how: str, remedy: str, stock: Any
-) -> None:
+def test_llama_attends_as_the_models_that_were_built_so(how, remedy, stock):
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
@@ -146,9 +142,7 @@ SOME = ["softcap:cap=0.5", "log_n:length=3", "sigmoid:length=6,learned=true", "s
 
 @pytest.mark.parametrize("change", one_in(SOME, 3))
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "deepseek"])
-def test_eager_and_fused_attention_of_padded_batches_are_changed_alike(
-    name: str, change: str
-) -> None:
+def test_eager_and_fused_attention_of_padded_batches_are_changed_alike(name, change):
     x = example(name)
     mask = torch.ones(2, x.shape[1], dtype=torch.long)
     mask[0, :2] = 0
@@ -168,9 +162,7 @@ def test_eager_and_fused_attention_of_padded_batches_are_changed_alike(
 
 @pytest.mark.parametrize("how", one_in(HOW, 2))
 @pytest.mark.parametrize("change", one_in([*SOME, "softpick"], 2))
-def test_generation_with_a_cache_equals_generation_without(
-    change: str, how: str
-) -> None:
+def test_generation_with_a_cache_equals_generation_without(change, how):
     model, x = hf("llama", how), example("llama", tokens=9)
     qkeel.apply(model, change, batch=x[:, :4])
     with torch.no_grad():
@@ -204,9 +196,7 @@ def test_generation_with_a_cache_equals_generation_without(
     ],
 )
 @pytest.mark.parametrize("cross", [False, True])
-def test_multihead_attention_is_changed_with_masks_and_weights(
-    change: str, spec: AttentionSpec, cross: bool
-) -> None:
+def test_multihead_attention_is_changed_with_masks_and_weights(change, spec, cross):
     torch.manual_seed(0)
     m = nn.MultiheadAttention(16, 4, batch_first=True).double()
     y = torch.randn(2, 3, 16, dtype=torch.float64) if cross else X
@@ -239,7 +229,7 @@ def test_multihead_attention_is_changed_with_masks_and_weights(
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_torchs_encoder_leaves_its_fast_path(nested: bool) -> None:
+def test_torchs_encoder_leaves_its_fast_path(nested):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval()
@@ -262,9 +252,7 @@ ORDERED = ("log_n:length=3", "softcap:cap=1", "sink")
     one_in(map(list, itertools.permutations(ORDERED)), 4),
 )
 @pytest.mark.parametrize("how", HOW)
-def test_changes_compose_in_any_order_and_come_off_in_any_order(
-    order: list[str], how: str
-) -> None:
+def test_changes_compose_in_any_order_and_come_off_in_any_order(order, how):
     model, plain = Hand("fused", how).double(), Hand("fused", how).double()
     before, signature = everything(model), inspect.signature(model.forward)
     handles = [qkeel.apply(model, change, batch=X) for change in order]
@@ -281,7 +269,7 @@ def test_changes_compose_in_any_order_and_come_off_in_any_order(
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_statistics_see_the_changed_call(how: str) -> None:
+def test_statistics_see_the_changed_call(how):
     model, x = hf("llama", how), example("llama")
     qkeel.apply(model, "softcap:cap=0.5+log_n:length=3", batch=x)
     with qkeel.watch(model) as monitor:
@@ -296,13 +284,13 @@ def test_statistics_see_the_changed_call(how: str) -> None:
 class TwoWays(nn.Module):
     """Attention that is fused, or written out while `weights` is set, as for logging them."""
 
-    def __init__(self, merged: bool = False) -> None:
+    def __init__(self, merged=False):
         super().__init__()
         torch.manual_seed(0)
         self.qkv, self.weights, self.merged = nn.Linear(16, 48), False, merged
         self.scale = 0.5
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         b, t, _ = x.shape
         q, k, v = self.qkv(x).view(b, t, 3, 4, 4).permute(2, 0, 3, 1, 4)
         if self.merged:
@@ -316,9 +304,7 @@ class TwoWays(nn.Module):
 
 @pytest.mark.parametrize("remedy", ["softcap:cap=1.0", "sigmoid", "log_n"])
 @pytest.mark.parametrize("folded", [False, True])
-def test_a_softmax_or_a_scale_that_the_example_did_not_show_is_refused(
-    remedy: str, folded: bool
-) -> None:
+def test_a_softmax_or_a_scale_that_the_example_did_not_show_is_refused(remedy, folded):
     model, x = TwoWays(folded), 5 * X.float()
     handle = qkeel.apply(model, remedy, batch=x, train_length=3)
     changed = model(x)
@@ -333,21 +319,21 @@ def test_a_softmax_or_a_scale_that_the_example_did_not_show_is_refused(
     assert not torch.equal(model(x), changed)
 
 
-def flash_attn_func(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def flash_attn_func(q, k, v):
     """A function of flash-attn's name, [b t h d], in torch's functions."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return ((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v).transpose(1, 2)
 
 
 class Flash(TwoWays):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 4).unbind(2)
         return sys.modules["flash_attn"].flash_attn_func(q, k, v).flatten(2)
 
 
 def test_a_fused_call_after_a_written_example_and_a_flash_function_are_capped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     package = types.ModuleType("flash_attn")
     package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)
@@ -367,19 +353,19 @@ def test_a_fused_call_after_a_written_example_and_a_flash_function_are_capped(
 class Written(nn.Module):
     """Causal attention with something in its scores that stands in the way."""
 
-    def __init__(self, way: str, low: float = -math.inf, size: float = 1.0) -> None:
+    def __init__(self, way, low=-math.inf, size=1.0):
         super().__init__()
         torch.manual_seed(0)
         self.way, self.low = way, low
         self.qkv, self.gate = nn.Linear(16, 48), nn.Linear(16, 4)
         self.qkv.weight.data[:32] *= size**0.5
 
-    def heads(self, x: Tensor) -> list[Tensor]:
+    def heads(self, x):
         return [
             y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
         ]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.heads(x)
         z, hidden = q @ k.mT / 2, ~CAUSAL
         match self.way:
@@ -424,9 +410,7 @@ class Written(nn.Module):
         ("add", torch.finfo(torch.float32).min, 3000),
     ],
 )
-def test_logits_of_any_size_are_told_from_hidden_ones(
-    way: str, low: float, size: float
-) -> None:
+def test_logits_of_any_size_are_told_from_hidden_ones(way, low, size):
     model, x = Written(way, low, size), X.float()
     qkeel.apply(model, "softcap:cap=5", batch=x)
     o = reference.attend(AttentionSpec(cap=Softcap(5.0)), *model.heads(x)).out
@@ -443,9 +427,7 @@ def test_logits_of_any_size_are_told_from_hidden_ones(
         ("exp", -math.inf, 1, "softcap"),  # no softmax at all
     ],
 )  # fmt: skip
-def test_scores_that_a_softmax_alone_does_not_tell_are_refused(
-    way: str, low: float, size: float, remedy: str
-) -> None:
+def test_scores_that_a_softmax_alone_does_not_tell_are_refused(way, low, size, remedy):
     model, x = Written(way, low, size), X.float()
     before, y = everything(model), model(x)
     with pytest.raises(RefusedError):
@@ -455,27 +437,27 @@ def test_scores_that_a_softmax_alone_does_not_tell_are_refused(
 
 
 @pytest.mark.parametrize("cap", [0.25, 1.0])
-def test_a_cap_reaches_what_a_forward_compiles_itself(cap: float) -> None:
+def test_a_cap_reaches_what_a_forward_compiles_itself(cap):
     """By the formula in float64; the layers compile the same code (trust3, A5)."""
 
     class Compiling(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.qkv, self.logits = nn.Linear(12, 36, bias=False), torch.empty(0)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             q, k, v = (
                 y.unflatten(-1, (3, 4)).transpose(1, 2)
                 for y in self.qkv(x).chunk(3, -1)
             )
 
-            def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            def core(q, k, v):
                 return torch.softmax(q @ k.mT * 0.5, -1) @ v
 
             out = torch.compile(core, backend="eager")(q, k, v)
             return out.transpose(1, 2).flatten(2)
 
-    def right(model: nn.Sequential, x: Tensor) -> Tensor:
+    def right(model, x):
         x = x.double()
         for layer in model:
             y = x @ layer.qkv.weight.double().mT  # type: ignore[union-attr, operator]

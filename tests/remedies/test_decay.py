@@ -1,9 +1,6 @@
 """Weight decay of query and key weights: qk_weight_decay, and what lalr does with the optimizer's own."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +33,7 @@ from .models import attention, gradients, step_by
         (lambda p: torch.optim.Muon(p, weight_decay=0.1), False),
     ],
 )
-def test_plain_decay_needs_a_decay_that_is_decoupled(make: Any, refused: bool) -> None:
+def test_plain_decay_needs_a_decay_that_is_decoupled(make, refused):
     model = attention(torch.float32)
     optimizer = make([p for p in model.parameters() if p.ndim == 2])
     if refused:
@@ -51,7 +48,7 @@ def test_plain_decay_needs_a_decay_that_is_decoupled(make: Any, refused: bool) -
                 step_by(model, optimizer, grads)
 
 
-def test_weights_without_a_gradient_are_not_decayed() -> None:
+def test_weights_without_a_gradient_are_not_decayed():
     for remedy in ("lalr:decay=plain", "qk_weight_decay"):
         model = attention(torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
@@ -64,7 +61,7 @@ def test_weights_without_a_gradient_are_not_decayed() -> None:
 # --- qk_weight_decay
 
 
-def test_it_is_the_same_decay_with_any_optimizer_and_follows_its_rates() -> None:
+def test_it_is_the_same_decay_with_any_optimizer_and_follows_its_rates():
     """No gradient: what is left is Π(1 - η_t·λ), each weight by the rate of its group."""
     model = attention(torch.float64)
     groups = [
@@ -97,7 +94,7 @@ def test_it_is_the_same_decay_with_any_optimizer_and_follows_its_rates() -> None
         )
     ),
 )
-def test_other_remedies_do_not_scale_it_in_any_order(order: tuple[str, ...]) -> None:
+def test_other_remedies_do_not_scale_it_in_any_order(order):
     x = torch.randn(
         2, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
@@ -113,15 +110,13 @@ def test_other_remedies_do_not_scale_it_in_any_order(order: tuple[str, ...]) -> 
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-def test_a_closure_makes_its_gradients_inside_the_step_and_the_decay_is_there_from_the_first() -> (
-    None
-):
+def test_a_closure_makes_its_gradients_inside_the_step_and_the_decay_is_there_from_the_first():
     model = attention(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.q_proj.weight.detach().clone()
     seen = []
 
-    def closure() -> float:
+    def closure():
         seen.append(model.q_proj.weight.detach().clone())
         optimizer.zero_grad()
         for p in model.parameters():

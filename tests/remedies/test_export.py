@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from tests.each_row import each_row
-from torch import Tensor, nn
 
 import qkeel
 from qkeel.cli.app import main
 from qkeel.errors import (
     DataError,
-    QkeelError,
     RefusedError,
     RunDirectoryError,
     UnknownNameError,
@@ -76,7 +73,7 @@ OLMO = {
 TOKENS = torch.randint(3, 23, (2, 20), generator=torch.Generator().manual_seed(1))
 
 
-def before(case: str) -> tuple[nn.Module, dict[str, Tensor], dict[str, Any]]:
+def before(case):
     """A model of the architecture aimed at, its weights under the names of the source, and the source's config.
 
     Every gain and bias is off its starting value, so that one left out or in the wrong place shows."""
@@ -106,9 +103,7 @@ def before(case: str) -> tuple[nn.Module, dict[str, Tensor], dict[str, Any]]:
     return model.eval(), weights, {**config, "architectures": ["Whatever"]}
 
 
-def stored(
-    folder: Path, weights: dict[str, Tensor], config: dict[str, Any], shards: int = 1
-) -> Path:
+def stored(folder, weights, config, shards=1):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
@@ -124,7 +119,7 @@ def stored(
     return folder
 
 
-def assert_loads_as(out: Path, model: nn.Module, tolerance: float = 1e-6) -> None:
+def assert_loads_as(out, model, tolerance=1e-6):
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
         out, output_loading_info=True
     )
@@ -136,9 +131,7 @@ def assert_loads_as(out: Path, model: nn.Module, tolerance: float = 1e-6) -> Non
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_transformers_loads_what_was_written_with_identical_outputs(
-    case: str, tmp_path: Path
-) -> None:
+def test_transformers_loads_what_was_written_with_identical_outputs(case, tmp_path):
     model, weights, config = before(case)
     source = stored(tmp_path / "in", weights, config)
     files = {f.name: f.read_bytes() for f in source.iterdir()}
@@ -153,8 +146,8 @@ def test_transformers_loads_what_was_written_with_identical_outputs(
 
 
 def test_files_are_cut_where_they_would_be_too_large_and_old_configs_are_understood(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(export_model, "SHARD", 6000)
     model, weights, config = before("llama")
     for name in ("rope_parameters", "head_dim", "tie_word_embeddings"):
@@ -169,8 +162,8 @@ def test_files_are_cut_where_they_would_be_too_large_and_old_configs_are_underst
 
 
 def test_another_eps_of_the_norm_goes_into_the_weights_where_that_is_exact(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     model, weights, config = before("llama")
     for layer in model.model.layers:  # type: ignore[union-attr]
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
@@ -185,8 +178,8 @@ def test_another_eps_of_the_norm_goes_into_the_weights_where_that_is_exact(
 
 
 def test_gains_alike_for_all_heads_become_one_gain_and_others_are_refused(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     model, weights, config = before("llama")
     alike, unlike = dict(weights), dict(weights)
     for name, w in weights.items():
@@ -232,13 +225,13 @@ POST = "model.layers.0.attention_post_norm.weight"
     ],
 )
 def test_what_the_architecture_does_not_compute_is_refused_and_nothing_is_written(
-    to: str,
-    case: str,
-    removed: str,
-    added: dict[str, Tensor],
-    config: dict[str, Any],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+    to,
+    case,
+    removed,
+    added,
+    config,
+    tmp_path_factory,
+):
     _, weights, own = before(case)
     weights = {n: w for n, w in {**weights, **added}.items() if n != removed}
     place = tmp_path_factory.mktemp("refused")
@@ -249,12 +242,12 @@ def test_what_the_architecture_does_not_compute_is_refused_and_nothing_is_writte
 
 
 def test_bad_places_and_bad_files_are_one_clear_error_and_lose_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     _, weights, config = before("llama")
     source, out = stored(tmp_path / "in", weights, config), tmp_path / "out"
 
-    def refused(error: type[QkeelError], *arguments: Any) -> None:
+    def refused(error, *arguments):
         with pytest.raises(error):
             convert(*arguments)
 
@@ -264,7 +257,7 @@ def test_bad_places_and_bad_files_are_one_clear_error_and_lose_nothing(
     refused(UnknownNameError, source, "qwen", out)
     assert main(["convert", str(source), "--to", "olmo2", "--out", str(out)]) == 2
 
-    def full(*args: Any) -> None:
+    def full(*args):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
@@ -280,8 +273,8 @@ def test_bad_places_and_bad_files_are_one_clear_error_and_lose_nothing(
 
 
 def test_an_export_is_what_the_model_in_memory_computes_or_is_refused(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).eval()
     model.generation_config.eos_token_id = [1, 2]
@@ -305,8 +298,8 @@ def test_an_export_is_what_the_model_in_memory_computes_or_is_refused(
 
 
 def test_a_llama_reordered_and_normed_over_all_heads_is_an_olmo_2(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).eval()
     with torch.no_grad():  # or the eps of the new norms shortens q and k

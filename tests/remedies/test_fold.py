@@ -1,18 +1,14 @@
 """fold: the outputs stay, the factors are in the weights, and what cannot be folded is named."""
 
-from __future__ import annotations
-
 import pickle
-from typing import Any
 
 import pytest
 import torch
 from tests.each_row import each_row
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel.errors import InvalidTypeError, RefusedError
-from qkeel.nn import Decoder
 from qkeel.remedies.retrofit import fold
 from qkeel.spec import (
     AttentionSpec,
@@ -29,7 +25,7 @@ from .foreign import example, hf
 from .models import VOCAB, assert_same, decoder, snapshot, tokens, train
 
 
-def moved(model: Decoder) -> Decoder:
+def moved(model):
     """Gains, scales and biases off their starting values."""
     rng = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -40,7 +36,7 @@ def moved(model: Decoder) -> Decoder:
 
 
 @pytest.mark.parametrize("on", ["all", "attention"])
-def test_sigma_reparam_is_folded_into_plain_layers(on: str) -> None:
+def test_sigma_reparam_is_folded_into_plain_layers(on):
     model = decoder(tied=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
     handle = qkeel.apply(model, f"sigma_reparam:on={on},init=one", optimizer)
@@ -62,7 +58,7 @@ def test_sigma_reparam_is_folded_into_plain_layers(on: str) -> None:
 class Tied(nn.Module):
     """A language model whose head is its embedding, and whose k is computed with the weight of q."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCAB, 16)
@@ -71,7 +67,7 @@ class Tied(nn.Module):
         self.head.weight, self.k.weight = self.embedding.weight, self.q.weight
         self.again = self.v  # one module under two names shares nothing
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embedding(x)
         qkv = [
             f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v)
@@ -80,9 +76,7 @@ class Tied(nn.Module):
         return self.head(o.transpose(1, 2).flatten(2))
 
 
-def test_weights_that_other_layers_share_are_not_folded_and_remove_restores_them() -> (
-    None
-):
+def test_weights_that_other_layers_share_are_not_folded_and_remove_restores_them():
     model = Tied().eval()
     plain = {n: p.clone() for n, p in model.state_dict().items()}
     handle = qkeel.apply(model, "sigma_reparam:init=one", batch=tokens())
@@ -107,7 +101,7 @@ def test_weights_that_other_layers_share_are_not_folded_and_remove_restores_them
     assert all(torch.equal(model.state_dict()[n], p) for n, p in plain.items())
 
 
-def test_a_scale_is_not_folded_into_a_weight_of_another_layer() -> None:
+def test_a_scale_is_not_folded_into_a_weight_of_another_layer():
     model = decoder(spec=SPECS["constant"])
     model.blocks[0].mlp.up = nn.Linear(16, 16)
     model.blocks[0].mlp.down = nn.Linear(16, 16)
@@ -117,7 +111,7 @@ def test_a_scale_is_not_folded_into_a_weight_of_another_layer() -> None:
     torch.testing.assert_close(model(tokens()), output, rtol=0, atol=1e-6)
 
 
-def test_sigma_reparam_of_conv1d_is_supported_and_folded() -> None:
+def test_sigma_reparam_of_conv1d_is_supported_and_folded():
     model, x = hf("gpt2", "sdpa"), example("gpt2")
     plain, names = model(x).logits, list(model.state_dict())
     qkeel.apply(model, "sigma_reparam:on=attention", batch=x)
@@ -160,7 +154,7 @@ SPECS = {
 
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("options", [{"attention": "mla"}, {"n_kv_heads": 2}])
-def test_scales_go_into_the_query_side(kind: str, options: dict[str, Any]) -> None:
+def test_scales_go_into_the_query_side(kind, options):
     model = moved(decoder(spec=SPECS[kind], **options))
     output = model(tokens())
     assert len(fold(model).written) == 2
@@ -179,7 +173,7 @@ def test_scales_go_into_the_query_side(kind: str, options: dict[str, Any]) -> No
         AttentionSpec(norm=RMSNorm(gain="dim", shared=True), scale=Fixed(0.7)),
     ],
 )
-def test_what_cannot_be_folded_is_refused_and_left_alone(spec: AttentionSpec) -> None:
+def test_what_cannot_be_folded_is_refused_and_left_alone(spec):
     model = moved(decoder(spec=spec))
     before = snapshot(model)
     with pytest.raises(RefusedError):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 from tests.quick import quick
-from torch import Tensor, nn
 
 from qkeel import apply
 from qkeel.nn import Decoder, DecoderConfig
@@ -19,21 +17,21 @@ from qkeel.sites.trace import ModelTrace
 SEARCH, MORE = 2, 2
 
 
-def own() -> nn.Module:
+def own():
     return Decoder(DecoderConfig(vocab_size=32, d_model=32, n_heads=4, n_layers=3))
 
 
-def llama() -> nn.Module:
+def llama():
     from tests.contract.watch import families
 
     return families.llama(num_hidden_layers=3)
 
 
-def tokens() -> Tensor:
+def tokens():
     return torch.randint(0, 32, (2, 80), generator=torch.Generator().manual_seed(0))
 
 
-def counted(model: nn.Module, act: Callable[[], object]) -> int:
+def counted(model, act):
     """How many passes of the model an action makes."""
     passes: list[None] = []
     hook = model.register_forward_pre_hook(lambda *_: passes.append(None))
@@ -51,15 +49,13 @@ def counted(model: nn.Module, act: Callable[[], object]) -> int:
         lambda case: case[1] in [*REMEDIES][:: 2 if case[0] is llama else 5],
     ),
 )
-def test_no_remedy_runs_the_model_more_than_twice_besides(
-    build: Callable[[], nn.Module], name: str
-) -> None:
+def test_no_remedy_runs_the_model_more_than_twice_besides(build, name):
     torch.manual_seed(0)
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
     handles = []
 
-    def applied() -> None:
+    def applied():
         handles.append(apply(model, name, optimizer, batch=tokens(), train_length=64))
 
     assert counted(model, applied) <= SEARCH + MORE
@@ -70,8 +66,8 @@ def test_no_remedy_runs_the_model_more_than_twice_besides(
     "name", ["qk_norm", "softcap", "output_gate", "qk_clip", "sigma_reparam"]
 )
 def test_a_remedy_that_was_applied_keeps_no_tensor_of_the_pass_that_showed_the_attention(
-    name: str,
-) -> None:
+    name,
+):
     model = llama()
     with apply(
         model,

@@ -24,22 +24,22 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-def moved(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
+def moved(model, before):
     """The parameters of which any number changed."""
     return {
         name for name, p in model.named_parameters() if not torch.equal(p, before[name])
     }
 
 
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
+def values(model):
     """A copy of all parameters."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_weights_and_biases_of_q_and_k_stay_bit_for_bit_and_the_others_step_as_without_it(
-    make: Callable[[nn.Module], torch.optim.Optimizer],
-) -> None:
+    make,
+):
     model, free = (
         attention(torch.float32, bias=True),
         attention(torch.float32, bias=True),
@@ -56,7 +56,7 @@ def test_weights_and_biases_of_q_and_k_stay_bit_for_bit_and_the_others_step_as_w
         assert torch.equal(model.get_parameter(name), free.get_parameter(name)), name
 
 
-def test_gains_of_norms_on_q_and_k_stay_and_those_of_v_do_not() -> None:
+def test_gains_of_norms_on_q_and_k_stay_and_those_of_v_do_not():
     model = decoder(spec=qkeel.preset("qwen3"))
     optimizer, before = torch.optim.AdamW(model.parameters(), lr=0.1), values(model)
     with qkeel.apply(model, "frozen_qk", optimizer):

@@ -1,10 +1,7 @@
 """Remedies on q and k that gains make of one projection (nn.GAU)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
 
 import qkeel
 from qkeel.nn import GAU
@@ -13,7 +10,7 @@ from qkeel.sites import Tap
 WIDTH, SIZE, LR, TAU = 12, 8, 0.5, 0.3
 
 
-def gau(bias: bool = False) -> GAU:
+def gau(bias=False):
     torch.manual_seed(0)
     module = GAU(WIDTH, size=SIZE, bias=bias).double()
     with torch.no_grad():
@@ -22,7 +19,7 @@ def gau(bias: bool = False) -> GAU:
     return module
 
 
-def largest(module: nn.Module, x: Tensor) -> float:
+def largest(module, x):
     with Tap(module.eval()) as tap, torch.no_grad():
         module(x)
         (stats,) = tap.read().values()
@@ -32,8 +29,8 @@ def largest(module: nn.Module, x: Tensor) -> float:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_clip_scales_gains_and_offsets_by_the_root_and_gives_exactly_the_threshold(
-    bias: bool,
-) -> None:
+    bias,
+):
     module, x = gau(bias), torch.randn(2, 7, WIDTH, dtype=torch.float64)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     top = largest(module, x)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -25,7 +24,7 @@ from qkeel.sites import HeadSlice, find_sites
 from .models import attention
 
 
-def rows(index: Tensor, axis: int = 0) -> HeadSlice:
+def rows(index, axis=0):
     return HeadSlice(parameter="w", axis=axis, index=index)
 
 
@@ -42,7 +41,7 @@ LAYOUTS: list[tuple[tuple[int, ...], list[HeadSlice]]] = [
 ]
 
 
-def by_hand(row: list[Tensor], slices: list[HeadSlice], like: Tensor) -> Tensor:
+def by_hand(row, slices, like):
     """The factor of every entry of a weight: the smallest of the heads that own its row, and 1 if none does."""
     axis = slices[0].axis if like.ndim > 1 else 0
     n = like.shape[0] if axis == 0 else like.shape[1:].numel()
@@ -57,8 +56,8 @@ def by_hand(row: list[Tensor], slices: list[HeadSlice], like: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_every_layout_is_moved_restored_and_scaled_as_weights_are_one_by_one(
-    dtype: torch.dtype,
-) -> None:
+    dtype,
+):
     weights = [torch.randn(shape, dtype=dtype) for shape, _ in LAYOUTS]
     slices = [s for _, own in LAYOUTS for s in own]
     tensors = [w for w, (_, own) in zip(weights, LAYOUTS) for _ in own]
@@ -96,7 +95,7 @@ def test_every_layout_is_moved_restored_and_scaled_as_weights_are_one_by_one(
     assert torch.allclose(twin.double(), factors[0])
 
 
-def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused() -> None:
+def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused():
     model = attention()
     optimizer = torch.optim.SGD(model.parameters())
     (site,) = find_sites(model)
@@ -121,7 +120,7 @@ PLAIN = HeadSlice(parameter="plain", axis=0, index=torch.arange(4).view(2, 2))
 
 
 @contextmanager
-def process(rank: int) -> Iterator[None]:
+def process(rank):
     """As process `rank` of two, whose collectives do nothing."""
     distributed.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
     try:
@@ -130,7 +129,7 @@ def process(rank: int) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def part(rank: int, dim: int) -> Tensor:
+def part(rank, dim):
     """The part of the whole weight that a process holds, as a DTensor."""
     own = WHOLE.chunk(2, dim)[rank].contiguous()
     mesh = init_device_mesh("cpu", (2,))
@@ -145,9 +144,7 @@ def part(rank: int, dim: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_squares_of_the_parts_add_up_to_those_of_the_heads(
-    dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_squares_of_the_parts_add_up_to_those_of_the_heads(dim, monkeypatch):
     plain = torch.randn(4, 5, dtype=torch.float64)
     sent: list[Tensor] = []
     monkeypatch.setattr(
@@ -166,7 +163,7 @@ def test_squares_of_the_parts_add_up_to_those_of_the_heads(
     torch.testing.assert_close(sent[0] + sent[1], squares)
 
 
-def test_what_cannot_be_done_with_a_part_or_a_quantised_weight_is_refused() -> None:
+def test_what_cannot_be_done_with_a_part_or_a_quantised_weight_is_refused():
     with process(0):
         split = part(0, 0)
         with pytest.raises(
@@ -184,7 +181,7 @@ def test_what_cannot_be_done_with_a_part_or_a_quantised_weight_is_refused() -> N
         qkeel.apply(model, "lalr", optimizer, sites=sites)
 
 
-def test_a_process_knows_its_first_head_and_a_head_that_is_cut_is_refused() -> None:
+def test_a_process_knows_its_first_head_and_a_head_that_is_cut_is_refused():
     model = attention(n_kv_heads=4)
     (site,) = find_sites(model)
     whole = model.q_proj.weight.detach()

@@ -1,7 +1,5 @@
 """The option `heads` of qk_clip and lalr: those named are treated as without it, all others keep their bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.autopilot.runs import adamw, batches, decoder
@@ -9,14 +7,13 @@ from torch.nn import functional as F
 
 import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError, UnknownNameError
-from qkeel.remedies import Remedy
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.qk_clip import QKClip
 
 SITE = "blocks.1.attention"
 
 
-def stepped(remedy: Remedy | None) -> dict[str, torch.Tensor]:
+def stepped(remedy):
     """Query and key weights [heads rows m] after a step."""
     model = decoder()
     optimizer = adamw(model, 0.05)
@@ -44,7 +41,7 @@ def stepped(remedy: Remedy | None) -> dict[str, torch.Tensor]:
 )
 def test_named_heads_are_treated_as_without_the_option_and_others_keep_their_bits(
     make,
-) -> None:  # type: ignore[no-untyped-def]
+):  # type: ignore[no-untyped-def]
     plain, whole, some = (
         stepped(None),
         stepped(make(None)),
@@ -61,7 +58,7 @@ def test_named_heads_are_treated_as_without_the_option_and_others_keep_their_bit
     assert changed
 
 
-def test_heads_that_are_not_there_are_one_sentence() -> None:
+def test_heads_that_are_not_there_are_one_sentence():
     model = decoder()
     for error, make in (
         (InvalidTypeError, lambda: QKClip(heads=SITE)),  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import qkeel
@@ -68,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
 }
 
 
-def matrices(model: nn.Module) -> list[nn.Parameter]:
+def matrices(model):
     return [p for p in model.parameters() if p.ndim == 2]
 
 
@@ -79,7 +78,7 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
         ("Adafactor", "qk_clip:steps=matched"),
     ],
 )
-def test_others_are_refused_and_the_model_is_as_it_was(name: str, remedy: str) -> None:
+def test_others_are_refused_and_the_model_is_as_it_was(name, remedy):
     make, reason = REFUSED[name]
     model = attention(torch.float32)
     optimizer = make(matrices(model))
@@ -92,7 +91,7 @@ def test_others_are_refused_and_the_model_is_as_it_was(name: str, remedy: str) -
     qkeel.apply(model, "none", optimizer).remove()
 
 
-def test_only_the_groups_that_hold_queries_and_keys_need_to_be_linear() -> None:
+def test_only_the_groups_that_hold_queries_and_keys_need_to_be_linear():
     model = attention(torch.float32)
     queries_and_keys = [
         p
@@ -103,7 +102,7 @@ def test_only_the_groups_that_hold_queries_and_keys_need_to_be_linear() -> None:
     assert len(queries_and_keys) == 2
     assert others
 
-    def optimizer(of_queries: float, of_others: float) -> torch.optim.Optimizer:
+    def optimizer(of_queries, of_others):
         return torch.optim.Adafactor(
             [
                 {"params": others, "lr": of_others},
@@ -116,7 +115,7 @@ def test_only_the_groups_that_hold_queries_and_keys_need_to_be_linear() -> None:
         qkeel.apply(model, "lalr", optimizer(0.5, 1e-4))
 
 
-def test_every_optimizer_of_torch_is_in_one_of_the_two_lists() -> None:
+def test_every_optimizer_of_torch_is_in_one_of_the_two_lists():
     known = {name.split()[0] for name in (*LINEAR, *REFUSED)}
     shipped = {
         n
@@ -130,8 +129,8 @@ def test_every_optimizer_of_torch_is_in_one_of_the_two_lists() -> None:
 
 @pytest.mark.parametrize("peak", [0.5, 1e-4])
 def test_a_warm_up_does_not_hide_the_rate_that_a_scheduler_will_reach(
-    peak: float,
-) -> None:
+    peak,
+):
     model = attention(torch.float32)
     optimizer = torch.optim.Adafactor(matrices(model), lr=peak)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: i / 1000)
@@ -145,8 +144,8 @@ def test_a_warm_up_does_not_hide_the_rate_that_a_scheduler_will_reach(
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_others_are_taken_and_trying_them_leaves_everything_as_it_was(
-    name: str,
-) -> None:
+    name,
+):
     model = attention(torch.float32)
     optimizer = LINEAR[name](matrices(model))
     # A scheduler binds `optimizer.step` to the user's optimizer: a copy of its attributes would step that one.
@@ -166,15 +165,13 @@ def test_others_are_taken_and_trying_them_leaves_everything_as_it_was(
     assert repr([model.state_dict(), optimizer.state_dict()]) == repr(before)
 
 
-def test_a_subclass_with_a_constructor_of_its_own_is_probed_by_the_step_it_inherits() -> (
-    None
-):
+def test_a_subclass_with_a_constructor_of_its_own_is_probed_by_the_step_it_inherits():
     class Mine(torch.optim.AdamW):
-        def __init__(self, model: nn.Module) -> None:
+        def __init__(self, model):
             super().__init__(model.parameters(), lr=0.01)
 
     class Odd(torch.optim.Rprop):
-        def __init__(self, model: nn.Module) -> None:
+        def __init__(self, model):
             super().__init__(model.parameters(), lr=0.01)
 
     model = attention(torch.float32)
@@ -183,9 +180,9 @@ def test_a_subclass_with_a_constructor_of_its_own_is_probed_by_the_step_it_inher
         qkeel.apply(model, "lalr", Odd(model))
 
 
-def test_an_optimizer_that_knows_float32_only_is_probed_in_float32() -> None:
+def test_an_optimizer_that_knows_float32_only_is_probed_in_float32():
     class Single(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             assert all(
                 p.dtype == torch.float32 for g in self.param_groups for p in g["params"]
             )
@@ -195,9 +192,9 @@ def test_an_optimizer_that_knows_float32_only_is_probed_in_float32() -> None:
     qkeel.apply(model, "lalr", Single(model.parameters(), lr=0.1)).remove()
 
 
-def test_an_optimizer_that_never_moves_is_not_taken_for_linear() -> None:
+def test_an_optimizer_that_never_moves_is_not_taken_for_linear():
     class Still(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure=None):  # type: ignore[override]
             return None
 
     model = attention(torch.float32)
@@ -206,7 +203,7 @@ def test_an_optimizer_that_never_moves_is_not_taken_for_linear() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_weights_are_refused(dtype: torch.dtype) -> None:
+def test_low_precision_weights_are_refused(dtype):
     model = attention(dtype)
     with pytest.raises(
         RefusedError,
@@ -216,7 +213,7 @@ def test_low_precision_weights_are_refused(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("remedy", ["lalr", "qk_lr", "qk_clip"])
-def test_weights_that_the_optimizer_does_not_hold_are_refused(remedy: str) -> None:
+def test_weights_that_the_optimizer_does_not_hold_are_refused(remedy):
     model = attention(torch.float32)
     optimizer = torch.optim.SGD([model.q_proj.weight, model.v_proj.weight], lr=0.1)
     with pytest.raises(
@@ -225,14 +222,14 @@ def test_weights_that_the_optimizer_does_not_hold_are_refused(remedy: str) -> No
         qkeel.apply(model, remedy, optimizer)
 
 
-def test_an_optimizer_that_cannot_be_tried_may_be_clipped_by_but_not_scaled() -> None:
+def test_an_optimizer_that_cannot_be_tried_may_be_clipped_by_but_not_scaled():
     class Closed(torch.optim.Optimizer):
         """Its constructor takes neither parameters nor options."""
 
-        def __init__(self, model: nn.Module, secret: int) -> None:
+        def __init__(self, model, secret):
             super().__init__(model.parameters(), {"lr": 0.1, "secret": secret})
 
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure=None):  # type: ignore[override]
             raise AssertionError("never stepped")
 
     model = attention(torch.float32)
@@ -250,14 +247,14 @@ def test_an_optimizer_that_cannot_be_tried_may_be_clipped_by_but_not_scaled() ->
         qkeel.apply(model, "qk_clip", torch.optim.LBFGS(model.parameters()))
 
 
-def test_steps_that_are_nearly_half_as_long_are_not_half_as_long() -> None:
+def test_steps_that_are_nearly_half_as_long_are_not_half_as_long():
     class Bent(torch.optim.SGD):
         """A step that grows with the rate to a power near 1."""
 
         power = 1.0
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             for group in self.param_groups:
                 for p in group["params"]:
                     p.sub_(p.grad, alpha=group["lr"] ** type(self).power)
@@ -272,14 +269,12 @@ def test_steps_that_are_nearly_half_as_long_are_not_half_as_long() -> None:
                 qkeel.apply(model, "lalr", Bent(model.parameters(), lr=0.1))
 
 
-def test_a_decay_that_the_rate_does_not_scale_is_no_copy_that_brings_weights_back() -> (
-    None
-):
+def test_a_decay_that_the_rate_does_not_scale_is_no_copy_that_brings_weights_back():
     class Independent(torch.optim.SGD):
         """w ← (1 - λ)·w whatever the rate is (Loshchilov & Hutter 2019 without their schedule)."""
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             for group in self.param_groups:
                 for p in group["params"]:
                     p.mul_(1 - group["weight_decay"]).sub_(p.grad, alpha=group["lr"])

@@ -1,11 +1,9 @@
 """The part of γ that each weight of a logit takes: every product takes the whole γ of its head, or none does."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel.remedies.logit_factors import logit_factors
 from qkeel.sites import AttentionSite, HeadSlice, QKProduct
@@ -14,7 +12,7 @@ from qkeel.spec import AttentionSpec
 H, G = 4, 2
 
 
-def weight(name: str, n: int, first: int = 0) -> HeadSlice:
+def weight(name, n, first=0):
     """Rows of n heads, two each."""
     return HeadSlice(
         parameter=name, axis=0, index=torch.arange(2 * n).view(n, 2) + first
@@ -37,10 +35,10 @@ INPUT = weight("input", 1)  # before the weight that makes heads
 
 
 def site(
-    *terms: tuple[HeadSlice, HeadSlice],
-    groups: int = G,
-    key_heads: tuple[int, ...] | None = None,
-) -> AttentionSite:
+    *terms,
+    groups=G,
+    key_heads=None,
+):
     return AttentionSite(
         name="site",
         module=nn.Identity(),
@@ -53,7 +51,7 @@ def site(
     )
 
 
-def factors(one: AttentionSite, gamma: Tensor, by_group: bool) -> dict[str, Tensor]:
+def factors(one, gamma, by_group):
     """What each weight is multiplied by, per query head."""
     shares = logit_factors(one, by_group=by_group)
     assert shares is not None
@@ -68,7 +66,7 @@ def factors(one: AttentionSite, gamma: Tensor, by_group: bool) -> dict[str, Tens
     return found
 
 
-def test_every_product_of_a_head_takes_its_gamma() -> None:
+def test_every_product_of_a_head_takes_its_gamma():
     gamma = torch.tensor([0.9, 0.5, 0.25, 1.0], dtype=torch.float64)
     one = torch.ones(H, dtype=torch.float64)
     worst, least = gamma.view(2, 2).amin(1).repeat_interleave(2), gamma.min().expand(H)
@@ -131,7 +129,7 @@ def test_every_product_of_a_head_takes_its_gamma() -> None:
                 torch.testing.assert_close(product, whole)
 
 
-def test_products_that_no_powers_suit_have_none() -> None:
+def test_products_that_no_powers_suit_have_none():
     for made, by_group in (
         (site((Q, ONE), (Q, Q), groups=H), False),  # a weight of power 1 by itself
         (site((Q, ONE), (Q2, ONE), (Q, Q2), groups=H), False),
@@ -141,7 +139,7 @@ def test_products_that_no_powers_suit_have_none() -> None:
         assert logit_factors(made, by_group=by_group) is None
 
 
-def test_the_same_rows_of_one_parameter_are_one_weight_and_others_are_not() -> None:
+def test_the_same_rows_of_one_parameter_are_one_weight_and_others_are_not():
     again, above = weight("q", H), weight("q", H, first=8)
     for query, names in (
         ((Q, again), ["q", "k", "k2"]),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -19,15 +19,13 @@ from qkeel.sites import Tap
 class Layer(nn.Module):
     """Attention of four heads over two of keys; `size` scales the logits, `width` narrows the values."""
 
-    def __init__(
-        self, width: int = 8, dropout: float = 0.0, padded: bool = False
-    ) -> None:
+    def __init__(self, width=8, dropout=0.0, padded=False):
         super().__init__()
         self.q, self.k = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
         self.v, self.out = nn.Linear(32, 4 * width), nn.Linear(4 * width, 32)
         self.dropout, self.padded = dropout, padded
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         b, t, _ = x.shape
         q, k, v = (
             layer(x).view(b, t, 4, -1).transpose(1, 2)
@@ -43,7 +41,7 @@ class Layer(nn.Module):
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
-def largest(model: nn.Module, x: Tensor) -> Tensor:
+def largest(model, x):
     """The largest logit of each head of each layer over visible pairs, in float64."""
     tops = []
     for layer in model:
@@ -64,8 +62,8 @@ def largest(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["plain", "padded", "dropout", "narrow values"])
 def test_heads_over_the_threshold_are_clipped_to_it_and_the_others_keep_their_bits(
-    kind: str, dtype: torch.dtype
-) -> None:
+    kind, dtype
+):
     torch.manual_seed(5)
     model = nn.Sequential(
         *(
@@ -102,7 +100,7 @@ def test_heads_over_the_threshold_are_clipped_to_it_and_the_others_keep_their_bi
     )
 
 
-def test_a_reference_pass_between_two_trained_ones_does_not_clip() -> None:
+def test_a_reference_pass_between_two_trained_ones_does_not_clip():
     torch.manual_seed(7)
     model = nn.Sequential(Layer())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -119,8 +117,8 @@ def test_a_reference_pass_between_two_trained_ones_does_not_clip() -> None:
 
 
 def test_an_idle_clip_makes_no_pass_over_q_and_k(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     torch.manual_seed(8)
     model = nn.Sequential(Layer(), Layer())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -146,9 +144,7 @@ def test_an_idle_clip_makes_no_pass_over_q_and_k(
 # torch's compiler asks every tensor for its gradient.
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("by", ["the whole", "layers", "padded", "checkpointed"])
-def test_a_compiled_pass_is_not_made_twice_while_nothing_is_over(
-    by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_pass_is_not_made_twice_while_nothing_is_over(by, monkeypatch):
     extra_passes = []
     extra_pass = Tap._extra_pass
     monkeypatch.setattr(
@@ -188,18 +184,18 @@ def test_a_compiled_pass_is_not_made_twice_while_nothing_is_over(
 class Stack(nn.Sequential):
     """torch.compile looks into an nn.Sequential itself, past the hooks of a pass."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self:
             x = layer(x)
         return x
 
 
 class Checkpointed(Layer):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def test_a_compiled_model_with_heads_over_the_threshold_is_clipped_exactly() -> None:
+def test_a_compiled_model_with_heads_over_the_threshold_is_clipped_exactly():
     weights = []
     for compiled in (False, True):
         torch._dynamo.reset()
@@ -220,7 +216,7 @@ def test_a_compiled_model_with_heads_over_the_threshold_is_clipped_exactly() -> 
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
 
 
-def test_a_pass_that_fails_or_loses_its_clip_leaves_no_notes() -> None:
+def test_a_pass_that_fails_or_loses_its_clip_leaves_no_notes():
     torch._dynamo.reset()
     x = torch.randn(2, 9, 32)
     model: Any = Stack(Layer(), Layer())
@@ -243,11 +239,9 @@ def test_a_pass_that_fails_or_loses_its_clip_leaves_no_notes() -> None:
 
 
 @pytest.mark.parametrize("reason", ["processes", "inputs"])
-def test_no_second_pass_where_it_would_hang_or_see_other_inputs(
-    reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_second_pass_where_it_would_hang_or_see_other_inputs(reason, monkeypatch):
     class Writes(Stack):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             y = super().forward(x.clone())
             x.mul_(1.0)
             return y

@@ -1,14 +1,11 @@
 """Weights that are not stepped as they are: float32 copies of low-precision weights, frozen bases with adapters."""
 
-from __future__ import annotations
-
 import copy
 import re
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel.errors import RefusedError, UnknownNameError
@@ -26,7 +23,7 @@ LAYERS = FAMILIES["llama"].layers()
 class Copies:
     """Float32 copies in the optimizer's groups, copied back after each step: the way of apex and Megatron."""
 
-    def __init__(self, model: nn.Module, lr: float) -> None:
+    def __init__(self, model, lr):
         self.model = model
         self.copies = {
             n: nn.Parameter(p.detach().float()) for n, p in model.named_parameters()
@@ -35,7 +32,7 @@ class Copies:
             self.copies.values(), lr=lr, weight_decay=0.1
         )
 
-    def step(self, grads: dict[str, Tensor]) -> None:
+    def step(self, grads):
         for name, copy_ in self.copies.items():
             copy_.grad = grads[name].float()
         self.optimizer.step()
@@ -47,11 +44,11 @@ class Copies:
 class InState(torch.optim.Optimizer):
     """A float32 copy in the state of each low-precision weight: the way of Transformer Engine's FusedAdam."""
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -68,7 +65,7 @@ class InState(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_lalr_scales_the_steps_of_float32_copies(dtype: torch.dtype) -> None:
+def test_lalr_scales_the_steps_of_float32_copies(dtype):
     model = FAMILIES["llama"].model(dtype)
     twin = FAMILIES["llama"].model(torch.float32)
     with torch.no_grad():
@@ -93,7 +90,7 @@ def test_lalr_scales_the_steps_of_float32_copies(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("way", ["groups", "state"])
-def test_qk_clip_scales_float32_copies_with_the_weights(way: str) -> None:
+def test_qk_clip_scales_float32_copies_with_the_weights(way):
     model, x = louder(FAMILIES["llama"].model(torch.bfloat16), LAYERS), batch()
     own = Copies(model, 0.0)
     optimizer = own.optimizer if way == "groups" else InState(model.parameters(), 0.0)
@@ -118,7 +115,7 @@ def test_qk_clip_scales_float32_copies_with_the_weights(way: str) -> None:
 
 
 @pytest.mark.parametrize("remedy", ["lalr", "qk_clip", "qk_weight_decay"])
-def test_copies_that_cannot_be_told_are_refused_with_a_hint(remedy: str) -> None:
+def test_copies_that_cannot_be_told_are_refused_with_a_hint(remedy):
     model = FAMILIES["llama"].model(torch.bfloat16)
     flat = nn.Parameter(
         torch.cat([p.detach().float().flatten() for p in model.parameters()])
@@ -139,7 +136,7 @@ PEFT = pytest.mark.filterwarnings(
 )
 
 
-def adapted(family: str, *targets: str, **options: Any) -> nn.Module:
+def adapted(family, *targets, **options):
     layers = FAMILIES[family].layers()
     base = louder(FAMILIES[family].model(), layers)
     config = peft.LoraConfig(
@@ -154,7 +151,7 @@ def adapted(family: str, *targets: str, **options: Any) -> nn.Module:
     return model.train()
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
+def trained(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
@@ -169,8 +166,8 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     ],
 )
 def test_a_clip_of_adapted_weights_is_exact_where_the_base_may_be_scaled(
-    family: str, targets: list[str]
-) -> None:
+    family, targets
+):
     model, x = adapted(family, *targets), batch()
     before, top = copy.deepcopy(model), maxima(model, x)
     optimizer = torch.optim.SGD(trained(model), lr=0.0)
@@ -188,7 +185,7 @@ def test_a_clip_of_adapted_weights_is_exact_where_the_base_may_be_scaled(
 
 
 @PEFT
-def test_a_frozen_base_is_not_scaled_unless_asked() -> None:
+def test_a_frozen_base_is_not_scaled_unless_asked():
     model = adapted("llama", "q_proj", "k_proj")
     optimizer = torch.optim.AdamW(trained(model))
     with pytest.raises(
@@ -210,7 +207,7 @@ def test_a_frozen_base_is_not_scaled_unless_asked() -> None:
         if not remedy.on_steps and name not in ("none", "z_loss")
     ],
 )
-def test_what_changes_the_base_below_adapters_is_refused(remedy: str) -> None:
+def test_what_changes_the_base_below_adapters_is_refused(remedy):
     """The reference of DPO is the model with its adapters disabled."""
     model, x = adapted("llama", "q_proj", "k_proj"), batch()
     optimizer = torch.optim.AdamW(trained(model))
@@ -229,11 +226,11 @@ def test_what_changes_the_base_below_adapters_is_refused(remedy: str) -> None:
 
 
 @PEFT
-def test_gains_that_are_saved_with_the_adapter_are_accepted() -> None:
+def test_gains_that_are_saved_with_the_adapter_are_accepted():
     model = adapted("llama", "up_proj", modules_to_save=["self_attn"])
     optimizer = torch.optim.AdamW(trained(model))
 
-    def reference() -> Tensor:
+    def reference():
         with torch.no_grad(), model.disable_adapter():
             return run(model, batch())
 
@@ -249,8 +246,8 @@ def test_gains_that_are_saved_with_the_adapter_are_accepted() -> None:
 @PEFT
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_alarm_proposes_no_change_of_the_base_below_adapters(
-    dtype: torch.dtype,
-) -> None:
+    dtype,
+):
     model = adapted("llama", "q_proj", "k_proj").float()
     sites = qkeel.find_sites(model, batch())
     for p in model.parameters():
@@ -262,7 +259,7 @@ def test_an_alarm_proposes_no_change_of_the_base_below_adapters(
 
 @PEFT
 @pytest.mark.parametrize("remedy", ["lalr", "qk_clip:frozen=scale"])
-def test_dora_is_refused(remedy: str) -> None:
+def test_dora_is_refused(remedy):
     model = adapted("llama", "q_proj", use_dora=True)
     optimizer = torch.optim.AdamW(trained(model))
     with pytest.raises(
@@ -280,9 +277,7 @@ def test_dora_is_refused(remedy: str) -> None:
     qkeel.apply(model, remedy, torch.optim.AdamW(held), batch=batch()).remove()
 
 
-def test_a_copy_is_known_by_its_values_shape_and_dtype_where_it_is_the_only_one() -> (
-    None
-):
+def test_a_copy_is_known_by_its_values_shape_and_dtype_where_it_is_the_only_one():
     weight = nn.Parameter(torch.randn(3, 4).bfloat16())
     copy_ = nn.Parameter(weight.detach().float())
     near = nn.Parameter(copy_.detach() * (1 + 2**-12))  # rounds to the same bits
@@ -312,7 +307,7 @@ def test_a_copy_is_known_by_its_values_shape_and_dtype_where_it_is_the_only_one(
     assert head_weights.copies_in_state(torch.optim.SGD([weight]), weight) == ()
 
 
-def test_qk_clip_scales_float32_copies_of_biases() -> None:
+def test_qk_clip_scales_float32_copies_of_biases():
     torch.manual_seed(0)
     model = nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.bfloat16)
     nn.init.normal_(model.in_proj_bias)

@@ -1,13 +1,11 @@
 """qk_clip:steps=matched: clipped weights are c times weights that are never clipped, by an independent definition."""
 
-from __future__ import annotations
-
 import gc
 import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -20,7 +18,7 @@ from .models import D_MODEL, attention, trained
 HEADS, THRESHOLD, RATE = 4, 1.0, 3e-3
 
 
-def signs(gradient: Tensor) -> Tensor:
+def signs(gradient):
     """The signs, and 0 where a gradient is rounding alone, as that of a bias of keys is."""
     return gradient.sign() * (gradient.abs() > 1e-12)
 
@@ -28,18 +26,18 @@ def signs(gradient: Tensor) -> Tensor:
 class Sign(Optimizer):
     """Steps that do not depend on the size of the gradient, for which matched steps are exact."""
 
-    def __init__(self, parameters: object, lr: float) -> None:
+    def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})  # type: ignore[arg-type]
 
     @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(group["lr"] * signs(p.grad))
 
 
-def batches(n: int, seed: int) -> list[Tensor]:
+def batches(n, seed):
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(2, 7, D_MODEL, generator=generator, dtype=torch.float64)
@@ -47,7 +45,7 @@ def batches(n: int, seed: int) -> list[Tensor]:
     ]
 
 
-def torch_attention(seed: int) -> nn.MultiheadAttention:
+def torch_attention(seed):
     torch.manual_seed(seed)
     module = nn.MultiheadAttention(
         D_MODEL, HEADS, batch_first=True, dtype=torch.float64
@@ -63,9 +61,7 @@ def torch_attention(seed: int) -> nn.MultiheadAttention:
     return module
 
 
-def test_clipped_weights_are_c_times_weights_that_take_full_steps_and_are_never_clipped() -> (
-    None
-):
+def test_clipped_weights_are_c_times_weights_that_take_full_steps_and_are_never_clipped():
     seed = int(torch.randint(1000, (1,)))
     module = torch_attention(seed)
     free = {
@@ -134,8 +130,8 @@ def test_clipped_weights_are_c_times_weights_that_take_full_steps_and_are_never_
     "order", [("lalr", "qk_clip:steps=matched"), ("qk_clip:steps=matched", "lalr")]
 )
 def test_lalr_undoes_matched_steps_and_the_pair_is_refused_in_either_order(
-    order: tuple[str, str],
-) -> None:
+    order,
+):
     model = attention(torch.float32, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(RefusedError, match="undoes matched steps"):
@@ -149,7 +145,7 @@ def test_lalr_undoes_matched_steps_and_the_pair_is_refused_in_either_order(
 
 
 @pytest.mark.parametrize("spec", ["lalr", "qk_clip", "qk_lr", "qk_clip:steps=matched"])
-def test_a_remedy_on_steps_ends_with_its_optimizer(spec: str) -> None:
+def test_a_remedy_on_steps_ends_with_its_optimizer(spec):
     model = attention(torch.float64, HEADS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     qkeel.apply(model, spec, optimizer)
@@ -164,7 +160,7 @@ def test_a_remedy_on_steps_ends_with_its_optimizer(spec: str) -> None:
 class Tied(torch.nn.Module):
     """Two layers that share a weight and have biases of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b = (
             attention(torch.float64, HEADS, bias=True),
@@ -172,11 +168,11 @@ class Tied(torch.nn.Module):
         )
         self.b.q_proj.weight = self.a.q_proj.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.a(x) + self.b(30 * x)
 
 
-def test_layers_that_share_a_weight_shorten_the_steps_of_what_they_own() -> None:
+def test_layers_that_share_a_weight_shorten_the_steps_of_what_they_own():
     model, x = Tied(), batches(1, 1)[0]
     with torch.no_grad():
         for layer in (model.a, model.b):

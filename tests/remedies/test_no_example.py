@@ -1,46 +1,41 @@
 """`qkeel.apply` without an example: on a watched model its sites are known, on another the next pass shows them."""
 
-from __future__ import annotations
-
 import pickle
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel.errors import RefusedError
 
 
-def encoder() -> nn.Module:
+def encoder():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, batch_first=True, dropout=0.0)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-def batch(step: int) -> Tensor:
+def batch(step):
     return torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(step))
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int
-) -> None:
+def train(model, optimizer, first, last):
     for step in range(first, last):
         model(batch(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def weights(model: nn.Module) -> dict[str, Any]:
+def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def equal(a: nn.Module, b: nn.Module) -> bool:
+def equal(a, b):
     one, other = weights(a), weights(b)
     return one.keys() == other.keys() and all(
         torch.equal(one[name], other[name]) for name in one
@@ -52,9 +47,7 @@ SPECS = ["lalr:tau=0.1+qk_clip:threshold=0.1", "qk_norm", "softcap:cap=1"]
 
 @pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_line_in_front_of_training_does_what_it_does_with_an_example(
-    spec: str, watched: bool
-) -> None:
+def test_the_line_in_front_of_training_does_what_it_does_with_an_example(spec, watched):
     shown, own = encoder(), encoder()
     first, second = adamw(shown), adamw(own)
     qkeel.apply(shown, spec, first, batch=batch(0))
@@ -71,7 +64,7 @@ def test_the_line_in_front_of_training_does_what_it_does_with_an_example(
     assert torch.equal(own(batch(9)), copy_of_plain(own)(batch(9)))
 
 
-def copy_of_plain(model: nn.Module) -> nn.Module:
+def copy_of_plain(model):
     plain = encoder()
     plain.load_state_dict(
         {
@@ -84,7 +77,7 @@ def copy_of_plain(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_line_in_the_middle_of_a_watched_training_acts_at_once(spec: str) -> None:
+def test_the_line_in_the_middle_of_a_watched_training_acts_at_once(spec):
     shown, own = encoder(), encoder()
     first, second = adamw(shown), adamw(own)
     with qkeel.watch(own, second) as monitor:
@@ -100,8 +93,8 @@ def test_the_line_in_the_middle_of_a_watched_training_acts_at_once(spec: str) ->
 
 
 def test_remedies_on_steps_of_a_watched_model_make_no_pass_at_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     model = encoder()
     optimizer = adamw(model)
     with qkeel.watch(model, optimizer):
@@ -110,7 +103,7 @@ def test_remedies_on_steps_of_a_watched_model_make_no_pass_at_all(
         assert qkeel.apply(model, "lalr:tau=0.1", optimizer).active
 
 
-def test_taken_off_before_any_pass_nothing_is_ever_changed() -> None:
+def test_taken_off_before_any_pass_nothing_is_ever_changed():
     plain, model = encoder(), encoder()
     first, second = adamw(plain), adamw(model)
     before = pickle.dumps(model)
@@ -121,7 +114,7 @@ def test_taken_off_before_any_pass_nothing_is_ever_changed() -> None:
     assert equal(plain, model)
 
 
-def test_what_is_refused_is_refused_in_the_pass_and_the_model_is_as_it_was() -> None:
+def test_what_is_refused_is_refused_in_the_pass_and_the_model_is_as_it_was():
     model = encoder()
     optimizer = adamw(model)
     out = model(batch(0))

@@ -1,9 +1,5 @@
 """Step remedies read nothing back to the host: on a GPU that would make it wait for all work under way."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -28,13 +24,11 @@ READS = {
 class NoReads(TorchDispatchMode):
     """Raises on every operator that reads numbers, counts the others."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         by_mask = name == "index" and any(
             i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
@@ -45,11 +39,11 @@ class NoReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def model_of(layers: int) -> nn.Module:
+def model_of(layers):
     return nn.Sequential(*(qkeel.nn.Attention(16, 4, 2) for _ in range(layers)))
 
 
-def steps(remedy: str, layers: int, optimizer: str = "fused") -> int:
+def steps(remedy, layers, optimizer="fused"):
     """Operators of one optimizer step after two others."""
     model, x = model_of(layers), torch.randn(2, 5, 16)
     made = {
@@ -78,7 +72,7 @@ def steps(remedy: str, layers: int, optimizer: str = "fused") -> int:
 
 
 @pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(qk_clip, "_readable", lambda tensor: False)
 
 
@@ -88,13 +82,11 @@ REMEDIES = ["lalr", "lalr:decay=plain", "qk_lr:factor=0.5", "qk_weight_decay", *
 
 @pytest.mark.parametrize("optimizer", ["fused", "sgd"])
 @pytest.mark.parametrize("remedy", REMEDIES)
-def test_a_step_and_the_forward_before_it_read_nothing(
-    remedy: str, optimizer: str
-) -> None:
+def test_a_step_and_the_forward_before_it_read_nothing(remedy, optimizer):
     assert steps(remedy, 2, optimizer) > 0
 
 
-def test_the_mode_notices_a_read() -> None:
+def test_the_mode_notices_a_read():
     x = torch.ones(3)
     for read in (
         lambda: x.sum().item(),
@@ -107,7 +99,7 @@ def test_the_mode_notices_a_read() -> None:
 
 
 @pytest.mark.parametrize("remedy", REMEDIES)
-def test_a_weight_costs_a_few_operators_a_step_and_a_head_none(remedy: str) -> None:
+def test_a_weight_costs_a_few_operators_a_step_and_a_head_none(remedy):
     few, many = (steps(remedy, layers) - steps("none", layers) for layers in (2, 6))
     assert few > 0
     assert (many - few) / (4 * 2) <= 16  # of each of two weights, views counted too

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -52,7 +51,7 @@ X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1)).double()
 START = math.log2(32 * 32 - 32)
 
 
-def norm_spec(kind: str, over: str, gain: str, on: str = "qk") -> AttentionSpec:
+def norm_spec(kind, over, gain, on="qk"):
     """The spec that a norm's options name."""
     norm: Any = KINDS[kind](on=on, over=over, gain=gain)  # type: ignore[arg-type]
     if kind != "l2":
@@ -64,7 +63,7 @@ def norm_spec(kind: str, over: str, gain: str, on: str = "qk") -> AttentionSpec:
     return AttentionSpec(norm=norm, scale=Learned(init=START, per=per))
 
 
-def model_of(where: str) -> Any:
+def model_of(where):
     """Attention by qkeel, or as somebody lays out its heads."""
     if where == "own":
         return attention(spec=AttentionSpec())
@@ -72,7 +71,7 @@ def model_of(where: str) -> Any:
     return Hand(layout, how or "eager").double()
 
 
-def attend(plain: Any, spec: AttentionSpec, params: dict[str, Tensor]) -> Tensor:
+def attend(plain, spec, params):
     """What attention of this spec computes between the projections of a model."""
     if isinstance(plain, Hand):
         heads, project = plain.heads(X), plain.o
@@ -84,7 +83,7 @@ def attend(plain: Any, spec: AttentionSpec, params: dict[str, Tensor]) -> Tensor
     return project(o.transpose(1, 2).flatten(2))
 
 
-def check(where: str, remedy: str, spec: AttentionSpec) -> None:
+def check(where, remedy, spec):
     """Compares a model under a remedy, its new parameters off their start, with attention of a spec in float64."""
     model, plain = model_of(where), model_of(where)
     known = set(plain.state_dict())
@@ -112,9 +111,7 @@ ELSEWHERE = [case for case in OPTIONS if case[0] == "rms" or case[2] in ("dim", 
     ("kind", "over", "gain", "where"),
     [(*x, "own") for x in OPTIONS] + [(*x, "linear") for x in ELSEWHERE],
 )
-def test_qk_norm_is_the_spec_it_names(
-    kind: str, over: str, gain: str, where: str
-) -> None:
+def test_qk_norm_is_the_spec_it_names(kind, over, gain, where):
     remedy = f"qk_norm:kind={kind},over={over},gain={gain}"
     check(where, remedy, norm_spec(kind, over, gain))
 
@@ -140,15 +137,13 @@ PAIRS = [(NAMES[(i + j) % 10], place) for i, place in enumerate(PLACES) for j in
 
 
 @pytest.mark.parametrize(("remedy", "where"), [*((x, "own") for x in NAMES), *PAIRS])
-def test_every_norm_in_every_layout_of_heads_is_the_spec_it_names(
-    remedy: str, where: str
-) -> None:
+def test_every_norm_in_every_layout_of_heads_is_the_spec_it_names(remedy, where):
     check(where, remedy, REMEDIES[remedy])
 
 
-def test_a_norm_whose_operators_show_none_is_known_as_one_all_the_same() -> None:
+def test_a_norm_whose_operators_show_none_is_known_as_one_all_the_same():
     class Mine(RMSNorm):
-        def normalise(self, x: Tensor) -> Tensor:
+        def normalise(self, x):
             return x / x.abs().mean(-1, keepdim=True)
 
     with mock.patch.dict(KINDS, mine=Mine):
@@ -160,7 +155,7 @@ def test_a_norm_whose_operators_show_none_is_known_as_one_all_the_same() -> None
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_llama_with_qk_norm_is_qwen3(how: str) -> None:
+def test_llama_with_qk_norm_is_qwen3(how):
     llama, qwen3, x = hf("llama", how), hf("qwen3", how), example("llama")
     qkeel.apply(llama, "qk_norm", batch=x)
     jolted(llama)
@@ -180,9 +175,7 @@ FAMILIES = itertools.product(
 @pytest.mark.parametrize(
     ("name", "how"), one_in([*FAMILIES, ("encoder", ""), ("deepseek", "sdpa")], 3)
 )
-def test_queries_and_keys_that_reach_the_scores_are_the_normed_ones(
-    name: str, how: str
-) -> None:
+def test_queries_and_keys_that_reach_the_scores_are_the_normed_ones(name, how):
     # A gain per dimension does not commute with the rotation that calls show the result of.
     gain = "none" if name in ("llama", "qwen2", "neox", "deepseek") else "dim"
     model, x = build(name, how), example(name)
@@ -202,7 +195,7 @@ def test_queries_and_keys_that_reach_the_scores_are_the_normed_ones(
         assert (expected - x1).abs().max() < 2e-5 * x1.abs().max(), side
 
 
-def test_under_autocast_the_norm_is_taken_in_float32() -> None:
+def test_under_autocast_the_norm_is_taken_in_float32():
     model = Hand("linear", "sdpa")
     qkeel.apply(model, "qk_norm", batch=X.float())
     with torch.autocast("cpu", torch.bfloat16):
@@ -214,16 +207,16 @@ def test_under_autocast_the_norm_is_taken_in_float32() -> None:
 class Adapted(nn.Module):
     """A projection with a low-rank adapter beside it, as one module."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base):
         super().__init__()
         self.base, self.a = base, nn.Linear(16, 2, bias=False)
         self.b = nn.Linear(2, base.out_features, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x) + self.b(self.a(x))
 
 
-def test_an_adapted_projection_is_normed_as_a_whole() -> None:
+def test_an_adapted_projection_is_normed_as_a_whole():
     model = Hand("linear")
     model.q, model.k = Adapted(model.q), Adapted(model.k)  # type: ignore[arg-type]
     qkeel.apply(model, "qk_norm:gain=none", batch=X.float())
@@ -234,8 +227,8 @@ def test_an_adapted_projection_is_normed_as_a_whole() -> None:
 class Functional(Hand):
     """As BEiT and Swin do: the projections are modules, and their weights are given to F.linear."""
 
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        def projected(m: nn.Linear) -> Callable[[Tensor], Tensor]:
+    def heads(self, x):
+        def projected(m):
             return lambda x: nn.functional.linear(x, weight=m.weight, bias=m.bias)
 
         with ExitStack() as undo:
@@ -248,11 +241,11 @@ class Functional(Hand):
 class Spare(Hand):
     """As timm's: the norm that was left out is an Identity, which the forward calls."""
 
-    def __init__(self, layout: str) -> None:
+    def __init__(self, layout):
         super().__init__(layout)
         self.k_norm, self.q_norm = nn.Identity(), nn.Identity()
 
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x):
         q, k, v = super().heads(x)
         return self.q_norm(q), self.k_norm(k), v
 
@@ -269,8 +262,8 @@ class Spare(Hand):
     ],
 )
 def test_what_a_module_does_with_its_projections_besides_makes_no_difference(
-    kind: type[Hand], layout: str, options: str
-) -> None:
+    kind, layout, options
+):
     model, plain = kind(layout).double(), Hand(layout).double()
     before, y = everything(model), model(X)
     handle = qkeel.apply(model, f"qk_norm{options}", batch=X, train_length=32)
@@ -285,7 +278,7 @@ def test_what_a_module_does_with_its_projections_besides_makes_no_difference(
 # Several modules for a side, several calls for a module
 
 
-def parts(x: Tensor) -> Tensor:
+def parts(x):
     """[b h t d] of [b t (h d)]."""
     return x.unflatten(-1, (-1, 4)).transpose(1, 2)
 
@@ -296,7 +289,7 @@ Projections = dict[str, Tensor]
 class Several(nn.Module):
     """Attention whose logits are made of the outputs of its projections as a test says."""
 
-    def __init__(self, logits: Callable[[Any, Projections], Tensor]) -> None:
+    def __init__(self, logits):
         super().__init__()
         torch.manual_seed(0)
         self.q, self.k, self.q2, self.k2, self.v = (nn.Linear(16, 16) for _ in range(5))
@@ -305,45 +298,43 @@ class Several(nn.Module):
         if logits is zero_adapter:
             nn.init.zeros_(self.lora.weight)
 
-    def projections(self, x: Tensor) -> Projections:
+    def projections(self, x):
         made = {name: getattr(self, name)(x) for name in ("q", "k", "q2", "k2")}
         return {**made, "x": x}
 
-    def attend(self, made: Projections) -> Tensor:
+    def attend(self, made):
         z = self.logits(self, made) / 2
         v = parts(self.v(made["x"]))
         v = torch.cat([v] * (z.shape[-1] // 6), 2)
         return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.attend(self.projections(x))
 
 
-def two_streams(a: Several, y: Projections) -> Tensor:  # as SD3: of an image and a text
+def two_streams(a, y):  # as SD3: of an image and a text
     q, k = (torch.cat([parts(y[n]), parts(y[f"{n}2"])], 2) for n in "qk")
     return q @ k.mT
 
 
-def two_products(a: Several, y: Projections) -> Tensor:
+def two_products(a, y):
     return parts(y["q"]) @ parts(y["k"]).mT + parts(y["q2"]) @ parts(y["k2"]).mT
 
 
-def relative(a: Several, y: Projections) -> Tensor:  # Shaw
+def relative(a, y):  # Shaw
     far = a.table(torch.arange(6)[:, None] - torch.arange(6) + 6)
     q = parts(y["q"])
     return q @ parts(y["k"]).mT + torch.einsum("bhtd,tsd->bhts", q, far)
 
 
-def tied_rows(a: Several, y: Projections) -> Tensor:  # MSA Transformer: over sequences
+def tied_rows(a, y):  # MSA Transformer: over sequences
     return torch.einsum("bhtd,bhsd->hts", parts(y["q"]), parts(y["k"]))[None]
 
 
 @each_row(
     "logits, n", [(two_streams, 4), (two_products, 4), (relative, 2), (tied_rows, 2)]
 )
-def test_heads_of_several_modules_are_normed_where_they_are_made(
-    logits: Callable[[Any, Projections], Tensor], n: int
-) -> None:
+def test_heads_of_several_modules_are_normed_where_they_are_made(logits, n):
     model = Several(logits).double()
     made = {
         name: y
@@ -360,13 +351,13 @@ def test_heads_of_several_modules_are_normed_where_they_are_made(
 class TwoCalls(nn.Module):
     """Two attention calls, each with half of the heads of the same projections: every other one, or a block."""
 
-    def __init__(self, heads: Callable[[int], slice]) -> None:
+    def __init__(self, heads):
         super().__init__()
         torch.manual_seed(0)
         self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
         self.heads, self.made = heads, list[Tensor]()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (parts(layer(x)) for layer in (self.q, self.k, self.v))
         self.made, outputs = [q, k], []
         for i in range(2):
@@ -381,8 +372,8 @@ class TwoCalls(nn.Module):
 
 @each_row("heads", [lambda i: slice(2 * i, 2 * i + 2), lambda i: slice(i, None, 2)])
 def test_two_calls_with_different_heads_of_one_projection_are_both_normed(
-    heads: Callable[[int], slice],
-) -> None:
+    heads,
+):
     model = TwoCalls(heads)
     qkeel.apply(model, "qk_norm", batch=X.float())
     model(X.float())
@@ -393,30 +384,30 @@ def test_two_calls_with_different_heads_of_one_projection_are_both_normed(
 # What is refused, and leaves the model as it was
 
 
-def adapter(a: Several, y: Projections) -> Tensor:
+def adapter(a, y):
     return parts(y["q"] + a.lora(y["x"])) @ parts(y["k"]).mT
 
 
-def zero_adapter(a: Several, y: Projections) -> Tensor:
+def zero_adapter(a, y):
     return adapter(a, y)
 
 
-def concatenated(a: Several, y: Projections) -> Tensor:  # as latent attention
+def concatenated(a, y):  # as latent attention
     q, k = (torch.cat([parts(y[n]), parts(y[f"{n}2"])], -1) for n in "qk")
     return q @ k.mT
 
 
-def late_bias(a: Several, y: Projections) -> Tensor:  # which the norm would precede
+def late_bias(a, y):  # which the norm would precede
     q, k = (nn.functional.linear(y["x"], m.weight) + m.bias for m in (a.q, a.k))
     return parts(q) @ parts(k).mT
 
 
-def behind(a: Several, y: Projections) -> Tensor:  # the module's back
+def behind(a, y):  # the module's back
     q, k = (y["x"] @ m.weight.mT + m.bias for m in (a.q, a.k))
     return parts(q) @ parts(k).mT
 
 
-def convolved(a: Several, y: Projections) -> Tensor:  # heads are channels
+def convolved(a, y):  # heads are channels
     q, k = (
         nn.functional.conv1d(y["x"].mT, m.weight[..., None], m.bias).unflatten(
             1, (4, 4)
@@ -426,7 +417,7 @@ def convolved(a: Several, y: Projections) -> Tensor:  # heads are channels
     return q.mT @ k
 
 
-def pooled(a: Several, y: Projections) -> Tensor:  # each query is the larger of two
+def pooled(a, y):  # each query is the larger of two
     q = y["q"].unflatten(1, (-1, 2)).amax(2).repeat_interleave(2, 1)
     return parts(q) @ parts(y["k"]).mT
 
@@ -436,8 +427,8 @@ def pooled(a: Several, y: Projections) -> Tensor:  # each query is the larger of
     [adapter, zero_adapter, concatenated, late_bias, behind, convolved, pooled],
 )
 def test_a_norm_that_would_not_be_that_of_the_heads_is_refused(
-    logits: Callable[[Any, Projections], Tensor],
-) -> None:
+    logits,
+):
     model = Several(logits).double()
     before, y = everything(model), model(X)
     with pytest.raises(RefusedError):
@@ -470,8 +461,8 @@ OWN: list[tuple[type[QkeelError] | None, Any, str, dict[str, Any]]] = [
 
 @each_row("error, spec, remedy, options", OWN)
 def test_options_and_own_attention_that_do_not_fit_are_refused(
-    error: type[QkeelError] | None, spec: Any, remedy: str, options: dict[str, Any]
-) -> None:
+    error, spec, remedy, options
+):
     model = (
         Attention(D_MODEL, 4, spec=spec) if isinstance(spec, AttentionSpec) else spec
     )
@@ -496,9 +487,7 @@ def test_options_and_own_attention_that_do_not_fit_are_refused(
         ("qwen3", "sdpa", "qkv_norm"),
     ],
 )
-def test_families_that_take_no_such_norm_are_left_alone(
-    name: str, how: str, remedy: str
-) -> None:
+def test_families_that_take_no_such_norm_are_left_alone(name, how, remedy):
     model, x = hf(name, how), example(name)
     before = everything(model)
     with pytest.raises(RefusedError):
@@ -506,9 +495,7 @@ def test_families_that_take_no_such_norm_are_left_alone(
     assert everything(model) == before
 
 
-def test_the_scale_of_unit_vectors_starts_at_the_training_length_and_keeps_log_n() -> (
-    None
-):
+def test_the_scale_of_unit_vectors_starts_at_the_training_length_and_keeps_log_n():
     for options, start in (({}, 12.319672), ({"length": 512}, 17.997179)):
         model = Attention(D_MODEL, 4)
         qkeel.apply(model, "qk_norm", train_length=72, **L2, **options)
@@ -523,7 +510,7 @@ def test_the_scale_of_unit_vectors_starts_at_the_training_length_and_keeps_log_n
 
 @pytest.mark.parametrize("order", ["pre", "post", "swin", "peri"])
 @pytest.mark.parametrize("drop", [True, False])
-def test_qkv_norm_drops_the_norm_before_attention(order: str, drop: bool) -> None:
+def test_qkv_norm_drops_the_norm_before_attention(order, drop):
     model = decoder(norm_order=order)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss(model, tokens()).backward()
@@ -542,7 +529,7 @@ def test_qkv_norm_drops_the_norm_before_attention(order: str, drop: bool) -> Non
 
 @pytest.mark.parametrize("how", HOW)
 @torch.no_grad()
-def test_qkv_norm_drops_the_norm_before_attention_of_a_llama(how: str) -> None:
+def test_qkv_norm_drops_the_norm_before_attention_of_a_llama(how):
     model, x = hf("llama", how), example("llama")
     twin = copy.deepcopy(model)
     qkeel.apply(model, "qkv_norm:kind=rms", batch=x)
@@ -557,9 +544,7 @@ def test_qkv_norm_drops_the_norm_before_attention_of_a_llama(how: str) -> None:
         for side in "qkv":
             norm = changed.self_attn.get_submodule(f"{side}_norm")
 
-            def normed(
-                _: nn.Module, args: object, y: Tensor, gain: Tensor = norm.weight
-            ) -> Tensor:
+            def normed(_, args, y, gain=norm.weight):
                 heads = y.unflatten(-1, (-1, 8))
                 root = (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt()
                 return (heads / root * gain).flatten(-2)
@@ -577,14 +562,12 @@ def test_qkv_norm_drops_the_norm_before_attention_of_a_llama(how: str) -> None:
     "name",
     ["AdamW", "Adagrad", "SGD", "RMSprop", "ASGD", "Rprop", "Adafactor", "NAdam"],
 )
-def test_every_optimizer_takes_a_gain_before_and_during_training(
-    name: str, fresh: bool
-) -> None:
+def test_every_optimizer_takes_a_gain_before_and_during_training(name, fresh):
     model = decoder()
     cls = getattr(torch.optim, name)
 
     class Mine(cls):  # a class that cannot be made again from its groups
-        def __init__(self, model: nn.Module) -> None:
+        def __init__(self, model):
             super().__init__(model.parameters(), lr=0.01)
 
     optimizer = Mine(model) if name == "SGD" else cls(model.parameters(), lr=0.01)
@@ -599,7 +582,7 @@ def test_every_optimizer_takes_a_gain_before_and_during_training(
     train(model, optimizer, 1)
 
 
-def test_new_gains_are_named_where_groups_are_and_muon_takes_none() -> None:
+def test_new_gains_are_named_where_groups_are_and_muon_takes_none():
     model = decoder()
     gains = [(n, p) for n, p in model.named_parameters() if p.ndim < 2]
     matrices = [(n, p) for n, p in model.named_parameters() if p.ndim >= 2]
@@ -631,8 +614,8 @@ MATRIX, VECTOR, OTHER = (nn.Parameter(torch.ones(x)) for x in ((2, 2), (2,), (3,
     ],
 )
 def test_new_parameters_go_where_their_kind_is_and_leave_nothing_behind(
-    groups: list[list[Tensor]], near: Tensor, matrices: bool, home: int
-) -> None:
+    groups, near, matrices, home
+):
     optimizer = torch.optim.SGD(
         [{"params": [*group]} for group in groups], lr=0.1, momentum=0.9
     )

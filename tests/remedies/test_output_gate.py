@@ -1,13 +1,10 @@
 """output_gate: the published formula, on attention of anybody's, found by trying."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -15,7 +12,7 @@ from qkeel.errors import RefusedError
 from .foreign import Hand, encoder, everything, example, hf, out
 
 
-def stir(model: nn.Module) -> None:
+def stir(model):
     """Gates off their start."""
     rng = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -24,7 +21,7 @@ def stir(model: nn.Module) -> None:
                 p.normal_(generator=rng)
 
 
-def by_hand(model: nn.Module, projection: nn.Module, x: Tensor, gates: Any) -> Tensor:
+def by_hand(model, projection, x, gates):
     """The output of a model with what goes into its projection multiplied."""
     hook = projection.register_forward_pre_hook(lambda _, args: (args[0] * gates(x),))
     try:
@@ -36,8 +33,8 @@ def by_hand(model: nn.Module, projection: nn.Module, x: Tensor, gates: Any) -> T
 @pytest.mark.parametrize("layout", ["linear", "fused", "interleaved", "conv", "groups"])
 @pytest.mark.parametrize(("per", "how"), [("feature", "eager"), ("head", "sdpa")])
 def test_the_gate_is_a_sigmoid_of_the_input_before_the_output_projection(
-    layout: str, how: str, per: str
-) -> None:
+    layout, how, per
+):
     model, x = Hand(layout, how), torch.randn(2, 6, 16)
     plain = copy.deepcopy(model)
     with (
@@ -56,11 +53,11 @@ def test_the_gate_is_a_sigmoid_of_the_input_before_the_output_projection(
 class Placed(Hand):
     """Its hidden states come after whole numbers, as positions do."""
 
-    def forward(self, place: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, place, x):  # type: ignore[override]
         return Hand.forward(self, x)
 
 
-def test_the_input_of_a_gate_is_the_first_tensor_of_floating_point_numbers() -> None:
+def test_the_input_of_a_gate_is_the_first_tensor_of_floating_point_numbers():
     model, plain, x = Placed("linear"), Hand("linear"), torch.randn(2, 6, 16)
     place = torch.arange(6).expand(2, 6)
     qkeel.apply(model, "output_gate:init=random", batch=(place, x))
@@ -69,7 +66,7 @@ def test_the_input_of_a_gate_is_the_first_tensor_of_floating_point_numbers() -> 
     assert torch.equal(model(place, x=x), plain(x))
 
 
-def test_gates_are_weights_to_the_optimizer_and_train() -> None:
+def test_gates_are_weights_to_the_optimizer_and_train():
     model, x = hf("llama", "sdpa"), example("llama")
     matrices, gains = (
         [p for p in model.parameters() if (p.ndim > 1) == many]
@@ -87,7 +84,7 @@ def test_gates_are_weights_to_the_optimizer_and_train() -> None:
     assert all(p.any() for p in gates)
 
 
-def test_where_the_projection_can_not_be_told_it_says_so_and_changes_nothing() -> None:
+def test_where_the_projection_can_not_be_told_it_says_so_and_changes_nothing():
     mixed = Hand("linear")
     mixed.o = nn.Identity()
     for model, x in (
@@ -101,9 +98,9 @@ def test_where_the_projection_can_not_be_told_it_says_so_and_changes_nothing() -
         assert everything(model) == before
 
 
-def test_heads_that_lie_apart_have_no_gate_of_their_own() -> None:
+def test_heads_that_lie_apart_have_no_gate_of_their_own():
     class Apart(Hand):
-        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        def forward(self, x, mask=None):
             whole = nn.functional.scaled_dot_product_attention(
                 *self.heads(x), is_causal=True
             )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,14 +35,14 @@ from .processes import (
 Act = Callable[[], object]
 
 
-def compared(folder: Path, world: int, setups: Sequence[str], *more: Act) -> None:
+def compared(folder, world, setups, *more):
     """Each process has the weights that one process has, and ends well."""
     by_one_process(setups, folder / "alone")
     acts = [partial(compare, setup, folder / "alone") for setup in setups]
     spawn(world, *acts, *more, seconds=900)
 
 
-def with_remedies(*, quick: bool, processes: int = 2) -> list[str]:
+def with_remedies(*, quick, processes=2):
     return [
         n
         for n, s in SETUPS.items()
@@ -53,14 +52,14 @@ def with_remedies(*, quick: bool, processes: int = 2) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_processes_step_as_one_or_all_refuse(tmp_path: Path) -> None:
+def test_two_processes_step_as_one_or_all_refuse(tmp_path):
     compared(tmp_path, 2, with_remedies(quick=True), collectives)
 
 
 @pytest.mark.timeout(900)
 def test_cut_heads_are_clipped_as_by_one_process_and_a_misuse_is_an_error_on_every_process(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "alone"
     cut = {remedy: with_cut_heads(remedy, one=True) for remedy in ("none", *CUT)}
     torch.save(cut, path)
@@ -72,21 +71,21 @@ def test_cut_heads_are_clipped_as_by_one_process_and_a_misuse_is_an_error_on_eve
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "pipeline", "context"])
-def test_two_processes_in_other_setups(kind: str, tmp_path: Path) -> None:
+def test_two_processes_in_other_setups(kind, tmp_path):
     setups = [name for name in with_remedies(quick=False) if name.startswith(kind)]
     compared(tmp_path, 2, setups)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_four_processes_on_meshes_of_two_axes(tmp_path: Path) -> None:
+def test_four_processes_on_meshes_of_two_axes(tmp_path):
     compared(tmp_path, 4, with_remedies(quick=False, processes=4))
 
 
 class Two:
     """Two processes, of which this one is the first: what it sends, and what the second one says."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.sent: list[str] = []
         self.other: Callable[[str], str] = lambda text: text
         for name, value in {
@@ -99,7 +98,7 @@ class Two:
         }.items():
             monkeypatch.setattr(f"qkeel.distributed.{name}", value)
 
-    def gather(self, subject: str, text: str) -> list[str]:
+    def gather(self, subject, text):
         self.sent.append(text)
         # Where a wrapper names no peers, each process knows itself alone.
         second = text.replace('"peers": [0]', '"peers": [1]')
@@ -107,12 +106,12 @@ class Two:
         return [text, self.other(second)]
 
 
-def test_what_one_process_refuses_all_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_process_refuses_all_refuse(monkeypatch):
     two = Two(monkeypatch)
     assert agreed(lambda: 3) == 3
     assert len(two.sent) == 1
 
-    def refuse() -> None:
+    def refuse():
         raise RefusedError("no")
 
     with pytest.raises(RefusedError, match="no"):
@@ -121,8 +120,8 @@ def test_what_one_process_refuses_all_refuse(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_processes_of_one_model_must_find_the_same_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     two, model = Two(monkeypatch), attention()
     sites = qkeel.find_sites(model)
     two.other = lambda text: text.replace("4 heads", "2 heads")
@@ -136,8 +135,8 @@ def test_processes_of_one_model_must_find_the_same_attention(
 
 @pytest.mark.parametrize("kind", ["replica", "stage"])
 def test_maxima_are_shared_by_replicas_and_lie_side_by_side_for_stages(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, monkeypatch
+):
     two, model = Two(monkeypatch), attention(torch.float32, 4)
     (site,) = qkeel.find_sites(model)
     target = Target(model=model, optimizer=None, sites=[site])
@@ -146,7 +145,7 @@ def test_maxima_are_shared_by_replicas_and_lie_side_by_side_for_stages(
     maxima = SharedMaxima(target)
     sent: list[Tensor] = []
 
-    def reduced(row: Tensor, by: str) -> Tensor:
+    def reduced(row, by):
         sent.append(row)
         return row.clamp(min=2.0)
 
@@ -165,7 +164,7 @@ def test_maxima_are_shared_by_replicas_and_lie_side_by_side_for_stages(
         assert (maxima._before, maxima._behind) == (0, 4)
 
 
-def test_sites_are_known_again_by_their_names() -> None:
+def test_sites_are_known_again_by_their_names():
     model = attention(torch.float64, 4)
     sites = qkeel.find_sites(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -185,18 +184,18 @@ def test_sites_are_known_again_by_their_names() -> None:
 class Engine(nn.Module):
     """What qkeel asks of DeepSpeed's engine."""
 
-    def __init__(self, module: nn.Module, stage: int) -> None:
+    def __init__(self, module, stage):
         super().__init__()
         self.module, self.stage = module, stage
 
-    def zero_optimization_stage(self) -> int:
+    def zero_optimization_stage(self):
         return self.stage
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_under_deepspeeds_zero_what_cannot_act_is_refused_by_its_name(
-    stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    stage, monkeypatch
+):
     monkeypatch.setitem(
         sys.modules, "deepspeed.runtime.engine", SimpleNamespace(DeepSpeedEngine=Engine)
     )  # type: ignore[arg-type]

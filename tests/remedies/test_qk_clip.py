@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import qkeel
 from qkeel.errors import QkeelWarning
 from qkeel.functional.statistics import LogitStats
-from qkeel.nn import MLA, Attention
 from qkeel.remedies import qk_clip
 from qkeel.sites import Tap
 
@@ -21,13 +19,13 @@ from .models import D_MODEL, attention, trained
 TOO_MUCH = 1 + 1e-5
 
 
-def inputs(batch: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def inputs(batch=2, seed=0, dtype=torch.float32):
     return torch.randn(
         batch, 7, D_MODEL, generator=torch.Generator().manual_seed(seed)
     ).to(dtype)
 
 
-def maxima(model: nn.Module, *xs: Any, **options: Any) -> Tensor:
+def maxima(model, *xs, **options):
     """Largest logit per head of every site, [sites heads]; in evaluation, which no clip counts."""
     model.eval()
     with Tap(model) as tap, torch.no_grad():
@@ -38,7 +36,7 @@ def maxima(model: nn.Module, *xs: Any, **options: Any) -> Tensor:
     return found
 
 
-def clip_once(model: nn.Module, remedy: str, *xs: Tensor, **options: Any) -> None:
+def clip_once(model, remedy, *xs, **options):
     """Forwards, then a step at rate 0, so only the clip moves weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with qkeel.apply(model, remedy, optimizer):
@@ -47,7 +45,7 @@ def clip_once(model: nn.Module, remedy: str, *xs: Tensor, **options: Any) -> Non
         optimizer.step()
 
 
-def loud(model: Attention | MLA, *scales: float) -> Attention | MLA:
+def loud(model, *scales):
     """Make the heads' queries differ in size."""
     with torch.no_grad():
         for name in ("q_proj", "q_up", "q_rope"):
@@ -63,20 +61,18 @@ def loud(model: Attention | MLA, *scales: float) -> Attention | MLA:
 SCALES = (40.0, 1.0, 15.0, 2.0)
 
 
-def by_name(model: nn.Module) -> dict[str, Tensor]:
+def by_name(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def unchanged(before: Tensor, after: Tensor, heads: int) -> list[bool]:
+def unchanged(before, after, heads):
     return [torch.equal(a, b) for a, b in zip(before.chunk(heads), after.chunk(heads))]
 
 
-def fixed_maxima(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, values: list[float]
-) -> None:
+def fixed_maxima(monkeypatch, model, values):
     """The tap says what we want it to."""
 
-    def take(self: Tap, phase: str) -> dict[str, LogitStats]:
+    def take(self, phase):
         like = torch.zeros(())
         stats = LogitStats.empty(4, 4, like)
         object.__setattr__(stats, "max_logit", torch.tensor(values))
@@ -89,8 +85,8 @@ def fixed_maxima(
     "value", [-3.0, -1e-30, -0.0, 0.0, 1e-30, math.nan, -math.inf, math.inf, 10.0]
 )
 def test_no_maximum_that_is_not_over_the_threshold_ever_changes_a_weight(
-    value: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    value, monkeypatch
+):
     # Four public implementations turn a negative maximum into NaN; an infinite one would zero the head for good.
     model = attention(torch.float32, 4, bias=True)
     before = by_name(model)
@@ -106,7 +102,7 @@ def test_no_maximum_that_is_not_over_the_threshold_ever_changes_a_weight(
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_a_capped_site_is_clipped_by_its_logit_before_the_cap() -> None:
+def test_a_capped_site_is_clipped_by_its_logit_before_the_cap():
     model, x = (
         loud(attention(torch.float64, 4), *[40.0] * 4),
         inputs(dtype=torch.float64),
@@ -117,9 +113,7 @@ def test_a_capped_site_is_clipped_by_its_logit_before_the_cap() -> None:
     assert torch.allclose(maxima(model, x)[0], top.clamp(max=3))
 
 
-def test_micro_batches_between_steps_count_together_and_the_next_step_starts_anew() -> (
-    None
-):
+def test_micro_batches_between_steps_count_together_and_the_next_step_starts_anew():
     model = loud(attention(torch.float64, 4), *[10.0] * 4)
     a, b = inputs(1, 1, torch.float64), 5 * inputs(1, 2, torch.float64)
     both = maxima(model, a, b)[0]
@@ -142,7 +136,7 @@ def test_micro_batches_between_steps_count_together_and_the_next_step_starts_ane
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
-def test_a_weight_that_makes_q_and_k_is_scaled_once() -> None:
+def test_a_weight_that_makes_q_and_k_is_scaled_once():
     model, x = attention(torch.float64, 4), inputs(dtype=torch.float64)
     model.k_proj.weight = model.q_proj.weight
     top = maxima(model, x)[0]
@@ -150,7 +144,7 @@ def test_a_weight_that_makes_q_and_k_is_scaled_once() -> None:
     assert torch.allclose(maxima(model, x)[0], top.clamp(max=0.1))
 
 
-def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one() -> None:
+def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one():
     # As with optimizers that are not fused, whose hooks a scaler does not run: the maxima wait.
     model, x = loud(attention(torch.float64, 4), *SCALES), inputs(dtype=torch.float64)
     before, top = by_name(model), maxima(model, x)[0]
@@ -179,9 +173,9 @@ def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one() -> N
 
 
 def test_a_clip_that_can_read_no_logits_any_more_warns_once_and_training_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def boom(*args: object, **kwargs: object) -> None:
+    monkeypatch,
+):
+    def boom(*args, **kwargs):
         raise ValueError("boom")
 
     model = loud(attention(torch.float32, 4), *SCALES)
@@ -198,7 +192,7 @@ def test_a_clip_that_can_read_no_logits_any_more_warns_once_and_training_goes_on
     assert not torch.equal(before["q_proj.weight"], by_name(model)["q_proj.weight"])
 
 
-def test_a_model_that_is_never_called_is_warned_of_once() -> None:
+def test_a_model_that_is_never_called_is_warned_of_once():
     model = attention(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with qkeel.apply(model, "qk_clip", optimizer):

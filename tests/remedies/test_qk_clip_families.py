@@ -1,24 +1,21 @@
 """qk_clip on models nobody prepared: every head ends at the threshold, nothing else moves by a bit."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from tests.quick import quick
-from torch import Tensor, nn
 
 import qkeel
 from qkeel.sites import Tap
 
-from .families import FAMILIES, Layer, Part, batch, run
+from .families import FAMILIES, batch, run
 from .models import trained
 
 TOO_MUCH = 1 + 1e-5
 
 
-def maxima(model: nn.Module, *xs: Tensor) -> dict[str, Tensor]:
+def maxima(model, *xs):
     """Largest logit per head of each site; in evaluation, which no clip counts."""
     model.eval()
     # torch's encoder has a fast path in evaluation with logits of its own rounding.
@@ -30,7 +27,7 @@ def maxima(model: nn.Module, *xs: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def clip_once(model: nn.Module, remedy: str, *xs: Tensor) -> None:
+def clip_once(model, remedy, *xs):
     """Forwards, then a step at rate 0: only the clip moves weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with qkeel.apply(model, remedy, optimizer, batch=xs[0]):
@@ -39,7 +36,7 @@ def clip_once(model: nn.Module, remedy: str, *xs: Tensor) -> None:
         optimizer.step()
 
 
-def alone(before: nn.Module, after: nn.Module, layer: Layer, *xs: Tensor) -> Tensor:
+def alone(before, after, layer, *xs):
     """A layer's maxima with its own weights clipped and the others' not: a clip below changes its input."""
     model = copy.deepcopy(before)
     with torch.no_grad():
@@ -50,20 +47,20 @@ def alone(before: nn.Module, after: nn.Module, layer: Layer, *xs: Tensor) -> Ten
     return maxima(model, *xs)[layer.site]
 
 
-def ratio(before: nn.Module, after: nn.Module, part: Part) -> list[Tensor]:
+def ratio(before, after, part):
     """By what a part's weight (and bias) was multiplied."""
     found = [part.of(after) / part.of(before)]
     return found + ([part.of_bias(after) / part.of_bias(before)] if part.bias else [])
 
 
-def same(before: nn.Module, after: nn.Module, part: Part) -> bool:
+def same(before, after, part):
     kept = torch.equal(part.of(before), part.of(after))
     return kept and (
         not part.bias or torch.equal(part.of_bias(before), part.of_bias(after))
     )
 
 
-def louder(model: nn.Module, layers: list[Layer]) -> nn.Module:
+def louder(model, layers):
     """Head 0 of every layer far above the others."""
     with torch.no_grad():
         for part in (p for layer in layers for p in (*layer.q[:1], *layer.q_rope[:1])):
@@ -82,8 +79,8 @@ def louder(model: nn.Module, layers: list[Layer]) -> nn.Module:
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_head_over_ends_at_the_threshold_and_the_rest_are_bit_identical(
-    family: str, dtype: torch.dtype
-) -> None:
+    family, dtype
+):
     layers = FAMILIES[family].layers()
     model, x = louder(FAMILIES[family].model(dtype), layers), batch()
     before, top = copy.deepcopy(model), maxima(model, x)

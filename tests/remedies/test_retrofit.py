@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.each_row import each_row
 from tests.quick import one_in
-from torch import Tensor, nn
+from torch import nn
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.remedies.retrofit import RetrofitConfig, RetrofitReport, retrofit
 from qkeel.remedies.retrofit.balance import Balance
 from qkeel.remedies.retrofit.outputs import Reference
@@ -35,7 +35,7 @@ START = RetrofitConfig(iterations=0)
 GAINS = RetrofitConfig(iterations=8, balance=False)
 
 
-def text(n: int, seed: int) -> Tensor:
+def text(n, seed):
     """Each token has three successors; the second half repeats the first, so attention has something to find."""
     rng = torch.Generator().manual_seed(0)
     after = torch.randint(0, VOCAB, (VOCAB, 3), generator=rng)
@@ -49,7 +49,7 @@ def text(n: int, seed: int) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def llama() -> nn.Module:
+def llama():
     """A Llama that has learnt to copy a little."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
@@ -68,9 +68,7 @@ BATCHES = [text(16, seed) for seed in range(1000, 1005)]
 @pytest.mark.parametrize(
     "gain", one_in(["dim", "head_dim", "one_plus_dim", "head", "scalar"], 3)
 )
-def test_gains_alone_bring_it_closer_and_nothing_else_changes(
-    llama: nn.Module, gain: str
-) -> None:
+def test_gains_alone_bring_it_closer_and_nothing_else_changes(llama, gain):
     optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-3)
     before = snapshot(llama, optimizer)
     weights = copy.deepcopy(llama.state_dict())
@@ -88,7 +86,7 @@ def test_gains_alone_bring_it_closer_and_nothing_else_changes(
     assert_same(before, snapshot(llama, optimizer))
 
 
-def test_balanced_it_is_ten_times_closer_than_a_norm_put_in(llama: nn.Module) -> None:
+def test_balanced_it_is_ten_times_closer_than_a_norm_put_in(llama):
     before = snapshot(llama)
     with retrofit(llama, "qk_norm", BATCHES) as handle:
         report = handle.report
@@ -100,9 +98,7 @@ def test_balanced_it_is_ten_times_closer_than_a_norm_put_in(llama: nn.Module) ->
 
 
 @pytest.mark.parametrize("gain", ["dim", "head_dim", "head", "scalar"])
-def test_a_gain_starts_where_it_brings_the_norm_nearest_to_what_it_norms(
-    llama: nn.Module, gain: str
-) -> None:
+def test_a_gain_starts_where_it_brings_the_norm_nearest_to_what_it_norms(llama, gain):
     model, queries = copy.deepcopy(llama).double(), []
     projection = model.model.layers[0].self_attn.q_proj
     projection.register_forward_hook(lambda *call: queries.append(call[2]))
@@ -128,8 +124,8 @@ def test_a_gain_starts_where_it_brings_the_norm_nearest_to_what_it_norms(
 )
 @pytest.mark.parametrize("how", ["eager", "sdpa"])
 def test_queries_scaled_against_keys_leave_a_model_without_a_norm_as_it_is(
-    name: str, weight: str, numbers: tuple[int, int] | None, how: str
-) -> None:
+    name, weight, numbers, how
+):
     """Llama pairs halves, GPT-NeoX here the first two of eight; GPT-2 turns nothing; latent keys have none."""
     model, batch = hf(name, how).double(), ((example(name),), {})
     before = snapshot(model)
@@ -151,7 +147,7 @@ def test_queries_scaled_against_keys_leave_a_model_without_a_norm_as_it_is(
     assert_same(before, snapshot(model))
 
 
-def test_weights_that_something_else_uses_are_not_scaled(llama: nn.Module) -> None:
+def test_weights_that_something_else_uses_are_not_scaled(llama):
     model = copy.deepcopy(llama)
     first, second = (layer.self_attn for layer in model.model.layers)
     second.q_proj.weight = first.q_proj.weight
@@ -159,7 +155,7 @@ def test_weights_that_something_else_uses_are_not_scaled(llama: nn.Module) -> No
 
 
 @pytest.mark.parametrize("gain", ["dim", "head"])
-def test_own_models_are_retrofitted_too(gain: str) -> None:
+def test_own_models_are_retrofitted_too(gain):
     model = decoder(n_kv_heads=2)
     train(model, torch.optim.AdamW(model.parameters(), lr=0.01), 30)
     model.zero_grad()
@@ -184,16 +180,14 @@ def test_own_models_are_retrofitted_too(gain: str) -> None:
         (InvalidTypeError, "qk_norm", ()),
     ],
 )
-def test_what_has_nothing_to_fit_is_refused_and_left_alone(
-    llama: nn.Module, error: type[QkeelError], remedy: str, batch: Any
-) -> None:
+def test_what_has_nothing_to_fit_is_refused_and_left_alone(llama, error, remedy, batch):
     before = snapshot(llama)
     with pytest.raises(error):
         retrofit(llama, remedy, batch)
     assert_same(before, snapshot(llama))
 
 
-def test_a_tuple_holds_the_positional_arguments_of_one_batch(llama: nn.Module) -> None:
+def test_a_tuple_holds_the_positional_arguments_of_one_batch(llama):
     tokens = torch.cat(BATCHES)
     mask = torch.ones_like(tokens)
     mask[:, :3] = 0
@@ -204,7 +198,7 @@ def test_a_tuple_holds_the_positional_arguments_of_one_batch(llama: nn.Module) -
     assert gaps[0] == gaps[1]
 
 
-def test_what_is_normed_already_is_refused() -> None:
+def test_what_is_normed_already_is_refused():
     config = transformers.Qwen3Config(**{**SIZES, "num_hidden_layers": 1})
     with pytest.raises(RefusedError):
         retrofit(transformers.Qwen3ForCausalLM(config), "qk_norm", BATCHES)
@@ -215,12 +209,10 @@ def test_what_is_normed_already_is_refused() -> None:
             RetrofitConfig(**options)  # type: ignore[arg-type]
 
 
-def test_a_retrofit_that_fails_half_way_leaves_the_model_as_it_was(
-    llama: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_retrofit_that_fails_half_way_leaves_the_model_as_it_was(llama, monkeypatch):
     before, balanced = snapshot(llama), Balance.descend
 
-    def broken(self: Balance, *args: Any) -> None:
+    def broken(self, *args):
         balanced(self, *args)
         raise KeyboardInterrupt
 
@@ -230,7 +222,7 @@ def test_a_retrofit_that_fails_half_way_leaves_the_model_as_it_was(
     assert_same(before, snapshot(llama))
 
 
-def padded(rows: int, pad: int) -> dict[str, Tensor]:
+def padded(rows, pad):
     """A batch whose first row starts with padding and whose labels leave out the first tokens of every row."""
     x = text(rows, rows)
     mask, labels = torch.ones_like(x), x.clone()
@@ -247,9 +239,7 @@ def padded(rows: int, pad: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("labels", [False, True])
-def test_the_gap_is_that_of_all_tokens_however_they_are_batched(
-    labels: bool, llama: nn.Module
-) -> None:
+def test_the_gap_is_that_of_all_tokens_however_they_are_batched(labels, llama):
     batches = [*[padded(2, 0)] * 8, padded(6, 0), padded(1, 18)]
     if not labels:
         for batch in batches:
@@ -279,12 +269,12 @@ def test_the_gap_is_that_of_all_tokens_however_they_are_batched(
 class Regressor(nn.Module):
     """Attention whose outputs are numbers: one a sample, or channels of every token."""
 
-    def __init__(self, outputs: int, pooled: bool) -> None:
+    def __init__(self, outputs, pooled):
         super().__init__()
         self.read, self.qkv = nn.Linear(3, 16), nn.Linear(16, 48)
         self.write, self.pooled = nn.Linear(16, outputs), pooled
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.read(x)
         qkv = self.qkv(h).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
         out = nn.functional.scaled_dot_product_attention(*qkv)
@@ -294,8 +284,8 @@ class Regressor(nn.Module):
 
 @pytest.mark.parametrize(("outputs", "pooled"), [(1, True), (1, False), (3, False)])
 def test_numbers_are_fitted_by_their_squared_error_on_rows_that_were_not_fitted(
-    outputs: int, pooled: bool
-) -> None:
+    outputs, pooled
+):
     torch.manual_seed(outputs)
     model, x = Regressor(outputs, pooled), torch.randn(40, 6, 3)
     with torch.no_grad():
@@ -309,6 +299,6 @@ def test_numbers_are_fitted_by_their_squared_error_on_rows_that_were_not_fitted(
     assert error < 0.95 * report.naive.error
 
 
-def test_a_single_row_is_measured_itself(llama: nn.Module) -> None:
+def test_a_single_row_is_measured_itself(llama):
     with retrofit(llama, "qk_norm", BATCHES[0][:1], config=START) as handle:
         assert handle.report.held_out == ""

@@ -1,16 +1,11 @@
 """The state of a remedy is in the optimizer's checkpoints, whoever writes them."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -30,27 +25,27 @@ X = torch.randn(
 )
 
 
-def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+def made():
     model = attention(torch.float64, 2)
     with torch.no_grad():
         model.q_proj.weight.mul_(3)
     return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def train(model, optimizer, steps):
     for _ in range(steps):
         optimizer.zero_grad()
         (model(X) - X.roll(1, 1)).square().mean().backward()
         optimizer.step()
 
 
-def weights(model: nn.Module) -> list[torch.Tensor]:
+def weights(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
 def uninterrupted(
-    spec: str,
-) -> tuple[dict[str, Any], dict[str, Any], list[torch.Tensor]]:
+    spec,
+):
     """The states after five steps, and the weights after ten."""
     model, optimizer = made()
     qkeel.apply(model, spec, optimizer)
@@ -62,7 +57,7 @@ def uninterrupted(
 
 @every_spec
 @pytest.mark.parametrize("apply_first", [True, False])
-def test_plain_saving_continues_bit_for_bit(spec: str, apply_first: bool) -> None:
+def test_plain_saving_continues_bit_for_bit(spec, apply_first):
     of_model, of_optimizer, expected = uninterrupted(spec)
     stored = io.BytesIO()
     torch.save(of_optimizer, stored)
@@ -86,9 +81,7 @@ def test_plain_saving_continues_bit_for_bit(spec: str, apply_first: bool) -> Non
 @every_spec
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_a_distributed_checkpoint_continues_bit_for_bit(
-    spec: str, flat: bool, tmp_path: Path
-) -> None:
+def test_a_distributed_checkpoint_continues_bit_for_bit(spec, flat, tmp_path):
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model, optimizer = made()
     qkeel.apply(model, spec, optimizer)
@@ -118,8 +111,8 @@ def test_a_distributed_checkpoint_continues_bit_for_bit(
 
 @every_spec
 def test_a_checkpoint_without_the_state_is_told_in_the_next_step_and_the_state_goes_on(
-    spec: str,
-) -> None:
+    spec,
+):
     plain = made()
     train(*plain, 3)
     model, optimizer = made()
@@ -136,7 +129,7 @@ def test_a_checkpoint_without_the_state_is_told_in_the_next_step_and_the_state_g
     assert optimizer.state_dict()["param_groups"][0]["qkeel"]
 
 
-def test_a_state_that_the_handle_loads_is_not_missing() -> None:
+def test_a_state_that_the_handle_loads_is_not_missing():
     plain, (model, optimizer) = made(), made()
     train(*plain, 3)
     handle = qkeel.apply(model, "lalr", optimizer)
@@ -152,7 +145,7 @@ def test_a_state_that_the_handle_loads_is_not_missing() -> None:
     assert not told
 
 
-def test_nothing_is_left_in_the_groups_after_removal() -> None:
+def test_nothing_is_left_in_the_groups_after_removal():
     model, optimizer = made()
     before = [set(group) for group in optimizer.param_groups]
     qkeel.apply(model, "lalr", optimizer).remove()
@@ -160,7 +153,7 @@ def test_nothing_is_left_in_the_groups_after_removal() -> None:
     assert [set(group) for group in optimizer.param_groups] == before
 
 
-def test_two_models_in_one_optimizer_keep_their_states_apart() -> None:
+def test_two_models_in_one_optimizer_keep_their_states_apart():
     models = [made()[0] for _ in range(2)]
     with torch.no_grad():
         models[1].q_proj.weight.mul_(7)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel.remedies import REMEDIES
@@ -34,7 +33,7 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def qk_factors(start: dict[str, Tensor], now: dict[str, Tensor]) -> dict[str, Tensor]:
+def qk_factors(start, now):
     """Algorithm 1 with grouped keys: 4 query heads, 2 key heads; norms by name."""
     q0, k0, q, k = (n[w] for n in (start, now) for w in ("q", "k"))
     groups = [x.view(2, 2).amax(1) for x in (q0, q)]
@@ -49,9 +48,7 @@ def qk_factors(start: dict[str, Tensor], now: dict[str, Tensor]) -> dict[str, Te
         ("sgd", ",norm=spectral"),
     ],
 )
-def test_each_head_takes_its_factor_of_the_optimizers_own_step(
-    name: str, options: str
-) -> None:
+def test_each_head_takes_its_factor_of_the_optimizers_own_step(name, options):
     order = 2 if "spectral" in options else "fro"
     model, plain = attention(), attention()
     optimizer, other = (
@@ -60,7 +57,7 @@ def test_each_head_takes_its_factor_of_the_optimizers_own_step(
     )
     weights = {"q": (model.q_proj.weight, 4), "k": (model.k_proj.weight, 2)}
 
-    def norms() -> dict[str, Tensor]:
+    def norms():
         return {
             side: torch.linalg.matrix_norm(w.detach().unflatten(0, (n, -1)), order)
             for side, (w, n) in weights.items()
@@ -95,9 +92,7 @@ def test_each_head_takes_its_factor_of_the_optimizers_own_step(
     step_by(model, optimizer, last)
 
 
-def factors(
-    model: nn.Module, changes: dict[str, float], remedy: str = "lalr:tau=1"
-) -> dict[str, Tensor]:
+def factors(model, changes, remedy="lalr:tau=1"):
     """The factor of each row after weights were multiplied, read off one step of plain SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with qkeel.apply(model, remedy, optimizer):
@@ -112,7 +107,7 @@ def factors(
     return {name: m if m.ndim == 1 else m[:, 0] for name, m in moved.items()}
 
 
-def latent(rope: float = 1.0, **options: Any) -> nn.Module:
+def latent(rope=1.0, **options):
     """Latent attention; `rope` sizes the rotated key, so that its term binds for W_dq or not."""
     model = mla(**options).double()
     with torch.no_grad():
@@ -120,21 +115,21 @@ def latent(rope: float = 1.0, **options: Any) -> nn.Module:
     return model
 
 
-def tied() -> nn.Module:
+def tied():
     """One weight makes q and k."""
     model = attention(n_kv_heads=4)
     model.k_proj.weight = model.q_proj.weight
     return model
 
 
-def zero() -> nn.Module:
+def zero():
     """W_Q starts at 0, as in full µ-parametrisation."""
     model = attention(n_kv_heads=4)
     nn.init.zeros_(model.q_proj.weight)
     return model
 
 
-def twice() -> nn.Module:
+def twice():
     """One module that stands in two places is one site."""
     layer = attention(n_kv_heads=4)
     return nn.ModuleList([layer, layer])
@@ -175,11 +170,11 @@ CASES = [
 
 @pytest.mark.parametrize(("build", "changes", "tau", "expected"), CASES)
 def test_rates_are_those_of_the_published_algorithms(
-    build: Callable[[], nn.Module],
-    changes: dict[str, float],
-    tau: float,
-    expected: dict[str, float],
-) -> None:
+    build,
+    changes,
+    tau,
+    expected,
+):
     changes = {f"{name}.weight": x for name, x in changes.items()}
     rates = factors(build(), changes, f"lalr:tau={tau}")
     for name, factor in expected.items():
@@ -187,7 +182,7 @@ def test_rates_are_those_of_the_published_algorithms(
         torch.testing.assert_close(rate, torch.full_like(rate, factor), msg=name)
 
 
-def test_the_term_that_binds_may_change_between_start_and_now() -> None:
+def test_the_term_that_binds_may_change_between_start_and_now():
     model = latent(0.01)  # at the start the plain term binds for W_dq …
     with torch.no_grad():
         nope = max(
@@ -202,9 +197,7 @@ def test_the_term_that_binds_may_change_between_start_and_now() -> None:
     torch.testing.assert_close(rate, (nope / (rope * 1e4)).expand_as(rate))
 
 
-def test_layers_that_share_a_weight_scale_its_step_once_by_all_the_logits_it_makes() -> (
-    None
-):
+def test_layers_that_share_a_weight_scale_its_step_once_by_all_the_logits_it_makes():
     a, b = attention(n_kv_heads=4), attention(n_kv_heads=4)
     b.q_proj.weight = a.q_proj.weight
     with torch.no_grad():
@@ -217,9 +210,7 @@ def test_layers_that_share_a_weight_scale_its_step_once_by_all_the_logits_it_mak
     assert torch.allclose(rates["1.k_proj.weight"], torch.ones(16).double())
 
 
-def test_biases_keep_the_base_rate_and_so_do_weights_that_were_zero_at_the_start() -> (
-    None
-):
+def test_biases_keep_the_base_rate_and_so_do_weights_that_were_zero_at_the_start():
     rates = factors(attention(bias=True), {}, "lalr:tau=0.1")
     assert torch.allclose(rates["q_proj.bias"], torch.ones(16).double())
     assert torch.allclose(rates["k_proj.bias"], torch.ones(8).double())
@@ -235,7 +226,7 @@ def test_biases_keep_the_base_rate_and_so_do_weights_that_were_zero_at_the_start
 
 
 @pytest.mark.parametrize("factor", [0, 0.25, 2])
-def test_qk_lr_is_a_factor_on_the_rate_of_queries_and_keys_only(factor: float) -> None:
+def test_qk_lr_is_a_factor_on_the_rate_of_queries_and_keys_only(factor):
     model, reference = attention(bias=True), attention(bias=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     qk = [reference.q_proj.weight, reference.k_proj.weight]
@@ -250,7 +241,7 @@ def test_qk_lr_is_a_factor_on_the_rate_of_queries_and_keys_only(factor: float) -
         assert (model.get_parameter(name) - p).abs().max() < 1e-13, name
 
 
-def test_the_factors_of_two_remedies_multiply() -> None:
+def test_the_factors_of_two_remedies_multiply():
     weights = []
     for remedy in (
         "lalr:tau=0.25",
@@ -267,9 +258,7 @@ def test_the_factors_of_two_remedies_multiply() -> None:
         assert torch.allclose(other, weights[0], rtol=0, atol=1e-14)
 
 
-def test_the_settings_of_step_remedies_where_nothing_is_said_are_those_of_the_documents() -> (
-    None
-):
+def test_the_settings_of_step_remedies_where_nothing_is_said_are_those_of_the_documents():
     settings = {
         name: [getattr(REMEDIES[name](), option) for option in options.split()]
         for name, options in {

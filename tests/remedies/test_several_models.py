@@ -18,7 +18,7 @@ REMEDIES = "lalr:tau=0.3+qk_weight_decay:decay=1+qk_clip:threshold=0.05"
 class Run:
     """Two models in a row under remedies that are applied to both by one call, or to each."""
 
-    def __init__(self, how: str = "") -> None:
+    def __init__(self, how=""):
         self.models = [small(0), small(1)]
         self.optimizer = torch.optim.AdamW(
             nn.ModuleList(self.models).parameters(), lr=1e-2
@@ -41,20 +41,20 @@ class Run:
             shown = {"sites": dict(zip("ab", sites))} if how == "by name" else shown
             self.handle = qkeel.apply(given, REMEDIES, self.optimizer, **shown)
 
-    def train(self, first: int, last: int) -> None:
+    def train(self, first, last):
         for number in range(first, last):
             self.models[1](self.models[0](batch(number))).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     @property
-    def weights(self) -> torch.Tensor:
+    def weights(self):
         return torch.cat(
             [p.detach().flatten() for model in self.models for p in model.parameters()]
         )
 
 
-def test_one_call_does_what_one_of_each_model_does() -> None:
+def test_one_call_does_what_one_of_each_model_does():
     runs = {how: Run(how) for how in ("", "each", "examples", "sites", "by name")}
     for run in runs.values():
         run.train(0, 4)
@@ -69,7 +69,7 @@ def test_one_call_does_what_one_of_each_model_does() -> None:
     )
 
 
-def test_what_cannot_be_applied_as_one_changes_nothing() -> None:
+def test_what_cannot_be_applied_as_one_changes_nothing():
     run = Run()
     before = run.weights
     for given, options, error, words in [

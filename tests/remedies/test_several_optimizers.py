@@ -1,12 +1,10 @@
 """The weights of one model lie in several optimizers, such as Muon for matrices and AdamW for the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import qkeel
@@ -16,12 +14,12 @@ from qkeel.nn import Decoder, DecoderConfig
 Split = Callable[[Decoder], list[Optimizer]]
 
 
-def model() -> Decoder:
+def model():
     torch.manual_seed(0)
     return Decoder(DecoderConfig(vocab_size=8, d_model=16, n_heads=2, n_layers=2))
 
 
-def by_kind(model: nn.Module) -> list[Optimizer]:
+def by_kind(model):
     """Matrices in one optimizer, gains and biases in the other."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     return [
@@ -30,16 +28,14 @@ def by_kind(model: nn.Module) -> list[Optimizer]:
     ]
 
 
-def by_layer(model: Decoder) -> list[Optimizer]:
+def by_layer(model):
     """The first block in one optimizer, everything else in the other."""
     first = list(model.blocks[0].parameters())
     others = [p for p in model.parameters() if all(p is not q for q in first)]
     return [SGD(first, lr=0.5), SGD(others, lr=0.5)]
 
 
-def train(
-    model: nn.Module, optimizers: list[Optimizer], steps: int = 3
-) -> dict[str, Tensor]:
+def train(model, optimizers, steps=3):
     for step in range(steps):
         tokens = torch.randint(8, (2, 6), generator=torch.Generator().manual_seed(step))
         logits = model(tokens)
@@ -50,7 +46,7 @@ def train(
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def alone(model: Decoder) -> list[Optimizer]:
+def alone(model):
     """What by_layer does, with one optimizer."""
     return [SGD(model.parameters(), lr=0.5)]
 
@@ -61,8 +57,8 @@ def alone(model: Decoder) -> list[Optimizer]:
     ["qk_clip:threshold=0.05", "lalr:tau=0.5", "qk_lr:factor=0.1", "frozen_qk"],
 )
 def test_a_remedy_for_steps_acts_as_with_the_one_optimizer_that_holds_all_heads(
-    remedy: str, split: Split, same: Split
-) -> None:
+    remedy, split, same
+):
     several, single, without = model(), model(), model()
     optimizers, others = split(several), same(single)
     with (
@@ -79,7 +75,7 @@ def test_a_remedy_for_steps_acts_as_with_the_one_optimizer_that_holds_all_heads(
     assert not all(torch.equal(trained[name], plain[name]) for name in trained)
 
 
-def test_new_gains_go_to_the_optimizer_that_holds_gains() -> None:
+def test_new_gains_go_to_the_optimizer_that_holds_gains():
     m = model()
     muon, adamw = by_kind(m)
     held = [
@@ -96,13 +92,13 @@ def test_new_gains_go_to_the_optimizer_that_holds_gains() -> None:
     ] == held
 
 
-def warned(record: pytest.WarningsRecorder) -> list[str]:
+def warned(record):
     return [str(w.message) for w in record if "do not train" in str(w.message)]
 
 
 def test_gains_that_no_optimizer_holds_are_told_of_once(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+    recwarn,
+):
     """A pretrained model with its optimizer, and a norm that is added without it."""
     decoder = model()
     optimizers = by_kind(decoder)
@@ -114,9 +110,7 @@ def test_gains_that_no_optimizer_holds_are_told_of_once(
 
 
 @pytest.mark.parametrize("split", [by_kind, alone])
-def test_nothing_is_said_where_some_optimizer_holds_the_gains(
-    split: Split, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_nothing_is_said_where_some_optimizer_holds_the_gains(split, recwarn):
     decoder = model()
     with qkeel.apply(decoder, "qk_norm"):
         train(decoder, split(decoder), 4)
@@ -139,24 +133,24 @@ HEADS, HEAD_DIM = 4, 8
 class Separate(nn.Module):
     """Attention whose queries and keys have weights and biases of their own, and whose output is what it returns."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.q, self.k, self.v = (
             nn.Linear(HEADS * HEAD_DIM, HEADS * HEAD_DIM) for _ in range(3)
         )
 
-    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+    def projected(self, x):
         return tuple(
             layer(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
             for layer in (self.q, self.k, self.v)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return nn.functional.scaled_dot_product_attention(*self.projected(x))
 
     @torch.no_grad()
-    def gamma(self, x: Tensor) -> Tensor:
+    def gamma(self, x):
         """τ over the largest logit of each head, at most 1, in float64."""
         q, k, _ = (projected.double() for projected in self.projected(x))
         largest = (q @ k.mT).amax((0, 2, 3)) / HEAD_DIM**0.5
@@ -166,26 +160,26 @@ class Separate(nn.Module):
 X = torch.randn(8, 16, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(1))
 
 
-def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
+def muon_and_adamw(model):
     muon, adamw = by_kind(model)
     adamw.param_groups[0]["lr"] = 0.03
     return [muon, adamw]
 
 
-def queries_and_rest(model: nn.Module) -> list[Optimizer]:
+def queries_and_rest(model):
     queries = [p for name, p in model.named_parameters() if name.startswith("q.")]
     rest = [p for name, p in model.named_parameters() if not name.startswith("q.")]
     return [SGD(queries, lr=0.5), AdamW(rest, lr=0.03)]
 
 
 def trained(
-    split: Callable[[nn.Module], list[Optimizer]],
-    remedy: str,
+    split,
+    remedy,
     *,
-    steps: int = 1,
-    listed: slice = slice(None),
-    stepped: slice = slice(None),
-) -> Separate:
+    steps=1,
+    listed=slice(None),
+    stepped=slice(None),
+):
     model = Separate()
     optimizers = split(model)
     qkeel.apply(model, remedy, optimizers[listed], batch=X)
@@ -204,8 +198,8 @@ REVERSED = slice(None, None, -1)
 @pytest.mark.parametrize("stepped", [slice(None), REVERSED])
 @pytest.mark.parametrize("split", [muon_and_adamw, queries_and_rest])
 def test_each_tensor_is_clipped_after_the_step_of_the_optimizer_that_holds_it(
-    split: Callable[[nn.Module], list[Optimizer]], listed: slice, stepped: slice
-) -> None:
+    split, listed, stepped
+):
     root = Separate().gamma(X).sqrt().repeat_interleave(HEAD_DIM)
     assert root.max() < 0.9
     clipped = trained(split, f"qk_clip:threshold={TAU}", listed=listed, stepped=stepped)
@@ -230,9 +224,9 @@ def test_each_tensor_is_clipped_after_the_step_of_the_optimizer_that_holds_it(
     ],
 )
 def test_two_optimizers_for_q_and_the_rest_act_as_one_optimizer_of_the_same_kind(
-    remedy: str,
-) -> None:
-    def two(model: nn.Module) -> list[Optimizer]:
+    remedy,
+):
+    def two(model):
         named = dict(model.named_parameters())
         halves = [[], []]  # type: list[list[nn.Parameter]]
         # q's weight and k's bias in one of them, everything else in the other.
@@ -240,7 +234,7 @@ def test_two_optimizers_for_q_and_the_rest_act_as_one_optimizer_of_the_same_kind
             halves[name not in ("q.weight", "k.bias")].append(p)
         return [SGD(half, lr=0.02, momentum=0.9) for half in halves]
 
-    def single(model: nn.Module) -> list[Optimizer]:
+    def single(model):
         return [SGD(model.parameters(), lr=0.02, momentum=0.9)]
 
     several, expected = (trained(split, remedy, steps=4) for split in (two, single))
@@ -251,8 +245,8 @@ def test_two_optimizers_for_q_and_the_rest_act_as_one_optimizer_of_the_same_kind
             assert not torch.equal(plain.get_parameter(name), p)
 
 
-def test_lalr_takes_query_and_key_weights_of_two_optimizers() -> None:
-    def two(model: nn.Module) -> list[Optimizer]:
+def test_lalr_takes_query_and_key_weights_of_two_optimizers():
+    def two(model):
         optimizers = queries_and_rest(model)
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = 1e-4
@@ -267,7 +261,7 @@ def test_lalr_takes_query_and_key_weights_of_two_optimizers() -> None:
         torch.testing.assert_close(step, full * factor, rtol=0.02, atol=1e-6, msg=name)
 
 
-def test_an_autopilot_clips_biases_that_another_optimizer_holds() -> None:
+def test_an_autopilot_clips_biases_that_another_optimizer_holds():
     model = Separate()
     optimizers = muon_and_adamw(model)
     active = ActiveRemedies(model, optimizers)
@@ -282,16 +276,14 @@ def test_an_autopilot_clips_biases_that_another_optimizer_holds() -> None:
         assert torch.equal(model.get_parameter(name), p), name
 
 
-def test_a_frozen_control_freezes_biases_that_another_optimizer_holds() -> None:
+def test_a_frozen_control_freezes_biases_that_another_optimizer_holds():
     start, frozen = Separate(), trained(muon_and_adamw, "frozen_qk", steps=2)
     for name, p in start.named_parameters():
         stays = torch.equal(frozen.get_parameter(name), p)
         assert stays == (name[0] in "qk"), name
 
 
-def test_what_an_optimizer_without_a_step_holds_is_clipped_before_the_next_pass() -> (
-    None
-):
+def test_what_an_optimizer_without_a_step_holds_is_clipped_before_the_next_pass():
     model = Separate()
     first, second = queries_and_rest(model)
     for optimizer in (first, second):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from tests.each_row import each_row
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
-from qkeel.errors import NonFiniteError, QkeelError, RefusedError
+from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.remedies.sigma_reparam import SpectralScale
 
 from .models import assert_same, attention, decoder, snapshot, tokens, train
@@ -24,12 +24,12 @@ Q = "blocks.0.attention.q_proj"
 class Plain(nn.Module):
     """SNLinear as the paper and the authors' code describe it."""
 
-    def __init__(self, weight: Tensor, gamma: Tensor, start: Tensor) -> None:
+    def __init__(self, weight, gamma, start):
         super().__init__()
         self.weight = nn.Parameter(weight.clone())
         self.gamma, self.u = nn.Parameter(gamma), start.clone()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         with torch.no_grad():
             v = nn.functional.normalize(self.weight @ self.u, dim=0)
             u = nn.functional.normalize(self.weight.t() @ v, dim=0)
@@ -41,13 +41,13 @@ class Plain(nn.Module):
 class OneLayer(nn.Module):
     """A linear layer in a model that has attention, too; it reads the weight twice, as T5 does, in checkpoints."""
 
-    def __init__(self, rows: int, columns: int) -> None:
+    def __init__(self, rows, columns):
         super().__init__()
         torch.manual_seed(0)
         self.site = attention()
         self.linear = nn.Linear(columns, rows, bias=False).double()
 
-    def forward(self, x: Tensor, *reentrant: bool) -> Tensor:
+    def forward(self, x, *reentrant):
         body = self.linear
         if self.linear.in_features == self.linear.out_features:
             body = self.twice
@@ -55,19 +55,17 @@ class OneLayer(nn.Module):
             body = functools.partial(checkpoint, body, use_reentrant=kind)
         return body(x)
 
-    def twice(self, x: Tensor) -> Tensor:
+    def twice(self, x):
         return self.linear(self.linear(x).sin())
 
     @property
-    def scale(self) -> SpectralScale:
+    def scale(self):
         return self.linear.parametrizations.weight[0]
 
 
 @pytest.mark.parametrize("init", ["keep", "one"])
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (1, 4), (4, 1)])
-def test_equals_the_obvious_implementation_over_training_steps(
-    init: str, shape: tuple[int, int]
-) -> None:
+def test_equals_the_obvious_implementation_over_training_steps(init, shape):
     model = OneLayer(*shape)
     weight = model.linear.weight.detach().clone()
     qkeel.apply(model, f"sigma_reparam:init={init}")
@@ -95,7 +93,7 @@ def test_equals_the_obvious_implementation_over_training_steps(
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_the_gradient_flows_through_sigma(training: bool) -> None:
+def test_the_gradient_flows_through_sigma(training):
     torch.manual_seed(0)
     weight = torch.randn(4, 6, dtype=torch.float64)
     scale = SpectralScale(weight, "keep").train(training)
@@ -106,7 +104,7 @@ def test_the_gradient_flows_through_sigma(training: bool) -> None:
     assert torch.autograd.gradcheck(scale, probe.detach().requires_grad_())
 
 
-def changed(*shape: int) -> OneLayer:
+def changed(*shape):
     """A model under the remedy whose weight has moved, so that a step of power iteration changes its vectors."""
     model, rng = OneLayer(*shape), torch.Generator().manual_seed(1)
     qkeel.apply(model, "sigma_reparam:init=one")
@@ -117,7 +115,7 @@ def changed(*shape: int) -> OneLayer:
     return model
 
 
-def trained(*reentrant: bool, compiled: bool = False) -> list[Tensor]:
+def trained(*reentrant, compiled=False):
     """Weights, gradients and buffers after two steps."""
     model = changed(9, 9)
     run: Any = torch.compile(model, backend="aot_eager") if compiled else model
@@ -136,22 +134,22 @@ def trained(*reentrant: bool, compiled: bool = False) -> list[Tensor]:
     "reentrant", [(False,), (True,), (False, False), (True, True), (False, True)]
 )
 def test_passes_that_checkpointing_repeats_have_the_gradients_of_plain_ones(
-    reentrant: tuple[bool, ...],
-) -> None:
+    reentrant,
+):
     torch.testing.assert_close(trained(*reentrant), trained(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("reentrant", [(), (False,)])
-def test_and_so_have_compiled_ones(reentrant: tuple[bool, ...]) -> None:
+def test_and_so_have_compiled_ones(reentrant):
     torch.compiler.reset()
     compiled = trained(*reentrant, compiled=True)
     torch.testing.assert_close(compiled, trained(), rtol=1e-12, atol=1e-12)
 
 
-def test_power_iteration_makes_one_step_for_a_pass_and_none_in_evaluation() -> None:
+def test_power_iteration_makes_one_step_for_a_pass_and_none_in_evaluation():
     x = torch.ones(2, 6, dtype=torch.float64)
 
-    def right_after(way: str) -> Tensor:
+    def right_after(way):
         model = changed(4, 6)
         if way == "evaluation":
             model.eval()(x)
@@ -175,7 +173,7 @@ def test_power_iteration_makes_one_step_for_a_pass_and_none_in_evaluation() -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_keep_leaves_the_first_forward_bit_for_bit(dtype: torch.dtype) -> None:
+def test_keep_leaves_the_first_forward_bit_for_bit(dtype):
     model = decoder().to(dtype)
     before = model(tokens())
     with qkeel.apply(model, "sigma_reparam"):
@@ -184,7 +182,7 @@ def test_keep_leaves_the_first_forward_bit_for_bit(dtype: torch.dtype) -> None:
         assert off < (0.1 if dtype == torch.bfloat16 else 1e-4)
 
 
-def test_one_gives_every_linear_layer_spectral_norm_one() -> None:
+def test_one_gives_every_linear_layer_spectral_norm_one():
     model = decoder(mlp="swiglu")
     qkeel.apply(model, "sigma_reparam:init=one")
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -193,7 +191,7 @@ def test_one_gives_every_linear_layer_spectral_norm_one() -> None:
     assert norms == pytest.approx([1.0] * 15, abs=1e-5)
 
 
-def test_the_scale_stays_in_full_precision_under_autocast_and_casts() -> None:
+def test_the_scale_stays_in_full_precision_under_autocast_and_casts():
     model = decoder()
     qkeel.apply(model.eval(), "sigma_reparam")
     layer = model.get_submodule(Q)
@@ -211,7 +209,7 @@ def test_the_scale_stays_in_full_precision_under_autocast_and_casts() -> None:
     assert scale.gamma.is_meta
 
 
-def test_the_stored_weight_is_that_of_a_site_and_is_what_step_remedies_scale() -> None:
+def test_the_stored_weight_is_that_of_a_site_and_is_what_step_remedies_scale():
     model = decoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     qkeel.apply(model, "sigma_reparam+qk_lr:factor=0", optimizer)
@@ -229,12 +227,12 @@ def test_the_stored_weight_is_that_of_a_site_and_is_what_step_remedies_scale() -
 class OwnWeight(nn.Module):
     """Attention whose q, k and v come from a parameter that no layer multiplies."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(13, 16)
         self.qkv = nn.Parameter(torch.randn(48, 16) / 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         qkv = nn.functional.linear(self.embedding(x), self.qkv)
         q, k, v = qkv.unflatten(-1, (3, 2, 8)).transpose(1, 3).unbind(2)
         o = nn.functional.scaled_dot_product_attention(q, k, v)
@@ -250,8 +248,8 @@ class OwnWeight(nn.Module):
     ],
 )
 def test_weights_that_cannot_be_scaled_are_refused_and_the_model_is_as_it_was(
-    error: type[QkeelError], spoil: Any
-) -> None:
+    error, spoil
+):
     model = decoder()
     spoil(model)
     with pytest.raises(error):
@@ -261,7 +259,7 @@ def test_weights_that_cannot_be_scaled_are_refused_and_the_model_is_as_it_was(
         qkeel.apply(OwnWeight(), "sigma_reparam", batch=tokens())
 
 
-def test_the_gain_of_a_frozen_weight_is_frozen_and_joins_no_optimizer() -> None:
+def test_the_gain_of_a_frozen_weight_is_frozen_and_joins_no_optimizer():
     model = decoder()
     for name, p in model.named_parameters():
         p.requires_grad_("head" in name)
@@ -280,7 +278,7 @@ def test_the_gain_of_a_frozen_weight_is_frozen_and_joins_no_optimizer() -> None:
 class Encoder(nn.Module):
     """torch's own attention with one weight for q, k and v, or one each."""
 
-    def __init__(self, fused: bool) -> None:
+    def __init__(self, fused):
         super().__init__()
         torch.manual_seed(0)
         self.fused = fused
@@ -291,7 +289,7 @@ class Encoder(nn.Module):
             own = nn.MultiheadAttention(16, 2, kdim=8, vdim=12, **options)
             self.layer.self_attn = own
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embedding(x)
         if self.fused:
             return self.head(self.layer(x))
@@ -301,9 +299,7 @@ class Encoder(nn.Module):
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("on", ["all", "attention"])
-def test_torchs_own_attention_is_scaled_restored_and_folded(
-    fused: bool, on: str
-) -> None:
+def test_torchs_own_attention_is_scaled_restored_and_folded(fused, on):
     model, x = Encoder(fused), tokens()
     own = model.layer.self_attn
     weights = ["in_proj_weight"] if fused else [f"{s}_proj_weight" for s in "qkv"]

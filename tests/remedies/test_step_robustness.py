@@ -1,13 +1,9 @@
 """Step remedies on models and optimizers in odd states: one clear error each, or the same numbers as ever."""
 
-from __future__ import annotations
-
 import gc
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -21,7 +17,7 @@ STEP = ["lalr", "qk_lr", "qk_clip", "qk_weight_decay"]
 every_remedy = pytest.mark.parametrize("remedy", STEP)
 
 
-def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+def adamw(model, **options):
     return torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=0.01, **options
     )
@@ -29,8 +25,8 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 @every_remedy
 def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_say(
-    remedy: str,
-) -> None:
+    remedy,
+):
     model = Encoder()
     optimizer = adamw(model)
     handle = qkeel.apply(model, remedy, optimizer)
@@ -49,11 +45,11 @@ def test_without_an_example_a_step_before_any_pass_is_refused_and_told_what_to_s
 class ScheduleFree(torch.optim.Optimizer):
     """SGD on z while gradients are taken at y, which is pulled towards z: weights live in two places."""
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -69,7 +65,7 @@ class Lookahead(torch.optim.SGD):
     """Every fifth step goes back half the way to slow weights."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         super().step(closure)
         for group in self.param_groups:
             for p in group["params"]:
@@ -82,9 +78,7 @@ class Lookahead(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [ScheduleFree, Lookahead])
 @pytest.mark.parametrize("remedy", ["qk_clip", "qk_weight_decay"])
-def test_optimizers_that_would_bring_scaled_weights_back_are_refused(
-    remedy: str, kind: Any
-) -> None:
+def test_optimizers_that_would_bring_scaled_weights_back_are_refused(remedy, kind):
     model = FAMILIES["llama"].model(torch.float32)
     optimizer = kind(model.parameters(), lr=0.1)
     before = snapshot(model, optimizer)
@@ -96,18 +90,18 @@ def test_optimizers_that_would_bring_scaled_weights_back_are_refused(
     assert_same(before, snapshot(model, optimizer))
 
 
-def test_a_wrapper_that_is_no_optimizer_itself_is_looked_through() -> None:
+def test_a_wrapper_that_is_no_optimizer_itself_is_looked_through():
     """As accelerate's: an Optimizer by name, whose constructor never ran and whose hooks nobody calls."""
 
     class Wrapper(torch.optim.Optimizer):
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        def __init__(self, optimizer):
             self.optimizer = optimizer
 
         @property
-        def param_groups(self) -> Any:
+        def param_groups(self):
             return self.optimizer.param_groups
 
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
+        def step(self, closure=None):  # type: ignore[override]
             self.optimizer.step()
 
     results = []
@@ -131,9 +125,7 @@ def test_a_wrapper_that_is_no_optimizer_itself_is_looked_through() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("remedy", [*STEP, "spectral_cap"])
-def test_a_step_that_a_scaler_skips_changes_nothing_on_a_foreign_model(
-    remedy: str, fused: bool
-) -> None:
+def test_a_step_that_a_scaler_skips_changes_nothing_on_a_foreign_model(remedy, fused):
     model = FAMILIES["gpt2"].model(torch.float32)
     optimizer = adamw(model, fused=fused, weight_decay=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -161,16 +153,16 @@ def test_a_step_that_a_scaler_skips_changes_nothing_on_a_foreign_model(
 # Training that goes on without steps of the optimizer that a remedy was applied with.
 
 
-def warned(record: pytest.WarningsRecorder) -> list[str]:
+def warned(record):
     return [str(w.message) for w in record if "has no effect" in str(w.message)]
 
 
 def trained(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: int,
-    batches_a_step: int = 1,
-) -> None:
+    model,
+    optimizer,
+    steps,
+    batches_a_step=1,
+):
     for _ in range(steps):
         optimizer.zero_grad()
         for _ in range(batches_a_step):
@@ -179,7 +171,7 @@ def trained(
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def few(monkeypatch):
     """Ten passes without a step are told, where a hundred are outside of tests."""
     assert idle_steps._PASSES == 100
     monkeypatch.setattr(idle_steps, "_PASSES", 10)
@@ -188,8 +180,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few")
 @every_remedy
 def test_many_passes_without_a_step_of_its_own_optimizer_are_warned_about_once(
-    remedy: str, recwarn: pytest.WarningsRecorder
-) -> None:
+    remedy, recwarn
+):
     model = decoder()
     optimizer, other = adamw(model), adamw(model)
     handle = qkeel.apply(model, remedy, optimizer)
@@ -212,8 +204,8 @@ def test_many_passes_without_a_step_of_its_own_optimizer_are_warned_about_once(
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("again", [False, True])
 def test_a_remedy_that_ended_with_its_optimizer_is_warned_about_unless_it_was_applied_again(
-    again: bool, recwarn: pytest.WarningsRecorder
-) -> None:
+    again, recwarn
+):
     model = decoder()
     qkeel.apply(model, "lalr", adamw(model))
     gc.collect()
@@ -225,9 +217,7 @@ def test_a_remedy_that_ended_with_its_optimizer_is_warned_about_unless_it_was_ap
 
 
 @every_remedy
-def test_weights_that_are_replaced_after_apply_are_warned_about(
-    remedy: str, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_weights_that_are_replaced_after_apply_are_warned_about(remedy, recwarn):
     model = decoder()
     optimizer = adamw(model)
     qkeel.apply(model, remedy, optimizer)
@@ -244,8 +234,8 @@ def test_weights_that_are_replaced_after_apply_are_warned_about(
 
 @pytest.mark.parametrize("remedy", ["lalr", "qk_lr"])
 def test_a_model_that_is_cast_to_half_precision_after_apply_is_refused_in_the_step(
-    remedy: str,
-) -> None:
+    remedy,
+):
     model = decoder()
     optimizer = adamw(model)
     qkeel.apply(model, remedy, optimizer)
@@ -256,9 +246,7 @@ def test_a_model_that_is_cast_to_half_precision_after_apply_is_refused_in_the_st
         trained(model, optimizer, 1)
 
 
-def test_a_model_that_is_cast_to_double_precision_after_apply_takes_exact_steps() -> (
-    None
-):
+def test_a_model_that_is_cast_to_double_precision_after_apply_takes_exact_steps():
     model = decoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with qkeel.apply(model, "lalr:tau=0.25", optimizer):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import qkeel
 from qkeel.errors import InvalidValueError, QkeelWarning, RefusedError
@@ -15,10 +14,10 @@ from qkeel.errors import InvalidValueError, QkeelWarning, RefusedError
 from .models import D_MODEL, attention, gradients, step_by
 
 
-def test_a_subclass_whose_step_calls_its_parents_is_scaled_once() -> None:
+def test_a_subclass_whose_step_calls_its_parents_is_scaled_once():
     # Both run the hooks of the optimizer.
     class Outer(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             return super().step(closure)
 
     a, b = attention(), attention()
@@ -32,7 +31,7 @@ def test_a_subclass_whose_step_calls_its_parents_is_scaled_once() -> None:
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
 
 
-def test_other_post_hooks_see_the_scaled_weights() -> None:
+def test_other_post_hooks_see_the_scaled_weights():
     model = attention()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     seen: list[Tensor] = []
@@ -44,7 +43,7 @@ def test_other_post_hooks_see_the_scaled_weights() -> None:
     assert torch.equal(seen[0], model.q_proj.weight)
 
 
-def test_the_state_is_named_by_weights_and_another_models_is_refused() -> None:
+def test_the_state_is_named_by_weights_and_another_models_is_refused():
     model = attention(torch.float32)
     handle = qkeel.apply(
         model, "softcap+lalr", torch.optim.SGD(model.parameters(), lr=0.1)
@@ -65,7 +64,7 @@ def test_the_state_is_named_by_weights_and_another_models_is_refused() -> None:
 # Weights that are frozen or unfrozen after a remedy has been applied.
 
 
-def parts(weight: str, *, held: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def parts(weight, *, held):
     """Attention with one frozen weight, which the optimizer holds or not."""
     model = attention()
     model.get_parameter(weight).requires_grad_(False)
@@ -76,7 +75,7 @@ def parts(weight: str, *, held: bool) -> tuple[nn.Module, torch.optim.Optimizer]
 @pytest.mark.parametrize(
     "remedy", ["lalr", "qk_lr:factor=0", "frozen_qk", "qk_weight_decay"]
 )
-def test_a_frozen_weight_that_the_optimizer_holds_may_be_unfrozen(remedy: str) -> None:
+def test_a_frozen_weight_that_the_optimizer_holds_may_be_unfrozen(remedy):
     model, optimizer = parts("q_proj.weight", held=True)
     qkeel.apply(model, remedy, optimizer)
     grads = [*gradients(model, 2)]
@@ -85,7 +84,7 @@ def test_a_frozen_weight_that_the_optimizer_holds_may_be_unfrozen(remedy: str) -
         step_by(model, optimizer, one)
 
 
-def test_weights_that_were_frozen_later_are_not_clipped_unless_asked() -> None:
+def test_weights_that_were_frozen_later_are_not_clipped_unless_asked():
     x = torch.randn(2, 5, D_MODEL, dtype=torch.float64)
     for option, refused in (("", True), (",frozen=scale", False)):
         model = attention()
@@ -107,9 +106,7 @@ def test_weights_that_were_frozen_later_are_not_clipped_unless_asked() -> None:
         assert torch.equal(model.q_proj.weight, before) is refused
 
 
-def test_a_cap_never_changes_frozen_weights_and_is_refused_if_they_are_over_it() -> (
-    None
-):
+def test_a_cap_never_changes_frozen_weights_and_is_refused_if_they_are_over_it():
     model, optimizer = parts("q_proj.weight", held=True)
     with pytest.raises(
         RefusedError, match=r"q_proj.weight is frozen with a singular value over 0.001"
@@ -127,7 +124,7 @@ def test_a_cap_never_changes_frozen_weights_and_is_refused_if_they_are_over_it()
     assert not torch.equal(model.k_proj.weight, before["k_proj.weight"])
 
 
-def test_a_frozen_weight_that_momentum_still_moves_is_capped() -> None:
+def test_a_frozen_weight_that_momentum_still_moves_is_capped():
     model = attention()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.99)
     qkeel.apply(model, "spectral_cap:cap=0.5", optimizer)
@@ -149,7 +146,7 @@ STATES = [
 
 @pytest.mark.parametrize("saved", STATES[:3])
 @pytest.mark.parametrize("loaded", [*STATES, "qk_clip:threshold=0.5"])
-def test_the_state_of_another_remedy_is_refused(saved: str, loaded: str) -> None:
+def test_the_state_of_another_remedy_is_refused(saved, loaded):
     handles = []
     for remedy in (saved, loaded):
         model = attention()

@@ -1,12 +1,8 @@
 """spectral_cap, swin_norm, peri_norm, dropout, final_softcap on own and foreign models: what they compute, refuse."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -24,14 +20,14 @@ pytest.importorskip("transformers")
 from tests.contract.watch.families import gemma2, gpt_neox, llama
 
 
-def singular(weight: Tensor) -> float:
+def singular(weight):
     return float(torch.linalg.matrix_norm(weight.detach(), ord=2))
 
 
 @pytest.mark.parametrize("per", ["head", "matrix"])
 def test_spectral_cap_bounds_every_head_or_matrix_after_a_step_and_leaves_the_rest_bit_for_bit(
-    per: str,
-) -> None:
+    per,
+):
     model = decoder(n_kv_heads=2)
     q, k, v = (getattr(model.blocks[0].attention, f"{n}_proj") for n in "qkv")
     with torch.no_grad():
@@ -53,8 +49,8 @@ def test_spectral_cap_bounds_every_head_or_matrix_after_a_step_and_leaves_the_re
 
 @pytest.mark.parametrize("order", ["swin", "peri"])
 def test_a_reordered_own_model_computes_what_one_built_in_that_order_computes(
-    order: str,
-) -> None:
+    order,
+):
     model, built = decoder(), decoder(norm_order=order)
     with torch.no_grad():
         for block in model.blocks:
@@ -69,7 +65,7 @@ def test_a_reordered_own_model_computes_what_one_built_in_that_order_computes(
 
 
 @pytest.mark.parametrize("order", ["swin", "peri"])
-def test_a_reordered_llama_computes_the_formula(order: str) -> None:
+def test_a_reordered_llama_computes_the_formula(order):
     model = llama().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -102,8 +98,8 @@ def test_a_reordered_llama_computes_the_formula(order: str) -> None:
 
 @pytest.mark.parametrize("remedy", ["swin_norm", "peri_norm"])
 def test_blocks_are_recognised_by_what_they_compute_not_by_their_names(
-    remedy: str,
-) -> None:
+    remedy,
+):
     qkeel.apply(gpt_neox(use_parallel_residual=False), remedy, batch=tokens())
     for model, batch in (
         (gpt_neox(), tokens()),
@@ -117,8 +113,8 @@ def test_blocks_are_recognised_by_what_they_compute_not_by_their_names(
 
 @pytest.mark.parametrize("order", ["pre", "post", "swin", "peri", "none"])
 def test_dropout_scales_what_it_keeps_of_both_branches_and_acts_in_training_alone(
-    order: str,
-) -> None:
+    order,
+):
     model, outputs = decoder(norm_order=order), []
     before = model(tokens())
     branches = [b.get_submodule(n) for b in model.blocks for n in ("attention", "mlp")]
@@ -137,7 +133,7 @@ def test_dropout_scales_what_it_keeps_of_both_branches_and_acts_in_training_alon
     assert torch.equal(model.train()(tokens()), before)
 
 
-def test_final_softcap_caps_the_logits_of_any_model() -> None:
+def test_final_softcap_caps_the_logits_of_any_model():
     for model, batch in (
         (decoder(), None),
         (llama(tie_word_embeddings=True).eval(), tokens()),
@@ -154,15 +150,15 @@ def test_final_softcap_caps_the_logits_of_any_model() -> None:
 class Doubled(nn.Module):
     """Its logits are changed on their way out."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = decoder()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 2 * self.inner(x)
 
 
-def test_what_makes_the_final_logits_is_observed_or_named() -> None:
+def test_what_makes_the_final_logits_is_observed_or_named():
     for remedy, batch in (
         ("final_softcap", tokens()),
         ("z_loss", None),
@@ -175,9 +171,7 @@ def test_what_makes_the_final_logits_is_observed_or_named() -> None:
     assert model(tokens()).abs().max() <= 0.1
 
 
-def test_the_factors_of_a_cap_are_those_of_the_largest_singular_values_and_1_where_there_are_none() -> (
-    None
-):
+def test_the_factors_of_a_cap_are_those_of_the_largest_singular_values_and_1_where_there_are_none():
     generator = torch.Generator().manual_seed(0)
     heads = torch.randn(3, 2, 5, generator=generator, dtype=torch.float64)
     heads[1] *= 0.1
@@ -186,7 +180,7 @@ def test_the_factors_of_a_cap_are_those_of_the_largest_singular_values_and_1_whe
     expected = [0.5, 1.0, min(1.0, cap / float(sizes[2]))]
     whole = cap / float(torch.linalg.matrix_norm(heads.flatten(0, 1), 2))
 
-    def factors(x: Tensor, cap: float = cap, **options: Any) -> Any:
+    def factors(x, cap=cap, **options):
         near = 1e-2 if x.dtype == torch.half else 1e-12
         remedy = SpectralCap(cap=cap, **options)
         return pytest.approx(remedy.factors(x).tolist(), rel=near)

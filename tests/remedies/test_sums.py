@@ -1,11 +1,9 @@
 """Remedies on a logit that is a sum of products act on all of them, or refuse."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.quick import one_in
-from tests.sites.sums import SUMS, UNKNOWN, Sum, batch, largest, made, unknown
+from tests.sites.sums import SUMS, UNKNOWN, batch, largest, made, unknown
 
 import qkeel
 from qkeel.errors import RefusedError
@@ -13,7 +11,7 @@ from qkeel.errors import RefusedError
 STEPS = 5
 
 
-def trained(model: Sum, remedy: str, lr: float) -> dict[str, torch.Tensor]:
+def trained(model, remedy, lr):
     """Ten steps of descent under a remedy; the weights before them."""
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -25,7 +23,7 @@ def trained(model: Sum, remedy: str, lr: float) -> dict[str, torch.Tensor]:
     return before
 
 
-def test_qk_clip_brings_the_whole_logit_to_the_threshold() -> None:
+def test_qk_clip_brings_the_whole_logit_to_the_threshold():
     for name in SUMS:
         model = made(name)
         assert largest(model) > 3
@@ -37,7 +35,7 @@ def test_qk_clip_brings_the_whole_logit_to_the_threshold() -> None:
 @pytest.mark.parametrize(
     "remedy", ["qk_clip", "lalr", "qk_lr", "spectral_cap", "qk_weight_decay", "qk_norm"]
 )
-def test_a_part_that_is_not_known_is_refused(name: str, remedy: str) -> None:
+def test_a_part_that_is_not_known_is_refused(name, remedy):
     model = unknown(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(RefusedError, match=remedy):

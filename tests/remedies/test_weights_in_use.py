@@ -26,29 +26,29 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Double(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight):
         return 2 * weight
 
 
-def doubled(layer: nn.Linear) -> nn.Linear:
+def doubled(layer):
     parametrize.register_parametrization(layer, "weight", Double())
     return layer
 
 
-def pruned(layer: nn.Linear) -> nn.Linear:
+def pruned(layer):
     return prune.l1_unstructured(layer, "weight", 0.4)
 
 
-def pruned_rows(layer: nn.Linear) -> nn.Linear:
+def pruned_rows(layer):
     return prune.ln_structured(layer, "weight", 0.3, n=2, dim=1)
 
 
-def computed_by_hook(layer: nn.Linear) -> nn.Linear:
+def computed_by_hook(layer):
     stored = layer.weight
     del layer._parameters["weight"]
     layer.register_parameter("raw", stored)
 
-    def compute(module: nn.Module, _: object) -> None:
+    def compute(module, _):
         module.weight = module.raw / module.raw.norm() * 4  # type: ignore[operator]
 
     compute(layer, None)
@@ -56,7 +56,7 @@ def computed_by_hook(layer: nn.Linear) -> nn.Linear:
     return layer
 
 
-def with_a_gain(layer: nn.Linear) -> nn.Linear:
+def with_a_gain(layer):
     """Weight norm whose gain differs from the norm of its weight, as after some training."""
     layer = nn.utils.weight_norm(layer)
     with torch.no_grad():
@@ -91,13 +91,11 @@ SHARING = (
 class Layer(nn.Module):
     """One attention layer; `kv` says whether its keys are its values."""
 
-    def __init__(
-        self, q: nn.Module, k: nn.Module, v: nn.Module, heads: int, size: int
-    ) -> None:
+    def __init__(self, q, k, v, heads, size):
         super().__init__()
         self.q, self.k, self.v, self.heads, self.size = q, k, v, heads, size
 
-    def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def parts(self, x):
         q, k, v = (
             f(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
             for f in (self.q, self.k, self.v)
@@ -105,7 +103,7 @@ class Layer(nn.Module):
         groups = self.heads // k.shape[1]
         return q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + functional.scaled_dot_product_attention(*self.parts(x)).transpose(
             1, 2
         ).flatten(2)
@@ -121,7 +119,7 @@ class Drawn:
     sharing: str
 
     @torch.no_grad()
-    def observed(self) -> list[tuple[Tensor, Tensor]]:
+    def observed(self):
         """The logits of every layer [b h t s] and its values, each with the drawn input, in evaluation mode."""
         training = self.model.training
         self.model.eval()
@@ -135,7 +133,7 @@ class Drawn:
         return observed
 
 
-def draw(seed: int) -> Drawn:
+def draw(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     wrap, sharing = (
@@ -146,7 +144,7 @@ def draw(seed: int) -> Drawn:
     groups = rng.choice([heads, heads // 2])
     width = heads * size
 
-    def projection(n: int) -> nn.Module:
+    def projection(n):
         layer = nn.Linear(width, n * size, bias=rng.random() < 0.5).double()
         with torch.no_grad():
             layer.weight.mul_(rng.uniform(1, 4))
@@ -183,7 +181,7 @@ def draw(seed: int) -> Drawn:
     return Drawn(model, x, wrap, sharing)
 
 
-def inputs_of_layers(drawn: Drawn) -> list[Tensor]:
+def inputs_of_layers(drawn):
     inputs = []
     x = drawn.x
     with torch.no_grad():
@@ -193,7 +191,7 @@ def inputs_of_layers(drawn: Drawn) -> list[Tensor]:
     return inputs
 
 
-def largest(drawn: Drawn, inputs: list[Tensor]) -> Tensor:
+def largest(drawn, inputs):
     """The largest logit [layer head] of each layer on its own input."""
     tops = []
     with torch.no_grad():
@@ -203,7 +201,7 @@ def largest(drawn: Drawn, inputs: list[Tensor]) -> Tensor:
     return torch.stack(tops)
 
 
-def applied(drawn: Drawn, spec: str, lr: float = 0.0) -> torch.optim.Optimizer | None:
+def applied(drawn, spec, lr=0.0):
     """The optimizer of a model under a remedy, or None if the remedy is refused."""
     optimizer = torch.optim.SGD(drawn.model.parameters(), lr=lr)
     with warnings.catch_warnings():
@@ -217,8 +215,8 @@ def applied(drawn: Drawn, spec: str, lr: float = 0.0) -> torch.optim.Optimizer |
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_clip_scales_each_head_to_the_threshold_and_changes_nothing_else(
-    seed: int,
-) -> None:
+    seed,
+):
     drawn = draw(seed)
     inputs = inputs_of_layers(drawn)
     tops, before = largest(drawn, inputs), drawn.observed()
@@ -247,7 +245,7 @@ def test_a_clip_scales_each_head_to_the_threshold_and_changes_nothing_else(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_cap_bounds_the_weights_in_use(seed: int) -> None:
+def test_a_cap_bounds_the_weights_in_use(seed):
     drawn = draw(seed)
     optimizer = applied(drawn, "spectral_cap:cap=0.5")
     if optimizer is None:
@@ -267,7 +265,7 @@ def test_a_cap_bounds_the_weights_in_use(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rates_follow_the_weights_in_use(seed: int) -> None:
+def test_rates_follow_the_weights_in_use(seed):
     drawn, plain = draw(seed), draw(seed)
     rate = 1e-3
     optimizer = applied(drawn, "lalr:tau=0.5", lr=rate)
@@ -291,8 +289,8 @@ def test_rates_follow_the_weights_in_use(seed: int) -> None:
 
 @pytest.mark.parametrize("clipped", [["0"], ["0", "1"]])
 def test_layers_of_the_same_weights_are_clipped_together_or_not_at_all(
-    clipped: list[str],
-) -> None:
+    clipped,
+):
     torch.manual_seed(0)
     q, k, *values = (nn.Linear(8, 8) for _ in range(4))
     model = nn.Sequential(*(Layer(q, k, v, heads=2, size=4) for v in values))

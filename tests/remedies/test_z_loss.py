@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 import qkeel
 from qkeel.errors import RefusedError
 from qkeel.functional.logits import z_loss
-from qkeel.nn import Decoder
 
 from .models import VOCAB, decoder, tokens
 
@@ -26,11 +25,11 @@ WEIGHTS = (
 IGNORED = torch.arange(16) % 3 == 0
 
 
-def targets() -> Tensor:
+def targets():
     return torch.randint(0, VOCAB, (16,), generator=torch.Generator().manual_seed(9))
 
 
-def square(z: Tensor) -> Tensor:
+def square(z):
     return torch.logsumexp(z, -1).square()
 
 
@@ -60,14 +59,14 @@ WAYS: dict[str, tuple[Loss, Callable[[Tensor], Tensor]]] = {
 }
 
 
-def gradients(model: Decoder, total: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def gradients(model, total):
     model.zero_grad()
     total(model(tokens()).flatten(0, 1)).backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_gradient_is_that_of_the_loss_with_the_term_written_out(way: str) -> None:
+def test_the_gradient_is_that_of_the_loss_with_the_term_written_out(way):
     model, (loss, term) = decoder().double(), WAYS[way]
     want = gradients(model, lambda z: loss(z, targets()) + term(z))
     plain = gradients(model, lambda z: loss(z, targets()))
@@ -83,7 +82,7 @@ def test_the_gradient_is_that_of_the_loss_with_the_term_written_out(way: str) ->
     )
 
 
-def test_a_token_that_is_all_but_certain_counts_fully() -> None:
+def test_a_token_that_is_all_but_certain_counts_fully():
     # There g_y = c (p_y - 1) is rounding alone; the other logits still tell c.
     z, y = torch.zeros(2, 5), torch.zeros(2, dtype=torch.long)
     z[:, 0] = 40.0
@@ -97,8 +96,8 @@ def test_a_token_that_is_all_but_certain_counts_fully() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_low_precision_logits_get_the_gradient_to_their_rounding(
-    dtype: torch.dtype,
-) -> None:
+    dtype,
+):
     model = decoder().to(dtype)
     exact = copy.deepcopy(model).double()
     want = gradients(exact, lambda z: cross_entropy(z, targets()) + z_loss(z, C))
@@ -114,16 +113,14 @@ def test_low_precision_logits_get_the_gradient_to_their_rounding(
         ).eps * w.abs().max()
 
 
-def test_evaluation_costs_nothing() -> None:
+def test_evaluation_costs_nothing():
     model = decoder()
     with qkeel.apply(model, "z_loss", coefficient=C), torch.no_grad():
         assert model(tokens()).grad_fn is None
 
 
-def test_a_loss_that_is_no_cross_entropy_is_refused_and_counted_by_the_mean_if_asked() -> (
-    None
-):
-    def smooth(z: Tensor) -> Tensor:
+def test_a_loss_that_is_no_cross_entropy_is_refused_and_counted_by_the_mean_if_asked():
+    def smooth(z):
         return cross_entropy(z, targets(), label_smoothing=0.3)
 
     model = decoder().double()

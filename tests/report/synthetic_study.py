@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -62,11 +59,11 @@ class Made:
     heads: int = 4
 
     @property
-    def run_id(self) -> str:
+    def run_id(self):
         return f"{self.remedy.split(':')[0]}-{self.role}-{self.lr:g}-{self.seed}"
 
 
-def make_run(path: Path, made: Made) -> Path:
+def make_run(path, made):
     """Write one run directory as the lab does."""
     path.mkdir(parents=True)
     write_json(path / "config.json", _config(made))
@@ -84,9 +81,7 @@ def make_run(path: Path, made: Made) -> Path:
     return path
 
 
-def make_study(
-    path: Path, runs: Sequence[Made], *, name: str = "lr", absent: Sequence[Made] = ()
-) -> Path:
+def make_study(path, runs, *, name="lr", absent=()):
     """Write a study directory; `absent` runs are planned but not there."""
     path.mkdir(parents=True)
     keys = ("run_id", "remedy", "lr", "seed", "role")
@@ -104,10 +99,10 @@ def make_study(
 
 
 def grid(
-    remedies: Sequence[str] = REMEDIES,
-    lrs: Sequence[float] = LRS,
-    seeds: Sequence[int] = (0, 1),
-) -> list[Made]:
+    remedies=REMEDIES,
+    lrs=LRS,
+    seeds=(0, 1),
+):
     """The grid of the demo."""
     runs = []
     for remedy in remedies:
@@ -122,7 +117,7 @@ def grid(
     return runs
 
 
-def drift() -> list[Made]:
+def drift():
     """The longer pair."""
     pair = {"none": (2450.0, 0.3, 2.246), "qk_norm": (22.0, 1.5, 2.096)}
     return [
@@ -139,7 +134,7 @@ def drift() -> list[Made]:
     ]
 
 
-def _config(made: Made) -> dict[str, Any]:
+def _config(made):
     return {
         "model": {
             "d_model": 64,
@@ -162,7 +157,7 @@ def _config(made: Made) -> dict[str, Any]:
     }
 
 
-def _env(made: Made) -> dict[str, Any]:
+def _env(made):
     return {
         "qkeel": "0.1.0",
         "python": "3.12.3",
@@ -175,7 +170,7 @@ def _env(made: Made) -> dict[str, Any]:
     }
 
 
-def _records(made: Made) -> list[dict[str, Any]]:
+def _records(made):
     """From a first logit of 0.6 towards the last one, loss and entropy along with it."""
     rng = np.random.default_rng([made.seed, int(made.lr * 1e4), len(made.remedy)])
     last = made.steps if made.status == "done" else 60
@@ -201,7 +196,7 @@ def _records(made: Made) -> list[dict[str, Any]]:
     return records
 
 
-def _summary(made: Made) -> dict[str, Any]:
+def _summary(made):
     return {
         "steps": made.steps,
         "val_loss": made.val_loss,
@@ -224,9 +219,7 @@ PRIMARY = {
 FEW = (0, 1)  # seeds at the rates where nothing is decided
 
 
-def planned(
-    path: Path, remedies: Sequence[str] = REMEDIES, seeds: int = 8, **primary: Any
-) -> Path:
+def planned(path, remedies=REMEDIES, seeds=8, **primary):
     """Write a study that names a primary comparison, with `seeds` seeds at its rate, in which gains differ."""
     runs = [*grid(remedies, (0.01, 0.03), FEW), *grid(remedies, (0.1,), range(seeds))]
     runs = [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +28,7 @@ class Seen:
     model: str = "GPT2LMHeadModel"
 
 
-def make_watch(path: Path, seen: Seen = Seen()) -> Path:
+def make_watch(path, seen=Seen()):
     """Write one directory as a Monitor would."""
     names = tuple(f"transformer.h.{i}.attn" for i in range(seen.layers))
     sink = RunDirectorySink(path)
@@ -54,7 +52,7 @@ def make_watch(path: Path, seen: Seen = Seen()) -> Path:
     return sink.path
 
 
-def about(seen: Seen, names: tuple[str, ...]) -> dict[str, Any]:
+def about(seen, names):
     """What a Monitor says of what it watches."""
     site = {
         "n_heads": seen.heads,
@@ -74,12 +72,12 @@ def about(seen: Seen, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def sample(
-    seen: Seen,
-    names: tuple[str, ...],
-    share: np.ndarray,
-    i: int,
-    rng: np.random.Generator,
-) -> Sample:
+    seen,
+    names,
+    share,
+    i,
+    rng,
+):
     """The i-th sample."""
     step = i * seen.every
     top = (
@@ -116,13 +114,13 @@ def sample(
     return Sample(step=step, values=values, layers=names, heads=heads)
 
 
-def _ragged(values: np.ndarray) -> np.ndarray:
+def _ragged(values):
     out = values.copy()
     out[1, values.shape[1] // 2 :] = np.nan
     return out
 
 
-def alarms(one: Sample, names: tuple[str, ...]) -> list[Alarm]:
+def alarms(one, names):
     """Two alarms with places, trends and remedies."""
     place = {"step": one.step, "layer": names[len(names) // 3], "head": 5}
     hold = 'qkeel.apply(model, "qk_clip:threshold=15,steps=matched", optimizer)'

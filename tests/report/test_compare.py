@@ -1,9 +1,6 @@
 """The comparison of a study: paired by seed, with Student's interval, and one comparison that leads the page."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from qkeel.report.compare import cells, difference, long_cells, primary_cell
 from qkeel.report.study_runs import read_study
 
 
-def test_a_difference_is_paired_by_seed_with_students_interval() -> None:
+def test_a_difference_is_paired_by_seed_with_students_interval():
     above, below = {0: 2.5, 1: 2.6, 2: 2.7, 9: 5.0}, {0: 2.4, 1: 2.48, 2: 2.59, 7: 1.0}
     found = difference(above, below)
     assert found is not None
@@ -38,14 +35,14 @@ def test_a_difference_is_paired_by_seed_with_students_interval() -> None:
         ((2.0, 2.1), "+0.415 to +1.685, 2 seeds"),  # 1.05 ± 12.706 · 0.0707 / √2
     ],
 )
-def test_what_has_no_interval_says_why(above: tuple[float, ...], words: str) -> None:
+def test_what_has_no_interval_says_why(above, words):
     found = difference(dict(enumerate(above)), dict.fromkeys(range(len(above)), 1.0))
     assert found is not None
     assert found.interval() == words
     assert found.clear == (words[0] == "+")
 
 
-def test_a_cell_has_the_runs_of_one_remedy_and_rate(tmp_path: Path) -> None:
+def test_a_cell_has_the_runs_of_one_remedy_and_rate(tmp_path):
     study = read_study(
         make_study(tmp_path / "s", grid(("qk_norm", "none"), (0.01, 0.1)))
     )
@@ -65,8 +62,8 @@ def test_a_cell_has_the_runs_of_one_remedy_and_rate(tmp_path: Path) -> None:
 
 
 def test_the_page_leads_with_what_the_study_named_or_else_with_the_baseline_at_its_best_rate(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     named = primary_cell(read_study(planned(tmp_path / "named")))
     assert named is not None
     cell, baseline = named
@@ -98,7 +95,7 @@ KEPT = {
 }
 
 
-def long_study(path: Path) -> Path:
+def long_study(path):
     """A study of two forms, tested at 8 times their training length."""
     entries = []
     for form in ("baseline", "kna"):
@@ -145,8 +142,8 @@ def long_study(path: Path) -> Path:
 
 
 def test_what_is_kept_of_the_accuracy_is_compared_with_the_first_form(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     table = {
         (cell.form, cell.method): cell
         for cell in long_cells(read_study(long_study(tmp_path / "s")))

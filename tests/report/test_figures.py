@@ -16,8 +16,8 @@ SMALL = Seen(layers=3, heads=4, samples=12)
 
 
 def test_what_is_asked_wrongly_is_refused_before_anything_is_drawn(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     with pytest.raises(UnknownNameError, match="unknown format of figures 'pfd'"):
         figures(tmp_path, tmp_path / "out", formats=["pfd"])
     with pytest.raises(InvalidValueError, match="expected a width from"):
@@ -25,17 +25,13 @@ def test_what_is_asked_wrongly_is_refused_before_anything_is_drawn(
     assert not (tmp_path / "out").exists()
 
 
-def test_without_matplotlib_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(MissingLibraryError, match="pip install matplotlib"):
         figures(make_watch(tmp_path / "run", SMALL), tmp_path / "out")
 
 
-def test_a_watched_run_and_a_study_are_drawn_the_same_each_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_watched_run_and_a_study_are_drawn_the_same_each_time(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     run = make_watch(tmp_path / "run", SMALL)
     first = figures(run, tmp_path / "a", formats=["pdf", "svg"])
@@ -82,15 +78,13 @@ def test_a_watched_run_and_a_study_are_drawn_the_same_each_time(
     )
 
 
-def test_no_label_of_a_figure_leaves_its_edge(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_label_of_a_figure_leaves_its_edge(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     cut: list[str] = []
 
-    def look(self: object, target: Path, **_: object) -> None:
+    def look(self, target, **_):
         FigureCanvasAgg(self).draw()
         for ax in self.axes:
             for text in (ax.xaxis.label, ax.yaxis.label, ax.title):

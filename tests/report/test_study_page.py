@@ -10,7 +10,6 @@ import subprocess
 import sys
 from html import unescape
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from synthetic_study import REMEDIES, Made, drift, grid, make_run, make_study, planned
@@ -38,13 +37,13 @@ class Reader(HTMLParser):
 
     VOID = frozenset({"meta", "br", "hr"})
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.open: list[str] = []
         self.loads: list[str] = []
         self.ids: list[str] = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         if tag not in self.VOID:
             self.open.append(tag)
         self.ids += [value for name, value in attrs if name == "id" and value]
@@ -54,11 +53,11 @@ class Reader(HTMLParser):
             if name == "src" or (name == "href" and tag != "a")
         ]
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
 
-def sound(html: str) -> None:
+def sound(html):
     """Elements nest, nothing is loaded, and no name is given twice."""
     reader = Reader()
     reader.feed(html)
@@ -66,7 +65,7 @@ def sound(html: str) -> None:
     assert len(reader.ids) == len(set(reader.ids))
 
 
-def page(paths: object, tmp_path: Path) -> str:
+def page(paths, tmp_path):
     out = tmp_path / "out" / "report.html"
     assert qkeel.report.write(paths, out) == out  # type: ignore[arg-type]
     html = out.read_text(encoding="utf-8")
@@ -74,13 +73,13 @@ def page(paths: object, tmp_path: Path) -> str:
     return html
 
 
-def text_of(html: str) -> str:
+def text_of(html):
     """What a reader sees, each cell of a table apart."""
     seen = re.sub(r"<(script|style).*?</\1>", "", html, flags=re.S)
     return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", seen)))
 
 
-def embedded(html: str) -> dict[str, object]:
+def embedded(html):
     found = re.search(
         r'<script type="application/json" id="report-data">(.*?)</script>', html, re.S
     )
@@ -100,7 +99,7 @@ qkeel.report.write(sys.argv[1], sys.argv[2])
 """
 
 
-def written_without_torch(run: Path, out: Path) -> None:
+def written_without_torch(run, out):
     done = subprocess.run(
         [sys.executable, "-c", ALONE, str(run), str(out)],
         capture_output=True,
@@ -110,7 +109,7 @@ def written_without_torch(run: Path, out: Path) -> None:
     assert out.exists()
 
 
-def test_a_study_becomes_one_small_file_that_loads_nothing(tmp_path: Path) -> None:
+def test_a_study_becomes_one_small_file_that_loads_nothing(tmp_path):
     html = page(make_study(tmp_path / "study", [*drift(), *grid()]), tmp_path)
     assert "default-src &#x27;none&#x27;" in html
     assert "Learning-rate study" in html
@@ -120,7 +119,7 @@ def test_a_study_becomes_one_small_file_that_loads_nothing(tmp_path: Path) -> No
     assert len(html.encode()) < 600_000
 
 
-def test_the_lead_is_the_primary_comparison_with_its_interval(tmp_path: Path) -> None:
+def test_the_lead_is_the_primary_comparison_with_its_interval(tmp_path):
     text = text_of(page(planned(tmp_path / "study"), tmp_path))
     lead = (
         "At LR 0.1, the largest attention logit is 42.3 with qk_norm and 18,400 with none; held-out loss is 0.287 "
@@ -129,7 +128,7 @@ def test_the_lead_is_the_primary_comparison_with_its_interval(tmp_path: Path) ->
     assert lead in text
 
 
-def test_a_loss_that_is_higher_is_called_so(tmp_path: Path) -> None:
+def test_a_loss_that_is_higher_is_called_so(tmp_path):
     worse = [
         dataclasses.replace(
             m, val_loss=m.val_loss + m.seed / 100 + (m.remedy != "none")
@@ -148,8 +147,8 @@ def test_a_loss_that_is_higher_is_called_so(tmp_path: Path) -> None:
 
 
 def test_the_table_has_loss_difference_collapses_and_logit_of_each_remedy_and_rate(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     text = text_of(page(planned(tmp_path / "study", REMEDIES[:2]), tmp_path))
     table = text[text.index("Every remedy and rate", text.index("Charts")) :]
     assert "none 0.1 2.899 2.815 to 2.983 – 8 of 8 18,400" in table
@@ -160,8 +159,8 @@ def test_the_table_has_loss_difference_collapses_and_logit_of_each_remedy_and_ra
 
 
 def test_a_study_in_parts_has_a_column_for_them_and_a_choice_of_charts(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     runs = [
         dataclasses.replace(made, role=role)
         for role in ("mla, adamw", "mha, muon")
@@ -175,8 +174,8 @@ def test_a_study_in_parts_has_a_column_for_them_and_a_choice_of_charts(
 
 
 def test_numbers_by_modality_and_accuracy_have_columns_where_they_were_measured(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     paths = []
     for made in SMALL:
         run = make_run(tmp_path / made.run_id, made)
@@ -196,7 +195,7 @@ def test_numbers_by_modality_and_accuracy_have_columns_where_they_were_measured(
     assert re.search(r"qk_norm 0\.1 2\.537 .* 0\.55 1\.5 ", text)
 
 
-def test_a_study_of_lengths_leads_with_what_is_kept(tmp_path: Path) -> None:
+def test_a_study_of_lengths_leads_with_what_is_kept(tmp_path):
     html = page(long_study(tmp_path / "s"), tmp_path)
     text = text_of(html)
     lead = "Tested on 512 tokens, kna keeps 0.96 of its accuracy at the training length, +0.21 against baseline"
@@ -215,7 +214,7 @@ def test_a_study_of_lengths_leads_with_what_is_kept(tmp_path: Path) -> None:
     ]
 
 
-def test_every_text_is_escaped(tmp_path: Path) -> None:
+def test_every_text_is_escaped(tmp_path):
     nasty = "</script><script>alert(1)</script>&\"'"
     study = make_study(tmp_path / "study", [])
     about = read_json(study / "study.json")
@@ -245,7 +244,7 @@ def test_every_text_is_escaped(tmp_path: Path) -> None:
     assert filled == '<p title="&quot;&lt;">&lt;b&gt;<i>&amp;</i></p>'
 
 
-def test_single_runs_make_a_page(tmp_path: Path) -> None:
+def test_single_runs_make_a_page(tmp_path):
     paths = [make_run(tmp_path / made.run_id, made) for made in SMALL]
     html = page(paths[-1], tmp_path)
     assert "<h1>qk_norm at LR 0.1</h1>" in html
@@ -255,7 +254,7 @@ def test_single_runs_make_a_page(tmp_path: Path) -> None:
     assert f"<h1>{len(SMALL)} runs compared</h1>" in page(paths, tmp_path)
 
 
-def test_runs_of_different_models_are_said_not_to_be_comparable(tmp_path: Path) -> None:
+def test_runs_of_different_models_are_said_not_to_be_comparable(tmp_path):
     runs = [
         make_run(tmp_path / str(n), dataclasses.replace(SMALL[0], heads=n))
         for n in (4, 8)
@@ -265,7 +264,7 @@ def test_runs_of_different_models_are_said_not_to_be_comparable(tmp_path: Path) 
     )
 
 
-def test_runs_without_a_result_are_listed(tmp_path: Path) -> None:
+def test_runs_without_a_result_are_listed(tmp_path):
     runs = [
         dataclasses.replace(SMALL[0], status="failed"),
         dataclasses.replace(SMALL[1], status="started"),
@@ -281,13 +280,13 @@ def test_runs_without_a_result_are_listed(tmp_path: Path) -> None:
     assert "report-data" not in html
 
 
-def test_provenance_names_versions_corpus_and_command(tmp_path: Path) -> None:
+def test_provenance_names_versions_corpus_and_command(tmp_path):
     html = page(make_study(tmp_path / "study", SMALL), tmp_path)
     for text in ("2.13.0+cpu", "9f2c" * 16, "131,456", "qkeel study lr --lrs"):
         assert text in html
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     run = make_run(tmp_path / "run", SMALL[0])
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match="cannot create"):
@@ -296,7 +295,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         qkeel.report.write(run, tmp_path)
 
 
-def test_nan_survives_as_null(tmp_path: Path) -> None:
+def test_nan_survives_as_null(tmp_path):
     study = make_study(
         tmp_path / "study",
         [dataclasses.replace(SMALL[0], val_loss=float("nan")), *SMALL[1:]],
@@ -306,7 +305,7 @@ def test_nan_survives_as_null(tmp_path: Path) -> None:
     assert "a value is not finite" in html
 
 
-def test_long_runs_are_thinned_by_leaving_records_out() -> None:
+def test_long_runs_are_thinned_by_leaving_records_out():
     kept = thin([1.0 + (i == 777) * 50 for i in range(5000)], 100)
     assert len(kept) <= 100
     assert (kept[0], kept[-1], 777 in kept) == (0, 4999, True)

@@ -1,9 +1,6 @@
 """Reading studies and runs: what is read, in which order and under which name, and how damage is told."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
 
 import pytest
 from synthetic_study import Made, drift, grid, make_run, make_study
@@ -16,13 +13,13 @@ from qkeel.report.study_runs import read_study
 SMALL = grid(("none", "qk_norm"), (0.01, 0.1))
 
 
-def test_the_same_run_twice_counts_once(tmp_path: Path) -> None:
+def test_the_same_run_twice_counts_once(tmp_path):
     study = make_study(tmp_path / "study", SMALL)
     run = study / "runs" / SMALL[0].run_id
     assert len(read_study([study, run, run]).runs) == len(SMALL)
 
 
-def test_runs_that_share_remedy_rate_and_seed_are_told_apart(tmp_path: Path) -> None:
+def test_runs_that_share_remedy_rate_and_seed_are_told_apart(tmp_path):
     first = make_run(tmp_path / "small", SMALL[0])
     second = make_run(tmp_path / "large", dataclasses.replace(SMALL[0], heads=8))
     study = read_study([first, second])
@@ -33,8 +30,8 @@ def test_runs_that_share_remedy_rate_and_seed_are_told_apart(tmp_path: Path) -> 
 
 
 def test_the_baseline_comes_first_and_the_order_is_that_of_the_study(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     study = make_study(
         tmp_path / "study", grid(("qk_norm", "none", "lalr:tau=0.1"), (0.1,), (0,))
     )
@@ -53,8 +50,8 @@ def test_the_baseline_comes_first_and_the_order_is_that_of_the_study(
 
 
 def test_the_longer_pair_is_not_compared_and_every_other_role_is_a_part(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     whole = read_study(make_study(tmp_path / "whole", [*SMALL, *drift()]))
     assert len(whole.finished) == len(SMALL)
     assert list(whole.parts()) == [""]
@@ -66,7 +63,7 @@ def test_the_longer_pair_is_not_compared_and_every_other_role_is_a_part(
     }
 
 
-def test_a_run_without_a_verdict_on_collapse_gets_one(tmp_path: Path) -> None:
+def test_a_run_without_a_verdict_on_collapse_gets_one(tmp_path):
     runs = [
         make_run(tmp_path / str(entropy), Made(entropy=entropy, val_loss=3.0))
         for entropy in (0.05, 0.5)
@@ -81,7 +78,7 @@ def test_a_run_without_a_verdict_on_collapse_gets_one(tmp_path: Path) -> None:
     ]
 
 
-def test_a_path_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(
         RunDirectoryError,
         match=r"expected the directory of a study .* got no such directory",
@@ -108,7 +105,7 @@ def test_a_path_that_is_no_run_is_refused(tmp_path: Path) -> None:
         ("run/metrics.jsonl", '{"step": 0}\n{"st\n{"step": 20}\n'),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str | None) -> None:
+def test_a_damaged_file_is_named(tmp_path, name, text):
     study = make_study(tmp_path / "study", SMALL[:1])
     path = study / name.replace("run/", f"runs/{SMALL[0].run_id}/")
     path.unlink()

@@ -1,11 +1,8 @@
 """The page of a watched model: its verdict and fix, what it carries, and that it needs no torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +28,7 @@ from qkeel.report.watched_runs import is_watched, read_watched
 SMALL = Seen(layers=3, heads=4, samples=12)
 
 
-def page(paths: object, tmp_path: Path) -> str:
+def page(paths, tmp_path):
     html = qkeel.report.write(paths, tmp_path / "report.html").read_text(
         encoding="utf-8"
     )  # type: ignore[arg-type]
@@ -39,7 +36,7 @@ def page(paths: object, tmp_path: Path) -> str:
     return html
 
 
-def exact(path: Path, steps: list[int], **fields: list[float]) -> Path:
+def exact(path, steps, **fields):
     """One layer of one head, by hand."""
     sink = RunDirectorySink(path)
     sink.open({"model": "Toy", "sites": [{"name": "attn", "n_heads": 1}]})
@@ -50,7 +47,7 @@ def exact(path: Path, steps: list[int], **fields: list[float]) -> Path:
     return path
 
 
-def test_a_page_is_written_where_torch_cannot_be_imported(tmp_path: Path) -> None:
+def test_a_page_is_written_where_torch_cannot_be_imported(tmp_path):
     written_without_torch(make_watch(tmp_path / "run", SMALL), tmp_path / "r.html")
 
 
@@ -75,9 +72,7 @@ def test_a_page_is_written_where_torch_cannot_be_imported(tmp_path: Path) -> Non
         ([np.nan, np.nan], "none", "Not known: no attention logit was measured."),
     ],
 )
-def test_without_an_alarm_the_verdict_is_that_of_check(
-    logits: list[float], light: str, says: str, tmp_path: Path
-) -> None:
+def test_without_an_alarm_the_verdict_is_that_of_check(logits, light, says, tmp_path):
     colour, text = verdict(
         read_watched([exact(tmp_path / "r", [0, 1], max_logit=logits)])[0]
     )
@@ -85,8 +80,8 @@ def test_without_an_alarm_the_verdict_is_that_of_check(
 
 
 def test_the_verdict_names_the_head_that_had_the_largest_logit_not_the_one_that_has_it_now(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     sink = RunDirectorySink(tmp_path / "r")
     sink.open(
         {"model": "Toy", "sites": [{"name": name, "n_heads": 2} for name in ("a", "b")]}
@@ -105,8 +100,8 @@ def test_the_verdict_names_the_head_that_had_the_largest_logit_not_the_one_that_
 
 
 def test_an_alarm_leads_the_page_with_a_red_light_and_one_fix_to_copy(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     run = make_watch(tmp_path / "run")
     light, text = verdict(read_watched([run])[0])
     assert light == "bad"
@@ -138,9 +133,7 @@ def test_an_alarm_leads_the_page_with_a_red_light_and_one_fix_to_copy(
         'qkeel.apply(model, "qk_norm", optimizer)',
     ],
 )
-def test_a_run_that_a_command_watched_is_fixed_by_that_command(
-    line: str, tmp_path: Path
-) -> None:
+def test_a_run_that_a_command_watched_is_fixed_by_that_command(line, tmp_path):
     run = read_watched([make_watch(tmp_path / "run", SMALL)])[0]
     run = dataclasses.replace(
         run, alarms=[{**alarm, "remedy": line} for alarm in run.alarms]
@@ -158,8 +151,8 @@ def test_a_run_that_a_command_watched_is_fixed_by_that_command(
 
 
 def test_under_an_autopilot_what_counts_is_what_is_left_and_equal_decisions_share_an_entry(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = exact(tmp_path / "r", [0, 1, 2], max_logit=[5.0, 400.0, 20.0])
     sink = RunDirectorySink(path.with_name("s"))
     sink.open({"model": "Toy", "sites": [{"name": "attn", "n_heads": 1}]})
@@ -195,7 +188,7 @@ def test_under_an_autopilot_what_counts_is_what_is_left_and_equal_decisions_shar
     assert "at 1 more site" in section
 
 
-def test_what_is_not_watched_or_not_over_is_said(tmp_path: Path) -> None:
+def test_what_is_not_watched_or_not_over_is_said(tmp_path):
     run = read_watched(
         [make_watch(tmp_path / "run", dataclasses.replace(SMALL, complete=False))]
     )[0]
@@ -212,7 +205,7 @@ def test_what_is_not_watched_or_not_over_is_said(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_of_no_or_one_sample_has_a_page(tmp_path: Path) -> None:
+def test_a_run_of_no_or_one_sample_has_a_page(tmp_path):
     sink = RunDirectorySink(tmp_path / "none")
     sink.open({"model": "Toy", "sites": [{"name": "attn", "n_heads": 1}]})
     html = page(tmp_path / "none", tmp_path)
@@ -234,7 +227,7 @@ def test_a_run_of_no_or_one_sample_has_a_page(tmp_path: Path) -> None:
     assert "section-alarms" not in html
 
 
-def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_become_null(tmp_path):
     html = page(
         exact(
             tmp_path / "r", [0, 1], max_logit=[-np.inf, np.inf], entropy=[np.nan, 1.0]
@@ -247,7 +240,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_eighty_layers_of_128_heads_stay_under_two_megabytes(tmp_path: Path) -> None:
+def test_eighty_layers_of_128_heads_stay_under_two_megabytes(tmp_path):
     run = make_watch(tmp_path / "run", Seen(layers=80, heads=128, samples=150))
     data = chart_data(read_watched([run]))["runs"][0]  # type: ignore[index]
     assert (
@@ -261,7 +254,7 @@ def test_eighty_layers_of_128_heads_stay_under_two_megabytes(tmp_path: Path) -> 
     assert len(page(run, tmp_path).encode()) < 2_000_000
 
 
-def test_thinning_keeps_the_peak(tmp_path: Path) -> None:
+def test_thinning_keeps_the_peak(tmp_path):
     logits = [1.0] * 3000
     logits[1234] = 77.0
     run = exact(tmp_path / "r", list(range(3000)), max_logit=logits)
@@ -270,7 +263,7 @@ def test_thinning_keeps_the_peak(tmp_path: Path) -> None:
     assert data["values"]["max_logit"][data["step"].index(1234)] == 77
 
 
-def test_several_runs_have_a_table_and_names_that_differ(tmp_path: Path) -> None:
+def test_several_runs_have_a_table_and_names_that_differ(tmp_path):
     runs = [
         make_watch(tmp_path / "a" / "watch", SMALL),
         make_watch(tmp_path / "b" / "watch", SMALL),
@@ -282,7 +275,7 @@ def test_several_runs_have_a_table_and_names_that_differ(tmp_path: Path) -> None
     assert len({run.name for run in read_watched(runs)}) == 2
 
 
-def test_watched_runs_and_studies_do_not_share_a_page(tmp_path: Path) -> None:
+def test_watched_runs_and_studies_do_not_share_a_page(tmp_path):
     watched, run = (
         make_watch(tmp_path / "watch", SMALL),
         make_run(tmp_path / "run", Made()),
@@ -296,7 +289,7 @@ def test_watched_runs_and_studies_do_not_share_a_page(tmp_path: Path) -> None:
         qkeel.report.write([watched, run], tmp_path / "r.html")
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
+def test_damaged_files_are_named(tmp_path):
     run = make_watch(tmp_path / "run", SMALL)
     (run / "heads.json").write_text("{}")
     with pytest.raises(RunDirectoryError, match=r"heads.json has no fields"):
@@ -310,7 +303,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         qkeel.report.write(other, tmp_path / "r.html")
 
 
-def test_every_text_is_escaped(tmp_path: Path) -> None:
+def test_every_text_is_escaped(tmp_path):
     html = page(
         make_watch(
             tmp_path / "run", Seen(layers=2, heads=2, samples=3, model="</script><b>M")
@@ -320,7 +313,7 @@ def test_every_text_is_escaped(tmp_path: Path) -> None:
     assert "<b>M" not in html
 
 
-def test_layer_names_lose_what_all_share() -> None:
+def test_layer_names_lose_what_all_share():
     assert short_names(["model.layers.0.self_attn", "model.layers.11.self_attn"]) == [
         "0",
         "11",

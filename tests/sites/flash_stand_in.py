@@ -4,26 +4,21 @@ They prove that the adapter reads arguments right and that every alias is seen; 
 these signatures.
 """
 
-from __future__ import annotations
-
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
 
 
 def scores(
-    q: Tensor,
-    k: Tensor,
-    scale: float | None,
-    causal: bool,
-    window: tuple[int, int],
-    softcap: float,
-    slopes: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    q,
+    k,
+    scale,
+    causal,
+    window,
+    softcap,
+    slopes,
+):
     """Logits before the cap and what the softmax takes, [h t s] of q [t h d] and k [s g d], with -inf where hidden."""
     (t, h, d), (s, g, _) = q.shape, k.shape
     z = torch.einsum("thd,shd->hts", q, k.repeat_interleave(h // g, dim=1)) * (
@@ -42,9 +37,7 @@ def scores(
     return z.masked_fill(hidden, -torch.inf), capped.masked_fill(hidden, -torch.inf)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]
-) -> tuple[Tensor, Tensor]:
+def attend(q, k, v, options):
     """Output [t h d] and logsumexps [h t], of a row without a key +inf, as flash-attn 2 has it."""
     _, capped = scores(q, k, *options)
     weights, lse = capped.softmax(-1).nan_to_num(0.0), capped.logsumexp(-1)
@@ -54,11 +47,11 @@ def attend(
     return out, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-def maybe_contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
+def maybe_contiguous(function):
     """A decorator, as some versions have it: what is watched then has a closure."""
 
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args, **kwargs):
         return function(*args, **kwargs)
 
     return wrapper

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Rows = tuple[str, int, Tensor]
 
 
-def block(n: int = H, start: int = 0, size: int = D) -> Tensor:
+def block(n=H, start=0, size=D):
     """The indices of heads that are stored one after the other."""
     return start + torch.arange(n * size).view(n, size)
 
@@ -43,16 +42,16 @@ class Case:
     biases: tuple[object, object] = (None, None)
     dtype: torch.dtype = torch.float32
 
-    def model(self) -> nn.Module:
+    def model(self):
         torch.manual_seed(0)
         return self.build().to(self.dtype)
 
-    def x(self) -> Tensor:
+    def x(self):
         generator = torch.Generator().manual_seed(1)
         return torch.randn(self.shape, generator=generator).to(self.dtype)
 
 
-def causal(z: Tensor, queries: int = -2, keys: int = -1) -> Tensor:
+def causal(z, queries=-2, keys=-1):
     """Hides later keys in scores with these dimensions of queries and keys."""
     hidden = torch.full((z.shape[queries], z.shape[keys]), -torch.inf).triu(1)
     shape = [1] * z.ndim
@@ -61,14 +60,14 @@ def causal(z: Tensor, queries: int = -2, keys: int = -1) -> Tensor:
     return z + (hidden if first else hidden.mT).reshape(shape)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def plain(q, k, v):
     """Attention of q, k and v [b t h d]; keys are repeated in blocks."""
     q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     return (causal(q @ k.mT * SCALE).softmax(-1) @ v).transpose(-3, -2)
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def fused(q, k, v):
     q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -78,7 +77,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Heads(nn.Module):
     """Projections of H query and `groups` key heads around a way to attend."""
 
-    def __init__(self, attend: Attend = plain, groups: int = H, **options: Any) -> None:
+    def __init__(self, attend=plain, groups=H, **options):
         super().__init__()
         self.attend = attend
         self.q, self.k, self.v = (
@@ -86,35 +85,35 @@ class Heads(nn.Module):
         )
         self.gain = nn.Parameter(torch.rand(D) + 0.5)
 
-    def operands(self, x: Tensor) -> tuple[Tensor, ...]:
+    def operands(self, x):
         return tuple(p(x).unflatten(-1, (-1, D)) for p in (self.q, self.k, self.v))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.attend(*self.operands(x)).flatten(-2)
 
 
 # --- Layouts of the scores
 
 
-def bsht(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def bsht(q, k, v):
     """DeepSeek-V3's own layout."""
     z = causal(torch.einsum("bshd,bthd->bsht", q, k) * SCALE, -3)
     return torch.einsum("bsht,bthd->bshd", z.softmax(-1), v)
 
 
-def hbts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def hbts(q, k, v):
     q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
     return (causal(q @ k.mT * SCALE).softmax(-1) @ v).permute(1, 2, 0, 3)
 
 
-def ijbn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def ijbn(q, k, v):
     """Transformer-XL's layout, softmax over dimension 1."""
     z = causal(torch.einsum("bind,bjnd->ijbn", q, k) * SCALE, 0, 1)
     return torch.einsum("ijbn,bjnd->bind", z.softmax(dim=1), v)
 
 
-def merged(order: tuple[int, ...], back: tuple[int, ...]) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def merged(order, back):
+    def attend(q, k, v):
         shape = [q.shape[i] for i in order]
         q, k, v = (x.permute(order).flatten(0, 1) for x in (q, k, v))
         z = causal(torch.bmm(q, k.mT) * SCALE)
@@ -123,32 +122,32 @@ def merged(order: tuple[int, ...], back: tuple[int, ...]) -> Attend:
     return attend
 
 
-def turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def turned(q, k, v):
     """The scores of keys by queries, softmax over the rows."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     z = causal(k @ q.mT * SCALE, -1, -2)
     return (z.softmax(-2).mT @ v).transpose(1, 2)
 
 
-def windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def windows(q, k, v):
     """torchvision's MaxViT: [b window t h d], as many windows as heads."""
     z = causal(torch.einsum("bwthd,bwshd->bwhts", q, k) * SCALE)
     return torch.einsum("bwhts,bwshd->bwthd", z.softmax(-1), v)
 
 
-def tiled(attend: Attend) -> Attend:
+def tiled(attend):
     """x-transformers: query head i uses key head i mod g."""
     return lambda q, k, v: attend(q, *(x.repeat(1, 1, H // 2, 1) for x in (k, v)))
 
 
-def repeats_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def repeats_first(q, k, v):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     q = q.unflatten(1, (-1, k.shape[1]))
     z = causal(torch.einsum("brgtd,bgsd->brgts", q, k) * SCALE).softmax(-1)
     return torch.einsum("brgts,bgsd->brgtd", z, v).flatten(1, 2).transpose(1, 2)
 
 
-def one_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def one_key(q, k, v):
     """Multi-query attention with the heads after the queries, as GPT-BigCode has it."""
     z = causal(torch.einsum("bthd,bsd->bths", q, k[:, :, 0]) * SCALE, -3)
     return torch.einsum("bths,bsd->bthd", z.softmax(-1), v[:, :, 0])
@@ -157,18 +156,18 @@ def one_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # --- What is done to queries and keys
 
 
-def changed(change: Callable[[Heads, Tensor], Tensor]) -> Callable[[], nn.Module]:
+def changed(change):
     """Heads whose queries and keys [b t h d] are changed."""
 
     class Changed(Heads):
-        def operands(self, x: Tensor) -> tuple[Tensor, ...]:
+        def operands(self, x):
             q, k, v = super().operands(x)
             return change(self, q), change(self, k), v
 
     return Changed
 
 
-def rotated(_: Heads, x: Tensor) -> Tensor:
+def rotated(_, x):
     """The rotation of lingua and xFormers: each pair times a 2 × 2 matrix, summed."""
     angle = torch.outer(torch.arange(T).float(), 1e2 ** (-torch.arange(0, D, 2) / D))
     turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1)
@@ -176,19 +175,19 @@ def rotated(_: Heads, x: Tensor) -> Tensor:
     return (x.reshape(*x.shape[:-1], -1, 1, 2) * turn).sum(5).flatten(3)
 
 
-def divided(_: Heads, x: Tensor) -> Tensor:
+def divided(_, x):
     return x / x.pow(2).sum(-1, keepdim=True).sqrt()
 
 
-def normed(heads: Heads, x: Tensor) -> Tensor:
+def normed(heads, x):
     return F.rms_norm(x, (D,)) * heads.gain
 
 
-def flat_norm(_: Heads, x: Tensor) -> Tensor:
+def flat_norm(_, x):
     return F.layer_norm(x.flatten(2), (H * D,)).unflatten(-1, (H, D))
 
 
-def written_flat_norm(_: Heads, x: Tensor) -> Tensor:
+def written_flat_norm(_, x):
     y = x.flatten(2)
     return (y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).view_as(x)
 
@@ -199,7 +198,7 @@ def written_flat_norm(_: Heads, x: Tensor) -> Tensor:
 class Fused(nn.Module):
     """One projection of q, k and v, stored as `layout` says."""
 
-    def __init__(self, layout: str, bias: str = "") -> None:
+    def __init__(self, layout, bias=""):
         super().__init__()
         self.layout, self.kind = layout, bias
         self.qkv = nn.Linear(M, 3 * H * D, bias=not bias)
@@ -207,7 +206,7 @@ class Fused(nn.Module):
             self.bias = nn.Parameter(torch.randn(H * D if bias == "joined" else 120))
             self.columns = nn.Parameter(torch.randn(M, 3 * H * D))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.kind == "joined":  # BEiT: q_bias, 0, 0
             bias = torch.cat((self.bias, torch.zeros(2 * H * D)))
             y = F.linear(x, self.qkv.weight, bias)
@@ -229,12 +228,12 @@ class Fused(nn.Module):
 class Einsums(nn.Module):
     """Weights [m h d] and [h m d], as ports from JAX have them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.v = (nn.Parameter(torch.randn(M, H, D) / 6) for _ in range(2))
         self.k = nn.Parameter(torch.randn(H, M, D) / 6)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, v = (torch.einsum("btm,mhd->bthd", x, w) for w in (self.q, self.v))
         return plain(q, torch.einsum("btm,hmd->bthd", x, self.k), v).flatten(2)
 
@@ -242,7 +241,7 @@ class Einsums(nn.Module):
 class Adapted(nn.Module):
     """W x + B A x; B = 0 at the start, or A and B orthogonal, as peft initialises them."""
 
-    def __init__(self, orthogonal: bool) -> None:
+    def __init__(self, orthogonal):
         super().__init__()
         self.base = nn.Linear(M, H * D)
         self.a, self.b = nn.Linear(M, 3, bias=False), nn.Linear(3, H * D, bias=False)
@@ -253,23 +252,23 @@ class Adapted(nn.Module):
                 self.a.weight.copy_(u[:, :1] @ u[:, :1].mT @ self.a.weight)
                 self.b.weight.copy_(torch.randn(H * D, 2) @ u[:, 1:].mT)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x) + self.b(self.a(x))
 
 
-def adapted(*, orthogonal: bool) -> nn.Module:
+def adapted(*, orthogonal):
     model = Heads()
     model.q = Adapted(orthogonal)  # type: ignore[assignment]
     return model
 
 
-def reparametrized() -> nn.Module:
+def reparametrized():
     model = Heads()
     weight_norm(model.q)
     return model
 
 
-def zeroed() -> nn.Module:
+def zeroed():
     model = Heads()
     nn.init.zeros_(model.q.weight)
     nn.init.zeros_(model.q.bias)
@@ -279,12 +278,12 @@ def zeroed() -> nn.Module:
 class Latent(nn.Module):
     """Multi-head latent attention: keys from a narrow vector, and a rotated part that all heads share."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.down, self.up = nn.Linear(M, 6, bias=False), nn.Linear(6, H * D)
         self.q, self.rope = nn.Linear(M, H * (D + 2)), nn.Linear(M, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q = self.q(x).unflatten(-1, (H, D + 2))
         k = self.up(self.down(x)).unflatten(-1, (H, D))
         shared = self.rope(x)[:, :, None].expand(-1, -1, H, -1)
@@ -294,11 +293,11 @@ class Latent(nn.Module):
 class Sum(Heads):
     """Scores that are a sum of two products."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q2, self.k2 = nn.Linear(M, H * D), nn.Linear(M, H * D)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         layers = (self.q, self.k, self.q2, self.k2, self.v)
         q, k, q2, k2, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in layers)
         return ((q @ k.mT + q2 @ k2.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
@@ -307,11 +306,11 @@ class Sum(Heads):
 class Positions(Heads):
     """A learned table of relative positions."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Parameter(torch.randn(T, T, D))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (y.transpose(1, 2) for y in self.operands(x))
         z = q @ k.mT + torch.einsum("bhtd,tsd->bhts", q, self.table)
         return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
@@ -320,7 +319,7 @@ class Positions(Heads):
 class Itself(Heads):
     """Queries that are the keys."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, _, v = self.operands(x)
         return self.attend(q, q, v).flatten(2)
 
@@ -328,7 +327,7 @@ class Itself(Heads):
 class Images(nn.Module):
     """Attention between the places of an image [b c y x]; queries by CvT's separable convolution."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.query = nn.Sequential(
             nn.Conv2d(M, M, 3, padding=1, groups=M),
@@ -337,7 +336,7 @@ class Images(nn.Module):
         )
         self.key = nn.Conv2d(M, H * D, 3, padding=1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k = (
             layer(x).unflatten(1, (H, D)).flatten(3).mT
             for layer in (self.query, self.key)
@@ -348,12 +347,12 @@ class Images(nn.Module):
 class Pooled(nn.Module):
     """As MViT v2: a convolution that is the same for all heads pools the keys."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.project, self.mix = nn.Conv2d(M, H * D, 1), nn.Conv2d(H, H, 1)
         self.key = nn.Conv2d(M, H * D, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q = self.mix(self.project(x).flatten(2).unflatten(1, (H, D))).mT
         k = self.key(x).flatten(2).unflatten(1, (H, D)).mT
         return (q @ k.mT * SCALE).softmax(-1) @ k
@@ -362,16 +361,16 @@ class Pooled(nn.Module):
 class Cross(nn.Module):
     """nn.MultiheadAttention whose keys have another size: three weights, one bias."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attn = nn.MultiheadAttention(M, H, kdim=12, vdim=12, batch_first=True)
         nn.init.normal_(self.attn.in_proj_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.attn(x, x[..., :12], x[..., :12])[0]
 
 
-def layer() -> nn.Module:
+def layer():
     return nn.TransformerEncoderLayer(M, H, batch_first=True, dropout=0.1)
 
 
@@ -388,7 +387,7 @@ OF_ADAPTER: list[list[Rows]] = [
 ]
 
 
-def of_attend(attend: Attend, **options: Any) -> Case:
+def of_attend(attend, **options):
     groups = options.pop("groups", H)
     keys: list[list[Rows]] = [[("k.weight", 0, block(groups))]]
     build = lambda: Heads(attend, groups)  # noqa: E731

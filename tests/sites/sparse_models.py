@@ -26,18 +26,18 @@ class Truth(NamedTuple):
     sink: np.ndarray | None = None
 
 
-def heads(x: Tensor, n: int) -> Tensor:
+def heads(x, n):
     return x.unflatten(-1, (n, -1)).transpose(1, 2)
 
 
-def places() -> tuple[Tensor, Tensor]:
+def places():
     return torch.arange(T)[:, None], torch.arange(T)[None]
 
 
 class Sparse(nn.Module):
     """Projections, and what the last pass chose: `hidden` by branch, `index` the scores it chose by."""
 
-    def __init__(self, n_kv_heads: int = H) -> None:
+    def __init__(self, n_kv_heads=H):
         super().__init__()
         self.inner = nn.Linear(M, M)
         self.q_proj, self.k_proj = (
@@ -49,7 +49,7 @@ class Sparse(nn.Module):
         self.hidden: dict[str, Tensor] = {}
         self.input = torch.empty(0)
 
-    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, x):
         self.input = x.detach().double()
         n = self.n_kv_heads
         return (
@@ -58,17 +58,17 @@ class Sparse(nn.Module):
             heads(self.v_proj(x), n),
         )
 
-    def double(self, linear: nn.Linear, n: int) -> Tensor:  # type: ignore[override]
+    def double(self, linear, n):  # type: ignore[override]
         """A projection of the last input in float64, as heads."""
         return heads(self.input @ linear.weight.detach().double().mT, n)
 
-    def logits(self, q: Tensor, k: Tensor, branch: str) -> np.ndarray:
+    def logits(self, q, k, branch):
         z = q @ k.repeat_interleave(H // k.shape[1], 1).mT / math.sqrt(D)
         return z.masked_fill(self.hidden[branch], NEVER).numpy()
 
 
 class DSA(Sparse):
-    def __init__(self, *, fused: bool, top: int = 5, index_heads: int = 3) -> None:
+    def __init__(self, *, fused, top=5, index_heads=3):
         super().__init__()
         self.top, self.fused, self.index_heads = top, fused, index_heads
         self.iq, self.ik = (
@@ -77,7 +77,7 @@ class DSA(Sparse):
         )
         self.iw = nn.Linear(M, index_heads, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(x)
         i, j = places()
         later = (j > i)[: x.shape[1], : x.shape[1]]
@@ -105,7 +105,7 @@ class DSA(Sparse):
             out = (q @ k.mT / math.sqrt(D) + mask).softmax(-1) @ v
         return out.transpose(1, 2).flatten(2)
 
-    def truth(self) -> dict[str, Truth]:
+    def truth(self):
         return {
             "a": Truth(
                 self.logits(
@@ -114,7 +114,7 @@ class DSA(Sparse):
             )
         }
 
-    def index_truth(self) -> np.ndarray:
+    def index_truth(self):
         """I [b t s] = Σ_j w_j ReLU(q_j·k), -inf where the key comes later."""
         q = self.double(self.iq, self.index_heads)
         k, w = (
@@ -128,7 +128,7 @@ class DSA(Sparse):
 class Compressed(Sparse):
     """Keys that all heads share: a window, and one key of every m tokens; HCA sees all of these, CSA the best `top`."""
 
-    def __init__(self, *, m: int, top: int | None, window: int = 4) -> None:
+    def __init__(self, *, m, top, window=4):
         super().__init__(n_kv_heads=1)
         self.m, self.top, self.window = m, top, window
         self.c_proj, self.z_proj = (
@@ -138,12 +138,12 @@ class Compressed(Sparse):
         self.iq, self.iw = nn.Linear(M, 2 * D, bias=False), nn.Linear(M, 2, bias=False)
         self.sinks = nn.Parameter(torch.tensor([-1.0, 0.0, 1.5, 6.0]))
 
-    def compressed(self, c: Tensor, z: Tensor) -> Tensor:
+    def compressed(self, c, z):
         n = c.shape[1] // self.m
         c, z = (x[:, : n * self.m].unflatten(1, (n, self.m)) for x in (c, z))
         return (c * z.softmax(2)).sum(2)[:, None]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, _ = self.qkv(x)
         t = x.shape[1]
         short = self.compressed(self.c_proj(x), self.z_proj(x))
@@ -172,7 +172,7 @@ class Compressed(Sparse):
         z = z - z.max(-1, keepdim=True).values
         return (z.softmax(-1)[..., :-1] @ keys).transpose(1, 2).flatten(2)
 
-    def truth(self) -> dict[str, Truth]:
+    def truth(self):
         weights = (self.c_proj.weight, self.z_proj.weight)
         short = self.compressed(*(self.input @ w.detach().double().mT for w in weights))
         keys = torch.cat([self.double(self.k_proj, 1), short], 2)
@@ -187,11 +187,11 @@ class Compressed(Sparse):
 class MoBA(Sparse):
     """All sequences of a batch at once; the reference code takes one after the other."""
 
-    def __init__(self, *, block: int = 4, top: int = 2) -> None:
+    def __init__(self, *, block=4, top=2):
         super().__init__()
         self.block, self.top = block, top
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(x)
         t = x.shape[1]
         n = math.ceil(t / self.block)
@@ -217,7 +217,7 @@ class MoBA(Sparse):
             "bhts,bhsd->bthd", z.masked_fill(~seen, NEVER).softmax(-1), v
         ).flatten(2)
 
-    def truth(self) -> dict[str, Truth]:
+    def truth(self):
         return {
             "a": Truth(
                 self.logits(
@@ -230,11 +230,11 @@ class MoBA(Sparse):
 class Model(nn.Module):
     """A linear map, and the attention as the module `a`."""
 
-    def __init__(self, a: Sparse) -> None:
+    def __init__(self, a):
         super().__init__()
         self.inner, self.a = nn.Linear(M, M), a
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.a(self.inner(x))
 
 
@@ -246,7 +246,7 @@ class Numbers(NamedTuple):
     sink_share: np.ndarray
 
 
-def numbers(truth: Truth) -> Numbers:
+def numbers(truth):
     """Row by row, of the rows that reach a key, in plain float64."""
     b, h, t, _ = truth.logits.shape
     top, entropies, firsts = (

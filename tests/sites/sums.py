@@ -13,9 +13,7 @@ H, T, D = 4, 6, 8
 class Sum(nn.Module):
     """Attention [b t h·d] whose logit `z` is what `scores` makes of the projections."""
 
-    def __init__(
-        self, scores: Callable[[Sum, dict[str, Tensor]], Tensor], *names: str
-    ) -> None:
+    def __init__(self, scores, *names):
         super().__init__()
         self.scores = scores
         for name in (*names, "v"):
@@ -40,7 +38,7 @@ class Sum(nn.Module):
         self.gate = nn.Linear(32, H)
         self.z = torch.zeros(())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         parts = {
             n: getattr(self, n)(x).unflatten(-1, (H, D)).transpose(1, 2)
             for n in (*self.names, "v")
@@ -51,28 +49,28 @@ class Sum(nn.Module):
         return (self.z.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-def two(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def two(m, p):
     return p["q1"] @ p["k1"].mT + p["q2"] @ p["k2"].mT
 
 
-def in_place(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def in_place(m, p):
     z = p["q1"] @ p["k1"].mT
     z += p["q1"] @ p["k2"].mT
     return z
 
 
-def with_alpha(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def with_alpha(m, p):
     return torch.add(p["q1"] @ p["k1"].mT, p["q2"] @ p["k2"].mT * 0.5, alpha=2.0).sub(
         p["q2"] @ p["k1"].mT
     )
 
 
-def batched(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def batched(m, p):
     q1, k1, q2, k2 = (x.flatten(0, 1) for x in p.values())
     return torch.baddbmm(torch.bmm(q1, k1.mT), q2, k2.mT).view(-1, H, T, T)
 
 
-def absorbed(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def absorbed(m, p):
     """DeepSeek's layout of scores, turned for the softmax of this module."""
     q1, k1, q2, k2 = (x.transpose(1, 2) for x in p.values())
     z = torch.einsum("bshd,bthd->bsht", q1, k1) + torch.einsum(
@@ -81,7 +79,7 @@ def absorbed(m: Sum, p: dict[str, Tensor]) -> Tensor:
     return z.transpose(1, 2)
 
 
-def transformer_xl(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def transformer_xl(m, p):
     """Positions projected as keys, moved to their place by the relative shift."""
     b = p["q1"] @ p["k2"].mT
     b = (
@@ -94,7 +92,7 @@ def transformer_xl(m: Sum, p: dict[str, Tensor]) -> Tensor:
     )
 
 
-def deberta(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def deberta(m, p):
     """Content to content, content to position and position to content, the positions picked by gather."""
     gap = m.gap.expand(len(p["q1"]), H, T, T)
     far = torch.gather(p["q1"] @ p["k2"].mT, -1, gap)
@@ -102,33 +100,33 @@ def deberta(m: Sum, p: dict[str, Tensor]) -> Tensor:
     return p["q1"] @ p["k1"].mT + far + near
 
 
-def shaw_table(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def shaw_table(m, p):
     return torch.matmul(p["q1"], m.table.mT) + p["q1"] @ p["k1"].mT
 
 
-def shaw_rows(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def shaw_rows(m, p):
     """A row of the table for each feature."""
     return p["q1"] @ p["k1"].mT + p["q1"] @ m.rows
 
 
-def shaw_heads(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def shaw_heads(m, p):
     return p["q1"] @ p["k1"].mT + torch.einsum(
         "bhtd,shd->bhts", p["q1"], m.per_head.view(T, H, D)
     )
 
 
-def shaw_embedding(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def shaw_embedding(m, p):
     return p["q1"] @ p["k1"].mT + torch.einsum(
         "bhtd,tsd->bhts", p["q1"], m.embedding(m.gap)
     )
 
 
-def shaw_pairs(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def shaw_pairs(m, p):
     """A vector for every pair of positions."""
     return torch.einsum("bhtd,tsd->bhts", p["q1"], m.pairs) + p["q1"] @ p["k1"].mT
 
 
-def interpolated(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def interpolated(m, p):
     """SAM's: a table for images of another size."""
     table = torch.nn.functional.interpolate(
         m.table.mT[None], size=2 * T - 1, mode="linear"
@@ -136,7 +134,7 @@ def interpolated(m: Sum, p: dict[str, Tensor]) -> Tensor:
     return p["q1"] @ p["k1"].mT + torch.einsum("bhtd,tsd->bhts", p["q1"], table[m.gap])
 
 
-def two_tables(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def two_tables(m, p):
     """BoTNet's: heights plus widths."""
     return (
         p["q1"] @ p["k1"].mT
@@ -144,7 +142,7 @@ def two_tables(m: Sum, p: dict[str, Tensor]) -> Tensor:
     )
 
 
-def memory_keys(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def memory_keys(m, p):
     """x-transformers' learned keys of each head before those of the tokens."""
     return (
         p["q1"]
@@ -154,7 +152,7 @@ def memory_keys(m: Sum, p: dict[str, Tensor]) -> Tensor:
     )
 
 
-def memory_columns(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def memory_columns(m, p):
     learned = m.per_head[None, :2].unflatten(-1, (H, D)).transpose(1, 2)
     return (
         p["q1"]
@@ -162,7 +160,7 @@ def memory_columns(m: Sum, p: dict[str, Tensor]) -> Tensor:
     )
 
 
-def three_dimensions(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def three_dimensions(m, p):
     """XLNet's projections, and those of a matrix for each head."""
     q, k = (
         torch.einsum("btm,mhd->bthd", m.x, m.wq),
@@ -171,7 +169,7 @@ def three_dimensions(m: Sum, p: dict[str, Tensor]) -> Tensor:
     return p["q1"] @ p["k1"].mT + torch.einsum("bthd,bhsd->bhts", q, k)
 
 
-def convolutions(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def convolutions(m, p):
     """CvT's, without its norm: one channel at a time, then one place at a time."""
     q, k = m.point(m.depth(m.x.mT)), m.wide(m.x.mT)
     return p["q1"] @ p["k1"].mT + q.unflatten(1, (H, D)).mT @ k.unflatten(1, (H, D))
@@ -232,7 +230,7 @@ SUMS: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str, Terms]] =
 }
 
 
-def made(name: str) -> Sum:
+def made(name):
     torch.manual_seed(0)
     scores, names, _ = SUMS[name]
     model = Sum(scores, *names.split())
@@ -242,31 +240,31 @@ def made(name: str) -> Sum:
     return model
 
 
-def batch(seed: int = 1) -> Tensor:
+def batch(seed=1):
     return torch.randn(2, T, 32, generator=torch.Generator().manual_seed(seed))
 
 
-def largest(model: Sum) -> float:
+def largest(model):
     """The true largest logit of the batch."""
     with torch.no_grad():
         model(batch())
         return float(model.z.amax())
 
 
-def mixed_residual(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def mixed_residual(m, p):
     """x-transformers' talking heads."""
     z = p["q1"] @ p["k1"].mT
     return z + m.mix(z)
 
 
-def gated(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def gated(m, p):
     """A bias that the input decides on."""
     return p["q1"] @ p["k1"].mT + m.gate(m.x).permute(0, 2, 1)[..., None] * torch.randn(
         T, T
     )
 
 
-def capped_part(m: Sum, p: dict[str, Tensor]) -> Tensor:
+def capped_part(m, p):
     return 5 * torch.tanh(p["q1"] @ p["k1"].mT / 5) + p["q2"] @ p["k2"].mT
 
 
@@ -284,6 +282,6 @@ UNKNOWN: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str]] = {
 }
 
 
-def unknown(name: str) -> Sum:
+def unknown(name):
     torch.manual_seed(0)
     return Sum(UNKNOWN[name][0], "q1", "k1", "q2", "k2")

@@ -7,13 +7,13 @@ import itertools
 import pytest
 import torch
 from tests.sites.models import SCALE, D, H, Heads, M, T
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel import find_sites
-from qkeel.sites import AttentionSite, verify
+from qkeel.sites import verify
 
 
-def x() -> Tensor:
+def x():
     return torch.randn(2, T, M, generator=torch.Generator().manual_seed(1))
 
 
@@ -21,13 +21,13 @@ class Disguised(Heads):
     """Heads whose queries are permuted, and whose scores get a gate, by ways that the graph doesn't show: both are
     buffers, which layers that differ in nothing else may fill in different ways."""
 
-    def __init__(self, normed: bool = False) -> None:
+    def __init__(self, normed=False):
         super().__init__()
         self.norm = nn.RMSNorm(D) if normed else nn.Identity()
         self.register_buffer("order", torch.arange(H))
         self.register_buffer("gate", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (y.transpose(1, 2) for y in self.operands(x))
         q = self.norm(q)
         q = q + (q[:, self.order] - q).detach()
@@ -36,18 +36,18 @@ class Disguised(Heads):
         return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-def layers(n: int, normed: bool = False) -> nn.Sequential:
+def layers(n, normed=False):
     torch.manual_seed(0)
     return nn.Sequential(*(Disguised(normed) for _ in range(n)))
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def runs(monkeypatch):
     """The names of the modules that run again."""
     names: list[str] = []
     logits = verify.Rerun.logits
 
-    def counted(rerun: verify.Rerun, *args: object) -> list[Tensor]:
+    def counted(rerun, *args):
         names.append(rerun.frame.name)
         return logits(rerun, *args)  # type: ignore[arg-type]
 
@@ -55,12 +55,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def verified(sites: list[AttentionSite]) -> list[bool]:
+def verified(sites):
     return [site.verified for site in sites]
 
 
 @pytest.mark.parametrize("heads", [H, 2 * H])
-def test_eight_plain_layers_take_nine_reruns(heads: int, runs: list[str]) -> None:
+def test_eight_plain_layers_take_nine_reruns(heads, runs):
     torch.manual_seed(0)
     model = nn.Sequential(*(Fused(heads) for _ in range(8)))
     assert verified(find_sites(model, x())) == [True] * 8
@@ -68,15 +68,15 @@ def test_eight_plain_layers_take_nine_reruns(heads: int, runs: list[str]) -> Non
     assert all(runs.count(str(i)) == 1 for i in range(1, 8))
 
 
-def test_layers_with_a_norm_take_one_rerun_after_the_first(runs: list[str]) -> None:
+def test_layers_with_a_norm_take_one_rerun_after_the_first(runs):
     assert verified(find_sites(layers(4, normed=True), x())) == [True] * 4
     assert [runs.count(str(i)) for i in range(1, 4)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(H))][1:])
 def test_every_permutation_of_heads_in_a_later_layer_is_seen(
-    order: tuple[int, ...],
-) -> None:
+    order,
+):
     model = layers(3)
     model[1].order.copy_(torch.tensor(order))
     sites = find_sites(model, x())
@@ -84,7 +84,7 @@ def test_every_permutation_of_heads_in_a_later_layer_is_seen(
     assert "changed the logits of" in sites[1].unverified
 
 
-def test_a_part_from_other_weights_in_a_later_layer_is_seen() -> None:
+def test_a_part_from_other_weights_in_a_later_layer_is_seen():
     model = layers(3)
     model[2].gate.fill_(0.3)
     sites = find_sites(model, x())
@@ -92,7 +92,7 @@ def test_a_part_from_other_weights_in_a_later_layer_is_seen() -> None:
     assert "from other weights" in sites[2].unverified
 
 
-def test_a_permutation_behind_a_norm_is_seen_in_some_layer() -> None:
+def test_a_permutation_behind_a_norm_is_seen_in_some_layer():
     model = layers(7, normed=True)
     for layer in (*model,)[1:]:
         layer.order.copy_(torch.tensor([1, 0, 2, 3]))
@@ -102,11 +102,11 @@ def test_a_permutation_behind_a_norm_is_seen_in_some_layer() -> None:
 class Fused(nn.Module):
     """One projection, and torch's function."""
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads):
         super().__init__()
         self.heads, self.qkv = heads, nn.Linear(M, 3 * M)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         y = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
         return y.transpose(1, 2).flatten(2)
@@ -115,11 +115,11 @@ class Fused(nn.Module):
 class Switched(Heads):
     """Heads with a bias for each distance, and with another one from a detached query if a switch is on."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         super().__init__()
         self.number, self.is_gated = number, False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (y.transpose(1, 2) for y in self.operands(x))
         distance = torch.arange(float(T)) - torch.arange(float(T))[:, None]
         z = q @ k.mT * SCALE - distance.abs() / 8
@@ -129,8 +129,8 @@ class Switched(Heads):
 
 
 def test_a_switch_makes_another_kind_and_the_number_of_a_layer_does_not(
-    runs: list[str],
-) -> None:
+    runs,
+):
     model = nn.Sequential(*(Switched(i) for i in range(4)))
     assert verified(find_sites(model, x())) == [True] * 4
     assert [runs.count(str(i)) for i in range(1, 4)] == [1, 1, 1]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
@@ -33,13 +29,13 @@ KEEP[1, :3] = 0  # padded on the left
 
 
 def registered(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, None]:
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    **options,
+):
     """A user's own attention function."""
     key, value = (
         x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value)
@@ -51,7 +47,7 @@ def registered(
 
 
 @pytest.fixture(autouse=True)
-def _names() -> Iterator[None]:
+def _names():
     functions, masks = (
         transformers.AttentionInterface,
         transformers.AttentionMaskInterface,
@@ -67,7 +63,7 @@ def _names() -> Iterator[None]:
     del masks._global_mapping["registered"]
 
 
-def llama(name: str) -> nn.Module:
+def llama(name):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -86,7 +82,7 @@ def llama(name: str) -> nn.Module:
 
 
 @torch.no_grad()
-def watched(model: nn.Module) -> tuple[Tensor, dict[str, LogitStats]]:
+def watched(model):
     """Logits of the tokens that are not padding, and statistics per site; watching changes neither."""
     expected = model(input_ids=IDS, attention_mask=KEEP).logits
     found: dict[str, LogitStats] = {}
@@ -97,7 +93,7 @@ def watched(model: nn.Module) -> tuple[Tensor, dict[str, LogitStats]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_statistics_and_sites_are_the_same_under_every_name(name: str) -> None:
+def test_statistics_and_sites_are_the_same_under_every_name(name):
     model = llama(name)
     _, found = watched(model)
     _, plain = watched(llama("eager"))
@@ -119,7 +115,7 @@ def test_statistics_and_sites_are_the_same_under_every_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_padded_on_the_left_computes_what_it_does_alone(name: str) -> None:
+def test_a_row_padded_on_the_left_computes_what_it_does_alone(name):
     model = llama(name)
     logits, _ = watched(model)
     with torch.no_grad():
@@ -127,9 +123,7 @@ def test_a_row_padded_on_the_left_computes_what_it_does_alone(name: str) -> None
     torch.testing.assert_close(logits[1:, 3:], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_a_function_registered_without_a_mask_function_is_shown_to_see_everything() -> (
-    None
-):
+def test_a_function_registered_without_a_mask_function_is_shown_to_see_everything():
     # transformers then gives it no mask at all, without a word.
     _, found = watched(llama("without a mask"))
     assert [s.n_pairs.tolist() for s in found.values()] == [[2 * 64] * 4] * 2

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qkeel import find_sites
 from qkeel.capture.calls import statistics
-from qkeel.capture.intercept import CapturedCall, CaptureMode
+from qkeel.capture.intercept import CaptureMode
 from qkeel.functional.statistics import LogitStats
 
 pytestmark = [
@@ -27,7 +27,7 @@ B, H, T, D = 2, 4, 6, 8
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention(q, k, v):
     hidden = torch.ones(q.size(-2), k.size(-2)).tril() == 0
     scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
     return torch.matmul(
@@ -35,21 +35,22 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     )
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def fused(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def masked_softmax(scores: Tensor, scale: float) -> Tensor:
+# torch.jit.script takes an argument without a type for a tensor.
+def masked_softmax(scores: Tensor, scale: float):
     hidden = torch.ones(scores.size(-2), scores.size(-1)).tril() == 0
     return torch.softmax((scores * scale).masked_fill(hidden, -float("inf")), dim=-1)
 
 
-def softmax_in_a_script() -> Attend:
+def softmax_in_a_script():
     softmax = torch.jit.script(masked_softmax)
     return lambda q, k, v: softmax(q @ k.mT, D**-0.5) @ v
 
 
-def heads_one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def heads_one_by_one(q, k, v):
     return torch.func.vmap(attention, in_dims=1, out_dims=1)(q, k, v)
 
 
@@ -83,12 +84,12 @@ every_way = pytest.mark.parametrize("name", WAYS)
 
 
 class Block(nn.Module):
-    def __init__(self, attend: Attend) -> None:
+    def __init__(self, attend):
         super().__init__()
         self.n_head, self.attend = H, attend
         self.c_attn = nn.Linear(H * D, 3 * H * D)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             y.unflatten(2, (H, D)).transpose(1, 2)
             for y in self.c_attn(x).split(H * D, dim=2)
@@ -96,7 +97,7 @@ class Block(nn.Module):
         return self.attend(q, k, v).transpose(1, 2).flatten(2)
 
 
-def seen(model: nn.Module, x: Tensor) -> tuple[Tensor, list[LogitStats]]:
+def seen(model, x):
     found: list[LogitStats] = []
     with (
         torch.no_grad(),
@@ -108,8 +109,8 @@ def seen(model: nn.Module, x: Tensor) -> tuple[Tensor, list[LogitStats]]:
 
 @every_way
 def test_the_output_is_the_same_and_statistics_are_the_plain_ones_or_none(
-    name: str,
-) -> None:
+    name,
+):
     make, is_hidden = WAYS[name]
     model = Block(make())
     x = torch.randn(B, T, H * D)
@@ -128,12 +129,12 @@ def test_the_output_is_the_same_and_statistics_are_the_plain_ones_or_none(
         assert torch.equal(stats.n_pairs, plain.n_pairs)
 
 
-def test_functional_calls_and_their_gradients_are_seen() -> None:
+def test_functional_calls_and_their_gradients_are_seen():
     model, x = Block(attention), torch.randn(B, T, H * D)
     _, (plain,) = seen(model, x)
     params = dict(model.named_parameters())
 
-    def loss(given: dict[str, Tensor], x: Tensor) -> Tensor:
+    def loss(given, x):
         return torch.func.functional_call(model, given, (x,)).sum()
 
     runs: dict[str, Callable[[], object]] = {
@@ -149,11 +150,11 @@ def test_functional_calls_and_their_gradients_are_seen() -> None:
         torch.testing.assert_close(stats.entropy, plain.entropy, msg=name)
 
 
-def test_what_one_watcher_computes_is_no_attention_to_another() -> None:
+def test_what_one_watcher_computes_is_no_attention_to_another():
     model, x = Block(attention), torch.randn(B, T, H * D)
     counts = [0, 0]
 
-    def note(i: int, captured: CapturedCall) -> None:
+    def note(i, captured):
         statistics(captured.call)  # exponentials over their sums
         counts[i] += 1
 
@@ -163,13 +164,13 @@ def test_what_one_watcher_computes_is_no_attention_to_another() -> None:
     assert counts == [1, 1]
 
 
-def test_a_product_with_a_view_of_a_weight_makes_no_scores() -> None:
+def test_a_product_with_a_view_of_a_weight_makes_no_scores():
     class Experts(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.w = nn.Parameter(torch.randn(H, D, D))
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             q = torch.bmm(
                 x, self.w.mT
             )  # tagged, q @ k would be no product of two activations

@@ -16,11 +16,11 @@ C, D = 16, 8
 class Core(nn.Module):
     """softmax(q kᵀ) v, which notes the largest logit of each call and head in float64."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.largest: list[Tensor] = []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q, k, v):
         z = q @ k.mT / q.shape[-1] ** 0.5
         self.largest.append(
             (q.detach().double() @ k.detach().double().mT / q.shape[-1] ** 0.5).amax(
@@ -30,16 +30,16 @@ class Core(nn.Module):
         return z.softmax(-1) @ v
 
 
-def split(x: Tensor) -> Tensor:
+def split(x):
     return x.unflatten(-1, (-1, D)).transpose(1, 2)
 
 
 class Weights(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(C, C, bias=False) for _ in range(3))
 
-    def forward(self, core: Core, x: Tensor, memory: Tensor) -> Tensor:
+    def forward(self, core, x, memory):
         joined = (
             core(split(self.q(x)), split(self.k(memory)), split(self.v(memory)))
             .transpose(1, 2)
@@ -49,18 +49,18 @@ class Weights(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core):
         super().__init__()
         self.weights, self.core = Weights(), core
 
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+    def forward(self, x, memory):
         return self.weights(self.core, x, memory)
 
 
 class Program(nn.Module):
     """Sets of weights that call one core in a drawn order; some are called again, some from a block of their own."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         super().__init__()
         drawn = random.Random(seed)
         torch.manual_seed(seed)
@@ -79,7 +79,7 @@ class Program(nn.Module):
                     "weights.q.weight" if isinstance(part, Block) else "q.weight"
                 ).mul_(drawn.uniform(1.0, 6.0))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         memory = x.flip(1)
         for number, crossed in zip(self.order, self.crossed, strict=True):
             part, source = self.parts[number], memory if crossed else x
@@ -90,7 +90,7 @@ class Program(nn.Module):
             )
         return x
 
-    def largest_by_weights(self, x: Tensor) -> dict[str, Tensor]:
+    def largest_by_weights(self, x):
         """The largest logit [h] of each set of weights, by the name of the query's weight."""
         self.core.largest.clear()
         self(x)
@@ -105,7 +105,7 @@ class Program(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_each_set_of_weights_is_a_site_with_its_own_statistics(seed: int) -> None:
+def test_each_set_of_weights_is_a_site_with_its_own_statistics(seed):
     model = Program(seed)
     x = torch.randn(2, 5, C, generator=torch.Generator().manual_seed(seed))
     sites = find_sites(model, x)
@@ -124,7 +124,7 @@ def test_each_set_of_weights_is_a_site_with_its_own_statistics(seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_clip_bounds_every_caller(seed: int) -> None:
+def test_a_clip_bounds_every_caller(seed):
     model = Program(seed)
     x = torch.randn(2, 5, C, generator=torch.Generator().manual_seed(seed))
     before = model.largest_by_weights(x)
@@ -139,14 +139,14 @@ def test_a_clip_bounds_every_caller(seed: int) -> None:
         assert moved == bool((largest > threshold * 1.001).any())
 
 
-def test_sites_are_named_by_the_module_that_owns_the_projections() -> None:
+def test_sites_are_named_by_the_module_that_owns_the_projections():
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.core = Core()
             self.blocks = nn.ModuleList(Block(self.core) for _ in range(3))
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             for block in (*self.blocks, self.blocks[1]):
                 x = block(x, x)
             return x
@@ -164,13 +164,13 @@ def test_sites_are_named_by_the_module_that_owns_the_projections() -> None:
     ]
 
 
-def test_one_weight_for_parts_of_the_input_is_told() -> None:
+def test_one_weight_for_parts_of_the_input_is_told():
     class Shared(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             y = x.unflatten(-1, (-1, D))
             z = torch.einsum("nqhd,nkhd->nhqk", self.q(y), self.k(y))
             return torch.einsum("nhqk,nkhd->nqhd", z.softmax(3), self.v(y)).flatten(2)

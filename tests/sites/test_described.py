@@ -22,7 +22,7 @@ from qkeel.errors import (
 )
 from qkeel.functional.statistics import LogitStats
 from qkeel.patching.modes import FaultGuard
-from qkeel.sites import AttentionSite, Reading, describe
+from qkeel.sites import Reading, describe
 from qkeel.spec import AttentionSpec, RMSNorm, Softcap
 
 B, H, G, T, D = 2, 4, 2, 6, 8
@@ -43,23 +43,23 @@ def opaque(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Opaque(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q_proj = nn.Linear(H * D, H * D)
         self.kv = nn.Linear(H * D, 2 * G * D, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q = self.q_proj(x).unflatten(2, (H, D))
         k, v = self.kv(x).unflatten(2, (2, G, D)).unbind(2)
         return opaque(q, k, v).flatten(2)
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([Opaque(), Opaque()])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = x + layer(x)
         return x
@@ -69,18 +69,16 @@ QUERY = Reading(module="q_proj")
 KEY = Reading(module="kv", layout="b t (n h d)", part=0, parts=2)
 
 
-def described(model: nn.Module, name: str = "layers.0", **more: Any) -> AttentionSite:
+def described(model, name="layers.0", **more):
     return describe(
         model, name, **{"query": QUERY, "key": KEY, "heads": (H, G), **more}
     )
 
 
-def watch(
-    model: nn.Module, sites: list[AttentionSite], *inputs: Tensor
-) -> dict[str, LogitStats]:
+def watch(model, sites, *inputs):
     found: dict[str, LogitStats] = {}
 
-    def note(sighting: CapturedCall) -> None:
+    def note(sighting):
         assert sighting.name not in found
         found[sighting.name] = statistics(sighting.call)
 
@@ -89,9 +87,7 @@ def watch(
     return found
 
 
-def oracle(
-    q: Tensor, k: Tensor, scale: float = 1 / math.sqrt(D)
-) -> tuple[Tensor, Tensor]:
+def oracle(q, k, scale=D**-0.5):
     """Largest logit and mean entropy per head of causal attention, float64; q, k [b h t d]."""
     z = (
         q.double()
@@ -104,7 +100,7 @@ def oracle(
     )
 
 
-def test_an_opaque_operator_is_watched_as_described() -> None:
+def test_an_opaque_operator_is_watched_as_described():
     model, x = Model(), torch.randn(B, T, H * D)
     sites = [described(model, f"layers.{i}") for i in (0, 1)]
     with torch.no_grad():
@@ -127,7 +123,7 @@ def test_an_opaque_operator_is_watched_as_described() -> None:
 
 
 @torch.no_grad()
-def test_the_rows_of_a_description_are_those_of_its_heads() -> None:
+def test_the_rows_of_a_description_are_those_of_its_heads():
     model = Model()
     site = described(model)
     assert (site.n_heads, site.n_kv_heads, site.head_dim, site.why) == (H, G, D, "")
@@ -162,22 +158,20 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_is_brought_into_one(layout: str) -> None:
+def test_every_layout_is_brought_into_one(layout):
     x = torch.randn(B, H, T, D)
     assert torch.equal(
         arranged(LAYOUTS[layout](x), Reading(module="q", layout=layout), H), x
     )
 
 
-def test_functions_may_read_q_k_and_the_mask_from_the_arguments_of_the_forward() -> (
-    None
-):
+def test_functions_may_read_q_k_and_the_mask_from_the_arguments_of_the_forward():
     class Bare(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.w = nn.Parameter(torch.randn(2, 8, 8))
 
-        def forward(self, x: Tensor, *, keep: Tensor) -> Tensor:
+        def forward(self, x, *, keep):
             return x
 
     model = Bare()
@@ -202,11 +196,9 @@ def test_functions_may_read_q_k_and_the_mask_from_the_arguments_of_the_forward()
     assert found[0].n_pairs.tolist() == [T * T + T * 4]
 
 
-def test_what_is_visible_inside_a_described_module_is_reported_once_as_described() -> (
-    None
-):
+def test_what_is_visible_inside_a_described_module_is_reported_once_as_described():
     class Visible(Opaque):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             q = self.q_proj(x).unflatten(2, (H, D)).transpose(1, 2)
             k, v = self.kv(x).unflatten(2, (2, G, D)).transpose(1, 3).unbind(2)
             return (
@@ -219,7 +211,7 @@ def test_what_is_visible_inside_a_described_module_is_reported_once_as_described
     how: list[tuple[str, str]] = []
     stats: list[LogitStats] = []
 
-    def note(sighting: CapturedCall) -> None:
+    def note(sighting):
         how.append((sighting.name, sighting.how))
         stats.append(statistics(sighting.call))
 
@@ -231,7 +223,7 @@ def test_what_is_visible_inside_a_described_module_is_reported_once_as_described
     torch.testing.assert_close(stats[0].max_logit, stats[2].max_logit)
 
 
-def test_an_exception_in_the_forward_leaves_nothing_for_the_next_call() -> None:
+def test_an_exception_in_the_forward_leaves_nothing_for_the_next_call():
     model, x = Model(), torch.randn(B, T, H * D)
     site = described(model)
     found: list[CapturedCall] = []
@@ -243,7 +235,7 @@ def test_an_exception_in_the_forward_leaves_nothing_for_the_next_call() -> None:
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_a_fault_in_a_description_goes_to_the_handler_and_not_into_the_model() -> None:
+def test_a_fault_in_a_description_goes_to_the_handler_and_not_into_the_model():
     model, x = Model(), torch.randn(B, T, H * D)
     site = described(
         model,
@@ -258,15 +250,15 @@ def test_a_fault_in_a_description_goes_to_the_handler_and_not_into_the_model() -
     assert isinstance(guard.error, ShapeError)
 
 
-def test_an_output_that_is_laid_out_otherwise_is_an_error() -> None:
+def test_an_output_that_is_laid_out_otherwise_is_an_error():
     for shape in ((2, 6, 32), (2, 3, 6, 8)):  # another number of dimensions, of heads
         with pytest.raises(ShapeError):
             arranged(torch.ones(shape), Reading(module="q", layout="b h t d"), 4)
 
 
-def test_a_projection_that_all_heads_share_is_one_slice() -> None:
+def test_a_projection_that_all_heads_share_is_one_slice():
     class Shared(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.q, self.k = nn.Linear(D, D), nn.Linear(D, D)
 
@@ -277,7 +269,7 @@ def test_a_projection_that_all_heads_share_is_one_slice() -> None:
     assert site.query[0].index.tolist() == [list(range(D))]
 
 
-def test_a_cap_is_part_of_the_spec() -> None:
+def test_a_cap_is_part_of_the_spec():
     model, x = Model(), torch.randn(B, T, H * D)
     (stats,) = watch(
         model, [described(model, spec=AttentionSpec(cap=Softcap(0.5)))], x
@@ -320,13 +312,13 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_description_that_does_not_fit_is_refused_at_once(name: str) -> None:
+def test_a_description_that_does_not_fit_is_refused_at_once(name):
     changes, error, message = BAD[name]
     with pytest.raises(error, match=message):
         described(Model(), **changes)
 
 
-def test_only_a_module_can_be_described() -> None:
+def test_only_a_module_can_be_described():
     with pytest.raises(InvalidTypeError, match=r"expected a torch\.nn\.Module"):
         described({})  # type: ignore[arg-type]
 
@@ -334,7 +326,7 @@ def test_only_a_module_can_be_described() -> None:
 @pytest.mark.parametrize(
     "layout", ["b t", "b t (h d", "b t h d d", "b t (h x)", "b h d"]
 )
-def test_a_layout_that_names_no_tokens_or_dims_is_refused(layout: str) -> None:
+def test_a_layout_that_names_no_tokens_or_dims_is_refused(layout):
     with pytest.raises(InvalidValueError, match="expected a layout of b h t d"):
         Reading(module="q", layout=layout)
     with pytest.raises(InvalidValueError, match="expected part 0 to 1 of 2, got 2"):

@@ -1,10 +1,8 @@
 """A site knows which rows of which weight make head h: zeroing them silences that head's logits and no other's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 import qkeel
@@ -23,7 +21,7 @@ KINDS = {
 }
 
 
-def maxima(model: nn.Module) -> Tensor:
+def maxima(model):
     """Largest |logit| per head."""
     with Tap(model) as tap:
         model(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)))
@@ -33,7 +31,7 @@ def maxima(model: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_zeroing_a_heads_query_rows_silences_that_head_alone(kind: str) -> None:
+def test_zeroing_a_heads_query_rows_silences_that_head_alone(kind):
     model = KINDS[kind]()
     before = maxima(model)
     (site,) = find_sites(model)
@@ -56,8 +54,8 @@ def test_zeroing_a_heads_query_rows_silences_that_head_alone(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_scaling_every_matrix_of_a_term_by_its_own_factor_scales_the_logit_by_their_product(
-    kind: str,
-) -> None:
+    kind,
+):
     model = KINDS[kind]()
     for name, p in model.named_parameters():
         if name.endswith("bias"):
@@ -71,7 +69,7 @@ def test_scaling_every_matrix_of_a_term_by_its_own_factor_scales_the_logit_by_th
     assert torch.allclose(maxima(model), before * 2.0 ** ways.pop(), rtol=1e-4)
 
 
-def test_the_down_projections_count_only_without_a_norm_on_the_latents() -> None:
+def test_the_down_projections_count_only_without_a_norm_on_the_latents():
     names = {
         s.parameter
         for s in (
@@ -88,7 +86,7 @@ def test_the_down_projections_count_only_without_a_norm_on_the_latents() -> None
     }
 
 
-def test_sites_come_in_module_order_with_qualified_names() -> None:
+def test_sites_come_in_module_order_with_qualified_names():
     sites = find_sites(
         Decoder(DecoderConfig(vocab_size=5, d_model=16, n_layers=3, n_kv_heads=2))
     )
@@ -98,9 +96,9 @@ def test_sites_come_in_module_order_with_qualified_names() -> None:
     assert find_sites(Attention(16, 4))[0].query[0].parameter == "q_proj.weight"
 
 
-def test_a_parametrized_weight_is_found_under_its_original() -> None:
+def test_a_parametrized_weight_is_found_under_its_original():
     class Double(nn.Module):
-        def forward(self, w: Tensor) -> Tensor:
+        def forward(self, w):
             return 2 * w
 
     model = nn.Sequential(Attention(16, 4))
@@ -111,7 +109,7 @@ def test_a_parametrized_weight_is_found_under_its_original() -> None:
 
 
 @torch.no_grad()
-def test_expand_gives_each_row_its_heads_value_and_one_elsewhere() -> None:
+def test_expand_gives_each_row_its_heads_value_and_one_elsewhere():
     weight = torch.zeros(6, 3)
     rows = HeadSlice(parameter="w", axis=0, index=torch.tensor([[0, 1], [4, 5]]))
     assert rows.expand(torch.tensor([2.0, 3.0]), weight)[:, 0].tolist() == [
@@ -135,7 +133,7 @@ def test_expand_gives_each_row_its_heads_value_and_one_elsewhere() -> None:
     ]
 
 
-def test_sites_found_on_meta_are_those_of_the_model_with_values() -> None:
+def test_sites_found_on_meta_are_those_of_the_model_with_values():
     torch.manual_seed(0)
     block = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
     with torch.device("meta"):

@@ -6,14 +6,13 @@ import dataclasses
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.each_row import each_row
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import modeling_flash_attention_utils as wrappers
 
@@ -31,7 +30,7 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
 @pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _installed(monkeypatch):
     package = types.ModuleType("flash_attn")
     for name in [n for n in vars(stand_in) if n.startswith("flash_attn")]:
         setattr(package, name, getattr(stand_in, name))
@@ -50,13 +49,13 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     } == before
 
 
-def parts(t: int, s: int) -> tuple[Tensor, Tensor, Tensor]:
+def parts(t, s):
     generator = torch.Generator().manual_seed(t)
     shapes = ((B, t, H, D), (B, s, G, D), (B, s, G, D))
     return tuple(2 * torch.randn(shape, generator=generator) for shape in shapes)  # type: ignore[return-value]
 
 
-def seen(call: Callable[[], Tensor]) -> tuple[LogitStats, Tensor]:
+def seen(call):
     found: list[LogitStats] = []
     with CaptureMode(nn.Identity(), lambda s: found.append(statistics(s.call))):
         out = call()
@@ -64,9 +63,7 @@ def seen(call: Callable[[], Tensor]) -> tuple[LogitStats, Tensor]:
     return stats, out
 
 
-def check(
-    stats: LogitStats, pairs: list[tuple[Tensor, Tensor]], options: tuple[Any, ...]
-) -> None:
+def check(stats, pairs, options):
     """Against scores of whole sequences q [t h d], k [s g d] in float64."""
     each = [
         stand_in.scores(q.double(), k.double(), *options)
@@ -98,7 +95,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def positional(given: dict[str, Any]) -> tuple[Any, ...]:
+def positional(given):
     names = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes")
     return tuple(
         {
@@ -115,14 +112,14 @@ def positional(given: dict[str, Any]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("t", "s"), [(6, 6), (2, 6), (6, 2)])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_counts(name: str, t: int, s: int) -> None:
+def test_every_option_counts(name, t, s):
     q, k, v = parts(t, s)
     stats, out = seen(lambda: stand_in.flash_attn_func(q, k, v, **OPTIONS[name]))
     assert torch.equal(out, stand_in.flash_attn_func(q, k, v, **OPTIONS[name]))
     check(stats, list(zip(q, k)), positional(OPTIONS[name]))
 
 
-def test_slopes_may_differ_from_sequence_to_sequence() -> None:
+def test_slopes_may_differ_from_sequence_to_sequence():
     q, k, v = parts(4, 4)
     slopes = torch.stack([SLOPES, 2 * SLOPES])
     stats, _ = seen(lambda: stand_in.flash_attn_func(q, k, v, alibi_slopes=slopes))
@@ -138,7 +135,7 @@ def test_slopes_may_differ_from_sequence_to_sequence() -> None:
     torch.testing.assert_close(stats.entropy, (each[0].entropy + each[1].entropy) / 2)
 
 
-def test_packed_arguments_are_unpacked_and_nested_calls_count_once() -> None:
+def test_packed_arguments_are_unpacked_and_nested_calls_count_once():
     q, k, v = parts(5, 5)
     kv = torch.stack([k, v], dim=2)
     check(
@@ -151,7 +148,7 @@ def test_packed_arguments_are_unpacked_and_nested_calls_count_once() -> None:
     check(stats, list(zip(q, q.flip(1))), positional({"causal": True}))
 
 
-def lengths() -> tuple[Tensor, Tensor, Tensor]:
+def lengths():
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     generator = torch.Generator().manual_seed(0)
     return (
@@ -161,12 +158,12 @@ def lengths() -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def pieces(q: Tensor, k: Tensor) -> list[tuple[Tensor, Tensor]]:
+def pieces(q, k):
     return list(zip(q.split(LENGTHS), k.split(LENGTHS)))
 
 
 @each_row("name", OPTIONS)
-def test_sequences_packed_without_padding_attend_each_to_itself(name: str) -> None:
+def test_sequences_packed_without_padding_attend_each_to_itself(name):
     q, k, ends = lengths()
     stats, _ = seen(
         lambda: stand_in.flash_attn_varlen_func(
@@ -176,7 +173,7 @@ def test_sequences_packed_without_padding_attend_each_to_itself(name: str) -> No
     check(stats, pieces(q, k), positional(OPTIONS[name]))
 
 
-def test_a_query_mask_reaches_the_sequences_of_a_packed_call() -> None:
+def test_a_query_mask_reaches_the_sequences_of_a_packed_call():
     q, k, ends = lengths()
     calls: list[AttentionCall] = []
     with CaptureMode(nn.Identity(), lambda s: calls.append(s.call)):  # type: ignore[arg-type]
@@ -190,18 +187,18 @@ def test_a_query_mask_reaches_the_sequences_of_a_packed_call() -> None:
 
 
 class Block(nn.Module):
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
+    def __init__(self, attend):
         super().__init__()
         self.attend = attend
         self.q, self.k = nn.Linear(H * D, H * D), nn.Linear(H * D, G * D)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k = self.q(x).unflatten(-1, (H, D)), self.k(x).unflatten(-1, (G, D))
         return self.attend(q, k, k, causal=True).flatten(-2)
 
 
-def test_the_rows_of_each_head_are_found() -> None:
-    def packed(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def test_the_rows_of_each_head_are_found():
+    def packed(q, k, v, causal):
         ends = torch.tensor([0, 3, 8])
         return stand_in.flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=causal)
 
@@ -223,7 +220,7 @@ def test_the_rows_of_each_head_are_found() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_checkpointing_computes_again_is_not_seen_again(reentrant: bool) -> None:
+def test_what_checkpointing_computes_again_is_not_seen_again(reentrant):
     model, x = (
         Block(stand_in.flash_attn_func),
         torch.randn(B, 5, H * D, requires_grad=True),
@@ -239,17 +236,17 @@ def test_what_checkpointing_computes_again_is_not_seen_again(reentrant: bool) ->
 
 
 class _Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+    def __init__(self, inner, reentrant):
         super().__init__()
         self.inner, self.reentrant = inner, reentrant
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 def test_a_wrapper_that_falls_back_to_torch_is_one_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     # As nanochat has it: a module of its own, with functions of the same names in a namespace.
     home = types.ModuleType("nanochat.flash_attention")
     source = """
@@ -271,7 +268,7 @@ flash_attn = types.SimpleNamespace(flash_attn_func=flash_attn_func)
     assert len(find_sites(model, x)) == 1
 
 
-def test_an_option_that_cannot_be_accounted_for_is_named_and_not_guessed() -> None:
+def test_an_option_that_cannot_be_accounted_for_is_named_and_not_guessed():
     q, k, ends = lengths()
     watcher = CaptureMode(nn.Identity(), pytest.fail)
     with watcher:
@@ -295,11 +292,11 @@ def test_an_option_that_cannot_be_accounted_for_is_named_and_not_guessed() -> No
 class Transformers(nn.Module):
     """A layer that calls flash-attn as transformers' models do, through its wrapper."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k = nn.Linear(H * D, H * D), nn.Linear(H * D, G * D)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Any:
+    def forward(self, x, mask):
         q, k = self.q(x).unflatten(-1, (H, D)), self.k(x).unflatten(-1, (G, D))
         how = {
             "is_causal": True,
@@ -310,8 +307,8 @@ class Transformers(nn.Module):
 
 
 def test_what_transformers_wrappers_call_is_seen_padded_or_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     home = types.ModuleType("flash_attn_interface")
     functions = {n: f for n, f in vars(stand_in).items() if n.startswith("flash_attn")}
     vars(home).update(functions, flash_attn_with_kvcache=None)
@@ -340,7 +337,7 @@ def test_what_transformers_wrappers_call_is_seen_padded_or_not(
 @pytest.mark.filterwarnings(
     "ignore:The PyTorch API of nested tensors"
 )  # torch's own, inside its CPU path
-def test_nested_tensors_are_listed() -> None:
+def test_nested_tensors_are_listed():
     q, k = (torch.randn(9, H, D) for _ in range(2))
     jagged = [
         torch.nested.nested_tensor(

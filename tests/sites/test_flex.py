@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -40,40 +39,40 @@ DOCUMENT = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]])
 Mod = Callable[..., Tensor]
 
 
-def alibi(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def alibi(s, b, h, i, j):
     return s - SLOPES[h] * (i - j)
 
 
-def capped(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def capped(s, b, h, i, j):
     return 2 * torch.tanh(s / 2)
 
 
-def hiding(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def hiding(s, b, h, i, j):
     return torch.where(i >= j, s, -float("inf"))
 
 
-def additive(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def additive(s, b, h, i, j):
     # One index after the other, as transformers does it.
     return s + BIAS[b][0][i][j] + torch.where(i >= j, 0.0, -1e4)
 
 
-def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def causal(b, h, i, j):
     return i >= j
 
 
-def window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def window(b, h, i, j):
     return (i - j).abs() <= 1 + h
 
 
-def documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def documents(b, h, i, j):
     return (DOCUMENT[b, i] == DOCUMENT[b, j]) & (i >= j)
 
 
-def not_the_first(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def not_the_first(b, h, i, j):
     return i > j  # row 0 sees nothing
 
 
-def masked(mod: Mod, b: int | None = None, h: int | None = None) -> BlockMask:
+def masked(mod, b=None, h=None):
     return create_block_mask(mod, b, h, T, T, device="cpu")
 
 
@@ -91,12 +90,12 @@ CASES: dict[str, tuple[Mod | None, BlockMask | None]] = {
 }
 
 
-def parts(case: str) -> tuple[Tensor, Tensor, Tensor]:
+def parts(case):
     generator = torch.Generator().manual_seed(len(case))
     return tuple(3 * torch.randn(B, n, T, D, generator=generator) for n in (H, G, G))  # type: ignore[return-value]
 
 
-def oracle(case: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def oracle(case, q, k):
     """Largest logit, mean entropy and number of pairs per head, element by element in float64."""
     score_mod, mask = CASES[case]
     top, entropy, pairs = (
@@ -124,15 +123,15 @@ def oracle(case: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Flex(nn.Module):
-    def __init__(self, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, call):
         super().__init__()
         self.call = call
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q, k, v):
         return self.call(q, k, v)
 
 
-def seen(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[LogitStats]:
+def seen(model, *inputs, **kwargs):
     found: list[LogitStats] = []
     with (
         torch.no_grad(),
@@ -145,8 +144,8 @@ def seen(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[LogitStats]:
 @pytest.mark.parametrize("rows", one_in([1 << 20, 2], 3))
 @pytest.mark.parametrize("case", CASES)
 def test_statistics_are_those_of_the_oracle_in_blocks_of_any_size(
-    case: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    case, rows, monkeypatch
+):
     monkeypatch.setattr(kernel, "BLOCK", rows)
     monkeypatch.setattr(kernel, "ROWS", min(rows, 64))
     score_mod, block_mask = CASES[case]
@@ -162,7 +161,7 @@ def test_statistics_are_those_of_the_oracle_in_blocks_of_any_size(
     assert len(stats.key_norm) == G
 
 
-def test_a_mask_of_blocks_alone_hides_the_blocks_it_lacks() -> None:
+def test_a_mask_of_blocks_alone_hides_the_blocks_it_lacks():
     # Two blocks of two keys; the rows of the first block see the second one only.
     count, index = (
         torch.tensor([[[1, 1]]], dtype=torch.int32),
@@ -175,7 +174,7 @@ def test_a_mask_of_blocks_alone_hides_the_blocks_it_lacks() -> None:
     assert stats.max_logit.tolist() == [0]  # q_i · k_i = 1 is hidden
 
 
-def test_the_scale_is_the_one_given() -> None:
+def test_the_scale_is_the_one_given():
     q, k, v = parts("scale")
     (one,) = seen(
         Flex(functools.partial(flex_attention, scale=1.0, enable_gqa=True)), q, k, v
@@ -189,12 +188,12 @@ def test_the_scale_is_the_one_given() -> None:
 class Block(nn.Module):
     """Projections around flex_attention, kept under whatever name."""
 
-    def __init__(self, attend: Callable[..., Any]) -> None:
+    def __init__(self, attend):
         super().__init__()
         self.attend = attend
         self.q, self.kv = nn.Linear(H * D, H * D), nn.Linear(H * D, 2 * G * D)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q = self.q(x).unflatten(2, (H, D)).transpose(1, 2)
         k, v = (
             y.unflatten(2, (G, D)).transpose(1, 2) for y in self.kv(x).chunk(2, dim=2)
@@ -202,7 +201,7 @@ class Block(nn.Module):
         return self.attend(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
 
 
-def aliases() -> dict[str, Callable[..., Any]]:
+def aliases():
     kept = [flex_attention]
     return {
         "imported by name": flex_attention,
@@ -214,7 +213,7 @@ def aliases() -> dict[str, Callable[..., Any]]:
 
 
 @pytest.mark.parametrize("name", one_in(aliases(), 2))
-def test_it_is_seen_and_its_rows_are_found_under_every_alias(name: str) -> None:
+def test_it_is_seen_and_its_rows_are_found_under_every_alias(name):
     model = nn.Sequential(Block(aliases()[name]))
     x = torch.randn(B, T, H * D)
     (site,) = find_sites(model, x)
@@ -227,7 +226,7 @@ def test_it_is_seen_and_its_rows_are_found_under_every_alias(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_compiled_is_neither_compiled_anew_nor_changed() -> None:
+def test_what_was_compiled_is_neither_compiled_anew_nor_changed():
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -250,11 +249,11 @@ def test_what_was_compiled_is_neither_compiled_anew_nor_changed() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_function_around_it_still_compiles_in_one_piece() -> None:
+def test_a_compiled_function_around_it_still_compiles_in_one_piece():
     torch._dynamo.reset()
 
     @torch.compile(backend="aot_eager", fullgraph=True)
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q, k, v):
         return flex_attention(2 * q, k, v, enable_gqa=True)
 
     q, k, v = parts("whole")
@@ -267,7 +266,7 @@ def test_a_compiled_function_around_it_still_compiles_in_one_piece() -> None:
     torch._dynamo.reset()
 
 
-def code() -> tuple[object, ...]:
+def code():
     return (
         flex_attention.__code__,
         dict(vars(flex_attention)),
@@ -275,7 +274,7 @@ def code() -> tuple[object, ...]:
     )
 
 
-def test_the_function_is_as_it_was_after_exceptions_and_nested_watchers() -> None:
+def test_the_function_is_as_it_was_after_exceptions_and_nested_watchers():
     before, (q, k, v) = code(), parts("nested")
     model = Flex(functools.partial(flex_attention, enable_gqa=True))
     outer: list[CapturedCall] = []
@@ -299,7 +298,7 @@ def test_the_function_is_as_it_was_after_exceptions_and_nested_watchers() -> Non
     assert (len(outer), len(inner)) == (2, 1)
 
 
-def test_watching_computes_the_same_and_shows_the_same_signature() -> None:
+def test_watching_computes_the_same_and_shows_the_same_signature():
     import inspect
 
     q, k, v = parts("same")
@@ -313,7 +312,7 @@ def test_watching_computes_the_same_and_shows_the_same_signature() -> None:
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_gpu(monkeypatch):
     flex_as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(foreign_functions, "_WITHOUT_MAXIMA", [])
     monkeypatch.setenv("QKEEL_TRITON", "unseen")
@@ -325,7 +324,7 @@ class Asking(CaptureMode):
     maxima = True
 
 
-def alike(found: Any, expected: Any) -> bool:
+def alike(found, expected):
     """Whether two results of flex_attention have the same form and bits."""
     if isinstance(expected, Tensor):
         return torch.equal(found, expected)
@@ -339,8 +338,8 @@ ASKED = [None, AuxRequest(lse=True), AuxRequest(max_scores=True), AuxRequest()]
 
 @each_row("case", CASES)
 def test_maxima_and_bounds_come_from_the_call_itself_and_the_caller_gets_what_it_asked_for(
-    case: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    case, as_on_a_gpu, monkeypatch
+):
     monkeypatch.setattr(
         logit_statistics, "max_stats", lambda call: pytest.fail("a pass of its own")
     )

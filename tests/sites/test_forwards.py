@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 
 from qkeel.errors import QkeelWarning
@@ -20,90 +18,88 @@ from qkeel.patching.modes import FaultGuard
 
 
 class Half(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.linear(x).tanh()
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = Half(), Half()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.second(self.first(x).relu())
 
 
 class Log:
     """What was seen: for each pass whether it was compiled, and how many ended."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         self.compiled: list[bool] = []
         self.ended = 0
         self.failed: list[bool] = []
         self.guard = FaultGuard("{}")
         self.handle = ForwardPasses(model, self._before, self._after, guard=self.guard)
 
-    def _before(
-        self, args: object, kwargs: object, compiled: Callable[[], bool]
-    ) -> None:
+    def _before(self, args, kwargs, compiled):
         self.compiled.append(compiled())
 
-    def _after(self, output: object, failed: bool) -> None:
+    def _after(self, output, failed):
         self.ended += 1
         self.failed.append(failed)
 
 
-def X() -> Tensor:
+def X():
     return torch.ones(2, 4)
 
 
-def compiled(model: nn.Module, **options: Any) -> Any:
+def compiled(model, **options):
     return torch.compile(model, backend="eager", **options)
 
 
-def watch_then_wrap(model: nn.Module) -> tuple[Any, Log]:
+def watch_then_wrap(model):
     log = Log(model)
     return compiled(model), log
 
 
-def run_then_watch_original(model: nn.Module) -> tuple[Any, Log]:
+def run_then_watch_original(model):
     wrapper = compiled(model)
     wrapper(X())
     return wrapper, Log(model)
 
 
-def watch_wrapper(model: nn.Module) -> tuple[Any, Log]:
+def watch_wrapper(model):
     wrapper = compiled(model)
     return wrapper, Log(wrapper)
 
 
-def run_then_watch_wrapper(model: nn.Module) -> tuple[Any, Log]:
+def run_then_watch_wrapper(model):
     wrapper = compiled(model)
     wrapper(X())
     return wrapper, Log(wrapper)
 
 
-def in_place_then_watch(model: nn.Module) -> tuple[Any, Log]:
+def in_place_then_watch(model):
     model.compile(backend="eager")
     return model, Log(model)
 
 
-def watch_then_in_place(model: nn.Module) -> tuple[Any, Log]:
+def watch_then_in_place(model):
     log = Log(model)
     model.compile(backend="eager", fullgraph=True)
     return model, log
 
 
-def full_graph(model: nn.Module) -> tuple[Any, Log]:
+def full_graph(model):
     log = Log(model)
     return compiled(model, fullgraph=True), log
 
 
-def block_by_block(model: nn.Module) -> tuple[Any, Log]:
+def block_by_block(model):
     model.first.compile(backend="eager")  # type: ignore[union-attr,operator]
     model.second.compile(backend="eager")  # type: ignore[union-attr,operator]
     return model, Log(model)
@@ -126,8 +122,8 @@ WAYS = [
 )  # dynamo's own look at the tensor between two graphs
 @pytest.mark.parametrize("way", WAYS)
 def test_a_compiled_pass_is_seen_and_adds_no_graph_and_no_break(
-    way: Callable[[nn.Module], tuple[Any, Log]],
-) -> None:
+    way,
+):
     torch._dynamo.reset()
     counters.clear()
     model, log = way(Net())
@@ -143,7 +139,7 @@ def test_a_compiled_pass_is_seen_and_adds_no_graph_and_no_break(
     assert len(log.compiled) == 3
 
 
-def test_inside_a_larger_compiled_function_nothing_is_seen_and_nothing_breaks() -> None:
+def test_inside_a_larger_compiled_function_nothing_is_seen_and_nothing_breaks():
     torch._dynamo.reset()
     counters.clear()
     model = Net()
@@ -153,14 +149,14 @@ def test_inside_a_larger_compiled_function_nothing_is_seen_and_nothing_breaks() 
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_an_eager_pass_is_not_taken_for_a_compiled_one() -> None:
+def test_an_eager_pass_is_not_taken_for_a_compiled_one():
     model = Net()
     log = Log(model)
     model(X())
     assert log.compiled == [False]
 
 
-def test_a_copy_and_a_pickle_leave_the_watcher_behind() -> None:
+def test_a_copy_and_a_pickle_leave_the_watcher_behind():
     model = Net()
     log = Log(model)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -169,7 +165,7 @@ def test_a_copy_and_a_pickle_leave_the_watcher_behind() -> None:
     assert len(log.compiled) == 2  # the model's own two
 
 
-def test_removing_in_the_middle_of_a_pass_still_ends_it() -> None:
+def test_removing_in_the_middle_of_a_pass_still_ends_it():
     model = Net()
     log = Log(model)
     model.first.register_forward_hook(lambda *_: log.handle.remove())
@@ -179,7 +175,7 @@ def test_removing_in_the_middle_of_a_pass_still_ends_it() -> None:
     assert not model._forward_pre_hooks
 
 
-def test_a_pass_that_fails_is_ended() -> None:
+def test_a_pass_that_fails_is_ended():
     model = Net()
     log = Log(model)
     with pytest.raises(RuntimeError):
@@ -189,7 +185,7 @@ def test_a_pass_that_fails_is_ended() -> None:
     assert log.failed == [True, False]
 
 
-def test_a_pass_inside_the_handling_of_an_error_does_not_fail() -> None:
+def test_a_pass_inside_the_handling_of_an_error_does_not_fail():
     model = Net()
     log = Log(model)
     try:
@@ -199,7 +195,7 @@ def test_a_pass_inside_the_handling_of_an_error_does_not_fail() -> None:
     assert log.failed == [False]
 
 
-def test_an_interrupted_pass_is_ended_when_the_next_begins() -> None:
+def test_an_interrupted_pass_is_ended_when_the_next_begins():
     model = Net()
     log = Log(model)
     interrupt(model)
@@ -208,7 +204,7 @@ def test_an_interrupted_pass_is_ended_when_the_next_begins() -> None:
     assert log.failed == [True, False]
 
 
-def test_removing_after_an_interrupt_leaves_nothing_behind() -> None:
+def test_removing_after_an_interrupt_leaves_nothing_behind():
     model = Net()
     log = Log(model)
     interrupt(model)
@@ -218,8 +214,8 @@ def test_removing_after_an_interrupt_leaves_nothing_behind() -> None:
     assert not model._forward_pre_hooks
 
 
-def interrupt(model: Net) -> None:
-    def stop(*_: object) -> None:
+def interrupt(model):
+    def stop(*_):
         raise KeyboardInterrupt
 
     hook = model.second.register_forward_hook(stop)
@@ -228,8 +224,8 @@ def interrupt(model: Net) -> None:
     hook.remove()
 
 
-def test_what_the_watcher_raises_never_reaches_the_caller() -> None:
-    def boom(*_: object) -> None:
+def test_what_the_watcher_raises_never_reaches_the_caller():
+    def boom(*_):
         raise ValueError("boom")
 
     model, guard = Net(), FaultGuard("off: {}")
@@ -239,9 +235,9 @@ def test_what_the_watcher_raises_never_reaches_the_caller() -> None:
     assert [str(w.message) for w in told] == ["off: ValueError: boom"]
 
 
-def test_a_model_that_calls_itself_is_one_pass() -> None:
+def test_a_model_that_calls_itself_is_one_pass():
     class Twice(Net):
-        def forward(self, x: Tensor, again: bool = True) -> Tensor:
+        def forward(self, x, again=True):
             return (
                 self(super().forward(x), again=False) if again else super().forward(x)
             )
@@ -253,7 +249,7 @@ def test_a_model_that_calls_itself_is_one_pass() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_checkpointing_computes_again_is_not_a_pass(reentrant: bool) -> None:
+def test_what_checkpointing_computes_again_is_not_a_pass(reentrant):
     inner = Net()
     log = Log(inner)
     x = X().requires_grad_()
@@ -263,7 +259,7 @@ def test_what_checkpointing_computes_again_is_not_a_pass(reentrant: bool) -> Non
     assert len(log.compiled) == log.ended == 1
 
 
-def test_a_forked_process_is_not_watched() -> None:
+def test_a_forked_process_is_not_watched():
     model = Net()
     log = Log(model)
     child = os.fork()

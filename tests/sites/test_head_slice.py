@@ -31,7 +31,7 @@ LAYOUTS: dict[str, tuple[Tensor, bool]] = {
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_heads_and_factors_follow_the_index(name: str, axis: int) -> None:
+def test_heads_and_factors_follow_the_index(name, axis):
     index, view = LAYOUTS[name]
     n, r = index.shape
     size = 12 if name == "alone" else 36
@@ -63,7 +63,7 @@ def test_heads_and_factors_follow_the_index(name: str, axis: int) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_weight_that_is_itself_a_view_is_read_right(name: str) -> None:
+def test_a_weight_that_is_itself_a_view_is_read_right(name):
     index, _ = LAYOUTS[name]
     whole = torch.randn(80, 2 * M)
     weight = whole[9:45, ::2]
@@ -72,7 +72,7 @@ def test_a_weight_that_is_itself_a_view_is_read_right(name: str) -> None:
     )
 
 
-def test_a_weight_with_too_few_rows_is_an_error_and_not_a_read_beyond_it() -> None:
+def test_a_weight_with_too_few_rows_is_an_error_and_not_a_read_beyond_it():
     whole = torch.randn(36, M)
     part = HeadSlice(parameter="w", axis=0, index=LAYOUTS["after the queries"][0])
     with pytest.raises(ShapeError, match="w has 20 rows, too few for 4 heads of 3"):
@@ -88,15 +88,15 @@ def test_a_weight_with_too_few_rows_is_an_error_and_not_a_read_beyond_it() -> No
         (torch.empty(0, 2, dtype=torch.int64), "got shape"),
     ],
 )
-def test_an_index_that_makes_no_sense_is_refused(index: Tensor, error: str) -> None:
+def test_an_index_that_makes_no_sense_is_refused(index, error):
     with pytest.raises(InvalidValueError, match=error):
         HeadSlice(parameter="w", axis=0, index=index)
 
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 def test_rows_of_a_convolution_are_a_view_in_any_memory_format(
-    form: torch.memory_format,
-) -> None:
+    form,
+):
     weight = (
         torch.arange(6.0 * 2 * 3 * 3).view(6, 2, 3, 3).contiguous(memory_format=form)
     )
@@ -111,7 +111,7 @@ def test_rows_of_a_convolution_are_a_view_in_any_memory_format(
     )
 
 
-def test_columns_of_a_weight_of_three_dimensions_are_those_of_a_matrix() -> None:
+def test_columns_of_a_weight_of_three_dimensions_are_those_of_a_matrix():
     weight = torch.arange(24.0).view(4, 2, 3)
     columns = HeadSlice(parameter="w", axis=1, index=torch.arange(6).view(2, 3))
     torch.testing.assert_close(columns.heads(weight), weight.permute(1, 2, 0))

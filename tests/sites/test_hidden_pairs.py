@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel.capture.calls import hides, is_low
@@ -19,15 +19,15 @@ LOWEST = float(torch.finfo(torch.float32).min)
 CAUSAL = torch.ones(T, T, dtype=torch.bool).tril()
 
 
-def alibi(t: int, heads: int) -> Tensor:
+def alibi(t, heads):
     slopes = torch.tensor([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)])
     return -slopes[:, None, None] * (torch.arange(t)[:, None] - torch.arange(t)).abs()
 
 
 @pytest.mark.parametrize("low", [-60.0, -100.0, -1e3, -1e4, -1e9, LOWEST, -math.inf])
 def test_a_mask_hides_whatever_its_number_and_a_bias_under_it_changes_nothing(
-    low: float,
-) -> None:
+    low,
+):
     for spread in (0.0, 8.0):
         bias = spread * (torch.rand(H, T, T) - 0.5)
         given = torch.zeros(T, T).masked_fill(~CAUSAL, low) + bias
@@ -38,16 +38,14 @@ def test_a_mask_hides_whatever_its_number_and_a_bias_under_it_changes_nothing(
 
 
 @pytest.mark.parametrize("tokens", [2, 7, pytest.param(4096, marks=pytest.mark.slow)])
-def test_a_bias_that_falls_with_the_distance_hides_nothing(tokens: int) -> None:
+def test_a_bias_that_falls_with_the_distance_hides_nothing(tokens):
     for heads in (1, 4, 8, 32):
         # Down to -4000 · 0.84, a number at which every weight is 0.
         rows = torch.tensor([0, tokens - 1])
         assert not hides(alibi(tokens, heads)[:, rows]).any()
 
 
-def test_published_biases_hide_nothing_and_so_does_one_that_grows_without_bound() -> (
-    None
-):
+def test_published_biases_hide_nothing_and_so_does_one_that_grows_without_bound():
     distance = torch.arange(512.0)
     t5 = torch.randn(32)[(distance.clamp(1, 128).log2() * 4).long()] * 20
     kerple = -2.0 * torch.log1p(3 * distance)
@@ -70,7 +68,7 @@ def test_what_is_above_minus_sixty_never_hides(numbers: list[float]) -> None:
 
 
 @pytest.mark.parametrize("number", [-60.0, -100.0, -8999.0])
-def test_one_number_for_all_pairs_hides_none(number: float) -> None:
+def test_one_number_for_all_pairs_hides_none(number):
     assert not hides(torch.full((2, 3), number)).any()
 
 
@@ -94,7 +92,7 @@ def test_hiding_follows_the_definition(numbers: list[float], shift: float) -> No
     assert torch.equal(found, (x <= lower[-1]) if two else torch.zeros_like(found))
 
 
-def test_nothing_at_all_and_not_a_number_hide_nothing() -> None:
+def test_nothing_at_all_and_not_a_number_hide_nothing():
     assert hides(torch.zeros(0)).shape == (0,)
     assert not hides(torch.tensor([0.0, math.nan, -1.0])).any()
     assert hides(torch.full((3,), -1e9)).all()
@@ -107,13 +105,13 @@ def test_nothing_at_all_and_not_a_number_hide_nothing() -> None:
 class Padded(nn.Module):
     """Attention that fills its queries, keys and values up to a multiple of four tokens and cuts the output again."""
 
-    def __init__(self, *, local: bool = False) -> None:
+    def __init__(self, *, local=False):
         super().__init__()
         self.local = local
         self.q, self.k, self.v = (nn.Linear(H * D, H * D, bias=False) for _ in range(3))
         self.pads = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         n, (b, t) = -x.shape[1] % 4, x.shape[:2]
         q, k, v = (
             f(x).unflatten(-1, (H, D)).transpose(1, 2) for f in (self.q, self.k, self.v)
@@ -131,7 +129,7 @@ class Padded(nn.Module):
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_rows_that_a_module_adds_as_zeros_do_not_count(local: bool) -> None:
+def test_rows_that_a_module_adds_as_zeros_do_not_count(local):
     torch.manual_seed(0)
     model, x = (
         Padded(local=local).double(),
@@ -155,7 +153,7 @@ def test_rows_that_a_module_adds_as_zeros_do_not_count(local: bool) -> None:
             torch.testing.assert_close(found.query_norm, q.norm(dim=-1).mean((0, 2)))
 
 
-def test_queries_that_are_zeros_count_where_all_are_zeros() -> None:
+def test_queries_that_are_zeros_count_where_all_are_zeros():
     torch.manual_seed(0)
     model, x = Padded(), torch.randn(B, 10, H * D)
     with torch.no_grad():

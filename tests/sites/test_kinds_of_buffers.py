@@ -31,23 +31,23 @@ KINDS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def values(x: Tensor) -> Tensor:
+def values(x):
     if x.is_nested:
         return torch.cat([*x.unbind()])
     return x.dequantize() if x.is_quantized else x.to_dense()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_buffer_is_what_it_was_after_a_probe(kind: str) -> None:
+def test_every_kind_of_buffer_is_what_it_was_after_a_probe(kind):
     class Holding(nn.Module):
         """Writes to its buffer in place in every pass, as far as a tensor of that kind can be written to."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.qkv = nn.Linear(16, 48)
             self.register_buffer("held", KINDS[kind]())
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             if kind == "quantised":
                 self.held.copy_(torch.zeros(3))
             elif kind != "meta":

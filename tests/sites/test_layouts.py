@@ -1,11 +1,9 @@
 """Where the scores have their heads: what no experiment shows is a guess, and a changed softmax has them too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from tests.sites.models import CASES, SCALE, Attend, D, H, Heads, causal
-from torch import Tensor, nn
+from tests.sites.models import CASES, SCALE, D, H, Heads, causal
+from torch import nn
 
 import qkeel
 from qkeel import find_sites
@@ -15,13 +13,13 @@ from qkeel.sites import Tap
 B, T = 4, 4  # as many as heads: no shape says which is which
 
 
-def channels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def channels(q, k, v):
     """XCiT: attention between the features of a head."""
     q, k, v = (x.permute(0, 2, 3, 1) for x in (q, k, v))
     return ((q @ k.mT * SCALE).softmax(-1) @ v).permute(0, 3, 1, 2)
 
 
-def neighbours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def neighbours(q, k, v):
     """Keys of its own for every query: its own and the one before."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     near = torch.stack([k, k.roll(1, 2)], 3)
@@ -32,7 +30,7 @@ def neighbours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("attend", "keys"), [(channels, D), (neighbours, 2)])
-def test_what_is_attended_to_need_not_be_all_tokens(attend: Attend, keys: int) -> None:
+def test_what_is_attended_to_need_not_be_all_tokens(attend, keys):
     torch.manual_seed(0)
     model, x = Heads(attend), torch.randn(B, T, 32)
     (site,) = find_sites(model, x)
@@ -44,7 +42,7 @@ def test_what_is_attended_to_need_not_be_all_tokens(attend: Attend, keys: int) -
     assert stats.n_pairs.tolist() == [B * (D if attend is channels else T) * keys] * H
 
 
-def test_a_layout_that_only_the_shape_shows_is_reported_once_as_a_guess() -> None:
+def test_a_layout_that_only_the_shape_shows_is_reported_once_as_a_guess():
     """Queries and keys that nothing in the model makes: no experiment says which dimension is heads."""
 
     model, q = Given(), torch.randn(H, H, T, D)
@@ -67,11 +65,11 @@ def test_a_layout_that_only_the_shape_shows_is_reported_once_as_a_guess() -> Non
 class Given(nn.Module):
     """Queries and keys that nothing in the model makes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.unused = nn.Parameter(torch.zeros(1))
 
-    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+    def forward(self, q, k):
         return (q @ k.mT).softmax(-1) @ k
 
 
@@ -79,7 +77,7 @@ class Given(nn.Module):
     "name",
     ["b s h t", "i j b n", "heads and batch merged", "keys by queries", "windows"],
 )
-def test_a_changed_softmax_has_the_heads_of_its_layout(name: str) -> None:
+def test_a_changed_softmax_has_the_heads_of_its_layout(name):
     """A sink per head: weights are e^z / (e^s + Σ e^z), of a z under a cap."""
     case = CASES[name]
     model, x = case.model(), case.x()
@@ -97,9 +95,7 @@ def test_a_changed_softmax_has_the_heads_of_its_layout(name: str) -> None:
     assert torch.equal(model(x), y)
 
 
-def test_parameters_of_heads_are_refused_where_the_heads_are_a_guess_and_a_cap_is_not() -> (
-    None
-):
+def test_parameters_of_heads_are_refused_where_the_heads_are_a_guess_and_a_cap_is_not():
     model, q = Given(), torch.randn(H, H, T, D)
     with pytest.raises(
         RefusedError,

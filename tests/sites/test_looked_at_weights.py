@@ -12,7 +12,7 @@ import qkeel
 
 
 class Attention(nn.Module):
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, draw):
         super().__init__()
         self.qk, self.v = nn.Linear(16, 32), nn.Linear(16, 16)
         self.by_hand, self.first = draw.random() < 0.5, draw.random() < 0.5
@@ -21,7 +21,7 @@ class Attention(nn.Module):
         self.entropy: Tensor | None = None
         self.largest = torch.zeros(2, dtype=torch.float64)
 
-    def look(self, q: Tensor, k: Tensor) -> None:
+    def look(self, q, k):
         q, k = (x.detach().double() if self.double else x for x in (q, k))
         z = (q * 8**-0.5) @ k.mT if self.scaled else q @ k.mT * 8**-0.5
         if self.causal:
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self.entropy = -(p * p.clamp_min(1e-30).log()).sum(-1).mean((0, 2)).detach()
         self.largest = z.detach().double().amax((0, 2, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k = (
             y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qk(x).chunk(2, -1)
         )
@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_weights_that_a_program_looks_at_are_no_second_attention(seed: int) -> None:
+def test_weights_that_a_program_looks_at_are_no_second_attention(seed):
     torch.manual_seed(seed)
     draw = random.Random(seed)
     model = nn.Sequential(*[Attention(draw) for _ in range(2)])

@@ -22,7 +22,7 @@ Between = Callable[["Odd", Tensor], Tensor]
 class Odd(nn.Module):
     """Attention that does something to its scores before the softmax."""
 
-    def __init__(self, between: Between) -> None:
+    def __init__(self, between):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(M, M) for _ in "qkv")
         self.between = between
@@ -33,7 +33,7 @@ class Odd(nn.Module):
         )
         self.keys = nn.Linear(T, T)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v)
         )
@@ -43,21 +43,21 @@ class Odd(nn.Module):
 class Model(nn.Module):
     """An attention that is understood, on what another one makes."""
 
-    def __init__(self, between: Between) -> None:
+    def __init__(self, between):
         super().__init__()
         torch.manual_seed(0)
         self.odd, self.plain = Odd(between), Odd(lambda _, z: z)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.plain(x + self.odd(x))
 
 
-def largest(odd: Odd, z: Tensor) -> Tensor:
+def largest(odd, z):
     index = z.topk(3, -1).indices
     return torch.full_like(z, -torch.inf).scatter(-1, index, z.gather(-1, index))
 
 
-def pieces(odd: Odd, z: Tensor) -> Tensor:
+def pieces(odd, z):
     out = torch.zeros_like(z)
     out[..., :3] = z[..., :3]
     return out
@@ -87,16 +87,16 @@ WAYS: dict[str, tuple[Between, str, str]] = {
 }
 
 
-def x() -> Tensor:
+def x():
     return torch.randn(2, T, M, generator=torch.Generator().manual_seed(1))
 
 
-def model(name: str = "relu") -> Model:
+def model(name="relu"):
     return Model(WAYS[name][0])
 
 
 @pytest.mark.parametrize("name", [name for name in WAYS if name != "the largest alone"])
-def test_what_was_seen_and_not_understood_is_listed(name: str) -> None:
+def test_what_was_seen_and_not_understood_is_listed(name):
     sites = find_sites(model(name), x())
     assert [site.name for site in sites] == ["plain"]
     (missed,) = sites.missed
@@ -115,7 +115,7 @@ MIXTURES: dict[str, Between] = {
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_heads_that_a_weight_mixes_before_the_softmax_are_missed(name: str) -> None:
+def test_heads_that_a_weight_mixes_before_the_softmax_are_missed(name):
     sites = find_sites(Model(MIXTURES[name]), x())
     assert [site.name for site in sites] == ["plain"]
     assert [(missed.module, missed.operation) for missed in sites.missed] == [
@@ -136,10 +136,10 @@ NORMALISERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", NORMALISERS)
 def test_scores_that_are_normalised_in_another_way_and_multiplied_with_values_are_missed(
-    name: str,
-) -> None:
+    name,
+):
     class Normalised(Odd):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             q, k, v = (
                 p(x).unflatten(-1, (H, D)).transpose(1, 2)
                 for p in (self.q, self.k, self.v)
@@ -154,9 +154,9 @@ def test_scores_that_are_normalised_in_another_way_and_multiplied_with_values_ar
     assert all(missed.reason for missed in sites.missed)
 
 
-def test_a_classifier_with_a_copy_of_its_weight_is_not_missed() -> None:
+def test_a_classifier_with_a_copy_of_its_weight_is_not_missed():
     class Classifier(Odd):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             y = super().forward(x)[:, 0]
             return (y @ self.q.weight.clone().mT).softmax(-1)
 
@@ -164,9 +164,9 @@ def test_a_classifier_with_a_copy_of_its_weight_is_not_missed() -> None:
     assert ([site.name for site in sites], sites.missed) == ([""], ())
 
 
-def test_the_softmax_of_the_largest_scores_is_missed() -> None:
+def test_the_softmax_of_the_largest_scores_is_missed():
     class Sparse(Odd):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             q, k = (
                 p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k)
             )
@@ -185,9 +185,9 @@ def test_the_softmax_of_the_largest_scores_is_missed() -> None:
         find_sites(Sparse(lambda _, z: z), x())
 
 
-def test_a_softmax_over_heads_is_missed() -> None:
+def test_a_softmax_over_heads_is_missed():
     class OverHeads(Odd):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             q, k = (
                 p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k)
             )
@@ -199,11 +199,11 @@ def test_a_softmax_over_heads_is_missed() -> None:
         find_sites(OverHeads(lambda _, z: z), x())
 
 
-def test_what_is_no_attention_is_not_missed() -> None:
+def test_what_is_no_attention_is_not_missed():
     class Others(Odd):
         """Linear attention, a gate, a router, and a softmax over classes."""
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             q, k, v = (
                 p(x).unflatten(-1, (H, D)).transpose(1, 2)
                 for p in (self.q, self.k, self.v)
@@ -214,11 +214,11 @@ def test_what_is_no_attention_is_not_missed() -> None:
             return mixed * self.q(mixed).softmax(-1)
 
     class Both(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.others, self.plain = Others(lambda _, z: z), Odd(lambda _, z: z)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.plain(self.others(x))
 
     sites = find_sites(Both(), x())
@@ -231,7 +231,7 @@ def test_what_is_no_attention_is_not_missed() -> None:
     assert "by hand" not in str(refusal.value)
 
 
-def test_a_remedy_for_all_attention_is_refused_unless_it_may_be_partial() -> None:
+def test_a_remedy_for_all_attention_is_refused_unless_it_may_be_partial():
     m = model()
     optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
     for remedy in ("lalr", "softcap:cap=5", "qk_norm"):
@@ -246,11 +246,11 @@ def test_a_remedy_for_all_attention_is_refused_unless_it_may_be_partial() -> Non
     ).remove()  # has nothing to do with attention
 
 
-def test_a_monitor_and_a_clip_that_see_no_call_say_so_once() -> None:
+def test_a_monitor_and_a_clip_that_see_no_call_say_so_once():
     class Sometimes(Model):
         attends = True
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return super().forward(x) if self.attends else self.odd.q(x)
 
     m = Sometimes(lambda _, z: z)
@@ -270,11 +270,9 @@ def test_a_monitor_and_a_clip_that_see_no_call_say_so_once() -> None:
 
 
 @pytest.mark.parametrize(("constant", "is_read"), [(1e-6, True), (1e-4, False)])
-def test_a_constant_in_the_sum_is_a_guard_if_it_is_tiny(
-    constant: float, is_read: bool
-) -> None:
+def test_a_constant_in_the_sum_is_a_guard_if_it_is_tiny(constant, is_read):
     class Guarded(Odd):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             q, k, v = (
                 p(x).unflatten(-1, (H, D)).transpose(1, 2)
                 for p in (self.q, self.k, self.v)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,26 +25,26 @@ PASSES = range(12)  # 0, 1, 2, 4 and 8 are searched everywhere
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def by_name(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_name(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def by_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_reference(q, k, v):
     return SDPA(q, k, v, is_causal=True)
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_hand(q, k, v):
     scores = q @ k.mT / q.shape[-1] ** 0.5
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
 
 
-def by_upper_left(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_upper_left(q, k, v):
     mask = causal_upper_left(q.shape[2], k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def by_lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_lower_right(q, k, v):
     mask = causal_lower_right(q.shape[2], k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
@@ -52,33 +52,31 @@ def by_lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Doubled(TorchFunctionMode):
     """Doubles the queries of every call, as a mode of the user's may."""
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is SDPA:
             args = (2 * args[0], *args[1:])
         return function(*args, **(kwargs or {}))
 
 
-def in_a_mode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def in_a_mode(q, k, v):
     with Doubled():
         return by_name(q / 2, k, v)
 
 
-def in_a_checkpoint(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def in_a_checkpoint(q, k, v):
     return checkpoint(by_name, q, k, v, use_reentrant=False)
 
 
 class Layer(nn.Module):
     """Attention of 4 heads, by whatever `attend` holds."""
 
-    def __init__(self, attend: Attend = by_name) -> None:
+    def __init__(self, attend=by_name):
         super().__init__()
         self.qkv = nn.Linear(32, 96)
         self.attend = attend
         self.largest = torch.empty(0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
         )
@@ -89,27 +87,27 @@ class Layer(nn.Module):
         return x + self.attend(q, k, v).transpose(1, 2).flatten(2)
 
 
-def stack(*attends: Attend) -> nn.Sequential:
+def stack(*attends):
     torch.manual_seed(0)
     return nn.Sequential(*map(Layer, attends))
 
 
-def batch(seed: int) -> Tensor:
+def batch(seed):
     return torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(autouse=True)
-def torchs_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def torchs_own_name(monkeypatch):
     # Clips of earlier tests may still wait for the garbage collector.
     monkeypatch.setattr(named_attention, "_holders", [0])
     monkeypatch.setattr(F, "scaled_dot_product_attention", SDPA)
 
 
 @pytest.fixture(params=["sites are known", "sites are not known"])
-def tapped(request: pytest.FixtureRequest) -> Iterator[Callable[[nn.Module], Tap]]:
+def tapped(request):
     with ExitStack() as undo:
 
-        def tap_of(model: nn.Module) -> Tap:
+        def tap_of(model):
             tap = undo.enter_context(Tap(model))
             if request.param == "sites are known":
                 tap.sites.extend(find_sites(model, batch(0)))
@@ -119,14 +117,12 @@ def tapped(request: pytest.FixtureRequest) -> Iterator[Callable[[nn.Module], Tap
 
 
 @pytest.fixture
-def callbacks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def callbacks(monkeypatch):
     """The torch functions that have passed through a CaptureMode."""
     passed: list[object] = []
     before = CaptureMode.__torch_function__
 
-    def note(
-        self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def note(self, func, types, args=(), kwargs=None):
         passed.append(func)
         return before(self, func, types, args, kwargs)
 
@@ -134,7 +130,7 @@ def callbacks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return passed
 
 
-def check(model: nn.Module, tap: Tap, *, silent: set[str] | None = None) -> None:
+def check(model, tap, *, silent=None):
     """The tap has the largest logits of the pass that has just run at all layers but the `silent` ones."""
     stats = tap.read()
     layers = dict(model.named_children())
@@ -145,8 +141,8 @@ def check(model: nn.Module, tap: Tap, *, silent: set[str] | None = None) -> None
 
 
 def test_calls_by_name_are_read_without_a_callback_for_each_torch_function(
-    tapped: Any, callbacks: list[object]
-) -> None:
+    tapped, callbacks
+):
     model = stack(by_name, by_name)
     tap = tapped(model)
     for i in PASSES:
@@ -160,7 +156,7 @@ def test_calls_by_name_are_read_without_a_callback_for_each_torch_function(
 @pytest.mark.parametrize(
     "attend", [by_reference, by_hand, by_upper_left, by_lower_right, in_a_mode]
 )
-def test_calls_in_another_way_are_read_in_every_pass(tapped: Any, attend: Any) -> None:
+def test_calls_in_another_way_are_read_in_every_pass(tapped, attend):
     model = stack(by_name, attend)
     tap = tapped(model)
     for i in PASSES:
@@ -171,9 +167,7 @@ def test_calls_in_another_way_are_read_in_every_pass(tapped: Any, attend: Any) -
 @pytest.mark.parametrize(
     "attend", [by_reference, by_hand, by_lower_right, in_a_mode, in_a_checkpoint]
 )
-def test_a_model_that_changes_its_way_is_searched_again_at_once(
-    tapped: Any, attend: Any
-) -> None:
+def test_a_model_that_changes_its_way_is_searched_again_at_once(tapped, attend):
     """The pass of the change has no numbers of that layer, rather than wrong ones; all others have theirs."""
     model = stack(by_name, by_name)
     tap = tapped(model)
@@ -185,7 +179,7 @@ def test_a_model_that_changes_its_way_is_searched_again_at_once(
         check(model, tap, silent={"1"} if i == 5 and not is_seen else None)
 
 
-def test_a_mode_around_the_model_keeps_the_callbacks(tapped: Any) -> None:
+def test_a_mode_around_the_model_keeps_the_callbacks(tapped):
     model = stack(by_name, by_name)
     tap = tapped(model)
     for i in PASSES:
@@ -196,7 +190,7 @@ def test_a_mode_around_the_model_keeps_the_callbacks(tapped: Any) -> None:
         check(model, tap)
 
 
-def test_a_model_that_goes_to_and_fro_is_lost_in_one_pass_only(tapped: Any) -> None:
+def test_a_model_that_goes_to_and_fro_is_lost_in_one_pass_only(tapped):
     model = stack(by_name)
     tap = tapped(model)
     for i in range(20):
@@ -207,8 +201,8 @@ def test_a_model_that_goes_to_and_fro_is_lost_in_one_pass_only(tapped: Any) -> N
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_somebody_elses_function_under_the_name_is_read_as_what_it_calls(
-    tapped: Any, monkeypatch: pytest.MonkeyPatch, factor: float
-) -> None:
+    tapped, monkeypatch, factor
+):
     model = stack(by_name, by_name)
     tap = tapped(model)
     for i in PASSES:
@@ -225,7 +219,7 @@ def test_somebody_elses_function_under_the_name_is_read_as_what_it_calls(
         check(model, tap)
 
 
-def test_two_taps_of_one_model_both_read_its_calls(callbacks: list[object]) -> None:
+def test_two_taps_of_one_model_both_read_its_calls(callbacks):
     model = stack(by_name, by_name)
     with Tap(model) as first:
         model(batch(0))
@@ -242,11 +236,11 @@ def test_two_taps_of_one_model_both_read_its_calls(callbacks: list[object]) -> N
             assert not callbacks
 
 
-def test_models_in_two_threads_are_read_apart() -> None:
+def test_models_in_two_threads_are_read_apart():
     models = [stack(by_name, by_name), stack(by_name, by_reference)]
     faults: list[BaseException] = []
 
-    def run(model: nn.Module, seed: int) -> None:
+    def run(model, seed):
         try:
             with Tap(model) as tap:
                 for i in range(40):
@@ -268,8 +262,8 @@ def test_models_in_two_threads_are_read_apart() -> None:
 
 
 def test_a_pass_that_fails_gives_the_name_back_and_the_next_is_read(
-    tapped: Any,
-) -> None:
+    tapped,
+):
     model = stack(by_name, by_name)
     tap = tapped(model)
     for i in PASSES:
@@ -281,12 +275,12 @@ def test_a_pass_that_fails_gives_the_name_back_and_the_next_is_read(
         check(model, tap)
 
 
-def test_a_call_that_the_model_kept_from_a_watched_pass_goes_on(tapped: Any) -> None:
+def test_a_call_that_the_model_kept_from_a_watched_pass_goes_on(tapped):
     """A module that imports the name during its forward holds the stand-in."""
     model = stack(by_name, by_name)
     held: list[Any] = []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q, k, v):
         if not held:
             held.append(F.scaled_dot_product_attention)
         return held[0](q, k, v, is_causal=True)
@@ -300,7 +294,7 @@ def test_a_call_that_the_model_kept_from_a_watched_pass_goes_on(tapped: Any) -> 
     assert torch.equal(model(batch(1)), stack(by_name, by_name)(batch(1)))
 
 
-def test_reading_by_name_changes_no_bit_of_the_training() -> None:
+def test_reading_by_name_changes_no_bit_of_the_training():
     weights = []
     for is_watched in (False, True):
         model = stack(by_name, by_reference, by_name)
@@ -321,9 +315,7 @@ def test_reading_by_name_changes_no_bit_of_the_training() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("attend", [by_name, by_reference, by_hand])
 @pytest.mark.parametrize("part", ["around", "inside"])
-def test_functions_that_are_compiled_next_to_attention_go_on(
-    attend: Any, part: str
-) -> None:
+def test_functions_that_are_compiled_next_to_attention_go_on(attend, part):
     torch._dynamo.reset()
     compiled = torch.compile(
         torch.relu if part == "around" else attend, backend="eager"
@@ -344,13 +336,13 @@ def test_functions_that_are_compiled_next_to_attention_go_on(
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_what_is_compiled_in_an_observed_pass_holds_torchs_own_function(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     # Nobody asks for bounds here, whatever clips other tests have left.
     monkeypatch.setattr(named_attention, "_users", [0])
     graphs: list[Any] = []
 
-    def backend(graph: Any, _: Any) -> Any:
+    def backend(graph, _):
         graphs.append(graph)
         return graph.forward
 

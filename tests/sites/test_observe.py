@@ -22,108 +22,108 @@ B, H, T, D = 2, 4, 6, 8
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def causal() -> Tensor:
+def causal():
     return torch.ones(T, T, dtype=torch.bool).tril()
 
 
 class Block(nn.Module):
     """q, k, v projections around some way to attend, [b t h·d]."""
 
-    def __init__(self, attend: Attend) -> None:
+    def __init__(self, attend):
         super().__init__()
         self.n_head = H
         self.attend = attend
         self.c_attn = nn.Linear(H * D, 3 * H * D)
         self.last: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.c_attn(x).split(H * D, dim=2)
         q, k, v = (y.view(*y.shape[:2], H, D).transpose(1, 2) for y in (q, k, v))
         self.last = (q.detach(), k.detach())
         return self.attend(q, k, v).transpose(1, 2).flatten(2)
 
 
-def nanogpt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def nanogpt(q, k, v):
     att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
     att = att.masked_fill(~causal()[None, None], float("-inf"))
     return F.dropout(F.softmax(att, dim=-1), 0.5) @ v
 
 
-def scale_in_q(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def scale_in_q(q, k, v):
     scores = torch.matmul(q / math.sqrt(D), k.mT)
     return torch.where(causal(), scores, torch.finfo(scores.dtype).min).softmax(-1) @ v
 
 
-def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def einsum(q, k, v):
     scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(D)
     scores = scores + torch.zeros(T, T).masked_fill(~causal(), -1e4)
     return torch.einsum("bhqk,bhkd->bhqd", nn.Softmax(dim=-1)(scores), v)
 
 
-def merged_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def merged_heads(q, k, v):
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
     scores = torch.baddbmm(torch.zeros(1), q, k.mT, beta=0.0, alpha=1 / math.sqrt(D))
     weights = scores.masked_fill_(~causal(), -torch.inf).softmax(-1)
     return torch.bmm(weights, v).view(B, H, T, D)
 
 
-def head_by_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    def one(h: int) -> Tensor:
+def head_by_head(q, k, v):
+    def one(h):
         scores = q[:, h] @ k[:, h].mT / math.sqrt(D)
         return scores.masked_fill(~causal(), -torch.inf).softmax(-1) @ v[:, h]
 
     return torch.stack([one(h) for h in range(H)], dim=1)
 
 
-def with_sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def with_sink(q, k, v):
     scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
     scores = torch.cat([scores, torch.full((B, H, T, 1), 3.0)], dim=-1)
     return scores.softmax(-1)[..., :-1] @ v
 
 
-def without_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def without_softmax(q, k, v):
     scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -1e9)
     return torch.exp(scores - torch.logsumexp(scores, dim=-1, keepdim=True)) @ v
 
 
-def log_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def log_softmax(q, k, v):
     scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
     return F.log_softmax(scores, dim=-1).exp() @ v
 
 
-def checkpointed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def checkpointed(q, k, v):
     return checkpoint(nanogpt, q, k, v, use_reentrant=True)  # type: ignore[return-value]
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def fused(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def fused_with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def fused_with_mask(q, k, v):
     return F.scaled_dot_product_attention(
         q, k, v, torch.zeros(T, T).masked_fill(~causal(), -1e4)
     )
 
 
-def exp_over_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def exp_over_sum(q, k, v):
     scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
     e = torch.exp(scores - scores.amax(-1, keepdim=True))
     return (e / e.sum(dim=-1, keepdim=True)) @ v
 
 
-def values_before_the_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def values_before_the_sum(q, k, v):
     scores = q @ k.mT
     scores -= scores.max(dim=-1, keepdim=True).values.detach()
     e = (scores / math.sqrt(D)).masked_fill(~causal(), -torch.inf).exp_()
     return e @ v / e.sum(-1)[..., None]
 
 
-def less_its_logsumexp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def less_its_logsumexp(q, k, v):
     scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
     return torch.exp(scores - torch.logsumexp(scores, dim=-1, keepdim=True)) @ v
 
 
-def softmax_of_the_rest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def softmax_of_the_rest(q, k, v):
     scores = q @ k.mT / math.sqrt(D)
     scores = scores - scores.max()
     scores = (scores - scores.amax(-1, keepdim=True)).transpose(1, 2).transpose(1, 2)
@@ -152,7 +152,7 @@ WAYS: dict[str, Attend] = {
 }
 
 
-def oracle(module: Block) -> tuple[Tensor, Tensor]:
+def oracle(module):
     """Largest logit and mean entropy per head, in float64 on the whole matrix."""
     assert module.last is not None
     q, k = (x.double() for x in module.last)
@@ -166,14 +166,14 @@ def oracle(module: Block) -> tuple[Tensor, Tensor]:
     return z.amax((0, 2, 3)), -torch.special.xlogy(p, p).sum(-1).mean((0, 2))
 
 
-def read_one(model: nn.Module, *inputs: Tensor) -> LogitStats:
+def read_one(model, *inputs):
     with Tap(model) as tap:
         model(*inputs)
         (stats,) = tap.read().values()
     return stats
 
 
-def test_every_way_to_write_causal_attention_gives_the_oracles_numbers() -> None:
+def test_every_way_to_write_causal_attention_gives_the_oracles_numbers():
     x = torch.randn(B, T, H * D)
     for name, way in WAYS.items():
         module = Block(way)
@@ -189,8 +189,8 @@ def test_every_way_to_write_causal_attention_gives_the_oracles_numbers() -> None
         assert stats.n_queries.tolist() == [B * T] * H, name
 
 
-def test_a_cap_is_seen_and_the_logits_are_those_before_it() -> None:
-    def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def test_a_cap_is_seen_and_the_logits_are_those_before_it():
+    def capped(q, k, v):
         scores = 20 * q @ k.mT / math.sqrt(D)
         scores = torch.tanh(scores / 5.0) * 5.0
         return scores.masked_fill(~causal(), -torch.inf).softmax(-1) @ v
@@ -205,7 +205,7 @@ def test_a_cap_is_seen_and_the_logits_are_those_before_it() -> None:
     )
 
 
-def fused_stats(q: Tensor, k: Tensor, mask: Tensor | None) -> LogitStats:
+def fused_stats(q, k, mask):
     found: list[LogitStats] = []
     with CaptureMode(nn.Identity(), lambda one: found.append(statistics(one.call))):
         F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
@@ -215,7 +215,7 @@ def fused_stats(q: Tensor, k: Tensor, mask: Tensor | None) -> LogitStats:
 
 @pytest.mark.parametrize("name", ["causal_lower_right", "causal_upper_left"])
 @pytest.mark.parametrize("keys", [T, T + 3])
-def test_a_mask_object_hides_what_it_says(name: str, keys: int) -> None:
+def test_a_mask_object_hides_what_it_says(name, keys):
     """torch.nn.attention.bias, which PyTorch advises for caches: a tensor whose own storage holds nothing."""
     q, k = torch.randn(B, H, T, D).double(), torch.randn(B, H, keys, D).double()
     visible = torch.ones(T, keys, dtype=torch.bool)
@@ -228,15 +228,13 @@ def test_a_mask_object_hides_what_it_says(name: str, keys: int) -> None:
     assert stats.n_pairs.tolist() == [B * int(visible.sum())] * H
 
 
-def test_a_second_call_of_a_module_has_a_number_and_a_module_run_twice_is_one_site() -> (
-    None
-):
+def test_a_second_call_of_a_module_has_a_number_and_a_module_run_twice_is_one_site():
     class Two(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.q = nn.Linear(8, 8)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             y = self.q(x)[:, None]
             once = F.scaled_dot_product_attention(y, y, y)
             return F.scaled_dot_product_attention(once, y, y)[:, 0]
@@ -246,7 +244,7 @@ def test_a_second_call_of_a_module_has_a_number_and_a_module_run_twice_is_one_si
     assert [s.name for s in sites] == ["0", "0#2"]
 
 
-def test_cross_attention_reads_keys_from_elsewhere() -> None:
+def test_cross_attention_reads_keys_from_elsewhere():
     module = nn.MultiheadAttention(16, 4, batch_first=True)
     x, context = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
     hidden = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
@@ -268,8 +266,8 @@ HIDDEN = torch.arange(T) < torch.tensor([T, 4]).view(B, 1, 1, 1)
 
 @pytest.mark.parametrize("mask", [None, HIDDEN, HIDDEN[1:]])
 def test_queries_of_batch_1_are_read_for_every_sequence_of_keys(
-    mask: Tensor | None,
-) -> None:
+    mask,
+):
     q, k = torch.randn(1, H, 3, D), torch.randn(B, H, T, D)
     stats = fused_stats(q, k, mask)
     expected = fused_stats(q.expand(B, -1, -1, -1), k, mask)
@@ -278,13 +276,11 @@ def test_queries_of_batch_1_are_read_for_every_sequence_of_keys(
         torch.testing.assert_close(stats.tensors()[name], values)
 
 
-def test_a_model_that_registers_hooks_in_its_first_pass_has_them_once_after_a_probe() -> (
-    None
-):
+def test_a_model_that_registers_hooks_in_its_first_pass_has_them_once_after_a_probe():
     class Recording(Block):
         ready = False
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             if not self.ready:
                 self.c_attn.register_forward_hook(
                     lambda *_: seen.append(1), always_call=True
@@ -303,9 +299,7 @@ def test_a_model_that_registers_hooks_in_its_first_pass_has_them_once_after_a_pr
 
 
 @torch.no_grad()
-def test_a_transformer_encoder_in_eval_keeps_its_fast_path_under_a_tap_and_not_under_an_interceptor() -> (
-    None
-):
+def test_a_transformer_encoder_in_eval_keeps_its_fast_path_under_a_tap_and_not_under_an_interceptor():
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(16, 4, batch_first=True), 2
     ).eval()
@@ -326,12 +320,12 @@ def test_a_transformer_encoder_in_eval_keeps_its_fast_path_under_a_tap_and_not_u
     assert found == names
 
 
-def guarded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def guarded(q, k, v):
     e = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf).exp()
     return e / (e.sum(-1, keepdim=True) + 1e-9) @ v
 
 
-def test_a_guard_against_a_sum_of_zero_changes_nothing() -> None:
+def test_a_guard_against_a_sum_of_zero_changes_nothing():
     x, found = torch.randn(B, T, H * D), list[LogitStats]()
     for way in (guarded, exp_over_sum):
         torch.manual_seed(0)

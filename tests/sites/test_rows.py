@@ -6,19 +6,18 @@ import dataclasses
 
 import pytest
 import torch
-from tests.sites.models import CASES, OF_ADAPTER, Case, D, H
-from torch import Tensor, nn
+from tests.sites.models import CASES, OF_ADAPTER, D, H
+from torch import nn
 
 from qkeel import apply, find_sites
-from qkeel.functional.statistics import LogitStats
-from qkeel.sites import AttentionSite, HeadSlice, QKProduct, Tap
+from qkeel.sites import QKProduct, Tap
 from qkeel.sites.trace import traced
 
 IDS = {id(case): name for name, case in CASES.items()}
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def paths_of(site: AttentionSite, side: str) -> list[list[tuple[object, ...]]]:
+def paths_of(site, side):
     """The weights on each path to q or k, without repetitions."""
     paths: list[list[tuple[object, ...]]] = []
     for term in site.terms:
@@ -29,7 +28,7 @@ def paths_of(site: AttentionSite, side: str) -> list[list[tuple[object, ...]]]:
     return paths
 
 
-def statistics(model: nn.Module, x: Tensor, site: AttentionSite) -> LogitStats:
+def statistics(model, x, site):
     with torch.no_grad(), Tap(model) as tap:
         tap.sites = [site]
         torch.manual_seed(3)
@@ -40,8 +39,8 @@ def statistics(model: nn.Module, x: Tensor, site: AttentionSite) -> LogitStats:
 
 @each_case
 def test_rows_and_biases_of_each_head_are_found_and_confirmed_and_nothing_is_changed(
-    case: Case,
-) -> None:
+    case,
+):
     model, x = case.model(), case.x()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     versions = [p._version for p in model.parameters()]
@@ -73,7 +72,7 @@ def test_rows_and_biases_of_each_head_are_found_and_confirmed_and_nothing_is_cha
 
 @each_case
 @torch.no_grad()
-def test_other_rows_move_other_heads_and_no_more(case: Case) -> None:
+def test_other_rows_move_other_heads_and_no_more(case):
     model, x = case.model(), case.x()
     with torch.enable_grad():
         (site,) = find_sites(model, x)
@@ -103,7 +102,7 @@ def test_other_rows_move_other_heads_and_no_more(case: Case) -> None:
         assert site.normed or not (distance[others] > distance[mine].min() / 3).any()
 
 
-def swapped(slices: tuple[HeadSlice, ...]) -> tuple[HeadSlice, ...]:
+def swapped(slices):
     """The slices in which the first two heads have each other's rows."""
     last = slices[-1]
     order = [1, 0, *range(2, last.n)]
@@ -111,13 +110,13 @@ def swapped(slices: tuple[HeadSlice, ...]) -> tuple[HeadSlice, ...]:
     return (*slices[:-1], dataclasses.replace(last, index=index))
 
 
-def checked(case: Case, site: AttentionSite) -> AttentionSite:
+def checked(case, site):
     trace = traced(case.model(), (case.x(),), {}, expected=True)
     return trace.verified([site])[0]
 
 
 @each_case
-def test_rows_of_the_wrong_head_are_not_confirmed(case: Case) -> None:
+def test_rows_of_the_wrong_head_are_not_confirmed(case):
     (site,) = find_sites(case.model(), case.x())
     for side in ("query", "key"):
         terms = list(site.terms)
@@ -132,17 +131,17 @@ def test_rows_of_the_wrong_head_are_not_confirmed(case: Case) -> None:
             assert "changed the logits of" in doubtful.unverified
 
 
-def planted(case: Case, site: AttentionSite, **changes: object) -> str:
+def planted(case, site, **changes):
     return checked(case, dataclasses.replace(site, **changes)).unverified  # type: ignore[arg-type]
 
 
-def test_planted_faults_are_told() -> None:
+def test_planted_faults_are_told():
     case = CASES["written"]
     (site,) = find_sites(case.model(), case.x())
     (term,) = site.terms
     (q,) = term.query
 
-    def of(*terms: QKProduct) -> str:
+    def of(*terms):
         return planted(case, site, terms=terms)
 
     values = dataclasses.replace(q, parameter="v.weight", bias="v.bias")
@@ -166,8 +165,8 @@ def test_planted_faults_are_told() -> None:
     "name", ["written", "joined biases", "cross attention", "convolutions", "latent"]
 )
 def test_a_clip_brings_the_largest_logit_of_each_head_to_the_threshold(
-    name: str,
-) -> None:
+    name,
+):
     case = dataclasses.replace(CASES[name], dtype=torch.float64)
     model, x = case.model(), case.x()
     (site,) = find_sites(model, x)
@@ -182,17 +181,17 @@ def test_a_clip_brings_the_largest_logit_of_each_head_to_the_threshold(
 
 
 @pytest.mark.parametrize("heads", [3, 5, 64, 70])
-def test_the_heads_of_a_permuted_projection_are_told_apart(heads: int) -> None:
+def test_the_heads_of_a_permuted_projection_are_told_apart(heads):
     """Whatever their number; verification takes about log₂ h changes."""
 
     class Permuted(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             torch.manual_seed(0)
             self.qkv = nn.Linear(8, 3 * heads * 2)
             self.order = torch.randperm(heads)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             q, k, v = self.qkv(x).unflatten(-1, (3, heads, 2)).permute(2, 0, 3, 1, 4)
             return (q[:, self.order] @ k.mT).softmax(-1) @ v
 

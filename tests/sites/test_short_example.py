@@ -1,14 +1,11 @@
 """A search keeps much of a pass, so it looks at the beginning of one sequence first, then at all of them."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel import find_sites
 from qkeel.capture.example import ROWS, TOKENS, shorter
@@ -25,10 +22,10 @@ class Heads(nn.Module):
 
     def __init__(
         self,
-        change: Callable[[Heads, Tensor], Tensor] = lambda m, x: x,
+        change=lambda m, x: x,
         *,
-        norm: bool = False,
-    ) -> None:
+        norm=False,
+    ):
         super().__init__()
         torch.manual_seed(0)
         self.change, self.norm, passes = change, norm, Passes()
@@ -42,7 +39,7 @@ class Heads(nn.Module):
         self.note = passes.append
         self.passes = lambda: passes
 
-    def attend(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def attend(self, x, mask=None):
         q, k = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k))
         if self.norm:
             q, k = (F.rms_norm(y, (D,), self.gain) for y in (q, k))
@@ -52,7 +49,7 @@ class Heads(nn.Module):
             .flatten(2)
         )
 
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, tokens, mask=None):
         self.note((tuple(tokens.shape), torch.is_grad_enabled()))
         x = F.dropout(self.batch_norm(self.embed(tokens).mT).mT, 0.1)
         return self.attend(
@@ -60,25 +57,25 @@ class Heads(nn.Module):
         )
 
 
-def tokens() -> Tensor:
+def tokens():
     return torch.randint(0, 20, (B, T), generator=torch.Generator().manual_seed(1))
 
 
-def kept(model: Heads, *more: Tensor) -> list[tuple[int, ...]]:
+def kept(model, *more):
     """The shapes of the passes of a search of which something is kept; all sites it finds are confirmed."""
     assert all(site.verified for site in find_sites(model, (tokens(), *more)))
     return [shape for shape, graph in model.passes() if graph]
 
 
-def longer_than_positions(m: Heads, x: Tensor) -> Tensor:
+def longer_than_positions(m, x):
     return x + torch.zeros(T, 1)
 
 
-def twice(m: Heads, x: Tensor) -> Tensor:
+def twice(m, x):
     return m.attend(x) if x.shape[1] > 50 else x
 
 
-def test_the_beginning_of_two_sequences_is_enough() -> None:
+def test_the_beginning_of_two_sequences_is_enough():
     model = Heads()
     state, stream = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     assert {*kept(model)} == {(ROWS, TOKENS)}
@@ -98,9 +95,7 @@ def test_the_beginning_of_two_sequences_is_enough() -> None:
         ),  # what follows a norm may grow with the position
     ],
 )
-def test_what_a_shorter_sequence_does_not_show_is_taken_from_longer_ones(
-    model: Callable[[], Heads], last: list[tuple[int, ...]]
-) -> None:
+def test_what_a_shorter_sequence_does_not_show_is_taken_from_longer_ones(model, last):
     made = model()
     assert [*dict.fromkeys(kept(made))] == last
     whole = find_sites(made, tokens()[:1])  # nothing to shorten in it but the sequence
@@ -109,15 +104,15 @@ def test_what_a_shorter_sequence_does_not_show_is_taken_from_longer_ones(
     ]
 
 
-def test_where_padding_comes_first_the_rows_are_whole() -> None:
+def test_where_padding_comes_first_the_rows_are_whole():
     mask = torch.ones(B, T)
     mask[:, : T // 2] = 0
     assert kept(Heads(), mask)[-1] == (2, T)
 
 
-def test_heads_that_are_merged_with_the_batch_are_told_from_it_by_two_rows() -> None:
+def test_heads_that_are_merged_with_the_batch_are_told_from_it_by_two_rows():
     class Merged(Heads):
-        def attend(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        def attend(self, x, mask=None):
             q, k = (
                 p(x).unflatten(-1, (H, D)).permute(2, 0, 1, 3).flatten(0, 1)
                 for p in (self.q, self.k)
@@ -135,14 +130,14 @@ def test_heads_that_are_merged_with_the_batch_are_told_from_it_by_two_rows() -> 
     assert (site.n_heads, str(site.layout)) == (H, "(h b) t s")
 
 
-def test_a_model_that_depends_on_its_batch_gets_all_of_it() -> None:
-    def rows(m: Heads, x: Tensor) -> Tensor:
+def test_a_model_that_depends_on_its_batch_gets_all_of_it():
+    def rows(m, x):
         return x[torch.arange(B).flip(0)]
 
     assert kept(Heads(rows))[-1] == (B, T)
 
 
-def test_arguments_whose_batch_is_not_clear_are_not_shortened() -> None:
+def test_arguments_whose_batch_is_not_clear_are_not_shortened():
     class Batch(dict):  # type: ignore[type-arg]
         """One that may hold more than its items."""
 
@@ -162,9 +157,7 @@ def test_arguments_whose_batch_is_not_clear_are_not_shortened() -> None:
     ]
 
 
-def test_off_the_cpu_a_sequence_is_cut_where_no_number_may_be_the_place_of_a_token() -> (
-    None
-):
+def test_off_the_cpu_a_sequence_is_cut_where_no_number_may_be_the_place_of_a_token():
     ids = tokens().to("meta")
     cuts = [True, False]
     named = {"input_ids": ids, "labels": ids, "attention_mask": ids}
@@ -175,12 +168,10 @@ def test_off_the_cpu_a_sequence_is_cut_where_no_number_may_be_the_place_of_a_tok
     assert list(shorter((ids, ids[:, 0]), {})) == []
 
 
-def test_where_whole_sequences_take_too_much_memory_short_ones_show_all_but_the_bounds_by_norms() -> (
-    None
-):
+def test_where_whole_sequences_take_too_much_memory_short_ones_show_all_but_the_bounds_by_norms():
     model, whole = Heads(norm=True), find_sites(Heads(norm=True), tokens())
 
-    def full(m: Heads, x: Tensor) -> Tensor:
+    def full(m, x):
         if torch.is_grad_enabled() and x.shape[1] > TOKENS:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return x

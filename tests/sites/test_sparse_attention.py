@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ MODELS: dict[str, tuple[Callable[[], Sparse], dict[str, str]]] = {
 }
 
 
-def built(name: str) -> tuple[Model, Tensor]:
+def built(name):
     torch.manual_seed(0)
     model = Model(MODELS[name][0]())
     with torch.no_grad():
@@ -44,8 +43,8 @@ def built(name: str) -> tuple[Model, Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_statistics_are_those_of_float64_over_the_keys_that_are_reached(
-    name: str,
-) -> None:
+    name,
+):
     model, x = built(name)
     with qkeel.watch(model, stats="all+gates") as monitor:
         for _ in range(
@@ -69,7 +68,7 @@ def test_statistics_are_those_of_float64_over_the_keys_that_are_reached(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_each_branch_has_the_type_that_was_seen(name: str) -> None:
+def test_each_branch_has_the_type_that_was_seen(name):
     model, x = built(name)
     sites = qkeel.find_sites(model, x)
     assert {site.name: site.layer_type for site in sites} == MODELS[name][1]
@@ -81,7 +80,7 @@ def test_each_branch_has_the_type_that_was_seen(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["csa", "hca"])
-def test_a_sink_column_that_is_written_out_has_a_gate(name: str) -> None:
+def test_a_sink_column_that_is_written_out_has_a_gate(name):
     model, x = built(name)
     with qkeel.watch(model, stats="all+gates") as monitor:
         model(x)
@@ -99,7 +98,7 @@ def test_a_sink_column_that_is_written_out_has_a_gate(name: str) -> None:
     )
 
 
-def test_a_row_that_sees_one_key_and_a_sink_has_an_entropy() -> None:
+def test_a_row_that_sees_one_key_and_a_sink_has_an_entropy():
     z, sink = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1)
     call = ScoresCall(
         spec=qkeel.AttentionSpec(),
@@ -119,7 +118,7 @@ def test_a_row_that_sees_one_key_and_a_sink_has_an_entropy() -> None:
 
 
 @pytest.mark.parametrize("name", ["dsa, written out", "dsa, fused"])
-def test_an_indexers_scores_are_measured_with_its_layer(name: str) -> None:
+def test_an_indexers_scores_are_measured_with_its_layer(name):
     model, x = built(name)
     sites = qkeel.find_sites(model, x)
     assert [(one.name, one.layer_type, one.n_heads) for one in sites.indexers] == [
@@ -146,7 +145,7 @@ def test_an_indexers_scores_are_measured_with_its_layer(name: str) -> None:
             assert np.isnan(heads["index_max_logit"][0, 1:]).all()
 
 
-def test_choices_of_blocks_are_seen_too() -> None:
+def test_choices_of_blocks_are_seen_too():
     model, x = built("csa")
     with qkeel.watch(model) as monitor:
         model(x)
@@ -157,15 +156,15 @@ def test_choices_of_blocks_are_seen_too() -> None:
     assert "index max" in monitor.table()
 
 
-def test_scores_that_go_into_a_softmax_are_no_indexer() -> None:
+def test_scores_that_go_into_a_softmax_are_no_indexer():
     class Best(nn.Module):
         """Keys under the fourth largest score of a row are hidden."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.q, self.k = nn.Linear(M, M), nn.Linear(M, M)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             z = self.q(x) @ self.k(x).mT
             least = z.topk(4, dim=-1).values[..., -1:]
             return z.masked_fill(z < least, -torch.inf).softmax(-1) @ x
@@ -175,14 +174,14 @@ def test_scores_that_go_into_a_softmax_are_no_indexer() -> None:
     assert not sites.indexers
 
 
-def test_a_router_of_experts_is_no_indexer() -> None:
+def test_a_router_of_experts_is_no_indexer():
     class Routed(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.q, self.router = nn.Linear(M, M), nn.Linear(M, 8)
             self.experts = nn.Parameter(torch.randn(8, M))
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             x = F.scaled_dot_product_attention(self.q(x), x, x)
             best = (
                 self.router(x).topk(2).indices,
@@ -193,7 +192,7 @@ def test_a_router_of_experts_is_no_indexer() -> None:
     assert not qkeel.find_sites(Routed(), torch.randn(B, T, M)).indexers
 
 
-def test_remedies_act_on_attention_beside_an_indexer_as_on_any_other() -> None:
+def test_remedies_act_on_attention_beside_an_indexer_as_on_any_other():
     model, x = built("dsa, written out")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [p.detach().clone() for p in (model.a.iq.weight, model.a.ik.weight)]  # type: ignore[union-attr]
@@ -214,14 +213,14 @@ def test_remedies_act_on_attention_beside_an_indexer_as_on_any_other() -> None:
 
 
 @pytest.fixture
-def transformers() -> Iterator[Any]:
+def transformers():
     library = pytest.importorskip("transformers")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield library
 
 
-def v4(transformers: Any) -> nn.Module:
+def v4(transformers):
     config = getattr(transformers, "DeepseekV4Config", None)
     if config is None:
         pytest.skip("this version has no DeepSeek-V4")
@@ -255,8 +254,8 @@ def v4(transformers: Any) -> nn.Module:
 
 
 def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(
-    transformers: Any,
-) -> None:
+    transformers,
+):
     model, ids = (
         v4(transformers),
         torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(2)),
@@ -295,8 +294,8 @@ def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_deepseek_v32_of_transformers_is_sparse_and_has_indexers(
-    transformers: Any, implementation: str
-) -> None:
+    transformers, implementation
+):
     config = getattr(transformers, "DeepseekV32Config", None)
     if config is None:
         pytest.skip("this version has no DeepSeek-V3.2")

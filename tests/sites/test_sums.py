@@ -1,12 +1,10 @@
 """A logit that is a sum of products is known by all of them, or the site says which part is not known."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel import find_sites
 from qkeel.sites import Tap
@@ -15,12 +13,12 @@ from .sums import SUMS, UNKNOWN, H, Sum, T, batch, made, unknown
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_every_product_is_a_term(name: str) -> None:
+def test_every_product_is_a_term(name):
     (site,) = find_sites(made(name), batch())
     assert site.why == ""
     assert site.n_heads == H
 
-    def short(parameter: str) -> str:
+    def short(parameter):
         return parameter.removesuffix(".weight")
 
     terms = [
@@ -31,7 +29,7 @@ def test_every_product_is_a_term(name: str) -> None:
 
 
 @torch.no_grad()
-def test_statistics_are_those_of_the_sum() -> None:
+def test_statistics_are_those_of_the_sum():
     for name in SUMS:
         model = made(name)
         (site,) = find_sites(model, batch())
@@ -53,8 +51,8 @@ def test_statistics_are_those_of_the_sum() -> None:
 @pytest.mark.parametrize("name", UNKNOWN)
 @torch.no_grad()
 def test_a_part_that_is_not_known_is_named_and_statistics_are_right_all_the_same(
-    name: str,
-) -> None:
+    name,
+):
     model = unknown(name)
     (site,) = find_sites(model, batch())
     assert site.terms == ()
@@ -69,18 +67,18 @@ def test_a_part_that_is_not_known_is_named_and_statistics_are_right_all_the_same
     )
 
 
-def test_features_that_two_activations_made_are_no_scores() -> None:
+def test_features_that_two_activations_made_are_no_scores():
     """Hidden states mixed by coefficients of their own, as Gemma 3n's AltUp has it, go through projections."""
 
     class Mixed(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.coefficients, self.attention = (
                 nn.Linear(32, 4),
                 Sum(SUMS["two"][0], "q1", "k1", "q2", "k2"),
             )
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             streams = torch.stack([x, x.roll(1, 1)], -1)
             return self.attention(
                 (streams @ self.coefficients(x).unflatten(-1, (2, 2)))[..., 0]
@@ -93,15 +91,15 @@ def test_features_that_two_activations_made_are_no_scores() -> None:
     ]
 
 
-def test_a_table_that_is_read_outside_the_module_is_a_term() -> None:
+def test_a_table_that_is_read_outside_the_module_is_a_term():
     """SpeechT5's encoder makes the keys of distances once for all layers."""
 
     class Layer(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 32)
 
-        def forward(self, x: Tensor, distances: Tensor) -> Tensor:
+        def forward(self, x, distances):
             q, k = (
                 p(x).unflatten(-1, (H, 8)).transpose(1, 2).flatten(0, 1)
                 for p in (self.q, self.k)
@@ -110,11 +108,11 @@ def test_a_table_that_is_read_outside_the_module_is_a_term() -> None:
             return (z.softmax(-1) @ k).unflatten(0, (-1, H)).transpose(1, 2).flatten(2)
 
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.table, self.first, self.second = nn.Embedding(T, 8), Layer(), Layer()
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             distances = self.table((torch.arange(T)[:, None] - torch.arange(T)).abs())
             return self.second(self.first(x, distances), distances)
 
@@ -126,7 +124,7 @@ def test_a_table_that_is_read_outside_the_module_is_a_term() -> None:
         assert (site.n_heads, site.head_dim, str(site.layout)) == (H, 8, "(b h) t s")
 
 
-def rotated(x: Tensor, positions: Tensor) -> Tensor:
+def rotated(x, positions):
     angles = positions[:, None] * 100 ** -torch.arange(0, 1, 0.5).repeat(2)
     first, second = x.chunk(2, -1)
     turned = torch.cat([-second, first], -1)
@@ -137,12 +135,12 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 class ReRoPE(nn.Module):
     """As its author writes it for Llama: the scores of near keys and those of far keys, which one mask chooses from."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(32, 32, bias=False) for _ in range(3))
         self.z = torch.zeros(())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             p(x).unflatten(-1, (H, 8)).transpose(1, 2) for p in (self.q, self.k, self.v)
         )
@@ -162,9 +160,7 @@ class ReRoPE(nn.Module):
         )
 
 
-def test_scores_that_a_mask_chooses_from_two_products_of_the_same_weights_have_one_term() -> (
-    None
-):
+def test_scores_that_a_mask_chooses_from_two_products_of_the_same_weights_have_one_term():
     torch.manual_seed(0)
     model, x = ReRoPE(), batch()
     (site,) = find_sites(model, x)

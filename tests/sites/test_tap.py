@@ -1,17 +1,15 @@
 """The tap sees what passes, changes nothing, and lets go."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel import preset
-from qkeel.functional.statistics import TENSORS, LogitStats, merge
+from qkeel.functional.statistics import TENSORS, merge
 from qkeel.kernels.statistics import logit_stats
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig, KVCache
 from qkeel.sites import Tap, find_sites
@@ -20,7 +18,7 @@ from qkeel.spec import AttentionCall
 FIELDS = list(TENSORS)
 
 
-def decoder(**choices: object) -> Decoder:
+def decoder(**choices):
     torch.manual_seed(0)
     model = Decoder(
         DecoderConfig(
@@ -31,15 +29,15 @@ def decoder(**choices: object) -> Decoder:
     return model
 
 
-def tokens(seed: int = 0) -> Tensor:
+def tokens(seed=0):
     return torch.randint(11, (2, 6), generator=torch.Generator().manual_seed(seed))
 
 
-def same(a: LogitStats, b: LogitStats) -> bool:
+def same(a, b):
     return all(torch.equal(getattr(a, f), getattr(b, f)) for f in FIELDS)
 
 
-def test_a_tap_reads_the_statistics_of_every_site() -> None:
+def test_a_tap_reads_the_statistics_of_every_site():
     model, calls = decoder(), []
     sites = find_sites(model)
     for site in sites:
@@ -57,7 +55,7 @@ def test_a_tap_reads_the_statistics_of_every_site() -> None:
         assert same(stats[name], logit_stats(call))
 
 
-def test_reading_starts_anew_and_calls_between_reads_merge() -> None:
+def test_reading_starts_anew_and_calls_between_reads_merge():
     model = decoder()
     with Tap(model) as tap:
         model(tokens(0))
@@ -72,7 +70,7 @@ def test_reading_starts_anew_and_calls_between_reads_merge() -> None:
         assert same(both[name], merge(first[name], second[name]))
 
 
-def test_after_remove_nothing_is_watched_and_a_second_tap_is_its_own() -> None:
+def test_after_remove_nothing_is_watched_and_a_second_tap_is_its_own():
     model = decoder()
     one, other = Tap(model), Tap(model)
     model(tokens())
@@ -89,7 +87,7 @@ def test_after_remove_nothing_is_watched_and_a_second_tap_is_its_own() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_when_training_only_passes_that_can_be_trained_count(training: bool) -> None:
+def test_when_training_only_passes_that_can_be_trained_count(training):
     model = decoder().train(training)
     with Tap(model, when_training=True) as tap:
         with torch.no_grad():
@@ -99,7 +97,7 @@ def test_when_training_only_passes_that_can_be_trained_count(training: bool) -> 
         assert len(tap.read("train")) == 2
 
 
-def test_statistics_carry_no_graph() -> None:
+def test_statistics_carry_no_graph():
     model = decoder()
     with Tap(model) as tap:
         model(tokens()).sum().backward()
@@ -108,7 +106,7 @@ def test_statistics_carry_no_graph() -> None:
 
 
 @torch.no_grad()
-def test_a_tap_sees_cached_and_latent_attention() -> None:
+def test_a_tap_sees_cached_and_latent_attention():
     model, caches = decoder(), [KVCache(), KVCache()]
     with Tap(model) as tap:
         model(tokens()[:, :4], caches=caches)
@@ -124,7 +122,7 @@ def test_a_tap_sees_cached_and_latent_attention() -> None:
         assert tap.read()[""].n_pairs.tolist() == [6] * 4
 
 
-def test_a_copy_of_a_tapped_model_is_untapped() -> None:
+def test_a_copy_of_a_tapped_model_is_untapped():
     model = decoder()
     with Tap(model) as tap:
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -132,14 +130,14 @@ def test_a_copy_of_a_tapped_model_is_untapped() -> None:
             assert tap.read() == {}
 
 
-def test_a_tap_on_a_model_that_computes_no_attention_reads_nothing() -> None:
+def test_a_tap_on_a_model_that_computes_no_attention_reads_nothing():
     model = nn.Linear(2, 2)
     with Tap(model) as tap:
         model(torch.ones(1, 2))
         assert tap.read() == {}
 
 
-def test_a_module_used_twice_is_one_site_and_its_calls_merge() -> None:
+def test_a_module_used_twice_is_one_site_and_its_calls_merge():
     attention = Attention(8, 2)
     model = nn.Sequential(attention, attention)
     with Tap(model) as tap:
@@ -150,24 +148,22 @@ def test_a_module_used_twice_is_one_site_and_its_calls_merge() -> None:
 
 
 class _SelfAttention(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
 
 
 class _Late(nn.Module):
     """Attention, and more of it where it is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.near, self.far = _SelfAttention(), _SelfAttention()
 
-    def forward(self, x: Tensor, far: bool = False) -> Tensor:
+    def forward(self, x, far=False):
         return self.far(self.near(x)) if far else self.near(x)
 
 
-def test_attention_that_first_appears_late_is_seen_after_twice_as_many_passes_at_the_latest() -> (
-    None
-):
+def test_attention_that_first_appears_late_is_seen_after_twice_as_many_passes_at_the_latest():
     model, x = _Late(), torch.randn(2, 5, 8)
     with Tap(model) as tap:
         for _ in range(5):
@@ -178,7 +174,7 @@ def test_attention_that_first_appears_late_is_seen_after_twice_as_many_passes_at
         assert set(tap.read()) == {"near", "far"}
 
 
-def test_a_module_that_is_replaced_is_searched_at_once() -> None:
+def test_a_module_that_is_replaced_is_searched_at_once():
     model, x = _Late(), torch.randn(2, 5, 8)
     with Tap(model) as tap:
         for _ in range(6):

@@ -1,12 +1,10 @@
 """A bare Tap where all heads share their keys: right by the module's number of heads, or it says that it guesses."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel.errors import QkeelWarning
@@ -18,7 +16,7 @@ BATCH, TOKENS, HEADS, WIDTH = 2, 12, 4, 8
 class Absorbed(nn.Module):
     """Scores [b t h s] of queries of each head and keys of all heads, as DeepSeek-V3 computes absorbed MLA."""
 
-    def __init__(self, told: bool) -> None:
+    def __init__(self, told):
         super().__init__()
         self.wq, self.wkv, self.logits = (
             nn.Linear(32, HEADS * WIDTH),
@@ -28,7 +26,7 @@ class Absorbed(nn.Module):
         if told:
             self.n_heads = HEADS
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, kv = self.wq(x).unflatten(-1, (HEADS, WIDTH)), self.wkv(x)
         self.logits = torch.einsum("bshc,btc->bsht", q, kv) * WIDTH**-0.5
         return torch.einsum("bsht,btc->bshc", self.logits.softmax(-1), kv).flatten(2)
@@ -36,9 +34,7 @@ class Absorbed(nn.Module):
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("told", [False, True])
-def test_heads_that_share_keys_are_not_taken_for_queries(
-    told: bool, training: bool
-) -> None:
+def test_heads_that_share_keys_are_not_taken_for_queries(told, training):
     torch.manual_seed(0)
     model, x = (
         nn.Sequential(Absorbed(told)).train(training),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.sites.models import CASES, SCALE, D, H, Heads, Images, M, T, plain
-from torch import Tensor, nn
+from torch import nn
 
 from qkeel import apply, find_sites
 from qkeel.errors import RefusedError
@@ -16,36 +14,36 @@ from qkeel.nn import Attention
 from qkeel.sites import verify
 
 
-def x() -> Tensor:
+def x():
     return CASES["written"].x()
 
 
 class Scored(Heads):
     """Heads whose scores a function of q and k [b h t d] makes."""
 
-    def __init__(self, scores: Callable[[Scored, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, scores):
         super().__init__()
         torch.manual_seed(0)
         self.scores = scores
         self.q2 = nn.Linear(M, H * D)
         self.mix = nn.Conv2d(H, H, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (y.transpose(1, 2) for y in self.operands(x))
         return (self.scores(self, q, k).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-def gated_outside_the_graph(model: Scored, q: Tensor, k: Tensor) -> Tensor:
+def gated_outside_the_graph(model, q, k):
     gate = q.detach().amax(-1, keepdim=True)
     return q @ k.mT * SCALE + gate * torch.arange(float(T))
 
 
-def talking(model: Scored, q: Tensor, k: Tensor) -> Tensor:
+def talking(model, q, k):
     z = q @ k.mT
     return z + model.mix(z)
 
 
-def distances(_: Scored, q: Tensor, k: Tensor) -> Tensor:
+def distances(_, q, k):
     squares = q.square().sum(-1)[..., None] + k.square().sum(-1)[..., None, :]
     return (2 * q @ k.mT - squares) / 4
 
@@ -55,9 +53,7 @@ DOUBTFUL = {f.__name__: f for f in (gated_outside_the_graph, talking, distances)
 
 @pytest.mark.parametrize("remedy", ["lalr", "qk_clip", "qk_norm"])
 @pytest.mark.parametrize("name", DOUBTFUL)
-def test_rows_that_do_not_make_the_logits_alone_are_not_changed(
-    name: str, remedy: str
-) -> None:
+def test_rows_that_do_not_make_the_logits_alone_are_not_changed(name, remedy):
     model = Scored(DOUBTFUL[name])
     (site,) = find_sites(model, x())
     assert not site.verified
@@ -69,7 +65,7 @@ def test_rows_that_do_not_make_the_logits_alone_are_not_changed(
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
-def test_a_remedy_on_the_call_needs_no_weights() -> None:
+def test_a_remedy_on_the_call_needs_no_weights():
     model = Scored(talking)
     with apply(model, "softcap:cap=3", batch=x()):
         assert model(x()).isfinite().all()
@@ -78,15 +74,15 @@ def test_a_remedy_on_the_call_needs_no_weights() -> None:
 class FirstPlace(nn.Module):
     """RvT's: the class token passes by the convolution."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.project = nn.Conv2d(M, H * D, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.cat((x[:, :, :1], self.project(x[:, :, 1:])), 2)
 
 
-def test_a_place_that_is_not_projected_is_told() -> None:
+def test_a_place_that_is_not_projected_is_told():
     model = Images()
     model.query = FirstPlace()  # type: ignore[assignment]
     (site,) = find_sites(model, CASES["convolutions"].x())
@@ -94,13 +90,13 @@ def test_a_place_that_is_not_projected_is_told() -> None:
 
 
 @pytest.mark.parametrize("in_graph", [True, False])
-def test_a_mask_of_a_fused_function_may_be_a_product(in_graph: bool) -> None:
+def test_a_mask_of_a_fused_function_may_be_a_product(in_graph):
     class Masked(Heads):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.table = nn.Parameter(torch.randn(T, T, D))
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             q, k, v = (y.transpose(1, 2) for y in self.operands(x))
             mask = torch.einsum("bhtd,tsd->bhts", q, self.table)
             if not in_graph:
@@ -113,34 +109,34 @@ def test_a_mask_of_a_fused_function_may_be_a_product(in_graph: bool) -> None:
     assert site.verified == in_graph
 
 
-def test_positions_that_the_model_gives_to_a_layer_are_no_part_of_its_input() -> None:
+def test_positions_that_the_model_gives_to_a_layer_are_no_part_of_its_input():
     """XLNet's: a bias that is added to the query meets projected positions."""
 
     class Layer(Heads):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.r = nn.Linear(M, H * D)
 
-        def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        def forward(self, x, positions):  # type: ignore[override]
             q, k, v = (y.transpose(1, 2) for y in self.operands(x))
             r = self.r(positions).unflatten(-1, (H, D)).transpose(1, 2)
             z = q @ k.mT + (q + self.gain) @ r.mT
             return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             torch.manual_seed(0)
             self.layer, self.positions = Layer(), torch.randn(1, T, M)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.layer(x, self.positions)
 
     (site,) = find_sites(Model(), x())
     assert (site.verified, len(site.terms)) == (True, 2)
 
 
-def stack(*layers: nn.Module) -> nn.Sequential:
+def stack(*layers):
     for seed, layer in enumerate(layers):
         torch.manual_seed(seed)
         for p in layer.parameters():
@@ -149,12 +145,12 @@ def stack(*layers: nn.Module) -> nn.Sequential:
 
 
 def test_further_layers_of_a_kind_take_fewer_runs_and_wrong_ones_are_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     runs: list[str] = []
     logits = verify.Rerun.logits
 
-    def counted(rerun: verify.Rerun, *args: object) -> list[Tensor]:
+    def counted(rerun, *args):
         runs.append(rerun.frame.name)
         return logits(rerun, *args)  # type: ignore[arg-type]
 
@@ -163,7 +159,7 @@ def test_further_layers_of_a_kind_take_fewer_runs_and_wrong_ones_are_seen(
     assert [site.verified for site in find_sites(model, x())] == [True] * 3
     assert runs == ["0", "0", "1", "2"]
 
-    def permuted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def permuted(q, k, v):
         return plain(q[:, :, [0, 2, 1, 3]], k, v)
 
     rows = torch.arange(H * D).view(H, D)
@@ -174,9 +170,7 @@ def test_further_layers_of_a_kind_take_fewer_runs_and_wrong_ones_are_seen(
     assert torch.equal(second.query[0].index, rows[[0, 2, 1, 3]])
 
 
-def test_a_layer_that_is_called_again_and_one_that_shares_its_weights_are_confirmed() -> (
-    None
-):
+def test_a_layer_that_is_called_again_and_one_that_shares_its_weights_are_confirmed():
     layer, other = Heads(), Heads()
     other.q.weight = layer.q.weight
     sites = find_sites(stack(layer, layer, other), x())
@@ -184,11 +178,9 @@ def test_a_layer_that_is_called_again_and_one_that_shares_its_weights_are_confir
     assert [site.query[0].parameter for site in sites] == ["0.q.weight"] * 2
 
 
-def test_weights_that_are_unknown_are_not_verified_and_own_modules_need_no_search() -> (
-    None
-):
+def test_weights_that_are_unknown_are_not_verified_and_own_modules_need_no_search():
     class Sum(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])
 
     (site,) = find_sites(Sum(), x())
@@ -197,7 +189,7 @@ def test_weights_that_are_unknown_are_not_verified_and_own_modules_need_no_searc
     assert [site.verified for site in find_sites(Attention(16, 4))] == [True]
 
 
-def test_norms_behind_convolutions_refuse_what_scales_rows() -> None:
+def test_norms_behind_convolutions_refuse_what_scales_rows():
     model = Images()
     model.query = nn.Sequential(nn.Conv2d(M, H * D, 1), nn.GroupNorm(H, H * D))
     image = CASES["convolutions"].x()
@@ -208,9 +200,9 @@ def test_norms_behind_convolutions_refuse_what_scales_rows() -> None:
             apply(model, remedy, torch.optim.SGD(model.parameters()), batch=image)
 
 
-def test_heads_that_share_some_rows_of_a_weight_are_unknown() -> None:
+def test_heads_that_share_some_rows_of_a_weight_are_unknown():
     class Overlapping(Heads):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             q, k = (
                 p(x).unfold(-1, D, D // 2).transpose(1, 2) for p in (self.q, self.k)
             )

@@ -20,11 +20,11 @@ NUMBER = 0
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.o = nn.Linear(16, 48), nn.Linear(16, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         CALLS.append(len(x))
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
         return x + self.o(
@@ -35,18 +35,18 @@ class Layer(nn.Module):
 class Store:
     """A plain object with a list, a running mean and a counter."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.items: list[Tensor] = []
         self.mean, self.counts = torch.zeros(16), collections.Counter[str]()
 
-    def keep(self, module: nn.Module, args: object, output: Tensor) -> None:
+    def keep(self, module, args, output):
         self.items.append(output)
 
-    def __call__(self, module: nn.Module, args: object, output: Tensor) -> None:
+    def __call__(self, module, args, output):
         self.mean.lerp_(output.detach().mean((0, 1)), 0.1)
 
 
-def in_globals(module: nn.Module, args: object, output: Tensor) -> None:
+def in_globals(module, args, output):
     global NUMBER
     NUMBER += 1
     OUTPUTS[len(OUTPUTS)] = output
@@ -55,19 +55,19 @@ def in_globals(module: nn.Module, args: object, output: Tensor) -> None:
 class Hooks:
     """The kinds of hooks, and what they have stored."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.store, self.features, self.number = Store(), list[Tensor](), lambda: 0
         features, store, count = self.features, self.store, 0
 
-        def counting(module: nn.Module, args: object, output: Tensor) -> None:
+        def counting(module, args, output):
             nonlocal count
             count += 1
 
-        def returning(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        def returning(module, args, output):
             features.append(output)
             return output * 1.0
 
-        def before(module: nn.Module, args: object) -> None:
+        def before(module, args):
             store.counts["before"] += 1
 
         self.number = lambda: count
@@ -82,7 +82,7 @@ class Hooks:
         ]
         self.before = before
 
-    def state(self) -> tuple[object, ...]:
+    def state(self):
         store = self.store
         lengths = len(self.features), len(store.items), len(OUTPUTS), len(CALLS)
         return (
@@ -94,7 +94,7 @@ class Hooks:
         )
 
 
-def drawn(seed: int) -> tuple[nn.Module, Hooks]:
+def drawn(seed):
     choose = random.Random(seed)
     torch.manual_seed(seed)
     model, hooks = (
@@ -123,7 +123,7 @@ SEARCHES: dict[str, Callable[[nn.Module, Tensor], object]] = {
 
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_search_leaves_what_hooks_and_forward_store(seed: int, search: str) -> None:
+def test_a_search_leaves_what_hooks_and_forward_store(seed, search):
     model, hooks = drawn(seed)
     x = torch.randn(2, 5, 16)
     model(x)
@@ -140,18 +140,18 @@ def test_a_search_leaves_what_hooks_and_forward_store(seed: int, search: str) ->
     assert all(c - b == b - a for a, b, c in lengths)  # type: ignore[operator]
 
 
-def returns_number(module: nn.Module, args: object, output: Tensor) -> object:
+def returns_number(module, args, output):
     CALLS.append(1)
     return abs(output)
 
 
-def returns_in_one_branch(module: nn.Module, args: object, output: Tensor) -> object:
+def returns_in_one_branch(module, args, output):
     if module.training:
         return None
     return output
 
 
-def returns_early(module: nn.Module, args: object, output: Tensor) -> None:
+def returns_early(module, args, output):
     if module.training:
         return
     CALLS.append(1)
@@ -172,17 +172,15 @@ def returns_early(module: nn.Module, args: object, output: Tensor) -> None:
         (returns_in_one_branch, False),
     ],
 )
-def test_hooks_that_return_nothing_are_known_by_their_code(
-    hook: Callable[..., object], expected: bool
-) -> None:
+def test_hooks_that_return_nothing_are_known_by_their_code(hook, expected):
     assert returns_nothing(hook) is expected
 
 
-def test_a_hook_that_changes_the_output_runs_in_the_search() -> None:
+def test_a_hook_that_changes_the_output_runs_in_the_search():
     model = nn.Sequential(Layer(), Layer())
     runs: list[int] = []
 
-    def wider(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    def wider(module, args, output):
         runs.append(1)
         assert len(runs) < 100
         return output.repeat(1, 2, 1)

@@ -1,14 +1,12 @@
 """The type of a layer by the keys that its queries reach."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from qkeel.capture.calls import ScoresCall, Seen
+from qkeel.capture.calls import ScoresCall
 from qkeel.capture.visible_sets import VisibleSets, told_apart, visible_sets
 from qkeel.spec import AttentionSpec, SlidingWindow
 from qkeel.spec.call import band_call, make_call
@@ -17,19 +15,19 @@ T = 12
 Pairs = Callable[[Tensor, Tensor], Tensor]
 
 
-def pairs(f: Pairs, s: int = T) -> Tensor:
+def pairs(f, s=T):
     return f(torch.arange(T)[:, None], torch.arange(s)[None])
 
 
-def causal(i: Tensor, j: Tensor) -> Tensor:
+def causal(i, j):
     return j <= i
 
 
-def window(i: Tensor, j: Tensor) -> Tensor:
+def window(i, j):
     return (j <= i) & (i - j < 4)
 
 
-def chosen(k: int) -> Tensor:
+def chosen(k):
     scores = torch.randn(T, T, generator=torch.Generator().manual_seed(0)).masked_fill(
         ~pairs(causal), -torch.inf
     )
@@ -38,7 +36,7 @@ def chosen(k: int) -> Tensor:
     ) & pairs(causal)
 
 
-def with_memory(mask: Tensor, *, front: bool) -> Tensor:
+def with_memory(mask, *, front):
     memory = torch.ones(T, 2, dtype=torch.bool)
     return torch.cat([memory, mask] if front else [mask, memory], -1)
 
@@ -90,7 +88,7 @@ MASKS = {
 }
 
 
-def call_of(mask: Tensor, written: bool) -> Seen:
+def call_of(mask, written):
     while mask.ndim < 4:
         mask = mask[None]
     b, s = mask.shape[0], mask.shape[-1]
@@ -103,9 +101,7 @@ def call_of(mask: Tensor, written: bool) -> Seen:
 
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_the_type_is_that_of_the_visible_sets(
-    name: str, written: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_type_is_that_of_the_visible_sets(name, written, monkeypatch):
     mask, visible, blocks = MASKS[name]
     assert visible_sets(call_of(mask, written)) == VisibleSets(
         visible=visible, blocks=blocks, queries=T
@@ -123,7 +119,7 @@ def test_the_type_is_that_of_the_visible_sets(
     ("name", "visible"),
     [("causal", "full"), ("all", "full"), ("sliding window", "window")],
 )
-def test_padding_changes_no_type(side: str, name: str, visible: str) -> None:
+def test_padding_changes_no_type(side, name, visible):
     kept = PADDED if side == "left" else PADDED.flip(-1)
     for mask in (
         kept[:, None, None] & MASKS[name][0],
@@ -132,13 +128,13 @@ def test_padding_changes_no_type(side: str, name: str, visible: str) -> None:
         assert visible_sets(call_of(mask, False)).visible == visible
 
 
-def test_a_window_of_some_heads_or_sequences_is_a_window() -> None:
+def test_a_window_of_some_heads_or_sequences_is_a_window():
     mask = torch.stack([pairs(causal), pairs(window)])
     assert visible_sets(call_of(mask[None], False)).visible == "window"
     assert visible_sets(call_of(mask[:, None], False)).visible == "window"
 
 
-def test_flags_windows_and_packed_sequences_need_no_mask() -> None:
+def test_flags_windows_and_packed_sequences_need_no_mask():
     x = torch.randn(1, 2, T, 4)
     plain = make_call(AttentionSpec(), x, x, x)
     packed = band_call(plain, cu_seqlens=torch.tensor([0, 5, T]))
@@ -159,7 +155,7 @@ def test_flags_windows_and_packed_sequences_need_no_mask() -> None:
     )
 
 
-def test_a_window_that_is_longer_than_the_sequence_hides_nothing() -> None:
+def test_a_window_that_is_longer_than_the_sequence_hides_nothing():
     x = torch.randn(1, 2, T, 4)
     assert (
         visible_sets(
@@ -169,9 +165,7 @@ def test_a_window_that_is_longer_than_the_sequence_hides_nothing() -> None:
     )
 
 
-def test_fewer_keys_than_queries_are_compressed_unless_they_come_of_another_source() -> (
-    None
-):
+def test_fewer_keys_than_queries_are_compressed_unless_they_come_of_another_source():
     q, k = torch.randn(1, 2, T, 4), torch.randn(1, 2, 5, 4)
     call = make_call(AttentionSpec(), q, k, k, causal=False)
     assert visible_sets(call).visible == "compressed"
@@ -182,7 +176,7 @@ def test_fewer_keys_than_queries_are_compressed_unless_they_come_of_another_sour
     )
 
 
-def test_a_window_over_pieces_of_the_sequence_is_a_window() -> None:
+def test_a_window_over_pieces_of_the_sequence_is_a_window():
     """Four queries with their own four keys and the four before, as a local attention cuts them; the middle key is
     seen by all of a piece, and the first piece has no keys before it."""
     i, j = torch.arange(4)[:, None], torch.arange(8)
@@ -195,7 +189,7 @@ def test_a_window_over_pieces_of_the_sequence_is_a_window() -> None:
     assert visible_sets(call).visible == "window"
 
 
-def test_chunks_are_windows_where_another_layer_sees_across_them() -> None:
+def test_chunks_are_windows_where_another_layer_sees_across_them():
     chunk, whole = (
         visible_sets(call_of(MASKS[name][0], False))
         for name in ("packed or in chunks", "causal")

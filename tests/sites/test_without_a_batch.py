@@ -20,14 +20,14 @@ SPELLINGS = {
 
 
 class Attention(nn.Module):
-    def __init__(self, draw: random.Random, spelling: str) -> None:
+    def __init__(self, draw, spelling):
         super().__init__()
         self.spelling, self.causal = spelling, draw.random() < 0.5
         self.d = draw.choice([4, 8])
         self.q, self.k, self.v = (nn.Linear(8, n) for n in (self.d, self.d, 8))
         self.logits: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k = self.q(x), self.k(x)
         hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
         hidden = hidden if self.causal else hidden & False
@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("seed", range(3))
-def test_one_sequence_is_measured_and_clipped(spelling: str, seed: int) -> None:
+def test_one_sequence_is_measured_and_clipped(spelling, seed):
     torch.manual_seed(seed)
     model = nn.Sequential(Attention(random.Random(seed), spelling))
     x, optimizer = torch.randn(7, 8), torch.optim.SGD(model.parameters(), lr=0.0)
@@ -69,18 +69,18 @@ def test_one_sequence_is_measured_and_clipped(spelling: str, seed: int) -> None:
 class Contrast(nn.Module):
     """Similarities of the samples of a batch, whose softmax is a loss and weights nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.attention(x, x, x, need_weights=False)[0].mean(1)
         z = self.a(y) @ self.b(y).T
         return -z.softmax(-1).diagonal().log().mean()
 
 
-def test_similarities_of_samples_are_no_attention() -> None:
+def test_similarities_of_samples_are_no_attention():
     torch.manual_seed(0)
     sites = qkeel.find_sites(Contrast(), torch.randn(5, 3, 8))
     assert [site.name for site in sites] == ["attention"]

@@ -1,13 +1,10 @@
 """Attention that a model computes without a graph: by its own checkpoint functions, and in truncated recurrences."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 
@@ -18,9 +15,7 @@ class Recomputed(torch.autograd.Function):
     """A checkpoint function as in Megatron, DeepSpeed and unsloth: no graph in the forward, another run in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: nn.Module, offload: bool, x: Tensor, *weights: Tensor
-    ) -> Tensor:  # type: ignore[override]
+    def forward(ctx, run, offload, x, *weights):  # type: ignore[override]
         ctx.run = run
         ctx.save_for_backward(
             x.detach().to("cpu", copy=True) if offload else x.detach()
@@ -29,7 +24,7 @@ class Recomputed(torch.autograd.Function):
             return run(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx, grad):  # type: ignore[override]
         (x,) = ctx.saved_tensors
         x = x.detach().requires_grad_()
         with torch.enable_grad():
@@ -39,7 +34,7 @@ class Recomputed(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    def __init__(self, heads: int, groups: int, fused: bool, by_hand: bool) -> None:
+    def __init__(self, heads, groups, fused, by_hand):
         super().__init__()
         self.heads, self.groups, self.by_hand = heads, groups, by_hand
         self.d = WIDTH // heads
@@ -51,7 +46,7 @@ class Block(nn.Module):
         )
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += 1
         y = self.norm(x)
         parts = torch.cat([f(y) for f in self.projections], -1).split(self.widths, -1)
@@ -63,7 +58,7 @@ class Block(nn.Module):
             o = nn.functional.scaled_dot_product_attention(q, k, v)
         return x + self.out(o.transpose(1, 2).flatten(2))
 
-    def rows(self) -> tuple[str, list[list[int]]]:
+    def rows(self):
         """The weight of the queries, and its rows by head."""
         first = [*range(self.heads * self.d)]
         heads = [first[i : i + self.d] for i in range(0, len(first), self.d)]
@@ -71,7 +66,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, draw: random.Random, way: str) -> None:
+    def __init__(self, draw, way):
         super().__init__()
         heads = draw.choice([2, 4, 8])
         groups = draw.choice([g for g in (1, 2, 4, 8) if heads % g == 0])
@@ -80,7 +75,7 @@ class Model(nn.Module):
         self.way, self.offload = way, draw.random() < 0.5
         self.rounds = draw.choice([1, 2])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.way == "truncated":
             with torch.no_grad():
                 for _ in range(self.rounds):
@@ -96,7 +91,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("way", ["own function", "truncated"])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_rows_of_each_head_are_known_and_the_clip_acts(way: str, seed: int) -> None:
+def test_the_rows_of_each_head_are_known_and_the_clip_acts(way, seed):
     draw = random.Random(seed)
     torch.manual_seed(seed)
     model, x = Model(draw, way), torch.randn(2, 6, WIDTH)

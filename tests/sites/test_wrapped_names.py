@@ -1,13 +1,10 @@
 """Sites that were found before activation checkpointing or torch.compile wrapped modules are known again afterwards."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -20,22 +17,22 @@ from qkeel.errors import RefusedError
 from qkeel.heads.site import Sites
 
 
-def batch(step: int) -> Tensor:
+def batch(step):
     return torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step))
 
 
-def wrap(module: nn.Module) -> nn.Module:
+def wrap(module):
     return checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
 
 
-def decoder() -> nn.Module:
+def decoder():
     torch.manual_seed(0)
     return qkeel.nn.Decoder(
         qkeel.nn.DecoderConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4)
     ).double()
 
 
-def wrapped(model: nn.Module, what: str) -> nn.Module:
+def wrapped(model, what):
     for i, block in enumerate(model.blocks):  # type: ignore[union-attr,arg-type]
         if what == "attention":
             block.attention = wrap(block.attention)
@@ -51,7 +48,7 @@ def wrapped(model: nn.Module, what: str) -> nn.Module:
     return model
 
 
-def trained(what: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], int]:
+def trained(what):
     """The weights after three steps under two remedies, what was measured at each site, and how many heads."""
     model = decoder()
     sites = qkeel.find_sites(model, batch(0))
@@ -82,7 +79,7 @@ def trained(what: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], int]
 @pytest.mark.parametrize(
     "what", ["block", "attention", "projections", "twice", "compiled"]
 )
-def test_sites_are_known_again_after_modules_were_wrapped(what: str) -> None:
+def test_sites_are_known_again_after_modules_were_wrapped(what):
     plain, before, _ = trained("nothing")
     weights, seen, sites = trained(what)
     assert sites == 2
@@ -94,7 +91,7 @@ def test_sites_are_known_again_after_modules_were_wrapped(what: str) -> None:
             assert torch.equal(mine[name], value), name
 
 
-def test_sites_have_the_names_that_a_search_in_the_wrapped_model_finds() -> None:
+def test_sites_have_the_names_that_a_search_in_the_wrapped_model_finds():
     model = decoder()
     early = qkeel.find_sites(model, batch(0))
     model = wrapped(model, "twice")
@@ -108,7 +105,7 @@ def test_sites_have_the_names_that_a_search_in_the_wrapped_model_finds() -> None
             ]
 
 
-def test_a_site_that_is_in_no_wrapper_either_is_refused() -> None:
+def test_a_site_that_is_in_no_wrapper_either_is_refused():
     model = decoder()
     sites = Sites(
         dataclasses.replace(s, name=f"other.{s.name}")
@@ -122,11 +119,11 @@ def test_a_site_that_is_in_no_wrapper_either_is_refused() -> None:
 class Written(nn.Module):
     """Attention that is searched for, in a block that fully_shard takes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
         )
@@ -136,7 +133,7 @@ class Written(nn.Module):
 
 
 @pytest.fixture
-def one_process() -> Iterator[None]:
+def one_process():
     distributed.init_process_group(
         "gloo", store=distributed.HashStore(), rank=0, world_size=1
     )
@@ -144,7 +141,7 @@ def one_process() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-def sharded() -> tuple[nn.Sequential, Tensor]:
+def sharded():
     """A model whose weights fully_shard has taken, and an input for it."""
     torch.manual_seed(0)
     model, x = (
@@ -158,7 +155,7 @@ def sharded() -> tuple[nn.Sequential, Tensor]:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_attention_under_fully_shard_on_one_process_is_verified_and_clipped() -> None:
+def test_attention_under_fully_shard_on_one_process_is_verified_and_clipped():
     model, x = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     sites = qkeel.find_sites(model, x)
@@ -173,9 +170,7 @@ def test_attention_under_fully_shard_on_one_process_is_verified_and_clipped() ->
 
 
 @pytest.mark.usefixtures("one_process")
-def test_norms_reach_a_fused_projection_under_fully_shard_and_are_searched_for_afterwards() -> (
-    None
-):
+def test_norms_reach_a_fused_projection_under_fully_shard_and_are_searched_for_afterwards():
     # Each norm is a part of fully_shard of its own between q and its weights: gradients through it must not free it.
     model, x = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -196,7 +191,7 @@ def test_norms_reach_a_fused_projection_under_fully_shard_and_are_searched_for_a
 
 
 @pytest.mark.usefixtures("one_process")
-def test_a_search_between_passes_leaves_their_gradients_to_the_last() -> None:
+def test_a_search_between_passes_leaves_their_gradients_to_the_last():
     model, x = sharded()
     qkeel.apply(model, "qk_norm", torch.optim.SGD(model.parameters(), lr=0.0), batch=x)
     for last in (False, True):

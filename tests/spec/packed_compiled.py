@@ -1,9 +1,7 @@
 """Attention over packed sequences, compiled and not, watched: python -m tests.spec.packed_compiled."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 from qkeel import attention
@@ -16,17 +14,17 @@ SPEC = AttentionSpec(position=Rope())
 class Packing(nn.Module):
     """Attention over packed sequences, of width 16 in 2 heads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(16, 48)
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, x, ends):
         """The heads side by side."""
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
         return attention(q, k, v, spec=SPEC, cu_seqlens=ends).transpose(1, 2).flatten(2)
 
 
-def numbers(plain: Packing, module: nn.Module, x: Tensor) -> list[Tensor]:
+def numbers(plain, module, x):
     """Outputs and gradients for all ends, and the largest logits that were watched."""
     optimizer, computed = torch.optim.SGD(plain.parameters(), lr=0.0), []
     with qkeel.watch(module, optimizer) as monitor:

@@ -24,9 +24,7 @@ OTHER = torch.tensor([0, 5, 6, 10, 13], dtype=torch.int32)
 
 
 @each_row("name, options", CASES)
-def test_where_ends_are_not_read_a_span_has_all_keys_that_its_rows_see(
-    name: str, options: dict[str, object]
-) -> None:
+def test_where_ends_are_not_read_a_span_has_all_keys_that_its_rows_see(name, options):
     call = packed(name, **options).call()  # type: ignore[arg-type]
     (t, s), row = (call.q.shape[2], call.k.shape[2]), torch.arange(call.q.shape[2])
     sees = (call.high > call.low)[0]
@@ -42,7 +40,7 @@ def test_where_ends_are_not_read_a_span_has_all_keys_that_its_rows_see(
                 )
 
 
-def test_a_nan_in_one_sequence_reaches_its_own_rows_and_no_head_beside() -> None:
+def test_a_nan_in_one_sequence_reaches_its_own_rows_and_no_head_beside():
     spoilt, own_rows = spoiled("keys of their own")
     call = spoilt.call()
     rest = torch.ones(1, call.q.shape[2], dtype=torch.bool)
@@ -66,9 +64,7 @@ def test_a_nan_in_one_sequence_reaches_its_own_rows_and_no_head_beside() -> None
         AttentionSpec(position=SlidingWindow(window=3, inner=Rope()), cap=Softcap(4.0)),
     ],
 )
-def test_attention_and_statistics_are_those_of_sequences_alone(
-    spec: AttentionSpec, ends_k: torch.Tensor, causal: bool
-) -> None:
+def test_attention_and_statistics_are_those_of_sequences_alone(spec, ends_k, causal):
     q, k, v = (torch.randn(1, h, 13, 16, requires_grad=True) for h in (4, 2, 2))
     padding = torch.rand(1, 1, 1, 13, generator=torch.Generator().manual_seed(1)) < 0.8
     options = {
@@ -124,14 +120,12 @@ X = torch.randn(1, 2, 12, 8)
         (errors.InvalidValueError, ENDS.to("meta"), X),
     ],
 )
-def test_what_cannot_be_read_as_ends_of_sequences_is_refused(
-    error: type[errors.QkeelError], ends: object, x: torch.Tensor
-) -> None:
+def test_what_cannot_be_read_as_ends_of_sequences_is_refused(error, ends, x):
     with pytest.raises(error):
         attention(x, x, x, spec=AttentionSpec(), cu_seqlens=ends)  # type: ignore[call-overload]
 
 
-def test_positions_restart_in_each_sequence_so_none_are_taken() -> None:
+def test_positions_restart_in_each_sequence_so_none_are_taken():
     with pytest.raises(errors.InvalidValueError):
         attention(
             X, X, X, spec=AttentionSpec(), cu_seqlens=ENDS, pos_q=torch.arange(12)
@@ -139,7 +133,7 @@ def test_positions_restart_in_each_sequence_so_none_are_taken() -> None:
 
 
 @pytest.mark.slow
-def test_torchs_compiler_makes_one_graph_for_any_ends_and_it_is_watched_alike() -> None:
+def test_torchs_compiler_makes_one_graph_for_any_ends_and_it_is_watched_alike():
     command = [sys.executable, "-m", "tests.spec.packed_compiled"]  # without jaxtyping
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -163,14 +157,14 @@ SIDES = ((-1, -1), (2, 0), (0, 3), (1, -1), (-1, 1), (2, 2))
 @pytest.mark.parametrize("masked", [False, True])
 @each_row("t, s, sequences", BANDS)
 def test_who_sees_whom_and_with_which_bias_pair_by_pair(
-    t: int,
-    s: int,
-    sequences: list[tuple[int, int, int, int]],
-    causal: bool,
-    reach: int | None,
-    slopes_of: str | None,
-    masked: bool,
-) -> None:
+    t,
+    s,
+    sequences,
+    causal,
+    reach,
+    slopes_of,
+    masked,
+):
     rng, is_packed = torch.Generator().manual_seed(0), len(sequences) > 1
     b = 1 if is_packed else 2
     q, k = torch.zeros(b, 2, t, 2), torch.zeros(b, 2, s, 2)

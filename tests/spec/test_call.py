@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.each_row import each_row
-from torch import Tensor
 
 from qkeel import attention, reference
 from qkeel.errors import (
@@ -20,7 +19,6 @@ from qkeel.errors import (
     ShapeError,
     UnknownNameError,
 )
-from qkeel.reference import Attended
 from qkeel.spec import (
     PRESETS,
     AttentionSpec,
@@ -52,7 +50,7 @@ every_spec = each_row("spec", SPECS.values(), ids=SPECS)
 BOOL = {"dtype": torch.bool}
 
 
-def draw(b: int = 2, t: int = 5, s: int = 5, g: int = 4) -> list[Tensor]:
+def draw(b=2, t=5, s=5, g=4):
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(b, heads, n, 8, dtype=torch.float64, generator=generator)
@@ -60,7 +58,7 @@ def draw(b: int = 2, t: int = 5, s: int = 5, g: int = 4) -> list[Tensor]:
     ]
 
 
-def params_of(spec: AttentionSpec) -> dict[str, Tensor]:
+def params_of(spec):
     """Parameters off their neutral start."""
     generator = torch.Generator().manual_seed(9)
     return {
@@ -69,11 +67,11 @@ def params_of(spec: AttentionSpec) -> dict[str, Tensor]:
     }
 
 
-def attend(spec: AttentionSpec, *qkv: Tensor, **options: Any) -> Attended:
+def attend(spec, *qkv, **options):
     return reference.attend(spec, *qkv, params=params_of(spec), **options)
 
 
-def same(a: Tensor, b: Tensor, atol: float = 1e-13) -> None:
+def same(a, b, atol=1e-13):
     torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
@@ -81,7 +79,7 @@ def same(a: Tensor, b: Tensor, atol: float = 1e-13) -> None:
 
 
 @every_spec
-def test_a_padding_mask_is_leaving_the_padded_keys_out(spec: AttentionSpec) -> None:
+def test_a_padding_mask_is_leaving_the_padded_keys_out(spec):
     keep = torch.tensor([[True] * 5, [False, False, True, True, True]])
     pos, qkv = torch.arange(2, 5), draw()
     padded = attend(spec, *qkv, mask=keep).out
@@ -92,8 +90,8 @@ def test_a_padding_mask_is_leaving_the_padded_keys_out(spec: AttentionSpec) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_infinity_and_the_most_negative_number_hide_as_a_boolean_mask_does(
-    dtype: torch.dtype,
-) -> None:
+    dtype,
+):
     # transformers writes masks with the latter. Row 3 sees nothing at all: weights 0, not a uniform row.
     keep = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.6
     keep[:, :, 3] = False
@@ -105,7 +103,7 @@ def test_infinity_and_the_most_negative_number_hide_as_a_boolean_mask_does(
         assert torch.equal(a.logits, b.logits)
 
 
-def test_a_finite_additive_mask_is_added_to_the_logits_before_the_cap() -> None:
+def test_a_finite_additive_mask_is_added_to_the_logits_before_the_cap():
     q, k, v = draw()
     bias = torch.randn(4, 5, 5, dtype=torch.float64)
     spec = AttentionSpec(cap=Softcap(2.0))
@@ -133,8 +131,8 @@ def test_a_finite_additive_mask_is_added_to_the_logits_before_the_cap() -> None:
     ],
 )
 def test_a_mask_broadcasts_and_is_padding_where_it_can_be_nothing_else(
-    b: int, t: int, s: int, shape: tuple[int, ...], full: tuple[int, ...] | None
-) -> None:
+    b, t, s, shape, full
+):
     qkv, keep = draw(b=b, t=t, s=s), torch.ones(shape, **BOOL)
     if full is None:
         with pytest.raises(ShapeError):
@@ -148,7 +146,7 @@ def test_a_mask_broadcasts_and_is_padding_where_it_can_be_nothing_else(
 # Positions
 
 
-def test_causality_follows_positions_not_the_order_in_memory() -> None:
+def test_causality_follows_positions_not_the_order_in_memory():
     order = torch.tensor([3, 0, 4, 1, 2])
     moved = (x[:, :, order] for x in draw())
     out = attend(preset("qwen3"), *moved, pos_q=order, pos_k=order).out
@@ -156,10 +154,8 @@ def test_causality_follows_positions_not_the_order_in_memory() -> None:
 
 
 @each_row("t, s", [(5, 5), (3, 5), (5, 3)])
-def test_queries_stand_at_the_last_keys_where_nothing_else_is_said(
-    t: int, s: int
-) -> None:
-    def positions(**options: Tensor) -> tuple[list, list]:
+def test_queries_stand_at_the_last_keys_where_nothing_else_is_said(t, s):
+    def positions(**options):
         call = make_call(AttentionSpec(), *draw(t=t, s=s), **options)
         assert call.plain == (not options)
         return call.pos_q.tolist(), call.pos_k.tolist()
@@ -172,7 +168,7 @@ def test_queries_stand_at_the_last_keys_where_nothing_else_is_said(
     assert positions(pos_q=queries) == (queries.tolist(), [list(range(s))])
 
 
-def test_equal_positions_are_one_tensor() -> None:
+def test_equal_positions_are_one_tensor():
     pos = torch.arange(5)
     for options, shared in (
         ({}, True),
@@ -233,7 +229,7 @@ def test_the_span_of_rows_is_from_the_first_key_that_any_of_them_sees_to_the_las
 
 
 @each_row("spec", [AttentionSpec(normalizer=n) for n in NORMALIZERS])
-def test_no_keys_give_zeros(spec: AttentionSpec) -> None:
+def test_no_keys_give_zeros(spec):
     q, k, v = draw()
     attended = attend(spec, q, k[:, :, :0], v[:, :, :0], causal=False)
     assert torch.equal(attended.out, torch.zeros_like(q))
@@ -292,7 +288,7 @@ BAD: dict[type[QkeelError], list[dict[str, Any]]] = {
 
 
 @each_row("kind", BAD)
-def test_bad_input_is_refused(kind: type[QkeelError]) -> None:
+def test_bad_input_is_refused(kind):
     for bad in BAD[kind]:
         options = {"spec": AttentionSpec(), "q": Q, "k": K, "v": V, **bad}
         q, k, v = (options.pop(name) for name in "qkv")
@@ -300,7 +296,7 @@ def test_bad_input_is_refused(kind: type[QkeelError]) -> None:
             attention(q, k, v, **options)
 
 
-def test_counts_and_16_bits_are_taken_and_a_number_on_the_host_goes_anywhere() -> None:
+def test_counts_and_16_bits_are_taken_and_a_number_on_the_host_goes_anywhere():
     low, at = (torch.float16, torch.bfloat16), torch.arange(5)
     for kind in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, *low):
         assert (
@@ -315,7 +311,7 @@ def test_counts_and_16_bits_are_taken_and_a_number_on_the_host_goes_anywhere() -
     assert make_call(SCALE, *FAR, params={"logit_scale": torch.tensor(2.0)}).params
 
 
-def test_a_query_mask_is_taken_only_where_it_is_of_the_calls_own_rows() -> None:
+def test_a_query_mask_is_taken_only_where_it_is_of_the_calls_own_rows():
     call = make_call(AttentionSpec(), *draw(t=3))
     mask = torch.tensor([[True, False, True], [True, True, False]])
     masked = with_query_mask(call, mask)

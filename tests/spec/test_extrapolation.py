@@ -40,11 +40,11 @@ L = {"train_length": 64}
 FAST = {"fast": 16.0, "slow": 2.0}
 
 
-def rope(stretch: Any) -> Rope:
+def rope(stretch):
     return Rope(**ROPE, stretch=stretch)
 
 
-def windowed(window: int, inner: Position = SPEC.position) -> AttentionSpec:
+def windowed(window, inner=SPEC.position):
     return AttentionSpec(position=SlidingWindow(window=window, inner=inner))
 
 
@@ -85,19 +85,17 @@ METHODS_BY_HAND: list[tuple[AttentionSpec, str, dict[str, Any], Position]] = [
 
 
 @each_row("spec, method, options, position", METHODS_BY_HAND)
-def test_a_method_changes_the_position_alone(
-    spec: AttentionSpec, method: str, options: dict[str, Any], position: Position
-) -> None:
+def test_a_method_changes_the_position_alone(spec, method, options, position):
     assert spec.extrapolate(method, **options) == spec.replace(position=position)
 
 
-def test_log_n_at_test_time_leaves_lengths_up_to_that_of_training_alone() -> None:
+def test_log_n_at_test_time_leaves_lengths_up_to_that_of_training_alone():
     scale = LogN(inner=SPEC.scale, train_length=64, clip=True)
     assert SPEC.extrapolate("log_n", **L) == SPEC.replace(scale=scale)
     assert {row[1] for row in METHODS_BY_HAND} == set(METHODS) - {"log_n"}
 
 
-def test_factor_one_changes_no_score() -> None:
+def test_factor_one_changes_no_score():
     q, k, at = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), torch.arange(5)[None]
     positions = [
         SPEC.extrapolate(method, **L).position
@@ -111,7 +109,7 @@ def test_factor_one_changes_no_score() -> None:
         torch.testing.assert_close(logits, plain, rtol=0, atol=1e-5)
 
 
-def test_yarn_moves_a_norm_that_commutes_before_the_rotation() -> None:
+def test_yarn_moves_a_norm_that_commutes_before_the_rotation():
     kna = preset("kna", train_length=16)
     q, k, at = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), torch.arange(5)[None]
     yarn = kna.extrapolate("yarn", factor=8, train_length=10**6)  # no pair slows down
@@ -152,8 +150,6 @@ REFUSED: list[tuple[type[QkeelError], AttentionSpec, str, dict[str, Any]]] = [
 
 
 @each_row("error, spec, method, options", REFUSED)
-def test_what_cannot_be_is_refused(
-    error: type[QkeelError], spec: AttentionSpec, method: str, options: dict[str, Any]
-) -> None:
+def test_what_cannot_be_is_refused(error, spec, method, options):
     with pytest.raises(error):
         spec.extrapolate(method, **options)

@@ -36,19 +36,18 @@ from qkeel.spec import (
     positions,
 )
 from qkeel.spec.call import make_call
-from qkeel.spec.rope import Position
 
 BASE, FORM = preset("baseline"), preset("kna", train_length=64)
 
 
-def near(window: int, inner: Position = BASE.position) -> AttentionSpec:
+def near(window, inner=BASE.position):
     return AttentionSpec(position=SlidingWindow(window=window, inner=inner))
 
 
 @pytest.mark.parametrize("impl", ["sdpa", "chunked"])
 def test_keys_outside_every_window_are_not_read_and_own_positions_decide(
-    impl: str,
-) -> None:
+    impl,
+):
     q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 100, 8)
     k[:, :, :90] = math.nan
     assert attention(q, k, k, spec=near(10), impl=impl).isfinite().all()
@@ -59,14 +58,14 @@ def test_keys_outside_every_window_are_not_read_and_own_positions_decide(
     assert sees_itself == [True, True, False, True]
 
 
-def test_log_n_counts_the_keys_inside_the_window() -> None:
+def test_log_n_counts_the_keys_inside_the_window():
     spec = near(4).replace(scale=LogN(train_length=8))
     factor = spec.factor(torch.tensor([[0, 1, 3, 4, 100]]), 4, {}, torch.float64)
     expected = [0.5 * math.log(n) / math.log(8) for n in (1, 2, 4, 4, 4)]
     assert torch.as_tensor(factor).flatten().tolist() == pytest.approx(expected)
 
 
-def test_whether_one_fused_call_does_and_how_far_a_query_sees() -> None:
+def test_whether_one_fused_call_does_and_how_far_a_query_sees():
     for t, s, causal, masked, given, window in itertools.product(
         (3, 5), (3, 5), (False, True), (False, True), (False, True), (None, 3, 4, 5)
     ):
@@ -104,7 +103,7 @@ def test_whether_one_fused_call_does_and_how_far_a_query_sees() -> None:
         "": FORM.position,
     }.items(),
 )
-def test_a_position_of_all_layers(text: str, position: Position) -> None:
+def test_a_position_of_all_layers(text, position):
     assert layer_specs(FORM, 2, text, 64) == (FORM.replace(position=position),) * 2
 
 
@@ -119,9 +118,7 @@ def test_a_position_of_all_layers(text: str, position: Position) -> None:
         (3, None, "hwfa:window=5,train_length=64", 5),
     ],
 )
-def test_hwfa_ends_with_a_full_layer_with_log_n_and_no_position(
-    n: int, length: int | None, text: str, width: int
-) -> None:
+def test_hwfa_ends_with_a_full_layer_with_log_n_and_no_position(n, length, text, width):
     scale = LogN(train_length=length or 64)
     last = AttentionSpec(scale=scale)
     assert layer_specs(BASE, n, text, length) == (*[near(width)] * (n - 1), last)
@@ -141,8 +138,8 @@ def test_hwfa_ends_with_a_full_layer_with_log_n_and_no_position(
     ],
 )
 def test_hwfa2_keeps_a_few_full_layers_evenly_spaced_and_only_those_change_post_hoc(
-    n: int, options: str, full: set[int], width: int
-) -> None:
+    n, options, full, width
+):
     specs = layer_specs(BASE, n, f"hwfa2{options}", 64)
     assert specs == tuple(BASE if i in full else near(width) for i in range(n))
     later = [s.extrapolate("rerope", factor=8, train_length=64) for s in specs]
@@ -150,7 +147,7 @@ def test_hwfa2_keeps_a_few_full_layers_evenly_spaced_and_only_those_change_post_
     assert later == [clipped if i in full else near(width) for i in range(n)]
 
 
-def test_positions_of_several_layers_are_repeated() -> None:
+def test_positions_of_several_layers_are_repeated():
     specs = layer_specs(BASE, 5, "window:window=4/window:window=4/nope")
     assert specs == (near(4), near(4), AttentionSpec(), near(4), near(4))
 
@@ -173,14 +170,12 @@ REFUSED: list[tuple[type[QkeelError], str, int, int | None]] = [
 
 
 @each_row("error, text, n, length", REFUSED)
-def test_what_cannot_be_is_refused(
-    error: type[QkeelError], text: str, n: int, length: int | None
-) -> None:
+def test_what_cannot_be_is_refused(error, text, n, length):
     with pytest.raises(error):
         layer_specs(FORM, n, text, length)
 
 
-def test_positions_need_a_rotation_a_spec_for_each_layer_and_a_source() -> None:
+def test_positions_need_a_rotation_a_spec_for_each_layer_and_a_source():
     with pytest.raises(RefusedError):
         layer_specs(preset("vit22b"), 4, "pi:factor=2")
     with pytest.raises(InvalidValueError):

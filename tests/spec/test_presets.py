@@ -36,7 +36,7 @@ LATE = Rope(order="rotate_then_norm")
 every_preset = each_row("name", PRESETS)
 
 
-def test_every_preset_has_a_line_and_a_source() -> None:
+def test_every_preset_has_a_line_and_a_source():
     assert list(presets()) == list(PRESETS)
     for name, text in presets().items():
         assert PRESETS[name].line in text
@@ -47,7 +47,7 @@ def test_every_preset_has_a_line_and_a_source() -> None:
 
 
 @every_preset
-def test_explain_shows_every_part_in_use(name: str) -> None:
+def test_explain_shows_every_part_in_use(name):
     spec = preset(name)
     text = spec.explain()
     for part in (spec.norm, spec.position, spec.scale, spec.normalizer):
@@ -55,7 +55,7 @@ def test_explain_shows_every_part_in_use(name: str) -> None:
     assert len(text.splitlines()) == 5 + ("tanh" in text)
 
 
-def test_explain_of_three_presets_word_for_word() -> None:
+def test_explain_of_three_presets_word_for_word():
     assert preset("baseline").explain().splitlines() == [
         "attention of this spec, per head (logits in nats):",
         "  q̃ = q, k̃ = k; RoPE(base 10000)",
@@ -75,7 +75,7 @@ def test_explain_of_three_presets_word_for_word() -> None:
 
 
 @every_preset
-def test_options_change_the_spec(name: str) -> None:
+def test_options_change_the_spec(name):
     for option, parameter in inspect.signature(PRESETS[name].build).parameters.items():
         value = parameter.default
         assert preset(name, **{option: value}) == preset(name)
@@ -179,11 +179,11 @@ PUBLISHED: dict[str, AttentionSpec] = {
 }
 
 
-def test_the_constants_of_every_preset_are_the_published_ones() -> None:
+def test_the_constants_of_every_preset_are_the_published_ones():
     assert {name: preset(name) for name in PRESETS} == PUBLISHED
 
 
-def test_options_of_presets_do_what_they_name() -> None:
+def test_options_of_presets_do_what_they_name():
     for on in ("q", "k", "qk"):
         name = {"q": "qna", "k": "kna", "qk": "cosa"}[on]
         gained = {
@@ -202,7 +202,7 @@ def test_options_of_presets_do_what_they_name() -> None:
     assert preset("olmo2", rotary=0.5).position == Rope(base=5e5, rotary=0.5)
 
 
-def test_what_no_preset_takes_is_refused() -> None:
+def test_what_no_preset_takes_is_refused():
     for error, name, options in (
         (UnknownNameError, "qwen", {}),
         (UnknownNameError, "kna", {"trainlength": 64}),
@@ -218,9 +218,7 @@ def test_what_no_preset_takes_is_refused() -> None:
             preset(name, **options)  # type: ignore[arg-type]
 
 
-def test_advice_is_given_where_a_fixed_scale_is_a_quarter_off_the_best_for_the_head() -> (
-    None
-):
+def test_advice_is_given_where_a_fixed_scale_is_a_quarter_off_the_best_for_the_head():
     cosa = PUBLISHED["cosa"]
     best = {d: gradient_scale(256, d) for d in (64, 128, 256, 512)}
     for d, own in best.items():

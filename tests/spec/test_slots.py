@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from tests.each_row import each_row
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qkeel import attention, preset, reference
@@ -71,7 +70,7 @@ LATE = Rope(order="rotate_then_norm")
 SIZES = ParameterSizes(n_heads=4, n_kv_heads=2, head_dim=8)
 
 
-def qkv(h: int = 4, g: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+def qkv(h=4, g=2):
     generator = torch.Generator().manual_seed(0)
     return tuple(  # type: ignore[return-value]
         torch.randn(2, heads, 6, 8, dtype=torch.float64, generator=generator)
@@ -79,11 +78,11 @@ def qkv(h: int = 4, g: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def attend(spec: AttentionSpec, **params: Tensor) -> Tensor:
+def attend(spec, **params):
     return reference.attend(spec, *qkv(), params=params).out
 
 
-def exactly(a: Tensor, b: Tensor) -> None:
+def exactly(a, b):
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
@@ -154,9 +153,7 @@ REFUSED: list[tuple[type[QkeelError], type, dict[str, Any]]] = [
 
 
 @each_row("slot, needed, option, inside, outside", BOUNDS)
-def test_an_option_has_a_range(
-    slot: type, needed: dict[str, Any], option: str, inside: tuple, outside: tuple
-) -> None:
+def test_an_option_has_a_range(slot, needed, option, inside, outside):
     for value in inside:
         assert getattr(slot(**{**needed, option: value}), option) == value
     for value in outside:
@@ -166,14 +163,12 @@ def test_an_option_has_a_range(
 
 
 @each_row("error, slot, options", REFUSED)
-def test_options_that_do_not_go_together_are_refused(
-    error: type[QkeelError], slot: type, options: dict[str, Any]
-) -> None:
+def test_options_that_do_not_go_together_are_refused(error, slot, options):
     with pytest.raises(error):
         slot(**options)
 
 
-def test_a_shared_gain_needs_equal_heads_and_a_rotation_an_even_size() -> None:
+def test_a_shared_gain_needs_equal_heads_and_a_rotation_an_even_size():
     with pytest.raises(InvalidValueError):
         L2Norm(gain="head_dim", shared=True).parameters(SIZES)
     with pytest.raises(UnknownNameError):
@@ -197,7 +192,7 @@ def test_a_shared_gain_needs_equal_heads_and_a_rotation_an_even_size() -> None:
 class NoTorch(TorchFunctionMode):
     """Under it no torch function may be called."""
 
-    def __torch_function__(self, func: object, *_: Any) -> object:
+    def __torch_function__(self, func, *_):
         raise AssertionError(f"{func} was called")
 
 
@@ -221,9 +216,7 @@ NEUTRAL: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @each_row("neutral, plain", NEUTRAL)
-def test_a_neutral_hyperparameter_is_the_identity(
-    neutral: dict[str, Any], plain: dict[str, Any]
-) -> None:
+def test_a_neutral_hyperparameter_is_the_identity(neutral, plain):
     spec = AttentionSpec(**neutral)
     params = {name: p.double() for name, p in spec.init_params(4, 2, 8).items()}
     torch.testing.assert_close(
@@ -238,7 +231,7 @@ def test_a_neutral_hyperparameter_is_the_identity(
 
 
 @pytest.mark.parametrize("on", ["q", "k", "qk", "qkv"])
-def test_a_norm_touches_the_named_parts_and_no_other(on: Any) -> None:
+def test_a_norm_touches_the_named_parts_and_no_other(on):
     for part, x in zip("qkv", qkv()):
         y = L2Norm(on=on).apply(part, x, {})  # type: ignore[arg-type]
         assert (y is x) == (part not in on)
@@ -246,9 +239,9 @@ def test_a_norm_touches_the_named_parts_and_no_other(on: Any) -> None:
             exactly(y, x / x.square().sum(-1, keepdim=True).sqrt())
 
 
-def test_a_norm_of_another_kind_is_computed_by_torch_and_never_taken_for_rms() -> None:
+def test_a_norm_of_another_kind_is_computed_by_torch_and_never_taken_for_rms():
     class Halved(RMSNorm):
-        def normalise(self, x: Tensor) -> Tensor:
+        def normalise(self, x):
             return x / 2
 
     spec, (q, k, v), at = (
@@ -261,7 +254,7 @@ def test_a_norm_of_another_kind_is_computed_by_torch_and_never_taken_for_rms() -
     exactly(attention(q, k, v, spec=spec), reference.attend(halves, q, k, v).out)
 
 
-def test_what_a_norm_multiplies_by_and_with_which_eps() -> None:
+def test_what_a_norm_multiplies_by_and_with_which_eps():
     x = qkv()[0]
     for norm in (RMSNorm(eps=0.5), L2Norm(eps=3.0)):
         exactly(x * norm.inverse(x), norm.normalise(x))
@@ -290,7 +283,7 @@ def test_what_a_norm_multiplies_by_and_with_which_eps() -> None:
 # Scales and normalizers
 
 
-def test_which_scales_are_one_number_and_what_is_left_without_the_position() -> None:
+def test_which_scales_are_one_number_and_what_is_left_without_the_position():
     best = GradientMax(keys=256)
     for scale, constant, moves in (
         (InverseSqrt(), 0.25, False),
@@ -322,7 +315,7 @@ def test_which_scales_are_one_number_and_what_is_left_without_the_position() -> 
         assert scale.with_multiplier(2.0) == tripled
 
 
-def test_factors_of_the_position_multiply_in_float32_or_wider() -> None:
+def test_factors_of_the_position_multiply_in_float32_or_wider():
     at, n = torch.tensor([[0, 3, 7]]), torch.tensor([1.0, 4.0, 8.0]).double()
     floors = torch.tensor([0.0, 1.0, 2.0]).double()
     both = LogN(
@@ -357,7 +350,7 @@ VALUES = [
 
 
 @each_row("spec", VALUES)
-def test_a_spec_is_an_immutable_value(spec: AttentionSpec) -> None:
+def test_a_spec_is_an_immutable_value(spec):
     for field in dataclasses.fields(spec):
         slot = getattr(spec, field.name)
         for value, name in (
@@ -373,7 +366,7 @@ def test_a_spec_is_an_immutable_value(spec: AttentionSpec) -> None:
     assert len(set(VALUES)) == len(VALUES)
 
 
-def test_replace_changes_the_named_slot_alone() -> None:
+def test_replace_changes_the_named_slot_alone():
     spec = VALUES[1].replace(cap=Softcap(7.0), normalizer=Softmax())
     assert spec == dataclasses.replace(VALUES[1], cap=Softcap(7.0))
     assert VALUES[1].cap == Softcap(3.0)
@@ -389,9 +382,7 @@ def test_replace_changes_the_named_slot_alone() -> None:
         (Fixed(1.0), "fixed"), (Learned(init=1.0), "learned"), (LogN(train_length=8), "log_n"),
     ],
 )  # fmt: skip
-def test_each_slot_says_its_kind_and_a_subclass_of_it_is_another(
-    slot: Any, kind: str
-) -> None:
+def test_each_slot_says_its_kind_and_a_subclass_of_it_is_another(slot, kind):
     assert slot.kind == kind
     assert type("Mine", (type(slot),), {"__slots__": ()}).kind == "other"
 
@@ -399,7 +390,7 @@ def test_each_slot_says_its_kind_and_a_subclass_of_it_is_another(
 # Parameters
 
 
-def test_learned_numbers_start_where_the_slot_says() -> None:
+def test_learned_numbers_start_where_the_slot_says():
     norm = LayerNorm(on="qkv", gain="head_dim", bias=True, value_gain="dim")
     scale = LogN(inner=Learned(init=3.0, log=True), train_length=8, learned="layer")
     spec = AttentionSpec(norm=norm, scale=scale, normalizer=Sink(init=-1.5))
@@ -423,7 +414,7 @@ def test_learned_numbers_start_where_the_slot_says() -> None:
     assert sorted(gemma4.init_params(4, 2, 8)) == ["k_norm", "q_norm"]
 
 
-def test_shapes_of_parameters_are_those_of_the_tensors_and_make_none() -> None:
+def test_shapes_of_parameters_are_those_of_the_tensors_and_make_none():
     for name in PRESETS:
         spec = preset(name)
         shapes = {n: tuple(p.shape) for n, p in spec.init_params(4, 4, 8).items()}
@@ -433,7 +424,7 @@ def test_shapes_of_parameters_are_those_of_the_tensors_and_make_none() -> None:
     assert heads.parameter_shapes(4) == {"q_norm": (4, 64), "k_norm": (4, 64)}
 
 
-def test_a_spec_of_encoded_keys_is_without_norm_and_rotation() -> None:
+def test_a_spec_of_encoded_keys_is_without_norm_and_rotation():
     spec = AttentionSpec(
         norm=RMSNorm(gain="dim"),
         position=SlidingWindow(window=3),
@@ -471,7 +462,7 @@ def test_a_spec_of_encoded_keys_is_without_norm_and_rotation() -> None:
 # Rotations
 
 
-def test_slower_frequencies_are_those_of_the_formulas() -> None:
+def test_slower_frequencies_are_those_of_the_formulas():
     theta, at = f.rope_frequencies(16, 100.0), torch.arange(40)[None]
     yarn, two = {"factor": 4.0, "train_length": 64}, (theta, 4.0, 64)
     for stretch, expected in (
@@ -550,7 +541,7 @@ FORMULAS = {
 
 
 @each_row("slot, formula", FORMULAS.items())
-def test_a_slot_prints_its_formula(slot: Any, formula: str) -> None:
+def test_a_slot_prints_its_formula(slot, formula):
     printed, expected = (
         unicodedata.normalize("NFC", text) for text in (slot.formula(), formula)
     )

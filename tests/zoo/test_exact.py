@@ -1,7 +1,5 @@
 """Every statistic that a watched step records, of many models, is that of independent code in float64."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers")
@@ -79,7 +77,7 @@ NOT_COMPARED = {
 BY_NAME = {entry.name: entry for table in reversed(TABLES) for entry in entries(table)}
 
 
-def agrees(name: str) -> dict[str, float]:
+def agrees(name):
     found = differences(BY_NAME[name])
     assert max(found.values()) < CLOSE, {
         field: x for field, x in found.items() if not x < CLOSE
@@ -87,18 +85,18 @@ def agrees(name: str) -> dict[str, float]:
     return found
 
 
-def test_a_few_models_agree_in_every_statistic() -> None:
+def test_a_few_models_agree_in_every_statistic():
     compared = {field for name in FAST for field in agrees(name)}
     assert compared == {*HEAD_FIELDS, *BLOCK_FIELDS} - NOT_COMPARED
 
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("name", NAMES)
-def test_every_statistic_of_many_models_agrees(name: str) -> None:
+def test_every_statistic_of_many_models_agrees(name):
     assert len(agrees(name)) >= 19  # those of the calls alone
 
 
-def test_a_wrong_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_number_is_seen(monkeypatch):
     from tools.zoo import exact
 
     monkeypatch.setattr(exact, "ABOVE", 0.01)

@@ -4,8 +4,6 @@ timm imports torchvision, which wants its compiled operators; where they do not 
 that an import asks for are defined by name.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -75,7 +73,7 @@ print(worst)
     ),
     reason="timm is not installed: pip install --no-deps timm torchvision pillow",
 )
-def test_a_vision_transformer_of_timm_is_seen_whole() -> None:
+def test_a_vision_transformer_of_timm_is_seen_whole():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
     )

@@ -1,7 +1,5 @@
 """Sites found are the attention layers that exist, with the entropies of the weights that the model gives away."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers")
@@ -33,13 +31,13 @@ FAST = [
 ALL = [e for table in TABLES for e in entries(table)]
 
 
-def named(entry: object) -> str | None:
+def named(entry):
     return entry.class_name if isinstance(entry, Entry) else None
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("entry", one_in(FAST, 2), ids=named)
-def test_a_few_architectures_are_seen_whole(entry: Entry, implementation: str) -> None:
+def test_a_few_architectures_are_seen_whole(entry, implementation):
     result = judge(entry, implementation)
     if verdict(entry.name, result) == "no sdpa":
         pytest.skip("transformers has no sdpa for it")
@@ -48,7 +46,7 @@ def test_a_few_architectures_are_seen_whole(entry: Entry, implementation: str) -
     assert result["told"] == (0 if entry.name == "wavlm" else result["sites"])
 
 
-def test_the_second_table_has_classes_of_its_own() -> None:
+def test_the_second_table_has_classes_of_its_own():
     causal, others = (
         [e.class_name for e in entries(table)] for table in ("causal", "others")
     )
@@ -58,7 +56,7 @@ def test_the_second_table_has_classes_of_its_own() -> None:
     assert not set(others) & set(causal)
 
 
-def test_a_layer_too_few_or_too_many_and_a_wrong_entropy_are_no_pass() -> None:
+def test_a_layer_too_few_or_too_many_and_a_wrong_entropy_are_no_pass():
     good = {"layers": 6, "sites": 6, "modules": 6, "calls": 6, "error": 1e-6}
     assert passed(good)
     assert passed({**good, "sites": 12})  # two calls of each module
@@ -74,7 +72,7 @@ def test_a_layer_too_few_or_too_many_and_a_wrong_entropy_are_no_pass() -> None:
     assert not passed({"reason": "no attention"})
 
 
-def test_each_reference_takes_a_call_of_its_own() -> None:
+def test_each_reference_takes_a_call_of_its_own():
     a, b = torch.tensor([[0.5, 1.0]]), torch.tensor([[0.6, 1.0]])
     assert closest([a, b], [b, a]) == (0.0, [])
     error, left = closest([a, a], [a, b])
@@ -87,7 +85,7 @@ def test_each_reference_takes_a_call_of_its_own() -> None:
 @pytest.mark.zoo
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("entry", ALL, ids=named)
-def test_every_architecture_is_seen_whole(entry: Entry, implementation: str) -> None:
+def test_every_architecture_is_seen_whole(entry, implementation):
     result = judge(entry, implementation)
     found = verdict(entry.name, result)
     if found == "FAIL":

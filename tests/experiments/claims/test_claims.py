@@ -1,10 +1,7 @@
 """The claims as code: the page is what the committed results say, and verdicts follow from numbers."""
 
-from __future__ import annotations
-
 import math
 import types
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +22,6 @@ from experiments.claims.table import CLAIMS, EVERY
 
 from qkeel.errors import RunDirectoryError
 from qkeel.lab import Grid, RunConfig
-from qkeel.lab.plan import PlannedRun
 from qkeel.lab.studies import find_study
 from qkeel.records import EXTRAPOLATION_COLUMNS, TABLE_COLUMNS, read_json
 from qkeel.records.names_and_units import TASK_FIELDS
@@ -35,12 +31,12 @@ ROOT = HERE.parents[1]
 KNOWN = {*EXTRAPOLATION_COLUMNS, *TABLE_COLUMNS, *TASK_FIELDS, *MEASURES}
 
 
-def results() -> dict[str, Any]:
+def results():
     file = HERE / "results.json"
     return read_json(file) if file.exists() else {}
 
 
-def test_the_page_says_what_the_committed_results_say() -> None:
+def test_the_page_says_what_the_committed_results_say():
     assert page(results()) == PAGE.read_text(encoding="utf-8"), (
         "run python -m experiments.claims"
     )
@@ -49,7 +45,7 @@ def test_the_page_says_what_the_committed_results_say() -> None:
     )
 
 
-def test_a_short_source_is_names_and_year() -> None:
+def test_a_short_source_is_names_and_year():
     assert (
         short("Henry et al., Query-Key Normalization for Transformers, 2020")
         == "Henry et al. 2020"
@@ -63,7 +59,7 @@ def test_a_short_source_is_names_and_year() -> None:
     )
 
 
-def runs_of(name: str) -> list[PlannedRun]:
+def runs_of(name):
     """The plan of a study for one seed, as far as no text is read for it."""
     about = STUDIES[name]
     study = find_study(about.study)
@@ -75,7 +71,7 @@ def runs_of(name: str) -> list[PlannedRun]:
     return list(study.plan(base, Grid(**{**axes, **about.grid, "seeds": [0]})).runs)
 
 
-def test_every_claim_reads_runs_that_its_study_makes() -> None:
+def test_every_claim_reads_runs_that_its_study_makes():
     assert {claim.study for claim in CLAIMS} == set(STUDIES)
     runs = {name: runs_of(name) for name in STUDIES}
     for claim in EVERY:
@@ -104,7 +100,7 @@ def test_every_claim_reads_runs_that_its_study_makes() -> None:
         assert not strange, f"no table has {strange}"
 
 
-def about(run: PlannedRun) -> dict[str, object]:
+def about(run):
     config, model = run.config, run.config.model
     named = {
         "remedy": config.remedy,
@@ -116,7 +112,7 @@ def about(run: PlannedRun) -> dict[str, object]:
     return {**named, "block": model.block, "optimizer": config.optim.name}
 
 
-def rows(**by_remedy: tuple[float, ...]) -> list[dict[str, object]]:
+def rows(**by_remedy):
     return [
         {
             "remedy": remedy,
@@ -131,7 +127,7 @@ def rows(**by_remedy: tuple[float, ...]) -> list[dict[str, object]]:
     ]
 
 
-def claim(**more: object) -> Claim:
+def claim(**more):
     sides = {
         name: Cell({"remedy": remedy, "lr": 0.1}, "val_loss")
         for name, remedy in (("left", "a"), ("right", "b"))
@@ -139,23 +135,21 @@ def claim(**more: object) -> Claim:
     return Claim(**{"text": "t", "source": "s", "study": "micro", **sides, **more})  # type: ignore[arg-type]
 
 
-def found(table: list[dict[str, object]]) -> dict[str, dict[str, object]]:
+def found(table):
     return {"micro": {"rows": table}}
 
 
-def verdict(made: Claim, **by_remedy: tuple[float, ...]) -> str:
+def verdict(made, **by_remedy):
     (judged,) = judge(found(rows(**by_remedy)), [made])
     return judged.verdict.strip("*")
 
 
-def seeds(*values: float) -> tuple[float, ...]:
+def seeds(*values):
     """Eight seeds around each of these, a thousandth apart."""
     return tuple(value + k / 1000 for value in values for k in range(8))
 
 
-def test_verdicts_follow_from_interval_and_margin_in_the_direction_of_the_claim() -> (
-    None
-):
+def test_verdicts_follow_from_interval_and_margin_in_the_direction_of_the_claim():
     high, low, near = seeds(2.5), seeds(2.3), seeds(2.501)
     assert verdict(claim(), a=high, b=low) == "reproduced"
     assert verdict(claim(), a=low, b=high) == "contradicted"
@@ -182,22 +176,20 @@ def test_verdicts_follow_from_interval_and_margin_in_the_direction_of_the_claim(
     )
 
 
-def test_an_effect_that_crosses_the_margin_against_the_claim_contradicts_a_direction_and_leaves_equality_open() -> (
-    None
-):
+def test_an_effect_that_crosses_the_margin_against_the_claim_contradicts_a_direction_and_leaves_equality_open():
     left, right = tuple(2.5 - 0.004 * k for k in range(8)), (2.5,) * 8
     assert verdict(claim(), a=left, b=right) == "contradicted"
     assert verdict(claim(equal=True), a=left, b=right) == "undecided"
 
 
-def test_differences_are_of_left_and_right_or_of_their_logarithms() -> None:
+def test_differences_are_of_left_and_right_or_of_their_logarithms():
     top = Cell({"remedy": "a", "lr": 0.1}, "max_logit")
     assert differences(
         claim(left=top, right=100.0, ratio=True), found(rows(a=(1.0, math.e)))
     ) == pytest.approx([0.0, 1.0])
 
 
-def test_numbers_of_all_rates_are_of_the_seeds_with_every_rate() -> None:
+def test_numbers_of_all_rates_are_of_the_seeds_with_every_rate():
     table = [
         {
             **row,
@@ -218,13 +210,13 @@ def test_numbers_of_all_rates_are_of_the_seeds_with_every_rate() -> None:
 class Recorded:
     """A run whose largest logit is the square of the summed rate, from norms alone."""
 
-    def config(self) -> dict[str, object]:
+    def config(self):
         return configured(
             RunConfig(),
             {"steps": 40, "optim.schedule": "constant", "optim.warmup": 0.0},
         ).to_dict()
 
-    def metrics(self) -> list[dict[str, float | None]]:
+    def metrics(self):
         return [
             {
                 "step": s,
@@ -235,7 +227,7 @@ class Recorded:
             for s in range(0, 41, 10)
         ]
 
-    def heads(self) -> types.SimpleNamespace:
+    def heads(self):
         logit = np.array([[[1.0, 2.0]], [[50.0, 3.0]]])
         values = {
             "max_logit": logit,
@@ -245,7 +237,7 @@ class Recorded:
             values={**values, "key_norm": values["query_norm"]}
         )
 
-    def summary(self) -> dict[str, float]:
+    def summary(self):
         return {
             "query_norm/image": 3.0,
             "query_norm/text": 2.0,
@@ -254,7 +246,7 @@ class Recorded:
         }
 
 
-def test_kept_rows_are_those_before_a_seed_that_gave_the_same_again() -> None:
+def test_kept_rows_are_those_before_a_seed_that_gave_the_same_again():
     before = {
         "identity": {"torch": "2"},
         "cpu_seconds": 30,
@@ -281,7 +273,7 @@ def test_kept_rows_are_those_before_a_seed_that_gave_the_same_again() -> None:
             joined("micro", before, {**before, **other}, 2)
 
 
-def test_measures_of_a_run_whose_course_is_known() -> None:
+def test_measures_of_a_run_whose_course_is_known():
     got = {name: measure(Recorded()) for name, measure in MEASURES.items()}  # type: ignore[arg-type]
     assert got.pop("power_law") == pytest.approx(1.0)
     assert got.pop("exponential") == pytest.approx(got.pop("exponential_in_rates"))
@@ -297,9 +289,7 @@ def test_measures_of_a_run_whose_course_is_known() -> None:
     )
 
 
-def test_another_text_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_text_is_refused(monkeypatch, capsys):
     monkeypatch.setitem(CORPORA, "stdlib", "0" * 64)
     assert main(["--only", "micro", "--results", "r.json", "--page", "p.md"]) == 1
     assert "use CPython 3.11.7" in capsys.readouterr().err

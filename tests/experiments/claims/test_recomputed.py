@@ -1,14 +1,12 @@
 """Every verdict of the page again, from the committed results, by other code: scipy's permutation test by signs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
 import numpy as np
 import pytest
-from experiments.claims.claim import Cell, Claim
-from experiments.claims.judge import ERROR, HERE, LOOKS, PAGE, Judged, judge, short
+from experiments.claims.claim import Cell
+from experiments.claims.judge import ERROR, HERE, LOOKS, PAGE, judge, short
 from experiments.claims.table import CLAIMS, EVERY
 
 from qkeel.records import read_json
@@ -17,7 +15,7 @@ stats = pytest.importorskip("scipy.stats", reason="scipy is in the dev extra")
 RESULTS = read_json(HERE / "results.json")
 
 
-def column_by_seed(claim: Claim, side: Cell | float) -> dict[int, float]:
+def column_by_seed(claim, side):
     """One side of a claim, read from the rows without the project's reader."""
     rows = RESULTS[
         claim.study if not isinstance(side, Cell) or not side.study else side.study
@@ -51,16 +49,16 @@ def column_by_seed(claim: Claim, side: Cell | float) -> dict[int, float]:
     return {seed: side.times * value for seed, value in found.items()}
 
 
-def differences(claim: Claim) -> np.ndarray:
+def differences(claim):
     left, right = column_by_seed(claim, claim.left), column_by_seed(claim, claim.right)
     pairs = [(left[s], right[s]) for s in sorted(left.keys() & right.keys())]
     return np.array([math.log(a / b) if claim.ratio else a - b for a, b in pairs])
 
 
-def p_value(values: np.ndarray, centre: float) -> float:
+def p_value(values, centre):
     """Two-sided, of all 2ⁿ signs, by scipy."""
 
-    def total(x: np.ndarray, axis: int) -> np.ndarray:
+    def total(x, axis):
         return x.mean(axis=axis)
 
     test = stats.permutation_test(
@@ -74,7 +72,7 @@ def p_value(values: np.ndarray, centre: float) -> float:
     return float(test.pvalue)
 
 
-def pocock(each: float, looks: int) -> float:
+def pocock(each, looks):
     """How often looks of this two-sided error err together: by scipy's multivariate normal distribution."""
     bound = stats.norm.isf(each / 2)
     k = np.arange(1, looks + 1)
@@ -88,11 +86,11 @@ def pocock(each: float, looks: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def judged() -> list[Judged]:
+def judged():
     return judge(RESULTS)
 
 
-def test_differences_are_those_that_the_judge_takes(judged: list[Judged]) -> None:
+def test_differences_are_those_that_the_judge_takes(judged):
     for one in judged:
         assert differences(one.claim) == pytest.approx(
             list(one.differences), rel=1e-12, abs=1e-15
@@ -102,9 +100,7 @@ def test_differences_are_those_that_the_judge_takes(judged: list[Judged]) -> Non
 @pytest.mark.parametrize(
     "seeds", [range(14), pytest.param(range(14, 64), marks=pytest.mark.slow)]
 )
-def test_each_verdict_is_that_of_permutation_tests_at_the_margins(
-    judged: list[Judged], seeds: range
-) -> None:
+def test_each_verdict_is_that_of_permutation_tests_at_the_margins(judged, seeds):
     """An interval lies beyond a point where the test of that point rejects and the mean is on that side."""
     allowed = 1 - judged[0].level
     some = [one for one in judged if len(one.differences) in seeds]
@@ -135,8 +131,8 @@ def test_each_verdict_is_that_of_permutation_tests_at_the_margins(
 
 
 def test_the_level_is_that_of_the_rows_it_decides_and_no_looser_one_would_do(
-    judged: list[Judged],
-) -> None:
+    judged,
+):
     decided = sum(one.verdict.startswith("**") for one in judged)
     each = 1 - judged[0].level
     rows = pocock(each, LOOKS) / (ERROR / len(EVERY))
@@ -144,7 +140,7 @@ def test_the_level_is_that_of_the_rows_it_decides_and_no_looser_one_would_do(
     assert rows == pytest.approx(round(rows), abs=0.02)
 
 
-def test_the_page_has_the_verdicts_and_the_tally(judged: list[Judged]) -> None:
+def test_the_page_has_the_verdicts_and_the_tally(judged):
     text = PAGE.read_text(encoding="utf-8")
     for one in judged[: len(CLAIMS)]:
         (line,) = [

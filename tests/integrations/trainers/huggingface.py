@@ -1,15 +1,10 @@
 """The Trainer of transformers, with accelerate: DistributedDataParallel or fully_shard."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import accelerate
 import torch
 import transformers
 from tests.contract.processes.wrapped import batch, llama
-from tests.integrations.trainers.run import BATCH, CLIP, STEPS, Outcome, outcome, world
+from tests.integrations.trainers.run import BATCH, CLIP, STEPS, outcome, world
 from torch import Tensor
 
 import qkeel
@@ -19,10 +14,10 @@ from qkeel.integrations.huggingface import QkeelCallback
 class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
     """The sequences of the global batches, one after the other."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return STEPS * BATCH
 
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
+    def __getitem__(self, i):
         ids = batch(i // BATCH)[i % BATCH]
         return {"input_ids": ids, "labels": ids}
 
@@ -30,16 +25,14 @@ class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
 class Clip(transformers.TrainerCallback):
     """Applies the clip when the model is wrapped and its optimizer made."""
 
-    def __init__(self, sites: Any) -> None:
+    def __init__(self, sites):
         self.sites = sites
 
-    def on_train_begin(
-        self, *args: Any, model: Any, optimizer: Any, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *args, model, optimizer, **kwargs):
         qkeel.apply(model, CLIP, optimizer, sites=self.sites)
 
 
-def shard(trainer: transformers.Trainer) -> None:
+def shard(trainer):
     """Accelerate shards on GPUs only, and says nothing of the plugin that it leaves out on CPUs: it is put there."""
     state = trainer.accelerator.state
     state.distributed_type = accelerate.DistributedType.FSDP
@@ -49,7 +42,7 @@ def shard(trainer: transformers.Trainer) -> None:
     trainer.is_fsdp_enabled = True
 
 
-def train(variant: str, folder: Path) -> Outcome:
+def train(variant, folder):
     model = llama()
     sites = qkeel.find_sites(model, batch(0)[:1])
     several = world() > 1

@@ -1,10 +1,5 @@
 """Lightning's Trainer, which gives the optimizer a closure: DistributedDataParallel."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import lightning.pytorch as L
 import torch
 from tests.contract.processes.watching import loss_of
@@ -13,12 +8,10 @@ from tests.integrations.trainers.run import (
     BATCH,
     CLIP,
     STEPS,
-    Outcome,
     outcome,
     rank,
     world,
 )
-from torch import Tensor
 
 import qkeel
 from qkeel.integrations.lightning import QkeelCallback
@@ -27,22 +20,22 @@ from qkeel.integrations.lightning import QkeelCallback
 class Module(L.LightningModule):
     """The language model; the clip is applied with the optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.model = llama()
         self.sites = qkeel.find_sites(self.model, batch(0)[:1])
 
-    def training_step(self, tokens: Tensor, index: int) -> Tensor:
+    def training_step(self, tokens, index):
         return loss_of(self.model, tokens)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-5)
 
-    def on_fit_start(self) -> None:
+    def on_fit_start(self):
         qkeel.apply(self.model, CLIP, self.trainer.optimizers[0], sites=self.sites)
 
 
-def train(variant: str, folder: Path) -> Outcome:
+def train(variant, folder):
     module, watching = Module(), QkeelCallback(every=1)
     tokens = torch.cat([batch(step).chunk(world())[rank()] for step in range(STEPS)])
     several = {"devices": world(), "strategy": "ddp"} if world() > 1 else {"devices": 1}

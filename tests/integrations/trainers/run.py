@@ -15,10 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import qkeel
-from qkeel.monitor.monitor import Monitor
 
 STEPS, BATCH, TOKENS = 4, 8, 12
 CLIP = "qk_clip:threshold=0.02"
@@ -33,15 +32,15 @@ class Outcome:
     heads: dict[str, np.ndarray]
 
 
-def rank() -> int:
+def rank():
     return int(os.environ.get("RANK", "0"))
 
 
-def world() -> int:
+def world():
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def outcome(model: nn.Module, monitor: Monitor | None) -> Outcome:
+def outcome(model, monitor):
     history = None if monitor is None else monitor.history
     return Outcome(
         weights={
@@ -55,7 +54,7 @@ def outcome(model: nn.Module, monitor: Monitor | None) -> Outcome:
     )
 
 
-def main(case: str, folder: Path) -> None:
+def main(case, folder):
     torch.set_num_threads(1)
     try:
         kind, _, variant = case.partition(".")

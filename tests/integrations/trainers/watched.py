@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import qkeel
 
@@ -20,7 +20,7 @@ STEPS = 3
 Result = tuple[list[float], nn.Module, Any]
 
 
-def llama(**changes: Any) -> Any:
+def llama(**changes):
     import transformers
 
     torch.manual_seed(0)
@@ -39,13 +39,13 @@ def llama(**changes: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape | changes))
 
 
-def stored(folder: Path) -> str:
+def stored(folder):
     """The path of the model, from which a trainer loads its reference too."""
     llama().save_pretrained(folder / "model")
     return str(folder / "model")
 
 
-def tokenizer() -> Any:
+def tokenizer():
     """Words w3 … w63, made here: nothing is downloaded."""
     import tokenizers
     import transformers
@@ -62,12 +62,12 @@ def tokenizer() -> Any:
     )
 
 
-def words(generator: torch.Generator, n: int) -> str:
+def words(generator, n):
     ids = torch.randint(3, 64, (n,), generator=generator)
     return " ".join(f"w{int(i)}" for i in ids)
 
 
-def texts(*columns: str, n: int = 12) -> Any:
+def texts(*columns, n=12):
     """A data set of random words; a column "label" is true for every second row."""
     import datasets
 
@@ -82,7 +82,7 @@ def texts(*columns: str, n: int = 12) -> Any:
     return datasets.Dataset.from_list(rows)
 
 
-def arguments(folder: Path, **more: Any) -> dict[str, Any]:
+def arguments(folder, **more):
     return {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
@@ -98,7 +98,7 @@ def arguments(folder: Path, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def finished(trainer: Any, watches: bool) -> Result:
+def finished(trainer, watches):
     """Trains, with the callback if `watches`."""
     callback = None
     if watches:
@@ -112,7 +112,7 @@ def finished(trainer: Any, watches: bool) -> Result:
     return losses, trainer.model, monitor
 
 
-def sft(folder: Path, watches: bool) -> Result:
+def sft(folder, watches):
     import trl
 
     trainer = trl.SFTTrainer(
@@ -124,7 +124,7 @@ def sft(folder: Path, watches: bool) -> Result:
     return finished(trainer, watches)
 
 
-def dpo(folder: Path, watches: bool) -> Result:
+def dpo(folder, watches):
     import trl
 
     trainer = trl.DPOTrainer(
@@ -136,7 +136,7 @@ def dpo(folder: Path, watches: bool) -> Result:
     return finished(trainer, watches)
 
 
-def kto(folder: Path, watches: bool) -> Result:
+def kto(folder, watches):
     import trl
 
     trainer = trl.KTOTrainer(
@@ -148,10 +148,10 @@ def kto(folder: Path, watches: bool) -> Result:
     return finished(trainer, watches)
 
 
-def grpo(folder: Path, watches: bool) -> Result:
+def grpo(folder, watches):
     import trl
 
-    def reward(completions: list[str], **_: Any) -> list[float]:
+    def reward(completions, **_):
         return [float(len(set(text.split()))) for text in completions]
 
     more = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
@@ -168,7 +168,7 @@ def grpo(folder: Path, watches: bool) -> Result:
 class Int8Linear(nn.Module):
     """A frozen linear layer of 8-bit numbers with a scale for each row, as QLoRA's libraries store it."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear):
         super().__init__()
         scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
         numbers = (linear.weight.detach() / scale).round().to(torch.int8)
@@ -176,24 +176,24 @@ class Int8Linear(nn.Module):
         self.register_buffer("scale", scale)
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return nn.functional.linear(x, self.numbers.to(x.dtype) * self.scale)
 
 
 class Adapter(nn.Module):
     """A low-rank adapter beside a frozen layer."""
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base):
         super().__init__()
         self.base = base
         self.a = nn.Linear(base.in_features, 4, bias=False)  # type: ignore[arg-type]
         self.b = nn.Linear(4, base.out_features, bias=False)  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x) + self.b(self.a(x))
 
 
-def qlora(folder: Path, watches: bool) -> Result:
+def qlora(folder, watches):
     import transformers
 
     model = llama()
@@ -218,13 +218,13 @@ def qlora(folder: Path, watches: bool) -> Result:
 
 
 def loop(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_of: Callable[[int], Tensor],
-    watches: bool,
-    watched: nn.Module | None = None,
-    backward: Callable[[Tensor], None] = lambda loss: loss.backward(),
-) -> Result:
+    model,
+    optimizer,
+    loss_of,
+    watches,
+    watched=None,
+    backward=lambda loss: loss.backward(),
+):
     monitor = qkeel.watch(watched or model, optimizer) if watches else None
     losses = []
     for step in range(STEPS):
@@ -238,13 +238,13 @@ def loop(
     return losses, model, monitor
 
 
-def batches() -> Tensor:
+def batches():
     return torch.randint(
         3, 64, (STEPS, 2, 12), generator=torch.Generator().manual_seed(1)
     )
 
 
-def nnsight(folder: Path, watches: bool) -> Result:
+def nnsight(folder, watches):
     import nnsight
 
     inner, ids = llama(), batches()
@@ -252,7 +252,7 @@ def nnsight(folder: Path, watches: bool) -> Result:
     optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
     saved: list[int] = []
 
-    def loss_of(step: int) -> Tensor:
+    def loss_of(step):
         with model.trace(input_ids=ids[step], labels=ids[step]):
             hidden = model.model.layers[0].output[0].save()
             loss = model.output.loss.save()
@@ -264,7 +264,7 @@ def nnsight(folder: Path, watches: bool) -> Result:
     return result
 
 
-def transformer_lens(folder: Path, watches: bool) -> Result:
+def transformer_lens(folder, watches):
     import transformers
     from transformer_lens.model_bridge import TransformerBridge
 
@@ -283,7 +283,7 @@ def transformer_lens(folder: Path, watches: bool) -> Result:
     )
 
 
-def fabric(folder: Path, watches: bool) -> Result:
+def fabric(folder, watches):
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
@@ -291,13 +291,13 @@ def fabric(folder: Path, watches: bool) -> Result:
     optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
     model, optimizer = fabric.setup(inner, optimizer)  # type: ignore[assignment]
 
-    def loss_of(step: int) -> Tensor:
+    def loss_of(step):
         return model(input_ids=ids[step], labels=ids[step]).loss
 
     return loop(inner, optimizer, loss_of, watches, model, fabric.backward)
 
 
-def tft(folder: Path, watches: bool) -> Result:
+def tft(folder, watches):
     """The temporal fusion transformer of pytorch-forecasting under Lightning's Trainer."""
     import lightning.pytorch as lightning
     import pandas as pd
@@ -328,9 +328,7 @@ def tft(folder: Path, watches: bool) -> Result:
     losses: list[float] = []
 
     class Keep(lightning.Callback):
-        def on_train_batch_end(
-            self, trainer: Any, module: Any, outputs: Any, *_: Any
-        ) -> None:
+        def on_train_batch_end(self, trainer, module, outputs, *_):
             losses.append(float(outputs["loss"]))
 
     callbacks: list[Any] = [Keep()]
@@ -366,7 +364,7 @@ CASES: dict[str, tuple[str, Callable[[Path, bool], Result]]] = {
 }
 
 
-def main(case: str, folder: Path, *options: str) -> None:
+def main(case, folder, *options):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     losses, model, monitor = CASES[case][1](folder, "watch" in options)

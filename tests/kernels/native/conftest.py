@@ -1,9 +1,7 @@
 """The compiled kernels are on for the tests in here, and compiled once."""
 
-from __future__ import annotations
-
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def _switched_on(_on: None) -> None: ...
+def _switched_on(_on): ...

@@ -34,7 +34,7 @@ from qkeel.spec import (
     SlidingWindow,
     Softcap,
 )
-from qkeel.spec.call import AttentionCall, make_call, with_query_mask
+from qkeel.spec.call import make_call, with_query_mask
 
 pytestmark = pytest.mark.usefixtures("library")
 COMPILED = Path(__file__).parents[2] / "compile" / "cases.py"
@@ -43,7 +43,7 @@ assert isinstance(NATIVE, Native)
 OPS: Any = torch.ops.qkeel_native
 
 
-def check_all(call: AttentionCall, case: str) -> None:
+def check_all(call, case):
     """Output, rows and gradients."""
     out = check(call, case, NATIVE)
     same, rows = NATIVE.with_rows(call)
@@ -66,7 +66,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_spec_mask_length_layout_and_width(name: str) -> None:
+def test_every_spec_mask_length_layout_and_width(name):
     for i, mask in enumerate(MASKS):
         for j, dtype in enumerate(DTYPES):
             n = i + j + NAMES.index(name)
@@ -106,14 +106,14 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_plain_specs_of_every_length_and_size(case: Case) -> None:
+def test_plain_specs_of_every_length_and_size(case):
     for i, dtype in enumerate(DTYPES):
         if case.size < 1e3 or dtype != torch.float16:  # into which q does not fit
             check_all(case.call(dtype, i + case.t), f"{dtype}")
 
 
 @torch.no_grad()
-def test_statistics_of_heads_are_those_of_rows_that_count_and_see_a_key() -> None:
+def test_statistics_of_heads_are_those_of_rows_that_count_and_see_a_key():
     for mask in MASKS:
         case = Case(SPECS["gemma2"], 70, widths=(24, 24), mask=mask)
         call = case.call(torch.float32)
@@ -134,7 +134,7 @@ def test_statistics_of_heads_are_those_of_rows_that_count_and_see_a_key() -> Non
 
 @pytest.mark.parametrize("size", [1e4, -1e4])
 @torch.no_grad()
-def test_logits_of_ten_thousand_keep_their_maximum_and_entropy(size: float) -> None:
+def test_logits_of_ten_thousand_keep_their_maximum_and_entropy(size):
     # Two keys in pairs: every row's largest weight is one of two equal ones.
     q, v = torch.ones(1, 1, 9, 8), torch.randn(1, 1, 18, 8)
     k = torch.linspace(-1, 1, 9).repeat_interleave(2)[:, None].expand(1, 1, 18, 8)
@@ -147,7 +147,7 @@ def test_logits_of_ten_thousand_keep_their_maximum_and_entropy(size: float) -> N
     assert (out - reference.attend_call(call).out).abs().max() <= 1e-6
 
 
-def test_two_keys_by_hand() -> None:
+def test_two_keys_by_hand():
     # z = (ln 3, 0): weights 3/4 and 1/4, values 8 and 0, so out 6; dz = 3/4 · (8 - 6) = 1.5 and 1/4 · (0 - 6) = -1.5.
     q, k, v = (torch.zeros(1, 1, n, 8) for n in (1, 2, 2))
     q[..., 0], k[0, 0, 0, 0], v[0, 0, 0, 0] = 1.0, math.log(3), 8.0
@@ -162,7 +162,7 @@ def test_two_keys_by_hand() -> None:
     assert dv[0, 0, :, 0].tolist() == pytest.approx([0.75, 0.25])
 
 
-def test_a_row_with_all_its_weight_on_one_key_passes_nothing_to_q_and_k() -> None:
+def test_a_row_with_all_its_weight_on_one_key_passes_nothing_to_q_and_k():
     alone = AttentionSpec(position=SlidingWindow(window=1, inner=NoPosition()))
     for dtype in DTYPES[:2]:
         for case in (Case(t=1), Case(t=64, size=1e8), Case(t=14, spec=alone)):
@@ -173,7 +173,7 @@ def test_a_row_with_all_its_weight_on_one_key_passes_nothing_to_q_and_k() -> Non
             assert dv.any()
 
 
-def test_rows_that_see_no_key_give_and_get_nothing() -> None:
+def test_rows_that_see_no_key_give_and_get_nothing():
     mask = torch.ones(1, 1, 10, 10, dtype=torch.bool)
     mask[..., 3:5, :], mask[..., 7] = False, False
     q, k, v = (torch.randn(2, n, 10, 16) for n in (4, 2, 2))
@@ -198,7 +198,7 @@ def test_rows_that_see_no_key_give_and_get_nothing() -> None:
         assert all(map(torch.equal, before, gradients(call, NATIVE, above)))
 
 
-def test_nan_in_a_visible_key_shows_and_in_a_later_one_does_not() -> None:
+def test_nan_in_a_visible_key_shows_and_in_a_later_one_does_not():
     q, k, v = (torch.randn(1, 1, 60, 8) for _ in range(3))
     k[0, 0, 50, 3] = torch.nan
     out, lse, _, entropy = OPS.attention(q, k, v, None, None, 1.0, True, 0, 0.0, True)
@@ -208,8 +208,8 @@ def test_nan_in_a_visible_key_shows_and_in_a_later_one_does_not() -> None:
 
 
 def test_what_it_cannot_do_is_refused_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     spec, q, pos = AttentionSpec(), torch.randn(1, 2, 3, 8), torch.tensor([0, 2, 4])
     sigmoid = dataclasses.replace(spec, normalizer=Sigmoid(bias=0.0))
     mask = torch.zeros(1, 1, 3, 3, requires_grad=True)
@@ -233,7 +233,7 @@ def test_what_it_cannot_do_is_refused_with_the_reason(
 
 
 @pytest.mark.slow
-def test_compiled_into_one_graph_it_gives_eagers_numbers() -> None:
+def test_compiled_into_one_graph_it_gives_eagers_numbers():
     cases = [(case, "qwen3", "native", "aot_eager") for case in ("fullgraph", "stated")]
     words = [str(COMPILED), *cases[0], *cases[1]]
     done = forked.python(words, COMPILED.parent, environment={"QKEEL_NATIVE": "1"})

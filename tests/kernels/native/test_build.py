@@ -8,7 +8,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ cp {source} "$2"
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """An empty cache, of a process that has loaded no library yet."""
     unloaded = functools.cache(operators._loaded.__wrapped__)
     monkeypatch.setattr(operators, "_loaded", unloaded)
@@ -34,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def compiler(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def compiler(folder, script, monkeypatch):
     path = folder / "compiler"
     path.write_text(script if script.startswith("#!") else f"#!/bin/sh\n{script}\n")
     path.chmod(0o700)
@@ -42,7 +41,7 @@ def compiler(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def log(tmp_path, monkeypatch):
     """A compiler whose library no loader takes; the log of its calls."""
     (tmp_path / "anything").write_bytes(b"no library " * 50)
     words = {"log": tmp_path / "log", "source": tmp_path / "anything"}
@@ -51,13 +50,13 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "log"
 
 
-def calls(log: Path) -> int:
+def calls(log):
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
 def test_the_library_is_compiled_once_and_then_found_and_is_this_users_alone(
-    cache: Path, log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cache, log, monkeypatch
+):
     before = os.umask(0)
     try:
         path = build.compiled()
@@ -71,8 +70,8 @@ def test_the_library_is_compiled_once_and_then_found_and_is_this_users_alone(
 
 
 def test_another_processor_target_source_or_header_has_another_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    monkeypatch, tmp_path
+):
     monkeypatch.delenv("QKEEL_NATIVE_ARCH", raising=False)
     keys = {build.key()}
     with monkeypatch.context() as m:
@@ -94,8 +93,8 @@ def test_another_processor_target_source_or_header_has_another_file(
 
 @pytest.mark.parametrize("arch", ["", "x86-64-v3"])
 def test_the_compiler_is_given_the_processor_that_the_environment_names(
-    arch: str, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    arch, cache, monkeypatch
+):
     words = cache.parent / "words"
     compiler(cache.parent, f'echo "$@" >> {words}; exit 1', monkeypatch)
     monkeypatch.setenv("QKEEL_NATIVE_ARCH", arch)
@@ -126,15 +125,13 @@ def test_the_warning_of_a_failed_compiler_has_its_first_error(
     assert not list(cache.glob("*.so"))
 
 
-def test_a_file_that_does_not_load_is_made_once_more_then_given_up(
-    cache: Path, log: Path
-) -> None:
+def test_a_file_that_does_not_load_is_made_once_more_then_given_up(cache, log):
     with pytest.warns(QkeelWarning, match="without its compiled kernels"):
         assert not operators.ready()
     assert calls(log) == 2
 
 
-def give_away(path: Path, m: pytest.MonkeyPatch) -> None:
+def give_away(path, m):
     """Makes a folder another user's; where that takes root, makes this process another user's."""
     if os.geteuid() == 0:
         os.chown(path, 12345, -1)
@@ -142,14 +139,14 @@ def give_away(path: Path, m: pytest.MonkeyPatch) -> None:
         m.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
 
 
-def open_to_a_group(path: Path, m: pytest.MonkeyPatch) -> None:
+def open_to_a_group(path, m):
     path.chmod(0o770)
 
 
 @pytest.mark.parametrize("spoil", [give_away, open_to_a_group])
 def test_a_folder_that_others_could_have_written_is_not_used_and_one_warning_says_so(
-    spoil: Callable[..., None], cache: Path, log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    spoil, cache, log, monkeypatch
+):
     build.compiled()
     spoil(cache, monkeypatch)
     with pytest.warns(QkeelWarning, match="its cache") as warned:
@@ -158,9 +155,7 @@ def test_a_folder_that_others_could_have_written_is_not_used_and_one_warning_say
     assert calls(log) == 1
 
 
-def test_waiting_for_another_process_ends(
-    cache: Path, log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_another_process_ends(cache, log, monkeypatch):
     monkeypatch.setattr(build, "PATIENCE", 0.2)
     cache.mkdir(mode=0o700)
     with open(cache / f"{build.NAME}.lock", "w") as held:
@@ -173,8 +168,8 @@ def test_waiting_for_another_process_ends(
 
 
 def test_a_library_that_the_package_carries_is_taken_where_the_processor_can_run_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
     monkeypatch.delenv("QKEEL_NATIVE_ARCH", raising=False)
@@ -191,7 +186,7 @@ def test_a_library_that_the_package_carries_is_taken_where_the_processor_can_run
     assert build.carried_library() is None
 
 
-def test_off_means_off(cache: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_means_off(cache, log, monkeypatch):
     monkeypatch.setenv("QKEEL_NATIVE", "0")
     assert not operators.ready()
     assert not cache.exists()
@@ -207,9 +202,7 @@ print(operators.ready(), f"{out.double().sum().item():.4f}")
 
 
 @pytest.mark.slow
-def test_two_processes_at_once_compile_once_and_agree(
-    library: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_at_once_compile_once_and_agree(library, cache, monkeypatch):
     log = cache.parent / "log"
     script = COMPILER.format(log=log, source=library, seconds=1)
     compiler(cache.parent, script, monkeypatch)

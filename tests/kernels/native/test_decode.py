@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 from tests import forked
 from tests.kernels.harness import DTYPES, laid
 from tests.quick import one_in
-from torch import Tensor
 
 from qkeel import reference
 from qkeel.errors import RefusedError
@@ -28,8 +26,8 @@ from qkeel.spec import (
     Sigmoid,
     Softcap,
 )
-from qkeel.spec.call import AttentionCall, make_call
-from qkeel.spec.logits import Cap, NoCap
+from qkeel.spec.call import make_call
+from qkeel.spec.logits import NoCap
 from qkeel.spec.rope import SlidingWindow
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -54,16 +52,16 @@ PLAIN = AttentionSpec()
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def taken(monkeypatch):
     """Of every call whether the kernel took it."""
     calls: list[bool] = []
     of_keys, of_latents = decode.Decode.__call__, decode.latents
 
-    def watched(self: decode.Decode, call: AttentionCall) -> Tensor:
+    def watched(self, call):
         calls.append(True)
         return of_keys(self, call)
 
-    def with_latents(*arguments: object) -> Tensor | None:
+    def with_latents(*arguments):
         out = of_latents(*arguments)  # type: ignore[arg-type]
         calls.append(out is not None)
         return out
@@ -74,19 +72,17 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def qkv(
-    shape: tuple[int, ...],
-    keys: int,
-    dtype: torch.dtype = torch.float32,
-    layout: int = 1,
-) -> list[Tensor]:
+    shape,
+    keys,
+    dtype=torch.float32,
+    layout=1,
+):
     h, g, t, d, width = shape
     sizes = ((2, h, t, d), (2, g, keys, d), (2, g, keys, width))
     return [laid(torch.randn(size).to(dtype), layout) for size in sizes]
 
 
-def latents(
-    shape: tuple[int, ...], keys: int, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
+def latents(shape, keys, dtype=torch.float32):
     """Queries, latents with room behind, and factors of each head."""
     b, h, t, latent, rotated = shape
     room = torch.full((b, 1, keys + 3, latent + rotated), torch.nan, dtype=dtype)
@@ -95,7 +91,7 @@ def latents(
     return q, room[:, :, :keys], torch.rand(b, h, keys + 3)[..., :keys] + 0.2
 
 
-def near(ours: Tensor, theirs: Tensor, truth: Tensor, case: str) -> Tensor:
+def near(ours, theirs, truth, case):
     """Error at most 2 × (that of torch's path in the same dtype + rounding of the largest number)."""
     rounding = torch.finfo(ours.dtype).eps * truth.abs().max()
     allowed = 2 * ((theirs - truth).abs().max() + rounding)
@@ -104,25 +100,23 @@ def near(ours: Tensor, theirs: Tensor, truth: Tensor, case: str) -> Tensor:
     return ours
 
 
-def check(call: AttentionCall, case: str = "") -> Tensor:
+def check(call, case=""):
     exact = {name: getattr(call, name).double() for name in "qkv"}
     truth = reference.attend_call(dataclasses.replace(call, **exact)).out
     return near(run(call, "decode"), run(call, "sdpa"), truth, case)
 
 
 def of(
-    shape: tuple[int, ...],
-    q: Tensor,
-    k: Tensor,
-    spec: AttentionSpec = PLAIN,
-    **more: object,
-) -> AttentionCall:
+    shape,
+    q,
+    k,
+    spec=PLAIN,
+    **more,
+):
     return make_call(spec, q, k, k[..., : shape[3]], **more)  # type: ignore[arg-type]
 
 
-def check_latents(
-    call: AttentionCall, inverse: Tensor | None, case: str = ""
-) -> Tensor:
+def check_latents(call, inverse, case=""):
     """Against the oracle with the keys that latents and factors stand for; its scale is that of its q's size."""
     h = call.q.shape[1]
     k, v = (x.double().expand(-1, h, -1, -1) for x in (call.k, call.v))
@@ -141,9 +135,7 @@ def check_latents(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @torch.no_grad()
-def test_every_length_dtype_and_layout(
-    shape: tuple[int, ...], taken: list[bool]
-) -> None:
+def test_every_length_dtype_and_layout(shape, taken):
     lengths = [s for s in KEYS if s > shape[2]]
     for i, keys in enumerate(lengths):
         for j, dtype in enumerate(DTYPES):
@@ -156,9 +148,7 @@ def test_every_length_dtype_and_layout(
     "shape", one_in([pytest.param(shape, id=str(shape)) for shape in LATENTS], 2)
 )
 @torch.no_grad()
-def test_latents_of_every_length_and_dtype_with_factors_and_without(
-    shape: tuple[int, ...], taken: list[bool]
-) -> None:
+def test_latents_of_every_length_and_dtype_with_factors_and_without(shape, taken):
     for i, keys in enumerate(s for s in KEYS if s >= shape[2]):
         for j, dtype in enumerate(DTYPES):
             q, k, inverse = latents(shape, keys, dtype)
@@ -173,14 +163,12 @@ def test_latents_of_every_length_and_dtype_with_factors_and_without(
     ("shape", "latent"), [(SHAPES[3], False), (LATENTS[1], True), (LATENTS[2], True)]
 )
 @torch.no_grad()
-def test_masks_windows_and_positions_hide_what_they_hide(
-    shape: tuple[int, ...], latent: bool, taken: list[bool]
-) -> None:
+def test_masks_windows_and_positions_hide_what_they_hide(shape, latent, taken):
     s = 700
     q, k, third = latents(shape, s) if latent else qkv(shape, s)
     (b, h, t), d = q.shape[:3], q.shape[3]
 
-    def check_with(spec: AttentionSpec = PLAIN, **options: object) -> Tensor:
+    def check_with(spec=PLAIN, **options):
         if latent:
             return check_latents(of(shape, q, k, spec, **options), third, f"{options}")
         return check(make_call(spec, q, k, third, **options), f"{options}")  # type: ignore[arg-type]
@@ -209,8 +197,8 @@ def test_masks_windows_and_positions_hide_what_they_hide(
 
 @torch.no_grad()
 def test_positions_of_each_sequence_decide_which_keys_are_visible(
-    taken: list[bool],
-) -> None:
+    taken,
+):
     pos_k = torch.tensor([[0, 0, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6, 7, 8]])
     pos_q = torch.tensor([[4], [7]])
     for position in (SlidingWindow(window=3), Rope()):
@@ -220,7 +208,7 @@ def test_positions_of_each_sequence_decide_which_keys_are_visible(
 
 
 @torch.no_grad()
-def test_large_and_tiny_logits_and_missing_numbers() -> None:
+def test_large_and_tiny_logits_and_missing_numbers():
     q, k, v = qkv(SHAPES[1], 600)
     hidden = torch.arange(600).expand(2, 600) != 7
     for size in (1e4, -1e4, 1e-4):
@@ -245,7 +233,7 @@ def test_large_and_tiny_logits_and_missing_numbers() -> None:
 
 
 @torch.no_grad()
-def test_one_key_has_all_weight_and_two_have_those_worked_by_hand() -> None:
+def test_one_key_has_all_weight_and_two_have_those_worked_by_hand():
     op = torch.ops.qkeel_native.decode
     options = (None, None, 1.0, 0.0, True, 0)
     q, k, v = torch.ones(1, 1, 1, 8), torch.ones(1, 1, 2, 8), torch.arange(16.0)
@@ -256,7 +244,7 @@ def test_one_key_has_all_weight_and_two_have_those_worked_by_hand() -> None:
     torch.testing.assert_close(op(q, k, v, *options), mean)
 
 
-def test_what_is_not_for_it_is_refused_and_left_to_others() -> None:
+def test_what_is_not_for_it_is_refused_and_left_to_others():
     q, k, v = qkv((4, 2, 1, 16, 16), 9)
     for call in (
         make_call(PLAIN, q.double(), k.double(), v.double()),
@@ -274,9 +262,7 @@ def test_what_is_not_for_it_is_refused_and_left_to_others() -> None:
     assert choose(make_call(PLAIN, q, k, v), "auto") is KERNELS["decode"]
 
 
-def test_latents_that_it_cannot_read_stay_with_torch(
-    taken: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latents_that_it_cannot_read_stay_with_torch(taken, monkeypatch):
     shape = LATENTS[1]
     q, k, inverse = latents(shape, 9)
     sigmoid = AttentionSpec(normalizer=Sigmoid(bias=-2.0))
@@ -300,9 +286,7 @@ def test_latents_that_it_cannot_read_stay_with_torch(
 
 @pytest.mark.parametrize("cap", [NoCap(), Softcap(2.0)])
 @torch.no_grad()
-def test_a_module_of_latents_decodes_with_it_what_it_computes_at_once(
-    cap: Cap, taken: list[bool]
-) -> None:
+def test_a_module_of_latents_decodes_with_it_what_it_computes_at_once(cap, taken):
     sizes = LatentSizes(
         q_latent=48, kv_latent=64, rope_dim=16, nope_dim=32, value_dim=32
     )
@@ -316,7 +300,7 @@ def test_a_module_of_latents_decodes_with_it_what_it_computes_at_once(
 
 
 @pytest.mark.slow
-def test_one_graph_of_the_compiler(tmp_path: Path) -> None:
+def test_one_graph_of_the_compiler(tmp_path):
     (tmp_path / "graph.py").write_text("""
 import torch, qkeel
 torch.set_grad_enabled(False)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -38,47 +37,47 @@ Tensors = list[Any]
 Attend = Callable[..., Tensor]
 
 
-def gradients(loss: Tensor, *leaves: Any) -> Tensors:
+def gradients(loss, *leaves):
     """Gradients, zero where the loss does not depend on a leaf."""
     return list(torch.autograd.grad(loss, leaves, materialize_grads=True))
 
 
-def trained(m: nn.Module, x: Tensor) -> Tensors:
+def trained(m, x):
     x = x.detach().requires_grad_()
     y = m(x)
     return [y, *gradients(y.sin().sum(), x, *m.parameters())]
 
 
-def overwriting_hook(m: Any, x: Tensor) -> Tensors:
+def overwriting_hook(m, x):
     m.v_proj.register_forward_hook(lambda _, __, out: out.mul_(0.5))
     return trained(m, x)
 
 
-def backward_hooks(m: Any, x: Tensor) -> Tensors:
+def backward_hooks(m, x):
     m.q_proj.register_full_backward_hook(lambda _, into, __: (into[0] * 3,))
     m.k_proj.register_full_backward_pre_hook(lambda _, above: (above[0] * 2,))
     return trained(m, x)
 
 
-def inference_first(m: nn.Module, x: Tensor) -> Tensors:
+def inference_first(m, x):
     # Tables of angles that an inference pass leaves behind must serve a pass with a gradient.
     with torch.inference_mode():
         quiet = [m(x).clone(), m(x[:, :1]).clone()]
     return [*quiet, *trained(m, x), *trained(m, x[:, :1])]
 
 
-def fake_first(m: nn.Module, x: Tensor) -> Tensors:
+def fake_first(m, x):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         m(mode.from_tensor(x))
     return trained(m, x)
 
 
-def another_default_device(m: nn.Module, x: Tensor) -> Tensors:
+def another_default_device(m, x):
     with torch.device("meta"):
         return trained(m, x)
 
 
-def saved_tensors_packed(m: nn.Module, x: Tensor) -> Tensors:
+def saved_tensors_packed(m, x):
     # As offloading to the host does.
     with torch.autograd.graph.saved_tensors_hooks(
         lambda y: y.numpy(force=True).copy(), torch.from_numpy
@@ -86,7 +85,7 @@ def saved_tensors_packed(m: nn.Module, x: Tensor) -> Tensors:
         return trained(m, x)
 
 
-def checkpointed(m: nn.Module, x: Tensor, *, use_reentrant: bool) -> Tensors:
+def checkpointed(m, x, *, use_reentrant):
     again = functools.partial(checkpoint, m, use_reentrant=use_reentrant)
     x = x.clone().requires_grad_()
     y = again(x) + checkpoint(again, x * 2, use_reentrant=use_reentrant)
@@ -94,38 +93,38 @@ def checkpointed(m: nn.Module, x: Tensor, *, use_reentrant: bool) -> Tensors:
     return [y, x.grad, *(p.grad for p in m.parameters())]
 
 
-def autocast(m: nn.Module, x: Tensor) -> Tensors:
+def autocast(m, x):
     with torch.autocast("cpu", torch.bfloat16):
         y = m(x)
     return [y, *gradients(y.double().sin().sum(), *m.parameters())]
 
 
-def transforms(m: nn.Module, x: Tensor) -> Tensors:
+def transforms(m, x):
     weights = {name: p.detach() for name, p in m.named_parameters()}
     of_weights = grad(lambda p: functional_call(m, p, (x,)).sin().sum())(weights)
     mapped = vmap(m)(torch.stack([x, -x, 2 * x]))
     return [*of_weights.values(), mapped, *jvp(m, (x,), (x.cos(),))]
 
 
-def copied(m: nn.Module, x: Tensor) -> Tensors:
+def copied(m, x):
     m(x)
     return trained(copy.deepcopy(m), x)
 
 
-def with_cache(m: Any, x: Tensor) -> Tensors:
+def with_cache(m, x):
     cache, outputs = m.new_cache(), []
     for start, end in ((0, 5), (5, 6), (6, 12)):
         outputs.append(m(x[:, start:end], cache=cache))
     return outputs
 
 
-def twice(m: nn.Module, x: Tensor) -> Tensors:
+def twice(m, x):
     x = x.clone().requires_grad_()
     (first,) = torch.autograd.grad(m(x).sin().sum(), x, create_graph=True)
     return gradients(first.square().sum(), x)
 
 
-def gain_overwritten(m: Any, x: Tensor) -> Tensors:
+def gain_overwritten(m, x):
     loss = m(x).sin().sum()
     with torch.no_grad():
         m.q_norm.mul_(1.5)
@@ -176,19 +175,19 @@ MODULES: dict[str, tuple[Callable[..., Tensors], str, str, float]] = {
 }
 
 
-def attended(attend: Attend, *leaves: Tensor, **options: Any) -> Tensors:
+def attended(attend, *leaves, **options):
     y = attend(*leaves, **options)
     return [y, *gradients(y.sin().sum(), *leaves)]
 
 
-def fresh(*tensors: Tensor) -> Tensors:
+def fresh(*tensors):
     return [x.detach().clone().requires_grad_() for x in tensors]
 
 
-def in_layout(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensors]:
+def in_layout(change):
     """q, k and v as views of leaves."""
 
-    def do(attend: Attend, *qkv: Tensor) -> Tensors:
+    def do(attend, *qkv):
         leaves = fresh(*qkv)
         y = attend(*map(change, leaves))
         return [y, *gradients(y.sin().sum(), *leaves)]
@@ -196,31 +195,31 @@ def in_layout(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensors]:
     return do
 
 
-def only_value(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+def only_value(attend, q, k, v):
     (v,) = fresh(v)
     return gradients(attend(q, k, v).sin().sum(), v)
 
 
-def only_mask(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+def only_mask(attend, q, k, v):
     mask = torch.linspace(-1, 1, 144, dtype=q.dtype).view(12, 12).requires_grad_()
     return gradients(attend(q, k, v, mask=mask).sin().sum(), mask)
 
 
-def without_keys(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+def without_keys(attend, q, k, v):
     return attended(attend, *fresh(q, k[:, :, :0], v[:, :, :0]), causal=False)
 
 
-def gradient_in_another_layout(attend: Attend, *qkv: Tensor) -> Tensors:
+def gradient_in_another_layout(attend, *qkv):
     leaves = fresh(*qkv)
     y = attend(*leaves)
     above = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape[::-1])
     return list(torch.autograd.grad(y, leaves, above.permute(3, 2, 1, 0)))
 
 
-def overwritten(name: str) -> Callable[..., Tensors]:
+def overwritten(name):
     """One of a call's tensors is overwritten between forward and backward."""
 
-    def do(attend: Attend, *qkv: Tensor) -> Tensors:
+    def do(attend, *qkv):
         leaves = fresh(*qkv)
         q, k, v = (x * 1 for x in leaves)
         mask = torch.ones(12, 12, dtype=torch.bool).tril()
@@ -270,11 +269,11 @@ CALLS: dict[str, tuple[Callable[..., Tensors], str, str]] = {
 
 
 def check(
-    do: Callable[[], Tensors],
-    truth: Callable[[], Tensors],
-    words: str,
-    tolerance: float,
-) -> None:
+    do,
+    truth,
+    words,
+    tolerance,
+):
     if words:
         with pytest.raises(Exception, match=words):
             do()
@@ -290,9 +289,7 @@ def check(
         )
 
 
-def written_out(
-    q: Tensor, k: Tensor, v: Tensor, *, spec: Any, params: Any, seen: Any
-) -> Tensor:
+def written_out(q, k, v, *, spec, params, seen):
     """In place of SpecModule.attend."""
     out = reference.attend_call(seen.call(spec, q, k, v, params)).out
     return out.transpose(1, 2).flatten(2)
@@ -301,9 +298,7 @@ def written_out(
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("native", ["1", "0"])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_is_right_or_says_why_not(
-    name: str, native: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_is_right_or_says_why_not(name, native, monkeypatch):
     monkeypatch.setenv("QKEEL_NATIVE", native)
     do, on, off, tolerance = MODULES[name]
     module = qkeel.nn.Attention(32, 4, 2, 16, spec=SPEC)
@@ -319,18 +314,16 @@ def test_a_module_is_right_or_says_why_not(
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("native", ["1", "0"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_right_or_says_why_not(
-    name: str, native: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_is_right_or_says_why_not(name, native, monkeypatch):
     monkeypatch.setenv("QKEEL_NATIVE", native)
     do, on, off = CALLS[name]
     q, k, v = (torch.randn(2, heads, 12, 16) for heads in (4, 2, 2))
 
-    def attend(*qkv: Tensor, **options: Any) -> Tensor:
+    def attend(*qkv, **options):
         params = SPEC.init_params(qkv[0].shape[1], qkv[1].shape[1], 16)
         return qkeel.attention(*qkv, spec=SPEC, params=params, **options)
 
-    def oracle(*qkv: Tensor, **options: Any) -> Tensor:
+    def oracle(*qkv, **options):
         params = SPEC.init_params(qkv[0].shape[1], qkv[1].shape[1], 16)
         wide = {name: p.double() for name, p in params.items()}
         return reference.attend(SPEC, *qkv, params=wide, **options).out
@@ -347,18 +340,18 @@ def test_a_call_is_right_or_says_why_not(
 # Bad input through the public doors: torch's numbers or one clear error.
 
 
-def attend(d: int = 8, **options: Any) -> Tensor:
+def attend(d=8, **options):
     q = torch.linspace(-1, 1, 2 * 5 * d).view(1, 2, 5, d)
     params = SPEC.init_params(2, 2, d)
     return qkeel.attention(q, q, q, spec=SPEC, params=params, **options)
 
 
-def module(x: Any = None, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
+def module(x=None, dtype=torch.float32, **options):
     x = torch.ones(1, 5, 16).to(dtype) if x is None else x
     return qkeel.nn.Attention(16, 2, spec=SPEC).to(dtype)(x, **options)
 
 
-def another_architecture(folder: Path, m: pytest.MonkeyPatch) -> None:
+def another_architecture(folder, m):
     """A cache with a library whose head says AArch64, and no compiler to make a better one."""
     m.setenv("QKEEL_NATIVE_CACHE", str(folder))
     m.setenv("CXX", "/no/compiler")
@@ -366,15 +359,15 @@ def another_architecture(folder: Path, m: pytest.MonkeyPatch) -> None:
     (folder / f"{build.NAME}-{build.key()}.so").write_bytes(head)
 
 
-def nowhere_to_write(folder: Path, m: pytest.MonkeyPatch) -> None:
+def nowhere_to_write(folder, m):
     (folder / "file").write_text("")
     m.setenv("QKEEL_NATIVE_CACHE", str(folder / "file" / "below"))
 
 
 @pytest.mark.parametrize("spoil", [another_architecture, nowhere_to_write])
 def test_where_nothing_can_be_compiled_torch_computes_after_one_warning(
-    spoil: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    spoil, tmp_path, monkeypatch
+):
     with monkeypatch.context() as off:
         off.setenv("QKEEL_NATIVE", "0")
         true = attend()
@@ -389,7 +382,7 @@ def test_where_nothing_can_be_compiled_torch_computes_after_one_warning(
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("d", [4, 12, 1030])
-def test_other_widths_are_torchs(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_widths_are_torchs(d, monkeypatch):
     with pytest.raises(RefusedError, match="multiples of 8"):
         attend(d, impl="native")
     ours = attend(d)
@@ -417,9 +410,7 @@ BAD: dict[str, tuple[Callable[[], Tensor], type[QkeelError]]] = {
 
 @pytest.mark.parametrize("native", ["1", "0"])
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_clear_error(
-    name: str, native: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_clear_error(name, native, monkeypatch):
     monkeypatch.setenv("QKEEL_NATIVE", native)
     do, error = BAD[name]
     with pytest.raises(error):
@@ -428,8 +419,8 @@ def test_bad_input_is_one_clear_error(
 
 @pytest.mark.usefixtures("library")
 def test_positions_that_are_no_numbers_see_nothing_by_either_path(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     pos = torch.arange(5.0)
     pos[2] = torch.nan
     for options in (

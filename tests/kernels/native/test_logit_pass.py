@@ -1,9 +1,6 @@
 """The compiled pass over logits gives the statistics of torch's path, whose float64 run is the truth here."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -11,15 +8,13 @@ from tests.contract.conformance.cases import widened
 from tests.kernels.harness import DTYPES, laid
 from tests.packed_sequences import CASES, packed
 from tests.quick import one_in
-from torch import Tensor
 
 import qkeel
 from qkeel.capture.calls import flex_call
-from qkeel.functional.statistics import TENSORS, LogitStats
+from qkeel.functional.statistics import TENSORS
 from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.statistics import logit_stats, max_stats
 from qkeel.spec import (
-    AttentionCall,
     AttentionSpec,
     Fixed,
     Learned,
@@ -52,7 +47,7 @@ SPECS = {
 }
 
 
-def masks(b: int, h: int, t: int, s: int) -> dict[str, Tensor | None]:
+def masks(b, h, t, s):
     pairs = torch.rand(b, 1, t, s) < 0.7
     pairs[:, :, t // 2 :, 0] = False
     pairs[0, 0, t // 3] = False  # a row without keys
@@ -68,25 +63,25 @@ def masks(b: int, h: int, t: int, s: int) -> dict[str, Tensor | None]:
 
 
 def call_of(
-    spec: AttentionSpec,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    layout: int,
-    **more: Any,
-) -> AttentionCall:
+    spec,
+    shape,
+    dtype,
+    layout,
+    **more,
+):
     b, h, g, t, s, d = shape
     q, k = 2 * torch.randn(b, h, t, d), 2 * torch.randn(b, g, s, d)
     q, k = laid(q.to(dtype), layout), laid(k.to(dtype), layout + 1)
     return make_call(spec, q, k, k, params=spec.init_params(h, g, d), **more)
 
 
-def torchs(call: AttentionCall, threshold: float = 1.0) -> LogitStats:
+def torchs(call, threshold=1.0):
     with pytest.MonkeyPatch.context() as off:
         off.setenv("QKEEL_NATIVE", "0")
         return logit_stats(call, threshold)
 
 
-def check(call: AttentionCall, case: str) -> None:
+def check(call, case):
     """Error at most 2 × (that of torch's path + rounding of the largest number); maxima alone are the same bits."""
     assert logit_pass.rows_of(call, 2.0) is not None, case
     ours, theirs = logit_stats(call, 2.0), torchs(call, 2.0)
@@ -110,7 +105,7 @@ def check(call: AttentionCall, case: str) -> None:
 
 
 @pytest.mark.parametrize("name", one_in(SPECS, 2))
-def test_every_field_is_as_exact_as_torchs(name: str) -> None:
+def test_every_field_is_as_exact_as_torchs(name):
     n = list(SPECS).index(name)
     for i, shape in enumerate(SHAPES):
         b, h, _, t, s, _ = shape
@@ -124,7 +119,7 @@ def test_every_field_is_as_exact_as_torchs(name: str) -> None:
             check(call, f"{shape}, {kind}, {dtype}, causal {causal}")
 
 
-def test_positions_that_ascend_are_taken_and_others_are_left_to_torch() -> None:
+def test_positions_that_ascend_are_taken_and_others_are_left_to_torch():
     q, k = torch.randn(2, 2, 30, 16), torch.randn(2, 2, 50, 16)
     left = (torch.arange(50) - torch.tensor([0, 9])[:, None]).clamp_min(0)
     near = AttentionSpec(position=SlidingWindow(window=7, inner=NoPosition()))
@@ -138,9 +133,7 @@ def test_positions_that_ascend_are_taken_and_others_are_left_to_torch() -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_packed_sequences_and_windows_on_both_sides_are_taken(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_packed_sequences_and_windows_on_both_sides_are_taken(name, options):
     call = packed(name, **options).call()
     counted = torch.arange(call.q.shape[2])[None] % 3 > 0
     for asked in (call, with_query_mask(call, counted)):
@@ -152,7 +145,7 @@ def test_packed_sequences_and_windows_on_both_sides_are_taken(
         assert torch.equal(max_stats(asked).max_logit, ours.max_logit)
 
 
-def test_calls_that_it_does_not_read_are_left_to_torch() -> None:
+def test_calls_that_it_does_not_read_are_left_to_torch():
     q = torch.randn(1, 2, 9, 8)
     spec, rerope = AttentionSpec(), qkeel.preset("baseline")
     rerope = rerope.extrapolate("rerope", train_length=4, window=2)
@@ -185,9 +178,7 @@ def test_calls_that_it_does_not_read_are_left_to_torch() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["q", "k", "hidden key", "uncounted row", "bias"])
-def test_what_is_not_finite_is_reported_as_torch_reports_it(
-    value: float, where: str
-) -> None:
+def test_what_is_not_finite_is_reported_as_torch_reports_it(value, where):
     for spec in (AttentionSpec(), AttentionSpec(cap=Softcap(20.0))):
         q, k = torch.randn(1, 3, 40, 8), torch.rand(1, 3, 40, 8) + 0.1
         mask = (
@@ -217,7 +208,7 @@ def test_what_is_not_finite_is_reported_as_torch_reports_it(
             )
 
 
-def test_ends_beyond_the_keys_are_the_ends_of_the_keys() -> None:
+def test_ends_beyond_the_keys_are_the_ends_of_the_keys():
     q, scale = torch.randn(1, 2, 3, 8), torch.ones(1, 2, 3)
     ends = torch.full((1, 3), -9), torch.full((1, 3), 12)
     far, near = (

@@ -34,12 +34,12 @@ class Operator:
     slow: bool = True
 
 
-def qkv(n: int) -> tuple[Tensor, Tensor, Tensor]:
+def qkv(n):
     """Queries of 4 heads, keys and values of 2."""
     return randn(2, 4, n, 16), randn(2, 2, n, 16), randn(2, 2, n, 16)
 
 
-def attention(n: int) -> list[Arguments]:
+def attention(n):
     pairs, bias = rand(2, 4, n, n) < 0.7, randn(1, 4, 1, n)
     half = [x.bfloat16() for x in qkv(n)]
     return [
@@ -49,15 +49,15 @@ def attention(n: int) -> list[Arguments]:
     ]
 
 
-def backward(n: int) -> list[Arguments]:
-    def call(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Arguments:
+def backward(n):
+    def call(q, k, v, *rest):
         out, lse, *_ = OPS.attention(q, k, v, *rest)
         return torch.randn_like(out), q, k, v, out, lse, *rest[:-1]
 
     return [call(*given) for given in attention(n)]
 
 
-def decode(n: int) -> list[Arguments]:
+def decode(n):
     """The last tokens of a sequence; the second call is one of latents with a factor per head and key."""
     _, k, v = qkv(s := 10 * n)
     held = randn(2, 1, s, 24)
@@ -77,7 +77,7 @@ def decode(n: int) -> list[Arguments]:
     ]
 
 
-def rows(n: int) -> list[Arguments]:
+def rows(n):
     q, k, _ = qkv(n)
     ends = torch.zeros(1, n, dtype=torch.int64), torch.arange(1, n + 1)[None]
     scale = torch.tensor(0.3).expand(2, 4, n)
@@ -88,7 +88,7 @@ def rows(n: int) -> list[Arguments]:
     ]
 
 
-def norm_rope(n: int) -> list[Arguments]:
+def norm_rope(n):
     x, gain, table = (
         randn(2, 4, n, 16),
         rand(16) + 0.5,
@@ -108,7 +108,7 @@ def norm_rope(n: int) -> list[Arguments]:
     ]
 
 
-def norm_rope_backward(n: int) -> list[Arguments]:
+def norm_rope_backward(n):
     found = []
     for x, gain, cos, sin, kind, eps, keep in norm_rope(n)[:2]:
         y, inverse = OPS.norm_rope(x, gain, cos, sin, kind, eps, keep)
@@ -128,7 +128,7 @@ def norm_rope_backward(n: int) -> list[Arguments]:
     return found
 
 
-def of_qk(q: Tensor, k: Tensor) -> list[dict[int, Any]]:
+def of_qk(q, k):
     return [
         {0: q[..., :12], 1: k[..., :12]},
         {0: q.double(), 1: k.double()},
@@ -137,7 +137,7 @@ def of_qk(q: Tensor, k: Tensor) -> list[dict[int, Any]]:
     ]
 
 
-def of_attention(q: Tensor, k: Tensor, v: Tensor) -> list[dict[int, Any]]:
+def of_attention(q, k, v):
     return [
         *of_qk(q, k),
         {0: q[..., :12], 1: k[..., :12], 2: v[..., :12]},
@@ -149,9 +149,7 @@ def of_attention(q: Tensor, k: Tensor, v: Tensor) -> list[dict[int, Any]]:
     ]
 
 
-def of_rows(
-    q: Tensor, k: Tensor, scale: Tensor, low: Tensor, high: Tensor
-) -> list[dict[int, Any]]:
+def of_rows(q, k, scale, low, high):
     return [
         *of_qk(q, k),
         {2: scale[..., :2]},
@@ -251,16 +249,16 @@ quick_first = [
 
 
 @pytest.fixture(autouse=True)
-def _loaded(library: object) -> None:
+def _loaded(library):
     assert operators.ready()
 
 
-def copied(given: Any) -> Any:
+def copied(given):
     """The same numbers in other memory, each tensor as it lies."""
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, given)
 
 
-def run(name: str, given: Arguments) -> list[Tensor]:
+def run(name, given):
     """All tensors that an operator returns."""
     return [
         x
@@ -269,7 +267,7 @@ def run(name: str, given: Arguments) -> list[Tensor]:
     ]
 
 
-def test_every_operator_has_a_row() -> None:
+def test_every_operator_has_a_row():
     defined = {
         n
         for path in build.FOLDER.rglob("*.cpp")
@@ -279,7 +277,7 @@ def test_every_operator_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_what_no_call_can_have_raises_and_does_not_crash(name: str) -> None:
+def test_what_no_call_can_have_raises_and_does_not_crash(name):
     row = OPERATORS[name]
     right = row.make(5)[0]
     for change in row.wrong(*right):
@@ -289,7 +287,7 @@ def test_what_no_call_can_have_raises_and_does_not_crash(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_threads_change_no_bit(name: str) -> None:
+def test_threads_change_no_bit(name):
     # Of as many numbers as pairs of tokens.
     squares = name.startswith(("attention", "logit_"))
     for given in OPERATORS[name].make(300 if squares else 4000):
@@ -306,13 +304,13 @@ def test_threads_change_no_bit(name: str) -> None:
             torch.set_num_threads(before)
 
 
-def overwrite(tensors: list[Tensor]) -> None:
+def overwrite(tensors):
     for x in tensors:
         x.fill_(torch.nan if x.is_floating_point() else -1)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_every_number_is_written(name: str) -> None:
+def test_every_number_is_written(name):
     for n in (1, 33, 61):
         for given in OPERATORS[name].make(n):
             overwrite(run(name, given))  # the next results lie where these lay
@@ -324,7 +322,7 @@ def test_every_number_is_written(name: str) -> None:
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 @pytest.mark.parametrize("name", quick_first)
-def test_torch_accepts_the_operator(name: str) -> None:
+def test_torch_accepts_the_operator(name):
     row, operator = OPERATORS[name], getattr(OPS, name).default
     tests = (
         "test_schema",

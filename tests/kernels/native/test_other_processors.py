@@ -1,7 +1,5 @@
 """The sources for processors that this machine is not: registers of another width, and targets to compile for."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform
@@ -26,8 +24,8 @@ HERE = Path(__file__).parent
 )
 @pytest.mark.parametrize(("lanes", "more"), [(4, "-mno-f16c"), (16, "")])
 def test_the_kernels_pass_their_tests_with_registers_of_4_and_16_floats(
-    lanes: int, more: str, tmp_path: Path
-) -> None:
+    lanes, more, tmp_path
+):
     flags = f"-DQKEEL_LANES={lanes} {more}"
     width = f'#include "tile.h"\nstatic_assert(qkeel::LANES == {lanes});'
     options = [*build.flags(), *flags.split(), *build.INCLUDE]
@@ -52,7 +50,7 @@ def test_the_kernels_pass_their_tests_with_registers_of_4_and_16_floats(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", ["aarch64-linux-gnu", "aarch64-macos"])
-def test_every_source_compiles_for_other_machines(target: str, tmp_path: Path) -> None:
+def test_every_source_compiles_for_other_machines(target, tmp_path):
     if importlib.util.find_spec("ziglang") is None:
         pytest.skip("needs a compiler for other machines: pip install 'qkeel[cross]'")
     own = ("-march=", "-mcpu=", "--param=")  # of this machine

@@ -6,15 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
-from qkeel.functional.statistics import LogitStats
 from qkeel.kernels import statistics
 from qkeel.nn import Attention
 from qkeel.spec import Softcap
@@ -24,11 +22,11 @@ CASES = Path(__file__).parents[2] / "compile" / "cases.py"
 
 
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def passes(monkeypatch):
     """The names of passes over logits that are made for nothing but statistics."""
     names: list[str] = []
 
-    def counted(name: str) -> Any:
+    def counted(name):
         inner = getattr(statistics, name)
         return lambda *args: (names.append(name), inner(*args))[1]
 
@@ -38,11 +36,11 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_heads_that_see_nothing_are_empty_and_nan_shows() -> None:
+def test_heads_that_see_nothing_are_empty_and_nan_shows():
     q, spec = torch.randn(1, 2, 5, 8), qkeel.AttentionSpec(cap=Softcap(5.0))
     hidden = torch.zeros(1, 1, 5, 5, dtype=torch.bool)
 
-    def extremes(mask: Tensor) -> LogitStats:
+    def extremes(mask):
         return qkeel.attention(q, q, q, spec=spec, mask=mask, stats="max")[1]
 
     empty = extremes(hidden)
@@ -55,22 +53,20 @@ def test_heads_that_see_nothing_are_empty_and_nan_shows() -> None:
 class Model(nn.Module):
     """Two attentions, one after the other, recomputed in backward."""
 
-    def __init__(self, impl: str = "native") -> None:
+    def __init__(self, impl="native"):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(
             Attention(32, 4, 2, spec=qkeel.preset("qwen3"), impl=impl) for _ in range(2)
         )
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x, attention_mask=None):
         for layer in self.layers:
             x = x + checkpoint(layer, x, use_reentrant=False)
         return x
 
 
-def trained(
-    stats: Any, impl: str = "native", **options: Any
-) -> tuple[dict[str, LogitStats], list[Tensor]]:
+def trained(stats, impl="native", **options):
     """Statistics and every bit of three watched steps of two batches each."""
     model = Model(impl)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -92,9 +88,7 @@ def trained(
 
 
 @pytest.mark.parametrize("mask", [None, "attention_mask"])
-def test_maxima_cost_no_pass_and_change_no_bit(
-    passes: list[str], mask: str | None
-) -> None:
+def test_maxima_cost_no_pass_and_change_no_bit(passes, mask):
     exact, bits_of_all = trained(True, query_mask=mask)
     assert len(passes) == 3 * 2 * 2
     passes.clear()
@@ -109,13 +103,13 @@ def test_maxima_cost_no_pass_and_change_no_bit(
         torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5, check_dtype=False)
 
 
-def test_maxima_of_other_kernels_take_a_pass(passes: list[str]) -> None:
+def test_maxima_of_other_kernels_take_a_pass(passes):
     largest, _ = trained("max", "sdpa")
     assert passes == ["max_stats"] * (3 * 2 * 2)
     assert all(bool(stats.max_logit.isfinite().all()) for stats in largest.values())
 
 
-def test_qk_clip_takes_its_maxima_from_the_kernel(passes: list[str]) -> None:
+def test_qk_clip_takes_its_maxima_from_the_kernel(passes):
     weights, x = [], 5 * torch.randn(2, 30, 32)
     for impl in ("chunked", "native"):
         torch.manual_seed(0)
@@ -133,7 +127,7 @@ def test_qk_clip_takes_its_maxima_from_the_kernel(passes: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_model_is_watched_without_another_pass_or_graph() -> None:
+def test_a_compiled_model_is_watched_without_another_pass_or_graph():
     command = [sys.executable, str(CASES), "watched", "qwen3", "native", "aot_eager"]
     environment = {**os.environ, "QKEEL_NATIVE": "1"}
     done = subprocess.run(

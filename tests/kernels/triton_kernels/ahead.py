@@ -94,7 +94,7 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
 ]  # fmt: skip
 
 
-def made(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
+def made(kernel, constants, warps):
     """The kernel compiled as Triton's launcher would for aligned bfloat16 tensors."""
     types, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -118,7 +118,7 @@ def made(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     )
 
 
-def spilled(ptx: str) -> tuple[int, int]:
+def spilled(ptx):
     """Registers per thread, and bytes per thread that did not fit in them."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)

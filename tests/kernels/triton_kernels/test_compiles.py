@@ -1,7 +1,5 @@
 """The kernels are not only right in the interpreter: they compile for a Hopper GPU and stay in its registers."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re
@@ -19,7 +17,7 @@ AHEAD = Path(__file__).with_name("ahead.py")
     platform.machine() != "x86_64",
     reason="Triton brings NVIDIA's assembler for this machine only",
 )
-def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
+def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(

@@ -1,9 +1,5 @@
 """Triton is loaded when a CUDA tensor wants it, can be switched off, and is done without where it is missing."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from tests import forked
@@ -17,14 +13,14 @@ CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _a_gpu(monkeypatch):
     monkeypatch.setattr(available, "_modern", lambda device: True)
 
 
 @pytest.mark.usefixtures("_a_gpu")
 def test_cuda_tensors_go_through_triton_and_cpu_tensors_do_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     assert norm_rope.operators_for(CUDA) is torch.ops.qkeel_triton
     assert not available.usable(torch.device("cpu"))
     monkeypatch.setattr(norm_rope, "ready", lambda: True)
@@ -33,8 +29,8 @@ def test_cuda_tensors_go_through_triton_and_cpu_tensors_do_not(
 
 @pytest.mark.usefixtures("_a_gpu")
 def test_it_can_be_switched_off_and_is_off_under_transforms(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     assert available.usable(CUDA)
     found = []
     torch.func.vmap(lambda x: found.append(available.usable(CUDA)) or x)(torch.ones(2))
@@ -43,7 +39,7 @@ def test_it_can_be_switched_off_and_is_off_under_transforms(
     assert norm_rope.operators_for(CUDA) is None
 
 
-def test_an_old_gpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_gpu_is_left_to_torch(monkeypatch):
     for capability, good in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
         available._modern.cache_clear()
         monkeypatch.setattr(
@@ -54,8 +50,8 @@ def test_an_old_gpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_device_of_amds_is_left_to_torch_after_one_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     contract._say_once.cache_clear()
     available._modern.cache_clear()
@@ -68,7 +64,7 @@ def test_a_device_of_amds_is_left_to_torch_after_one_warning(
     available._modern.cache_clear()
 
 
-def test_without_triton_torch_computes_after_one_warning(tmp_path: Path) -> None:
+def test_without_triton_torch_computes_after_one_warning(tmp_path):
     code = """
 import sys, warnings
 sys.modules["triton"] = None

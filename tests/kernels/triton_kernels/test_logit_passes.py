@@ -15,14 +15,13 @@ from tests.quick import one_in
 
 from qkeel import preset
 from qkeel.errors import QkeelWarning
-from qkeel.functional.statistics import TENSORS, LogitStats
+from qkeel.functional.statistics import TENSORS
 from qkeel.kernels import contract
 from qkeel.kernels.logits import gpu, triton_row_fields
 from qkeel.kernels.native import triton as available
 from qkeel.kernels.statistics import logit_stats, max_stats
 from qkeel.spec import (
     ALiBi,
-    AttentionCall,
     AttentionSpec,
     Learned,
     Rope,
@@ -41,21 +40,19 @@ pytestmark = [
 
 
 @pytest.fixture
-def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_gpu(monkeypatch):
     """CPU tensors take the way of CUDA tensors, as where every kernel may run."""
     monkeypatch.setattr(available, "usable", lambda device: available.loaded())
     monkeypatch.setenv("QKEEL_TRITON", "unseen")
     contract._say_once.cache_clear()
 
 
-def call_of(
-    spec: AttentionSpec, t: int, s: int, size: float = 1.0, **options: Any
-) -> AttentionCall:
+def call_of(spec, t, s, size=1.0, **options):
     q, k = size * torch.randn(2, 2, t, 24), torch.randn(2, 1, s, 24)
     return make_call(spec, q, k, k, params=spec.init_params(2, 1, 24), **options)
 
 
-def near(ours: LogitStats, truth: LogitStats, case: str, fields: Any = TENSORS) -> None:
+def near(ours, truth, case, fields=TENSORS):
     # Sums of logits are rounded as the largest of them; a weight's relative error is its logit's absolute one.
     room = 2e-7 * truth.max_abs_logit.max()
     for field in fields:
@@ -65,7 +62,7 @@ def near(ours: LogitStats, truth: LogitStats, case: str, fields: Any = TENSORS) 
         )
 
 
-def check(call: AttentionCall, case: str, only_statistics: bool = False) -> None:
+def check(call, case, only_statistics=False):
     assert gpu.row_fields(call, 0.5) is not None, case
     truth = logit_stats(widened(call), 0.5)
     near(logit_stats(call, 0.5), truth, case)
@@ -95,7 +92,7 @@ CASES: dict[str, tuple[AttentionSpec, int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", one_in(CASES, 3))
-def test_both_passes_give_the_numbers_of_float64(name: str) -> None:
+def test_both_passes_give_the_numbers_of_float64(name):
     spec, t, s, options = CASES[name]
     call = call_of(spec, t, s, **options)
     check(call, name)
@@ -105,7 +102,7 @@ def test_both_passes_give_the_numbers_of_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize("heads", one_in([[1, 2], [2, 1], [], [2, 2]], 2), ids=str)
-def test_masks_of_pairs_of_any_shape(heads: list[int]) -> None:
+def test_masks_of_pairs_of_any_shape(heads):
     shape = (*heads, 20, 70)
     shown = torch.rand(shape) < 0.4
     shown[..., 7, :] = False
@@ -116,8 +113,8 @@ def test_masks_of_pairs_of_any_shape(heads: list[int]) -> None:
 
 
 def test_what_no_gpu_has_run_right_is_left_to_torch_and_said_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.delenv("QKEEL_TRITON")
     plain = call_of(AttentionSpec(), 20, 40, causal=False)
     assert gpu.row_fields(plain, 0.5) is not None
@@ -141,8 +138,8 @@ def test_what_no_gpu_has_run_right_is_left_to_torch_and_said_once(
 
 
 def test_more_rows_than_32_bits_find_are_left_to_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     call = call_of(AttentionSpec(), 20, 20)
     monkeypatch.setattr(triton_row_fields, "MOST_ROWS", 2 * 2 * 20)
     assert gpu.row_fields(call, 0.5) is not None
@@ -153,7 +150,7 @@ def test_more_rows_than_32_bits_find_are_left_to_torch(
 @pytest.mark.parametrize(
     "seeds", [range(3), pytest.param(range(3, 60), marks=pytest.mark.slow)], ids=str
 )
-def test_drawn_calls(seeds: range) -> None:
+def test_drawn_calls(seeds):
     for seed in seeds:
         rng = random.Random(seed)
         torch.manual_seed(seed)
@@ -180,14 +177,14 @@ def test_drawn_calls(seeds: range) -> None:
 
 
 @pytest.mark.parametrize("position", [None, Rope()])
-def test_half_precision_is_read_as_it_is(position: Any) -> None:
+def test_half_precision_is_read_as_it_is(position):
     spec = AttentionSpec() if position is None else AttentionSpec(position=position)
     q, k = torch.randn(1, 4, 20, 24).half(), torch.randn(1, 2, 70, 24).half()
     check(make_call(spec, q, k, k, causal=False), "float16")
 
 
 @pytest.mark.parametrize("kind", one_in(BROKEN, 2))
-def test_what_is_not_finite_shows_in_its_head_alone(kind: str) -> None:
+def test_what_is_not_finite_shows_in_its_head_alone(kind):
     broken = [head in BROKEN[kind] for head in range(4)]
     for spec in (AttentionSpec(), AttentionSpec(cap=Softcap(5.0))):
         call = broken_call(kind, spec)
@@ -197,7 +194,7 @@ def test_what_is_not_finite_shows_in_its_head_alone(kind: str) -> None:
         assert (~finite).tolist() == broken
 
 
-def test_what_hidden_keys_hold_does_not_matter() -> None:
+def test_what_hidden_keys_hold_does_not_matter():
     call = call_of(
         AttentionSpec(), 40, 40, mask=torch.arange(40) >= torch.tensor([[0], [9]])
     )
@@ -208,7 +205,7 @@ def test_what_hidden_keys_hold_does_not_matter() -> None:
             assert torch.equal(getattr(earlier, field), getattr(later, field)), field
 
 
-def test_a_call_that_the_passes_do_not_read_is_left_to_torch() -> None:
+def test_a_call_that_the_passes_do_not_read_is_left_to_torch():
     pos, q = torch.arange(5), torch.randn(2, 4, 5, 24)
     added, positions = {"mask": torch.randn(5, 5)}, {"pos_q": pos, "pos_k": pos}
     for spec, options in (
@@ -233,7 +230,7 @@ def test_a_call_that_the_passes_do_not_read_is_left_to_torch() -> None:
         assert gpu.extremes(call) is None
 
 
-def check_packed(name: str, options: dict[str, Any]) -> None:
+def check_packed(name, options):
     call, truth = packed(name, **options).call(), packed(name, **options).rows()
     fields = gpu.row_fields(call, 1.0)
     assert fields is not None
@@ -254,13 +251,11 @@ def check_packed(name: str, options: dict[str, Any]) -> None:
     ("name", "options"),
     [*PACKED[1:3], *(pytest.param(*x, marks=pytest.mark.slow) for x in PACKED)],
 )
-def test_rows_of_packed_sequences_are_those_of_each(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_rows_of_packed_sequences_are_those_of_each(name, options):
     check_packed(name, options)
 
 
-def test_a_window_on_both_sides() -> None:
+def test_a_window_on_both_sides():
     plain = call_of(AttentionSpec(), 70, 90, causal=False)
     call = band_call(plain, window=(5, 30))
     assert gpu.extremes(call) is not None
@@ -268,7 +263,7 @@ def test_a_window_on_both_sides() -> None:
 
 
 @pytest.mark.slow
-def test_a_nan_in_one_sequence_reaches_its_rows_alone() -> None:
+def test_a_nan_in_one_sequence_reaches_its_rows_alone():
     sequences, own = spoiled("no multiple of a tile")
     fields = gpu.row_fields(sequences.call(), 1.0)
     assert fields is not None

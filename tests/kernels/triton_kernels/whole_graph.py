@@ -9,7 +9,7 @@ from qkeel.kernels.native import triton as available
 from qkeel.kernels.norm_rope import encode
 
 
-def main() -> None:
+def main():
     """Forward and backward in one graph."""
     choose, device = encode.operators_for, torch.device("cuda", 0)
     available._modern = lambda _: True
@@ -20,7 +20,7 @@ def main() -> None:
     x = torch.randn(1, 3, 16, requires_grad=True)
     seen: list[str] = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+    def backend(graph, inputs):
         seen.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 

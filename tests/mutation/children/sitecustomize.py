@@ -1,7 +1,5 @@
 """Python reads this first in the processes that a mutant's tests start, which see the mutant too."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import linecache
 import os
@@ -9,11 +7,11 @@ import sys
 from pathlib import Path
 
 
-def replace_source(path: Path, source: str) -> None:
+def replace_source(path, source):
     """From now on the import system reads another source for a file, and no compiled one."""
     read, file = importlib.machinery.SourceFileLoader.get_data, str(path)
 
-    def get_data(self: importlib.machinery.SourceFileLoader, wanted: str) -> bytes:
+    def get_data(self, wanted):
         if wanted == file:
             return source.encode()
         if Path(wanted).name.startswith(path.stem + ".") and wanted.endswith(".pyc"):

@@ -1,7 +1,5 @@
 """Scores that are changed in a part of their tensor, in place: hidden pairs, sums, and what is neither."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -22,14 +20,14 @@ Change = Callable[["Pieces", Tensor, Tensor], Tensor]
 class Pieces(nn.Module):
     """Attention that changes its scores in one way or another."""
 
-    def __init__(self, change: Change) -> None:
+    def __init__(self, change):
         super().__init__()
         torch.manual_seed(0)
         self.q, self.k, self.v = (nn.Linear(M, M) for _ in "qkv")
         self.table = nn.Parameter(torch.randn(T, T, D))
         self.change, self.z = change, torch.empty(0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v)
         )
@@ -41,11 +39,11 @@ class Pieces(nn.Module):
 class Batched(Pieces):
     """Scores by baddbmm, as Megatron and Bloom make them: `beta` times what was there, plus q·k."""
 
-    def __init__(self, beta: float) -> None:
+    def __init__(self, beta):
         super().__init__(lambda m, q, z: z)
         self.beta = beta
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v)
         )
@@ -57,9 +55,7 @@ class Batched(Pieces):
 
 
 @pytest.mark.parametrize(("beta", "pairs"), [(1.0, int(SEEN.sum())), (0.0, T * T)])
-def test_what_baddbmm_adds_hides_pairs_unless_its_factor_is_zero(
-    beta: float, pairs: int
-) -> None:
+def test_what_baddbmm_adds_hides_pairs_unless_its_factor_is_zero(beta, pairs):
     model, x = Batched(beta), torch.randn(2, T, M)
     with torch.no_grad(), Tap(model) as tap:
         model(x)
@@ -67,23 +63,23 @@ def test_what_baddbmm_adds_hides_pairs_unless_its_factor_is_zero(
     assert stats.n_pairs.tolist() == [2 * pairs] * H
 
 
-def added(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
+def added(m, q, z):
     """As swin-transformer-pytorch masks its shifted windows: a view, added to in place, and written back."""
     z[:, :, 2:] += LAST
     return z
 
 
-def through_a_view(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
+def through_a_view(m, q, z):
     z[:, :, 2:].masked_fill_(~SEEN[2:], -1e9)
     return z
 
 
-def by_a_mask(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
+def by_a_mask(m, q, z):
     z[~SEEN.expand_as(z)] = -torch.inf
     return z
 
 
-def summed(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
+def summed(m, q, z):
     """As MViT v2 adds relative positions to all tokens but that of the class."""
     z[..., 1:, :] = z[..., 1:, :] + torch.einsum(
         "bhtd,tsd->bhts", q[..., 1:, :], m.table[1:]
@@ -91,7 +87,7 @@ def summed(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
     return z
 
 
-def bent(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
+def bent(m, q, z):
     z[..., 1:, :].relu_()
     return z
 
@@ -99,7 +95,7 @@ def bent(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "change", [added, through_a_view, by_a_mask, summed, bent], ids=lambda f: f.__name__
 )
-def test_scores_that_are_changed_in_a_part_are_missed(change: Change) -> None:
+def test_scores_that_are_changed_in_a_part_are_missed(change):
     with pytest.raises(RefusedError) as refusal:
         find_sites(Pieces(change), torch.randn(2, T, M))
     assert "a write into a part of a tensor" in str(refusal.value)
