@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ Call = Callable[..., Tensor]
 class Block(nn.Module):
     """Attention with normed heads, fused, written out or head by head, and an MLP."""
 
-    def __init__(self, way: str = "fused") -> None:
+    def __init__(self, way="fused"):
         super().__init__()
         self.way, self.qkv, self.gain = (
             way,
@@ -41,13 +40,13 @@ class Block(nn.Module):
             nn.Linear(H * D, 4 * H * D), nn.GELU(), nn.Linear(4 * H * D, H * D)
         )
 
-    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+    def heads(self, x):
         q, k, v = (
             y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
         )
         return F.rms_norm(q, (D,), self.gain), F.rms_norm(k, (D,), self.gain), v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q, k, v):
         if self.way == "fused":
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if self.way == "written out":
@@ -58,7 +57,7 @@ class Block(nn.Module):
         ]
         return torch.stack(each, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.attend(*self.heads(x)).transpose(1, 2).flatten(2)
         return x + self.mlp(x)
 
@@ -66,30 +65,28 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks, each called by `call`."""
 
-    def __init__(
-        self, call: Call = lambda block, x: block(x), way: str = "fused"
-    ) -> None:
+    def __init__(self, call=lambda block, x: block(x), way="fused"):
         super().__init__()
         torch.manual_seed(0)
         self.call, self.blocks = call, nn.ModuleList(Block(way) for _ in range(LAYERS))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = self.call(block, x)
         return x
 
 
-def by_function(reentrant: bool) -> Call:
+def by_function(reentrant):
     return lambda block, x: torch_checkpoint.checkpoint(
         block, x, use_reentrant=reentrant
     )  # type: ignore[return-value]
 
 
-def nested(block: nn.Module, x: Tensor) -> Tensor:
+def nested(block, x):
     return by_function(False)(lambda y: by_function(True)(block, y), x)
 
 
-def wrapped(**_: object) -> Stack:
+def wrapped(**_):
     model = Stack()
     apply_activation_checkpointing(
         model, check_fn=lambda module: isinstance(module, Block)
@@ -97,7 +94,7 @@ def wrapped(**_: object) -> Stack:
     return model
 
 
-def composed(**_: object) -> Stack:
+def composed(**_):
     model = Stack()
     for block in model.blocks:
         composable(block)
@@ -107,17 +104,15 @@ def composed(**_: object) -> Stack:
 class Live(TorchDispatchMode):
     """Counts the bytes of all memory that operators have made and that is still there; `peak` is the most."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.now = self.peak = 0
         self.known: dict[int, int] = {}
 
-    def _gone(self, key: int) -> None:
+    def _gone(self, key):
         self.now -= self.known.pop(key)
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for memory in [
             x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)
@@ -132,18 +127,18 @@ class Live(TorchDispatchMode):
 
 
 @contextmanager
-def most() -> Iterator[list[int]]:
+def most():
     found: list[int] = []
     with Live() as live:
         yield found
     found.append(live.peak)
 
 
-def batch() -> Tensor:
+def batch():
     return torch.randn(6, T, H * D, generator=torch.Generator().manual_seed(1))
 
 
-def known(model: nn.Module, x: Tensor) -> list[object]:
+def known(model, x):
     """All that a search says of the sites of a model, without the names that a wrapper puts in between."""
     sites = find_sites(model, x)
     assert all(site.verified for site in sites)
@@ -165,9 +160,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def test_a_checkpointed_model_is_searched_as_one_that_is_not_within_the_memory_of_its_step() -> (
-    None
-):
+def test_a_checkpointed_model_is_searched_as_one_that_is_not_within_the_memory_of_its_step():
     x = batch()
     plain = known(Stack(), x)
     assert len(plain) == LAYERS
@@ -177,27 +170,27 @@ def test_a_checkpointed_model_is_searched_as_one_that_is_not_within_the_memory_o
             warnings.simplefilter("error")
             with most() as search:
                 assert known(model, x) == plain, kind
+        # torch's composable hooks leave the part of a run that was stopped early open.
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, kind
         with most() as step:
             model(x.requires_grad_()).square().mean().backward()
         assert search[0] <= step[0], (kind, search, step)
 
 
 @pytest.mark.parametrize("way", ["written out", "head by head"])
-def test_attention_that_is_written_out_in_a_part_is_known(way: str) -> None:
+def test_attention_that_is_written_out_in_a_part_is_known(way):
     plain = known(Stack(way=way), batch())
     assert len(plain) == LAYERS
     assert known(Stack(by_function(False), way), batch()) == plain
 
 
-def test_where_weights_and_logits_lie_in_two_parts_both_are_kept_and_that_is_said() -> (
-    None
-):
-    def apart(block: Block, x: Tensor) -> Tensor:
+def test_where_weights_and_logits_lie_in_two_parts_both_are_kept_and_that_is_said():
+    def apart(block, x):
         q, k, v = torch_checkpoint.checkpoint(block.heads, x, use_reentrant=False)  # type: ignore[misc]
         return x + block.attend(q, k, v).transpose(1, 2).flatten(2)
 
     class Two(Stack):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             for block in self.blocks:
                 x = block(x)
             return x
@@ -212,8 +205,8 @@ def test_where_weights_and_logits_lie_in_two_parts_both_are_kept_and_that_is_sai
         assert known(model, batch()) == plain
 
 
-def test_a_part_that_fails_says_so_and_leaves_torchs_checkpoints_as_they_were() -> None:
-    def fails(block: nn.Module, x: Tensor) -> Tensor:
+def test_a_part_that_fails_says_so_and_leaves_torchs_checkpoints_as_they_were():
+    def fails(block, x):
         return by_function(False)(lambda y: block(y) @ y, x)
 
     home = torch_checkpoint

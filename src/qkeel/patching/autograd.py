@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, final
@@ -131,6 +131,7 @@ class CheckpointedParts:
     ) -> None:
         self.any = self.missed = False
         self._read, self._keep = read, keep
+        self._generators: list[Generator[None]] = []
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
@@ -141,6 +142,10 @@ class CheckpointedParts:
                 yield
         finally:
             _NOTICING.reset(token)
+            # A run that is stopped early leaves the parts of torch's composable hooks open: their hooks for saved
+            # tensors would act on whatever the program computes next.
+            while self._generators:
+                self._generators.pop().close()
 
     def direct(self, act: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
         """Replaces a reentrant checkpoint."""
@@ -149,8 +154,13 @@ class CheckpointedParts:
 
     def around(self) -> Iterator[None]:
         """Replaces the generator of a non-reentrant checkpoint."""
-        with self._part():
-            yield
+
+        def generator() -> Generator[None]:
+            with self._part():
+                yield
+
+        self._generators.append(generator())
+        return self._generators[-1]
 
     @contextmanager
     def _part(self) -> Iterator[None]:
