@@ -107,6 +107,22 @@ def is_low(value: object) -> bool:
     return isinstance(value, (int, float)) and value <= -APART
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UnrecognizedAttention:
+    """Attention that was detected but not recognised. No statistics are computed for it, and no remedy changes it.
+
+    `module` is the name of the module that computes it, `operation` is the operation through which its logits could not
+    be traced, and `reason` is a clause that gives the reason.
+    """
+
+    module: str
+    operation: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.module or 'the model itself'}: {self.reason}"
+
+
 # --- Where the heads are in a tensor of scores: in one dimension, in several, or in one merged with the batch
 
 

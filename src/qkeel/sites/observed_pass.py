@@ -16,7 +16,6 @@ from qkeel.capture.intercept import CapturedCall, CaptureMode, PlainCall, name_o
 from qkeel.capture.named_attention import BY_NAME
 from qkeel.capture.readers import FLASH_AND_FLEX, SDPA
 from qkeel.functional.statistics import KernelRows, LogitStats
-from qkeel.heads.site import layer_of
 from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.statistics import CallRows, bounded_max_stats
 from qkeel.nn import functional_attention
@@ -29,6 +28,7 @@ from qkeel.patching.modes import (
     ModuleTree,
     in_this_thread,
 )
+from qkeel.sites.site import layer_of
 from qkeel.sites.trace import names_by_caller
 from qkeel.spec import AttentionCall
 
