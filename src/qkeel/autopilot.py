@@ -35,7 +35,6 @@ from qkeel.errors import (
     caution,
 )
 from qkeel.handle import Handle, State, compose, under
-from qkeel.heads.site import AttentionSite
 from qkeel.metrics import Row
 from qkeel.monitor import Cadence, PlannedRates, Sink, thresholds
 from qkeel.monitor.history import Forecast, History, clock, forecast
@@ -62,6 +61,7 @@ from qkeel.remedies import apply
 from qkeel.remedies import parse as parse_remedies
 from qkeel.remedies.optimizer_trials import innermost
 from qkeel.sites.find import find_sites
+from qkeel.sites.site import AttentionSite
 
 __all__ = [
     "Action",

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkeel.heads.site import AttentionSite
+from qkeel.sites.site import AttentionSite
 
 # Of what uniform attention would pass back; a head under it is saturated.
 LEAST_SHARE = 1 / 50

@@ -20,10 +20,10 @@ from qkeel.audit.saturation import SoftmaxGradients
 from qkeel.audit.sees import Documents
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, tensors
-from qkeel.heads.site import Sites
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.find import site_label
+from qkeel.sites.site import Sites
 from qkeel.sites.weights import blocks_of_weights, captured_calls, weights_shape
 
 # Of a row on keys it should not see, under which nothing is said.

@@ -12,9 +12,9 @@ from qkeel.audit.config_differences import call_differences
 from qkeel.audit.visibility import PackedTokens, SeenKeys, findings, seen_keys
 from qkeel.capture.calls import Seen
 from qkeel.errors import caution
-from qkeel.heads.site import Sites
 from qkeel.patching.modes import FaultGuard
 from qkeel.sites.find import site_label
+from qkeel.sites.site import Sites
 
 _OFF = "looking at what queries see failed and is left out: {}. The model is watched all the same"
 # Of a layer, at most: a second on one core.

@@ -16,7 +16,6 @@ from qkeel.capture.example import tensors
 from qkeel.capture.visible_sets import LayerType
 from qkeel.errors import caution
 from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite, Sites
 from qkeel.monitor.call_statistics import Extra, add_gates
 from qkeel.monitor.finite_stages import FiniteEnds, first_empty_row, weights_not_finite
 from qkeel.monitor.first_look import FirstLook
@@ -40,6 +39,7 @@ from qkeel.patching.losses import ReturnedScalar
 from qkeel.patching.modes import Guarded, ModuleTree
 from qkeel.patching.roles import Phase
 from qkeel.sites.find import all_sites, within
+from qkeel.sites.site import AttentionSite, Sites
 from qkeel.sites.tap import Tap, Visitor
 
 NOT_COMPARED = (

@@ -15,9 +15,9 @@ from qkeel.distributed.layout import counted, local
 from qkeel.distributed.sharding import local_block
 from qkeel.functional.bounds import interaction_norm, spectrum, step_products
 from qkeel.functional.norms import wide, widest
-from qkeel.heads.site import AttentionSite, HeadSlice, NormGain
 from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
 from qkeel.patching.modes import without_gradients
+from qkeel.sites.site import AttentionSite, HeadSlice, NormGain
 
 # The weights of one term on the path of q or k.
 Chain = tuple[HeadSlice, ...]

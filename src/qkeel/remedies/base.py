@@ -16,11 +16,11 @@ from qkeel.capture.example import Arguments, copied, undisturbed
 from qkeel.deprecation import warn
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.handle import Handle, compose
-from qkeel.heads.site import APPLIED, AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.options import Bound, Term, annotations, check_bound, checked
 from qkeel.patching.forward import extra_pass
 from qkeel.remedies.optimizer_trials import check_one_optimizer, innermost
+from qkeel.sites.site import APPLIED, AttentionSite, HeadSlice
 from qkeel.sites.trace import ModelTrace, seen
 
 #: Heads by site name; () for all heads of a site.

@@ -14,7 +14,6 @@ from torch import nn
 
 from qkeel.errors import RefusedError, check_known
 from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.forward import put_in_place
 from qkeel.patching.modes import names_in_use, parameters_of
@@ -37,6 +36,7 @@ from qkeel.remedies.head_norms import (
 )
 from qkeel.remedies.processes import agreed
 from qkeel.sites.find import is_normed
+from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.trace import seen
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
 from qkeel.spec.logits import Scale

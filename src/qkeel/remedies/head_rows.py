@@ -11,8 +11,8 @@ from torch import Tensor
 
 from qkeel import distributed as dist
 from qkeel.functional.norms import wide
-from qkeel.heads.site import HeadSlice
 from qkeel.patching.modes import copy_to_all, lerp_all_in_place, multiply_all
+from qkeel.sites.site import HeadSlice
 
 #: A tensor, a slice of it, and the indices [n most] of each head's factors in a row of factors.
 Share = tuple[Tensor, HeadSlice, Tensor]

@@ -10,8 +10,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from qkeel.errors import RefusedError
-from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.remedies.base import Target, where
+from qkeel.sites.site import AttentionSite, HeadSlice
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

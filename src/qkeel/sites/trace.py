@@ -40,9 +40,14 @@ from qkeel.capture.user_hooks import hooks_held_back
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
 from qkeel.errors import InvalidValueError, NoAttentionError, caution
 from qkeel.functional.norms import unrounded, widest
-from qkeel.heads.norms import seen_gains
-from qkeel.heads.rows import UnknownRowsError, side, sides, sum_terms
-from qkeel.heads.site import (
+from qkeel.patching.autograd import CheckpointedParts, nodes_of, variable_of
+from qkeel.patching.forward import extra_pass
+from qkeel.patching.modes import Args, DeferredError, Kwargs, uncompiled, unguarded
+from qkeel.sites.graph import leaves_of, names_of
+from qkeel.sites.norms import seen_gains
+from qkeel.sites.rows import UnknownRowsError, layout_of, side, sides, sum_terms
+from qkeel.sites.run import check_devices, forward, spread, whole_weights
+from qkeel.sites.site import (
     INDEX,
     AttentionSite,
     HeadSlice,
@@ -51,11 +56,6 @@ from qkeel.heads.site import (
     Sites,
     layer_of,
 )
-from qkeel.heads.walk import leaves_of, names_of, nodes_of, variable_of
-from qkeel.patching.autograd import CheckpointedParts
-from qkeel.patching.forward import extra_pass
-from qkeel.patching.modes import Args, DeferredError, Kwargs, uncompiled, unguarded
-from qkeel.sites.run import check_devices, forward, spread, whole_weights
 from qkeel.sites.verify import (
     ChangedWeights,
     LogitReader,
@@ -489,10 +489,9 @@ class _Reading:
         self.watcher = CaptureMode(
             model,
             self._note,
-            probing=True,
+            by_graph=functools.partial(layout_of, self._names),
             # While other processes take part, an error is raised only after the pass.
             guard=DeferredError() if spread(model) else unguarded,
-            names=self._names,
         )
         self.watcher.values = {}
         self.watcher.always_with_graph = always_with_graph
