@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection
 
 import torch
 from jaxtyping import Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkeel.errors import RefusedError
 from qkeel.remedies.base import Target, where
@@ -36,17 +37,27 @@ def factors_by_site(target: Target, *, by_group: bool) -> list[list[LogitFactor]
         RefusedError: other layers use the weights on both sides of a product, so no factor on them is exact.
     """
     factors: list[list[LogitFactor]] = []
+    # Looking a name up costs more than comparing two weights, and each layer is compared with every other one.
+    parameter = functools.cache(target.parameter)
+    tensors = functools.cache(
+        lambda s: {parameter(name) for name in (s.parameter, s.bias) if name}
+    )
     for site in target.sites:
         in_use: list[HeadSlice] = []
         for user in target.all_sites or target.sites:
             in_use.extend(target.value_weights(user))
             # Another layer would be changed too, unless it is the same layer, which is then clipped as one.
-            if user is not site and not _is_same_layer(site, user, target):
+            if user is not site and not (
+                user in target.sites and _is_same_layer(site, user, parameter)
+            ):
                 in_use.extend(_last_weights(user))
         fixed = [
             s
             for s in _last_weights(site)
-            if any(target.overlap(s, used) for used in in_use)
+            if any(
+                tensors(s) & tensors(used) and target.overlap(s, used)
+                for used in in_use
+            )
         ]
         exact = logit_factors(site, by_group=by_group, fixed=fixed)
         if exact is None:
@@ -59,16 +70,15 @@ def factors_by_site(target: Target, *, by_group: bool) -> list[list[LogitFactor]
     return factors
 
 
-def _is_same_layer(site: AttentionSite, other: AttentionSite, target: Target) -> bool:
-    """True if the remedy acts on both sites and every head has the same weights in both."""
-    return (
-        len(site.terms) == len(other.terms)
-        # Sites are compared by identity.
-        and other in target.sites
-        and all(
-            target.parameter(a.parameter) is target.parameter(b.parameter) and a.same(b)
-            for a, b in zip(_last_weights(site), _last_weights(other))
-        )
+def _is_same_layer(
+    site: AttentionSite,
+    other: AttentionSite,
+    parameter: Callable[[str], nn.Parameter],
+) -> bool:
+    """True if every head has the same weights in both sites."""
+    return len(site.terms) == len(other.terms) and all(
+        parameter(a.parameter) is parameter(b.parameter) and a.same(b)
+        for a, b in zip(_last_weights(site), _last_weights(other))
     )
 
 

@@ -256,7 +256,7 @@ def traced(
 
 
 def seen(model: nn.Module, args: Args, kwargs: Kwargs) -> ModelTrace:
-    """Returns the trace of a pass over the full example, whose sites are not verified."""
+    """Returns the trace of a pass over the full example, whose sites are without the rows of their heads."""
     model = uncompiled(model)
     with (
         whole_weights(model),
@@ -370,7 +370,8 @@ def _with_graphs(
         _LOG.debug("%s fails with graphs everywhere: %s", type(model).__name__, error)
         return reading
     known, more = (
-        sum([bool(site.terms) for site in x.sites.values()]) for x in (reading, again)
+        sum([bool(site.terms or site.normed) for site in x.sites.values()])
+        for x in (reading, again)
     )
     return again if more > known else reading
 
@@ -598,7 +599,7 @@ class _Reading:
 
     def _read_site(self, calls: list[CapturedCall]) -> None:
         with unrounded(scored(calls[0])):
-            site = _site(calls, self._names)
+            site = _site(calls, self._names, rows=self.verifies)
         if self._parts_share_weights(site, calls[0].frame):
             why = "one weight is applied to several parts of its input, so heads that share it cannot be counted"
             site = dataclasses.replace(site, terms=(), why=why)
@@ -687,8 +688,10 @@ def scored(captured: CapturedCall) -> Tensor:
 # --- The site of a call
 
 
-def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
-    """The site of a call, or of the calls of its heads."""
+def _site(
+    calls: list[CapturedCall], names: dict[int, str], *, rows: bool
+) -> AttentionSite:
+    """The site of a call, or of the calls of its heads; its terms only if the `rows` of heads are wanted."""
     first = calls[0]
     call, layout = first.call, first.layout
     q, k = (
@@ -717,12 +720,15 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
         products = [(a, b) for (a, _), b in zip(products, keys)]
     terms: tuple[QKProduct, ...] = ()
     why = "; ".join(lost)
+    normed = False
     try:
-        rows, normed = sum_terms(products, first.frame, names)
-        terms = () if lost else rows
+        if rows:
+            known, normed = sum_terms(products, first.frame, names)
+            terms = () if lost else known
     except UnknownRowsError as error:
-        normed = any(s.normed for s in sides(products, first.frame, names))
         why = "; ".join((*lost, str(error)))
+    if not terms:
+        normed = any(s.normed for s in sides(products, first.frame, names))
     if layout is not None and layout.guess:
         # Different features for every head are as conclusive as the experiment would have been.
         if terms and all(term.query[-1].n > 1 for term in terms):
