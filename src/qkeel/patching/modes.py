@@ -244,6 +244,14 @@ def hooks_after(module: nn.Module) -> dict[int, Callable[..., Any]]:
     return module._forward_hooks
 
 
+def global_hooks() -> tuple[
+    dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]
+]:
+    """Returns the hooks before and after the forward of every module of the process, in order."""
+    calls = nn.modules.module
+    return calls._global_forward_pre_hooks, calls._global_forward_hooks
+
+
 # a table of hooks, and the key of a hook in it.
 Hook = tuple[dict[Any, Any], object]
 
