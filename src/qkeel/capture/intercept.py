@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.capture.calls import (
-    FlexCall,
     HeadLayout,
     ScoresCall,
     Seen,
@@ -42,7 +41,6 @@ from qkeel.capture.readers import (
     CallObserver,
     UnreadError,
     observed_by,
-    returned_rows,
     sdpa_arguments,
     unobserved,
     unpacked,
@@ -507,13 +505,13 @@ class CaptureMode(CallObserver):
             alone=False,
         )
 
-    def called(self, name: str, arguments: Kwargs, out: object) -> None:
-        self.apart(lambda: self._read_exchanged(name, arguments, out))
+    def called(self, name: str, arguments: Kwargs) -> None:
+        self.apart(lambda: self._read_exchanged(name, arguments))
 
     def not_observable(self, name: str, error: Exception) -> None:
         self.hidden[f"{name}, which can't be watched ({error})"] = None
 
-    def _read_exchanged(self, name: str, arguments: Kwargs, out: object) -> None:
+    def _read_exchanged(self, name: str, arguments: Kwargs) -> None:
         """Reads a call of a function that is not torch's."""
         if self._elsewhere(self.stack.top):
             return
@@ -522,8 +520,6 @@ class CaptureMode(CallObserver):
         except UnreadError as error:
             self._unread(name, error)
             return
-        if isinstance(call, FlexCall):
-            call = dataclasses.replace(call, largest=returned_rows(out)[1])
         self._saw(self.stack.top, name, call)
 
     def _unread(self, name: str, error: UnreadError) -> None:

@@ -20,6 +20,7 @@ from qkeel.monitor.gather import NumberKey
 from qkeel.monitor.hidden_states import hidden_states
 from qkeel.monitor.history import History
 from qkeel.monitor.pass_numbers import Number
+from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.modes import (
     Guarded,
     Hook,
@@ -139,7 +140,10 @@ def weights_not_finite(model: nn.Module) -> tuple[str, ...]:
 def _dense(x: Tensor) -> Tensor:
     """The part of a tensor that is here, or no numbers if it cannot be reduced."""
     x = dist.local(x)
-    return x if x.dtype in _DTYPES and x.layout == torch.strided else x.new_empty(0)
+    # Wrappers, such as torchao's quantised weights, refuse operators as they like.
+    if x.dtype not in _DTYPES or x.layout != torch.strided or is_wrapper(x):
+        return torch.empty(0, device=x.device)
+    return x
 
 
 @torch.no_grad()

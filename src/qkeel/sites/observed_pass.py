@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics, maxima
+from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics
 from qkeel.capture.example import ModuleCall
 from qkeel.capture.intercept import CapturedCall, CaptureMode, PlainCall, name_of
 from qkeel.capture.named_attention import BY_NAME
@@ -134,8 +134,6 @@ class ObservedPass:
             layouts=self.tap.facts.layouts,
             only_in=only_in,
         )
-        # No other result of a call is read.
-        watcher.maxima = self.tap.measure is maxima
         watcher.stack.by_caller = by_caller
         watcher.key_heads = self.tap.facts.key_heads
         if self.tap.facts.indexers and self.kept is None:
