@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from jaxtyping import Int64
@@ -37,26 +36,24 @@ def factors_by_site(target: Target, *, by_group: bool) -> list[list[LogitFactor]
         RefusedError: other layers use the weights on both sides of a product, so no factor on them is exact.
     """
     factors: list[list[LogitFactor]] = []
-    # Looking a name up costs more than comparing two weights, and each layer is compared with every other one.
-    parameter = functools.cache(target.parameter)
-    tensors = functools.cache(
-        lambda s: {parameter(name) for name in (s.parameter, s.bias) if name}
-    )
+    # By parameter: what is computed with it, for a layer's logits or, without a layer, for values.
+    uses: dict[nn.Parameter, list[tuple[AttentionSite | None, HeadSlice]]] = {}
+    for user in target.all_sites or target.sites:
+        users = [(None, s) for s in target.value_weights(user)]
+        for use in (*users, *((user, s) for s in _last_weights(user))):
+            for p in _parameters_of(use[1], target):
+                uses.setdefault(p, []).append(use)
     for site in target.sites:
-        in_use: list[HeadSlice] = []
-        for user in target.all_sites or target.sites:
-            in_use.extend(target.value_weights(user))
-            # Another layer would be changed too, unless it is the same layer, which is then clipped as one.
-            if user is not site and not (
-                user in target.sites and _is_same_layer(site, user, parameter)
-            ):
-                in_use.extend(_last_weights(user))
         fixed = [
             s
             for s in _last_weights(site)
             if any(
-                tensors(s) & tensors(used) and target.overlap(s, used)
-                for used in in_use
+                # Another layer would be changed too, unless it is the same layer, which is then clipped as one.
+                user is not site
+                and target.overlap(s, used)
+                and (user is None or not _is_same_layer(site, user, target))
+                for p in _parameters_of(s, target)
+                for user, used in uses[p]
             )
         ]
         exact = logit_factors(site, by_group=by_group, fixed=fixed)
@@ -70,15 +67,20 @@ def factors_by_site(target: Target, *, by_group: bool) -> list[list[LogitFactor]
     return factors
 
 
-def _is_same_layer(
-    site: AttentionSite,
-    other: AttentionSite,
-    parameter: Callable[[str], nn.Parameter],
-) -> bool:
-    """True if every head has the same weights in both sites."""
-    return len(site.terms) == len(other.terms) and all(
-        parameter(a.parameter) is parameter(b.parameter) and a.same(b)
-        for a, b in zip(_last_weights(site), _last_weights(other))
+def _parameters_of(s: HeadSlice, target: Target) -> list[nn.Parameter]:
+    return [target.parameter(name) for name in (s.parameter, s.bias) if name]
+
+
+def _is_same_layer(site: AttentionSite, other: AttentionSite, target: Target) -> bool:
+    """True if the remedy acts on both sites and every head has the same weights in both."""
+    return (
+        len(site.terms) == len(other.terms)
+        # Sites are compared by identity.
+        and other in target.sites
+        and all(
+            target.parameter(a.parameter) is target.parameter(b.parameter) and a.same(b)
+            for a, b in zip(_last_weights(site), _last_weights(other))
+        )
     )
 
 
