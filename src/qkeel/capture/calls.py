@@ -745,8 +745,11 @@ class SiteStatistics:
                 "attention inside torch.func.vmap cannot be measured: tensors created there are invalid outside; "
                 "watch a pass without vmap"
             )
-        for name, stats in other._stats.items():
-            self.add(name, stats, None)
+        if self:
+            for name, stats in other._stats.items():
+                self.add(name, stats, None)
+        else:
+            self._reduced.update(other._stats)
         for site, heads in other.heads.items():
             known_heads = self.heads.setdefault(site, [])
             known_heads += [head for head in heads if head not in known_heads]

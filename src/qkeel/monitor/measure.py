@@ -15,7 +15,7 @@ from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import tensors
 from qkeel.capture.visible_sets import LayerType
 from qkeel.errors import caution
-from qkeel.handle import Handle
+from qkeel.handle import Handle, compose
 from qkeel.monitor.call_statistics import Extra, add_gates
 from qkeel.monitor.finite_stages import FiniteEnds, first_empty_row, weights_not_finite
 from qkeel.monitor.first_look import FirstLook
@@ -126,13 +126,9 @@ class StepNumbers(Visitor):
     def looking(self, candidate: bool) -> Handle | None:
         if self._hidden is None or self._ends is None or not candidate:
             return None
-        hidden, ends = self._hidden.attach(), self._ends.attach()
-
-        def detach() -> None:
-            hidden.remove()
-            ends.remove()
-
-        return Handle(detach)
+        attached = [self._hidden.attach(), self._ends.attach()]
+        gates = self._first_look.attach()
+        return compose([*attached, gates] if gates else attached)
 
     def reads_plain(self, name: str) -> bool:
         return self.sites.shows_all(name)
