@@ -52,7 +52,8 @@ class ModuleCall:
     `indexes` the number of times it has chosen keys. `captured` counts the attention calls that were reported inside
     it, those of its submodules included. `given`
     is what it was called with, if inputs are kept. `caller` says from where the module was called, if callers are told
-    apart, and `children` counts the calls that it has made, by the name of the module.
+    apart, and `children` counts the calls that it has made, by the name of the module. `pads` says whether it has filled
+    up a dimension of a tensor with zeros.
     """
 
     name: str
@@ -66,6 +67,7 @@ class ModuleCall:
     caller: Caller | None = None
     children: dict[str, int] = dataclasses.field(default_factory=dict)
     indexes: int = 0
+    pads: bool = False
 
     @property
     def is_outermost(self) -> bool:

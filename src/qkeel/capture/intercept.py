@@ -389,6 +389,8 @@ class CaptureMode(CallObserver):
             if not is_transpose or args[0].ndim < 3:
                 return
             name, args = "transpose", (args[0], -2, -1)
+        if name == "pad" and _adds_zeros(*args, **kwargs):
+            self.stack.top.pads = True
         if name not in FUSED and not self.handwritten.minds(name):
             return
         if in_vmap():
@@ -612,6 +614,13 @@ def _may_have_graph(func: Function, args: Args) -> bool:
     writes = name.startswith("__i") or name == "__setitem__"
     writes = writes or (name.endswith("_") and not name.endswith("__"))
     return not writes or (isinstance(args[0], Tensor) and args[0].grad_fn is not None)
+
+
+def _adds_zeros(
+    _: object, pad: Sequence[int], mode: str = "constant", value: object = None
+) -> bool:
+    """True if torch's pad with these arguments adds zeros along a dimension other than the last."""
+    return any(pad[2:]) and mode == "constant" and not value
 
 
 def _in_own(frame: ModuleCall) -> bool:
