@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import numpy as np
@@ -16,10 +16,9 @@ from qkeel.capture.calls import ScoresCall
 from qkeel.capture.example import tensors
 from qkeel.functional.norms import wide, widest
 from qkeel.handle import Handle
-from qkeel.monitor.gather import NumberKey
 from qkeel.monitor.hidden_states import hidden_states
 from qkeel.monitor.history import History
-from qkeel.monitor.pass_numbers import Number
+from qkeel.monitor.pass_numbers import Number, PassNumbers
 from qkeel.patching.modes import (
     Guarded,
     Hook,
@@ -44,8 +43,8 @@ _FORMATS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 class FiniteEnds:
     """Notes in each pass whether the data, and what enters and leaves the module of each site, are finite.
 
-    non_finite_data, non_finite_input, non_finite_output [1]: 1 if there is a NaN or infinity. Of the data, -infinity
-    doesn't count, as masks are made of it.
+    non_finite_data, non_finite_input, non_finite_output [1]: 1 if there is a NaN or infinity, and -1 for a module that
+    was not called. Of the data, -infinity doesn't count, as masks are made of it.
 
     The first floating-point tensor with at least two dimensions is looked at, as in `HiddenStates`.
     """
@@ -54,11 +53,12 @@ class FiniteEnds:
         self,
         model: nn.Module,
         sites: Sequence[str],
-        add: Callable[[NumberKey, Number], None],
+        numbers: PassNumbers,
         guard: Guarded,
     ) -> None:
-        """add: receives each number at the end of a pass. guard: runs the hooks' code."""
-        self._model, self._sites, self._add, self._guard = model, sites, add, guard
+        """numbers: receives the flags at the end of a pass. guard: runs the hooks' code."""
+        self._model, self._sites = model, tuple(sites)
+        self._numbers, self._guard = numbers, guard
         # By module, because several sites may share one.
         self._modules: dict[str, list[str]] = {}
         for site in sites:
@@ -104,23 +104,21 @@ class FiniteEnds:
         """Ends a pass that returned this, and adds its numbers."""
         if "" in self._modules:
             self._note("output", "", self._model, output)
-        groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for i, (_, _, total) in enumerate(self._totals):
-            groups.setdefault((total.device, total.dtype), []).append(i)
-        for group in groups.values():
-            # Made for all layers at once, as each operator costs microseconds whatever its size.
-            totals = torch.stack([self._totals[i][2] for i in group])
-            flags = (~totals.isfinite()).float()
-            for i, flag in zip(group, flags.split(1)):
-                name, side, _ = self._totals[i]
-                for site in self._modules[name]:
-                    self._add((site, f"non_finite_{side}"), Number(flag, None))
+        for side in ("input", "output"):
+            calls = [
+                (site, total, 0)
+                for name, of_side, total in self._totals
+                for site in (self._modules[name] if of_side == side else ())
+            ]
+            self._numbers.add_calls(
+                self._sites, f"non_finite_{side}", calls, is_flag=True
+            )
         if self._data:
             device = self._data[0].device
             peaks = torch.stack([x.float().to(device) for x in self._data])
-            flag = (~(peaks < torch.inf)).any().float().view(1)
-            for site in self._sites:
-                self._add((site, "non_finite_data"), Number(flag, None))
+            flag = (~(peaks < torch.inf)).any().float()
+            flags = flag.expand(len(self._sites), 1)
+            self._numbers.add((self._sites, "non_finite_data"), Number(flags, None))
         self._totals, self._data = [], []
 
 
@@ -210,7 +208,7 @@ def finite_stages(
         range(len(STAGES)),
         ALL,
     )
-    is_known = ~np.isnan(arrays["non_finite_input"] + arrays["n_queries"])
+    is_known = (arrays["non_finite_input"] >= 0) & ~np.isnan(arrays["n_queries"])
     return np.where(is_known, first, np.nan)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -14,8 +14,7 @@ from qkeel.capture.example import tensors
 from qkeel.errors import caution
 from qkeel.functional.norms import stream_statistics, wide
 from qkeel.handle import Handle
-from qkeel.monitor.gather import NumberKey
-from qkeel.monitor.pass_numbers import Number
+from qkeel.monitor.pass_numbers import Number, PassNumbers
 from qkeel.patching.modes import (
     Guarded,
     Hook,
@@ -51,14 +50,14 @@ class HiddenStates:
         self,
         model: nn.Module,
         sites: Sequence[str],
-        add: Callable[[NumberKey, Number], None],
+        numbers: PassNumbers,
         guard: Guarded,
         tree: ModuleTree,
         *,
         inputs_too: bool,
     ) -> None:
-        """add: receives each number. guard: runs the hooks' code."""
-        self._add, self._guard, self._tree = add, guard, tree
+        """numbers: receives each number. guard: runs the hooks' code."""
+        self._numbers, self._guard, self._tree = numbers, guard, tree
         self._inputs_too = inputs_too
         self._sites: dict[str, list[str]] = {}
         for site, block in blocks_of(model, sites).items():
@@ -70,13 +69,16 @@ class HiddenStates:
         self._blocks: list[tuple[str, nn.Module]] = []
         # The shape of the last block's output.
         self._awaited: torch.Size | None = None
-        self._final: Number | None = None
+        self._final: tuple[Tensor, int] | None = None
+        # Of the pass: the mean norms of what left the blocks of sites, and the numbers of tokens.
+        self._outputs: list[tuple[str, Tensor, int]] = []
         if inputs_too and not self._sites:
             caution(NO_BLOCKS)
 
     def attach(self) -> Handle:
         """Starts measuring in the next pass; remove the handle when the pass is over."""
         self._final = self._awaited = None
+        self._outputs = []
         if self._named is not (named := self._tree.named()):
             self._named = named
             self._list_modules(named)
@@ -97,7 +99,11 @@ class HiddenStates:
         def detach() -> None:
             remove_hooks(hooks)
             if self._final is not None:
-                self._add(("", "final_hidden_norm"), self._final)
+                self._numbers.add(("", "final_hidden_norm"), Number(*self._final))
+            in_blocks = tuple(
+                [site for sites in self._sites.values() for site in sites]
+            )
+            self._numbers.add_calls(in_blocks, "block_output_norm", self._outputs)
 
         return Handle(detach)
 
@@ -144,8 +150,7 @@ class HiddenStates:
                 self._measure(sites or (name,), "output", states)
             if states is not None and sites:
                 self._final, self._awaited = _mean_norm(states), states.shape
-                for site in sites:
-                    self._add((site, "block_output_norm"), self._final)
+                self._outputs += [(site, *self._final) for site in sites]
 
     def _pass_on(self, module: nn.Module, args: object, output: object) -> None:
         if self._awaited is None:
@@ -163,7 +168,7 @@ class HiddenStates:
             field = f"block_{side}_{statistic}"
             number = Number(value, n_tokens, BLOCK_FIELDS[field].over)
             for layer in layers:
-                self._add((layer, field), number)
+                self._numbers.add((layer, field), number)
 
 
 def hidden_states(values: object) -> Tensor | None:
@@ -175,10 +180,10 @@ def hidden_states(values: object) -> Tensor | None:
     return None
 
 
-def _mean_norm(states: Tensor) -> Number:
-    """The mean norm of the tokens, in float32 or wider."""
+def _mean_norm(states: Tensor) -> tuple[Tensor, int]:
+    """The mean norm of the tokens, in float32 or wider, and their number."""
     norms = torch.linalg.vector_norm(states, dim=-1, dtype=wide(states.dtype))
-    return Number(norms.mean(), norms.numel())
+    return norms.mean(), norms.numel()
 
 
 def blocks_of(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel import distributed as dist
-from qkeel.capture.calls import ScoresCall, Seen
+from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics
 from qkeel.capture.example import tensors
 from qkeel.capture.visible_sets import LayerType
 from qkeel.errors import caution
@@ -27,7 +27,6 @@ from qkeel.monitor.gather import (
     PartialValue,
     SiteNumbers,
     Stats,
-    merged,
 )
 from qkeel.monitor.hidden_states import HiddenStates
 from qkeel.monitor.logit_changes import LogitChanges
@@ -107,13 +106,11 @@ class StepNumbers(Visitor):
             self.sites.find(args, kwargs)
             self.weights_not_finite = weights_not_finite(self.sites.model)
             names = [site.name for site in self.sites.all]
-            self._ends = FiniteEnds(
-                self.sites.model, names, self._numbers.add, self._guard
-            )
+            self._ends = FiniteEnds(self.sites.model, names, self._numbers, self._guard)
             self._hidden = HiddenStates(
                 self.sites.model,
                 names,
-                self._numbers.add,
+                self._numbers,
                 self._guard,
                 self._tree,
                 inputs_too="residual" in self._extras,
@@ -357,7 +354,7 @@ class WatchedModels:
             if name:
                 stats = {within(name, site): x for site, x in stats.items()}
             parts.append(stats)
-        return merged(parts)
+        return parts[0] if len(parts) == 1 else SiteStatistics(parts)
 
     def settle(self, *, decide: bool) -> None:
         """Sorts the passes whose role is known, or, to `decide`, all passes; see `Tap.settle`."""
@@ -421,6 +418,9 @@ class WatchedModels:
                 every |= numbers.take()
                 continue
             for (site, name), x in numbers.take().items():
-                of_all = name in WHOLE_MODEL and site == ""
-                every["" if of_all else within(model, site), name] = x
+                if isinstance(site, tuple):
+                    every[tuple([within(model, path) for path in site]), name] = x
+                else:
+                    of_all = name in WHOLE_MODEL and site == ""
+                    every["" if of_all else within(model, site), name] = x
         return every
