@@ -18,7 +18,7 @@ from qkeel.errors import caution
 from qkeel.handle import Handle
 from qkeel.heads.site import AttentionSite, Sites
 from qkeel.monitor.call_statistics import Extra, add_gates
-from qkeel.monitor.finite_stages import FiniteEnds, first_empty_row, weights_not_finite
+from qkeel.monitor.finite_stages import first_empty_row, weights_not_finite
 from qkeel.monitor.first_look import FirstLook
 from qkeel.monitor.gain_bounds import GainBounds
 from qkeel.monitor.gather import (
@@ -86,7 +86,6 @@ class StepNumbers(Visitor):
         self._sparse = SparseAttention(tokens, self._numbers, compares=compares)
         # Those below are made when the sites are known.
         self._hidden: HiddenStates | None = None
-        self._ends: FiniteEnds | None = None
         # Before the first pass.
         self.weights_not_finite: tuple[str, ...] = ()
         self._first_look = FirstLook(sites.model)
@@ -106,7 +105,6 @@ class StepNumbers(Visitor):
             self.sites.find(args, kwargs)
             self.weights_not_finite = weights_not_finite(self.sites.model)
             names = [site.name for site in self.sites.all]
-            self._ends = FiniteEnds(self.sites.model, names, self._numbers, self._guard)
             self._hidden = HiddenStates(
                 self.sites.model,
                 names,
@@ -115,21 +113,14 @@ class StepNumbers(Visitor):
                 self._tree,
                 inputs_too="residual" in self._extras,
             )
-        if self._ends is not None:
-            self._ends.begin(args, kwargs)
+        self._hidden.begin(args, kwargs)
         self._first_look.begin(args, kwargs)
         return True
 
     def looking(self, candidate: bool) -> Handle | None:
-        if self._hidden is None or self._ends is None or not candidate:
+        if self._hidden is None or not candidate:
             return None
-        hidden, ends = self._hidden.attach(), self._ends.attach()
-
-        def detach() -> None:
-            hidden.remove()
-            ends.remove()
-
-        return Handle(detach)
+        return self._hidden.attach()
 
     def reads_plain(self, name: str) -> bool:
         return self.sites.shows_all(name)
@@ -161,8 +152,8 @@ class StepNumbers(Visitor):
             for x in tensors(output)
             if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)
         ]
-        if self._ends is not None:
-            self._ends.end(output)
+        if self._hidden is not None:
+            self._hidden.end(output)
         self._first_look.end(self.sites.all)
         numbers = self._numbers.end()
         if len(losses) != 1:

@@ -82,12 +82,13 @@ class PassNumbers:
         any of a site's numbers is not finite, 1 or 0, and -1 without a call.
         """
         rounds: list[dict[str, tuple[Tensor, int]]] = []
+        n_calls: dict[str, int] = {}
         for site, value, weight in calls:
             # A site that is called again in one pass has a row in each round.
-            n_before = sum([site in numbers for numbers in rounds])
-            if n_before == len(rounds):
+            n = n_calls[site] = n_calls.get(site, 0) + 1
+            if n > len(rounds):
                 rounds.append({})
-            rounds[n_before][site] = value, weight
+            rounds[n - 1][site] = value, weight
         for numbers in rounds:
             like = next(iter(numbers.values()))[0]
             rows = [numbers.get(site, (like, 0)) for site in sites]
@@ -104,7 +105,7 @@ class PassNumbers:
             weights: int | Tensor = rows[0][1]
             if any([weight != weights for _, weight in rows]):
                 # Fills, as a copy from the host would wait for the device.
-                weights = torch.stack([like.new_full((), n) for _, n in rows])
+                weights = torch.stack([like.new_full((), x) for _, x in rows])
             self.add((sites, name), Number(values, weights))
 
     def end(self) -> dict[NumberKey, Number]:
