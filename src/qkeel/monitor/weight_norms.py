@@ -169,7 +169,7 @@ class WeightNorms:
         self.sites = [site for site in sites if site.terms]
         self._rows: dict[HeadSlice, HeldRows] = {}
         self._split: set[AttentionSite] = set()
-        self._eps: dict[AttentionSite, Tensor] = {}
+        self._eps: dict[AttentionSite, float] = {}
         counts, eps = counted(model), _eps_by_weight(optimizers)
         for site in self.sites:
             for head_slice in _slices(site):
@@ -179,12 +179,7 @@ class WeightNorms:
                     self._split.add(site)
             weight = self._parameters[site.terms[0].query[-1].parameter]
             if id(weight) in eps:
-                self._eps[site] = torch.full(
-                    (1,),
-                    eps[id(weight)],
-                    dtype=widest(weight.device),
-                    device=weight.device,
-                )
+                self._eps[site] = eps[id(weight)]
         products = {site for site in self.sites if self._has_products(site)}
         self.multiplied = [x for x in self.sites if x in products - self._split]
         self._groups = self._grouped(products)
@@ -197,15 +192,16 @@ class WeightNorms:
             slices, heads = _slices(site), (site.n_heads, site.n_kv_heads)
             lengths = [len(x) for chains in chains_of(site).values() for x in chains]
             lasts = [slices.index(x) for x in itertools.chain(*_lasts(site).values())]
-            flags = site in products, site in self._eps, site.reparametrised
-            # A site that is split is read for itself.
-            alone = site.name if site in self._split else ""
+            facts = site in products, self._eps.get(site), site.reparametrised
             weights = [self._parameters[head_slice.parameter] for head_slice in slices]
+            # A site that is split is read for itself, and so are convolutions.
+            is_alone = site in self._split or any([p.ndim > 2 for p in weights])
+            alone = site.name if is_alone else ""
             shapes = [
                 (x.index.shape, local(p).shape, p.dtype, p.device, x.axis)
                 for x, p in zip(slices, weights)
             ]
-            form = *shapes, *lengths, *lasts, *heads, site.key_heads, *flags, alone
+            form = *shapes, *lengths, *lasts, *heads, site.key_heads, *facts, alone
             alike.setdefault(form, []).append(site)
         groups = []
         for sites in alike.values():
@@ -215,7 +211,22 @@ class WeightNorms:
             for part in parts:
                 is_partial = part[0] in self._split and part[0] in products
                 heads = self._complete_heads(part[0]) if is_partial else None
-                groups.append(_AlikeSites(part, part[0] in products, heads))
+                eps, p = self._eps.get(part[0]), weights[0]
+                group = _AlikeSites(part, part[0] in products, heads)
+                if eps is not None:
+                    group.eps = torch.full(
+                        (len(part), 1), eps, dtype=widest(p.device), device=p.device
+                    )
+                for of_first, slices in group.slices.items() if len(part) > 1 else ():
+                    p = self._parameters[of_first.parameter]
+                    n_rows = p.shape[of_first.axis if p.ndim > 1 else 0]
+                    indices = [x.index + i * n_rows for i, x in enumerate(slices)]
+                    group.joint[of_first] = HeadSlice(
+                        parameter=of_first.parameter,
+                        axis=of_first.axis,
+                        index=torch.cat(indices),
+                    )
+                groups.append(group)
         return groups
 
     @without_gradients
@@ -227,57 +238,46 @@ class WeightNorms:
         parameters = self._parameters
         for group in self._groups:
             site = group.sites[0]
-            rows = {
-                of_first: self._stacked(
-                    slices, [parameters[x.parameter].detach() for x in slices]
-                )
+            weights = {
+                of_first: [parameters[x.parameter] for x in slices]
                 for of_first, slices in group.slices.items()
             }
-            with_gradients = []
+            rows = {
+                of_first: self._rows_of(group, of_first, [p.detach() for p in of_sites])
+                for of_first, of_sites in weights.items()
+            }
+            n_gradients = 0
             for side, lasts in group.lasts.items():
                 # The norm of a stored weight is not that of the weight computed from it, but its gradient is its own.
                 if not site.reparametrised:
                     norm = self._norm(site, lasts, [rows[x] for x in lasts])
                     numbers[group.names, f"{side}_weight_norm"] = norm
-                gradients = [
-                    [parameters[x.parameter].grad for x in group.slices[last]]
-                    for last in lasts
+                gradients = [[p.grad for p in weights[last]] for last in lasts]
+                if all([x is None for of_sites in gradients for x in of_sites]):
+                    continue
+                # Layers that are frozen, or that no gradient has reached in this step, have NaN.
+                of_gradients = [
+                    self._rows_of(group, last, [*map(_or_nan, of_sites, weights[last])])
+                    for last, of_sites in zip(lasts, gradients)
                 ]
-                # Layers that are frozen, or that no gradient has reached in this step, have none.
-                known = [
-                    i
-                    for i, of_site in enumerate(zip(*gradients))
-                    if all([x is not None for x in of_site])
-                ]
-                names = tuple([group.names[i] for i in known])
-                with_gradients.append(names)
-                if names:
-                    of_gradients = [
-                        self._stacked(
-                            [group.slices[last][i] for i in known],
-                            [of_weight[i] for i in known],
-                        )
-                        for last, of_weight in zip(lasts, gradients)
-                    ]
-                    rms = self._norm(site, lasts, of_gradients, is_mean=True)
-                    numbers[names, f"{side}_grad_rms"] = rms
+                rms = self._norm(site, lasts, of_gradients, is_mean=True)
+                numbers[group.names, f"{side}_grad_rms"] = rms
+                n_gradients += 1
             # Adam's step shrinks by the smaller side, so that eps is of use only with both.
-            both = [
-                x for x in group.sites if all([x.name in n for n in with_gradients])
-            ]
-            if both and site in self._eps:
-                eps = torch.stack([self._eps[x] for x in both])
-                numbers[tuple([x.name for x in both]), "eps"] = eps
+            if group.eps is not None and n_gradients == 2:
+                numbers[group.names, "eps"] = group.eps
             if group.has_products:
                 grams.append((group, *self._grams(group, rows)))
         return numbers | self._products(grams)
 
-    def _stacked(
-        self, slices: Sequence[HeadSlice], tensors: Sequence[Tensor]
+    def _rows_of(
+        self, group: _AlikeSites, of_first: HeadSlice, tensors: Sequence[Tensor]
     ) -> Tensor:
-        """The rows [sites n r m] of each head of several weights or gradients."""
-        rows = [self._rows[head_slice].of(x) for head_slice, x in zip(slices, tensors)]
-        return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+        """The rows [sites n r m] of each head of the weights of all sites, or of their gradients."""
+        if of_first not in group.joint:
+            return self._rows[of_first].of(tensors[0])[None]
+        joint = torch.cat(tensors, of_first.axis if tensors[0].ndim > 1 else 0)
+        return group.joint[of_first].heads(joint).unflatten(0, (len(tensors), -1))
 
     def _norm(
         self,
@@ -400,6 +400,8 @@ class _AlikeSites:
         slices: the slices of all sites, by those of the first.
         sides, lasts: the chains of the first site, and the weights whose rows belong to its heads.
         heads: of a site that is split, the query heads whose weights are here; None for all.
+        joint: the heads of all sites in the weights joined along their rows; {} for a single site.
+        eps: the eps [sites 1] of their optimizer, or None.
     """
 
     def __init__(
@@ -410,6 +412,14 @@ class _AlikeSites:
         slices = zip(*map(_slices, sites), strict=True)
         self.slices = {of_sites[0]: of_sites for of_sites in slices}
         self.sides, self.lasts = chains_of(sites[0]), _lasts(sites[0])
+        self.joint: dict[HeadSlice, HeadSlice] = {}
+        self.eps: Tensor | None = None
+
+
+def _or_nan(gradient: Tensor | None, weight: Tensor) -> Tensor:
+    if gradient is not None:
+        return gradient
+    return weight.detach().new_full((), torch.nan).expand(weight.shape)
 
 
 def _slices(site: AttentionSite) -> list[HeadSlice]:
