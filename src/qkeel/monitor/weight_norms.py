@@ -271,7 +271,7 @@ class WeightNorms:
         return numbers | self._products(grams)
 
     def _rows_of(
-        self, group: _AlikeSites, of_first: HeadSlice, tensors: Sequence[Tensor]
+        self, group: _AlikeSites, of_first: HeadSlice, tensors: list[Tensor]
     ) -> Tensor:
         """The rows [sites n r m] of each head of the weights of all sites, or of their gradients."""
         if of_first not in group.joint:
