@@ -54,17 +54,15 @@ def test_a_section_that_fails_or_takes_too_long_leaves_the_others_and_its_last_l
 def test_a_test_that_fails_is_named_however_long_the_log_becomes(
     tmp_path,
 ):
-    code = "import os; print(os.environ['QKEEL_TRITON'] + ' FAILED'); print('more\\n' * 99); exit(1)"
+    code = "print('a test FAILED'); print('more\\n' * 99); exit(1)"
     section = Section("tests", 60, ("timeit", "-n1", "-r1", code), benchmark=False)
     lines = on_gpu.run(section, True, tmp_path)["last lines"]
-    assert lines[0] == "unseen FAILED"
+    assert lines[0] == "a test FAILED"
     assert len(lines) == 41
 
 
 def test_sections_take_five_minutes_at_most_and_goals_read_theirs():
     assert sum(s.seconds for s in SECTIONS if not s.extra) <= 300
-    # What no GPU has run is asked first.
-    assert "tests/gpu/test_triton.py" in SECTIONS[0].command
     assert {goal.section for goal in GOALS} <= {section.name for section in SECTIONS}
     goal = GOALS[0]
     rows = [{"case": goal.case, "ratio": [1.0, 1.1, 1.2]}]

@@ -61,10 +61,9 @@ why, and what to do instead.
 | several processes | gloo is tested; NCCL is not ([processes](guides/watch.md#under-torchrun)) |
 
 On the H200 these were seen to be right: norm and rotation, largest and smallest logits, and all statistics of causal, full
-and key-masked attention. All statistics of masks that differ by query, of sliding windows and of packed sequences, and
-the largest logits that a model's own `flex_attention` returns, are left to PyTorch on every GPU, and one warning says
-so; `QKEEL_TRITON=unseen` runs their kernels too, which have run in Triton's interpreter only. `make gpu` checks and times
-everything in five minutes; [GPU](internals/gpu.md) lists what was seen at which commit.
+and key-masked attention. All statistics of masks that differ by query, of sliding windows and of packed sequences are
+computed by PyTorch on every GPU. `make gpu` checks and times everything in five minutes; [GPU](internals/gpu.md) lists
+what was seen at which commit.
 """
 
 

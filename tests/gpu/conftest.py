@@ -1,10 +1,9 @@
-"""Each test starts from the same seed, here too where tests/conftest.py is not read, and every kernel may run."""
+"""Each test starts from the same seed, here too where tests/conftest.py is not read."""
 
 import pytest
 import torch
 
 
 @pytest.fixture(autouse=True)
-def _each(monkeypatch):
+def _each():
     torch.manual_seed(0)
-    monkeypatch.setenv("QKEEL_TRITON", "unseen")

@@ -12,9 +12,8 @@ from torch import nn
 
 import qkeel
 from qkeel.functional.statistics import TENSORS
-from qkeel.kernels import contract
 from qkeel.kernels.attention.flex import Flex
-from qkeel.kernels.logits.gpu import row_fields
+from qkeel.kernels.logits.gpu import extremes, row_fields
 from qkeel.kernels.native import triton as available
 from qkeel.kernels.norm_rope import encode
 from qkeel.kernels.norm_rope import operator as norm_rope
@@ -29,7 +28,7 @@ from qkeel.spec import (
     SlidingWindow,
     Softcap,
 )
-from qkeel.spec.call import band_call, make_call, with_query_mask
+from qkeel.spec.call import make_call, with_query_mask
 
 DEVICE = "cuda"
 pytestmark = [
@@ -49,13 +48,6 @@ STEPPED = [
 
 
 STATISTICS: dict[str, tuple[AttentionSpec, dict[str, Any]]] = {
-    # What no GPU had run when this was written comes first: see qkeel.kernels.contract.
-    "pairs": (AttentionSpec(cap=Softcap(5.0)), {"pairs": True}),
-    "spans": (AttentionSpec(), {"causal": False, "spans": (5, 30)}),
-    "spans of masked keys": (
-        AttentionSpec(),
-        {"causal": False, "padding": True, "spans": (0, 64)},
-    ),
     "window": (AttentionSpec(position=SlidingWindow(window=70)), {}),
     "rows left out": (AttentionSpec(), {"left out": True}),
     "causal": (AttentionSpec(), {}),
@@ -75,13 +67,9 @@ def call_of(name, dtype, t, d, device, size=1.0):
         if "padding" in how
         else None
     )
-    if "pairs" in how:
-        mask = torch.rand(2, 1, t, t, device=device) < 0.6
     call = make_call(
         spec, size * q, k, v, params=params, mask=mask, causal=how.get("causal", True)
     )
-    if "spans" in how:
-        call = band_call(call, window=how["spans"])
     if "left out" in how:
         call = with_query_mask(call, torch.arange(t, device=device)[None] % 3 != 1)
     return call
@@ -111,7 +99,8 @@ def test_statistics_without_values_are_the_exact_ones(name, dtype):
             logit_stats(call),
             max_stats(call),
         )
-        assert row_fields(call, 1.0) is not None, "Triton's pass is what is asked"
+        assert (row_fields(call, 1.0) is None) is (name == "window")
+        assert (extremes(call) is None) is (name == "rows left out")
         # A sum of logits, and an exponential of one, are off by what the largest is.
         room = 1e-3 + 1e-6 * float(truth.max_abs_logit.max())
         fields = [(every, field) for field in TENSORS if field != "share_above"]
@@ -121,17 +110,6 @@ def test_statistics_without_values_are_the_exact_ones(name, dtype):
             assert torch.allclose(
                 numbers, true, rtol=1e-3, atol=room, equal_nan=True
             ), f"{t}, {d}, {field}"
-
-
-def test_what_no_gpu_has_run_is_left_to_torch_unless_it_is_asked_for(
-    monkeypatch,
-):
-    call = call_of("spans", torch.float32, 65, 64, DEVICE)
-    assert row_fields(call, 1.0) is not None
-    monkeypatch.delenv("QKEEL_TRITON")
-    contract._say_once.cache_clear()
-    with pytest.warns(UserWarning, match="QKEEL_TRITON=unseen"):
-        assert row_fields(call, 1.0) is None
 
 
 def test_tensors_here_go_through_triton():

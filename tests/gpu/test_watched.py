@@ -9,7 +9,6 @@ import pytest
 import torch
 from benchmarks.watch import GPT
 from torch import Tensor, nn
-from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import cross_entropy
 
 import qkeel
@@ -155,46 +154,6 @@ def test_a_remedy_does_on_a_gpu_what_it_does_on_a_cpu(name, remedy):
         assert results[0] is results[1]
     else:
         torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)
-
-
-class FlexAttention(nn.Module):
-    """Causal attention by flex_attention, as a model calls it."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
-        self.mask = flex.create_block_mask(
-            lambda b, h, i, j: i >= j, None, None, 128, 128, device="cuda"
-        )
-
-    def forward(self, x):
-        parts = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
-        out = flex.flex_attention(*parts, block_mask=self.mask)
-        return self.out(out.transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_clip_by_flex_attentions_own_maxima_is_the_one_by_blocks(
-    compiled, monkeypatch
-):
-    results = []
-    for mode in ("unseen", "1"):
-        monkeypatch.setenv("QKEEL_TRITON", mode)
-        torch.manual_seed(3)
-        model = nn.Sequential(FlexAttention(), FlexAttention()).cuda()
-        x = 3 * torch.randn(2, 128, 64, device="cuda")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            qkeel.apply(model, "qk_clip:threshold=0.1", optimizer, batch=x)
-            run = torch.compile(model) if compiled else model
-            for _ in range(3):
-                run(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        results.append([p.detach().cpu() for p in model.parameters()])
-    for ours, blocks in zip(*results):
-        torch.testing.assert_close(ours, blocks, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)

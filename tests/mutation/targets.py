@@ -11,7 +11,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "report": (),
     "capture": ("sites/**/test_*.py",),
     "sites": (),
-    "heads": ("sites/**/test_*.py",),
     "audit": (),
     "cli": (),
     "spec": ("test_reference.py",),

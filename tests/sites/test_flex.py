@@ -8,22 +8,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.each_row import each_row
-from tests.flex_as_on_a_gpu import flex_as_on_a_gpu
 from tests.quick import one_in
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as home
 from torch.nn.attention.flex_attention import (
-    AuxRequest,
     BlockMask,
     create_block_mask,
     flex_attention,
 )
 
 from qkeel import find_sites
-from qkeel.capture import calls as logit_statistics
-from qkeel.capture import readers as foreign_functions
-from qkeel.capture.calls import maxima, statistics
+from qkeel.capture.calls import statistics
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.functional.statistics import LogitStats
 from qkeel.kernels import statistics as kernel
@@ -309,61 +304,3 @@ def test_watching_computes_the_same_and_shows_the_same_signature():
         with CaptureMode(model, lambda s: None):
             assert inspect.signature(flex_attention) == signature
             assert torch.equal(model(q, k, v), expected)
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    flex_as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(foreign_functions, "_WITHOUT_MAXIMA", [])
-    monkeypatch.setenv("QKEEL_TRITON", "unseen")
-
-
-class Asking(CaptureMode):
-    """An interceptor for which flex_attention returns its maxima, as it does for qk_clip."""
-
-    maxima = True
-
-
-def alike(found, expected):
-    """Whether two results of flex_attention have the same form and bits."""
-    if isinstance(expected, Tensor):
-        return torch.equal(found, expected)
-    if expected is None:
-        return found is None
-    return type(found) is type(expected) and all(map(alike, found, expected))
-
-
-ASKED = [None, AuxRequest(lse=True), AuxRequest(max_scores=True), AuxRequest()]
-
-
-@each_row("case", CASES)
-def test_maxima_and_bounds_come_from_the_call_itself_and_the_caller_gets_what_it_asked_for(
-    case, as_on_a_gpu, monkeypatch
-):
-    monkeypatch.setattr(
-        logit_statistics, "max_stats", lambda call: pytest.fail("a pass of its own")
-    )
-    score_mod, block_mask = CASES[case]
-    q, k, v = parts(case)
-    tops, _, _ = oracle(case, q, k)
-    turn = list(CASES).index(case) % len(ASKED)
-    for asked in ASKED if case == "alibi" else ASKED[turn : turn + 1]:
-        how = {} if asked is None else {"return_aux": asked}
-        model = Flex(
-            functools.partial(
-                flex_attention,
-                score_mod=score_mod,
-                block_mask=block_mask,
-                enable_gqa=True,
-                **how,
-            )
-        )
-        found: list[CapturedCall] = []
-        with torch.no_grad():
-            expected = model(q, k, v)
-            with Asking(model, found.append):
-                assert alike(model(q, k, v), expected), asked
-        (one,) = found
-        torch.testing.assert_close(
-            maxima(one.call).max_logit.double(), tops, rtol=1e-5, atol=1e-5
-        )

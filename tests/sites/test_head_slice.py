@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.heads.site import rows
 from qkeel.sites import HeadSlice
+from qkeel.sites.site import rows
 
 H, R, M = 4, 3, 5
 ROWS = torch.arange(3 * H * R)

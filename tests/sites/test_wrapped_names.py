@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import qkeel
 from qkeel.errors import RefusedError
-from qkeel.heads.site import Sites
+from qkeel.sites.site import Sites
 
 
 def batch(step):

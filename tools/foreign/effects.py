@@ -15,11 +15,11 @@ from torch.optim import SGD, Optimizer
 import qkeel
 from qkeel.errors import QkeelError, RefusedError
 from qkeel.handle import Handle
-from qkeel.heads.site import HeadSlice
 from qkeel.remedies.apply import parse
 from qkeel.remedies.base import Target
 from qkeel.remedies.head_weights import check_weights
 from qkeel.sites import AttentionSite
+from qkeel.sites.site import HeadSlice
 from tools.foreign.reference import Call, tensors
 from tools.foreign.sight import numbers
 from tools.foreign.work import (

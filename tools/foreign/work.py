@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from qkeel.heads.site import HeadSlice
 from qkeel.sites import AttentionSite
 from qkeel.sites.find import found_sites
+from qkeel.sites.site import HeadSlice
 from tools.foreign.reference import Call, Example, tensors
 
 Verdict = Literal["right", "reported", "wrong"]

@@ -14,7 +14,7 @@ from torch import nn
 from qkeel.audit.checkpoint_config import ConfigMapping, section
 from qkeel.audit.recipes import NormRecipe, SiteRecipe, compress, scale_text
 from qkeel.audit.visibility import SeenKeys
-from qkeel.heads.site import AttentionSite
+from qkeel.sites.site import AttentionSite
 
 _NORM = ("use_qk_norm", "qk_layernorm", "qk_norm", "use_qk_layernorm", "query_key_norm")
 _CAP = ("attn_logit_softcapping", "attn_logit_softcap", "attention_logit_cap")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.capture.example import copied
-from qkeel.heads.walk import inputs_of, variable_of
+from qkeel.patching.autograd import inputs_of, variable_of
 from qkeel.patching.forward import extra_pass
 from qkeel.patching.roles import tensors_within
 from qkeel.sites.run import spread

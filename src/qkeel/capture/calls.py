@@ -43,7 +43,6 @@ from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.patching.modes import in_vmap
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
-from qkeel.spec.slot import PerRow
 
 # Captured attention calls with their layout and hidden pairs, calls whose masks are functions, scores that are written
 # out by hand, and the statistics of each.
@@ -107,6 +106,22 @@ def is_low(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and float(value.detach()) <= -APART
     return isinstance(value, (int, float)) and value <= -APART
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UnrecognizedAttention:
+    """Attention that was detected but not recognised. No statistics are computed for it, and no remedy changes it.
+
+    `module` is the name of the module that computes it, `operation` is the operation through which its logits could not
+    be traced, and `reason` is a clause that gives the reason.
+    """
+
+    module: str
+    operation: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.module or 'the model itself'}: {self.reason}"
 
 
 # --- Where the heads are in a tensor of scores: in one dimension, in several, or in one merged with the batch
@@ -355,13 +370,10 @@ class FlexCall(AttentionCall):
     The logit is the output of score_mod. A tanh cap inside score_mod is one of many operations in a function and cannot
     be separated from the others, so it counts as part of the logit. A pair is hidden by the block mask, by a score of
     -inf, or by a negative score that score_mod lowered by 9000 or more, as additive masks do.
-
-    largest: each row's largest logit, if flex_attention's own kernel returned it, or -inf for rows that see no key.
     """
 
     score_mod: ScoreMod | None
     block_mask: BlockMask | None
-    largest: PerRow | None = None
 
     def scores(self, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor:
         z = AttentionCall.scores(self, q, k, rows, keys)
@@ -670,14 +682,8 @@ def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
 @torch.no_grad()
 def maxima(call: Seen) -> LogitStats:
     """Like `statistics`, but with max_logit and min_logit only and neutral values in the other fields, at less than
-    half the cost. If flex_attention returned the largest logits, only these are read, in a single operation."""
+    half the cost."""
     with torch.autocast(_device(call), enabled=False):
-        if (
-            isinstance(call, FlexCall)
-            and call.largest is not None
-            and call.query_mask is None
-        ):
-            return only_extremes(call.largest.amax((0, 2)))
         return (
             only_extremes(*scores_maxima(call))
             if isinstance(call, ScoresCall)

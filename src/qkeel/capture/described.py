@@ -1,139 +1,95 @@
-"""Sites described by hand, for attention with a new layout or attention that cannot be observed, such as custom
-operators and sparse kernels."""
+"""Reads the calls of sites that are described by hand, because they cannot be observed: custom operators, sparse kernels."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from qkeel.capture.calls import fewest_keys
-from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
-from qkeel.heads.site import AttentionSite, Description, HeadSlice, QKProduct, Reading
+from qkeel.errors import InvalidValueError, ShapeError, check
 from qkeel.patching.modes import (
     Args,
     Guarded,
     Kwargs,
     in_this_thread,
-    parameters_of,
     recomputing,
 )
-from qkeel.spec import AttentionCall, AttentionSpec
+from qkeel.spec import AttentionCall
 from qkeel.spec.call import make_call
 
+_LAYOUT = (
+    r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them in parentheses
+)
 
-def describe(
-    model: nn.Module,
-    name: str,
-    *,
-    query: Reading | Callable[..., Tensor],
-    key: Reading | Callable[..., Tensor],
-    heads: int | tuple[int, int],
-    spec: AttentionSpec | None = None,
-    causal: bool = True,
-    mask: Callable[..., Tensor | None] | None = None,
-) -> AttentionSite:
-    """Describes a site whose attention cannot be observed: where its q and k come from, and what is computed from them.
 
-    The statistics of the site are those of the attention as described, in which every query sees every key that
-    `causal` and `mask` allow, even where the module itself skips some of these keys.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reading:
+    """A rule for reading q or k from the output of a submodule of the site's module.
 
-    Args:
-        model: the model that contains the site.
-        name: the qualified name of the attention module, as in `model.get_submodule(name)`.
-        query, key: a `Reading` of a submodule's output, or a function that is called as `f(module, *args, **kwargs)`
-            with the arguments of the module's forward and returns q [b h t d] or k [b g s d].
-        heads: the number of heads, or (query heads, key heads).
-        spec: what is computed from q and k; by default the softmax of q·k/√d. If the module applies a norm or RoPE, it
-            belongs here or in `then` of a Reading. The spec cannot have learned parameters.
-        causal: whether later keys are hidden from a query; queries are aligned to the end of the keys.
-        mask: a function that is called like those for `query` and `key` and returns a mask as accepted by
-            `qkeel.attention`, or None.
-
-    Returns:
-        The site. The rows of each head are known if q and k are outputs of an nn.Linear.
-
-    >>> model = nn.ModuleDict({"attn": nn.ModuleDict({"qkv": nn.Linear(8, 24)})})
-    >>> q, k = (Reading(module="qkv", layout="b t (n h d)", part=part, parts=3) for part in (0, 1))
-    >>> site = describe(model, "attn", query=q, key=k, heads=2)
-    >>> site.key[0].parameter, site.key[0].index[1].tolist()
-    ('attn.qkv.weight', [12, 13, 14, 15])
-
-    Raises:
-        UnknownNameError: there is no such module.
-        InvalidValueError: heads, layouts or sizes don't fit.
+    `layout` names the dimensions of the output: b batch, h heads, t tokens, d head_dim. Letters that share a dimension
+    are in parentheses, slowest first. The letter n stands for adjacent parts, as in a fused projection; there are
+    `parts` of them, and this reading uses number `part`. For example, "b t (n h d)" has q, k and v one after the other,
+    and "b t (h n d)" has them interleaved. `then` is the function that the module applies to [b h t d] before the
+    scores; `normed` says whether that function includes a norm.
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidTypeError(
-            f"expected a torch.nn.Module that contains the site, got {type(model).__name__}"
+
+    module: str
+    layout: str = "b t (h d)"
+    part: int = 0
+    parts: int = 1
+    then: Callable[[Tensor], Tensor] | None = None
+    normed: bool = False
+
+    def __post_init__(self) -> None:
+        letters = "".join(self.groups)
+        known = set("dt") <= set(letters) <= set("bhtdn") and len(set(letters)) == len(
+            letters
         )
-    h, g = (heads, heads) if isinstance(heads, int) else heads
-    if h < 1 or g < 1 or h % g:
-        raise InvalidValueError(
-            f"expected heads >= 1 and query heads a multiple of key heads, got {h} and {g}"
+        if not known or not re.fullmatch(_LAYOUT, self.layout):
+            raise InvalidValueError(
+                f"expected a layout of b h t d (and n) such as 'b t (h d)', got {self.layout!r}"
+            )
+        check(
+            0 <= self.part < self.parts,
+            f"part 0 to {self.parts - 1} of {self.parts}",
+            self.part,
         )
-    spec = AttentionSpec() if spec is None else spec
-    module = _submodule(model, name)
-    parts = [_slice(name, module, reading, n) for reading, n in ((query, h), (key, g))]
-    pieces = [p for p in parts if isinstance(p, HeadSlice)]
-    sizes = {p.index.shape[1] for p in pieces}
-    if len(sizes) > 1:
-        raise InvalidValueError(
-            f"q and k of {name!r} have heads of unequal sizes, {sorted(sizes)}"
-        )
-    if needed := spec.init_params(h, g, sizes.pop() if sizes else 1):
-        raise InvalidValueError(
-            f"this spec has parameters, which a description cannot contain: {', '.join(needed)}"
-        )
-    return AttentionSite(
-        name=name,
-        module=module,
-        spec=spec,
-        n_heads=h,
-        n_kv_heads=g,
-        head_dim=pieces[0].index.shape[1] if pieces else 0,
-        terms=(QKProduct(query=(pieces[0],), key=(pieces[1],)),)
-        if len(pieces) == 2
-        else (),
-        why="; ".join(p for p in parts if isinstance(p, str)),
-        normed=any(isinstance(p, Reading) and p.normed for p in (query, key)),
-        description=Description(query=query, key=key, causal=causal, mask=mask),
-    )
+
+    @property
+    def groups(self) -> list[str]:
+        """The letters in each dimension."""
+        return [
+            group.replace(" ", "")
+            for group in re.findall(r"(?<=\()[^)]*|\w(?![^(]*\))", self.layout)
+        ]
+
+    @property
+    def dims(self) -> int:
+        """The number of dimensions of the output."""
+        return len(self.groups)
 
 
-def _submodule(model: nn.Module, name: str) -> nn.Module:
-    modules = dict(model.named_modules())
-    if name not in modules:
-        raise unknown(
-            f"module of this {type(model).__name__}", name, [n for n in modules if n]
-        )
-    return modules[name]
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Description:
+    """A description of a site that cannot be observed; see `qkeel.sites.describe`."""
+
+    query: Reading | Callable[..., Tensor]
+    key: Reading | Callable[..., Tensor]
+    causal: bool
+    mask: Callable[..., Tensor | None] | None
 
 
-def _slice(
-    name: str, module: nn.Module, reading: Reading | Callable[..., Tensor], heads: int
-) -> HeadSlice | str:
-    """The rows of each head, or the reason why they are unknown."""
-    if not isinstance(reading, Reading):
-        return f"{getattr(reading, '__name__', 'a function')} computes it"
-    layer = _submodule(module, reading.module)
-    if not isinstance(layer, nn.Linear) or "weight" not in parameters_of(layer):
-        return f"{reading.module} is a {type(layer).__name__}, not an nn.Linear with a weight of its own"
-    # Features whose layout contains no h are shared by all heads.
-    heads = heads if "h" in reading.groups[-1] else 1
-    features = torch.arange(layer.out_features).expand([1] * (reading.dims - 1) + [-1])
-    home = ".".join(filter(None, (name, reading.module)))
-    return HeadSlice(
-        parameter=f"{home}.weight",
-        axis=0,
-        index=arranged(features, reading, heads)[0, :, 0],
-        bias=f"{home}.bias" if layer.bias is not None else None,
-    )
+# An `AttentionSite` with a description; the capture knows sites only by these.
+DescribedSite = Any
 
 
 def arranged(
@@ -172,8 +128,8 @@ class DescribedSiteHooks:
 
     def __init__(
         self,
-        site: AttentionSite,
-        report: Callable[[AttentionSite, Callable[[], AttentionCall]], None],
+        site: DescribedSite,
+        report: Callable[[DescribedSite, Callable[[], AttentionCall]], None],
         guard: Guarded,
     ) -> None:
         assert site.description is not None

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from qkeel.capture.calls import APART, HeadLayout, ScoresCall, Seen, hides, is_low
+from qkeel.capture.calls import (
+    APART,
+    HeadLayout,
+    ScoresCall,
+    Seen,
+    UnrecognizedAttention,
+    hides,
+    is_low,
+)
 from qkeel.capture.example import ModuleCall, tensors
 from qkeel.capture.products import (
     PRODUCTS,
@@ -30,7 +38,7 @@ from qkeel.capture.products import (
     viewed,
     widened,
 )
-from qkeel.capture.score_calls import scores_call
+from qkeel.capture.score_calls import LayoutReader, scores_call
 from qkeel.capture.tags import (
     JOINS,
     SCALES,
@@ -45,9 +53,13 @@ from qkeel.capture.tags import (
     WaitingCall,
     Weights,
 )
-from qkeel.heads.site import UnrecognizedAttention
-from qkeel.heads.walk import nodes_of, variable_of
-from qkeel.patching.autograd import base_of, is_wrapper, saved_factor
+from qkeel.patching.autograd import (
+    base_of,
+    is_wrapper,
+    nodes_of,
+    saved_factor,
+    variable_of,
+)
 from qkeel.patching.modes import Args, Kwargs
 
 # A larger constant added to a sum of exponentials is more than a guard against 0 / 0.
@@ -98,8 +110,7 @@ class EagerAttentionTracer:
         report: called with every attention call; returns the site's name.
         known: returns the layout of the scores whose softmax a module computes, if it is known, from the module's call
             and the number of its attention calls so far.
-        names: the names of parameters by identity in a probe, where the graph shows which dimensions are heads. None if
-            there is no graph.
+        by_graph: finds out which dimensions are heads from the graph, in a probe. None if there is no graph.
         valued: called with the name of a site and the tensor by which its weights are multiplied.
         chose: called with scores of which the largest are chosen, and with their tag.
     """
@@ -108,7 +119,7 @@ class EagerAttentionTracer:
         self,
         report: Callable[[ModuleCall, ScoresCall], str | None],
         known: Callable[[ModuleCall, int], HeadLayout | None],
-        names: dict[int, str] | None,
+        by_graph: LayoutReader | None,
         valued: Callable[[str, Tensor], None],
         chose: Callable[[ModuleCall, Scores | Lost, Tensor], None],
     ) -> None:
@@ -125,7 +136,7 @@ class EagerAttentionTracer:
         self._latest: dict[int, Seen] = {}
         self._report = report
         self._known = known
-        self._names = names
+        self._by_graph = by_graph
         self._valued = valued
         self._chose = chose
 
@@ -134,7 +145,7 @@ class EagerAttentionTracer:
         return (
             bool(self.tags)
             or name in PRODUCTS
-            or (name == "softmax" and self._names is not None)
+            or (name == "softmax" and self._by_graph is not None)
         )
 
     def follow(
@@ -148,7 +159,7 @@ class EagerAttentionTracer:
                 if not self._misses(step, product):
                     self._multiplied(step, product)
                 return
-        if name == "softmax" and self._names is not None:
+        if name == "softmax" and self._by_graph is not None:
             self._tag_foreign(step)
         if not self.tags or name in _FACTORIES:
             return
@@ -302,7 +313,7 @@ class EagerAttentionTracer:
         """The tag of scores to which a mask or a bias was added."""
         if not isinstance(term, Tensor) or term.numel() == 1:
             return tag
-        is_traced = self._names is not None and not tag.only_tables
+        is_traced = self._by_graph is not None and not tag.only_tables
         if is_traced and depends_on_input(term, tag, step.out):
             tag = dataclasses.replace(tag, lost=(*tag.lost, _DEPENDS))
         low = hides(sign * term.detach())
@@ -440,7 +451,7 @@ class EagerAttentionTracer:
 
     def _misses(self, step: Step, product: Product) -> bool:
         """Records a product of values with what became of scores, if its rows sum to one; returns whether it is one."""
-        for x in product.factors if self._names is not None else ():
+        for x in product.factors if self._by_graph is not None else ():
             tag = self.tags.get(x)
             if not isinstance(tag, Lost) or not tag.holds(x):
                 continue
@@ -520,7 +531,9 @@ class EagerAttentionTracer:
         if tag.unshifted is not None:
             x = tag.unshifted
         known = self._known(frame, frame.calls + len(self._waiting_in(frame)))
-        call = scores_call(tag, x, dim % x.ndim, frame, known=known, names=self._names)
+        call = scores_call(
+            tag, x, dim % x.ndim, frame, known=known, by_graph=self._by_graph
+        )
         waiting = WaitingCall(frame, call, is_matrix=x.ndim == 2)
         self._waiting.append(waiting)
         return waiting
@@ -553,9 +566,10 @@ class EagerAttentionTracer:
                 self._report(frame, waiting.call)
         self._latest[id(frame)] = call
 
-    def is_open(self, frame: ModuleCall) -> bool:
-        """True if `end` is needed at the end of this module's call."""
-        return id(frame) in self._latest or bool(self._waiting_in(frame))
+    @property
+    def is_open(self) -> bool:
+        """True if `end` or `end_all` has something to do."""
+        return bool(self._latest or self._waiting)
 
     def end(self, frame: ModuleCall) -> None:
         """Called when a module's call ends: its weights that met no values may do so in a way that is not seen."""

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.capture.calls import (
-    FlexCall,
     HeadLayout,
     ScoresCall,
     Seen,
+    UnrecognizedAttention,
     fewest_keys,
     known_keys,
 )
-from qkeel.capture.described import DescribedSiteHooks
+from qkeel.capture.described import DescribedSite, DescribedSiteHooks
 from qkeel.capture.eager import EagerAttentionTracer, products_of
 from qkeel.capture.example import ModuleCall, ModuleStack
 from qkeel.capture.logsumexp import attention_with_logsumexp
@@ -41,17 +41,19 @@ from qkeel.capture.readers import (
     CallObserver,
     UnreadError,
     observed_by,
-    returned_rows,
     sdpa_arguments,
     unobserved,
     unpacked,
 )
-from qkeel.capture.score_calls import fused_layout, index_call, scores_call
+from qkeel.capture.score_calls import (
+    LayoutReader,
+    fused_layout,
+    index_call,
+    scores_call,
+)
 from qkeel.capture.tags import Lost, Scores
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
-from qkeel.heads.site import AttentionSite, UnrecognizedAttention
-from qkeel.heads.walk import names_of
 from qkeel.nn import functional_attention
 from qkeel.nn.attention import SpecModule
 from qkeel.nn.scaled_dot_product import attention_with_rows
@@ -76,6 +78,8 @@ from qkeel.patching.modes import (
 PlainCall = tuple[Tensor, Tensor, float, bool]
 _SDPA = "scaled_dot_product_attention"
 _SDPA_ALONE = frozenset({SDPA})
+# The readers of functions whose code is exchanged.
+_EXCHANGED = frozenset(FLASH_AND_FLEX.values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,7 +136,7 @@ class CaptureMode(CallObserver):
     Args:
         model: the model whose calls are observed.
         report: the function that is called with every attention call.
-        probing: whether to keep the graph behind q and k.
+        by_graph: in a probe, which keeps the graph behind q and k, finds the layout of scores in it.
         rows: whether functional_attention reports what its kernel computes for each row.
         described: the sites that are read according to their descriptions; nothing else is reported inside them.
         layouts: the dimensions of the scores at known sites, keyed by name.
@@ -140,7 +144,6 @@ class CaptureMode(CallObserver):
         only_in: the modules in which to look for attention, keyed by name, each with the torch functions to observe
             there, or None for all functions; BY_NAME stands for calls by the name of torch's function alone. If
             `only_in` is None, the full pass is observed.
-        names: the names of the model's parameters keyed by identity, if the caller has them.
     """
 
     def __init__(
@@ -148,17 +151,16 @@ class CaptureMode(CallObserver):
         model: nn.Module,
         report: Callable[[CapturedCall], None],
         *,
-        probing: bool = False,
+        by_graph: LayoutReader | None = None,
         rows: bool = False,
-        described: Sequence[AttentionSite] = (),
+        described: Sequence[DescribedSite] = (),
         layouts: Mapping[str, HeadLayout] | None = None,
         guard: Guarded = unguarded,
         only_in: Mapping[str, tuple[nn.Module, frozenset[Function] | None]]
         | None = None,
-        names: dict[int, str] | None = None,
     ) -> None:
         super().__init__()
-        self.guard, self.probing = guard, probing
+        self.guard, self.probing = guard, by_graph is not None
         # The torch functions to observe now, or None for all, and those of the calls of known modules further out.
         self.only: frozenset[Function] | None = None
         self._outer: list[tuple[frozenset[Function] | None, bool]] = []
@@ -171,7 +173,7 @@ class CaptureMode(CallObserver):
         if only_in is not None:
             modules = {name: module for name, (module, _) in only_in.items()}
         self.stack = ModuleStack(
-            model, modules=modules, keep_inputs=probing, guard=guard
+            model, modules=modules, keep_inputs=self.probing, guard=guard
         )
         # Called with q, k, scale and causality of an SDPA call without a mask in a known module; returns whether no
         # further reading of the call is needed. None if calls are not read in this way.
@@ -204,11 +206,11 @@ class CaptureMode(CallObserver):
         self.index: Callable[[ModuleCall, ScoresCall], None] | None = None
         self.index_layouts: Callable[[str], HeadLayout | None] = lambda name: None
         self._chosen: dict[str, tuple[ModuleCall, ScoresCall, Scores | Lost]] = {}
-        self._names = (names_of(model) if names is None else names) if probing else None
+        self._by_graph = by_graph
         self.handwritten = EagerAttentionTracer(
             lambda frame, call: self._saw(frame, "softmax", call, call.layout),
             lambda frame, ordinal: self._layouts.get(name_of(frame, ordinal)),
-            self._names,
+            self._by_graph,
             self._valued,
             self._chose,
         )
@@ -250,7 +252,9 @@ class CaptureMode(CallObserver):
         around.callback(self.end)
         self.stack.ended = self._module_ended
         self._knows_name = around.enter_context(name_held())
-        around.enter_context(observed_by(self))
+        sought = [only for _, only in (self._only_in or {"": (None, None)}).values()]
+        exchanges = any([only is None or only & _EXCHANGED for only in sought])
+        around.enter_context(observed_by(self, exchanges=exchanges))
         self.wants_logsumexp = self.bounded is not None
         if self.always_with_graph:
             self._keep_graphs(around)
@@ -274,10 +278,11 @@ class CaptureMode(CallObserver):
 
     def end(self) -> None:
         """Reports what is still waiting; the pass is over, or about to be."""
-        self.guard(self.apart, self.handwritten.end_all)
+        if self.handwritten.is_open:
+            self.guard(self.apart, self.handwritten.end_all)
 
     def _module_ended(self, frame: ModuleCall) -> None:
-        if self.handwritten.is_open(frame):
+        if self.handwritten.is_open:
             self.apart(lambda: self.handwritten.end(frame))
 
     def _keep_graphs(self, around: ExitStack) -> None:
@@ -384,6 +389,8 @@ class CaptureMode(CallObserver):
             if not is_transpose or args[0].ndim < 3:
                 return
             name, args = "transpose", (args[0], -2, -1)
+        if name == "pad" and _adds_zeros(*args, **kwargs):
+            self.stack.top.pads = True
         if name not in FUSED and not self.handwritten.minds(name):
             return
         if in_vmap():
@@ -398,9 +405,11 @@ class CaptureMode(CallObserver):
             self.apart(lambda: self.handwritten.follow(name, top, args, kwargs, out))
 
     def named_call(self, args: Args, kwargs: Kwargs, lse: Tensor | None) -> None:
+        if self._measured(args, kwargs, lse):
+            return
         if in_vmap():
             self.hidden["what runs inside torch.func.vmap"] = None
-        elif not self._measured(args, kwargs, lse):
+        else:
             top = self.stack.top
             self.apart(lambda: self._read_fused(_SDPA, top, args, kwargs, None))
 
@@ -467,7 +476,7 @@ class CaptureMode(CallObserver):
                     rows = KernelRows(*(x.reshape(len(x), heads, 1) for x in rows))
         geometry = CallGeometry(
             lambda q, k: fused_layout(
-                q, k, top, known=self._layouts.get(site), names=self._names
+                q, k, top, known=self._layouts.get(site), by_graph=self._by_graph
             ),
             fewest_keys
             if key_heads is None
@@ -479,7 +488,7 @@ class CaptureMode(CallObserver):
             self._unread(name, error)
             return
         added = None
-        if name == _SDPA and self._names is not None:
+        if name == _SDPA and self.probing:
             mask = sdpa_arguments(args, kwargs)["attn_mask"]
             added = self._added(top, mask, geometry.used)
         reported = self._saw(top, name, call, geometry.used, added, rows)
@@ -496,16 +505,22 @@ class CaptureMode(CallObserver):
         if layout is None and mask.ndim == 4:
             layout = HeadLayout(groups=tuple("bhts"), sizes=(mask.shape[1],))
         return scores_call(
-            tag, mask, mask.ndim - 1, top, known=layout, names=self._names, alone=False
+            tag,
+            mask,
+            mask.ndim - 1,
+            top,
+            known=layout,
+            by_graph=self._by_graph,
+            alone=False,
         )
 
-    def called(self, name: str, arguments: Kwargs, out: object) -> None:
-        self.apart(lambda: self._read_exchanged(name, arguments, out))
+    def called(self, name: str, arguments: Kwargs) -> None:
+        self.apart(lambda: self._read_exchanged(name, arguments))
 
     def not_observable(self, name: str, error: Exception) -> None:
         self.hidden[f"{name}, which can't be watched ({error})"] = None
 
-    def _read_exchanged(self, name: str, arguments: Kwargs, out: object) -> None:
+    def _read_exchanged(self, name: str, arguments: Kwargs) -> None:
         """Reads a call of a function that is not torch's."""
         if self._elsewhere(self.stack.top):
             return
@@ -514,8 +529,6 @@ class CaptureMode(CallObserver):
         except UnreadError as error:
             self._unread(name, error)
             return
-        if isinstance(call, FlexCall):
-            call = dataclasses.replace(call, largest=returned_rows(out)[1])
         self._saw(self.stack.top, name, call)
 
     def _unread(self, name: str, error: UnreadError) -> None:
@@ -565,7 +578,7 @@ class CaptureMode(CallObserver):
         frame.indexes += 1
         try:
             layout = self.index_layouts(frame.name)
-            call = index_call(tag, x, frame, known=layout, names=self._names)
+            call = index_call(tag, x, frame, known=layout, by_graph=self._by_graph)
         except Exception as error:  # the attention after it is still observed
             caution(
                 f"the scores by which {frame.name or 'the model itself'} chooses keys cannot be read: {error}"
@@ -576,7 +589,7 @@ class CaptureMode(CallObserver):
         else:
             self._chosen.setdefault(frame.name, (frame, call, tag))
 
-    def _described_call(self, site: AttentionSite, read: Callable[[], Seen]) -> None:
+    def _described_call(self, site: DescribedSite, read: Callable[[], Seen]) -> None:
         frame = ModuleCall(name=site.name, module=site.module, parent=self.stack.top)
 
         def report() -> None:
@@ -601,6 +614,13 @@ def _may_have_graph(func: Function, args: Args) -> bool:
     writes = name.startswith("__i") or name == "__setitem__"
     writes = writes or (name.endswith("_") and not name.endswith("__"))
     return not writes or (isinstance(args[0], Tensor) and args[0].grad_fn is not None)
+
+
+def _adds_zeros(
+    _: object, pad: Sequence[int], mode: str = "constant", value: object = None
+) -> bool:
+    """True if torch's pad with these arguments adds zeros along a dimension other than the last."""
+    return any(pad[2:]) and mode == "constant" and not value
 
 
 def _in_own(frame: ModuleCall) -> bool:

@@ -18,12 +18,10 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest
 from torch.overrides import TorchFunctionMode
 
 from qkeel.capture.calls import HeadLayout, Seen, fewest_keys, flex_call, hides
 from qkeel.errors import QkeelError
-from qkeel.kernels.contract import may_run_unseen
 from qkeel.patching.forward import ObservedCall, exchange, give_back
 from qkeel.patching.modes import (
     Args,
@@ -35,7 +33,6 @@ from qkeel.patching.modes import (
 )
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, NoCap, Softcap
 from qkeel.spec.call import band_call, make_call
-from qkeel.spec.slot import PerRow
 
 # Attention functions that are not torch functions, observed by exchanging their code while there is an observer.
 #
@@ -57,24 +54,18 @@ _HOMES: dict[str, tuple[str, ...]] = {
     # Attention called by a module that is not one of qkeel's, or with which a remedy replaced a model's own.
     "qkeel.ops": ("attention", "run", "run_with_weights"),
 }
-# The devices on which flex_attention's kernel returns no maxima, and the kernels (by their name in kernel_options) that
-# do elsewhere.
-_WITHOUT_MAXIMA = ["cpu", "mps"]
-_WITH_MAXIMA = ("AUTO", "TRITON")
 
 
 class CallObserver(TorchFunctionMode, abc.ABC):
     """A function mode that also receives the calls of functions that are not torch functions.
 
-    guard: calls what reads a call. probing: whether gradients are traced from q and k. maxima: whether flex_attention
-    must also return the largest logit of each row, if its kernel supports this. by_name: True while a call is made that
-    arrived by the name F.scaled_dot_product_attention. reads_names: whether such calls are handed to `named_call`,
-    because the mode is not active; wants_logsumexp: whether their rows' logsumexps are wanted.
+    guard: calls what reads a call. probing: whether gradients are traced from q and k. by_name: True while a call is
+    made that arrived by the name F.scaled_dot_product_attention. reads_names: whether such calls are handed to
+    `named_call`, because the mode is not active; wants_logsumexp: whether their rows' logsumexps are wanted.
     """
 
     guard: Guarded = staticmethod(unguarded)
     probing = False
-    maxima = False
     by_name = False
     reads_names = False
     wants_logsumexp = False
@@ -84,9 +75,8 @@ class CallObserver(TorchFunctionMode, abc.ABC):
         out."""
 
     @abc.abstractmethod
-    def called(self, name: str, arguments: Mapping[str, Any], out: object) -> None:
-        """Called after the function `name` was called with these arguments (all of them, by name) and returned
-        `out`."""
+    def called(self, name: str, arguments: Mapping[str, Any]) -> None:
+        """Called after the function `name` was called with these arguments, all of them by name."""
 
     @abc.abstractmethod
     def not_observable(self, name: str, error: Exception) -> None:
@@ -103,12 +93,12 @@ observers: Callable[[], tuple[CallObserver, ...]] = _OBSERVERS.get
 
 
 @contextmanager
-def observed_by(observer: CallObserver) -> Iterator[None]:
-    """A context in which `observer` receives this thread's calls. Functions of modules that are not imported yet are
-    missed."""
+def observed_by(observer: CallObserver, *, exchanges: bool) -> Iterator[None]:
+    """A context in which `observer` receives this thread's calls, those of functions that are not torch's only if
+    `exchanges` is True. Functions of modules that are not imported yet are missed."""
     taken: list[types.FunctionType] = []
     try:
-        for function in _functions():
+        for function in _functions() if exchanges else ():
             try:
                 exchange(function, _begin)
                 taken.append(function)
@@ -173,39 +163,7 @@ def _begin(
         # No gradients are traced through attention, and on a CPU flex_attention refuses inputs that require one.
         call.args = [_detached(x) for x in args]
         call.kwargs = {name: _detached(x) for name, x in kwargs.items()}
-    if function.__name__ == _FLEX and any(o.maxima for o in observers):
-        for observer in observers:
-            observer.guard(_ask_for_maxima, function, call)
     return call
-
-
-def _ask_for_maxima(function: types.FunctionType, call: ObservedCall) -> None:
-    """Makes flex_attention also return its rows' largest logits, where its kernel supports it; the caller does not
-    receive them."""
-    bound = inspect.signature(function).bind(*call.args, **call.kwargs)
-    bound.apply_defaults()
-    arguments = bound.arguments
-    asked = arguments.get("return_aux")
-    backend = (arguments["kernel_options"] or {}).get("BACKEND", "AUTO")
-    if (
-        arguments["query"].device.type in _WITHOUT_MAXIMA
-        or backend not in _WITH_MAXIMA
-        or arguments.get(
-            "return_lse"
-        )  # the older option, which torch accepts only alone
-        or (asked is not None and asked.max_scores)
-        or not may_run_unseen("flex")
-    ):
-        return
-    arguments["return_aux"] = (asked or AuxRequest())._replace(max_scores=True)
-    call.args, call.kwargs = list(bound.args), bound.kwargs
-    report = call.finish
-
-    def finish(out: Any) -> Any:
-        report(out)
-        return out[0] if asked is None else (out[0], out[1]._replace(max_scores=None))
-
-    call.finish = finish
 
 
 def _report(
@@ -219,7 +177,7 @@ def _report(
     bound.apply_defaults()
     with unobserved():
         for observer in observers:
-            observer.guard(observer.called, function.__name__, bound.arguments, out)
+            observer.guard(observer.called, function.__name__, bound.arguments)
     return out
 
 
@@ -398,7 +356,7 @@ def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, 
     """
     arguments = {**_DEFAULTS, **dict(zip(_BY_PLACE, args)), **kwargs}
     mask: Any = arguments["attn_mask"]
-    if is_mask_object(mask):
+    if mask is not None and is_mask_object(mask):
         t, s = mask.seq_len_q, mask.seq_len_kv
         if t == s or mask.variant.name == "UPPER_LEFT":
             arguments |= {"attn_mask": None, "is_causal": True}
@@ -488,21 +446,6 @@ def flex(arguments: Kwargs) -> AttentionCall:
         k,
         arguments["score_mod"],
         arguments["block_mask"],
-    )
-
-
-def returned_rows(out: object) -> tuple[PerRow | None, PerRow | None]:
-    """Each row's logsumexp and largest logit [b h t] in what flex_attention returned, or None for those it was not
-    asked to return.
-
-    Both are computed from the scores that score_mod returns, over the keys that the block mask allows, and are -inf for
-    rows that see no key.
-    """
-    more = out[1] if isinstance(out, tuple) else None
-    return (
-        (more, None)
-        if more is None or isinstance(more, Tensor)
-        else (more.lse, more.max_scores)
     )
 
 

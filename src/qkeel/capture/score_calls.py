@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Bool
@@ -21,8 +21,20 @@ from qkeel.capture.example import ModuleCall
 from qkeel.capture.products import Operand, Product
 from qkeel.capture.tags import Lost, Scores
 from qkeel.functional.norms import wide
-from qkeel.heads.rows import Sides, layout_of
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sides:
+    """The factors of a product of scores that serve as queries and keys."""
+
+    query: Operand
+    key: Operand
+
+
+# Finds the layout of scores of this shape in the graph behind their factors, from the dimension of the keys and the
+# call of the module; None if the graph does not show it.
+LayoutReader = Callable[[Sides, torch.Size, int, ModuleCall], HeadLayout | None]
 
 
 def scores_call(
@@ -32,7 +44,7 @@ def scores_call(
     frame: ModuleCall,
     *,
     known: HeadLayout | None,
-    names: dict[int, str] | None,
+    by_graph: LayoutReader | None,
     alone: bool = True,
 ) -> ScoresCall:
     """The attention call whose softmax has the input x.
@@ -43,7 +55,7 @@ def scores_call(
         keys: the dimension that the softmax normalises.
         frame: the module call that made it.
         known: the layout of the scores, if it is known.
-        names: the names of parameters by identity in a probe, otherwise None.
+        by_graph: finds the layout in the graph, in a probe; otherwise None.
         alone: whether x is final, with nothing else to be added.
     """
     start, end = (0, x.shape[keys]) if tag.keys is None else tag.keys
@@ -55,9 +67,9 @@ def scores_call(
     pairs = [_sides(product, capped, keys) for product in tag.products]
     factors: list[tuple[Tensor | None, Tensor | None]] = []
     # An autograd.Function that computes the softmax turns gradients off.
-    with torch.set_grad_enabled(names is not None):
-        arrangement = _layout(capped, pairs, keys, frame, known, names)
-        exact = names is None or (alone and len(pairs) == 1)
+    with torch.set_grad_enabled(by_graph is not None):
+        arrangement = _layout(capped, pairs, keys, frame, known, by_graph)
+        exact = by_graph is None or (alone and len(pairs) == 1)
         for product, sides in zip(tag.products, pairs):
             if sides is None or (exact and not product.followed):
                 factors.append((None, None))
@@ -68,7 +80,8 @@ def scores_call(
     if tag.hidden is not None:
         hidden = tag.hidden.broadcast_to(x.shape).narrow(keys, start, end - start)
         hidden = arrangement.apply(hidden)
-    if len(pairs) == 1 and tag.products[0].followed:
+    is_filled = any([f.pads for f in frame.line()])
+    if is_filled and len(pairs) == 1 and tag.products[0].followed:
         filler = _filler_rows(pairs[0], arrangement, capped, keys)
         if filler is not None:
             hidden = filler if hidden is None else hidden | filler
@@ -94,7 +107,7 @@ def scores_call(
         hidden=hidden,
         q=q,
         k=k,
-        products=tuple(factors) if names is not None else (),
+        products=tuple(factors) if by_graph is not None else (),
         lost=tag.lost,
         layout=arrangement,
         gathered=all(by_query),
@@ -108,7 +121,7 @@ def index_call(
     frame: ModuleCall,
     *,
     known: HeadLayout | None,
-    names: dict[int, str] | None,
+    by_graph: LayoutReader | None,
 ) -> ScoresCall:
     """Returns an attention call whose logits are the scores x by which keys are chosen, as a softmax over them would
     receive them; the call has no values.
@@ -118,8 +131,8 @@ def index_call(
     x, keys = x.detach(), x.ndim - 1
     products = tag.products if isinstance(tag, Scores) else ()
     pairs = [_sides(product, x, keys) for product in products]
-    with torch.set_grad_enabled(names is not None):
-        arrangement = _layout(x, pairs, keys, frame, known, names)
+    with torch.set_grad_enabled(by_graph is not None):
+        arrangement = _layout(x, pairs, keys, frame, known, by_graph)
     arrangement = dataclasses.replace(arrangement, headless=False)
     hidden = (x <= HIDES) | (x == torch.inf)
     if isinstance(tag, Scores) and tag.hidden is not None:
@@ -142,7 +155,7 @@ def fused_layout(
     frame: ModuleCall,
     *,
     known: HeadLayout | None,
-    names: dict[int, str] | None,
+    by_graph: LayoutReader | None,
 ) -> HeadLayout:
     """The layout of the scores that a fused function computes from q and k [... t d], which need not be [b h t d]."""
     lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
@@ -152,7 +165,7 @@ def fused_layout(
         query=Operand(query.unsqueeze(-2), q), key=Operand(key.unsqueeze(-3), k)
     )
     x = q.detach().new_zeros(()).expand(shape)
-    return _layout(x, [sides], len(shape) - 1, frame, known, names)
+    return _layout(x, [sides], len(shape) - 1, frame, known, by_graph)
 
 
 def _sides(product: Product, x: Tensor, keys: int) -> Sides | None:
@@ -176,7 +189,7 @@ def _layout(
     keys: int,
     frame: ModuleCall,
     known: HeadLayout | None,
-    names: dict[int, str] | None,
+    by_graph: LayoutReader | None,
 ) -> HeadLayout:
     """The layout if it is known, or else found by experiment, or else guessed from the shape."""
     fitted = None if known is None else known.fitted(x.shape)
@@ -190,8 +203,8 @@ def _layout(
     # A product whose queries differ by key, such as one with relative positions, says less.
     known_pairs = [sides for sides in pairs if sides is not None]
     for sides in sorted(known_pairs, key=lambda sides: sides.query.varies(keys)):
-        if names is not None:
-            shown = layout_of(sides, x.shape, keys, frame, names)
+        if by_graph is not None:
+            shown = by_graph(sides, x.shape, keys, frame)
             if shown is not None:
                 return shown
         free = [

@@ -1,4 +1,4 @@
-"""The kernel interface: what a kernel receives, how it refuses a call, what a GPU leaves to torch, and helpers.
+"""The kernel interface: what a kernel receives, how it refuses a call, and helpers.
 
 Shapes: b batch, t queries, s keys, h query heads, g key heads, d dimensions per head, e dimensions per value.
 """
@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
-import os
 from collections.abc import Iterator
 
-from qkeel.errors import caution
 from qkeel.functional.norms import unrounded
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.slot import Keys, Logits, Outputs, Queries, Values
@@ -40,32 +37,6 @@ class Kernel(abc.ABC):
     @abc.abstractmethod
     def __call__(self, call: AttentionCall) -> Outputs:
         """Returns the output [b h t e] in q's dtype."""
-
-
-# What no GPU has been seen to compute right. docs/internals/gpu.md lists what has been seen, where and at which commit.
-UNSEEN = {
-    "pairs": "statistics of calls whose mask differs by query",
-    "window": "all statistics of sliding windows",
-    "spans": "statistics of packed sequences and of windows on both sides",
-    "flex": "the largest logits of a model's flex_attention",
-    "amd": "norm, rotation and statistics on AMD's devices",
-}
-
-
-def may_run_unseen(case: str) -> bool:
-    """True if QKEEL_TRITON=unseen lets a GPU compute a case of UNSEEN; otherwise one warning says that torch does."""
-    if os.environ.get("QKEEL_TRITON") == "unseen":
-        return True
-    _say_once(case)
-    return False
-
-
-@functools.cache
-def _say_once(case: str) -> None:
-    caution(
-        f"on this GPU torch computes {UNSEEN[case]} instead of a faster kernel, which no GPU has been seen to run "
-        "right; QKEEL_TRITON=unseen runs the kernel"
-    )
 
 
 # Helpers that several kernels share: row blocks and the average of values.

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from qkeel.heads.site import APPLIED, AttentionSite, Sites
 from qkeel.metrics import fused_logit_error, stored_logit_error
 from qkeel.monitor.finite_stages import Facts
 from qkeel.monitor.history import History, LogitLimit
@@ -39,6 +38,7 @@ from qkeel.monitor.thresholds import (
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import first_adapter
 from qkeel.sites.find import is_normed
+from qkeel.sites.site import APPLIED, AttentionSite, Sites
 
 # Rules that depend on the setting: the number format, the head width, and which norm was configured.
 

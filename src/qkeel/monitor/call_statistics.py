@@ -12,7 +12,6 @@ from qkeel.capture.calls import ScoresCall, Seen, call_logsumexp, maxima, statis
 from qkeel.errors import unknown
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import KernelRows, LogitStats, row_moments, sink_gate
-from qkeel.heads.site import AttentionSite, Kind
 from qkeel.kernels.statistics import (
     CallRows,
     call_rows,
@@ -24,6 +23,7 @@ from qkeel.monitor.alarms import Setting
 from qkeel.monitor.gather import Reduction
 from qkeel.monitor.pass_numbers import Number, PassNumbers
 from qkeel.monitor.token_classes import PassTokens
+from qkeel.sites.site import AttentionSite, Kind
 from qkeel.spec import AttentionCall, Sink
 
 # True for every statistic; "max" for the largest logit only.

@@ -12,10 +12,10 @@ from qkeel import distributed as dist
 from qkeel.distributed.layout import local
 from qkeel.distributed.sharding import local_block
 from qkeel.functional.norms import wide
-from qkeel.heads.site import AttentionSite, NormGain
 from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.modes import without_gradients
+from qkeel.sites.site import AttentionSite, NormGain
 from qkeel.spec.slot import ParameterSizes, Params
 
 

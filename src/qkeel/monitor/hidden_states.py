@@ -17,6 +17,7 @@ from qkeel.errors import caution
 from qkeel.functional.norms import stream_statistics, wide
 from qkeel.handle import Handle
 from qkeel.monitor.pass_numbers import Number, PassNumbers
+from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.modes import (
     Guarded,
     Hook,
@@ -221,7 +222,10 @@ class HiddenStates:
 def dense(x: Tensor) -> Tensor:
     """The part of a tensor that is here, or no numbers if it cannot be reduced."""
     x = dist.local(x)
-    return x if x.dtype in SUMMED and x.layout == torch.strided else x.new_empty(0)
+    # Wrappers, such as torchao's quantised weights, refuse operators as they like.
+    if x.dtype not in SUMMED or x.layout != torch.strided or is_wrapper(x):
+        return torch.empty(0, device=x.device)
+    return x
 
 
 def hidden_states(values: object) -> Tensor | None:

@@ -15,8 +15,7 @@ from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics
 from qkeel.capture.example import tensors
 from qkeel.capture.visible_sets import LayerType
 from qkeel.errors import caution
-from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite, Sites
+from qkeel.handle import Handle, compose
 from qkeel.monitor.call_statistics import Extra, add_gates
 from qkeel.monitor.finite_stages import first_empty_row, weights_not_finite
 from qkeel.monitor.first_look import FirstLook
@@ -39,6 +38,7 @@ from qkeel.patching.losses import ReturnedScalar
 from qkeel.patching.modes import Guarded, ModuleTree
 from qkeel.patching.roles import Phase
 from qkeel.sites.find import all_sites, within
+from qkeel.sites.site import AttentionSite, Sites
 from qkeel.sites.tap import Tap, Visitor
 
 NOT_COMPARED = (
@@ -120,7 +120,8 @@ class StepNumbers(Visitor):
     def looking(self, candidate: bool) -> Handle | None:
         if self._hidden is None or not candidate:
             return None
-        return self._hidden.attach()
+        hidden, gates = self._hidden.attach(), self._first_look.attach()
+        return compose([hidden, gates]) if gates else hidden
 
     def reads_plain(self, name: str) -> bool:
         return self.sites.shows_all(name)

@@ -19,7 +19,6 @@ from qkeel.errors import AlarmWarning, InvalidValueError, caution
 from qkeel.frames import Foreign
 from qkeel.frames.tables import markup
 from qkeel.handle import Handle, State, under
-from qkeel.heads.site import AttentionSite, Sites, UnrecognizedAttention
 from qkeel.monitor.alarms import fitted, logit_limits, rules_for
 from qkeel.monitor.cadence import Cadence, MeasuredSteps
 from qkeel.monitor.call_statistics import CallStatistics, SettingSeen, wanted
@@ -46,6 +45,7 @@ from qkeel.patching.forward import owners, unwrapped
 from qkeel.patching.modes import FaultGuard, joined
 from qkeel.patching.optimizers import StepHooks, steps_taken
 from qkeel.patching.roles import Phase
+from qkeel.sites.site import AttentionSite, Sites, UnrecognizedAttention
 from qkeel.sites.tap import Tap
 
 JOINED = "in torch's Join context, processes end at different steps"

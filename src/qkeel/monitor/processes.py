@@ -31,7 +31,6 @@ from qkeel.distributed.reduce import HeadSpan, Member, SharedTable
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import MERGES, LogitStats, of_key_heads
-from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.monitor.gather import (
     Measurement,
     Stats,
@@ -44,6 +43,7 @@ from qkeel.monitor.gather import (
 from qkeel.monitor.record import site_facts
 from qkeel.patching.modes import process_store, running_stage
 from qkeel.records import MONITOR_EXTREMES, MONITOR_FIELDS
+from qkeel.sites.site import AttentionSite, HeadSlice
 
 # How a process introduces itself.
 

@@ -16,7 +16,6 @@ from torch import nn
 
 from qkeel import distributed as dist
 from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.heads.site import APPLIED, AttentionSite, UnrecognizedAttention
 from qkeel.metrics import text_table
 from qkeel.monitor.cadence import Cadence
 from qkeel.monitor.rules import Alarm, Severity
@@ -35,6 +34,7 @@ from qkeel.records import (
 )
 from qkeel.records.run_directory import made_on
 from qkeel.sites.find import site_label
+from qkeel.sites.site import APPLIED, AttentionSite, UnrecognizedAttention
 from qkeel.version import VERSION
 
 # One record of a watched model, as the sinks receive it.

@@ -21,9 +21,9 @@ from qkeel.capture.visible_sets import (
     visible_sets,
 )
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
-from qkeel.heads.site import Sites, share
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.sites.find import found_sites
+from qkeel.sites.site import Sites, share
 
 
 @final

@@ -14,9 +14,10 @@ from qkeel.distributed.layout import counted, local
 from qkeel.distributed.sharding import local_block
 from qkeel.functional.bounds import interaction_norm, spectrum, step_products
 from qkeel.functional.norms import wide, widest
-from qkeel.heads.site import AttentionSite, HeadSlice, NormGain
 from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
+from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.modes import without_gradients
+from qkeel.sites.site import AttentionSite, HeadSlice, NormGain
 
 # Entries of the weights of sites that are read as one tensor: 16 MB in float32.
 _TOGETHER = 1 << 22
@@ -194,8 +195,9 @@ class WeightNorms:
             lasts = [slices.index(x) for x in itertools.chain(*_lasts(site).values())]
             facts = site in products, self._eps.get(site), site.reparametrised
             weights = [self._parameters[head_slice.parameter] for head_slice in slices]
-            # A site that is split is read for itself, and so are convolutions.
-            is_alone = site in self._split or any([p.ndim > 2 for p in weights])
+            # A site that is split is read for itself, and so are convolutions and weights that refuse operators.
+            is_odd = [p.ndim > 2 or is_wrapper(p) for p in weights]
+            is_alone = site in self._split or any(is_odd)
             alone = site.name if is_alone else ""
             shapes = [
                 (x.index.shape, local(p).shape, p.dtype, p.device, x.axis)

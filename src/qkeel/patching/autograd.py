@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, final
@@ -19,6 +19,21 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 # Private attributes of graph nodes and tensors: saved operands, the base of a view, versions.
 
 _NORM = "qkeel: a norm"
+
+
+def nodes_of(inputs: Iterable[Tensor]) -> set[Node]:
+    """The graph nodes that computed these tensors, at which tracing stops."""
+    return {x.grad_fn for x in inputs if x.grad_fn is not None}
+
+
+def variable_of(node: Node) -> Any:
+    """The leaf tensor whose gradient a node accumulates, or None for any other node."""
+    return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None  # type: ignore[attr-defined]
+
+
+def inputs_of(node: Node) -> list[Node]:
+    """The nodes that computed the inputs of a node, as far as they have gradients."""
+    return [above for above, _ in node.next_functions if above is not None]
 
 
 def saved_operand(node: Node, place: int) -> Tensor | None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from qkeel.heads.site import APPLIED
 from qkeel.remedies.base import Remedy, active_on
+from qkeel.sites.site import APPLIED
 
 
 class _Active(dict[str, Remedy]):

@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite
 from qkeel.patching.modes import names_in_use, parameters_of, shard_alike, submodules_of
 from qkeel.remedies.base import Target, inside, module_name
 from qkeel.remedies.optimizer_trials import ParamGroup, optimizer_like
+from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec
 from qkeel.spec.slot import ParameterSizes
 

@@ -15,7 +15,6 @@ from qkeel import distributed as dist
 from qkeel.capture.example import arguments
 from qkeel.errors import AlreadyAppliedError, RefusedError
 from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite, Sites
 from qkeel.patching.forward import first_adapter, unwrapped
 from qkeel.patching.modes import compile_again
 from qkeel.patching.optimizers import listed
@@ -47,6 +46,7 @@ from qkeel.remedies.table import RemedySpec, parse
 from qkeel.remedies.untrained_parameters import notice_untrained
 from qkeel.remedies.weights_in_use import check_weights_in_use
 from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
+from qkeel.sites.site import AttentionSite, Sites
 from qkeel.sites.trace import ModelTrace, run_once
 
 GIVE_BATCH = "For apply: qkeel.apply(model, {!r}, optimizer, batch=batch), with a batch that the model accepts"
@@ -154,7 +154,8 @@ def _apply_all(
             sites=remedy.chosen(sites),
             trace=None if remedy.on_steps else trace,
             all_sites=sites,
-            values={} if trace is None else trace.value_slices(),
+            # Few remedies ask for them.
+            values=dict if trace is None else functools.cache(trace.value_slices),
         )
         agreed(
             functools.partial(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, final
 
@@ -16,11 +16,11 @@ from qkeel.capture.example import Arguments, copied, undisturbed
 from qkeel.deprecation import warn
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.handle import Handle, compose
-from qkeel.heads.site import APPLIED, AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.options import Bound, Term, annotations, check_bound, checked
 from qkeel.patching.forward import extra_pass
 from qkeel.remedies.optimizer_trials import check_one_optimizer, innermost
+from qkeel.sites.site import APPLIED, AttentionSite, HeadSlice
 from qkeel.sites.trace import ModelTrace, seen
 
 #: Heads by site name; () for all heads of a site.
@@ -47,10 +47,8 @@ class Target:
     trace: ModelTrace | None = None
     #: all attention of the model; `sites` may be a part of it
     all_sites: Sequence[AttentionSite] = ()
-    #: the last weights on the path to each site's values, or why they are unknown; empty if no pass has shown them
-    values: Mapping[str, tuple[HeadSlice, ...] | str] = dataclasses.field(
-        default_factory=dict
-    )
+    #: returns the last weights on the path to each site's values, or why they are unknown; none if no pass showed them
+    values: Callable[[], Mapping[str, tuple[HeadSlice, ...] | str]] = dict
 
     @property
     def example(self) -> Arguments:
@@ -82,7 +80,7 @@ class Target:
 
     def value_weights(self, site: AttentionSite) -> Sequence[HeadSlice]:
         """Returns the last weights on the path to a site's values, as far as a pass has shown them."""
-        slices = self.values.get(site.name, ())
+        slices = self.values().get(site.name, ())
         return () if isinstance(slices, str) else slices
 
     def overlap(self, s: HeadSlice, other: HeadSlice) -> bool:

@@ -14,7 +14,6 @@ from torch import nn
 
 from qkeel.errors import RefusedError, check_known
 from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.forward import put_in_place
 from qkeel.patching.modes import names_in_use, parameters_of
@@ -37,6 +36,7 @@ from qkeel.remedies.head_norms import (
 )
 from qkeel.remedies.processes import agreed
 from qkeel.sites.find import is_normed
+from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.trace import seen
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
 from qkeel.spec.logits import Scale
@@ -200,7 +200,7 @@ class ChangeNorm(ChangeSpec):
                 (term.query if side == "q" else term.key)[-1] for term in site.terms
             ]
             if side == "v":
-                values = target.values.get(site.name, "")
+                values = target.values().get(site.name, "")
                 if isinstance(values, str):
                     raise RefusedError(
                         f"it is not known which weights produce the values ({values}); use qk_norm"
@@ -310,7 +310,7 @@ class ChangeNorm(ChangeSpec):
         for projection in placed:
             projection.seen = []
         try:
-            trace = seen(target.model, *target.short())
+            trace = seen(target.model, *target.short(), rows=False)
         finally:
             sizes = [{*(projection.seen or [0])} for projection in placed]
             for projection in placed:

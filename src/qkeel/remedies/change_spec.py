@@ -11,7 +11,6 @@ from torch import nn
 
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.attention import SpecModule
 from qkeel.remedies.added_parameters import change_parameters
@@ -19,6 +18,7 @@ from qkeel.remedies.base import Remedy, Target, compose_all
 from qkeel.remedies.changed_call import PlacedChange, changed
 from qkeel.remedies.exchange import exchange_calls
 from qkeel.sites.find import is_normed
+from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import Norm

@@ -12,11 +12,11 @@ from torch import nn
 from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite
 from qkeel.patching.forward import forwards_of
 from qkeel.remedies.added_parameters import change_parameters
 from qkeel.remedies.base import Target, module_name, where
 from qkeel.remedies.changed_call import ChangedCalls, PlacedChange, changed
+from qkeel.sites.site import AttentionSite
 from qkeel.sites.trace import is_product, run_once
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.logits import Scale

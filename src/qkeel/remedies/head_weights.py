@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from qkeel import distributed as dist
 from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.functional.norms import wide
-from qkeel.heads.site import HeadSlice
 from qkeel.patching.autograd import is_wrapper
 from qkeel.remedies.base import Target, unconfirmed, where
 from qkeel.remedies.optimizer_trials import check_steps
+from qkeel.sites.site import HeadSlice
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from qkeel import distributed as dist
 from qkeel.functional.bounds import spectral_norm
 from qkeel.handle import Handle, compose
-from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import HeadsBySite, Target, active_at
 from qkeel.remedies.head_weights import (
@@ -25,6 +24,7 @@ from qkeel.remedies.head_weights import (
 from qkeel.remedies.optimizer_steps import scale_steps
 from qkeel.remedies.saved_state import SavedState
 from qkeel.remedies.step_remedy import UNDOES_MATCHED_STEPS, StepRemedy, sites_of
+from qkeel.sites.site import AttentionSite
 
 
 @final

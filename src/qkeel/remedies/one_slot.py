@@ -15,7 +15,6 @@ from typing import ClassVar, Literal, final
 from qkeel.errors import check
 from qkeel.functional.logits import sigmoid_bias
 from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.options import settle
 from qkeel.remedies.base import Target
@@ -26,6 +25,7 @@ from qkeel.remedies.change_spec import (
     refuse_taken,
 )
 from qkeel.remedies.exchange import refuse_added_scores
+from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, LogN, Sigmoid, Sink, Softcap, Softpick
 from qkeel.spec.logits import Cap, FloorLogTemperature, Normalizer, Scale
 

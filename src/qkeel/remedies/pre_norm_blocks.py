@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from qkeel.capture.example import tensors
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle, compose
-from qkeel.heads.site import AttentionSite
 from qkeel.nn.decoder import Block, NormOrder
 from qkeel.patching.modes import submodules_of
 from qkeel.remedies.base import Target, evaluating, module_name, where
+from qkeel.sites.site import AttentionSite
 
 ModuleOutput = Tensor | tuple[Tensor, ...]
 # The input and the output of each call of a block (under the empty name) and of its children.

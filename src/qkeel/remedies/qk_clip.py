@@ -17,7 +17,6 @@ from qkeel.capture.calls import maxima
 from qkeel.errors import RefusedError, caution
 from qkeel.functional.bounds import qk_clip_gamma
 from qkeel.handle import Handle, compose
-from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.kernels.statistics import plain_max_stats, stats_of_rows
 from qkeel.nn.attention import SpecModule
@@ -39,6 +38,7 @@ from qkeel.remedies.optimizer_steps import scale_steps, with_one
 from qkeel.remedies.saved_state import SavedState
 from qkeel.remedies.shared_maxima import SharedMaxima
 from qkeel.remedies.step_remedy import UNDOES_MATCHED_STEPS, StepRemedy, sites_of
+from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.tap import Tap
 
 _OFF = "qk_clip failed while reading logits and has stopped clipping: {}. Training continues without it"

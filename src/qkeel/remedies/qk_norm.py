@@ -11,7 +11,6 @@ from torch import nn
 from qkeel.errors import InvalidValueError
 from qkeel.functional.logits import cosine_scale, qk_norm_init
 from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.attention import GAU, GAUBlock, SpecModule
 from qkeel.nn.decoder import Block
@@ -21,6 +20,7 @@ from qkeel.remedies.base import Target, compose_all
 from qkeel.remedies.change_norm import KINDS, ChangeNorm, NormOptions
 from qkeel.remedies.change_spec import ChangeSpec, known_length
 from qkeel.remedies.pre_norm_blocks import pre_norm_branches, swap
+from qkeel.sites.site import AttentionSite
 from qkeel.spec import Fixed, L2Norm, Learned, Sqrt
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import GainKind, GainNorm

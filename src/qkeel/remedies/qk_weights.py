@@ -15,7 +15,6 @@ from qkeel.errors import RefusedError
 from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle, compose
-from qkeel.heads.site import AttentionSite, HeadSlice
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.modes import parameters_of
 from qkeel.patching.optimizers import in_real_steps
@@ -28,6 +27,7 @@ from qkeel.remedies.optimizer_steps import (
     with_one,
 )
 from qkeel.remedies.step_remedy import StepRemedy
+from qkeel.sites.site import AttentionSite, HeadSlice
 
 
 @final

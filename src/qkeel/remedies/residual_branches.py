@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from qkeel.errors import check
 from qkeel.handle import Handle
-from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.decoder import Block
 from qkeel.remedies.added_parameters import join
@@ -25,6 +24,7 @@ from qkeel.remedies.pre_norm_blocks import (
     pre_norm_branches,
     swap,
 )
+from qkeel.sites.site import AttentionSite
 
 
 @final

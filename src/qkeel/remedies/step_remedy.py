@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal, get_args
 
 from qkeel.errors import InvalidValueError, check_known
-from qkeel.heads.site import AttentionSite
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.modes import submodules_of
 from qkeel.remedies.base import HeadsBySite, Remedy, where
 from qkeel.sites.find import is_normed
+from qkeel.sites.site import AttentionSite
 
 UNDOES_MATCHED_STEPS = Refusal(
     "lalr raises the rates as a clip shrinks the weights, which undoes matched steps",

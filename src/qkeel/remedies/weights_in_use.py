@@ -12,11 +12,11 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from qkeel import distributed as dist
 from qkeel.errors import RefusedError
-from qkeel.heads.site import HeadSlice
 from qkeel.patching.modes import hooks_before, parameters_of
 from qkeel.remedies.base import Target, evaluating
 from qkeel.remedies.sigma_reparam import stored
 from qkeel.remedies.step_remedy import WEIGHT_IN_USE, StepRemedy, WeightInUse
+from qkeel.sites.site import HeadSlice
 
 # Hooks of torch's; each stores its weight's name in a string.
 _WEIGHT_HOOKS = (SpectralNorm, WeightNorm, prune.BasePruningMethod)

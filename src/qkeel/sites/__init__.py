@@ -1,15 +1,10 @@
 """The attention sites of a model, and the tap that accumulates their statistics."""
 
-from qkeel.capture.described import describe
-from qkeel.heads.site import (
-    AttentionSite,
-    HeadSlice,
-    QKProduct,
-    Reading,
-    Sites,
-    UnrecognizedAttention,
-)
+from qkeel.capture.calls import UnrecognizedAttention
+from qkeel.capture.described import Reading
+from qkeel.sites.description import describe
 from qkeel.sites.find import find_sites
+from qkeel.sites.site import AttentionSite, HeadSlice, QKProduct, Sites
 from qkeel.sites.tap import Tap
 
 __all__ = [

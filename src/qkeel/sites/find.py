@@ -18,8 +18,6 @@ from qkeel import distributed as dist
 from qkeel.capture.example import ForwardArguments, arguments
 from qkeel.deprecation import Call, accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
-from qkeel.heads.norms import spec_gains
-from qkeel.heads.site import AttentionSite, HeadSlice, NormGain, QKProduct, Sites, rows
 from qkeel.nn.attention import GAU, Attention
 from qkeel.nn.mla import MLA
 from qkeel.patching.forward import unwrapped
@@ -31,7 +29,9 @@ from qkeel.patching.modes import (
     modules_of,
     parameters_of,
 )
+from qkeel.sites.norms import spec_gains
 from qkeel.sites.run import SEARCH, spread, whole_weights
+from qkeel.sites.site import AttentionSite, HeadSlice, NormGain, QKProduct, Sites, rows
 from qkeel.sites.trace import ModelTrace, traced
 
 # Several models that are passed as one, such as the pipeline stages of one process. Each of them has a name.

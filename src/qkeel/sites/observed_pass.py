@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics, maxima
+from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics
 from qkeel.capture.example import ModuleCall
 from qkeel.capture.intercept import CapturedCall, CaptureMode, PlainCall, name_of
 from qkeel.capture.named_attention import BY_NAME
 from qkeel.capture.readers import FLASH_AND_FLEX, SDPA
 from qkeel.functional.statistics import KernelRows, LogitStats
-from qkeel.heads.site import layer_of
 from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.statistics import CallRows, bounded_max_stats
 from qkeel.nn import functional_attention
@@ -29,6 +28,7 @@ from qkeel.patching.modes import (
     ModuleTree,
     in_this_thread,
 )
+from qkeel.sites.site import layer_of
 from qkeel.sites.trace import names_by_caller
 from qkeel.spec import AttentionCall
 
@@ -134,8 +134,6 @@ class ObservedPass:
             layouts=self.tap.facts.layouts,
             only_in=only_in,
         )
-        # No other result of a call is read.
-        watcher.maxima = self.tap.measure is maxima
         watcher.stack.by_caller = by_caller
         watcher.key_heads = self.tap.facts.key_heads
         if self.tap.facts.indexers and self.kept is None:

@@ -18,7 +18,6 @@ from qkeel.capture.named_attention import CompiledBounds
 from qkeel.errors import caution
 from qkeel.functional.statistics import LogitStats
 from qkeel.handle import Handle
-from qkeel.heads.site import INDEX, AttentionSite, Sites
 from qkeel.kernels.statistics import is_over, only_extremes, plain_rows
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import ForwardPasses, extra_pass
@@ -39,6 +38,7 @@ from qkeel.sites.observed_pass import (
     PassSearch,
     Places,
 )
+from qkeel.sites.site import INDEX, AttentionSite, Sites
 
 _TRANSFORMED = (
     "a pass inside a transform of torch.func (grad, vmap, jvp) is not measured, because its tensors have no values "

@@ -39,9 +39,7 @@ from qkeel.capture.example import ModuleCall, restored
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
 from qkeel.errors import RefusedError, caution
 from qkeel.functional.norms import wide
-from qkeel.heads.rows import half_codes
-from qkeel.heads.site import AttentionSite, HeadSlice, unique_slices
-from qkeel.heads.walk import inputs_of, nodes_of, variable_of
+from qkeel.patching.autograd import inputs_of, nodes_of, variable_of
 from qkeel.patching.modes import (
     CollectiveMode,
     modules_of,
@@ -49,7 +47,9 @@ from qkeel.patching.modes import (
     submodules_of,
     take_off,
 )
+from qkeel.sites.rows import half_codes
 from qkeel.sites.run import SEARCH, eagerly, spread
+from qkeel.sites.site import AttentionSite, HeadSlice, unique_slices
 
 Weights = Mapping[str, Tensor]
 Logits = list[Tensor]

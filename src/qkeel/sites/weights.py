@@ -13,9 +13,9 @@ from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, undisturbed
 from qkeel.errors import NoAttentionError
 from qkeel.functional.norms import wide
-from qkeel.heads.site import Sites
 from qkeel.patching.forward import unwrapped
 from qkeel.sites.find import found_sites
+from qkeel.sites.site import Sites
 from qkeel.sites.tap import Tap
 
 # Numbers of one block of rows, all heads, that are in memory at once.

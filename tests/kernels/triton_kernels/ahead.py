@@ -24,8 +24,7 @@ FLOATS = "inverse gain cos sin parts tops lows scales fields inverses"
 STORED = "x y dy kept dx q k"
 WHOLE = {
     "counts": "*i64",
-    **dict.fromkeys(("starts", "stops"), "*i32"),
-    **dict.fromkeys(("keys", "pairs"), "*u8"),
+    "keys": "*u8",
     **dict.fromkeys(FLOATS.split(), "*fp32"),
     **dict.fromkeys(STORED.split(), "*bf16"),
 }
@@ -54,13 +53,8 @@ TOKEN = {**HEAD, "HEADS": 64, "WHOLE": True}
 FORTH = {"KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}
 BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
 SEEN = {"D": 128, "WIDE": 128, "ROWS": 128, "KEYS": 64, "CAUSAL": True}
-SEEN |= dict.fromkeys(("WINDOW", "MASK", "SPANS", "CAP"), False)
-FIELDS = {**SEEN, "SCALED": False, "PAIRS": False}
-BY_PAIR = {
-    **FIELDS,
-    "ROWS": row_fields._SMALL_TILE[0],
-    "KEYS": row_fields._SMALL_TILE[1],
-}
+SEEN |= dict.fromkeys(("WINDOW", "MASK", "CAP"), False)
+FIELDS = {**SEEN, "SCALED": False}
 ONES = (
     "heads",
     "times",
@@ -86,8 +80,7 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("all statistics", row_fields._fields, FIELDS, 8),
     ("all statistics at head_dim 64", row_fields._fields, {**FIELDS, "ROWS": 64, "D": 64, "WIDE": 64}, 4),
     ("all statistics of hidden keys", row_fields._fields, {**FIELDS, "MASK": True, "CAP": True}, 8),
-    ("all statistics of pairs", row_fields._fields, {**BY_PAIR, "PAIRS": True, "CAP": True, "WINDOW": True}, 4),
-    ("extremes of spans", extremes._extremes, {**SEEN, "CAUSAL": False, "SPANS": True}, 8),
+    ("extremes in a window", extremes._extremes, {**SEEN, "WINDOW": True}, 8),
     ("extremes", extremes._extremes, SEEN, 8),
     ("extremes of one token", extremes._extremes, {**SEEN, **dict.fromkeys(ONES, 1)}, 8),
     ("extremes of hidden keys", extremes._extremes, {**SEEN, "MASK": True}, 8),

@@ -4,8 +4,6 @@ import pytest
 import torch
 from tests import forked
 
-from qkeel.errors import QkeelWarning
-from qkeel.kernels import contract
 from qkeel.kernels.native import triton as available
 from qkeel.kernels.norm_rope import operator as norm_rope
 
@@ -39,28 +37,19 @@ def test_it_can_be_switched_off_and_is_off_under_transforms(
     assert norm_rope.operators_for(CUDA) is None
 
 
-def test_an_old_gpu_is_left_to_torch(monkeypatch):
-    for capability, good in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+def test_an_old_gpu_and_amds_are_left_to_torch(monkeypatch):
+    for capability, hip, good in (
+        ((7, 5), None, False),
+        ((8, 0), None, True),
+        ((9, 0), None, True),
+        ((9, 4), "6.4", False),
+    ):
         available._modern.cache_clear()
+        monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(
             torch.cuda, "get_device_capability", lambda device, found=capability: found
         )
         assert available.usable(CUDA) is good
-    available._modern.cache_clear()
-
-
-def test_a_device_of_amds_is_left_to_torch_after_one_warning(
-    monkeypatch,
-):
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    contract._say_once.cache_clear()
-    available._modern.cache_clear()
-    with pytest.warns(QkeelWarning, match="AMD's devices") as told:
-        assert [available.usable(CUDA) for _ in range(2)] == [False, False]
-    assert len(told) == 1
-    available._modern.cache_clear()
-    monkeypatch.setenv("QKEEL_TRITON", "unseen")
-    assert available.usable(CUDA)
     available._modern.cache_clear()
 
 

@@ -14,11 +14,9 @@ from torch import Tensor
 from triton.language import constexpr  # pyright: ignore[reportMissingImports]
 
 from qkeel.kernels.logits.triton_visible_keys import (
-    Spans,
-    bounds,
     dense,
-    first_and_last,
     key_mask,
+    reach,
     tile_sizes,
     visible,
 )
@@ -31,8 +29,6 @@ def _extremes(
     q,
     k,
     keys,
-    starts,
-    stops,
     tops,
     lows,
     scale,
@@ -57,7 +53,6 @@ def _extremes(
     CAUSAL: constexpr,
     WINDOW: constexpr,
     MASK: constexpr,
-    SPANS: constexpr,
 ):
     """Computes the largest and smallest logit of a tile of rows: NaN if a logit is NaN, -inf and inf if nothing was
     read."""
@@ -71,20 +66,8 @@ def _extremes(
     at, first = row + length - times, tile * ROWS + length - times
     query_rows = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
     x = tl.load(query_rows, mask=ok[:, None] & (i[None, :] < D), other=0.0)
-    low_key, high_key, begin, shared_end, stop = bounds(
-        starts,
-        stops,
-        row,
-        ok,
-        first,
-        first + ROWS - 1,
-        length,
-        window,
-        KEYS,
-        CAUSAL,
-        WINDOW,
-        MASK,
-        SPANS,
+    begin, shared_end, stop = reach(
+        first, first + ROWS - 1, length, window, KEYS, CAUSAL, WINDOW, MASK
     )
     top = tl.full([ROWS, KEYS], float("-inf"), tl.float32)
     low = -top
@@ -113,15 +96,12 @@ def _extremes(
             key,
             at,
             ok,
-            low_key,
-            high_key,
             length,
             window,
             keys_s,
             CAUSAL,
             WINDOW,
             MASK,
-            SPANS,
         )
         top = tl.maximum(
             top, tl.where(is_visible, z, float("-inf")), propagate_nan=_ALL
@@ -153,7 +133,7 @@ def extremes(
     scale: float,
     *,
     causal: bool,
-    window: int | Spans | None = None,
+    window: int | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
 ) -> tuple[Float[Tensor, "b h tiles"], Float[Tensor, "b h tiles"]]:
     """Returns the largest and the smallest logit, before a cap, of each tile of rows; NaN if a logit is NaN.
@@ -163,9 +143,7 @@ def extremes(
         k: encoded keys of the same dtype; h / g query heads share a key head.
         scale: factor on the logits.
         causal: a query sees the keys up to its position, with positions aligned at the end.
-        window: a query sees only keys fewer than this many positions away. If two tensors are given instead (without
-            `causal`), each row sees the keys from its first index up to, but not including, its second, the same for
-            all sequences.
+        window: a query sees only keys fewer than this many positions away.
         keys: True where a key may be visible, for all sequences or for each.
     """
     b, h, t, d = q.shape
@@ -175,7 +153,6 @@ def extremes(
         q, scale = q * scale, 1.0
     q, k = dense(q), dense(k)
     wide, tile = tile_sizes(q)
-    near = None if isinstance(window, tuple) else window
     tiles = triton.cdiv(t, tile[0])
     tops, lows = (q.new_empty((b, h, tiles), dtype=torch.float32) for _ in range(2))
     mask, over = key_mask(q, keys)
@@ -184,7 +161,6 @@ def extremes(
             q,
             k,
             mask,
-            *first_and_last(window, q),
             tops,
             lows,
             scale,
@@ -192,7 +168,7 @@ def extremes(
             h // g,
             t,
             s,
-            near or 0,
+            window or 0,
             tiles,
             *q.stride()[:3],
             *k.stride()[:3],
@@ -202,9 +178,8 @@ def extremes(
             ROWS=tile[0],
             KEYS=tile[1],
             CAUSAL=causal,
-            WINDOW=near is not None,
+            WINDOW=window is not None,
             MASK=keys is not None,
-            SPANS=isinstance(window, tuple),
             num_warps=tile[2],
         )
     return tops, lows

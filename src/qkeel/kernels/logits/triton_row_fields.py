@@ -21,11 +21,9 @@ from triton.language import constexpr  # pyright: ignore[reportMissingImports]
 
 from qkeel.functional.statistics import ROW_FIELDS
 from qkeel.kernels.logits.triton_visible_keys import (
-    Spans,
-    bounds,
     dense,
-    first_and_last,
     key_mask,
+    reach,
     tile_sizes,
     visible,
 )
@@ -46,8 +44,6 @@ _TILES_FLOAT32 = {
     128: (32, 32, 4),
     256: (16, 16, 4),
 }
-# Of spans and masks of pairs: what a larger tile needs more would not fit in the registers.
-_SMALL_TILE = (64, 32, 4)
 # The kernel finds a field by a product in 32 bits.
 MOST_ROWS = (2**31 - 1) // (len(ROW_FIELDS) - 1)
 _LOG2_E, _LN_2 = constexpr(1.4426950408889634), constexpr(0.6931471805599453)
@@ -165,9 +161,6 @@ def _fields(
     k,
     inverses,
     keys,
-    pairs,
-    starts,
-    stops,
     scales,
     fields,
     counts,
@@ -178,7 +171,6 @@ def _fields(
     share,
     times,
     length,
-    window,
     tiles,
     rows_in_all,
     q_b,
@@ -189,10 +181,6 @@ def _fields(
     k_t,
     keys_b,
     keys_s,
-    pairs_b,
-    pairs_h,
-    pairs_t,
-    pairs_s,
     scales_b,
     scales_h,
     scales_t,
@@ -201,12 +189,9 @@ def _fields(
     ROWS: constexpr,
     KEYS: constexpr,
     CAUSAL: constexpr,
-    WINDOW: constexpr,
     MASK: constexpr,
-    SPANS: constexpr,
     CAP: constexpr,
     SCALED: constexpr,
-    PAIRS: constexpr,
 ):
     # Sequence and head.
     of = (tl.program_id(0) // tiles).to(tl.int64)
@@ -225,20 +210,15 @@ def _fields(
         factor = tl.load(
             scales + n * scales_b + h * scales_h + row * scales_t, mask=ok, other=1.0
         )
-    low_key, high_key, begin, shared_end, stop = bounds(
-        starts,
-        stops,
-        row,
-        ok,
+    begin, shared_end, stop = reach(
         start + past_keys,
         start + ROWS - 1 + past_keys,
         length,
-        window,
+        0,
         KEYS,
         CAUSAL,
-        WINDOW,
-        MASK or PAIRS,
-        SPANS,
+        _NO,
+        MASK,
     )
     nothing = tl.zeros([ROWS], tl.float32)
     top = nothing + float("-inf")
@@ -246,12 +226,7 @@ def _fields(
     mass, along, total, squares = nothing, nothing, nothing, nothing
     widest, cosines = top, nothing
     above, seen_keys = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32)
-    first = tl.zeros([ROWS], tl.int32) + (_NONE if MASK or PAIRS else 0)
-    if not (MASK or PAIRS):
-        if SPANS:
-            first = low_key
-        if WINDOW:
-            first = tl.maximum(at - window + 1, 0)
+    first = tl.zeros([ROWS], tl.int32) + (_NONE if MASK else 0)
     theirs, turns = (
         k + n * k_b + (h // share) * k_h,
         inverses + (n * (heads // share) + h // share) * length,
@@ -300,7 +275,7 @@ def _fields(
             seen_keys,
             first,
             CAP,
-            MASK or PAIRS,
+            MASK,
             _YES,
         )
     for past in range(shared_end, stop, KEYS):
@@ -315,24 +290,13 @@ def _fields(
             key,
             at,
             ok,
-            low_key,
-            high_key,
             length,
-            window,
+            0,
             keys_s,
             CAUSAL,
-            WINDOW,
+            _NO,
             MASK,
-            SPANS,
         )
-        if PAIRS:
-            to_pairs = (
-                pairs + n * pairs_b + h * pairs_h + row.to(tl.int64)[:, None] * pairs_t
-            )
-            shown = tl.load(
-                to_pairs + key.to(tl.int64)[None, :] * pairs_s, mask=is_visible, other=0
-            )
-            is_visible = is_visible & (shown != 0)
         inverse = tl.load(turns + key, mask=key < length, other=0.0)
         (
             top,
@@ -369,7 +333,7 @@ def _fields(
             seen_keys,
             first,
             CAP,
-            MASK or PAIRS,
+            MASK,
             _NO,
         )
     sees_a_key = seen_keys > 0
@@ -423,12 +387,6 @@ def _fields(
 LAUNCHED: dict[str, Any] = {"fields": _fields}
 
 
-def _bytes_of(pairs: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-    """Returns a mask of pairs as bytes, with its strides when it is broadcast to [b h t s]; copies nothing."""
-    wide = pairs.view(torch.uint8).expand(shape)
-    return wide, wide.stride()
-
-
 def row_fields(
     q: Float[Tensor, "b h t d"],
     k: Float[Tensor, "b g s d"],
@@ -436,10 +394,8 @@ def row_fields(
     threshold: float,
     *,
     causal: bool,
-    window: int | Spans | None = None,
     cap: float | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
-    pairs: Bool[Tensor, "#b #h #t s"] | None = None,
 ) -> tuple[Float[Tensor, "fields b h t"], Int[Tensor, "b h t"], Float[Tensor, "b g s"]]:
     """Returns ROW_FIELDS of all rows, the number of keys that each row sees, and the key norms.
 
@@ -452,9 +408,8 @@ def row_fields(
         scale: factor on the products, a number or a tensor that broadcasts to [b h t 1].
         threshold: logits above it are counted, in nats.
         causal: a query sees the keys up to its position, with positions aligned at the end.
-        window: as in `triton_extremes.extremes`, like keys.
         cap: cap of a softcap, or None.
-        pairs: True where a query may see a key.
+        keys: True where a key may be visible, for all sequences or for each.
     """
     assert len(ROW_FIELDS) == 11
     b, h, t, d = q.shape
@@ -464,9 +419,6 @@ def row_fields(
     rows, columns, warps = (_TILES_FLOAT32 if q.dtype == torch.float32 else _TILES)[
         wide
     ]
-    by_pair = pairs is not None or isinstance(window, tuple)
-    if by_pair and q.dtype != torch.float32 and wide <= 128:
-        rows, columns, warps = _SMALL_TILE
     norms = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)
     # Of a key of zeros all products are 0.
     inverse = norms.clamp_min(torch.finfo(torch.float32).tiny).reciprocal()
@@ -475,13 +427,7 @@ def row_fields(
     number = not isinstance(scale, Tensor)
     # The norms stand in for a tensor that is not read.
     scales = norms if number else scale.float().expand(b, h, t, 1)
-    near, (mask, over) = (
-        None if isinstance(window, tuple) else window,
-        key_mask(q, keys),
-    )
-    shown, strides = (
-        (q, (0, 0, 0, 0)) if pairs is None else _bytes_of(pairs, (b, h, t, s))
-    )
+    mask, over = key_mask(q, keys)
     tiles = triton.cdiv(t, rows)
     with torch.cuda.device_of(q):
         LAUNCHED["fields"][(tiles * b * h,)](
@@ -489,8 +435,6 @@ def row_fields(
             k,
             inverse,
             mask,
-            shown,
-            *first_and_last(window, q),
             scales,
             fields,
             counts,
@@ -501,25 +445,20 @@ def row_fields(
             h // g,
             t,
             s,
-            near or 0,
             tiles,
             b * h * t,
             *q.stride()[:3],
             *k.stride()[:3],
             *over,
-            *strides,
             *((0, 0, 0) if number else scales.stride()[:3]),
             D=d,
             WIDE=wide,
             ROWS=rows,
             KEYS=columns,
             CAUSAL=causal,
-            WINDOW=near is not None,
             MASK=keys is not None,
-            SPANS=isinstance(window, tuple),
             CAP=cap is not None,
             SCALED=not number,
-            PAIRS=pairs is not None,
             num_warps=warps,
         )
     return fields, counts, norms

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton  # pyright: ignore[reportMissingImports]  # not on every system
 import triton.language as tl  # pyright: ignore[reportMissingImports]
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from triton.language import constexpr  # pyright: ignore[reportMissingImports]
 
@@ -26,7 +24,6 @@ _TILES_FLOAT32 = {
     128: (32, 32, 4),
     256: (16, 16, 4),
 }
-Spans = tuple[Int[Tensor, "1 t"], Int[Tensor, "1 t"]]
 
 
 @triton.jit
@@ -61,77 +58,21 @@ def reach(
 
 
 @triton.jit
-def span(starts, stops, row, ok, length, KEYS: constexpr) -> Any:
-    """Returns the first key that each row sees and the key after the last; and, for all rows together, the first key,
-    the end of the complete tiles that every row sees, and the end of the last key.
-    """
-    low, high = (
-        tl.load(starts + row, mask=ok, other=0),
-        tl.load(stops + row, mask=ok, other=0),
-    )
-    sees_a_key = low < high
-    begin = tl.min(tl.where(sees_a_key, low, length), 0)
-    stop = tl.max(tl.where(sees_a_key, high, 0), 0)
-    # A row that sees nothing shares no tile.
-    shared = tl.min(tl.where(sees_a_key, high, tl.where(ok, begin, length)), 0)
-    begins_alike = tl.max(tl.where(sees_a_key, low, begin), 0) == begin
-    shared = tl.where(begins_alike, tl.maximum(shared, begin), begin)
-    whole_tiles = (shared - begin) // KEYS * KEYS  # pyright: ignore[reportOperatorIssue]
-    return low, high, begin, begin + whole_tiles, stop
-
-
-@triton.jit
-def bounds(
-    starts,
-    stops,
-    row,
-    ok,
-    first,
-    last,
-    length,
-    window,
-    KEYS: constexpr,
-    CAUSAL: constexpr,
-    WINDOW: constexpr,
-    MASK: constexpr,
-    SPANS: constexpr,
-) -> Any:
-    """Like `span`, but without spans it returns the result of `reach` and placeholders for the ends of each row."""
-    low, high = row, row
-    if SPANS:
-        low, high, begin, shared_end, stop = span(starts, stops, row, ok, length, KEYS)
-        # A masked key may lie in any tile.
-        shared_end = begin if MASK else shared_end
-    else:
-        begin, shared_end, stop = reach(
-            first, last, length, window, KEYS, CAUSAL, WINDOW, MASK
-        )
-    return low, high, begin, shared_end, stop
-
-
-@triton.jit
 def visible(
     keys,
     key,
     at,
     ok,
-    low,
-    high,
     length,
     window,
     keys_s,
     CAUSAL: constexpr,
     WINDOW: constexpr,
     MASK: constexpr,
-    SPANS: constexpr,
 ):
     """Returns which keys of a tile the rows at positions `at` see; `keys` is their sequence's key mask."""
     inside, away = key < length, at[:, None] - key[None, :]
     is_visible = inside[None, :] & ok[:, None]
-    if SPANS:
-        is_visible = (
-            is_visible & (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
-        )
     if CAUSAL:
         is_visible = is_visible & (away >= 0)
     if WINDOW:
@@ -159,15 +100,6 @@ def key_mask(
     return mask, (0, 0) if keys is None else (
         mask.stride(0) if mask.shape[0] > 1 else 0,
         mask.stride(1),
-    )
-
-
-def first_and_last(window: int | Spans | None, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the two ends of spans for the kernels; placeholders if there are none."""
-    return (
-        (window[0][0].to(torch.int32), window[1][0].to(torch.int32))
-        if isinstance(window, tuple)
-        else (q, q)
     )
 
 

@@ -1,6 +1,6 @@
 """Access to the Triton kernels: whether they can be used, and their import for the first CUDA tensor.
 
-QKEEL_TRITON=0 disables them, QKEEL_TRITON=unseen also runs those that no GPU has been seen to run right.
+QKEEL_TRITON=0 disables them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.errors import caution
-from qkeel.kernels.contract import may_run_unseen
 from qkeel.kernels.native.operators import STORED, is_plain
 from qkeel.patching.modes import constant_when_compiled, transformed
 
@@ -29,8 +28,8 @@ _WIDEST = 256
 def usable(device: torch.device) -> bool:
     """True if Triton can currently be used for tensors on the device.
 
-    False if QKEEL_TRITON=0, if Triton is missing or the device is AMD's (reported once), if it is not a GPU or is too
-    old for bfloat16, or during a torch.func transform, export or trace. torch then computes the same results.
+    False if QKEEL_TRITON=0, if Triton is missing (reported once), if it is not a GPU of NVIDIA's or is too old for
+    bfloat16, or during a torch.func transform, export or trace. torch then computes the same results.
     """
     if (
         device.type != "cuda"
@@ -60,10 +59,11 @@ def loaded() -> bool:
 
 @functools.cache
 def _modern(device: torch.device) -> bool:
-    # AMD's devices are called "cuda" too, and what their capability says is not comparable.
-    if torch.version.hip is not None:
-        return may_run_unseen("amd")
-    return torch.cuda.get_device_capability(device) >= _OLDEST
+    # AMD's devices are called "cuda" too. No kernel was ever run on one, and their capability is not comparable.
+    return (
+        torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= _OLDEST
+    )
 
 
 def takes(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]) -> bool:

@@ -10,9 +10,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.heads.site import AttentionSite, HeadSlice, across
 from qkeel.remedies.retrofit.fit_gains import copies, descend, put_back
 from qkeel.remedies.retrofit.outputs import Reference, predictions
+from qkeel.sites.site import AttentionSite, HeadSlice, across
 
 # A norm divides each q and k by its length, which the old model may have used. How much the length varies from token to
 # token depends on the relative scale of a head's dimensions, which can be chosen freely: with q_i · e^{t_i} and

@@ -12,9 +12,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from qkeel.functional.norms import widest
-from qkeel.heads.site import Kind, NormGain
-from qkeel.heads.walk import MOVES, inputs_of, variable_of
-from qkeel.patching.autograd import normalized_shape, saved_gain, saved_operand
+from qkeel.patching.autograd import (
+    inputs_of,
+    normalized_shape,
+    saved_gain,
+    saved_operand,
+    variable_of,
+)
+from qkeel.sites.graph import MOVES
+from qkeel.sites.site import Kind, NormGain
 from qkeel.spec.norm import Norm as SpecNorm
 
 _SUMS = ("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0")

@@ -6,17 +6,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Literal, final, get_args
 
 import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
 
-from qkeel.capture.calls import HeadLayout
+from qkeel.capture.calls import HeadLayout, UnrecognizedAttention
+from qkeel.capture.described import Description
 from qkeel.capture.visible_sets import KeyOrigin, LayerType, VisibleType, layer_type
-from qkeel.errors import InvalidValueError, ShapeError, check, check_known
+from qkeel.errors import InvalidValueError, ShapeError, check_known
 from qkeel.functional.bounds import repeat_groups
 from qkeel.spec import AttentionSpec
 
@@ -25,9 +25,6 @@ Grid = tuple[int, int, int]
 Kind = Literal["rms", "layer", "l2"]
 # Attribute of a site's module: the remedies that are applied to it, by name.
 APPLIED = "_qkeel_applied"
-_LAYOUT = (
-    r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them in parentheses
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -203,63 +200,6 @@ class QKProduct:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reading:
-    """A rule for reading q or k from the output of a submodule of the site's module.
-
-    `layout` names the dimensions of the output: b batch, h heads, t tokens, d head_dim. Letters that share a dimension
-    are in parentheses, slowest first. The letter n stands for adjacent parts, as in a fused projection; there are
-    `parts` of them, and this reading uses number `part`. For example, "b t (n h d)" has q, k and v one after the other,
-    and "b t (h n d)" has them interleaved. `then` is the function that the module applies to [b h t d] before the
-    scores; `normed` says whether that function includes a norm.
-    """
-
-    module: str
-    layout: str = "b t (h d)"
-    part: int = 0
-    parts: int = 1
-    then: Callable[[Tensor], Tensor] | None = None
-    normed: bool = False
-
-    def __post_init__(self) -> None:
-        letters = "".join(self.groups)
-        known = set("dt") <= set(letters) <= set("bhtdn") and len(set(letters)) == len(
-            letters
-        )
-        if not known or not re.fullmatch(_LAYOUT, self.layout):
-            raise InvalidValueError(
-                f"expected a layout of b h t d (and n) such as 'b t (h d)', got {self.layout!r}"
-            )
-        check(
-            0 <= self.part < self.parts,
-            f"part 0 to {self.parts - 1} of {self.parts}",
-            self.part,
-        )
-
-    @property
-    def groups(self) -> list[str]:
-        """The letters in each dimension."""
-        return [
-            group.replace(" ", "")
-            for group in re.findall(r"(?<=\()[^)]*|\w(?![^(]*\))", self.layout)
-        ]
-
-    @property
-    def dims(self) -> int:
-        """The number of dimensions of the output."""
-        return len(self.groups)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Description:
-    """A description of a site that cannot be observed; see `qkeel.sites.describe`."""
-
-    query: Reading | Callable[..., Tensor]
-    key: Reading | Callable[..., Tensor]
-    causal: bool
-    mask: Callable[..., Tensor | None] | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NormGain:
     """A norm on q or k, which bounds the L2 norm of the heads it acts on by factor · (length · max|offset + g| + ‖b‖).
 
@@ -432,25 +372,6 @@ def rows(parameter: str, n: int, size: int, bias: str | None = None) -> HeadSlic
         index=torch.arange(n * size).view(n, size),
         bias=bias,
     )
-
-
-# --- Attention that was detected but not recognised, and the list of sites that reports it
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class UnrecognizedAttention:
-    """Attention that was detected but not recognised. No statistics are computed for it, and no remedy changes it.
-
-    `module` is the name of the module that computes it, `operation` is the operation through which its logits could not
-    be traced, and `reason` is a clause that gives the reason.
-    """
-
-    module: str
-    operation: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.module or 'the model itself'}: {self.reason}"
 
 
 @final

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from qkeel.patching.autograd import is_marked_norm, is_transposed, output_like
+from qkeel.patching.autograd import (
+    inputs_of,
+    is_marked_norm,
+    is_transposed,
+    output_like,
+    variable_of,
+)
 
 # Nodes that compute activations times weights, with the indices of the inputs that are
 # the activations, the weight and the bias.
@@ -158,21 +162,6 @@ class Walk:
 def names_of(model: nn.Module) -> dict[int, str]:
     """The names of parameters by identity; a tied parameter has its first name."""
     return {id(p): name for name, p in model.named_parameters()}
-
-
-def nodes_of(inputs: Iterable[Tensor]) -> set[Node]:
-    """The graph nodes that computed these tensors, at which tracing stops."""
-    return {x.grad_fn for x in inputs if x.grad_fn is not None}
-
-
-def variable_of(node: Node) -> Any:
-    """The leaf tensor whose gradient a node accumulates, or None for any other node."""
-    return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None  # type: ignore[attr-defined]
-
-
-def inputs_of(node: Node) -> list[Node]:
-    """The nodes that computed the inputs of a node, as far as they have gradients."""
-    return [above for above, _ in node.next_functions if above is not None]
 
 
 def leaves_of(start: Node | None, stops: set[Node]) -> list[Node] | None:

@@ -22,18 +22,11 @@ from torch.autograd.graph import GradientEdge
 from qkeel.capture.calls import HeadLayout
 from qkeel.capture.example import ModuleCall
 from qkeel.capture.products import Operand
+from qkeel.capture.score_calls import Sides
 from qkeel.errors import QkeelError
-from qkeel.heads.site import HeadSlice, QKProduct
-from qkeel.heads.walk import (
-    WHOLE_NORMS,
-    Projection,
-    Walk,
-    leaves_of,
-    nodes_of,
-    variable_of,
-    walk,
-)
-from qkeel.patching.autograd import is_wrapper
+from qkeel.patching.autograd import is_wrapper, nodes_of, variable_of
+from qkeel.sites.graph import WHOLE_NORMS, Projection, Walk, leaves_of, walk
+from qkeel.sites.site import HeadSlice, QKProduct
 
 # Up to this number, a gradient for each head costs less than one for each half of them.
 _FEW_HEADS = 5
@@ -411,16 +404,8 @@ def half_codes(n: int) -> Bool[Tensor, "n m"]:
 Split = tuple[int, int, int]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sides:
-    """The factors of a product of scores that serve as queries and keys."""
-
-    query: Operand
-    key: Operand
-
-
 def layout_of(
-    sides: Sides, shape: torch.Size, keys: int, frame: ModuleCall, names: dict[int, str]
+    names: dict[int, str], sides: Sides, shape: torch.Size, keys: int, frame: ModuleCall
 ) -> HeadLayout | None:
     """The layout of scores of this shape whose softmax is over dimension `keys`, or None if the experiment does not
     show it.
