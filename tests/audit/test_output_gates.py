@@ -1,15 +1,18 @@
-"""Gates on the output of attention in `explain`: their means by head against float64, and none where there is none."""
+"""Gates on the output of attention: their means by head against float64, none where there is none, and what `check`
+and the first measured step say where most are shut."""
 
 from __future__ import annotations
 
 import random
 import re
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import qkeel
+from qkeel.errors import QkeelWarning
 
 
 class Gated(nn.Module):
@@ -72,3 +75,37 @@ def test_means_of_gates_are_those_of_float64(shape, seed):
         assert means == pytest.approx(layer.means, rel=5e-3)
         n = sum(mean < 0.05 for mean in layer.means)
         assert f"{n} of {layer.heads} heads" in site.gate
+
+
+@pytest.mark.parametrize("shape", ["head", "feature"])
+@pytest.mark.parametrize("n_shut", [1, 3])
+def test_gates_that_are_shut_are_told_by_check_and_at_the_first_measured_step(
+    shape, n_shut
+):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        Gated(random.Random(1), shape), Gated(random.Random(5), shape)
+    )
+    assert [layer.heads for layer in model] == [2, 4]
+    with torch.no_grad():
+        for layer in model:
+            layer.gate.bias.fill_(0.0)
+        model[1].gate.bias.view(4, -1)[:n_shut] = -8.0
+    x = torch.randn(2, 6, 32)
+    expected = model(x).detach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", QkeelWarning)
+        with qkeel.watch(model, optimizer):
+            for _ in range(2):
+                output = model(x)
+                if _ == 0:
+                    assert torch.equal(output, expected)
+                output.square().mean().backward()
+                optimizer.step()
+    said = [str(warning.message) for warning in caught]
+    sentence = f"the output gates of 1 are shut: {n_shut} of 4 heads"
+    is_told = n_shut > 2
+    assert sum(sentence in text for text in said) == is_told
+    health = qkeel.check(model, x)
+    assert (sentence in str(health)) == (not health.healthy) == is_told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.audit.saturation import SoftmaxGradients
 from qkeel.metrics import Status
 
 WIDTH, HEADS = 64, 4
@@ -146,30 +144,3 @@ def test_a_single_saturated_head_is_no_layer():
         for layer in mixed:
             layer.qkv.weight[:64] *= 60
     assert "saturated" not in str(qkeel.check(mixed, seeded(0, 40), threshold=1e9))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_shares_are_those_of_float64_with_all_weights_in_memory(seed):
-    draw = torch.Generator().manual_seed(seed)
-    b, h, t, s = 2, 3, 9, 9
-    logits = 4 * torch.randn(b, h, t, s, generator=draw, dtype=torch.float64)
-    visible = torch.rand(b, 1, t, s, generator=draw) < 0.6
-    visible[..., 0] = True
-    visible[:, :, 2, 1:] = False  # a row that sees one key has nothing to pass back
-    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
-    gradients = SoftmaxGradients(h)
-    for rows in (slice(0, 4), slice(4, t)):
-        gradients.add(rows, weights[:, :, rows].float(), visible[:, :, rows])
-    expected = []
-    for head in range(h):
-        passed = uniform = 0.0
-        for i in range(b):
-            for row in range(t):
-                n = int(visible[i, 0, row].sum())
-                if n > 1:
-                    p = weights[i, head, row]
-                    passed += float((p * (1 - p)).sum())
-                    uniform += n * (1 / n) * (1 - 1 / n)
-        expected.append(passed / uniform)
-    assert gradients.shares().tolist() == pytest.approx(expected, rel=1e-5)
-    assert math.isnan(float(SoftmaxGradients(1).shares()))

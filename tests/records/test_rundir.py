@@ -99,6 +99,9 @@ def test_a_finished_run_knows_how_much_it_wrote(tmp_path):
         (tmp_path / "metrics.jsonl").write_bytes(change)
         assert "metrics.jsonl has" in run.damage()
     (tmp_path / "metrics.jsonl").write_bytes(lines)
+    env = (tmp_path / "env.json").rename(tmp_path / "away")
+    assert "env.json is missing" in run.damage()
+    env.rename(tmp_path / "env.json")
     (tmp_path / "DONE").write_text("{")
     assert "DONE is not complete JSON" in run.damage()
     (tmp_path / "DONE").write_text("")  # as version 0.1.0 wrote it

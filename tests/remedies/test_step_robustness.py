@@ -7,7 +7,6 @@ import torch
 
 import qkeel
 from qkeel.errors import RefusedError
-from qkeel.remedies import idle_steps
 
 from .families import FAMILIES, Encoder, batch, run
 from .models import assert_same, decoder, gradients, snapshot, step_by
@@ -170,30 +169,22 @@ def trained(
         optimizer.step()
 
 
-@pytest.fixture
-def few(monkeypatch):
-    """Ten passes without a step are told, where a hundred are outside of tests."""
-    assert idle_steps._PASSES == 100
-    monkeypatch.setattr(idle_steps, "_PASSES", 10)
-
-
-@pytest.mark.usefixtures("few")
 @every_remedy
-def test_many_passes_without_a_step_of_its_own_optimizer_are_warned_about_once(
+def test_passes_without_a_step_of_its_own_optimizer_are_warned_about_once(
     remedy, recwarn
 ):
     model = decoder()
     optimizer, other = adamw(model), adamw(model)
     handle = qkeel.apply(model, remedy, optimizer)
     trained(model, optimizer, 1, batches_a_step=12)  # accumulated gradients
-    trained(model, other, 9)
+    trained(model, other, 2)
     with torch.no_grad():
         for _ in range(12):
             model(ids())
     trained(model, optimizer, 1)
-    trained(model, other, 9)
+    trained(model, other, 2)
     assert not warned(recwarn)
-    trained(model, other, 12)
+    trained(model, other, 4)
     (message,) = warned(recwarn)
     assert "AdamW" in message
     handle.remove()
@@ -201,7 +192,6 @@ def test_many_passes_without_a_step_of_its_own_optimizer_are_warned_about_once(
     assert not optimizer._optimizer_step_post_hooks
 
 
-@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("again", [False, True])
 def test_a_remedy_that_ended_with_its_optimizer_is_warned_about_unless_it_was_applied_again(
     again, recwarn
@@ -212,7 +202,7 @@ def test_a_remedy_that_ended_with_its_optimizer_is_warned_about_unless_it_was_ap
     optimizer = adamw(model)
     if again:
         qkeel.apply(model, "lalr", optimizer)
-    trained(model, optimizer, 12)
+    trained(model, optimizer, 4)
     assert len(warned(recwarn)) == 1 - again
 
 

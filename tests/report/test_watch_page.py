@@ -14,6 +14,7 @@ import qkeel.report
 from qkeel.audit import check
 from qkeel.errors import RunDirectoryError
 from qkeel.monitor import RunDirectorySink, Sample
+from qkeel.records import RunDirectory
 from qkeel.report.watch_page import (
     MAX_CELLS,
     MAX_LINES,
@@ -301,6 +302,23 @@ def test_damaged_files_are_named(tmp_path):
     )
     with pytest.raises(RunDirectoryError, match=r"metrics.jsonl, line 5 "):
         qkeel.report.write(other, tmp_path / "r.html")
+
+
+@pytest.mark.parametrize(
+    "name", ["heads.json", "heads.f32", "metrics.jsonl", "events.jsonl", "env.json"]
+)
+def test_a_file_that_a_finished_run_has_lost_is_named(tmp_path, name):
+    run = make_watch(tmp_path / "run", SMALL)
+    (run / "env.json").write_text("{}")
+    RunDirectory(run).finish({})
+    qkeel.report.write(run, tmp_path / "r.html")
+    (run / name).unlink()
+    for read in (
+        lambda: qkeel.report.write(run, tmp_path / "r.html"),
+        lambda: check(run),
+    ):
+        with pytest.raises(RunDirectoryError, match=re.escape(name)):
+            read()
 
 
 def test_every_text_is_escaped(tmp_path):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import final
 
 import numpy as np
 import torch
@@ -12,14 +13,23 @@ from torch import nn
 
 from qkeel.audit.checkpoint_config import Geometry
 from qkeel.audit.config_differences import call_differences
-from qkeel.audit.saturation import saturation_line
+from qkeel.audit.output_gates import GateMode, shut_gates
+from qkeel.audit.saturation import saturated_heads, saturation_line
 from qkeel.audit.scan import Scan, ScanProgress, outlier_heads, scan
 from qkeel.audit.sees import Contract, check_sees
-from qkeel.audit.visibility import PackedTokens, findings, read_visibility
+from qkeel.audit.visibility import (
+    PackedTokens,
+    SeenKeys,
+    findings,
+    read_visibility,
+)
+from qkeel.capture.calls import Seen
 from qkeel.capture.example import arguments, copied, undisturbed
 from qkeel.deprecation import accepts_earlier_calls
 from qkeel.errors import InvalidTypeError, InvalidValueError, NoAttentionError
 from qkeel.frames.run_verdict import judge_run, raised_alarms
+from qkeel.functional.statistics import LogitStats
+from qkeel.handle import Handle
 from qkeel.metrics import (
     HARMFUL_LOGIT,
     Health,
@@ -28,11 +38,12 @@ from qkeel.metrics import (
 )
 from qkeel.metrics.run_scalars import before_cap, entering_logits
 from qkeel.patching.forward import unwrapped
-from qkeel.patching.modes import FaultGuard
+from qkeel.patching.modes import FaultGuard, push_mode, take_off
 from qkeel.patching.roles import tensors_within
 from qkeel.records import NON_FINITE, RunDirectory
 from qkeel.sites.find import found_sites, site_label
-from qkeel.sites.tap import Tap
+from qkeel.sites.site import AttentionSite
+from qkeel.sites.tap import Tap, Visitor
 
 
 @accepts_earlier_calls()
@@ -47,15 +58,17 @@ def check(
     numbers.
 
     Attention is not healthy if a logit is NaN or infinite, or above `threshold` as it enters the softmax (after a cap),
-    if a layer's mean attention entropy is below 0.05 nats, if most heads of a layer are saturated, or if queries give
-    weight to what they should not see: later keys in a causal model, other documents of a packed batch, padding, pairs
-    that a mask hides. A model is judged by two forward passes on the batch, after those of `find_sites`; it is left
-    unchanged. A run is judged by all its records. A checkpoint is judged by its weights alone, which give only an upper
-    bound on the logits; a bound above the threshold is therefore "not known", not "not healthy".
+    if a layer's mean attention entropy is below 0.05 nats, if most heads of a layer are saturated or their output gates
+    shut, or if queries give weight to what they should not see: later keys in a causal model, other documents of a
+    packed batch, padding, pairs that a mask hides. A model is judged by two forward passes on the batch, after those of
+    `find_sites`; it is left unchanged. A run is judged by all its records. A checkpoint is judged by its weights alone,
+    which give only an upper bound on the logits; a bound above the threshold is therefore "not known", not "not
+    healthy".
 
-    A head is saturated if its softmax passes back less than a fiftieth of the gradient that uniform attention on the
-    same keys would, Σ p (1 - p) averaged over rows, or less than a quarter where the scale is four times 1/√head_dim or
-    more. Heads that attend to a fixed place, such as the first key or the key before, are not.
+    A head is saturated if its normalized entropy, the mean over rows of the entropy divided by that of uniform
+    attention on the same keys, is below 0.01, or below 0.125 where the scale is four times 1/√head_dim or more: its
+    softmax then passes back next to no gradient. Heads that attend to a fixed place, such as the first key or the key
+    before, are not.
 
     Args:
         model_or_path: a model; the directory of a run that qkeel watched or trained; or a .safetensors file, a folder
@@ -104,7 +117,7 @@ def check(
 
 def is_run(path: Path) -> bool:
     """True if a directory contains the records of a run."""
-    return (path / "metrics.jsonl").is_file()
+    return any((path / name).is_file() for name in ("metrics.jsonl", "DONE"))
 
 
 def check_checkpoint(
@@ -120,8 +133,9 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     sites, _ = found_sites(inner, args, kwargs)
     guard = FaultGuard("looking at attention failed: {}")
     # The mode of the model is not changed: what is judged is what is run, dropout included.
+    gates = _GateVisitor()
     with Tap(inner, guard=guard) as tap, torch.no_grad(), undisturbed(inner):
-        tap.sites = sites
+        tap.sites, tap.visitor = sites, gates
         output = inner(*copied(args), **copied(kwargs))
         is_finite = all(
             bool(x.isfinite().all())
@@ -171,17 +185,10 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     tokens = PackedTokens.of(inner, args, kwargs)
     unexpected = findings(inner, tokens, layers.values(), finite=is_finite)
     unexpected += call_differences(inner, layers, sites)
-    saturated = {name: x for name, x in layers.items() if x.is_saturated}
-    if saturated:
-        name, layer = next(iter(saturated.items()))
-        n_more = len(saturated) - 1
-        site = next((site for site in sites if site.name == name), None)
-        spread = float(statistics[name].logit_spread.max()) if name in statistics else 0
-        unexpected.append(
-            f"{layer.layer}{f' and {n_more} more' if n_more else ''} is saturated: {len(layer.saturated)} of "
-            f"{layer.n_heads} heads pass back {layer.share:.2g} of the gradient that uniform attention would. To act: "
-            f"{saturation_line(site, layer.scale, spread)}"
-        )
+    unexpected += shut_gates(
+        {site_label(name, type(inner).__name__): x for name, x in gates.gates.items()}
+    )
+    unexpected += _saturation(statistics, layers, sites)
     # What is seen and should not be outweighs any number: a leak is wrong at every size of logits.
     if unexpected:
         status = Status.NOT_HEALTHY
@@ -204,29 +211,67 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
     )
 
 
+@final
+class _GateVisitor(Visitor):
+    """Follows the outputs of attention to their gates in the pass that a tap measures."""
+
+    def __init__(self) -> None:
+        self._mode = GateMode()
+        self.gates = self._mode.gates
+
+    def looking(self, candidate: bool) -> Handle | None:
+        push_mode(self._mode)
+        return Handle(lambda: take_off(self._mode))
+
+    def reads_plain(self, name: str) -> bool:
+        return False
+
+    def call(self, name: str, call: Seen, candidate: bool) -> None:
+        self._mode.captured(name)
+
+
+def _saturation(
+    statistics: Mapping[str, LogitStats],
+    layers: Mapping[str, SeenKeys],
+    sites: Sequence[AttentionSite],
+) -> list[str]:
+    """Says which layers have most of their heads saturated, with the line to act; a single head is common, and
+    healthy."""
+    saturated = {}
+    for name, layer in layers.items():
+        stats = statistics.get(name)
+        if stats is None or layer.positional is None or not layer.competes:
+            continue
+        entropies = stats.normalized_entropy
+        heads = saturated_heads(entropies, layer.positional, layer.scale)
+        if len(heads) > max(1, len(entropies) / 2):
+            saturated[name] = len(heads)
+    if not saturated:
+        return []
+    name, n_heads = next(iter(saturated.items()))
+    stats, layer, n_more = statistics[name], layers[name], len(saturated) - 1
+    site = next((site for site in sites if site.name == name), None)
+    entropies = stats.normalized_entropy
+    line = saturation_line(site, layer.scale, float(stats.logit_spread.max()))
+    return [
+        f"{layer.layer}{f' and {n_more} more' if n_more else ''} is saturated: {n_heads} of {len(entropies)} heads have "
+        f"{float(entropies.median()):.2g} of the entropy of uniform attention. To act: {line}"
+    ]
+
+
 def _of_run(path: Path, threshold: float) -> Health:
     run = RunDirectory(path)
-    records, events = run.metrics(), run.events()
-    has_heads = (path / "heads.json").exists()
-    heads = run.heads() if records and has_heads else None
+    run.check_complete()
+    events = run.events()
+    # A run that was killed at once has none.
+    heads = run.heads() if (path / "heads.json").exists() else None
     if heads is not None and len(heads.steps) and "max_logit" in heads.values:
         return judge_run(heads, events, threshold)
-    logits = [row.get("capped_max_logit", row.get("max_logit")) for row in records]
-    numbers = [float(x) for x in logits if isinstance(x, (int, float))]
-    finite = [x for x in numbers if not math.isnan(x)]
-    largest = max(finite, default=math.nan)
     status, sentence = judged(
-        largest,
-        broken=["the run"] if len(finite) < len(numbers) else [],
-        threshold=threshold,
-        alarms=raised_alarms(events),
+        math.nan, threshold=threshold, alarms=raised_alarms(events)
     )
-    if records and not has_heads:
-        sentence += (
-            "; heads.json is missing from the run, so layers and heads are not known"
-        )
     return Health(
-        status=status, sentence=sentence, largest=largest, threshold=threshold
+        status=status, sentence=sentence, largest=math.nan, threshold=threshold
     )
 
 

@@ -117,9 +117,12 @@ class OnePass:
             site.name: site.layout for site in self.sites if site.layout is not None
         }
         calls: dict[str, CapturedCall] = {}
+        gates = GateMode()
 
         def keep(captured: CapturedCall) -> None:
-            calls.setdefault(captured.name, captured)
+            if captured.name not in calls:
+                calls[captured.name] = captured
+                gates.captured(captured.name)
 
         watcher = CaptureMode(self.model, keep, layouts=layouts)
         # A module that several callers share makes a site for each of them.
@@ -137,7 +140,7 @@ class OnePass:
                     names[id(weight)] = stored
             for norm in itertools.chain(*self.norms.values()):
                 undo.callback(norm.module.register_forward_pre_hook(norm.note).remove)
-            gates = undo.enter_context(GateMode(lambda: [*calls]))
+            undo.enter_context(gates)
             mode = undo.enter_context(_ProductMode(names))
             forward(
                 self.model, watcher, copied(args), copied(dict(kwargs)), graph=False

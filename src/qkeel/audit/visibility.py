@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from qkeel.audit.saturation import SoftmaxGradients
+from qkeel.audit.saturation import LargestWeights
 from qkeel.audit.sees import Documents
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import arguments, tensors
@@ -24,7 +24,7 @@ from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.find import site_label
 from qkeel.sites.site import Sites
-from qkeel.sites.weights import blocks_of_weights, captured_calls, weights_shape
+from qkeel.sites.weights import blocks_of_weights, captured_calls
 
 # Of a row on keys it should not see, under which nothing is said.
 LEAST_WEIGHT = 1e-3
@@ -46,9 +46,9 @@ class SeenKeys:
     `length` is the number of its queries, 0 if its keys are another sequence. `weights` has the kinds "later",
     "earlier", "documents", "padding" and "hidden", as far as the layer and the batch have such keys. `empty` is the
     first sample and query that sees no key and is not padding, `empty_padding` the first that is. `first_keys` [2 t]
-    are queries of the first sample and the first keys that they see, and `saturated` the heads whose softmax passes
-    back next to no gradient. `scale` is the constant factor on q·k times √head_dim, `share` what the softmax of the
-    median head passes back, and `softcap` the cap.
+    are queries of the first sample and the first keys that they see, and `positional` [h] says which heads mostly
+    attend to one place. `scale` is the constant factor on q·k times √head_dim, and `softcap` the cap. The weights of a
+    layer that does not `competes`, such as those of a sigmoid, need not sum to 1.
     """
 
     layer: str
@@ -57,16 +57,10 @@ class SeenKeys:
     empty: tuple[int, int] | None = None
     empty_padding: tuple[int, int] | None = None
     first_keys: Tensor | None = None
-    saturated: tuple[int, ...] = ()
-    n_heads: int = 0
+    positional: Tensor | None = None
+    competes: bool = True
     scale: float = math.nan
-    share: float = math.nan
     softcap: float | None = None
-
-    @property
-    def is_saturated(self) -> bool:
-        """Whether most heads are saturated; a single one is common, and healthy."""
-        return len(self.saturated) > max(1, self.n_heads / 2)
 
     def weight(self, kind: str) -> float:
         """The largest weight on keys of a kind, 0 if there are none."""
@@ -180,9 +174,8 @@ def seen_keys(
     """
     call, ids, padding = calls[0], tokens.documents, tokens.padding
     length = call.query_shape[1]
-    n_heads = weights_shape(calls)[1]
-    layer = SeenKeys(layer=label, n_heads=n_heads)
-    gradients, reaches = SoftmaxGradients(n_heads), []
+    layer = SeenKeys(layer=label)
+    largest_weights, reaches = LargestWeights(), []
     for rows, weights in blocks_of_weights(calls, most):
         b, _, _, s = weights.shape
         device = weights.device
@@ -217,7 +210,7 @@ def seen_keys(
             weight, head = by_head.max(0)
             largest = float(weight), int(head)
             layer.weights[kind] = max(layer.weights.get(kind, largest), largest)
-        gradients.add(rows, weights, visible)
+        largest_weights.add(rows, weights, visible)
         first = torch.zeros_like(queries[:, 0])
         if visible is not None:
             first = first + visible[0, 0].to(torch.uint8).argmax(-1)
@@ -248,10 +241,8 @@ def seen_keys(
         layer.scale = (call.spec.scale.constant(width) or math.nan) * width**0.5
     layer.first_keys = torch.cat(reaches, 1)
     layer.softcap = call.spec.cap.limit
-    # Other weights, such as those of a sigmoid, do not compete.
-    if call.spec.normalizer.kind in ("softmax", "sink"):
-        layer.saturated = gradients.saturated(layer.scale)
-    layer.share = float(gradients.shares().median())
+    layer.positional = largest_weights.are_positional()
+    layer.competes = call.spec.normalizer.kind in ("softmax", "sink")
     return layer
 
 

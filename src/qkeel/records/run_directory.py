@@ -177,13 +177,31 @@ class RunDirectory:
                 self.heads()
             if "env.json" in names:
                 self.env()
-            # Version 0.1.0 wrote an empty file.
-            done = self.path / "DONE"
-            if done.exists() and done.stat().st_size:
-                self._check_sizes(read_object(done))
+            self.check_complete()
         except DamagedFileError as error:
             return str(error)
         return ""
+
+    def check_complete(self) -> None:
+        """Raises an error if a file of a finished run is missing, or shorter than it was when the run ended.
+
+        Raises:
+            DamagedFileError: the file is named; it was lost when the folder was copied or cleaned up.
+        """
+        done = self.path / "DONE"
+        # Version 0.1.0 wrote an empty file.
+        if not done.exists() or not done.stat().st_size:
+            return
+        sizes = read_object(done)
+        self._check_sizes(sizes)
+        described = ("env.json", "summary.json", "heads.json", "eval_heads.json")
+        for name in described:
+            numbers = f"{name.removesuffix('.json')}.f32"
+            is_written = numbers in sizes or numbers not in RECORDS
+            if is_written and not (self.path / name).exists():
+                raise DamagedFileError(
+                    f"{self.path / name} is missing, but the run has ended, so it was lost. Restore it, or run again."
+                )
 
     def _check_sizes(self, sizes: FileSizes) -> None:
         """Raises an error if a file is shorter than it was."""

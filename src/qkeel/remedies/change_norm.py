@@ -200,7 +200,7 @@ class ChangeNorm(ChangeSpec):
                 (term.query if side == "q" else term.key)[-1] for term in site.terms
             ]
             if side == "v":
-                values = target.values.get(site.name, "")
+                values = target.values().get(site.name, "")
                 if isinstance(values, str):
                     raise RefusedError(
                         f"it is not known which weights produce the values ({values}); use qk_norm"
@@ -310,7 +310,7 @@ class ChangeNorm(ChangeSpec):
         for projection in placed:
             projection.seen = []
         try:
-            trace = seen(target.model, *target.short())
+            trace = seen(target.model, *target.short(), rows=False)
         finally:
             sizes = [{*(projection.seen or [0])} for projection in placed]
             for projection in placed:

@@ -52,9 +52,26 @@ class HeadRows:
         self._tensors = [(tensor, s) for tensor, s, _ in columns.values()]
         self._counts = [len(table) for table in tables]
         most = max(table.shape[1] for table in tables)
-        self._table = torch.cat(
-            [torch.cat([t, t[:, :1].expand(-1, most - t.shape[1])], 1) for t in tables]
+        numbered = [
+            torch.cat(
+                [torch.full((len(t), 1), i), t, t[:, :1].expand(-1, most - t.shape[1])],
+                1,
+            )
+            for i, t in enumerate(tables)
+        ]
+        # Adjacent rows of a tensor with the same owners are one block, as the rows of a head usually are.
+        blocks, self._block_of_row, sizes = torch.cat(numbered).unique_consecutive(
+            return_inverse=True, return_counts=True, dim=0
         )
+        numbers, self._owners = blocks[:, 0], blocks[:, 1:]
+        before = torch.tensor([0, *self._counts]).cumsum(0)[numbers]
+        ends = sizes.cumsum(0) - before
+        self._blocks = [
+            (number, slice(end - size, end))
+            for number, end, size in zip(
+                numbers.tolist(), ends.tolist(), sizes.tolist()
+            )
+        ]
         self._copies: list[Tensor] = []
 
     def rows(self) -> list[Tensor]:
@@ -68,10 +85,14 @@ class HeadRows:
 
         row: the factors of all heads, and a 1 behind them. of_old: whether 1 - f is returned, the share of the old
         weight."""
-        self._table = self._table.to(row.device)
-        factors = row[self._table].amin(1)
+        self._block_of_row = self._block_of_row.to(row.device)
+        factors = self._of_blocks(row)[self._block_of_row]
         shares = (1 - factors if of_old else factors).split(self._counts)
         return [f.to(x.device, wide(x.dtype))[:, None] for f, x in zip(shares, rows)]
+
+    def _of_blocks(self, row: Tensor) -> Tensor:
+        self._owners = self._owners.to(row.device)
+        return row[self._owners].amin(1)
 
     def copies(self) -> list[Tensor]:
         """Returns copies of the rows."""
@@ -106,15 +127,23 @@ class HeadRows:
     ) -> None:
         """Sets w ← f · w for each tensor and its `copies`.
 
-        With `on_host`, the host reads the factors and leaves out tensors in which all are 1."""
+        With `on_host`, the host reads the factors, and rows with a factor of 1 are left out: as few heads are over a
+        threshold at a time, moving the whole weights would take most of the time."""
+        rows = self.rows()
+        if not on_host:
+            blocks = [(number, slice(None)) for number in range(len(rows))]
+            factors = self.factors(row, rows)
+        else:
+            of_blocks = self._of_blocks(row)
+            changed = (of_blocks != 1).nonzero()[:, 0]
+            blocks = [self._blocks[i] for i in changed.tolist()]
+            factors = list(of_blocks[changed].split(1))
         scaled: list[Tensor] = []
-        factors: list[Tensor] = []
-        for (tensor, s), x, factor in zip(
-            self._tensors, rows := self.rows(), self.factors(row, rows)
-        ):
-            if not on_host or bool((factor != 1).any()):
-                copied = [s.rows_of(copy.detach()) for copy in copies(tensor)]
-                scaled += [x, *copied]
-                factors += [factor] * (1 + len(copied))
+        factor_of: list[Tensor] = []
+        for (number, block), factor in zip(blocks, factors):
+            tensor, s = self._tensors[number]
+            for x in (rows[number], *(s.rows_of(x.detach()) for x in copies(tensor))):
+                scaled.append(x[block])
+                factor_of.append(factor.to(x.device, wide(x.dtype)))
         if scaled:
-            multiply_all(scaled, factors)
+            multiply_all(scaled, factor_of)

@@ -14,14 +14,16 @@ from qkeel.patching.optimizers import in_real_steps
 from qkeel.patching.roles import PassRole
 from qkeel.remedies.base import Remedy, Target, active_on
 
-_PASSES = 100
+# Passes between which the weights change without a step of the remedy's optimizer. One is a loaded state or a
+# perturbation of the weights, as sharpness-aware steps make it; three in a row are another optimizer's training.
+_PASSES = 3
 
 
 def notice_idle_steps(target: Target, remedy: Remedy) -> Handle:
     """Warns once if the model trains on without steps of the optimizer that a remedy acts on.
 
-    That is: the weights have changed in 100 trained passes since its last step, or they are no longer parameters of the
-    model. There is no warning if the same remedy has been applied anew."""
+    That is: the weights have changed before each of three trained passes in a row since its last step, or they are no
+    longer parameters of the model. There is no warning if the same remedy has been applied anew."""
     optimizer = target.need_optimizers(remedy.name)[0]
     model, kind = target.model, type(optimizer).__name__
     modules = [weakref.ref(site.module) for site in target.sites]

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import torch
 from jaxtyping import Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkeel.errors import RefusedError
 from qkeel.remedies.base import Target, where
@@ -36,17 +36,25 @@ def factors_by_site(target: Target, *, by_group: bool) -> list[list[LogitFactor]
         RefusedError: other layers use the weights on both sides of a product, so no factor on them is exact.
     """
     factors: list[list[LogitFactor]] = []
+    # By parameter: what is computed with it, for a layer's logits or, without a layer, for values.
+    uses: dict[nn.Parameter, list[tuple[AttentionSite | None, HeadSlice]]] = {}
+    for user in target.all_sites or target.sites:
+        users = [(None, s) for s in target.value_weights(user)]
+        for use in (*users, *((user, s) for s in _last_weights(user))):
+            for p in _parameters_of(use[1], target):
+                uses.setdefault(p, []).append(use)
     for site in target.sites:
-        in_use: list[HeadSlice] = []
-        for user in target.all_sites or target.sites:
-            in_use.extend(target.value_weights(user))
-            # Another layer would be changed too, unless it is the same layer, which is then clipped as one.
-            if user is not site and not _is_same_layer(site, user, target):
-                in_use.extend(_last_weights(user))
         fixed = [
             s
             for s in _last_weights(site)
-            if any(target.overlap(s, used) for used in in_use)
+            if any(
+                # Another layer would be changed too, unless it is the same layer, which is then clipped as one.
+                user is not site
+                and target.overlap(s, used)
+                and (user is None or not _is_same_layer(site, user, target))
+                for p in _parameters_of(s, target)
+                for user, used in uses[p]
+            )
         ]
         exact = logit_factors(site, by_group=by_group, fixed=fixed)
         if exact is None:
@@ -57,6 +65,10 @@ def factors_by_site(target: Target, *, by_group: bool) -> list[list[LogitFactor]
             )
         factors.append(exact)
     return factors
+
+
+def _parameters_of(s: HeadSlice, target: Target) -> list[nn.Parameter]:
+    return [target.parameter(name) for name in (s.parameter, s.bias) if name]
 
 
 def _is_same_layer(site: AttentionSite, other: AttentionSite, target: Target) -> bool:

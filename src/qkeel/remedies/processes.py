@@ -101,8 +101,11 @@ def check_added(
             "compiled, or compile the whole model afterwards"
         )
 
+    # The target holds the trace of a pass, and so its graph.
+    modules = [site.module for site in target.sites]
+
     def check() -> bool:
-        held = [p for site in target.sites for p in site.module.parameters()]
+        held = [p for module in modules for p in module.parameters()]
         if not any(map(dist.is_split, held)):
             return False
         if dist.head_axes(model, held):

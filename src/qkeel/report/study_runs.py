@@ -207,6 +207,7 @@ def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
     )
     if status is RunStatus.MISSING:
         return run
+    directory.check_complete()
     return dataclasses.replace(
         run,
         config=directory.config(),

@@ -149,6 +149,7 @@ def read_watched(paths: Sequence[Path]) -> list[Watched]:
 
 def _read(path: Path) -> Watched:
     directory = RunDirectory(path)
+    directory.check_complete()
     events = directory.events()
     empty = Heads(steps=np.zeros(0, np.int64), values={})
     heads = directory.heads() if (path / "heads.json").exists() else empty

@@ -255,8 +255,12 @@ def traced(
         return _traced(model, args, kwargs, undo, expected=expected)
 
 
-def seen(model: nn.Module, args: Args, kwargs: Kwargs) -> ModelTrace:
-    """Returns the trace of a pass over the full example, whose sites are not verified."""
+def seen(
+    model: nn.Module, args: Args, kwargs: Kwargs, *, rows: bool = True
+) -> ModelTrace:
+    """Returns the trace of a pass over the full example, whose sites are not verified.
+
+    Without `rows`, which take most of its time, the sites say no more of their weights than whether a norm follows."""
     model = uncompiled(model)
     with (
         whole_weights(model),
@@ -264,7 +268,9 @@ def seen(model: nn.Module, args: Args, kwargs: Kwargs) -> ModelTrace:
         torch.inference_mode(False),
         undisturbed(model) as undo,
     ):
-        return _traced(model, args, kwargs, undo, expected=True, verifies=False)
+        return _traced(
+            model, args, kwargs, undo, expected=True, verifies=False, rows=rows
+        )
 
 
 def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -290,6 +296,7 @@ def _traced(
     *,
     expected: bool,
     verifies: bool = True,
+    rows: bool = True,
 ) -> ModelTrace:
     """The trace of one pass over this example.
 
@@ -302,7 +309,7 @@ def _traced(
         try:
             # Arguments that are not tensors may not support copying.
             given = copied(args), copied(kwargs)
-            reading = _Reading(model, given, keep=keep, verifies=verifies)
+            reading = _Reading(model, given, keep=keep, verifies=verifies, rows=rows)
             parts = reading.parts
             reading.run()
         except dist.ApartError:
@@ -359,6 +366,7 @@ def _with_graphs(
         (copied(given[0]), copied(given[1])),
         keep=reading.keep,
         verifies=reading.verifies,
+        rows=reading.rows,
         always_with_graph=True,
     )
     try:
@@ -370,7 +378,8 @@ def _with_graphs(
         _LOG.debug("%s fails with graphs everywhere: %s", type(model).__name__, error)
         return reading
     known, more = (
-        sum([bool(site.terms) for site in x.sites.values()]) for x in (reading, again)
+        sum([bool(site.terms or site.normed) for site in x.sites.values()])
+        for x in (reading, again)
     )
     return again if more > known else reading
 
@@ -482,6 +491,7 @@ class _Reading:
         *,
         keep: bool,
         verifies: bool,
+        rows: bool,
         always_with_graph: bool = False,
     ) -> None:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -497,7 +507,7 @@ class _Reading:
         self.watcher.always_with_graph = always_with_graph
         # Whether a site's q or k has no graph.
         self.lacks_graph = False
-        self.given, self.keep, self.verifies = given, keep, verifies
+        self.given, self.keep, self.verifies, self.rows = given, keep, verifies, rows
         self.parts = CheckpointedParts(self._at_end_of_part, keep=keep)
         self.sites: dict[str, AttentionSite] = {}
         # The first call for each name.
@@ -598,7 +608,7 @@ class _Reading:
 
     def _read_site(self, calls: list[CapturedCall]) -> None:
         with unrounded(scored(calls[0])):
-            site = _site(calls, self._names)
+            site = _site(calls, self._names, rows=self.rows)
         if self._parts_share_weights(site, calls[0].frame):
             why = "one weight is applied to several parts of its input, so heads that share it cannot be counted"
             site = dataclasses.replace(site, terms=(), why=why)
@@ -687,7 +697,9 @@ def scored(captured: CapturedCall) -> Tensor:
 # --- The site of a call
 
 
-def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
+def _site(
+    calls: list[CapturedCall], names: dict[int, str], *, rows: bool
+) -> AttentionSite:
     """The site of a call, or of the calls of its heads."""
     first = calls[0]
     call, layout = first.call, first.layout
@@ -718,8 +730,10 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
     terms: tuple[QKProduct, ...] = ()
     why = "; ".join(lost)
     try:
-        rows, normed = sum_terms(products, first.frame, names)
-        terms = () if lost else rows
+        if not rows:
+            raise UnknownRowsError("its rows were not looked for")
+        known_terms, normed = sum_terms(products, first.frame, names)
+        terms = () if lost else known_terms
     except UnknownRowsError as error:
         normed = any(s.normed for s in sides(products, first.frame, names))
         why = "; ".join((*lost, str(error)))
@@ -732,7 +746,7 @@ def _site(calls: list[CapturedCall], names: dict[int, str]) -> AttentionSite:
     query_gains: Gains = ()
     key_gains: Gains = ()
     is_plain = all(s.added is None and is_product(s.call) for s in calls)
-    if q is not None and k is not None and is_plain:
+    if rows and q is not None and k is not None and is_plain:
         query_gains = seen_gains(q, names)
         key_gains = seen_gains(k, names) if query_gains else ()
     heads = scored(first).shape[1] * len(calls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import glob
 import math
 import os
 import re
@@ -572,6 +573,9 @@ def _new_folder(out: Path) -> Iterator[Path]:
     )
     with reported(f"cannot write {out}", advice):
         out.parent.mkdir(parents=True, exist_ok=True)
+        # Of a call that was killed: as large as the checkpoint, and nobody sees it.
+        for leftover in out.parent.glob(f".{glob.escape(out.name)}.*.part"):
+            shutil.rmtree(leftover, ignore_errors=True)
         folder = Path(
             tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".part")
         )
