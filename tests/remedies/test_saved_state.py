@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import qkeel
-from qkeel.errors import QkeelWarning
+from qkeel.errors import QkeelWarning, RefusedError
 
 from .models import D_MODEL, attention
 
@@ -78,35 +79,177 @@ def test_plain_saving_continues_bit_for_bit(spec, apply_first):
     assert all(map(torch.equal, weights(model), expected))
 
 
-@every_spec
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_a_distributed_checkpoint_continues_bit_for_bit(spec, flat, tmp_path):
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    model, optimizer = made()
-    qkeel.apply(model, spec, optimizer)
-    train(model, optimizer, 5)
-    saved = dict(
-        zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options))
-    )
-    checkpoint.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
-    train(model, optimizer, 5)
-    expected = weights(model)
-    model, optimizer = made()
-    qkeel.apply(model, spec, optimizer)
-    found = dict(
-        zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options))
-    )
-    checkpoint.load(found, checkpoint_id=tmp_path / "saved", no_dist=True)
+class Handwritten(nn.Module):
+    """Attention that only a pass shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.o = (
+            nn.Linear(D_MODEL, D_MODEL, bias=False, dtype=torch.float64) for _ in "qko"
+        )
+
+    def forward(self, x):
+        q, k = self.q(x)[:, None], self.k(x)[:, None]
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, k)[:, 0])
+
+
+def handwritten(seed, optimizers=1):
+    """A model and its optimizers; of several, the last holds q and k."""
+    torch.manual_seed(seed)
+    model = Handwritten()
+    with torch.no_grad():
+        model.q.weight.mul_(5)
+    groups = [[model.o.weight], [model.q.weight, model.k.weight]]
+    if optimizers == 1:
+        groups = [[*model.parameters()]]
+    return model, [torch.optim.AdamW(group, lr=0.05) for group in groups]
+
+
+def steps(model, optimizers, n):
+    """Trains, and returns what qkeel warns of."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", QkeelWarning)
+        for _ in range(n):
+            (model(X) - X.roll(1, 1)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(warning.message) for warning in told]
+
+
+def initialised_by_hand(optimizer):
+    """The step with which torch.distributed.checkpoint makes the state, as programs write it themselves."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def dcp_states(model, optimizers, kind):
+    if kind == "by hand":
+        for optimizer in optimizers:
+            if not optimizer.state:
+                initialised_by_hand(optimizer)
+        states = {str(i): x.state_dict() for i, x in enumerate(optimizers)}
+        return {"model": model.state_dict(), "optimizer": states}
+    options = StateDictOptions(flatten_optimizer_state_dict=kind == "flat")
+    states = get_state_dict(model, optimizers, options=options)
+    return dict(zip(("model", "optimizer"), states, strict=True))
+
+
+def dcp_load(model, optimizers, kind, folder, **planned):
+    states = dcp_states(model, optimizers, kind)
+    checkpoint.load(states, checkpoint_id=folder, no_dist=True, **planned)
+    if kind == "by hand":
+        model.load_state_dict(states["model"])
+        for i, optimizer in enumerate(optimizers):
+            optimizer.load_state_dict(states["optimizer"][str(i)])
+        return
     set_state_dict(
         model,
-        optimizer,
-        model_state_dict=found["model"],
-        optim_state_dict=found["optimizer"],
-        options=options,
+        optimizers,
+        model_state_dict=states["model"],
+        optim_state_dict=states["optimizer"],
+        options=StateDictOptions(flatten_optimizer_state_dict=kind == "flat"),
     )
-    train(model, optimizer, 5)
+
+
+def dcp_interrupted(spec, kind, folder, optimizers=1, batch=X):
+    """Writes a checkpoint after four steps, and returns W_Q and W_K after eight."""
+    model, several = handwritten(0, optimizers)
+    if spec is not None:
+        qkeel.apply(model, spec, several, batch=batch)
+    steps(model, several, 4)
+    states = dcp_states(model, several, kind)
+    checkpoint.save(states, checkpoint_id=folder, no_dist=True)
+    steps(model, several, 4)
+    return weights(model)
+
+
+no_dist_warnings = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning"
+)
+
+
+@no_dist_warnings
+@pytest.mark.parametrize("batch", [X, None], ids=["at once", "at the next pass"])
+@pytest.mark.parametrize(
+    ("spec", "kind", "optimizers"),
+    [
+        *[(spec, kind, 1) for spec in SPECS for kind in ("nested", "flat")],
+        *[(spec, "by hand", 2) for spec in SPECS[::2]],
+        ("lalr", "nested", 2),
+    ],
+)
+def test_a_distributed_checkpoint_continues_bit_for_bit(
+    spec, kind, optimizers, batch, tmp_path
+):
+    expected = dcp_interrupted(spec, kind, tmp_path, optimizers)
+    model, several = handwritten(1, optimizers)
+    qkeel.apply(model, spec, several, batch=batch)
+    dcp_load(model, several, kind, tmp_path)
+    assert not steps(model, several, 4)
     assert all(map(torch.equal, weights(model), expected))
+
+
+@no_dist_warnings
+@pytest.mark.parametrize("batch", [X, None], ids=["at once", "at the next pass"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_state_that_loading_has_left_out_is_said_once(spec, batch, tmp_path):
+    """torch.distributed.checkpoint reads no state of a remedy that comes later."""
+    dcp_interrupted(spec, "nested", tmp_path)
+    model, several = handwritten(1)
+    dcp_load(model, several, "nested", tmp_path)
+    qkeel.apply(model, spec, several, batch=batch)
+    (said,) = steps(model, several, 3)
+    assert "before" in said
+    assert "handle.load(state)" in said
+
+
+@no_dist_warnings
+def test_a_checkpoint_without_the_state_can_be_loaded_and_is_told(tmp_path):
+    dcp_interrupted(None, "nested", tmp_path)
+    model, several = handwritten(1)
+    qkeel.apply(model, "lalr", several)
+    planner = checkpoint.DefaultLoadPlanner(allow_partial_load=True)
+    dcp_load(model, several, "nested", tmp_path, planner=planner)
+    (said,) = steps(model, several, 3)
+    assert "no state of lalr" in said
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_optimizer_whose_state_is_only_initialised_lacks_nothing(momentum):
+    model, _ = handwritten(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    initialised_by_hand(optimizer)
+    qkeel.apply(model, "lalr", optimizer, batch=X)
+    assert not steps(model, [optimizer], 2)
+
+
+def test_momentum_alone_shows_that_an_optimizer_has_taken_steps():
+    model, _ = handwritten(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    steps(model, [optimizer], 1)
+    qkeel.apply(model, "lalr", optimizer, batch=X)
+    assert len(steps(model, [optimizer], 2)) == 1
+
+
+def test_a_step_that_initialises_the_state_by_hand_is_none_and_another_is_refused():
+    model, (optimizer,) = handwritten(0)
+    handle = qkeel.apply(model, "lalr", optimizer)
+    initialised_by_hand(optimizer)
+    assert handle.active
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(RefusedError, match="took a step before"):
+        optimizer.step()
+    assert not any("qkeel" in group for group in optimizer.param_groups)
 
 
 @every_spec
@@ -137,7 +280,9 @@ def test_a_state_that_the_handle_loads_is_not_missing():
     optimizer.load_state_dict(plain[1].state_dict())
     handle.load(state)
     (values,) = optimizer.state_dict()["param_groups"][0]["qkeel"].values()
-    assert all(torch.equal(value, state[f"0.{name}"]) for name, value in values.items())
+    assert {f"0.{name}": x for name, x in values} == {
+        name: x.tolist() for name, x in state.items()
+    }
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", QkeelWarning)
@@ -150,6 +295,10 @@ def test_nothing_is_left_in_the_groups_after_removal():
     before = [set(group) for group in optimizer.param_groups]
     qkeel.apply(model, "lalr", optimizer).remove()
     qkeel.apply(model, "qk_clip:steps=matched", optimizer).remove()
+    waiting, several = handwritten(0, 2)
+    qkeel.apply(waiting, "lalr", several).remove()
+    qkeel.apply(waiting, "lalr", several, batch=X).remove()
+    assert not any("qkeel" in x.param_groups[0] for x in several)
     assert [set(group) for group in optimizer.param_groups] == before
 
 

@@ -66,6 +66,10 @@ class LALR(StepRemedy):
     )
     if_computed = "the norm of the weight in the optimizer says nothing about the logit"
 
+    @property
+    def saves_state(self) -> bool:
+        return True
+
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         return sites_of(self.heads, sites, self.name)
 
@@ -111,7 +115,7 @@ class LALR(StepRemedy):
         kind = "" if self.norm == "frobenius" else f":{self.norm}"
         names = [f"{slice_name(s)}{kind}" for s in weights.slices]
         saved = SavedState(
-            optimizers[0],
+            optimizers,
             self.name,
             dict(zip(names, start.split(weights.counts))),
             lambda: rates.start_from(start),

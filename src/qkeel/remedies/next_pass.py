@@ -24,6 +24,8 @@ from qkeel.remedies.optimizer_trials import innermost
 from qkeel.remedies.processes import (
     check_wrapper,
 )
+from qkeel.remedies.saved_state import release, reserve
+from qkeel.remedies.step_remedy import StepRemedy
 from qkeel.remedies.table import RemedySpec, parse
 
 
@@ -49,6 +51,11 @@ class AtNextPass(Handle):
         self._model, self._remedy, self._more = model, remedy, more
         self._refused = refused
         self._waits = True
+        self._with_state = [
+            parsed.name
+            for parsed in remedies
+            if isinstance(parsed, StepRemedy) and parsed.saves_state
+        ]
         #: A state that is loaded before the remedies are there.
         self._carried: State = {}
         self._optimizers = listed(optimizer)
@@ -61,8 +68,9 @@ class AtNextPass(Handle):
         ]
         #: Hooks of the remedies that the step which is running has missed.
         self._missed: dict[Optimizer, list[Callable[..., object]]] = {}
+        self._with_states(reserve)
         super().__init__(
-            self._wait_no_more,
+            self._withdraw,
             state=lambda: dict(self._carried),
             load=self._carried.update,
         )
@@ -78,6 +86,7 @@ class AtNextPass(Handle):
         """Adds another optimizer of the model, unless the remedies have already been applied."""
         if self._waits:
             self._optimizers.append(optimizer)
+            self._with_states(reserve)
 
     def _begin(
         self, args: tuple[Any, ...], kwargs: Mapping[str, object], compiled: object
@@ -106,6 +115,7 @@ class AtNextPass(Handle):
                     f"{GIVE_BATCH.format(self.about)}"
                 )
         except QkeelError as error:
+            self._with_states(release)
             if self._refused is None:
                 raise
             self._refused(error)
@@ -123,12 +133,23 @@ class AtNextPass(Handle):
         for hook in self._missed.pop(optimizer, ()):
             hook(optimizer, (optimizer,), {})
             self._wait_no_more()
-        if self._waits:
+        # A rate of 0 moves no weight: so do programs initialise the state for a checkpoint before they load it.
+        if self._waits and any(group.get("lr", 1) for group in optimizer.param_groups):
             self.remove()
             raise RefusedError(
                 f"{self.about} was to be applied when {type(unwrapped(self._model)).__name__} was next called, but "
                 f"its optimizer took a step before that call. {GIVE_BATCH.format(self.about)}"
             )
+
+    def _with_states(self, act: Callable[[Optimizer, str], None]) -> None:
+        """Calls `act` with each optimizer and the name of each remedy that has a state in checkpoints."""
+        for optimizer in self._optimizers:
+            for name in self._with_state:
+                act(innermost(optimizer), name)
+
+    def _withdraw(self) -> None:
+        self._wait_no_more()
+        self._with_states(release)
 
     def _wait_no_more(self) -> None:
         self._waits = False

@@ -113,6 +113,10 @@ class QKClip(StepRemedy):
     def limit(self) -> float | None:
         return self.threshold if self.heads is None else None
 
+    @property
+    def saves_state(self) -> bool:
+        return self.steps == "matched"
+
     def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         return sites_of(self.heads, sites, self.name)
 
@@ -429,7 +433,7 @@ class _MatchedSteps(Handle):
         )
         names = [f"steps.{slice_name(s)}" for s in weights.slices]
         products = self._products.split(weights.counts)
-        saved = SavedState(optimizers[0], remedy, dict(zip(names, products)))
+        saved = SavedState(optimizers, remedy, dict(zip(names, products)))
         super().__init__(
             compose([steps, Handle(saved.remove)]).remove,
             state=saved.state,

@@ -41,6 +41,11 @@ class StepRemedy(Remedy):
 
     __slots__ = ()
 
+    @property
+    def saves_state(self) -> bool:
+        """Whether the optimizer's checkpoints contain a state of the remedy; see `SavedState`."""
+        return False
+
     def holds(self, site: AttentionSite) -> Refusal | None:
         if self.if_normed[0] and is_normed(site):
             return Refusal(*self.if_normed)
