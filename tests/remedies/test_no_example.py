@@ -81,6 +81,8 @@ def test_a_step_with_a_closure_is_changed_from_the_first_one_on(spec):
 
             optimizer.step(closure)
         assert "active, " in repr(handle)
+        handle.remove()
+        assert not optimizer._optimizer_step_pre_hooks
     assert equal(*models)
 
 

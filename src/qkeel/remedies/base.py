@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, final
 
@@ -47,8 +47,8 @@ class Target:
     trace: ModelTrace | None = None
     #: all attention of the model; `sites` may be a part of it
     all_sites: Sequence[AttentionSite] = ()
-    #: returns the last weights on the path to each site's values, or why they are unknown; none if no pass showed them
-    values: Callable[[], Mapping[str, tuple[HeadSlice, ...] | str]] = dict
+    #: parameters that were looked up; a name is that of many slices
+    _parameters: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
 
     @property
     def example(self) -> Arguments:
@@ -71,17 +71,14 @@ class Target:
     def parameter(self, name: str) -> nn.Parameter:
         """Returns a parameter of the model by qualified name."""
         try:
-            return self.model.get_parameter(name)
+            if name not in self._parameters:
+                self._parameters[name] = self.model.get_parameter(name)
+            return self._parameters[name]
         except AttributeError as error:
             raise RefusedError(
                 f"this model has no parameter {name!r}; a weight that is computed by hooks or a parametrization "
                 "cannot be updated or scaled separately. Remove the hook or parametrization first"
             ) from error
-
-    def value_weights(self, site: AttentionSite) -> Sequence[HeadSlice]:
-        """Returns the last weights on the path to a site's values, as far as a pass has shown them."""
-        slices = self.values().get(site.name, ())
-        return () if isinstance(slices, str) else slices
 
     def overlap(self, s: HeadSlice, other: HeadSlice) -> bool:
         """True if two slices have a row of one parameter in common, or an entry of one bias."""

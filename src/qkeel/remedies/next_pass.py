@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from qkeel.capture.example import ForwardArguments
 from qkeel.errors import QkeelError, RefusedError
-from qkeel.handle import Handle, State
+from qkeel.handle import Handle, State, compose
 from qkeel.patching.forward import ForwardPasses, joining, unwrapped
 from qkeel.patching.modes import unguarded
 from qkeel.patching.optimizers import (
@@ -115,8 +115,9 @@ class AtNextPass(Handle):
         for optimizer, earlier in hooks.items():
             late = hooks_before_step(optimizer)
             self._missed[optimizer] = [late[key] for key in late if key not in earlier]
-        # From here on, this handle is that of the applied remedies.
-        self._undo, self._state, self._load = handle.remove, handle.state, handle.load
+        # From here on, this handle is that of the applied remedies. Hooks cannot leave an optimizer during its step.
+        self._undo = compose([*self._steps, handle]).remove
+        self._state, self._load = handle.state, handle.load
 
     def _before_step(self, optimizer: Optimizer) -> None:
         for hook in self._missed.pop(optimizer, ()):
