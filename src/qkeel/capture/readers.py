@@ -98,7 +98,7 @@ def observed_by(observer: CallObserver, *, exchanges: bool) -> Iterator[None]:
     `exchanges` is True. Functions of modules that are not imported yet are missed."""
     taken: list[types.FunctionType] = []
     try:
-        for function in _functions() if exchanges else ():
+        for function in _functions() if exchanges or _has_flash() else ():
             try:
                 exchange(function, _begin)
                 taken.append(function)
@@ -128,6 +128,11 @@ def unobserved() -> Iterator[None]:
 def _flash_modules(count: int) -> list[str]:
     """The names of flash-attn's modules among the `count` that are loaded. A verification asks eight times a layer."""
     return [home for home in list(sys.modules) if "flash_att" in home]
+
+
+def _has_flash() -> bool:
+    """True if flash-attn is loaded: models call it where they have no mask, and torch's function elsewhere."""
+    return bool(_flash_modules(len(sys.modules)))
 
 
 def _functions() -> list[types.FunctionType]:

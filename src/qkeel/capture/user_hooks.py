@@ -16,6 +16,7 @@ from torch import nn
 from qkeel.capture.contents import ObjectContents
 from qkeel.patching.modes import (
     global_hooks,
+    gradient_hooks,
     hooks_after,
     hooks_before,
     idle,
@@ -38,7 +39,8 @@ _IS_GENERATOR = 0x20
 
 @contextmanager
 def hooks_held_back(model: nn.Module) -> Iterator[None]:
-    """A context in which the user's forward hooks that return nothing don't run.
+    """A context in which the user's forward hooks that return nothing don't run, nor any hook on gradients: those of a
+    search say which rows make which head, and are none of the program's.
 
     A hook that returns a value changes what the model computes, so it runs; the lists, dicts, sets, attributes and
     counters that it and the modules' forward reach through closures, globals and objects are put back afterwards.
@@ -69,12 +71,22 @@ def hooks_held_back(model: nn.Module) -> Iterator[None]:
             else:
                 functions.append(hook)
     stores = OutsideStores(functions)
+    with_gradients = [
+        (table, dict(table)) for table in gradient_hooks(modules_of(model).values())
+    ]
     try:
+        for table, _ in with_gradients:
+            table.clear()
         for table, key, _ in held:
             table[key] = idle
         yield
     finally:
         stores.restore()
+        for table, hooks in with_gradients:
+            # The pass may have added some.
+            hooks |= table
+            table.clear()
+            table.update(hooks)
         for table, key, hook in held:
             # The pass may have removed the hook.
             if key in table:
