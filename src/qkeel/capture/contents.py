@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
+import random
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,14 +24,15 @@ _WITHOUT_CONTENTS = (
     *(nn.Module, type, FunctionType, ModuleType),
     *(str, int, float, torch.dtype, torch.device),
 )
+_NUMPYS_STREAMS = (np.random.Generator, np.random.RandomState)
 
 
 class ObjectContents:
-    """The contents of the Python objects among some values: lists, dicts, sets, random generators and the attributes of
-    plain objects, such as a cache of keys that a pass fills.
+    """The contents of the Python objects among some values: lists, dicts, sets, arrays, random generators and the
+    attributes of plain objects, such as a cache of keys that a pass fills.
 
-    Modules, classes and functions are left out. Tensors are kept as they are, or copied if `tensors` is True and they
-    are small. The attributes of an object are kept if `owns` is true for it.
+    Modules, classes and functions are left out. Tensors and NumPy's arrays are kept as they are, or copied if `tensors`
+    is True and they are small. The attributes of an object are kept if `owns` is true for it.
     """
 
     def __init__(
@@ -39,7 +43,7 @@ class ObjectContents:
         owns: Callable[[object], bool] = lambda _: True,
     ) -> None:
         self._contents: list[tuple[Any, Any]] = []
-        self._streams: list[tuple[torch.Generator, Tensor]] = []
+        self._restores: list[Callable[[], object]] = []
         small: list[Tensor] = []
         room = _MOST_NUMBERS
         visited: set[int] = set()
@@ -53,8 +57,12 @@ class ObjectContents:
                 if tensors and _is_plain(x) and x.numel() <= room:
                     small.append(x)
                     room -= x.numel()
-            elif isinstance(x, torch.Generator):
-                self._streams.append((x, x.get_state()))
+            elif isinstance(x, np.ndarray):
+                if tensors and x.dtype != object and x.size <= room:
+                    self._restores.append(functools.partial(np.copyto, x, x.copy()))
+                    room -= x.size
+            elif isinstance(x, (torch.Generator, random.Random, *_NUMPYS_STREAMS)):
+                self._restores.append(_stream(x))
             elif isinstance(x, (tuple, *CONTAINERS)) and len(x) > _MOST_OBJECTS:
                 continue
             elif isinstance(x, (tuple, Mapping, *_LISTS)):
@@ -71,14 +79,58 @@ class ObjectContents:
     def restore(self) -> None:
         """Gives the objects the contents that they had."""
         self._restore_values()
-        for generator, state in self._streams:
-            generator.set_state(state)
+        for restore in self._restores:
+            restore()
         for x, contents in self._contents:
             if not is_same(x, contents):
                 x.clear()
                 x.extend(contents) if isinstance(
                     x, (list, collections.deque)
                 ) else x.update(contents)
+
+
+def _stream(generator: Any) -> Callable[[], object]:
+    """Returns a function that puts a random generator back to where it is now."""
+    if isinstance(generator, torch.Generator):
+        return functools.partial(generator.set_state, generator.get_state())
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.set_state, generator.get_state())
+    return functools.partial(generator.setstate, generator.getstate())
+
+
+def keep_parameters(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    """Returns a function that restores the values and gradients of parameters, which some models write in their
+    forward: momentum encoders, weights that are kept normalised.
+
+    A kept value shares its memory with the parameter until somebody writes to one of them, so it costs no memory.
+    """
+    address: Callable[[Tensor], int] = torch._C._data_address  # pyright: ignore[reportAttributeAccessIssue]
+    kept = []
+    for parameter in parameters:
+        if not _is_plain(parameter):
+            continue
+        data = parameter.detach()
+        try:
+            values = torch._lazy_clone(data)
+        except RuntimeError:
+            # Memory of others, such as a mapped file's.
+            values = data.clone() if data.numel() <= _MOST_NUMBERS else data
+        kept.append((parameter, data, values, parameter.grad))
+
+    @torch.no_grad()
+    def restore() -> None:
+        for parameter, data, values, gradient in kept:
+            if address(parameter) != address(data):
+                parameter.data = data
+            if address(data) != address(values):
+                data.copy_(values)
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+    return restore
 
 
 def is_same(x: Any, contents: Any) -> bool:

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import random
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
@@ -16,8 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.contents import CONTAINERS, ObjectContents, is_same, keep_values
-from qkeel.capture.user_hooks import hooks_held_back
+from qkeel.capture.contents import (
+    ObjectContents,
+    is_same,
+    keep_parameters,
+    keep_values,
+)
+from qkeel.capture.user_hooks import OutsideStores, hooks_held_back, is_of_library
 from qkeel.errors import InvalidTypeError
 from qkeel.patching.modes import (
     TABLES,
@@ -447,8 +453,8 @@ def undisturbed(model: nn.Module) -> Iterator[Undo]:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[Undo]:
-    """A context that restores random generators, and a model's buffers, attributes and requires_grad flags. It yields a
-    function that does so between two passes."""
+    """A context that restores random generators, and a model's parameters, buffers, attributes and requires_grad flags,
+    and what its attributes hold. It yields a function that does so between two passes."""
     modules = [*modules_of(model).values()]
     parameters = parameters_in(modules)
     devices = sorted(
@@ -462,13 +468,18 @@ def restored(model: nn.Module) -> Iterator[Undo]:
         kept = [
             restore for module in modules for restore in _state_of(module, torchs_own)
         ]
-        containers = [
+        attributes = [
             value
             for module in modules
             for name, value in vars(module).items()
-            if name not in torchs_own and isinstance(value, _WITH_CONTENTS)
+            if name not in torchs_own
         ]
-        kept.append(ObjectContents(containers, owns=lambda _: False).restore)
+        kinds = {type(module) for module in modules if not is_of_library(type(module))}
+        # Not those of objects of libraries: a trainer that a model refers to has threads of its own.
+        functions = [x for x in attributes if isinstance(x, types.FunctionType)]
+        kept.append(OutsideStores(functions, attributes).restore)
+        kept += map(_keep_class_attributes, kinds)
+        kept.append(keep_parameters(parameters))
 
         def again() -> None:
             streams.close()
@@ -488,7 +499,18 @@ def restored(model: nn.Module) -> Iterator[Undo]:
         yield again
 
 
-_WITH_CONTENTS = (*CONTAINERS, torch.Generator)
+def _keep_class_attributes(kind: type) -> Callable[[], None]:
+    """Returns a function that restores the attributes of a class, such as a counter of its calls."""
+    before = dict(vars(kind))
+
+    def restore() -> None:
+        for name, value in vars(kind).copy().items():
+            if name not in before:
+                delattr(kind, name)
+            elif value is not before[name]:
+                setattr(kind, name, before[name])
+
+    return restore
 
 
 def _state_of(
