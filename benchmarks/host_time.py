@@ -683,7 +683,7 @@ def main(arguments: list[str] | None = None) -> None:
             }
         watchers = {case: w for case, w in watchers.items() if options.cases in case}
         if bench.toy:
-            watchers = {case: watchers[case] for case in ("watch()", "qk_clip")}
+            watchers = {"qk_clip": watchers["qk_clip"]}
         for layers in sizes:
             title = f"{name}, {layers} layers"
             goals = GOALS if name.startswith("transformers' Llama") else {}

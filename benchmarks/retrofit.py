@@ -72,9 +72,10 @@ def main() -> None:
     for width, seed, gain in CASES[: 2 if toy else None]:
         generator = torch.Generator().manual_seed(1)
         model = trained(width, seed, generator, 2 if toy else 100)
-        batches = [sequences(16, generator) for _ in range(4)]
+        size = 2 if toy else 16
+        batches = [sequences(size, generator) for _ in range(4)]
         # The last fifth of the batches, which retrofit leaves out of its fit.
-        batches.append(sequences(80, generator))
+        batches.append(sequences(5 * size, generator))
         gaps = []
         for balance in (False, True):
             retrofit = qkeel.retrofit(

@@ -20,7 +20,6 @@ from typing import Self, final
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
 from torch import nn
 from torch.optim import Optimizer
 
@@ -37,7 +36,7 @@ from qkeel.errors import (
 from qkeel.handle import Handle, State, compose, under
 from qkeel.metrics import Row
 from qkeel.monitor import Cadence, PlannedRates, Sink, thresholds
-from qkeel.monitor.history import Forecast, History, clock, forecast
+from qkeel.monitor.history import Forecast, History
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.record import Sample
 from qkeel.monitor.recording import Recording
@@ -50,6 +49,10 @@ from qkeel.monitor.rules import (
     Outlook,
     Rule,
     Severity,
+    ahead,
+    judged_logits,
+    largest_logit,
+    outgrowing,
 )
 from qkeel.monitor.token_classes import MaskSource
 from qkeel.monitor.watch import watch
@@ -235,44 +238,12 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def at_the_end(history: History) -> Float[np.ndarray, "layers heads"]:
-    """Extrapolates the largest logit of each head to the end of the run, in proportion to the sum of learning rates.
-
-    z_end = z + (z - z_0) (c_end - c) / (c - c_0), where c is the sum of learning rates. This is the rule "outlook",
-    applied to each head. If no schedule is known, or if the run does not follow it, c_end is four times the current
-    sum. The result is NaN for heads that were not measured.
-
-    >>> values = np.array([0.0, 5.0, 10.0]).reshape(3, 1, 1)
-    >>> at_the_end(History(steps=np.arange(3), values={}, heads={"max_logit": values})).tolist()
-    [[40.0]]
-    """
-    series = np.asarray(history.series("max_logit"), dtype=np.float64)
-    planned = history.planned
-    if planned is not None and planned.followed(history.steps, history.rates):
-        ticks, end = planned.ticks(history.steps), float(planned.clock[-1])
-    else:
-        ticks = clock(history.steps, history.rates)
-        end = thresholds.HORIZON * float(ticks[-1])
-    passed, left = float(ticks[-1] - ticks[0]), end - float(ticks[-1])
-    return series[-1] + (series[-1] - series[0]) * (left / passed if passed > 0 else 0)
-
-
-def growing(history: History, limit: float) -> Bool[np.ndarray, "layers heads"]:
-    """Returns True for heads whose logit is over 8 nats, has doubled since the first record and will end above
-    `limit`."""
-    series = np.asarray(history.series("max_logit"), dtype=np.float64)
-    is_large = series[-1] > thresholds.OUTLOOK_FLOOR
-    has_doubled = series[-1] > thresholds.OUTLOOK_FACTOR * series[0]
-    return is_large & has_doubled & ~(at_the_end(history) <= limit)
-
-
 def _crossing(history: History) -> Forecast | None:
     """Forecasts when the largest logit crosses the next alarm threshold; None if it will not."""
-    top = history.top("max_logit")
-    rates, planned = history.rates, history.planned
+    top = largest_logit(history)
     for threshold in (thresholds.CLIPS, thresholds.HARMS, thresholds.DIVERGES):
-        if top is not None and np.isfinite(top[-1]) and top[-1] < threshold:
-            return forecast(history.steps, top, threshold, rates=rates, planned=planned)
+        if top is not None and top.value < threshold:
+            return ahead(history, top.envelope, threshold)
     return None
 
 
@@ -322,11 +293,14 @@ class _Step:
 
     def __init__(self, ladder: Ladder, records: Records) -> None:
         self.ladder, self.records, self.history = ladder, records, records.history
-        self.logits = np.asarray(self.history.series("max_logit"), dtype=np.float64)
+        # As the rules judge them: those that enter the softmax, after a cap and less what it ignores.
+        logits = judged_logits(self.history)
+        assert logits is not None
+        self.logits = logits[-1]
         self.active = active_actions(records.decisions, records.refused)
         numbered = enumerate(records.sites)
         self.sites = {i: site for i, site in numbered if not site.unknown}
-        self.rising = growing(self.history, ladder.limit)
+        self.rising = outgrowing(self.history, logits, ladder.limit)
         n = self.n_rising = int(self.rising[list(self.sites)].sum())
         heads = "the logit of 1 head has" if n == 1 else f"the logits of {n} heads have"
         self.outlook = f"{heads} doubled and may end over {ladder.limit:g}"
@@ -387,10 +361,10 @@ class _Step:
             is_held = (Action.RATES, site.name) in self.active
             if is_held or (clipped is None and not is_begun):
                 continue
-            high = self.logits[-1, i] > self.ladder.threshold
+            high = self.logits[i] > self.ladder.threshold
             high = high | self.rising[i] if is_begun else high
             heads = set(np.flatnonzero(high[: site.n_heads]).tolist())
-            largest = f"max logit {float(np.fmax.reduce(self.logits[-1, i])):,.4g}"
+            largest = f"max logit {float(np.fmax.reduce(self.logits[i])):,.4g}"
             rule, reason = "outlook of each head", f"{largest}; {self.outlook}"
             if alarm is not None:
                 rule, reason = alarm.rule, alarm.meaning
@@ -432,7 +406,7 @@ class _Step:
             wait = 2 * self.ladder.patience
             if not held or self._records_since(held[0], site.name) < wait:
                 continue
-            largest, entropy = float(np.fmax.reduce(self.logits[-1, i])), np.nan
+            largest, entropy = float(np.fmax.reduce(self.logits[i])), np.nan
             if entropies is not None and np.isfinite(entropies[-1, i]).any():
                 entropy = float(np.nanmean(entropies[-1, i].astype(np.float64)))
             reason = ""
@@ -492,8 +466,6 @@ def named_policy(spec: str | Ladder) -> Ladder:
 
 # The remedies of a run. No other code in this file changes the model.
 
-# a remedy with its options, and the index of the optimizer that it acts on.
-RemedyKey = tuple[str, int]
 # Heads by site, where () stands for all heads.
 SiteHeads = dict[str, tuple[int, ...]]
 Refusals = list[tuple[Action, str | None, str]]
@@ -501,7 +473,7 @@ Refusals = list[tuple[Action, str | None, str]]
 
 @final
 class ActiveRemedies:
-    """The remedies that are applied, with one handle per remedy and optimizer.
+    """The remedies that are applied, with one handle for each, by the string that specifies it.
 
     To change the heads of a remedy, its handle is removed and the remedy is applied again with the old state. If a site
     refuses, the previous remedies are restored, so that no remedy remains partially applied.
@@ -509,30 +481,9 @@ class ActiveRemedies:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.model, self.optimizers = model, optimizers
-        self.handles: dict[RemedyKey, tuple[Handle, SiteHeads]] = {}
+        self.handles: dict[str, tuple[Handle, SiteHeads]] = {}
+        # After a resume without remedies, the sites are found later, in the first measured pass.
         self.sites: list[AttentionSite] = []
-        self._optimizer_of: dict[str, int] = {}
-
-    def know(self, sites: Sequence[AttentionSite]) -> None:
-        """Sets the sites. After a resume without remedies, the sites are found later, in the first measured pass."""
-        self.sites = list(sites)
-        parameters = dict(self.model.named_parameters())
-        for site in self.sites:
-            parts = (*site.query, *site.key)
-            weights = {
-                id(parameters.get(weight_slice.parameter)) for weight_slice in parts
-            }
-            holding = [
-                number
-                for number, optimizer in enumerate(self.optimizers)
-                if any(
-                    id(p) in weights
-                    for group in optimizer.param_groups
-                    for p in group["params"]
-                )
-            ]
-            # The first one if the site only knows copies of its weights.
-            self._optimizer_of[site.name] = (*holding, 0)[0]
 
     def try_all(self) -> Refusals:
         """Returns what sites refuse, which is determined by applying each remedy and removing it again; the model stays
@@ -540,66 +491,62 @@ class ActiveRemedies:
         refusals: Refusals = []
         for site in self.sites:
             for action in (Action.CLIP, Action.RATES) if site.verified else ():
-                key = str(action), self._optimizer_of[site.name]
-                if reason := self._refusal(key, {site.name: ()}):
+                if reason := self._refusal(str(action), {site.name: ()}):
                     refusals.append((action, site.name, reason))
         return refusals
 
     def set(self, active: Active) -> Refusals:
         """Applies exactly the remedies that should be active; returns what was refused."""
-        remedies: dict[RemedyKey, SiteHeads] = {}
+        remedies: dict[str, SiteHeads] = {}
         for (action, site), (spec, heads) in active.items():
             if action in (Action.CLIP, Action.RATES) and site is not None:
-                remedies.setdefault((spec, self._optimizer_of[site]), {})[site] = heads
+                remedies.setdefault(spec, {})[site] = heads
         # What ends is removed before anything is applied, as two remedies on one weight refuse each other.
-        for key in self.handles.keys() - remedies.keys():
-            self.handles.pop(key)[0].remove()
+        for spec in self.handles.keys() - remedies.keys():
+            self.handles.pop(spec)[0].remove()
         refusals: Refusals = []
-        for key, heads_of in remedies.items():
-            handle, before = self.handles.get(key, (None, {}))
+        for spec, heads_of in remedies.items():
+            handle, before = self.handles.get(spec, (None, {}))
             if before == heads_of:
                 continue
             state = {} if handle is None else handle.state()
             if handle is not None:
-                self.handles.pop(key)[0].remove()
+                self.handles.pop(spec)[0].remove()
             accepted = heads_of
             # At least one site refuses: one by one.
-            if self._refusal(key, heads_of):
+            if self._refusal(spec, heads_of):
                 accepted = {site: x for site, x in before.items() if site in heads_of}
                 for site, heads in heads_of.items():
-                    if reason := self._refusal(key, {**accepted, site: heads}):
-                        action = Action(parse(key[0])[0].name)
+                    if reason := self._refusal(spec, {**accepted, site: heads}):
+                        action = Action(parse(spec)[0].name)
                         refusals.append((action, site, reason))
                     else:
                         accepted[site] = heads
             if accepted:
-                self.put_on(key, accepted, state)
+                self.put_on(spec, accepted, state)
         return refusals
 
-    def put_on(self, key: RemedyKey, heads_of: SiteHeads, state: State) -> None:
+    def put_on(self, spec: str, heads_of: SiteHeads, state: State) -> None:
         """Applies a remedy to these heads, and restores its `state` as far as that knows them.
 
         Raises:
             QkeelError: a site refuses; in that case, nothing is changed.
         """
-        (remedy,) = parse_remedies(key[0])
+        (remedy,) = parse_remedies(spec)
         remedy = dataclasses.replace(remedy, heads=tuple(heads_of.items()))  # type: ignore[call-arg]
-        # The others may hold biases, or the other weights, of the same sites.
-        first = self.optimizers[key[1]]
-        others = [x for x in self.optimizers if x is not first]
         handle = apply(
-            self.model, remedy, [first, *others], sites=self.sites, partial=True
+            self.model, remedy, self.optimizers, sites=self.sites, partial=True
         )
         handle.load({**handle.state(), **state})
-        self.handles[key] = handle, heads_of
+        self.handles[spec] = handle, heads_of
 
-    def _refusal(self, key: RemedyKey, heads_of: SiteHeads) -> str:
+    def _refusal(self, spec: str, heads_of: SiteHeads) -> str:
         """Returns why these heads refuse a remedy, or "" if they accept it; the remedy is removed again."""
         try:
-            self.put_on(key, heads_of, {})
+            self.put_on(spec, heads_of, {})
         except QkeelError as error:
             return str(error)
-        self.handles.pop(key)[0].remove()
+        self.handles.pop(spec)[0].remove()
         return ""
 
     def remove(self) -> None:
@@ -610,7 +557,7 @@ class ActiveRemedies:
     @property
     def together(self) -> Handle:
         """One handle for the state of all that is applied, in an order that does not depend on when it was applied."""
-        return compose([self.handles[key][0] for key in sorted(self.handles)])
+        return compose([self.handles[spec][0] for spec in sorted(self.handles)])
 
 
 # The handle calls the policy after each measured step and carries out its decisions.
@@ -619,7 +566,7 @@ class ActiveRemedies:
 EVERY = 10
 WITH_REMEDY = (Action.CLIP, Action.RATES)
 # The fields per head that the policy reads.
-FIELDS = ("max_logit", "entropy")
+FIELDS = ("max_logit", "capped_max_logit", "logit_spread", "entropy")
 _OFF = (
     "the autopilot failed and changes nothing further: {}. Remedies that it has applied stay active until remove(); "
     "training continues"
@@ -808,13 +755,13 @@ class Autopilot(Handle):
     ) -> None:
         self.sites = tuple(facts)
         self.recording.layers = tuple(site.name for site in facts)
-        self.remedies.know(sites)
+        self.remedies.sites = list(sites)
 
     def _see(self, sample: Sample) -> None:
         """Records a sample and calls the policy."""
         assert self.sites is not None
         if not self.remedies.sites:
-            self.remedies.know(self.monitor.sites)
+            self.remedies.sites = list(self.monitor.sites)
         heads = {name: x for name, x in sample.heads.items() if name in FIELDS}
         self.recording.append({**sample.values, "step": sample.step}, heads)
         records = Records(

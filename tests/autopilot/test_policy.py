@@ -31,14 +31,16 @@ def decided(
     sites=SITES,
     refused=(),
     entropy=None,
+    capped=None,
     lr=None,
 ):
     """The decisions on logits [n layers heads], a record a step."""
     recording, decisions = Recording([s.name for s in sites]), list[Decision]()
     for step, record in enumerate(logits):
         heads = {"max_logit": np.asarray(record, dtype=float)}
-        if entropy is not None:
-            heads["entropy"] = np.asarray(entropy[step], dtype=float)
+        for name, series in (("entropy", entropy), ("capped_max_logit", capped)):
+            if series is not None:
+                heads[name] = np.asarray(series[step], dtype=float)
         rate = 0.1 if lr is None else lr[step]
         recording.append({"step": step, "lr": rate}, heads)
         records = Records(
@@ -99,6 +101,13 @@ def test_it_acts_on_the_heads_that_rise_and_keeps_the_remedy(
     assert (act.action, act.site, act.heads, act.remedy) == (action, "b", heads, remedy)
     assert act.step == 1
     assert (act.forecast is None) or act.forecast.threshold in (100, 1000)
+
+
+def test_logits_are_judged_as_they_enter_the_softmax():
+    logits = grown(30)
+    assert {d.action for d in decided(logits, capped=20 * np.tanh(logits / 200))} == {
+        WATCH
+    }
 
 
 def test_heads_over_the_threshold_join_a_clip():

@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -132,27 +130,3 @@ def test_recipes_train_in_pieces_to_the_table_of_longer_texts(monkeypatch, tmp_p
     for run in found["runs"].values():
         assert run["step"] == run["of"] == 2
         assert set(run["loss"]) == {"8", "16", "32", "64"}
-
-
-def test_nothing_of_the_command_line_is_needed():
-    """A machine with a GPU has torch, numpy, safetensors and Triton; no environment is made there."""
-    absent = (
-        "cyclopts",
-        "docstring_parser",
-        "rich",
-        "joblib",
-        "matplotlib",
-        "transformers",
-    )
-    code = f"import sys\nsys.modules.update(dict.fromkeys({absent}))\nsys.argv[0] = 'here'\n"
-    code += "import benchmarks.on_gpu.__main__, benchmarks.on_gpu.kernels, benchmarks.on_gpu.machine\n"
-    code += "import benchmarks.on_gpu.train, benchmarks.on_gpu.watched, benchmarks.on_gpu.logsumexp\n"
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from tests.contract.conformance.test_statistics import (
-    ALL,
     FIELDS,
     assert_same,
     recomputed,
@@ -29,7 +28,7 @@ from .cases import SOME, SPECS, calls, share, unchecked
 def test_cutting_the_rows_into_blocks_changes_no_statistic(name, monkeypatch):
     monkeypatch.setattr(statistics, "BLOCK", 40)
     monkeypatch.setattr(statistics, "ROWS", 1)
-    for case, call in calls(SPECS[name], torch.float64, ALL, seed=7):
+    for case, call in calls(SPECS[name], torch.float64, SOME, seed=7):
         assert_same(logit_stats(call), recomputed(unchecked(call)), 1e-11, case)
 
 

@@ -388,7 +388,7 @@ def test_the_primary_comparison_is_recorded_and_kept_where_more_runs_join(
 
 def test_the_quick_demo_shows_a_collapse_with_its_forecast_and_a_healthy_model():
     lines: list[str] = []
-    quick_demo(lines.append)
+    quick_demo(lines.append, steps=30)
     remedied = lines.index("with qk_norm:")
     assert any("will pass 1,000 at step" in line for line in lines[:remedied])
     assert any("collapsed" in line for line in lines[:remedied])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qkeel.distributed.reduce import Member, SharedTable, step_table
+from qkeel.distributed.reduce import Member, SharedTable
 from qkeel.errors import InvalidValueError
 from qkeel.functional.class_statistics import MERGES as CLASS_MERGES
 from qkeel.functional.class_statistics import ClassStats
@@ -44,7 +44,7 @@ def of_process(seed, n=HEADS):
 
 def member(measured, **fields):
     """A process, as it describes itself."""
-    form = () if measured is None else flatten(measured)[0]
+    form = () if measured is None else flatten(measured)[0].form
     return Member(form=form, parameters={"": 1}, **fields)  # type: ignore[arg-type]
 
 
@@ -106,8 +106,8 @@ def test_the_reduction_is_the_merge(world: int, odd: list[float]) -> None:
     close(record.stats["a"], expected)
     steps = []
     for of_rank in measured:
-        form, tensors = flatten(of_rank)
-        steps.append(StepRecord(step_table(form), vector_of(tensors).numpy()))
+        table, tensors = flatten(of_rank)
+        steps.append(StepRecord(table, vector_of(tensors).numpy()))
     close(merged_records(steps)["a"], expected)  # steps are merged as processes are
 
 

@@ -64,6 +64,28 @@ def test_the_line_in_front_of_training_does_what_it_does_with_an_example(spec, w
     assert torch.equal(own(batch(9)), copy_of_plain(own)(batch(9)))
 
 
+@pytest.mark.parametrize(
+    "spec", [SPECS[0], "qk_weight_decay:decay=0.5", "lalr:decay=plain"]
+)
+def test_a_step_with_a_closure_is_changed_from_the_first_one_on(spec):
+    """The pass that shows the attention runs inside that step, as in Lightning."""
+    models = encoder(), encoder()
+    for model, shown in zip(models, (batch(0), None)):
+        optimizer = adamw(model)
+        handle = qkeel.apply(model, spec, optimizer, batch=shown)
+        for step in range(3):
+
+            def closure(model=model, optimizer=optimizer, step=step):
+                optimizer.zero_grad()
+                model(batch(step)).square().mean().backward()
+
+            optimizer.step(closure)
+        assert "active, " in repr(handle)
+        handle.remove()
+        assert not optimizer._optimizer_step_pre_hooks
+    assert equal(*models)
+
+
 def copy_of_plain(model):
     plain = encoder()
     plain.load_state_dict(

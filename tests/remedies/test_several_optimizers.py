@@ -266,8 +266,8 @@ def test_an_autopilot_clips_biases_that_another_optimizer_holds():
     optimizers = muon_and_adamw(model)
     active = ActiveRemedies(model, optimizers)
     (site,) = sites = qkeel.find_sites(model, X)
-    active.know(sites)
-    active.put_on((f"qk_clip:threshold={TAU}", 0), {site.name: ()}, {})
+    active.sites = list(sites)
+    active.put_on(f"qk_clip:threshold={TAU}", {site.name: ()}, {})
     model(X).square().sum().backward()
     for optimizer in optimizers:
         optimizer.step()

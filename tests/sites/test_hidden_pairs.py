@@ -153,6 +153,16 @@ def test_rows_that_a_module_adds_as_zeros_do_not_count(local):
             torch.testing.assert_close(found.query_norm, q.norm(dim=-1).mean((0, 2)))
 
 
+def test_queries_that_are_zeros_count_unless_the_module_has_added_them():
+    """ESM and XLM multiply the embeddings of padding by 0."""
+    torch.manual_seed(0)
+    model, x = Padded(), torch.randn(B, 10, H * D)
+    x[1, 6:], model.pads = 0, False
+    with qkeel.watch(model) as monitor:
+        model(x)
+        assert monitor.read()[""].n_queries.tolist() == [B * 10] * H
+
+
 def test_queries_that_are_zeros_count_where_all_are_zeros():
     torch.manual_seed(0)
     model, x = Padded(), torch.randn(B, 10, H * D)

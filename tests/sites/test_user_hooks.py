@@ -140,6 +140,42 @@ def test_a_search_leaves_what_hooks_and_forward_store(seed, search):
     assert all(c - b == b - a for a, b, c in lengths)  # type: ignore[operator]
 
 
+def test_hooks_on_every_module_rest_in_a_search_and_stay_balanced():
+    """A rerun ends after the attention call, inside of modules whose hooks after forward are then not called."""
+    model, x = nn.Sequential(Layer(), Layer()), torch.randn(2, 5, 16)
+    depth, outputs = [0], []
+
+    def enter(module, args):
+        depth[0] += 1
+
+    def leave(module, args, output):
+        depth[0] -= 1
+        outputs.append(output)
+
+    hooks = [
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave),
+    ]
+    try:
+        for search in SEARCHES.values():
+            search(model, x)
+        assert (depth, outputs) == ([0], [])
+        model(x)
+        assert (depth, len(outputs)) == ([0], 7)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_a_hook_before_forward_runs_where_one_after_it_changes_the_output():
+    model, inputs = nn.Sequential(Layer(), Layer()), []
+    model[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    model[1].register_forward_hook(lambda module, args, output: inputs.pop() + output)
+    sites = qkeel.find_sites(model, torch.randn(2, 5, 16))
+    assert [site.verified for site in sites] == [True, True]
+    assert inputs == []
+
+
 def returns_number(module, args, output):
     CALLS.append(1)
     return abs(output)

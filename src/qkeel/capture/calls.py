@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -699,27 +700,68 @@ WAITING = 1 << 20
 
 
 @final
-class SiteStatistics:
-    """Collects the statistics of calls by site, and records which names are single heads of one site."""
+class SiteStatistics(Mapping[str, LogitStats]):
+    """Collects the statistics of calls by site, and records which names are single heads of one site.
 
-    def __init__(self) -> None:
+    Sites of one form lie in one LogitStats, the heads of one site behind those of the site before, and are told apart
+    only when a single site is read: a step's numbers are merged and sent together.
+    """
+
+    def __init__(self, parts: Iterable[Mapping[str, LogitStats]] = ()) -> None:
         self.heads: dict[str, list[str]] = {}
-        self._reduced: dict[str, LogitStats] = {}
+        self._joint: dict[tuple[str, ...], LogitStats] = {}
         self._waiting: list[tuple[str, CallRows]] = []
         self._n_waiting = 0
+        for part in parts:
+            self.update(part)
 
     @property
-    def _stats(self) -> dict[str, LogitStats]:
-        """The statistics by name, those that wait to be reduced together among them."""
+    def joint(self) -> dict[tuple[str, ...], LogitStats]:
+        """The statistics by the names of the sites that they cover, those that wait to be reduced among them."""
         if self._waiting:
             self._reduce()
-        return self._reduced
+        return self._joint
+
+    def __getitem__(self, name: str) -> LogitStats:
+        for sites, stats in self.joint.items():
+            if name in sites:
+                return _of_site(stats, sites.index(name), len(sites))
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain(*self.joint)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.joint))
 
     def _reduce(self) -> None:
         waiting, self._waiting, self._n_waiting = self._waiting, [], 0
-        stats = reduce_calls([rows for _, rows in waiting])
-        for (name, _), of_call in zip(waiting, stats, strict=True):
-            self.add(name, of_call, None)
+        names = [name for name, _ in waiting]
+        reduced = reduce_calls([rows for _, rows in waiting])
+        order = [*itertools.chain(*reduced)]
+        # Layers of two forms in turns, and sites called twice, are kept one by one: the order is that of the calls.
+        if len({*names}) == len(names) and order == sorted(order):
+            for indices, stats in reduced.items():
+                self._add(tuple([names[i] for i in indices]), stats)
+            return
+        calls = {}
+        for indices, stats in reduced.items():
+            for at, i in enumerate(indices):
+                calls[i] = _of_site(stats, at, len(indices))
+        for i in sorted(calls):
+            self._add((names[i],), calls[i])
+
+    def _add(self, sites: tuple[str, ...], stats: LogitStats) -> None:
+        joint = self._joint
+        if sites in joint:
+            joint[sites] = merge(joint[sites], stats)
+        elif {*itertools.chain(*joint)}.isdisjoint(sites):
+            joint[sites] = stats
+        else:
+            # Another pass has joined other sites.
+            self._joint = {(site,): of_site for site, of_site in self.items()}
+            for at, site in enumerate(sites):
+                self._add((site,), _of_site(stats, at, len(sites)))
 
     def add(self, name: str, stats: LogitStats | CallRows, part_of: str | None) -> None:
         """Adds the statistics of a call; `part_of` names the site if the call is one of that site's heads."""
@@ -729,32 +771,52 @@ class SiteStatistics:
             if self._n_waiting > WAITING:
                 self._reduce()
             return
-        known = self._stats
-        before = known.get(name)
-        known[name] = stats if before is None else merge(before, stats)
+        if self._waiting:
+            self._reduce()
+        self._add((name,), stats)
         if part_of is not None and name not in self.heads.setdefault(part_of, []):
             self.heads[part_of].append(name)
 
-    def __bool__(self) -> bool:
-        return bool(self._stats)
-
-    def update(self, other: SiteStatistics) -> None:
+    def update(self, other: Mapping[str, LogitStats]) -> None:
         """Adds the statistics of another pass."""
-        if other._stats and in_vmap():
+        if other and in_vmap():
             raise InvalidValueError(
                 "attention inside torch.func.vmap cannot be measured: tensors created there are invalid outside; "
                 "watch a pass without vmap"
             )
-        for name, stats in other._stats.items():
-            self.add(name, stats, None)
-        for site, heads in other.heads.items():
+        for sites, stats in joint_statistics(other).items():
+            self._add(sites, stats)
+        heads_of = other.heads if isinstance(other, SiteStatistics) else {}
+        for site, heads in heads_of.items():
             known_heads = self.heads.setdefault(site, [])
             known_heads += [head for head in heads if head not in known_heads]
 
-    def joined(self) -> dict[str, LogitStats]:
+    def joined(self) -> Mapping[str, LogitStats]:
         """The statistics of each site, with heads that were computed one by one joined into a single site."""
-        sites = dict(self._stats)
+        if not self.heads:
+            return self
+        sites = dict(self)
         for name, heads in self.heads.items():
             site = cat_heads([sites.pop(head) for head in heads])
             sites[name if name not in sites else heads[0]] = site
         return sites
+
+
+def joint_statistics(
+    stats: Mapping[str, LogitStats],
+) -> Mapping[tuple[str, ...], LogitStats]:
+    """The statistics by the names of the sites whose heads lie in them, one site behind the other."""
+    if isinstance(stats, SiteStatistics):
+        return stats.joint
+    return {(site,): of_site for site, of_site in stats.items()}
+
+
+def _of_site(stats: LogitStats, index: int, n_sites: int) -> LogitStats:
+    """The heads of one of the sites that lie in joint statistics."""
+    if n_sites == 1:
+        return stats
+    fields = {}
+    for name, x in stats.tensors().items():
+        n = len(x) // n_sites
+        fields[name] = x[index * n : (index + 1) * n]
+    return LogitStats(**fields)  # type: ignore[arg-type]

@@ -566,9 +566,10 @@ class EagerAttentionTracer:
                 self._report(frame, waiting.call)
         self._latest[id(frame)] = call
 
-    def is_open(self, frame: ModuleCall) -> bool:
-        """True if `end` is needed at the end of this module's call."""
-        return id(frame) in self._latest or bool(self._waiting_in(frame))
+    @property
+    def is_open(self) -> bool:
+        """True if `end` or `end_all` has something to do."""
+        return bool(self._latest or self._waiting)
 
     def end(self, frame: ModuleCall) -> None:
         """Called when a module's call ends: its weights that met no values may do so in a way that is not seen."""

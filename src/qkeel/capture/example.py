@@ -58,7 +58,8 @@ class ModuleCall:
     `indexes` the number of times it has chosen keys. `captured` counts the attention calls that were reported inside
     it, those of its submodules included. `given`
     is what it was called with, if inputs are kept. `caller` says from where the module was called, if callers are told
-    apart, and `children` counts the calls that it has made, by the name of the module.
+    apart, and `children` counts the calls that it has made, by the name of the module. `pads` says whether it has filled
+    up a dimension of a tensor with zeros.
     """
 
     name: str
@@ -72,6 +73,7 @@ class ModuleCall:
     caller: Caller | None = None
     children: dict[str, int] = dataclasses.field(default_factory=dict)
     indexes: int = 0
+    pads: bool = False
 
     @property
     def is_outermost(self) -> bool:
@@ -170,7 +172,7 @@ class ModuleStack:
         """
         self._named = dict(modules_of(model) if modules is None else modules)
         self._names = {id(module): name for name, module in self._named.items()}
-        # Calls by the id of the module.
+        # Calls by the id of the module, if inputs are kept.
         self.called: collections.Counter[int] = collections.Counter()
         # Other names of modules, by caller; None if callers are not told apart.
         self.by_caller: Mapping[Caller, str] | None = {} if keep_inputs else None
@@ -215,7 +217,8 @@ class ModuleStack:
         if not (isinstance(first, Tensor) and first.ndim > 1):
             first = next((x for x in tensors((args, kwargs)) if x.ndim > 1), None)
         batch = 0 if first is None else first.shape[0]
-        self.called[id(module)] += 1
+        if self._keep:
+            self.called[id(module)] += 1
         name, caller = self._names[id(module)], None
         if self.by_caller is not None:
             n_before = self.top.children.get(name, 0)
@@ -238,11 +241,13 @@ class ModuleStack:
     def pop(self, module: nn.Module, args: object, output: object) -> None:
         """Records that a call of this module ends."""
         # A frame above this one remains if an exception ended a module without hooks.
-        for frame in self.top.line():
-            if frame.module is module and frame.parent is not None:
+        frame = self.top
+        while frame.parent is not None:
+            if frame.module is module:
                 self.ended(frame)
                 self.top = frame.parent
                 return
+            frame = frame.parent
 
 
 # Most modules of a model are linear layers and norms, and a frame for each call of them costs time.

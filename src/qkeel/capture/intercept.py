@@ -78,6 +78,8 @@ from qkeel.patching.modes import (
 PlainCall = tuple[Tensor, Tensor, float, bool]
 _SDPA = "scaled_dot_product_attention"
 _SDPA_ALONE = frozenset({SDPA})
+# The readers of functions whose code is exchanged.
+_EXCHANGED = frozenset(FLASH_AND_FLEX.values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -250,7 +252,9 @@ class CaptureMode(CallObserver):
         around.callback(self.end)
         self.stack.ended = self._module_ended
         self._knows_name = around.enter_context(name_held())
-        around.enter_context(observed_by(self))
+        sought = [only for _, only in (self._only_in or {"": (None, None)}).values()]
+        exchanges = any([only is None or only & _EXCHANGED for only in sought])
+        around.enter_context(observed_by(self, exchanges=exchanges))
         self.wants_logsumexp = self.bounded is not None
         if self.always_with_graph:
             self._keep_graphs(around)
@@ -274,10 +278,11 @@ class CaptureMode(CallObserver):
 
     def end(self) -> None:
         """Reports what is still waiting; the pass is over, or about to be."""
-        self.guard(self.apart, self.handwritten.end_all)
+        if self.handwritten.is_open:
+            self.guard(self.apart, self.handwritten.end_all)
 
     def _module_ended(self, frame: ModuleCall) -> None:
-        if self.handwritten.is_open(frame):
+        if self.handwritten.is_open:
             self.apart(lambda: self.handwritten.end(frame))
 
     def _keep_graphs(self, around: ExitStack) -> None:
@@ -384,6 +389,8 @@ class CaptureMode(CallObserver):
             if not is_transpose or args[0].ndim < 3:
                 return
             name, args = "transpose", (args[0], -2, -1)
+        if name == "pad" and _adds_zeros(*args, **kwargs):
+            self.stack.top.pads = True
         if name not in FUSED and not self.handwritten.minds(name):
             return
         if in_vmap():
@@ -398,9 +405,11 @@ class CaptureMode(CallObserver):
             self.apart(lambda: self.handwritten.follow(name, top, args, kwargs, out))
 
     def named_call(self, args: Args, kwargs: Kwargs, lse: Tensor | None) -> None:
+        if self._measured(args, kwargs, lse):
+            return
         if in_vmap():
             self.hidden["what runs inside torch.func.vmap"] = None
-        elif not self._measured(args, kwargs, lse):
+        else:
             top = self.stack.top
             self.apart(lambda: self._read_fused(_SDPA, top, args, kwargs, None))
 
@@ -605,6 +614,13 @@ def _may_have_graph(func: Function, args: Args) -> bool:
     writes = name.startswith("__i") or name == "__setitem__"
     writes = writes or (name.endswith("_") and not name.endswith("__"))
     return not writes or (isinstance(args[0], Tensor) and args[0].grad_fn is not None)
+
+
+def _adds_zeros(
+    _: object, pad: Sequence[int], mode: str = "constant", value: object = None
+) -> bool:
+    """True if torch's pad with these arguments adds zeros along a dimension other than the last."""
+    return any(pad[2:]) and mode == "constant" and not value
 
 
 def _in_own(frame: ModuleCall) -> bool:

@@ -95,7 +95,7 @@ torch.library.register_autograd(
 def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
     """Stands for F.scaled_dot_product_attention under its name, with the same bits; see the module's description."""
     mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-    is_object = is_mask_object(mask)
+    is_object = mask is not None and is_mask_object(mask)
     if torch.compiler.is_compiling():
         if not is_object:
             return _in_graph(args, kwargs)

@@ -93,12 +93,12 @@ observers: Callable[[], tuple[CallObserver, ...]] = _OBSERVERS.get
 
 
 @contextmanager
-def observed_by(observer: CallObserver) -> Iterator[None]:
-    """A context in which `observer` receives this thread's calls. Functions of modules that are not imported yet are
-    missed."""
+def observed_by(observer: CallObserver, *, exchanges: bool) -> Iterator[None]:
+    """A context in which `observer` receives this thread's calls, those of functions that are not torch's only if
+    `exchanges` is True. Functions of modules that are not imported yet are missed."""
     taken: list[types.FunctionType] = []
     try:
-        for function in _functions():
+        for function in _functions() if exchanges else ():
             try:
                 exchange(function, _begin)
                 taken.append(function)
@@ -356,7 +356,7 @@ def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, 
     """
     arguments = {**_DEFAULTS, **dict(zip(_BY_PLACE, args)), **kwargs}
     mask: Any = arguments["attn_mask"]
-    if is_mask_object(mask):
+    if mask is not None and is_mask_object(mask):
         t, s = mask.seq_len_q, mask.seq_len_kv
         if t == s or mask.variant.name == "UPPER_LEFT":
             arguments |= {"attn_mask": None, "is_causal": True}

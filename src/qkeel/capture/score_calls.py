@@ -80,7 +80,8 @@ def scores_call(
     if tag.hidden is not None:
         hidden = tag.hidden.broadcast_to(x.shape).narrow(keys, start, end - start)
         hidden = arrangement.apply(hidden)
-    if len(pairs) == 1 and tag.products[0].followed:
+    is_filled = any([f.pads for f in frame.line()])
+    if is_filled and len(pairs) == 1 and tag.products[0].followed:
         filler = _filler_rows(pairs[0], arrangement, capped, keys)
         if filler is not None:
             hidden = filler if hidden is None else hidden | filler

@@ -14,7 +14,13 @@ from typing import Any
 from torch import nn
 
 from qkeel.capture.contents import ObjectContents
-from qkeel.patching.modes import hooks_after, hooks_before, idle, modules_of
+from qkeel.patching.modes import (
+    global_hooks,
+    hooks_after,
+    hooks_before,
+    idle,
+    modules_of,
+)
 
 # Packages whose hooks the model may need: they move weights, gather them, or compute them.
 _LIBRARIES = {
@@ -39,20 +45,29 @@ def hooks_held_back(model: nn.Module) -> Iterator[None]:
     """
     functions: list[Callable[..., Any]] = []
     held: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]] = []
+    tables = [global_hooks()]
     for module in modules_of(model).values():
         if not is_of_library(type(module)):
             functions.append(type(module).forward)
-        before = hooks_before(module)
-        for table in (before, hooks_after(module)):
-            for key, hook in table.items():
-                if is_of_library(hook):
-                    continue
-                if returns_nothing(hook) and not (
-                    table is before and _writes_state(hook)
-                ):
-                    held.append((table, key, hook))
-                else:
-                    functions.append(hook)
+        tables.append((hooks_before(module), hooks_after(module)))
+    for before, after in tables:
+        quiet = True
+        for key, hook in after.items():
+            if is_of_library(hook):
+                continue
+            if returns_nothing(hook):
+                held.append((after, key, hook))
+            else:
+                functions.append(hook)
+                quiet = False
+        for key, hook in before.items():
+            if is_of_library(hook):
+                continue
+            # A hook after forward that changes the output may use what one before it has kept.
+            if quiet and returns_nothing(hook) and not _writes_state(hook):
+                held.append((before, key, hook))
+            else:
+                functions.append(hook)
     stores = OutsideStores(functions)
     try:
         for table, key, _ in held:

@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 Form = tuple[Entry, ...]
 # The site, "" for the whole model, and the name of the number.
-NumberKey = tuple[str, str]
+EntryKey = tuple[str, str]
 # Numbers that do not belong to a site.
 WHOLE_MODEL = (
     "lr",
@@ -76,7 +76,7 @@ class StepTable:
     def __init__(self, form: Form) -> None:
         self.form = form
         self.entries = {(entry.site, entry.name): entry for entry in form}
-        self.firsts: dict[NumberKey, int] = {}
+        self.firsts: dict[EntryKey, int] = {}
         self.size = 0
         for entry in form:
             self.firsts[entry.site, entry.name] = self.size
@@ -257,7 +257,7 @@ class _Part:
     member: Member
     stage: int
     model: str
-    entries: dict[NumberKey, Entry] = dataclasses.field(default_factory=dict)
+    entries: dict[EntryKey, Entry] = dataclasses.field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:
@@ -313,7 +313,7 @@ class SharedTable:
                     keys_seen=member.keys_seen,
                 )
             complete.append(member)
-        self.own_form = complete[index].form
+        self.own_table = step_table(complete[index].form)
         self._n_processes = len(complete)
         parts = [member.parts() for member in complete]
         self._own, self._parts = parts[index], [part for own in parts for part in own]
@@ -330,7 +330,7 @@ class SharedTable:
         self._indices = self._contributions()
         self._on_device: dict[torch.device, list[Tensor]] = {}
 
-    def _whole_key(self, stage: int, site: str, name: str) -> NumberKey:
+    def _whole_key(self, stage: int, site: str, name: str) -> EntryKey:
         """Returns the site and name in the whole model of a number of a stage."""
         has_site = bool(site) or (site, "max_logit") in self._leads[stage].entries
         if not self._repeats or name in WHOLE_MODEL or not has_site:
@@ -356,7 +356,7 @@ class SharedTable:
 
     def _whole_form(self) -> Form:
         """Returns the form of the whole model's vector. Numbers without a site are those of the last stage."""
-        entries: dict[NumberKey, Entry] = {}
+        entries: dict[EntryKey, Entry] = {}
         for stage, lead in self._leads.items():
             sites = set(lead.sites)
             for (site, name), entry in lead.entries.items():
@@ -368,7 +368,6 @@ class SharedTable:
 
     def _contributions(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the indices of the values that this process contributes, in its vector and in the whole model's."""
-        own_table = step_table(self.own_form)
         last_stage = {}
         for stage, lead in self._leads.items():
             last_stage |= {name: stage for site, name in lead.entries if not site}
@@ -395,7 +394,7 @@ class SharedTable:
                 if counts:
                     first = self.table.firsts[self._whole_key(part.stage, site, name)]
                     first += first_head * math.prod(entry.shape[1:])
-                    sources.append(own_table.indices(entry).ravel())
+                    sources.append(self.own_table.indices(entry).ravel())
                     targets.append(np.arange(first, first + entry.size))
         return np.concatenate(sources), np.concatenate(targets)
 
@@ -440,7 +439,7 @@ class SharedTable:
                     torch.from_numpy(indices).to(device) for indices in self._indices
                 ]
             source, target = self._on_device[device]
-            own_largest, own_sums = step_table(self.own_form).split(vector)
+            own_largest, own_sums = self.own_table.split(vector)
             largest[n:].index_copy_(0, target, own_largest[source])
             sums[1:].index_copy_(0, target, own_sums[source])
             sums[:1].fill_(1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -179,6 +180,10 @@ class _Resize(torch.autograd.Function):
         if of_r is not None:
             along = along + r * of_r
         return torch.addcmul(g, y, along * c, value=-1) * r, None, None
+
+
+# torch looks the signature up at every call, which takes longer than the norm of a few tokens.
+_Resize.forward.__signature__ = inspect.signature(_Resize.forward)  # type: ignore[attr-defined]
 
 
 # The residual stream: what enters and leaves a block.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from typing import Any, Literal
 
@@ -159,6 +160,10 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         return _Rotate.apply(grad_outputs[0], cos, -sin, ctx.pairing), None, None, None
+
+
+# torch looks the signature up at every call, which takes longer than the rotation of a few tokens.
+_Rotate.forward.__signature__ = inspect.signature(_Rotate.forward)  # type: ignore[attr-defined]
 
 
 def _pairs(x: Tensor, half: int, pairing: Pairing) -> tuple[Tensor, Tensor]:

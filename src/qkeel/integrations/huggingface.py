@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import inspect
 import types
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
@@ -21,7 +20,6 @@ from torch.optim import Optimizer
 from qkeel.autopilot import Ladder, attach
 from qkeel.capture.example import same_random_streams
 from qkeel.errors import (
-    InvalidValueError,
     QkeelError,
     RefusedError,
     RunDirectoryError,
@@ -29,7 +27,6 @@ from qkeel.errors import (
     needed,
 )
 from qkeel.frames import Foreign
-from qkeel.handle import Handle
 from qkeel.integrations.watched_training import CALLBACK_CADENCE, Sinks, WatchedTraining
 from qkeel.monitor import Cadence, Rule
 from qkeel.monitor.token_classes import MaskSource
@@ -37,9 +34,6 @@ from qkeel.nn import functional_attention
 from qkeel.ops import attention
 from qkeel.patching.modes import Kwargs, constant_when_compiled, running_frames
 from qkeel.records import layer_fields, write_bytes
-from qkeel.remedies.apply import apply, parse
-from qkeel.remedies.base import Remedy
-from qkeel.remedies.optimizer_trials import innermost
 from qkeel.remedies.table import RemedySpec
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Sink, Softcap, Softmax
 
@@ -323,18 +317,9 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
         query_mask: MaskSource | None = "attention_mask",
         per_layer: bool = True,
         autopilot: bool | str | Ladder = False,
-        remedy: str | Remedy | Sequence[str | Remedy] | None = None,
+        remedy: RemedySpec | None = None,
     ) -> None:
-        super().__init__(every, sinks, rules, query_mask, autopilot)
-        if remedy is not None:
-            _check_remedy(remedy)
-            if autopilot:
-                raise InvalidValueError(
-                    "expected either remedy or autopilot, got both; an autopilot chooses its remedies itself"
-                )
-        self._remedy = remedy
-        self.handle: Handle | None = None
-        self._optimizer: weakref.ref[Optimizer] | None = None
+        super().__init__(every, sinks, rules, query_mask, autopilot, remedy)
         self._per_layer = per_layer
         self._handler: CallbackHandler | None = None
         # Of the micro-batches of the current step.
@@ -374,19 +359,7 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
             )
             self.close(complete=False)
             self.monitor = self.pilot = None
-        self._apply(model, optimizer)
-
-    def _apply(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Applies the remedy to the Trainer's optimizer, unless an earlier training has done so."""
-        if self._remedy is None:
-            return
-        inner = innermost(optimizer) if isinstance(optimizer, Optimizer) else None
-        if self.handle is not None:
-            if self._optimizer is not None and self._optimizer() is inner:
-                return
-            self.handle.remove()
-        self.handle = apply(model, self._remedy, inner)
-        self._optimizer = None if inner is None else weakref.ref(inner)
+        self._apply(model, [optimizer])
 
     def _watch(
         self,
@@ -522,19 +495,6 @@ class QkeelCallback(WatchedTraining, TrainerCallback):
                 # Those of untrained passes have other names.
                 if printed:
                     terminal.on_log(args, state_then, copy.copy(control), printed)
-
-
-def _check_remedy(remedy: RemedySpec) -> None:
-    """Raises InvalidValueError for a remedy that changes the model.
-
-    A Trainer loads a checkpoint into the model before it calls its callbacks, so parameters that these add stay new."""
-    for parsed in parse(remedy):
-        if not parsed.on_steps:
-            raise InvalidValueError(
-                f"expected remedies that act on optimizer steps, such as qk_clip or lalr, got {parsed.name}, which "
-                "changes the model. Apply it before the Trainer is made, whose optimizer then has its parameters: "
-                f'qkeel.apply(model, "{parsed.name}", batch=batch)'
-            )
 
 
 # The numbers of a sample that the Trainer prints. Its trackers get all of them: hundreds if a model has many layers.

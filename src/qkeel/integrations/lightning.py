@@ -15,6 +15,7 @@ from qkeel.handle import State
 from qkeel.integrations.watched_training import CALLBACK_CADENCE, Sinks, WatchedTraining
 from qkeel.monitor import Cadence, Rule
 from qkeel.monitor.token_classes import MaskSource
+from qkeel.remedies.table import RemedySpec
 
 with needed("qkeel.integrations.lightning", "lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer  # type: ignore[import-not-found]
@@ -32,6 +33,10 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
     its only child with parameters, or the module that `module` names. A LightningModule with several children is
     watched as a whole if its training_step calls `self(batch)`.
 
+    With `remedy`, a remedy that acts on optimizer steps is applied to the optimizers that Lightning has made, and stays
+    for good; `handle` is its handle. A refusal is an error in the first pass, before the first step. What the remedy must
+    remember is part of the optimizers' checkpoints.
+
     With `autopilot`, the callback also limits the logits of the heads that need it (`qkeel.autopilot`); Lightning's
     checkpoints contain its state. When training resumes within an epoch, Lightning repeats the first batches of that
     epoch unless the data loader has a `state_dict()`; with such a loader, the resumed training is bit-identical.
@@ -44,7 +49,11 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
         rules: see `qkeel.watch`.
         query_mask: see `qkeel.watch`.
         autopilot: True for the default policy, or a policy.
+        remedy: remedies on optimizer steps, such as "qk_clip:threshold=15,steps=matched" or "lalr:tau=0.1".
         batch: an input of the module, which an autopilot needs to resume.
+
+    Raises:
+        InvalidValueError: the remedy changes the model itself, or an autopilot is given too.
     """
 
     @accepts_earlier_calls()
@@ -57,9 +66,10 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
         rules: Sequence[Rule] | None = None,
         query_mask: MaskSource | None = None,
         autopilot: bool | str | Ladder = False,
+        remedy: RemedySpec | None = None,
         batch: object = None,
     ) -> None:
-        super().__init__(every, sinks, rules, query_mask, autopilot)
+        super().__init__(every, sinks, rules, query_mask, autopilot, remedy)
         self._module, self._batch = module, batch
         # Loaded from a checkpoint.
         self._state: State = {}
@@ -86,6 +96,7 @@ class LightningCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any
             state, self._state = self._state, {}
             if state:
                 self.pilot.load_state_dict(state)
+        self._apply(model, held)
 
     def on_train_batch_start(
         self,

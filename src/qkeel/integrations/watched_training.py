@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, final
@@ -10,12 +11,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.autopilot import Autopilot, Ladder, named_policy
-from qkeel.errors import InvalidTypeError, caution
+from qkeel.errors import InvalidTypeError, InvalidValueError, caution
 from qkeel.frames import Foreign
+from qkeel.handle import Handle
 from qkeel.monitor import Adaptive, Alarm, Cadence, Rule, Sample, Sink
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.token_classes import MaskSource
 from qkeel.monitor.watch import watch
+from qkeel.remedies.apply import apply, parse
+from qkeel.remedies.optimizer_trials import innermost
+from qkeel.remedies.table import RemedySpec
 
 # Accelerate: summaries go to every tracker of an Accelerator, through its own `log`.
 
@@ -88,7 +93,7 @@ class WatchedTraining:
     """The options of a trainer's callback, and the monitor and autopilot of the current training.
 
     For `every`, `sinks`, `rules` and `query_mask`, see `qkeel.watch`. autopilot: True for the default policy, or a
-    policy.
+    policy. remedy: remedies on the trainer's own optimizer, for which it has its `handle`.
     """
 
     def __init__(
@@ -98,6 +103,7 @@ class WatchedTraining:
         rules: Sequence[Rule] | None,
         query_mask: MaskSource | None,
         autopilot: bool | str | Ladder,
+        remedy: RemedySpec | None,
     ) -> None:
         # Initialises the trainer's callback class.
         super().__init__()
@@ -108,6 +114,15 @@ class WatchedTraining:
         )
         if self._policy is not False:
             named_policy(self._policy)
+        if remedy is not None:
+            _check_remedy(remedy)
+            if autopilot:
+                raise InvalidValueError(
+                    "expected either remedy or autopilot, got both; an autopilot chooses its remedies itself"
+                )
+        self._remedy = remedy
+        self.handle: Handle | None = None
+        self._optimizers: list[weakref.ref[Optimizer]] = []
         self._every, self._rules, self._query_mask = every, rules, query_mask
         self._sinks = [sinks] if isinstance(sinks, (Sink, str, Path)) else list(sinks)
         self._queue = SampleQueue()
@@ -133,6 +148,18 @@ class WatchedTraining:
         self.monitor = monitor
         return monitor
 
+    def _apply(self, model: nn.Module, optimizers: Sequence[object]) -> None:
+        """Applies the remedy to the optimizers that the trainer has made, unless an earlier training has done so."""
+        if self._remedy is None:
+            return
+        inner = [innermost(x) for x in optimizers if isinstance(x, Optimizer)]
+        if self.handle is not None:
+            if [reference() for reference in self._optimizers] == inner:
+                return
+            self.handle.remove()
+        self.handle = apply(model, self._remedy, inner or None)
+        self._optimizers = [weakref.ref(optimizer) for optimizer in inner]
+
     def _leave_out(self, reported: Collection[str]) -> None:
         """Leaves out the sinks of trackers to which the trainer reports itself, which would show every series twice."""
         sinks = []
@@ -156,3 +183,16 @@ class WatchedTraining:
         watching = self.monitor if self.pilot is None else self.pilot
         if watching is not None:
             watching.close(complete=complete)
+
+
+def _check_remedy(remedy: RemedySpec) -> None:
+    """Raises InvalidValueError for a remedy that changes the model.
+
+    A trainer loads a checkpoint into the model before it calls its callbacks, so parameters that these add stay new."""
+    for parsed in parse(remedy):
+        if not parsed.on_steps:
+            raise InvalidValueError(
+                f"expected remedies that act on optimizer steps, such as qk_clip or lalr, got {parsed.name}, which "
+                "changes the model. Apply it before the Trainer is made, whose optimizer then has its parameters: "
+                f'qkeel.apply(model, "{parsed.name}", batch=batch)'
+            )

@@ -165,9 +165,9 @@ def plain_rows(q: Tensor, k: Tensor, scale: float, causal: bool) -> CallRows | N
 
 
 @torch.no_grad()
-def reduce_calls(calls: Sequence[CallRows]) -> list[LogitStats]:
-    """Returns the `logit_stats` of each call. Calls of the same shapes are reduced together, as one with all their
-    heads, because each of some thirty operators costs microseconds, or a launch, whatever its size."""
+def reduce_calls(calls: Sequence[CallRows]) -> dict[tuple[int, ...], LogitStats]:
+    """Returns the `logit_stats` of calls by their indices. Calls of the same shapes are reduced together, as one with
+    all their heads, because each of some thirty operators costs microseconds, or a launch, whatever its size."""
     groups: dict[object, list[int]] = {}
     for i, call in enumerate(calls):
         form = (
@@ -180,22 +180,18 @@ def reduce_calls(calls: Sequence[CallRows]) -> list[LogitStats]:
         groups.setdefault((*form, id(call.counted), call.keys_seen is None), []).append(
             i
         )
-    stats: dict[int, LogitStats] = {}
+    stats = {}
     for group in groups.values():
         rows = [calls[i] for i in group]
         keys_seen = [call.keys_seen for call in rows if call.keys_seen is not None]
-        joint = reduce_fields(
+        stats[tuple(group)] = reduce_fields(
             torch.cat([call.fields for call in rows], 2),
             torch.cat([call.n_keys for call in rows], 1),
             rows[0].counted,
             torch.cat([call.k_norm for call in rows], 1),
             torch.cat(keys_seen, 1) if keys_seen else None,
         )
-        by_call = {name: x.chunk(len(group)) for name, x in joint.tensors().items()}
-        for chunk, i in enumerate(group):
-            fields = {name: chunks[chunk] for name, chunks in by_call.items()}
-            stats[i] = LogitStats(**fields)  # type: ignore[arg-type]
-    return [stats[i] for i in range(len(calls))]
+    return stats
 
 
 def plain_max_stats(

@@ -42,9 +42,10 @@ from qkeel.records.run_directory import locked
 
 # Progress of a study, read from its files, and an estimate of its duration from a few timed steps.
 
-# The first steps allocate and compile.
-# Steps.
-_WARM, _TIMED = 3, 10
+# Steps; what the first one allocates and compiles is not counted.
+_TIMED = 3
+# Steps between records by default, each with the statistics of the probe.
+_CADENCE = 10
 
 
 def last_step(directory: Path) -> int:
@@ -75,16 +76,18 @@ def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
         # Before and after training, so that setting up is about as long as the second one.
         evaluate(state)
         around_training = 2 * (time.perf_counter() - start)
-        for step in range(_WARM):
-            train_step(state, step)
+        train_step(state, 0)
         # Reads a result, so the device is idle when timing starts.
         measure_probe(state)
         start = time.perf_counter()
         for step in range(_TIMED):
-            train_step(state, step)
-        # Once per ten steps, the default cadence of a run.
+            loss, _ = train_step(state, step)
+        # Waits for the device.
+        float(loss)
+        trained = time.perf_counter()
         measure_probe(state)
-        seconds_per_step = (time.perf_counter() - start) / _TIMED
+        measured = time.perf_counter()
+        seconds_per_step = (trained - start) / _TIMED + (measured - trained) / _CADENCE
     steps = sum(run.config.steps for run in runs)
     return (steps * seconds_per_step + len(runs) * around_training) / min(
         workers, len(runs)

@@ -1,39 +1,23 @@
-"""How far the numbers of each attention layer are finite: what a pass notes of it, and what that says of the origin."""
+"""How far the numbers of each attention layer are finite, and what that says of the origin of a NaN."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall
-from qkeel.capture.example import tensors
 from qkeel.functional.norms import wide, widest
-from qkeel.handle import Handle
-from qkeel.monitor.gather import NumberKey
-from qkeel.monitor.hidden_states import hidden_states
+from qkeel.monitor.hidden_states import dense
 from qkeel.monitor.history import History
-from qkeel.monitor.pass_numbers import Number
-from qkeel.patching.autograd import is_wrapper
-from qkeel.patching.modes import (
-    Guarded,
-    Hook,
-    beside_function_modes,
-    in_this_thread,
-    put_hooks,
-    remove_hooks,
-)
 from qkeel.records import NON_FINITE, STAGES
 
 WEIGHTS, DATA, INPUT, PRODUCTS, LOGITS, OUTPUT, ALL = range(len(STAGES) + 1)
-# Others, such as float8, have no sums.
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # A sample and a query are one number, so that they are reduced together.
 _QUERIES = 1 << 24
 # The largest number of each format; logits in it overflow beyond.
@@ -41,109 +25,16 @@ _LARGEST = {"fp16": 65504.0}
 _FORMATS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
-@final
-class FiniteEnds:
-    """Notes in each pass whether the data, and what enters and leaves the module of each site, are finite.
-
-    non_finite_data, non_finite_input, non_finite_output [1]: 1 if there is a NaN or infinity. Of the data, -infinity
-    doesn't count, as masks are made of it.
-
-    The first floating-point tensor with at least two dimensions is looked at, as in `HiddenStates`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        sites: Sequence[str],
-        add: Callable[[NumberKey, Number], None],
-        guard: Guarded,
-    ) -> None:
-        """add: receives each number at the end of a pass. guard: runs the hooks' code."""
-        self._model, self._sites, self._add, self._guard = model, sites, add, guard
-        # By module, because several sites may share one.
-        self._modules: dict[str, list[str]] = {}
-        for site in sites:
-            self._modules.setdefault(site.partition("#")[0], []).append(site)
-        self._totals: list[tuple[str, str, Tensor]] = []
-        self._data: list[Tensor] = []
-
-    @torch.no_grad()
-    def begin(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Begins a pass with these arguments; what a pass that has failed noted is dropped."""
-        self._totals = []
-        self._data = [
-            x.amax() for x in map(_dense, tensors((args, dict(kwargs)))) if x.numel()
-        ]
-        if "" in self._modules:
-            self._note("input", "", self._model, args, kwargs)
-
-    def attach(self) -> Handle:
-        """Looks at the modules of the sites until the handle is removed."""
-        hooks: list[Hook] = []
-        for name in filter(None, self._modules):
-            module = self._model.get_submodule(name)
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            before, after = (
-                in_this_thread(functools.partial(self._guard, self._note, side, name))
-                for side in ("input", "output")
-            )
-            hooks += put_hooks(module, before, after)
-        return Handle(functools.partial(remove_hooks, hooks))
-
-    def _note(self, side: str, name: str, module: nn.Module, *values: object) -> None:
-        with beside_function_modes():
-            # Of an output, the arguments come first.
-            states = hidden_states(values if side == "input" else values[-1])
-            if states is not None and states.dtype in _DTYPES and states.numel():
-                # A sum is finite if its terms are, and is the cheapest of all reductions.
-                total = states.sum(dtype=wide(states.dtype))
-                self._totals.append((name, side, total))
-
-    @torch.no_grad()
-    def end(self, output: object) -> None:
-        """Ends a pass that returned this, and adds its numbers."""
-        if "" in self._modules:
-            self._note("output", "", self._model, output)
-        groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for i, (_, _, total) in enumerate(self._totals):
-            groups.setdefault((total.device, total.dtype), []).append(i)
-        for group in groups.values():
-            # Made for all layers at once, as each operator costs microseconds whatever its size.
-            totals = torch.stack([self._totals[i][2] for i in group])
-            flags = (~totals.isfinite()).float()
-            for i, flag in zip(group, flags.split(1)):
-                name, side, _ = self._totals[i]
-                for site in self._modules[name]:
-                    self._add((site, f"non_finite_{side}"), Number(flag, None))
-        if self._data:
-            device = self._data[0].device
-            peaks = torch.stack([x.float().to(device) for x in self._data])
-            flag = (~(peaks < torch.inf)).any().float().view(1)
-            for site in self._sites:
-                self._add((site, "non_finite_data"), Number(flag, None))
-        self._totals, self._data = [], []
-
-
 def weights_not_finite(model: nn.Module) -> tuple[str, ...]:
     """The names of a model's weights that have NaN or infinity, as far as this process holds them."""
     names = []
     for name, parameter in model.named_parameters():
-        weight = _dense(parameter.detach())
+        weight = dense(parameter.detach())
         if not weight.is_meta and not bool(
             weight.sum(dtype=wide(weight.dtype)).isfinite()
         ):
             names.append(name)
     return tuple(names)
-
-
-def _dense(x: Tensor) -> Tensor:
-    """The part of a tensor that is here, or no numbers if it cannot be reduced."""
-    x = dist.local(x)
-    # Wrappers, such as torchao's quantised weights, refuse operators as they like.
-    if x.dtype not in _DTYPES or x.layout != torch.strided or is_wrapper(x):
-        return torch.empty(0, device=x.device)
-    return x
 
 
 @torch.no_grad()
@@ -214,7 +105,7 @@ def finite_stages(
         range(len(STAGES)),
         ALL,
     )
-    is_known = ~np.isnan(arrays["non_finite_input"] + arrays["n_queries"])
+    is_known = (arrays["non_finite_input"] >= 0) & ~np.isnan(arrays["n_queries"])
     return np.where(is_known, first, np.nan)
 
 

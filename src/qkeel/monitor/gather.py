@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from qkeel.capture.calls import SiteStatistics, joint_statistics
 from qkeel.distributed.reduce import (
     WHOLE_MODEL,
     Axis,
     Entry,
-    Form,
-    NumberKey,
     Rule,
     StepTable,
     step_table,
@@ -25,7 +24,7 @@ from qkeel.distributed.reduce import (
 from qkeel.functional.class_statistics import MERGES as CLASS_MERGES
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.norms import widest
-from qkeel.functional.statistics import MERGES, LogitStats, merge, of_key_heads
+from qkeel.functional.statistics import MERGES, LogitStats, of_key_heads
 
 __all__ = [
     "WHOLE_MODEL",
@@ -38,13 +37,14 @@ __all__ = [
     "StepRecord",
     "Transfer",
     "flatten",
-    "merged",
     "merged_records",
     "on_host",
 ]
 
 Reduction = Literal["mean", "root_mean", "root", "max", "min"]
 Stats = Mapping[str, LogitStats]
+# A site, "" for the whole model, and the name of a number; or several sites, one row of the number for each.
+NumberKey = tuple[str | tuple[str, ...], str]
 
 
 @final
@@ -75,40 +75,53 @@ SiteNumbers = Mapping[NumberKey, Tensor | PartialValue]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The measurement of one step: statistics by site, and other numbers by (site, name), where "" stands for the whole
-    model."""
+    """The measurement of one step: statistics by site, and other numbers by site or sites and name."""
 
     stats: Stats
     numbers: SiteNumbers
 
 
-@functools.lru_cache(maxsize=1024)
-def _site_entries(
-    site: str, n_heads: int, n_kv_heads: int, classes: tuple[str, ...] | None
-) -> tuple[Entry, ...]:
-    """Returns the entries of a site's statistics, in the order of `_site_tensors`."""
+# Tensors of several sites, and what stands in each row; its entries differ in their sites alone.
+_Column = tuple[tuple[str, ...], Entry]
 
-    def entry(
+
+@functools.lru_cache(maxsize=1024)
+def _statistics_columns(
+    sites: tuple[str, ...],
+    n_heads: int,
+    n_kv_heads: int,
+    classes: tuple[str, ...] | None,
+) -> tuple[_Column, ...]:
+    """Returns the columns of the statistics of sites, in the order of `LogitStats.tensors` and CLASS_MERGES."""
+
+    def column(
         name: str, rule: Rule, weight: str, blank: float, n_classes: Sequence[int] = ()
-    ) -> Entry:
+    ) -> _Column:
         axis: Axis = "key" if of_key_heads(name) else "query"
         heads = n_kv_heads if axis == "key" else n_heads
         suffix = "".join(f"\t{label}" for label in classes or ()) if n_classes else ""
         weight = weight + suffix if weight else ""
-        return Entry(
-            site, name + suffix, (heads, *n_classes), rule, weight, axis, blank=blank
-        )
+        shape = heads, *n_classes
+        return sites, Entry("", name + suffix, shape, rule, weight, axis, blank=blank)
 
-    entries = [
-        entry(name, merging.how, merging.count, merging.neutral)
+    columns = [
+        column(name, merging.how, merging.count, merging.neutral)
         for name, merging in MERGES.items()
     ]
     if classes is not None:
         for name, merging in CLASS_MERGES.items():
             n_classes = [len(classes)] * CLASS_DIMENSIONS[name]
             blank = -np.inf if name == "max_logit" else merging.neutral
-            entries.append(entry(name, merging.how, merging.count, blank, n_classes))
-    return tuple(entries)
+            columns.append(column(name, merging.how, merging.count, blank, n_classes))
+    return tuple(columns)
+
+
+@functools.lru_cache(maxsize=64)
+def _table_of(columns: tuple[_Column, ...]) -> StepTable:
+    """The table of a step's numbers, whose entries are found once: a step has hundreds of them, and tens of columns."""
+    return step_table(
+        tuple([entry._replace(site=site) for sites, entry in columns for site in sites])
+    )
 
 
 # The number of dimensions behind the heads: the class of the query, the class of the key, or both.
@@ -118,39 +131,45 @@ CLASS_DIMENSIONS = {
 }
 
 
-def flatten(measured: Measurement) -> tuple[Form, list[Tensor]]:
-    """Returns the form of a measurement's vector, and its tensors in the same order.
+def flatten(measured: Measurement) -> tuple[StepTable, list[Tensor]]:
+    """Returns the table of a measurement's vector, and its tensors in the same order.
 
     Tensors of one dtype are neighbours, so that they are converted together.
     """
-    pairs: list[tuple[Entry, Tensor]] = []
-    for site, stats in measured.stats.items():
+    pairs: list[tuple[_Column, Tensor]] = []
+    n_heads: dict[str, int] = {}
+    for sites, stats in joint_statistics(measured.stats).items():
         classes, tensors = stats.classes, [*stats.tensors().values()]
         if classes is not None:
             by_class = classes.tensors()
             tensors += [by_class[name] for name in CLASS_MERGES]
         names = None if classes is None else classes.names
-        sizes = len(stats.max_logit), len(stats.key_norm)
-        pairs += zip(_site_entries(site, *sizes, names), tensors, strict=True)
-    for (site, name), number in measured.numbers.items():
-        if not isinstance(number, PartialValue):
-            pairs.append((Entry(site, name, tuple(number.shape), "max"), number))
-            continue
-        shape, stats = tuple(number.value.shape), measured.stats.get(site)
-        by_head = (
-            number.own and stats is not None and shape[:1] == stats.max_logit.shape
+        sizes = [len(x) // len(sites) for x in (stats.max_logit, stats.key_norm)]
+        n_heads |= dict.fromkeys(sites, sizes[0])
+        pairs += zip(_statistics_columns(sites, *sizes, names), tensors, strict=True)
+    for (key, name), number in measured.numbers.items():
+        value = number.value if isinstance(number, PartialValue) else number
+        sites, shape = (
+            ((key,), value.shape) if isinstance(key, str) else (key, value.shape[1:])
         )
+        shape = tuple(shape)
+        if not isinstance(number, PartialValue):
+            pairs.append(((sites, Entry("", name, shape, "max")), number))
+            continue
+        by_head = number.own and shape[:1] == (n_heads.get(sites[0]),)
         axis: Axis = "query" if by_head else ""
         weight, by_weights = f"{name}:weight", number.of == "weights"
-        entry = Entry(site, name, shape, number.how, weight, axis, by_weights)
-        of_weight = Entry(site, weight, shape, "sum", "", axis, by_weights, 0.0)
-        pairs += [(entry, number.value), (of_weight, number.weight)]
+        entry = Entry("", name, shape, number.how, weight, axis, by_weights)
+        of_weight = Entry("", weight, shape, "sum", "", axis, by_weights, 0.0)
+        pairs += [((sites, entry), value), ((sites, of_weight), number.weight)]
     # Neighbours of one dtype are converted by one kernel.
-    by_dtype: dict[torch.dtype, list[tuple[Entry, Tensor]]] = {}
+    by_dtype: dict[torch.dtype, list[tuple[_Column, Tensor]]] = {}
     for pair in pairs:
         by_dtype.setdefault(pair[1].dtype, []).append(pair)
     ordered = [pair for of_dtype in by_dtype.values() for pair in of_dtype]
-    return tuple([entry for entry, _ in ordered]), [tensor for _, tensor in ordered]
+    return _table_of(tuple([column for column, _ in ordered])), [
+        tensor for _, tensor in ordered
+    ]
 
 
 def vector_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -163,7 +182,6 @@ def vector_of(tensors: Sequence[Tensor]) -> Tensor:
     flat: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         piece = tensor.detach() if tensor.requires_grad else tensor
-        # Nearly all tensors are vectors, and there are hundreds.
         if piece.ndim != 1:
             piece = piece.reshape(-1)
         if piece.device != device:
@@ -267,8 +285,7 @@ class Transfer:
     @classmethod
     def alone(cls, measured: Measurement) -> Transfer:
         """Starts the transfer of this process's measurement to its host."""
-        form, tensors = flatten(measured)
-        table = step_table(form)
+        table, tensors = flatten(measured)
         return cls(
             [vector_of(tensors)],
             lambda vectors: StepRecord(table, table.blank(vectors[0])),
@@ -305,25 +322,16 @@ class Transfer:
         return self._read([x.double().numpy() for x in self._host])
 
 
-def merged(parts: Iterable[Stats]) -> dict[str, LogitStats]:
-    """Merges statistics by site."""
-    by_site: dict[str, list[LogitStats]] = {}
-    for stats in parts:
-        for site, of_site in stats.items():
-            by_site.setdefault(site, []).append(of_site)
-    return {site: merge(*every) for site, every in by_site.items()}
-
-
 def merged_records(steps: Sequence[StepRecord]) -> dict[str, LogitStats]:
     """Merges the statistics of several steps."""
     by_table: dict[StepTable, list[np.ndarray]] = {}
     for step in steps:
         by_table.setdefault(step.table, []).append(step.vector)
-    return merged(
-        [
+    return dict(
+        SiteStatistics(
             StepRecord(table, table.merge(vectors)).stats
             for table, vectors in by_table.items()
-        ]
+        )
     )
 
 

@@ -1,9 +1,11 @@
-"""The hidden states that enter and leave the blocks of a watched model: their norms, sizes and largest channels."""
+"""The hidden states that enter and leave the blocks and attention of a watched model: norms, sizes, whether finite."""
 
 from __future__ import annotations
 
-import functools
+import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -14,14 +16,13 @@ from qkeel.capture.example import tensors
 from qkeel.errors import caution
 from qkeel.functional.norms import stream_statistics, wide
 from qkeel.handle import Handle
-from qkeel.monitor.gather import NumberKey
-from qkeel.monitor.pass_numbers import Number
+from qkeel.monitor.pass_numbers import Number, PassNumbers
+from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.modes import (
     Guarded,
     Hook,
     ModuleTree,
     beside_function_modes,
-    in_this_thread,
     put_hooks,
     remove_hooks,
 )
@@ -33,6 +34,12 @@ NO_BLOCKS = (
 )
 
 
+# What is done with the values that enter or leave a module.
+_Act = Callable[..., None]
+# Others, such as float8, have no sums.
+SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
 @final
 class HiddenStates:
     """Measures hidden states [... m] in each pass, while the handle from `attach()` is active.
@@ -40,10 +47,13 @@ class HiddenStates:
     block_output_norm: the mean L2 norm, over tokens, of what leaves the block of each site.
     final_hidden_norm: that of the output of the first module after the last block that returns the same shape (a final
         norm), or else of the last block's output.
+    non_finite_data, non_finite_input, non_finite_output [1]: whether the data, and what enters and leaves the module of
+        each site, has a NaN or infinity, 1 or 0, and -1 for a module that was not called. Of the data, -infinity
+        doesn't count, as masks are made of it.
     with `inputs_too`, the statistics in records.BLOCK_FIELDS, also of blocks without attention, such as the state-space
         blocks of a hybrid model, under their own names.
 
-    The hidden states are the first floating-point tensor with at least two dimensions among the arguments of a block
+    The hidden states are the first floating-point tensor with at least two dimensions among the arguments of a module
     and in its output.
     """
 
@@ -51,103 +61,144 @@ class HiddenStates:
         self,
         model: nn.Module,
         sites: Sequence[str],
-        add: Callable[[NumberKey, Number], None],
+        numbers: PassNumbers,
         guard: Guarded,
         tree: ModuleTree,
         *,
         inputs_too: bool,
     ) -> None:
-        """add: receives each number. guard: runs the hooks' code."""
-        self._add, self._guard, self._tree = add, guard, tree
+        """numbers: receives each number. guard: runs the hooks' code."""
+        self._numbers, self._guard, self._tree = numbers, guard, tree
         self._inputs_too = inputs_too
+        self._all = tuple(sites)
+        # By module, because several sites may share one.
+        self._modules: dict[str, list[str]] = {}
+        for site in sites:
+            self._modules.setdefault(site.partition("#")[0], []).append(site)
         self._sites: dict[str, list[str]] = {}
         for site, block in blocks_of(model, sites).items():
             self._sites.setdefault(block, []).append(site)
         self._lists = {block.rpartition(".")[0] for block in self._sites}
         # The modules outside all blocks can't be told from the names of a new tree.
         self._named: list[tuple[str, nn.Module]] | None = None
-        self._outside: list[nn.Module] = []
-        self._blocks: list[tuple[str, nn.Module]] = []
+        self._looks: list[tuple[nn.Module, _Act | None, _Act]] = []
+        self._thread = 0
         # The shape of the last block's output.
         self._awaited: torch.Size | None = None
-        self._final: Number | None = None
+        self._final: tuple[Tensor, int] | None = None
+        # Of the pass: the mean norms of what left the blocks of sites, with the numbers of tokens; the sums of what
+        # entered and left their modules; and the largest numbers of the data.
+        self._outputs: list[tuple[str, Tensor, int]] = []
+        self._sums: dict[str, list[tuple[str, Tensor, int]]] = {}
+        self._data: list[Tensor] = []
         if inputs_too and not self._sites:
             caution(NO_BLOCKS)
 
-    def attach(self) -> Handle:
-        """Starts measuring in the next pass; remove the handle when the pass is over."""
+    @torch.no_grad()
+    def begin(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Begins a pass with these arguments; what a pass that has failed left is dropped."""
         self._final = self._awaited = None
+        self._outputs, self._sums = [], {"input": [], "output": []}
+        held = map(dense, tensors((args, dict(kwargs))))
+        self._data = [x.amax() for x in held if x.numel()]
+        if "" in self._modules:
+            self._add_sum("input", "", (args, kwargs))
+
+    def attach(self) -> Handle:
+        """Looks at the modules until the handle is removed."""
+        # Other threads may call the same modules.
+        self._thread = threading.get_ident()
         if self._named is not (named := self._tree.named()):
             self._named = named
             self._list_modules(named)
         hooks: list[Hook] = []
-        for name, module in self._blocks:
-            sites = self._sites.get(name, ())
-            before = functools.partial(self._guard, self._enter, sites or (name,))
-            after = functools.partial(self._guard, self._leave, sites, name)
-            hooks += put_hooks(
-                module,
-                in_this_thread(before) if self._inputs_too else None,
-                in_this_thread(after),
-            )
-        final = in_this_thread(functools.partial(self._guard, self._pass_on))
-        for module in self._outside:
-            hooks += put_hooks(module, None, final)
+        for module, before, after in self._looks:
+            hooks += put_hooks(module, before, after)
+        return Handle(partial(remove_hooks, hooks))
 
-        def detach() -> None:
-            remove_hooks(hooks)
-            if self._final is not None:
-                self._add(("", "final_hidden_norm"), self._final)
-
-        return Handle(detach)
+    @torch.no_grad()
+    def end(self, output: object) -> None:
+        """Ends a pass that returned this, and adds its numbers."""
+        if "" in self._modules:
+            self._add_sum("output", "", output)
+        numbers = self._numbers
+        if self._final is not None:
+            numbers.add(("", "final_hidden_norm"), Number(*self._final))
+        in_blocks = tuple(itertools.chain(*self._sites.values()))
+        numbers.add_calls(in_blocks, "block_output_norm", self._outputs)
+        # A sum is finite if its terms are, and is the cheapest of all reductions.
+        for side, sums in self._sums.items():
+            numbers.add_calls(self._all, f"non_finite_{side}", sums, is_flag=True)
+        if self._data:
+            device = self._data[0].device
+            peaks = torch.stack([x.float().to(device) for x in self._data])
+            flag = (~(peaks < torch.inf)).any().float()
+            flags = flag.expand(len(self._all), 1)
+            numbers.add((self._all, "non_finite_data"), Number(flags, None))
+        self._sums, self._data = {}, []
 
     def _list_modules(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         inside = tuple(f"{block}." for block in self._sites)
-        # A list of blocks that is called returns what its last block returns.
-        self._blocks, self._outside = [], []
+        looks: list[tuple[nn.Module, _Act | None, _Act]] = []
         for name, module in named:
             # Not the model itself, over whose hooks torch iterates when its pass fails; and scripted modules
             # accept no hooks.
             if not name or isinstance(module, torch.jit.ScriptModule):
                 continue
+            if name in self._modules:
+                enter = partial(self._add_sum, "input", name)
+                looks.append((module, enter, partial(self._add_sum, "output", name)))
             is_sibling = name.rpartition(".")[0] in self._lists and any(
                 True for _ in module.children()
             )
             if name in self._sites or (self._inputs_too and is_sibling):
-                self._blocks.append((name, module))
+                sites = self._sites.get(name, ())
+                enter = partial(self._measure, "input", sites or (name,))
+                leave = partial(self._leave_block, sites, name)
+                looks.append((module, enter if self._inputs_too else None, leave))
+            # A list of blocks that is called returns what its last block returns.
             elif (
                 self._sites and not name.startswith(inside) and name not in self._lists
             ):
-                self._outside.append(module)
+                looks.append((module, None, self._pass_on))
+        self._looks = [
+            (
+                module,
+                enter and partial(self._before, enter),
+                partial(self._after, leave),
+            )
+            for module, enter, leave in looks
+        ]
 
-    def _enter(
-        self,
-        layers: Sequence[str],
-        module: nn.Module,
-        args: object,
-        kwargs: object,
+    def _before(
+        self, act: _Act, module: nn.Module, args: object, kwargs: object
     ) -> None:
+        if threading.get_ident() == self._thread:
+            self._guard(act, (args, kwargs))
+
+    def _after(
+        self, act: _Act, module: nn.Module, args: object, output: object
+    ) -> None:
+        if threading.get_ident() == self._thread:
+            self._guard(act, output)
+
+    def _add_sum(self, side: str, name: str, values: object) -> None:
         with beside_function_modes():
-            self._measure(layers, "input", hidden_states((args, kwargs)))
+            states = hidden_states(values)
+            if states is not None and states.dtype in SUMMED and states.numel():
+                total = states.sum(dtype=wide(states.dtype))
+                self._sums[side] += [(site, total, 0) for site in self._modules[name]]
 
-    def _leave(
-        self,
-        sites: Sequence[str],
-        name: str,
-        module: nn.Module,
-        args: object,
-        output: object,
-    ) -> None:
+    def _leave_block(self, sites: Sequence[str], name: str, output: object) -> None:
         with beside_function_modes():
             states = hidden_states(output)
             if self._inputs_too:
-                self._measure(sites or (name,), "output", states)
+                self._measure("output", sites or (name,), states)
             if states is not None and sites:
                 self._final, self._awaited = _mean_norm(states), states.shape
-                for site in sites:
-                    self._add((site, "block_output_norm"), self._final)
+                self._outputs += [(site, *self._final) for site in sites]
 
-    def _pass_on(self, module: nn.Module, args: object, output: object) -> None:
+    def _pass_on(self, output: object) -> None:
         if self._awaited is None:
             return
         with beside_function_modes():
@@ -155,30 +206,41 @@ class HiddenStates:
             if states is not None and states.shape == self._awaited:
                 self._final, self._awaited = _mean_norm(states), None
 
-    def _measure(self, layers: Sequence[str], side: str, states: Tensor | None) -> None:
-        if states is None or not states.numel():
-            return
-        n_tokens = states.numel() // states.shape[-1]
-        for statistic, value in stream_statistics(states).items():
-            field = f"block_{side}_{statistic}"
-            number = Number(value, n_tokens, BLOCK_FIELDS[field].over)
-            for layer in layers:
-                self._add((layer, field), number)
+    def _measure(self, side: str, layers: Sequence[str], values: object) -> None:
+        with beside_function_modes():
+            states = hidden_states(values)
+            if states is None or not states.numel():
+                return
+            n_tokens = states.numel() // states.shape[-1]
+            for statistic, value in stream_statistics(states).items():
+                field = f"block_{side}_{statistic}"
+                number = Number(value, n_tokens, BLOCK_FIELDS[field].over)
+                for layer in layers:
+                    self._numbers.add((layer, field), number)
+
+
+def dense(x: Tensor) -> Tensor:
+    """The part of a tensor that is here, or no numbers if it cannot be reduced."""
+    x = dist.local(x)
+    # Wrappers, such as torchao's quantised weights, refuse operators as they like.
+    if x.dtype not in SUMMED or x.layout != torch.strided or is_wrapper(x):
+        return torch.empty(0, device=x.device)
+    return x
 
 
 def hidden_states(values: object) -> Tensor | None:
     """The first floating-point tensor with at least two dimensions among nested values, without its graph, or None."""
     for value in tensors(values):
-        states = dist.local(value)
+        states = value if type(value) is Tensor else dist.local(value)
         if states.is_floating_point() and states.ndim > 1:
             return states.detach()
     return None
 
 
-def _mean_norm(states: Tensor) -> Number:
-    """The mean norm of the tokens, in float32 or wider."""
+def _mean_norm(states: Tensor) -> tuple[Tensor, int]:
+    """The mean norm of the tokens, in float32 or wider, and their number."""
     norms = torch.linalg.vector_norm(states, dim=-1, dtype=wide(states.dtype))
-    return Number(norms.mean(), norms.numel())
+    return norms.mean(), norms.numel()
 
 
 def blocks_of(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:

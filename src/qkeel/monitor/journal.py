@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from qkeel import distributed as dist
+from qkeel.capture.calls import SiteStatistics
 from qkeel.distributed.reduce import StepTable
 from qkeel.errors import AlarmWarning, caution
 from qkeel.handle import State
 from qkeel.monitor.alarms import AlarmLog
-from qkeel.monitor.gather import Stats, StepRecord, Transfer, merged, merged_records
+from qkeel.monitor.gather import Stats, StepRecord, Transfer, merged_records
 from qkeel.monitor.history import History, LogitLimit, PlannedRates
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import Sample
@@ -348,7 +349,9 @@ class PendingResults:
 
     def _merge_unread(self, phase: Phase) -> None:
         self._unread_stats[phase] = [
-            merged([*self._unread_stats[phase], merged_records(self._unread[phase])])
+            SiteStatistics(
+                [*self._unread_stats[phase], merged_records(self._unread[phase])]
+            )
         ]
         self._unread[phase] = []
 

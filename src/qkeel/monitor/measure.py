@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel import distributed as dist
-from qkeel.capture.calls import ScoresCall, Seen
+from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics
 from qkeel.capture.example import tensors
 from qkeel.capture.visible_sets import LayerType
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
 from qkeel.monitor.call_statistics import Extra, add_gates
-from qkeel.monitor.finite_stages import FiniteEnds, first_empty_row, weights_not_finite
+from qkeel.monitor.finite_stages import first_empty_row, weights_not_finite
 from qkeel.monitor.first_look import FirstLook
 from qkeel.monitor.gain_bounds import GainBounds
 from qkeel.monitor.gather import (
@@ -26,7 +26,6 @@ from qkeel.monitor.gather import (
     PartialValue,
     SiteNumbers,
     Stats,
-    merged,
 )
 from qkeel.monitor.hidden_states import HiddenStates
 from qkeel.monitor.logit_changes import LogitChanges
@@ -87,7 +86,6 @@ class StepNumbers(Visitor):
         self._sparse = SparseAttention(tokens, self._numbers, compares=compares)
         # Those below are made when the sites are known.
         self._hidden: HiddenStates | None = None
-        self._ends: FiniteEnds | None = None
         # Before the first pass.
         self.weights_not_finite: tuple[str, ...] = ()
         self._first_look = FirstLook(sites.model)
@@ -107,28 +105,23 @@ class StepNumbers(Visitor):
             self.sites.find(args, kwargs)
             self.weights_not_finite = weights_not_finite(self.sites.model)
             names = [site.name for site in self.sites.all]
-            self._ends = FiniteEnds(
-                self.sites.model, names, self._numbers.add, self._guard
-            )
             self._hidden = HiddenStates(
                 self.sites.model,
                 names,
-                self._numbers.add,
+                self._numbers,
                 self._guard,
                 self._tree,
                 inputs_too="residual" in self._extras,
             )
-        if self._ends is not None:
-            self._ends.begin(args, kwargs)
+        self._hidden.begin(args, kwargs)
         self._first_look.begin(args, kwargs)
         return True
 
     def looking(self, candidate: bool) -> Handle | None:
-        if self._hidden is None or self._ends is None or not candidate:
+        if self._hidden is None or not candidate:
             return None
-        attached = [self._hidden.attach(), self._ends.attach()]
-        gates = self._first_look.attach()
-        return compose([*attached, gates] if gates else attached)
+        hidden, gates = self._hidden.attach(), self._first_look.attach()
+        return compose([hidden, gates]) if gates else hidden
 
     def reads_plain(self, name: str) -> bool:
         return self.sites.shows_all(name)
@@ -160,8 +153,8 @@ class StepNumbers(Visitor):
             for x in tensors(output)
             if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)
         ]
-        if self._ends is not None:
-            self._ends.end(output)
+        if self._hidden is not None:
+            self._hidden.end(output)
         self._first_look.end(self.sites.all)
         numbers = self._numbers.end()
         if len(losses) != 1:
@@ -353,7 +346,7 @@ class WatchedModels:
             if name:
                 stats = {within(name, site): x for site, x in stats.items()}
             parts.append(stats)
-        return merged(parts)
+        return parts[0] if len(parts) == 1 else SiteStatistics(parts)
 
     def settle(self, *, decide: bool) -> None:
         """Sorts the passes whose role is known, or, to `decide`, all passes; see `Tap.settle`."""
@@ -417,6 +410,9 @@ class WatchedModels:
                 every |= numbers.take()
                 continue
             for (site, name), x in numbers.take().items():
-                of_all = name in WHOLE_MODEL and site == ""
-                every["" if of_all else within(model, site), name] = x
+                if isinstance(site, tuple):
+                    every[tuple([within(model, path) for path in site]), name] = x
+                else:
+                    of_all = name in WHOLE_MODEL and site == ""
+                    every["" if of_all else within(model, site), name] = x
         return every

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel import distributed as dist
+from qkeel.capture.calls import SiteStatistics
 from qkeel.capture.example import Arguments
 from qkeel.distributed.layout import Layout
 from qkeel.errors import AlarmWarning, InvalidValueError, caution
@@ -21,7 +22,7 @@ from qkeel.handle import Handle, State, under
 from qkeel.monitor.alarms import fitted, logit_limits, rules_for
 from qkeel.monitor.cadence import Cadence, MeasuredSteps
 from qkeel.monitor.call_statistics import CallStatistics, SettingSeen, wanted
-from qkeel.monitor.gather import Stats, merged
+from qkeel.monitor.gather import Stats
 from qkeel.monitor.history import History, PlannedRates
 from qkeel.monitor.journal import PendingResults, Recorder
 from qkeel.monitor.logit_changes import LogitChanges
@@ -282,10 +283,10 @@ class Monitor(Handle):
             if self._arrivals.has("train") or self._models.has("train")
             else "eval"
         )
-        stats = merged(
+        stats = SiteStatistics(
             [self._arrivals.take(shown_phase), self._step_end.take(shown_phase)]
         )
-        return stats or self._step_end.peek(phase)
+        return dict(stats or self._step_end.peek(phase))
 
     def include(self, *sites: AttentionSite) -> Self:
         """Also watches sites that were described by hand (`qkeel.sites.describe`); call it before the first pass.

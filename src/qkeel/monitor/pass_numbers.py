@@ -1,8 +1,8 @@
-"""Numbers by (site, name) that are collected in each pass, and kept for the step if the pass was trained."""
+"""Numbers by site and name that are collected in each pass, and kept for the step if the pass was trained."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, final
 
 import torch
@@ -67,6 +67,46 @@ class PassNumbers:
     def add(self, key: NumberKey, number: Number) -> None:
         """Adds a number to those of the running pass."""
         _join(self._of_pass, key, number)
+
+    def add_calls(
+        self,
+        sites: tuple[str, ...],
+        name: str,
+        calls: Sequence[tuple[str, Tensor, int]],
+        *,
+        is_flag: bool = False,
+    ) -> None:
+        """Adds a number [] of each of several calls, given with its site and its weight, as one number of all sites.
+
+        sites: always the same ones for a name; one without a call has weight 0. is_flag: what is recorded is whether
+        any of a site's numbers is not finite, 1 or 0, and -1 without a call.
+        """
+        rounds: list[dict[str, tuple[Tensor, int]]] = []
+        n_calls: dict[str, int] = {}
+        for site, value, weight in calls:
+            # A site that is called again in one pass has a row in each round.
+            n = n_calls[site] = n_calls.get(site, 0) + 1
+            if n > len(rounds):
+                rounds.append({})
+            rounds[n - 1][site] = value, weight
+        for numbers in rounds:
+            like = next(iter(numbers.values()))[0]
+            rows = [numbers.get(site, (like, 0)) for site in sites]
+            values = torch.stack([x.to(like.device) for x, _ in rows])
+            if is_flag:
+                values = (~values.isfinite()).float()
+                if len(numbers) < len(sites):
+                    flags = zip(sites, values.unbind())
+                    values = torch.stack(
+                        [x if site in numbers else x - x - 1 for site, x in flags]
+                    )
+                self.add((sites, name), Number(values[:, None], None))
+                continue
+            weights: int | Tensor = rows[0][1]
+            if any([weight != weights for _, weight in rows]):
+                # Fills, as a copy from the host would wait for the device.
+                weights = torch.stack([like.new_full((), x) for _, x in rows])
+            self.add((sites, name), Number(values, weights))
 
     def end(self) -> dict[NumberKey, Number]:
         """Ends a pass and returns its numbers."""

@@ -98,7 +98,7 @@ class Handshake:
             keys_seen=sum(
                 int(of_site.n_keys.sum()) for of_site in on_host(stats).values()
             ),
-            form=() if measured is None else flatten(measured)[0],
+            form=() if measured is None else flatten(measured)[0].form,
             splits=splits,
             sites={
                 str(facts["name"]): facts for facts in site_facts(list(sites.values()))
@@ -293,9 +293,9 @@ class ProcessGroup:
             return None if measured is None else Transfer.alone(measured)
         vector = None
         if measured is not None:
-            form, tensors = flatten(measured)
+            table, tensors = flatten(measured)
             # The places in the shared vector were agreed on in the first measured step.
-            if form != members.own_form:
+            if table is not members.own_table and table.form != members.own_table.form:
                 raise InvalidValueError(
                     "this process no longer measures what it measured at first (perhaps some layers run only in some "
                     "steps), so the numbers of the processes of this run can't be merged"

@@ -40,12 +40,11 @@ _SERVING = {
     "non_finite_output",
     "first_empty_row",
 }
-# Known even where only the maxima were measured.
-_OF_MAXIMA = (
-    "max_logit",
-    "capped_max_logit",
-    NON_FINITE,
-)
+# The recorded statistics by the count of what they cover.
+_COUNTED: dict[str, list[str]] = {}
+for _name, _field in HEAD_FIELDS.items():
+    if _name in statistics.RECORDED:
+        _COUNTED.setdefault(_field.count, []).append(_name)
 
 
 # The statistics by token class that are recorded, and the counts that say whether they were measured.
@@ -217,16 +216,25 @@ class RecordArrays:
         if "first_empty_row" in arrays:
             sample, query = place_of_row(arrays["first_empty_row"])
             arrays["empty_sample"], arrays["empty_query"] = sample, query
-        there, capped = ~np.isnan(arrays["n_queries"]), arrays["capped_max_logit"]
-        names = set()
-        for name in statistics.RECORDED:
-            if name in arrays and name in HEAD_FIELDS:
-                measured = arrays[HEAD_FIELDS[name].count] > 0
-                if name in _OF_MAXIMA:
-                    measured |= there & (
-                        (capped if name == "capped_max_logit" else top) != -np.inf
-                    )
-                arrays[name] = np.where(measured, arrays[name], np.nan)
-                if measured.any():
+        # Only maxima may be known of a head, of which nothing was counted.
+        is_known = ~np.isnan(arrays["n_queries"])
+        of_maxima = {
+            "max_logit": is_known & (top != -np.inf),
+            "capped_max_logit": is_known & (arrays["capped_max_logit"] != -np.inf),
+        }
+        of_maxima[NON_FINITE] = of_maxima["max_logit"]
+        names: set[str] = set()
+        for count, counted in _COUNTED.items():
+            is_counted = arrays[count] > 0
+            has_any = is_counted.any()
+            for name in counted:
+                if name not in arrays:
+                    continue
+                measured = is_counted
+                if name in of_maxima:
+                    measured = is_counted | of_maxima[name]
+                # In place, as fancy indexing has copied it; the functions of numpy would be hundreds of calls a step.
+                arrays[name][~measured] = np.nan
+                if has_any or (measured is not is_counted and measured.any()):
                     names.add(name)
         return names

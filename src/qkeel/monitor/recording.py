@@ -69,14 +69,20 @@ class Recording:
         row = self._next_row()
         step, rate = number(values["step"]), number(values.get("lr"))
         self._has_rates = self._has_rates and bool(np.isfinite(rate))
-        for name, value in (("index", self._seen), ("step", step), ("rate", rate)):
-            self._column("own", name)[row] = value
-        for name, value in values.items():
-            self._column("values", name)[row] = number(value)
+        own: dict[str, object] = {"index": self._seen, "step": step, "rate": rate}
+        kinds: dict[Kind, Mapping[str, object]] = {"own": own, "values": values}
+        for kind, entries in kinds.items():
+            for name, value in entries.items():
+                column = self._columns.get((kind, name))
+                column = self._column(kind, name) if column is None else column
+                column[row] = value if type(value) is float else number(value)
         # Beyond float32 is infinite.
         with np.errstate(over="ignore"):
             for name, of_heads in heads.items():
-                self._column("heads", name, of_heads.shape)[row] = of_heads
+                column = self._columns.get(("heads", name))
+                if column is None:
+                    column = self._column("heads", name, of_heads.shape)
+                column[row] = of_heads
         self._seen += 1
         if self._kept > self._most:
             self._thin()

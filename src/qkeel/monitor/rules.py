@@ -26,7 +26,7 @@ from qkeel.monitor.finite_stages import (
     Origin,
     first_origin,
 )
-from qkeel.monitor.history import Forecast, History, RecordPlace, forecast
+from qkeel.monitor.history import Forecast, History, RecordPlace, clock, forecast
 from qkeel.records import LAYER_TYPES, LINEAR, NON_FINITE, explain_field, fold_heads
 
 # Alarms and rules; a rule is a condition on records and has no state.
@@ -421,6 +421,33 @@ class Approach(ThresholdRule):
         return self.alarm(history, meaning, top.value, at=top.at, trend=course)
 
 
+def outgrowing(
+    history: History,
+    logits: np.ndarray,
+    threshold: float,
+    *,
+    floor: float = thresholds.OUTLOOK_FLOOR,
+    factor: float = thresholds.OUTLOOK_FACTOR,
+) -> np.ndarray:
+    """True for logits [n …] over `floor` and over `factor` times what they were, which end over `threshold` if they go
+    on growing in proportion to the sum of learning rates.
+
+    If no schedule is known, or if the run does not follow it, the end is at four times the current sum.
+    """
+    start = first(np.fmax.reduce(logits.reshape(len(logits), -1), axis=1))
+    earliest, latest = logits[start], logits[-1]
+    planned = history.planned
+    if planned is not None and planned.followed(history.steps, history.rates):
+        ticks, end = planned.ticks(history.steps), float(planned.clock[-1])
+    else:
+        ticks = clock(history.steps, history.rates)
+        end = thresholds.HORIZON * float(ticks[-1])
+    passed = float(ticks[-1] - ticks[start])
+    left = (end - float(ticks[-1])) / passed if passed > 0 else 0.0
+    has_grown = (latest > floor) & (latest > factor * earliest)
+    return has_grown & ~(latest + (latest - earliest) * left <= threshold)
+
+
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook(ThresholdRule):
@@ -445,14 +472,10 @@ class Outlook(ThresholdRule):
             return None
         if not planned.followed(history.steps, history.rates):
             return None
-        envelope = top.envelope
-        start = first(envelope)
-        earliest, latest = float(envelope[start]), top.value
-        then, now = planned.ticks(history.steps[[start, -1]])
-        if not latest > max(self.floor, self.factor * earliest) or now <= then:
-            return None
-        slope = (latest - earliest) / float(now - then)
-        if not latest + slope * float(planned.clock[-1] - now) > threshold:
+        latest, envelope = top.value, top.envelope
+        if not outgrowing(
+            history, envelope, threshold, floor=self.floor, factor=self.factor
+        ):
             return None
         meaning = (
             f"max logit {latest:,.4g}: if it keeps growing with the planned learning rates, "

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from qkeel import distributed as dist
+from qkeel.capture.calls import SiteStatistics
 from qkeel.errors import caution
 from qkeel.monitor.cadence import MeasuredSteps
 from qkeel.monitor.gather import (
@@ -17,7 +18,6 @@ from qkeel.monitor.gather import (
     NumberKey,
     PartialValue,
     Stats,
-    merged,
     on_host,
 )
 from qkeel.monitor.journal import PendingResults, Recorder
@@ -154,7 +154,7 @@ class StepEnd:
         # What was read before is on the host, and is merged there.
         if taken:
             fresh = on_host(fresh)
-        stats = merged([*taken, fresh])
+        stats = SiteStatistics([*taken, fresh]) if taken else fresh
         numbers: dict[NumberKey, Tensor | PartialValue] = {}
         if phase == "train":
             numbers |= self._models.take(None if rate is None else as_tensor(rate))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import final
 
 import torch
@@ -16,9 +15,12 @@ from qkeel.distributed.sharding import local_block
 from qkeel.functional.bounds import interaction_norm, spectrum, step_products
 from qkeel.functional.norms import wide, widest
 from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
+from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.modes import without_gradients
 from qkeel.sites.site import AttentionSite, HeadSlice, NormGain
 
+# Entries of the weights of sites that are read as one tensor: 16 MB in float32.
+_TOGETHER = 1 << 22
 # The weights of one term on the path of q or k.
 Chain = tuple[HeadSlice, ...]
 # The rows of each head [n r m].
@@ -44,7 +46,7 @@ def last_weights(chains: Sequence[Chain]) -> list[HeadSlice]:
 
 
 def matrix(chains: Sequence[Chain], rows: RowsOfHeads) -> Tensor:
-    """Stacks the products of all terms [heads R m], so that their sum of products is one product.
+    """Stacks the products of all terms [… heads R m], so that their sum of products is one product.
 
     Inputs of unequal width, such as MLA's normed latent and the tokens, get columns of
     their own, because they share nothing.
@@ -60,28 +62,35 @@ def matrix(chains: Sequence[Chain], rows: RowsOfHeads) -> Tensor:
     if len(products) == 1:
         return products[0]
     widths = list(dict.fromkeys(x.shape[-1] for x in products))
-    n_heads = max(len(x) for x in products)
+    n_heads = max(x.shape[-3] for x in products)
     stacked = []
     for x in products:
         before = sum(widths[: widths.index(x.shape[-1])])
         after = sum(widths) - before - x.shape[-1]
         # A key's rope part that all heads share stands in the columns of the tokens for each of them.
         x = torch.nn.functional.pad(x, (before, after))
-        stacked.append(x.repeat_interleave(n_heads // len(x), 0))
+        stacked.append(x.repeat_interleave(n_heads // x.shape[-3], -3))
     return torch.cat(stacked, -2)
 
 
 def frobenius_norm(parts: Sequence[Tensor], site: AttentionSite) -> Tensor:
-    """The Frobenius norm [h] of each query head's rows of several weights as one matrix."""
+    """The Frobenius norm [… h] of each query head's rows [… n r m] of several weights as one matrix."""
     norms = [
-        site.per_query_head(
-            torch.linalg.vector_norm(x, dim=(1, 2), dtype=wide(x.dtype))
+        per_query_head(
+            site, torch.linalg.vector_norm(x, dim=(-2, -1), dtype=wide(x.dtype)), -1
         )
         for x in parts
     ]
     if len(norms) == 1:
         return norms[0]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+
+
+def per_query_head(site: AttentionSite, x: Tensor, dim: int) -> Tensor:
+    """Expands the values for each head of a weight, along a dimension, to the query heads that use these heads."""
+    if x.shape[dim] == site.n_heads and site.key_heads is None:
+        return x
+    return site.per_query_head(x.movedim(dim, 0)).movedim(0, dim)
 
 
 @final
@@ -161,67 +170,116 @@ class WeightNorms:
         self.sites = [site for site in sites if site.terms]
         self._rows: dict[HeadSlice, HeldRows] = {}
         self._split: set[AttentionSite] = set()
-        self._eps: dict[AttentionSite, Tensor] = {}
+        self._eps: dict[AttentionSite, float] = {}
         counts, eps = counted(model), _eps_by_weight(optimizers)
-        # What no step changes: the sides of each site with their last weights, and which sites compute their weights.
-        self._sides = {site: chains_of(site) for site in self.sites}
-        self._lasts = {
-            site: {side: last_weights(chains) for side, chains in sides.items()}
-            for site, sides in self._sides.items()
-        }
-        self._reparametrised = {site for site in self.sites if site.reparametrised}
         for site in self.sites:
-            chains = itertools.chain(*self._sides[site].values())
-            for head_slice in itertools.chain(*chains):
+            for head_slice in _slices(site):
                 p = self._parameters[head_slice.parameter]
                 self._rows[head_slice] = HeldRows(head_slice, p, counts(p))
                 if self._rows[head_slice].held is not None:
                     self._split.add(site)
             weight = self._parameters[site.terms[0].query[-1].parameter]
             if id(weight) in eps:
-                self._eps[site] = torch.full(
-                    (1,),
-                    eps[id(weight)],
-                    dtype=widest(weight.device),
-                    device=weight.device,
-                )
-        products = [site for site in self.sites if self._has_products(site)]
-        self._heads = {site: self._complete_heads(site) for site in products}
-        self.multiplied = [site for site in products if site not in self._split]
+                self._eps[site] = eps[id(weight)]
+        products = {site for site in self.sites if self._has_products(site)}
+        self.multiplied = [x for x in self.sites if x in products - self._split]
+        self._groups = self._grouped(products)
+
+    def _grouped(self, products: Set[AttentionSite]) -> list[_AlikeSites]:
+        """The sites in groups whose weights have the same shapes, of a few million entries at most: a group is read by
+        a few operators, and large weights are not copied."""
+        alike: dict[object, list[AttentionSite]] = {}
+        for site in self.sites:
+            slices, heads = _slices(site), (site.n_heads, site.n_kv_heads)
+            lengths = [len(x) for chains in chains_of(site).values() for x in chains]
+            lasts = [slices.index(x) for x in itertools.chain(*_lasts(site).values())]
+            facts = site in products, self._eps.get(site), site.reparametrised
+            weights = [self._parameters[head_slice.parameter] for head_slice in slices]
+            # A site that is split is read for itself, and so are convolutions and weights that refuse operators.
+            is_odd = [p.ndim > 2 or is_wrapper(p) for p in weights]
+            is_alone = site in self._split or any(is_odd)
+            alone = site.name if is_alone else ""
+            shapes = [
+                (x.index.shape, local(p).shape, p.dtype, p.device, x.axis)
+                for x, p in zip(slices, weights)
+            ]
+            form = *shapes, *lengths, *lasts, *heads, site.key_heads, *facts, alone
+            alike.setdefault(form, []).append(site)
+        groups = []
+        for sites in alike.values():
+            weights = [self._parameters[x.parameter] for x in _slices(sites[0])]
+            n = max(1, _TOGETHER // max(1, sum([p.numel() for p in weights])))
+            parts = [sites[i : i + n] for i in range(0, len(sites), n)]
+            for part in parts:
+                is_partial = part[0] in self._split and part[0] in products
+                heads = self._complete_heads(part[0]) if is_partial else None
+                eps, p = self._eps.get(part[0]), weights[0]
+                group = _AlikeSites(part, part[0] in products, heads)
+                if eps is not None:
+                    group.eps = torch.full(
+                        (len(part), 1), eps, dtype=widest(p.device), device=p.device
+                    )
+                for of_first, slices in group.slices.items() if len(part) > 1 else ():
+                    p = self._parameters[of_first.parameter]
+                    n_rows = p.shape[of_first.axis if p.ndim > 1 else 0]
+                    indices = [x.index + i * n_rows for i, x in enumerate(slices)]
+                    group.joint[of_first] = HeadSlice(
+                        parameter=of_first.parameter,
+                        axis=of_first.axis,
+                        index=torch.cat(indices),
+                    )
+                groups.append(group)
+        return groups
 
     @without_gradients
     def read(self) -> SiteNumbers:
         """Returns the current numbers of all sites; for weights that are split across processes, this process's
         part."""
         numbers: dict[NumberKey, Tensor | PartialValue] = {}
-        rows = {
-            head_slice: held.of(self._parameters[head_slice.parameter].detach())
-            for head_slice, held in self._rows.items()
-        }
-        for site in self.sites:
-            # Adam's step shrinks by the smaller side, so that eps is of use only with both.
+        grams: list[tuple[_AlikeSites, Tensor, Tensor]] = []
+        parameters = self._parameters
+        for group in self._groups:
+            site = group.sites[0]
+            weights = {
+                of_first: [parameters[x.parameter] for x in slices]
+                for of_first, slices in group.slices.items()
+            }
+            rows = {
+                of_first: self._rows_of(group, of_first, [p.detach() for p in of_sites])
+                for of_first, of_sites in weights.items()
+            }
             n_gradients = 0
-            for side, lasts in self._lasts[site].items():
-                weights = [
-                    self._parameters[head_slice.parameter] for head_slice in lasts
-                ]
-                gradients = [p.grad for p in weights if p.grad is not None]
+            for side, lasts in group.lasts.items():
                 # The norm of a stored weight is not that of the weight computed from it, but its gradient is its own.
-                if site not in self._reparametrised:
-                    of_weights = [rows[head_slice] for head_slice in lasts]
-                    norm = self._norm(site, lasts, of_weights)
-                    numbers[site.name, f"{side}_weight_norm"] = norm
-                if len(gradients) == len(weights):
-                    of_gradients = [
-                        self._rows[head_slice].of(x)
-                        for head_slice, x in zip(lasts, gradients)
-                    ]
-                    rms = self._norm(site, lasts, of_gradients, is_mean=True)
-                    numbers[site.name, f"{side}_grad_rms"] = rms
-                    n_gradients += 1
-            if site in self._eps and n_gradients == 2:
-                numbers[site.name, "eps"] = self._eps[site]
-        return numbers | self._products(rows)
+                if not site.reparametrised:
+                    norm = self._norm(site, lasts, [rows[x] for x in lasts])
+                    numbers[group.names, f"{side}_weight_norm"] = norm
+                gradients = [[p.grad for p in weights[last]] for last in lasts]
+                if all([x is None for of_sites in gradients for x in of_sites]):
+                    continue
+                # Layers that are frozen, or that no gradient has reached in this step, have NaN.
+                of_gradients = [
+                    self._rows_of(group, last, [*map(_or_nan, of_sites, weights[last])])
+                    for last, of_sites in zip(lasts, gradients)
+                ]
+                rms = self._norm(site, lasts, of_gradients, is_mean=True)
+                numbers[group.names, f"{side}_grad_rms"] = rms
+                n_gradients += 1
+            # Adam's step shrinks by the smaller side, so that eps is of use only with both.
+            if group.eps is not None and n_gradients == 2:
+                numbers[group.names, "eps"] = group.eps
+            if group.has_products:
+                grams.append((group, *self._grams(group, rows)))
+        return numbers | self._products(grams)
+
+    def _rows_of(
+        self, group: _AlikeSites, of_first: HeadSlice, tensors: list[Tensor]
+    ) -> Tensor:
+        """The rows [sites n r m] of each head of the weights of all sites, or of their gradients."""
+        if of_first not in group.joint:
+            return self._rows[of_first].of(tensors[0])[None]
+        joint = torch.cat(tensors, of_first.axis if tensors[0].ndim > 1 else 0)
+        return group.joint[of_first].heads(joint).unflatten(0, (len(tensors), -1))
 
     def _norm(
         self,
@@ -231,18 +289,20 @@ class WeightNorms:
         *,
         is_mean: bool = False,
     ) -> Tensor | PartialValue:
-        """The Frobenius norm of the heads' rows [n r m] of several tensors, or the root mean square of their entries."""
+        """The Frobenius norm of the heads' rows [sites n r m] of several tensors, or the root mean square of their
+        entries."""
         if site not in self._split:
-            size = sum([x.shape[1] * x.shape[2] for x in rows])
+            size = sum([x.shape[-2] * x.shape[-1] for x in rows])
             norm = frobenius_norm(rows, site)
             return norm / size**0.5 if is_mean else norm
-        value = weight = rows[0].new_zeros(site.n_heads, dtype=widest(rows[0].device))
+        device = rows[0].device
+        value = weight = rows[0].new_zeros(1, site.n_heads, dtype=widest(device))
         for head_slice, x in zip(lasts, rows):
             held = self._rows[head_slice]
             if held.counts:
-                n_rows = x.shape[1] if held.held is None else held.held.sum(1)
-                sizes = torch.as_tensor(n_rows * x.shape[2], device=x.device)
-                weight = weight + site.per_query_head(sizes.expand(len(x)))
+                n_rows = x.shape[-2] if held.held is None else held.held.sum(1)
+                sizes = torch.as_tensor(n_rows * x.shape[-1], device=device)
+                weight = weight + site.per_query_head(sizes.expand(x.shape[1]))
                 value = torch.hypot(value, frobenius_norm([x], site).to(value.dtype))
         # Squares add up over the processes, and the weights of a mean are the counts of its entries.
         if not is_mean:
@@ -250,61 +310,58 @@ class WeightNorms:
         value = value / weight.clamp_min(1).sqrt()
         return PartialValue(value=value, weight=weight, how="root_mean", of="weights")
 
+    def _grams(
+        self, group: _AlikeSites, rows: Mapping[HeadSlice, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The Gram matrices [sites·heads R R] of both sides in float32 or wider; of a split site, those of the query
+        heads that are complete here."""
+        site, sides = group.sites[0], []
+
+        def weight(head_slice: HeadSlice) -> Tensor:
+            x = rows[head_slice]
+            if group.heads is not None:
+                x = x[:, site.used(head_slice.n).to(x.device)[group.heads]]
+            return x.to(wide(x.dtype))
+
+        for chains in group.sides.values():
+            x = matrix(chains, weight)
+            # `@` calls five operators around the same product.
+            gram = torch.bmm(x.flatten(0, 1), x.flatten(0, 1).mT)
+            gram = gram.unflatten(0, x.shape[:2])
+            if group.heads is None:
+                gram = per_query_head(site, gram, 1)
+            sides.append(gram.flatten(0, 1))
+        return sides[0], sides[1]
+
     def _products(
-        self, rows: Mapping[HeadSlice, Tensor]
+        self, grams: Sequence[tuple[_AlikeSites, Tensor, Tensor]]
     ) -> dict[NumberKey, Tensor | PartialValue]:
         """The largest singular values; heads of one size are decomposed together, because each call is expensive."""
-        grams: dict[object, list[tuple[AttentionSite, Tensor, Tensor]]] = {}
-        for site, heads in self._heads.items():
-            sides = []
-            for chains in self._sides[site].values():
-                x = matrix(chains, functools.partial(self._weight, site, rows))
-                n_heads = site.n_heads if heads is None else len(heads)
-                # `@` calls five operators around the same product.
-                gram = torch.bmm(x, x.mT)
-                sides.append(
-                    site.per_query_head(gram)
-                    if heads is None
-                    else gram.expand(n_heads, -1, -1)
-                )
-            query, key = sides
-            same_shape = (query.shape[-1], key.shape[-1], query.dtype, query.device)
-            grams.setdefault(same_shape, []).append((site, query, key))
+        by_shape: dict[object, list[tuple[_AlikeSites, Tensor, Tensor]]] = {}
+        for group, query, key in grams:
+            form = (query.shape[-1], key.shape[-1], query.dtype, query.device)
+            by_shape.setdefault(form, []).append((group, query, key))
         numbers: dict[NumberKey, Tensor | PartialValue] = {}
-        for group in grams.values():
+        for of_shape in by_shape.values():
             norms = interaction_norm(
-                torch.cat([query for _, query, _ in group]),
-                torch.cat([key for *_, key in group]),
+                torch.cat([query for _, query, _ in of_shape]),
+                torch.cat([key for *_, key in of_shape]),
             )
-            n_heads = [len(query) for _, query, _ in group]
-            for (site, *_), values in zip(group, norms.split(n_heads)):
-                heads = self._heads[site]
-                spectral: Tensor | PartialValue = values
-                if heads is not None:
-                    value = values.new_zeros(site.n_heads, dtype=widest(values.device))
+            n_heads = [len(query) for _, query, _ in of_shape]
+            for (group, *_), values in zip(of_shape, norms.split(n_heads)):
+                spectral: Tensor | PartialValue = values.view(len(group.sites), -1)
+                if group.heads is not None:
+                    shape = 1, group.sites[0].n_heads
+                    value = values.new_zeros(shape, dtype=widest(values.device))
                     weight = torch.zeros_like(value)
-                    value[heads], weight[heads] = values.to(value.dtype), 1.0
+                    value[:, group.heads] = values.to(value.dtype)
+                    weight[:, group.heads] = 1.0
                     spectral = PartialValue(value=value, weight=weight, of="weights")
-                numbers[site.name, "qk_spectral_norm"] = spectral
+                numbers[group.names, "qk_spectral_norm"] = spectral
         return numbers
 
-    def _weight(
-        self,
-        site: AttentionSite,
-        rows: Mapping[HeadSlice, Tensor],
-        head_slice: HeadSlice,
-    ) -> Tensor:
-        """The rows [n r m] in float32 or wider; of a split site, those of the query heads that are complete here."""
-        x, heads = rows[head_slice], self._heads[site]
-        if heads is not None:
-            x = x[site.used(head_slice.n).to(x.device)[heads]]
-        return x.to(wide(x.dtype))
-
-    def _complete_heads(self, site: AttentionSite) -> Tensor | None:
-        """The query heads of a split site for which all weights on both paths are on this process; None if the site is
-        not split."""
-        if site not in self._split:
-            return None
+    def _complete_heads(self, site: AttentionSite) -> Tensor:
+        """The query heads of a split site for which all weights on both paths are on this process."""
         complete = torch.ones(site.n_heads, dtype=torch.bool)
         for head_slice in (*site.query, *site.key):
             complete &= self._rows[head_slice].complete[site.used(head_slice.n)]
@@ -335,6 +392,45 @@ class WeightNorms:
                     if width and width != first.index.shape[1]:
                         return False
         return True
+
+
+@final
+class _AlikeSites:
+    """Sites whose weights have the same shapes and are read together.
+
+    Attributes:
+        slices: the slices of all sites, by those of the first.
+        sides, lasts: the chains of the first site, and the weights whose rows belong to its heads.
+        heads: of a site that is split, the query heads whose weights are here; None for all.
+        joint: the heads of all sites in the weights joined along their rows; {} for a single site.
+        eps: the eps [sites 1] of their optimizer, or None.
+    """
+
+    def __init__(
+        self, sites: Sequence[AttentionSite], has_products: bool, heads: Tensor | None
+    ) -> None:
+        self.sites, self.has_products, self.heads = sites, has_products, heads
+        self.names = tuple([site.name for site in sites])
+        slices = zip(*map(_slices, sites), strict=True)
+        self.slices = {of_sites[0]: of_sites for of_sites in slices}
+        self.sides, self.lasts = chains_of(sites[0]), _lasts(sites[0])
+        self.joint: dict[HeadSlice, HeadSlice] = {}
+        self.eps: Tensor | None = None
+
+
+def _or_nan(gradient: Tensor | None, weight: Tensor) -> Tensor:
+    if gradient is not None:
+        return gradient
+    return weight.detach().new_full((), torch.nan).expand(weight.shape)
+
+
+def _slices(site: AttentionSite) -> list[HeadSlice]:
+    chains = itertools.chain(*chains_of(site).values())
+    return [*itertools.chain(*chains)]
+
+
+def _lasts(site: AttentionSite) -> dict[str, list[HeadSlice]]:
+    return {side: last_weights(chains) for side, chains in chains_of(site).items()}
 
 
 def _eps_by_weight(

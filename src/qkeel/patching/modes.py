@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -242,6 +242,14 @@ def hooks_before(module: nn.Module) -> dict[int, Callable[..., Any]]:
 def hooks_after(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """Returns the module's forward hooks in order."""
     return module._forward_hooks
+
+
+def global_hooks() -> tuple[
+    dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]
+]:
+    """Returns the hooks before and after the forward of every module of the process, in order."""
+    calls = nn.modules.module
+    return calls._global_forward_pre_hooks, calls._global_forward_hooks
 
 
 # a table of hooks, and the key of a hook in it.
@@ -737,14 +745,24 @@ ASKED = {getattr(Tensor, name).__get__ for name in _GETTERS} | {
 _CHECKPOINTS = "torch.utils.checkpoint"
 
 
-@contextmanager
-def outside_checkpoints() -> Iterator[None]:
+_NOTHING = nullcontext()
+
+
+def outside_checkpoints() -> AbstractContextManager[None]:
     """A context for computations that gradient checkpointing would not repeat, since they do not belong to the pass.
 
     A non-reentrant checkpoint counts the tensors that are saved for backward, and a selective one numbers the operators
     that run; both compare this with the recomputation. Other hooks and modes stay, such as those that save tensors on
     the CPU.
     """
+    # Nearly always, and every pass asks.
+    if _top_hooks(True) is None and not _len_torch_dispatch_stack():
+        return _NOTHING
+    return _without_checkpoints()
+
+
+@contextmanager
+def _without_checkpoints() -> Iterator[None]:
     hooks, modes = [], _get_current_dispatch_mode_stack()
     selective = [type(mode).__module__ == _CHECKPOINTS for mode in modes]
     while (top := _top_hooks(True)) is not None and top[0].__module__ == _CHECKPOINTS:

@@ -231,10 +231,20 @@ def runs_step_hooks(optimizer: Optimizer) -> bool:
     return "_optimizer_step_post_hooks" in vars(optimizer)
 
 
-def stepping() -> bool:
-    """True if an optimizer step is running in this thread."""
+def stepping() -> list[Optimizer]:
+    """Returns the optimizers whose steps are running in this thread."""
     home = sys.modules[Optimizer.__module__].__file__
-    return any(frame.f_code.co_filename == home for frame in running_frames())
+    callers = [
+        frame.f_locals.get("self")
+        for frame in running_frames()
+        if frame.f_code.co_filename == home
+    ]
+    return [caller for caller in callers if isinstance(caller, Optimizer)]
+
+
+def hooks_before_step(optimizer: Optimizer) -> dict[int, Callable[..., Any]]:
+    """Returns the optimizer's own pre-hooks by their numbers."""
+    return dict(optimizer._optimizer_step_pre_hooks)
 
 
 _FILLS = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")

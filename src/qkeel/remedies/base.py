@@ -49,6 +49,8 @@ class Target:
     all_sites: Sequence[AttentionSite] = ()
     #: returns the last weights on the path to each site's values, or why they are unknown; none if no pass showed them
     values: Callable[[], Mapping[str, tuple[HeadSlice, ...] | str]] = dict
+    #: parameters that were looked up; a name is that of many slices
+    _parameters: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
 
     @property
     def example(self) -> Arguments:
@@ -71,7 +73,9 @@ class Target:
     def parameter(self, name: str) -> nn.Parameter:
         """Returns a parameter of the model by qualified name."""
         try:
-            return self.model.get_parameter(name)
+            if name not in self._parameters:
+                self._parameters[name] = self.model.get_parameter(name)
+            return self._parameters[name]
         except AttributeError as error:
             raise RefusedError(
                 f"this model has no parameter {name!r}; a weight that is computed by hooks or a parametrization "

@@ -10,10 +10,15 @@ from torch.optim import Optimizer
 
 from qkeel.capture.example import ForwardArguments
 from qkeel.errors import QkeelError, RefusedError
-from qkeel.handle import Handle, State
+from qkeel.handle import Handle, State, compose
 from qkeel.patching.forward import ForwardPasses, joining, unwrapped
 from qkeel.patching.modes import unguarded
-from qkeel.patching.optimizers import StepHooks, listed
+from qkeel.patching.optimizers import (
+    StepHooks,
+    hooks_before_step,
+    listed,
+    stepping,
+)
 from qkeel.remedies.apply_now import GIVE_BATCH, Asked, apply_now
 from qkeel.remedies.optimizer_trials import innermost
 from qkeel.remedies.processes import (
@@ -47,13 +52,15 @@ class AtNextPass(Handle):
         #: A state that is loaded before the remedies are there.
         self._carried: State = {}
         self._optimizers = listed(optimizer)
-        self._hooks: list[Handle] = [
-            ForwardPasses(model, self._begin, lambda *_: None, guard=unguarded),
-            *(
-                StepHooks(self._refuse_step, lambda _: None, innermost(x))
-                for x in self._optimizers
-            ),
+        self._passes = ForwardPasses(
+            model, self._begin, lambda *_: None, guard=unguarded
+        )
+        self._steps = [
+            StepHooks(self._before_step, lambda _: None, innermost(x))
+            for x in self._optimizers
         ]
+        #: Hooks of the remedies that the step which is running has missed.
+        self._missed: dict[Optimizer, list[Callable[..., object]]] = {}
         super().__init__(
             self._wait_no_more,
             state=lambda: dict(self._carried),
@@ -78,7 +85,12 @@ class AtNextPass(Handle):
         if not self._waits:
             return
         # Before the search, whose own passes would come here again.
-        self._wait_no_more()
+        self._waits = False
+        self._passes.remove()
+        # A pass inside `step(closure)`: torch has called the hooks of this step already.
+        hooks = {optimizer: hooks_before_step(optimizer) for optimizer in stepping()}
+        if not hooks:
+            self._wait_no_more()
         forward = vars(self._model).get("forward")
         batch = ForwardArguments(args, kwargs)
         try:
@@ -100,10 +112,17 @@ class AtNextPass(Handle):
             return
         if self._carried:
             handle.load(self._carried)
-        # From here on, this handle is that of the applied remedies.
-        self._undo, self._state, self._load = handle.remove, handle.state, handle.load
+        for optimizer, earlier in hooks.items():
+            late = hooks_before_step(optimizer)
+            self._missed[optimizer] = [late[key] for key in late if key not in earlier]
+        # From here on, this handle is that of the applied remedies. Hooks cannot leave an optimizer during its step.
+        self._undo = compose([*self._steps, handle]).remove
+        self._state, self._load = handle.state, handle.load
 
-    def _refuse_step(self, optimizer: Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
+        for hook in self._missed.pop(optimizer, ()):
+            hook(optimizer, (optimizer,), {})
+            self._wait_no_more()
         if self._waits:
             self.remove()
             raise RefusedError(
@@ -113,5 +132,5 @@ class AtNextPass(Handle):
 
     def _wait_no_more(self) -> None:
         self._waits = False
-        for hooks in self._hooks:
+        for hooks in (self._passes, *self._steps):
             hooks.remove()

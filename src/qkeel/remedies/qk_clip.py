@@ -74,9 +74,10 @@ class QKClip(StepRemedy):
     Heads whose logits stay under τ keep their weights bit for bit. Negative, zero, missing, infinite and NaN maxima
     never cause clipping. The maxima are taken over all passes since the last step whose output a gradient has reached,
     in either mode and on all processes of the run; references, rollouts and evaluation do not count. If a GradScaler
-    skips a step, nothing is clipped and the maxima are carried over to the next step. Float32 copies of low-precision
-    weights that the optimizer updates or keeps in its state are scaled too. If `heads` is given, heads that it does not
-    name are never clipped.
+    skips a step, nothing is clipped and the maxima are carried over to the next step. Queries of padding count as all
+    others do, because a call of attention does not say which rows its model leaves out of the loss. Float32 copies of
+    low-precision weights that the optimizer updates or keeps in its state are scaled too. If `heads` is given, heads
+    that it does not name are never clipped.
 
     A clip makes the weights smaller but not the later steps, so the same steps then change the direction of the weights
     more. steps="matched" multiplies all later steps of a weight, and of its bias, by c, the product of the factors by

@@ -270,14 +270,14 @@ class Tap(Handle):
         are combined into one site.
         """
         self.settle(decide=not self._by_step)
-        return self.take(phase or ("train" if self.has("train") else "eval"))
+        return dict(self.take(phase or ("train" if self.has("train") else "eval")))
 
-    def take(self, phase: Phase) -> dict[str, LogitStats]:
+    def take(self, phase: Phase) -> Mapping[str, LogitStats]:
         """Like `read`, but without looking for passes whose role has become known."""
         sites, self._stats[phase] = self._stats[phase], SiteStatistics()
         return sites.joined()
 
-    def peek(self, phase: Phase | None = None) -> dict[str, LogitStats]:
+    def peek(self, phase: Phase | None = None) -> Mapping[str, LogitStats]:
         """Returns the statistics of passes whose role is open, taken for trained if the model was in training mode."""
         sites = SiteStatistics()
         for held in self._held:

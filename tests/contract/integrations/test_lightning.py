@@ -173,6 +173,26 @@ def test_a_module_is_chosen_by_name(tmp_path: Path) -> None:
         fitted(QkeelCallback(module="nett"), tmp_path)
 
 
+def test_a_remedy_acts_on_the_optimizer_that_lightning_makes(tmp_path: Path) -> None:
+    def run(remedy: str | None, **options: Any) -> tuple[dict[str, torch.Tensor], Any]:
+        callback = QkeelCallback(remedy=remedy)
+        module = functools.partial(Module, 0.3, 0.0)
+        trainer = fitted(callback, tmp_path, module=module, max_epochs=2, **options)
+        return trainer.lightning_module.state_dict(), callback.handle
+
+    clip = "qk_clip:threshold=0.5,steps=matched"
+    saves = ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1)
+    whole, handle = run(clip, saves=saves, enable_checkpointing=True)
+    assert handle.active
+    plain, none = run(None)
+    assert none is None
+    assert any(not torch.equal(plain[name], whole[name]) for name in whole)
+    resumed, _ = run(clip, resume=str(tmp_path / "saved" / "epoch=0.ckpt"))
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    with pytest.raises(InvalidValueError, match="either remedy or autopilot"):
+        QkeelCallback(remedy="lalr", autopilot=True)
+
+
 @pytest.mark.slow
 def test_an_autopilot_resumes_to_the_same_bits_and_events(tmp_path: Path) -> None:
     """At the end of an epoch (8 steps) with any loader; within one with a loader that goes on where it was: without,

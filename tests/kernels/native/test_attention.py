@@ -68,7 +68,8 @@ SHAPES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_every_spec_mask_length_layout_and_width(name):
     for i, mask in enumerate(MASKS):
-        for j, dtype in enumerate(DTYPES):
+        # Both half formats take the same way but for the conversion, so they take turns.
+        for j, dtype in enumerate((DTYPES[0], DTYPES[1 + i % 2])):
             n = i + j + NAMES.index(name)
             t, s, heads, d = SHAPES[n % len(SHAPES)]
             if fits(SPECS[name], Geometry(2, *heads, t, s, d)):
@@ -107,9 +108,11 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plain_specs_of_every_length_and_size(case):
-    for i, dtype in enumerate(DTYPES):
-        if case.size < 1e3 or dtype != torch.float16:  # into which q does not fit
-            check_all(case.call(dtype, i + case.t), f"{dtype}")
+    half = DTYPES[
+        2 if case.t % 2 and case.size < 1e3 else 1
+    ]  # float16 holds no large q
+    for i, dtype in enumerate((DTYPES[0], half)):
+        check_all(case.call(dtype, i + case.t), f"{dtype}")
 
 
 @torch.no_grad()

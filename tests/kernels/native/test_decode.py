@@ -138,10 +138,10 @@ def check_latents(call, inverse, case=""):
 def test_every_length_dtype_and_layout(shape, taken):
     lengths = [s for s in KEYS if s > shape[2]]
     for i, keys in enumerate(lengths):
-        for j, dtype in enumerate(DTYPES):
+        for j, dtype in enumerate((DTYPES[0], DTYPES[1 + i % 2])):
             call = make_call(PLAIN, *qkv(shape, keys, dtype, i + j), causal=i % 2 == 1)
             check(call, f"{keys} {dtype} {i + j}")
-    assert len(taken) == len(lengths) * len(DTYPES)
+    assert len(taken) == 2 * len(lengths)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_every_length_dtype_and_layout(shape, taken):
 @torch.no_grad()
 def test_latents_of_every_length_and_dtype_with_factors_and_without(shape, taken):
     for i, keys in enumerate(s for s in KEYS if s >= shape[2]):
-        for j, dtype in enumerate(DTYPES):
+        for j, dtype in enumerate((DTYPES[0], DTYPES[1 + i % 2])):
             q, k, inverse = latents(shape, keys, dtype)
             factors = (None, inverse, inverse[:, :1])[(i + j) % 3]
             spec = AttentionSpec(cap=Softcap(3.0)) if (i + j) % 4 == 0 else PLAIN
