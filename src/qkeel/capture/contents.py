@@ -14,9 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qkeel.errors import caution
 from qkeel.patching.autograd import version_of
 
 _MOST_OBJECTS, _MOST_NUMBERS = 10_000, 1 << 22
+# A gigabyte of float32: less than the gradients and the optimizer's state of the same weights take later on.
+_MOST_WEIGHTS = 1 << 28
 _LISTS = (list, set, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 CONTAINERS = (*_LISTS, *_DICTS)
@@ -105,32 +108,35 @@ def keep_parameters(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
     """Returns a function that restores the values and gradients of parameters, which some models write in their
     forward: momentum encoders, weights that are kept normalised.
 
-    A kept value shares its memory with the parameter until somebody writes to one of them, so it costs no memory.
+    Values of models that are too large to be copied are not restored, but a warning says that they were written.
     """
-    address: Callable[[Tensor], int] = torch._C._data_address  # pyright: ignore[reportAttributeAccessIssue]
-    kept = []
-    for parameter in parameters:
-        if not _is_plain(parameter):
-            continue
-        data = parameter.detach()
-        try:
-            values = torch._lazy_clone(data)
-        except RuntimeError:
-            # Memory of others, such as a mapped file's.
-            values = data.clone() if data.numel() <= _MOST_NUMBERS else data
-        kept.append((parameter, data, values, parameter.grad))
+    kept = [(p, p.detach(), p.grad, version_of(p)) for p in parameters if _is_plain(p)]
+    is_small = sum(p.numel() for p, *_ in kept) <= _MOST_WEIGHTS
+    restore_values = keep_values(data for _, data, *_ in kept) if is_small else None
 
-    @torch.no_grad()
     def restore() -> None:
-        for parameter, data, values, gradient in kept:
-            if address(parameter) != address(data):
-                parameter.data = data
-            if address(data) != address(values):
-                data.copy_(values)
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
+        # Weights that were freed in the meantime, as sharded models do, have no values to compare.
+        if not all(_has_memory(data) for _, data, *_ in kept):
+            return
+        for p, data, gradient, _ in kept:
+            # Some replace the data, others write into it.
+            if p.data_ptr() != data.data_ptr():
+                p.data = data
+            if p.grad is not gradient:
+                p.grad = gradient
+        if restore_values is not None:
+            restore_values()
+        elif any(version_of(p) != version for p, *_, version in kept):
+            caution(
+                "the model writes its own weights in forward, and did so in the passes of the search for attention too; "
+                "it is too large for a copy. Search in a process of its own, and give sites= what find_sites found"
+            )
 
     return restore
+
+
+def _has_memory(x: Tensor) -> bool:
+    return x.untyped_storage().nbytes() >= x.numel() * x.element_size()
 
 
 def is_same(x: Any, contents: Any) -> bool:
