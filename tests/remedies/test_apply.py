@@ -34,7 +34,9 @@ CONFLICTS = {
         *itertools.combinations(NORMS, 2),
         *itertools.combinations(("sigmoid", "softpick", "sink"), 2),
         ("log_n", "attention_temperature"),
-        *itertools.product(("sigma_reparam",), ("lalr", "qk_clip", "spectral_cap")),
+        *itertools.product(
+            ("sigma_reparam",), ("lalr", "qk_clip", "spectral_cap", "frozen_qk")
+        ),
         ("swin_norm", "peri_norm"),
         ("swin_norm", "qkv_norm"),
     )

@@ -437,6 +437,43 @@ def test_a_norm_that_would_not_be_that_of_the_heads_is_refused(
     assert torch.equal(model(X), y)
 
 
+def biased(a, y):
+    far = (torch.arange(6)[:, None] - torch.arange(6)).abs()
+    return parts(y["q"]) @ parts(y["k"]).mT - far
+
+
+def activated(a, y):
+    return parts(y["q"].tanh()) @ parts(y["k"]).mT
+
+
+def gated(a, y):
+    return parts(y["q"] * y["q2"].sigmoid()) @ parts(y["k"]).mT
+
+
+def over_std(a, y):
+    z = parts(y["q"]) @ parts(y["k"]).mT
+    return z / z.std(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("remedy", ["qk_clip", "lalr:tau=0.1", "qk_norm"])
+def test_a_bias_leaves_a_product_of_the_rows_and_what_is_none_is_refused(
+    remedy,
+):
+    for logits in (biased, activated, gated, over_std):
+        model = Several(logits).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = everything(model)
+        if logits is biased:
+            (site,) = qkeel.find_sites(model, X)
+            assert site.verified
+            assert not site.unscaled
+            qkeel.apply(model, remedy, optimizer, batch=X).remove()
+        else:
+            with pytest.raises(RefusedError):
+                qkeel.apply(model, remedy, optimizer, batch=X)
+        assert everything(model) == before
+
+
 LATE = AttentionSpec(position=Rope(order="rotate_then_norm"))
 WIDE = MLA(D_MODEL, 2, sizes=LatentSizes(value_dim=12))
 L2 = {"kind": "l2", "gain": "scalar"}

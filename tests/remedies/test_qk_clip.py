@@ -11,6 +11,7 @@ import torch
 import qkeel
 from qkeel.errors import QkeelWarning
 from qkeel.functional.statistics import LogitStats
+from qkeel.nn import GAU
 from qkeel.remedies import qk_clip
 from qkeel.sites import Tap
 
@@ -142,6 +143,23 @@ def test_a_weight_that_makes_q_and_k_is_scaled_once():
     top = maxima(model, x)[0]
     clip_once(model, "qk_clip:threshold=0.1", x)
     assert torch.allclose(maxima(model, x)[0], top.clamp(max=0.1))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gains_and_offsets_of_a_gau_are_scaled_by_the_root(bias):
+    torch.manual_seed(0)
+    model, x = GAU(D_MODEL, size=8, bias=bias).double(), inputs(dtype=torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0.2, 0.8)
+    before, top = by_name(model), maxima(model, x).item()
+    assert top > 4
+    clip_once(model, "qk_clip:threshold=2", x)
+    assert maxima(model, x).item() == pytest.approx(2.0, rel=1e-12)
+    for name, p in model.named_parameters():
+        gains = name.startswith(("qk_proj.q_", "qk_proj.k_"))
+        factor = (2.0 / top) ** 0.5 if gains else 1.0
+        assert torch.allclose(p, before[name] * factor, rtol=1e-12, atol=0), name
 
 
 def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one():

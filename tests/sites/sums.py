@@ -34,7 +34,6 @@ class Sum(nn.Module):
         )
         self.embedding = nn.Embedding(2 * T - 1, D)
         self.gap = (torch.arange(T)[:, None] - torch.arange(T)).abs()
-        self.mix = nn.Conv2d(H, H, 1, bias=False)
         self.gate = nn.Linear(32, H)
         self.z = torch.zeros(())
 
@@ -251,12 +250,6 @@ def largest(model):
         return float(model.z.amax())
 
 
-def mixed_residual(m, p):
-    """x-transformers' talking heads."""
-    z = p["q1"] @ p["k1"].mT
-    return z + m.mix(z)
-
-
 def gated(m, p):
     """A bias that the input decides on."""
     return p["q1"] @ p["k1"].mT + m.gate(m.x).permute(0, 2, 1)[..., None] * torch.randn(
@@ -270,10 +263,6 @@ def capped_part(m, p):
 
 # What is not known of each, in the words of the site.
 UNKNOWN: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str]] = {
-    "talking heads, residual": (
-        mixed_residual,
-        "a term added to its scores depends on the input and is not a product",
-    ),
     "gated bias": (
         gated,
         "a term added to its scores depends on the input and is not a product",

@@ -9,7 +9,7 @@ import qkeel
 from qkeel import find_sites
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
 from qkeel.nn.mla import LatentSizes
-from qkeel.sites import HeadSlice, Tap
+from qkeel.sites import Tap
 
 SIZES = LatentSizes(q_latent=6, kv_latent=5, rope_dim=4, nope_dim=3, value_dim=2)
 KINDS = {
@@ -106,31 +106,6 @@ def test_a_parametrized_weight_is_found_under_its_original():
     name = find_sites(model)[0].query[0].parameter
     assert name == "0.q_proj.parametrizations.weight.original"
     assert model.get_parameter(name).shape == (16, 16)
-
-
-@torch.no_grad()
-def test_expand_gives_each_row_its_heads_value_and_one_elsewhere():
-    weight = torch.zeros(6, 3)
-    rows = HeadSlice(parameter="w", axis=0, index=torch.tensor([[0, 1], [4, 5]]))
-    assert rows.expand(torch.tensor([2.0, 3.0]), weight)[:, 0].tolist() == [
-        2,
-        2,
-        1,
-        1,
-        3,
-        3,
-    ]
-    columns = HeadSlice(parameter="w", axis=1, index=torch.tensor([[2], [0]]))
-    assert columns.expand(torch.tensor([2.0, 3.0]), weight)[0].tolist() == [3, 1, 2]
-    assert columns.heads(torch.arange(18.0).view(6, 3)).shape == (2, 1, 6)
-    assert columns.heads(torch.arange(18.0).view(6, 3))[0, 0].tolist() == [
-        2,
-        5,
-        8,
-        11,
-        14,
-        17,
-    ]
 
 
 def test_sites_found_on_meta_are_those_of_the_model_with_values():

@@ -49,17 +49,6 @@ def nanogpt(q, k, v):
     return F.dropout(F.softmax(att, dim=-1), 0.5) @ v
 
 
-def scale_in_q(q, k, v):
-    scores = torch.matmul(q / math.sqrt(D), k.mT)
-    return torch.where(causal(), scores, torch.finfo(scores.dtype).min).softmax(-1) @ v
-
-
-def einsum(q, k, v):
-    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(D)
-    scores = scores + torch.zeros(T, T).masked_fill(~causal(), -1e4)
-    return torch.einsum("bhqk,bhkd->bhqd", nn.Softmax(dim=-1)(scores), v)
-
-
 def merged_heads(q, k, v):
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
     scores = torch.baddbmm(torch.zeros(1), q, k.mT, beta=0.0, alpha=1 / math.sqrt(D))
@@ -84,11 +73,6 @@ def with_sink(q, k, v):
 def without_softmax(q, k, v):
     scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -1e9)
     return torch.exp(scores - torch.logsumexp(scores, dim=-1, keepdim=True)) @ v
-
-
-def log_softmax(q, k, v):
-    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
-    return F.log_softmax(scores, dim=-1).exp() @ v
 
 
 def checkpointed(q, k, v):
@@ -118,11 +102,6 @@ def values_before_the_sum(q, k, v):
     return e @ v / e.sum(-1)[..., None]
 
 
-def less_its_logsumexp(q, k, v):
-    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
-    return torch.exp(scores - torch.logsumexp(scores, dim=-1, keepdim=True)) @ v
-
-
 def softmax_of_the_rest(q, k, v):
     scores = q @ k.mT / math.sqrt(D)
     scores = scores - scores.max()
@@ -134,17 +113,13 @@ WAYS: dict[str, Attend] = {
     f.__name__: f
     for f in (
         nanogpt,
-        scale_in_q,
-        einsum,
         merged_heads,
         head_by_head,
         with_sink,
         without_softmax,
-        log_softmax,
         checkpointed,
         exp_over_sum,
         values_before_the_sum,
-        less_its_logsumexp,
         softmax_of_the_rest,
         fused,
         fused_with_mask,

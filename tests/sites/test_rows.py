@@ -37,6 +37,34 @@ def statistics(model, x, site):
     return stats
 
 
+@torch.no_grad()
+def check_that_rows_move_their_heads_alone(case, model, x, site):
+    before = statistics(model, x, site)
+    for s in (*site.query, *site.key):
+        weight = model.get_parameter(s.parameter)
+        rows = s.rows_of(weight)
+        head = s.n - 1
+        stored = weight.clone()
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(rows[s.index[head]].shape, generator=generator)
+        rows[s.index[head]] += 3 * noise.to(rows)
+        after = statistics(model, x, site)
+        weight.copy_(stored)
+        uses = (site.used(s.n) == head).tolist()
+        moved = (after.max_abs_logit != before.max_abs_logit) | (
+            after.entropy != before.entropy
+        )
+        mine, others = torch.tensor(uses), ~torch.tensor(uses)
+        # A factor of zero, as of an adapter before its first step, hides the other one.
+        if not bool(moved.any()):
+            assert case.query == OF_ADAPTER or "zeros" in IDS[id(case)]
+            continue
+        assert moved[mine].all()
+        # A norm over all heads moves others a little.
+        distance = (after.entropy - before.entropy).abs()
+        assert site.normed or not (distance[others] > distance[mine].min() / 3).any()
+
+
 @each_case
 def test_rows_and_biases_of_each_head_are_found_and_confirmed_and_nothing_is_changed(
     case,
@@ -68,38 +96,7 @@ def test_rows_and_biases_of_each_head_are_found_and_confirmed_and_nothing_is_cha
         last = path[0]
         if bias is not None:
             assert (last.bias, last.bias_shift + int(last.index[0, 0])) == bias
-
-
-@each_case
-@torch.no_grad()
-def test_other_rows_move_other_heads_and_no_more(case):
-    model, x = case.model(), case.x()
-    with torch.enable_grad():
-        (site,) = find_sites(model, x)
-    before = statistics(model, x, site)
-    for s in (*site.query, *site.key):
-        weight = model.get_parameter(s.parameter)
-        rows = s.rows_of(weight)
-        head = s.n - 1
-        stored = weight.clone()
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(rows[s.index[head]].shape, generator=generator)
-        rows[s.index[head]] += 3 * noise.to(rows)
-        after = statistics(model, x, site)
-        weight.copy_(stored)
-        uses = (site.used(s.n) == head).tolist()
-        moved = (after.max_abs_logit != before.max_abs_logit) | (
-            after.entropy != before.entropy
-        )
-        mine, others = torch.tensor(uses), ~torch.tensor(uses)
-        # A factor of zero, as of an adapter before its first step, hides the other one.
-        if not bool(moved.any()):
-            assert case.query == OF_ADAPTER or "zeros" in IDS[id(case)]
-            continue
-        assert moved[mine].all()
-        # A norm over all heads moves others a little.
-        distance = (after.entropy - before.entropy).abs()
-        assert site.normed or not (distance[others] > distance[mine].min() / 3).any()
+    check_that_rows_move_their_heads_alone(case, model, x, site)
 
 
 def swapped(slices):
@@ -110,29 +107,29 @@ def swapped(slices):
     return (*slices[:-1], dataclasses.replace(last, index=index))
 
 
-def checked(case, site):
-    trace = traced(case.model(), (case.x(),), {}, expected=True)
-    return trace.verified([site])[0]
+def traced_case(case):
+    return traced(case.model(), (case.x(),), {}, expected=True)
 
 
 @each_case
 def test_rows_of_the_wrong_head_are_not_confirmed(case):
-    (site,) = find_sites(case.model(), case.x())
+    trace = traced_case(case)
+    (site,) = trace.sites
     for side in ("query", "key"):
         terms = list(site.terms)
         slices = getattr(terms[0], side)
         if slices[-1].n > 1:
-            wrong = {"query": terms[0].query, "key": terms[0].key} | {
-                side: swapped(slices)
-            }
-            terms[0] = QKProduct(**wrong)
-            doubtful = checked(case, dataclasses.replace(site, terms=tuple(terms)))
+            sides = {"query": terms[0].query, "key": terms[0].key}
+            terms[0] = QKProduct(**{**sides, side: swapped(slices)})
+            wrong = dataclasses.replace(site, terms=tuple(terms))
+            (doubtful,) = trace.verified([wrong])
             assert not doubtful.verified
             assert "changed the logits of" in doubtful.unverified
 
 
 def planted(case, site, **changes):
-    return checked(case, dataclasses.replace(site, **changes)).unverified  # type: ignore[arg-type]
+    (doubtful,) = traced_case(case).verified([dataclasses.replace(site, **changes)])
+    return doubtful.unverified
 
 
 def test_planted_faults_are_told():

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.sites.models import CASES, SCALE, D, H, Heads, Images, M, T, plain
+from tests.sites.models import CASES, SCALE, D, H, Heads, Images, M, T
 from torch import nn
 
 from qkeel import apply, find_sites
 from qkeel.errors import RefusedError
 from qkeel.nn import Attention
-from qkeel.sites import verify
 
 
 def x():
@@ -142,32 +141,6 @@ def stack(*layers):
         for p in layer.parameters():
             nn.init.normal_(p, std=0.2)
     return nn.Sequential(*layers)
-
-
-def test_further_layers_of_a_kind_take_fewer_runs_and_wrong_ones_are_seen(
-    monkeypatch,
-):
-    runs: list[str] = []
-    logits = verify.Rerun.logits
-
-    def counted(rerun, *args):
-        runs.append(rerun.frame.name)
-        return logits(rerun, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(verify.Rerun, "logits", counted)
-    model = stack(*(Heads() for _ in range(3)))
-    assert [site.verified for site in find_sites(model, x())] == [True] * 3
-    assert runs == ["0", "0", "1", "2"]
-
-    def permuted(q, k, v):
-        return plain(q[:, :, [0, 2, 1, 3]], k, v)
-
-    rows = torch.arange(H * D).view(H, D)
-    first, second = find_sites(stack(Heads(), Heads(permuted)), x())
-    assert first.verified
-    assert second.verified
-    assert torch.equal(first.query[0].index, rows)
-    assert torch.equal(second.query[0].index, rows[[0, 2, 1, 3]])
 
 
 def test_a_layer_that_is_called_again_and_one_that_shares_its_weights_are_confirmed():

@@ -69,6 +69,7 @@ class FrozenQK(StepRemedy):
     line = "leaves the weights, biases and gains of queries and keys as they are: the control in a comparison"
     source = "the control in a comparison; random attention as in Tay et al. 2021, arXiv 2005.00743"
     rule = "each step: W_Q, W_K, their biases and the gains of norms on q and k stay as they were"
+    if_computed = "the scale that it is multiplied by would still be trained"
 
     def holds(self, site: AttentionSite) -> Refusal | None:
         refusal = StepRemedy.holds(self, site)
@@ -234,7 +235,7 @@ class SpectralCap(StepRemedy):
                     f"over {self.cap:g}. Choose a larger cap, or train the weight"
                 )
             for site in target.all_sites or target.sites:
-                if any(target.overlap(s, v) for v in target.value_weights(site)):
+                if any(target.overlap(s, v) for v in site.value_weights):
                     raise RefusedError(
                         f"spectral_cap at {where(site)}: {s.parameter} makes values too, which the cap would change; "
                         "use qk_clip, which scales the other side of the logit"

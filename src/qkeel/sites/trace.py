@@ -15,7 +15,7 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import final
 
@@ -192,9 +192,11 @@ class ModelTrace:
             ]
         return operands
 
-    def value_slices(self) -> dict[str, tuple[HeadSlice, ...] | str]:
+    def value_slices(
+        self, of: Container[str] | None = None
+    ) -> dict[str, tuple[HeadSlice, ...] | str]:
         """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, keyed by
-        site."""
+        site. of: the parameters whose rows are looked for; by default all."""
         names = names_of(self.model)
         slices: dict[str, tuple[HeadSlice, ...] | str] = {}
         # A view made here belongs to the graph of the pass, regardless of the caller's mode.
@@ -209,7 +211,9 @@ class ModelTrace:
                 try:
                     values = side(fewest_keys(v), first.captured.frame, names, "v")
                     slices[name] = tuple(
-                        values.slices(*path)[-1] for path in values.paths()
+                        values.slices(*path)[-1]
+                        for path in values.paths()
+                        if of is None or path[0][-1].parameter in of
                     )
                 except UnknownRowsError as error:
                     slices[name] = str(error)
@@ -347,11 +351,27 @@ def _traced(
             for name, (first, *_) in calls.items()
         },
     )
+    if rows:
+        trace = _with_sites(trace, _with_value_weights(sites, trace))
     if verifies:
         # a module that holds tensors of the pass could not be copied.
         undo()
-        trace = _with_sites(trace, trace.verified(sites))
+        trace = _with_sites(trace, trace.verified(trace.sites))
     return trace
+
+
+def _with_value_weights(
+    sites: Sequence[AttentionSite], trace: ModelTrace
+) -> list[AttentionSite]:
+    """The sites with the weights of logits that make values too, as keys that are their own values."""
+    logits = {s.parameter for site in sites for s in (*site.query, *site.key)}
+    values = trace.value_slices(of=logits)
+    return [
+        site
+        if isinstance(weights := values.get(site.name, ()), str)
+        else dataclasses.replace(site, value_weights=weights)
+        for site in sites
+    ]
 
 
 def _with_graphs(
