@@ -373,6 +373,23 @@ def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
         yield _example(args, kwargs, min(batch, ROWS), None)
 
 
+def doubled(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    """An example of a single sample with that sample twice; None for other examples."""
+    example = (tuple(args), dict(kwargs))
+    if (
+        not _is_plain(example)
+        or _batch_size([x for x in tensors(example) if x.ndim]) != 1
+    ):
+        return None
+
+    def twice(x: object) -> object:
+        if not isinstance(x, Tensor) or not x.ndim:
+            return x
+        return x.repeat(2, *[1] * (x.ndim - 1))
+
+    return mapped(example, twice)
+
+
 def first_row(args: Args, kwargs: Kwargs) -> ShortExample:
     """The first full sequence of a batch, or all sequences if it is unclear which dimension is the batch."""
     given = [x for x in tensors((args, dict(kwargs))) if x.ndim]

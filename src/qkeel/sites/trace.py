@@ -31,6 +31,7 @@ from qkeel.capture.example import (
     ModuleCall,
     Undo,
     copied,
+    doubled,
     first_row,
     shorter,
     undisturbed,
@@ -38,7 +39,7 @@ from qkeel.capture.example import (
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.user_hooks import hooks_held_back
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
-from qkeel.errors import InvalidValueError, NoAttentionError, caution
+from qkeel.errors import InvalidValueError, NoAttentionError, QkeelError, caution
 from qkeel.functional.norms import unrounded, widest
 from qkeel.patching.autograd import CheckpointedParts, nodes_of, variable_of
 from qkeel.patching.forward import extra_pass
@@ -256,7 +257,17 @@ def traced(
                 )
             finally:
                 undo()
-        return _traced(model, args, kwargs, undo, expected=expected)
+        trace = _traced(model, args, kwargs, undo, expected=expected)
+        twice = None if dist.world() > 1 else doubled(args, kwargs)
+        if twice is None or all(_is_plain(site.layout) for site in trace.sites):
+            return trace
+        # With one sample, (h b) and (b h) look alike, and larger batches may follow.
+        undo()
+        try:
+            return _traced(model, *twice, undo, expected=expected)
+        except QkeelError as error:
+            _LOG.debug("two samples of %s fail: %s", type(model).__name__, error)
+            return trace
 
 
 def seen(

@@ -570,6 +570,8 @@ class Rerun:
             self._watcher.restart()
         self._has_run, self._reported = True, itertools.count()
         self._calls = []
+        # Autocast keeps the cast of each weight, whatever the weight holds now.
+        torch.clear_autocast_cache()
         with self._given.as_given(), self._exchanged(weights):
             push_mode(self._watcher)
             try:
@@ -583,6 +585,7 @@ class Rerun:
                 raise
             finally:
                 take_off(self._watcher)
+                torch.clear_autocast_cache()
         if len(self._calls) < len(self._numbers):
             raise CannotRerunError(
                 "running their modules again made other attention calls"
