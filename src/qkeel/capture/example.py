@@ -463,20 +463,22 @@ Undo = Callable[[], None]
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[Undo]:
+def undisturbed(model: nn.Module, *, weights: bool = True) -> Iterator[Undo]:
     """A context that restores what a forward pass changes (see `restored`), and in which the user's hooks that return
     nothing don't run.
 
     The context yields a function that restores this state, for use between two passes.
     """
-    with hooks_held_back(model), restored(model) as undo:
+    with hooks_held_back(model), restored(model, weights=weights) as undo:
         yield undo
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[Undo]:
+def restored(model: nn.Module, *, weights: bool = True) -> Iterator[Undo]:
     """A context that restores random generators, and a model's parameters, buffers, attributes and requires_grad flags,
-    and what its attributes hold. It yields a function that does so between two passes."""
+    and what its attributes hold. It yields a function that does so between two passes.
+
+    weights: False leaves the parameters as they are at the end, for weights that are fitted in the context."""
     modules = [*modules_of(model).values()]
     parameters = parameters_in(modules)
     devices = sorted(
@@ -501,7 +503,8 @@ def restored(model: nn.Module) -> Iterator[Undo]:
         functions = [x for x in attributes if isinstance(x, types.FunctionType)]
         kept.append(OutsideStores(functions, attributes).restore)
         kept += map(_keep_class_attributes, kinds)
-        kept.append(keep_parameters(parameters))
+        if weights:
+            kept.append(keep_parameters(parameters))
 
         def again() -> None:
             streams.close()
