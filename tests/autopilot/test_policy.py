@@ -1,5 +1,7 @@
 """The policy: a pure function of records; what the ladder does when."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -98,6 +100,7 @@ def test_it_acts_on_the_heads_that_rise_and_keeps_the_remedy(
     pushed[4:, 1, 1] = 29.0  # held by the remedy
     watch, act = decided(np.concatenate([pushed, calm]), refused=refused)
     assert (watch.action, watch.step, watch.remedy) == (WATCH, 0, "watch:every=2")
+    assert "watch closer" in str(dataclasses.replace(watch, remedy=""))
     assert (act.action, act.site, act.heads, act.remedy) == (action, "b", heads, remedy)
     assert act.step == 1
     assert (act.forecast is None) or act.forecast.threshold in (100, 1000)
@@ -128,6 +131,14 @@ def test_healthy_logits_raise_nothing_but_a_closer_look():
     lr = 0.1 * np.linspace(1, 0, 200)
     calm = 3 + 12 * np.tanh(np.arange(200) / 60)[:, None, None] * np.ones((1, 2, 2))
     assert {d.action for d in decided(calm, lr=lr)} <= {WATCH}
+
+
+def test_records_without_logits_decide_nothing():
+    recording = Recording([site.name for site in SITES])
+    records = Records(history=recording.history, sites=SITES)
+    assert CALM.decide(records) == ()
+    recording.append({"step": 0, "lr": 0.1}, {"entropy": np.ones((2, 2))})
+    assert CALM.decide(Records(history=recording.history, sites=SITES)) == ()
 
 
 def test_it_never_acts_where_the_weights_are_not_confirmed():

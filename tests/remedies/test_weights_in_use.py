@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import qkeel
 from qkeel.errors import RefusedError
+from qkeel.nn import Attention
 from qkeel.remedies.qk_clip import QKClip
 
 SEEDS = range(40)
@@ -285,6 +286,35 @@ def test_rates_follow_the_weights_in_use(seed):
         torch.testing.assert_close(
             taken, (full - start[name]).detach() * (0.5 if is_weight else 1.0)
         )
+
+
+@pytest.mark.parametrize("shown", ["batch", "sites", "watched", "own"])
+def test_keys_that_are_their_own_values_are_left_alone_however_sites_are_known(shown):
+    torch.manual_seed(0)
+    x = 9 * torch.randn(2, 5, 8)
+    if shown == "own":
+        model = nn.Sequential(Attention(8, 2))
+        model[0].v_proj.weight = model[0].k_proj.weight
+    else:
+        query, key = nn.Linear(8, 8), nn.Linear(8, 8)
+        model = nn.Sequential(Layer(query, key, key, heads=2, size=4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    more = {"batch": x} if shown == "batch" else {}
+    if shown == "sites":
+        more = {"sites": qkeel.find_sites(model, x)}
+    with qkeel.watch(model, optimizer if shown == "watched" else None):
+        if shown == "watched":
+            model(x).sum().backward()
+            optimizer.step()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        qkeel.apply(model, "qk_clip:threshold=0.1", optimizer, **more)
+        model(x).sum().backward()
+        optimizer.step()
+    moved = {
+        name for name, p in model.named_parameters() if not torch.equal(p, before[name])
+    }
+    assert moved
+    assert {name[2] for name in moved} == {"q"}
 
 
 @pytest.mark.parametrize("clipped", [["0"], ["0", "1"]])

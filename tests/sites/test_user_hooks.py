@@ -271,3 +271,22 @@ def test_a_hook_that_changes_the_output_runs_in_the_search():
     assert (runs, lengths) == ([], [])  # put back
     model(torch.randn(2, 5, 16))
     assert (len(runs), lengths) == (1, [10])
+
+
+def test_hooks_for_saved_tensors_see_the_users_passes_alone():
+    def saved(is_watched):
+        torch.manual_seed(0)
+        model, shapes = Layer(), []
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if is_watched:
+            qkeel.watch(model, optimizer)
+
+        def pack(x):
+            shapes.append(tuple(x.shape))
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            model(torch.randn(2, 5, 16)).sum().backward()
+        return shapes
+
+    assert saved(is_watched=True) == saved(is_watched=False)

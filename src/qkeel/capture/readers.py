@@ -256,10 +256,18 @@ def _call(
     pos_q = pos_k = None
     if causal and t != s:
         pos_q, pos_k = (torch.arange(n, device=q.device) for n in (t, s))
-    mask = hiding(mask if mask is None else mask.detach())
-    return make_call(
-        _plain(scale), q, k, k, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k
+    written = with_four_dimensions(mask if mask is None else mask.detach())
+    call = make_call(
+        _plain(scale),
+        *(q, k, k),
+        causal=causal,
+        mask=hiding(written),
+        pos_q=pos_q,
+        pos_k=pos_k,
     )
+    if written is None or written.dtype == torch.bool:
+        return call
+    return dataclasses.replace(call, written_mask=written)
 
 
 @functools.lru_cache(maxsize=256)
@@ -268,15 +276,21 @@ def _plain(scale: float) -> AttentionSpec:
     return AttentionSpec(scale=Fixed(scale))
 
 
+def with_four_dimensions(
+    mask: Shaped[Tensor, ...] | None,
+) -> Shaped[Tensor, "#b #h #t #s"] | None:
+    """The mask as [b|1 h|1 t|1 s]."""
+    while mask is not None and mask.ndim < 4:
+        mask = mask[None]
+    return mask
+
+
 def hiding(mask: Shaped[Tensor, ...] | None) -> Shaped[Tensor, "#b #h #t #s"] | None:
     """The mask as [b|1 h|1 t|1 s]; an additive mask is set to -inf where it hides a pair."""
-    if mask is None:
-        return None
-    while mask.ndim < 4:
-        mask = mask[None]
-    return (
-        mask if mask.dtype == torch.bool else mask.masked_fill(hides(mask), -torch.inf)
-    )
+    mask = with_four_dimensions(mask)
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    return mask.masked_fill(hides(mask), -torch.inf)
 
 
 def mha(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:

@@ -7,7 +7,7 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -49,13 +49,13 @@ def hooks_held_back(model: nn.Module) -> Iterator[None]:
     held: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]] = []
     tables = [global_hooks()]
     for module in modules_of(model).values():
-        if not _is_of_library(type(module)):
+        if not is_of_library(type(module)):
             functions.append(type(module).forward)
         tables.append((hooks_before(module), hooks_after(module)))
     for before, after in tables:
         quiet = True
         for key, hook in after.items():
-            if _is_of_library(hook):
+            if is_of_library(hook):
                 continue
             if returns_nothing(hook):
                 held.append((after, key, hook))
@@ -63,7 +63,7 @@ def hooks_held_back(model: nn.Module) -> Iterator[None]:
                 functions.append(hook)
                 quiet = False
         for key, hook in before.items():
-            if _is_of_library(hook):
+            if is_of_library(hook):
                 continue
             # A hook after forward that changes the output may use what one before it has kept.
             if quiet and returns_nothing(hook) and not _writes_state(hook):
@@ -148,7 +148,8 @@ def _function_of(hook: object) -> object:
     return type(hook).__call__
 
 
-def _is_of_library(hook: object) -> bool:
+def is_of_library(hook: object) -> bool:
+    """True if a function, a class or an object that can be called is torch's, Python's or that of a training library."""
     if not isinstance(
         hook, (types.FunctionType, types.MethodType, functools.partial, type)
     ):
@@ -162,10 +163,14 @@ def _is_of_library(hook: object) -> bool:
 
 class OutsideStores:
     """What functions can reach and fill besides their arguments: variables of closures, globals that they name, and the
-    objects to which they are bound or with which they were made."""
+    objects to which they are bound or with which they were made.
 
-    def __init__(self, functions: list[Callable[..., Any]]) -> None:
-        reached: list[object] = []
+    functions: the functions. others: objects that are kept as those are."""
+
+    def __init__(
+        self, functions: list[Callable[..., Any]], others: Iterable[object] = ()
+    ) -> None:
+        reached = [*others]
         self._cells: list[tuple[types.CellType, object]] = []
         self._globals: list[tuple[dict[str, Any], str, object]] = []
         for function in functions:
@@ -186,7 +191,7 @@ class OutsideStores:
                 self._globals.append((names, name, names[name]))
         reached += [value for *_, value in (*self._cells, *self._globals)]
         self._contents = ObjectContents(
-            reached, tensors=True, owns=lambda x: not _is_of_library(type(x))
+            reached, tensors=True, owns=lambda x: not is_of_library(type(x))
         )
 
     def restore(self) -> None:

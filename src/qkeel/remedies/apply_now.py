@@ -154,8 +154,6 @@ def _apply_all(
             sites=remedy.chosen(sites),
             trace=None if remedy.on_steps else trace,
             all_sites=sites,
-            # Few remedies ask for them.
-            values=dict if trace is None else functools.cache(trace.value_slices),
         )
         agreed(
             functools.partial(

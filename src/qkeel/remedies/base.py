@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, final
 
@@ -47,8 +47,6 @@ class Target:
     trace: ModelTrace | None = None
     #: all attention of the model; `sites` may be a part of it
     all_sites: Sequence[AttentionSite] = ()
-    #: returns the last weights on the path to each site's values, or why they are unknown; none if no pass showed them
-    values: Callable[[], Mapping[str, tuple[HeadSlice, ...] | str]] = dict
     #: parameters that were looked up; a name is that of many slices
     _parameters: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
 
@@ -81,11 +79,6 @@ class Target:
                 f"this model has no parameter {name!r}; a weight that is computed by hooks or a parametrization "
                 "cannot be updated or scaled separately. Remove the hook or parametrization first"
             ) from error
-
-    def value_weights(self, site: AttentionSite) -> Sequence[HeadSlice]:
-        """Returns the last weights on the path to a site's values, as far as a pass has shown them."""
-        slices = self.values().get(site.name, ())
-        return () if isinstance(slices, str) else slices
 
     def overlap(self, s: HeadSlice, other: HeadSlice) -> bool:
         """True if two slices have a row of one parameter in common, or an entry of one bias."""
@@ -207,10 +200,11 @@ class Remedy(abc.ABC):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which the model is in evaluation mode. It restores the modes, and whatever a pass has changed."""
+    """A context in which the model is in evaluation mode. It restores the modes, and whatever a pass has changed but
+    the weights, which may be fitted in it."""
     modes = [(m, m.training) for m in model.modules()]
     try:
-        with undisturbed(model):
+        with undisturbed(model, weights=False):
             model.eval()
             yield
     finally:

@@ -154,10 +154,13 @@ class ChangeNorm(ChangeSpec):
     ) -> dict[str, SourcesBySide]:
         """Returns the modules that produce the heads of each site, without the sites whose call is to be replaced."""
         plans = {}
+        values = target.seen().value_slices() if sites and "v" in self.sides else {}
         for site in sites:
             try:
                 self._refuse_shared(target, site)
-                plans[site.name] = self._sources(target, site)
+                plans[site.name] = self._sources(
+                    target, site, values.get(site.name, "")
+                )
             except RefusedError as error:
                 unseen = refuse_unseen(site)
                 is_torch = isinstance(site.module, nn.MultiheadAttention)
@@ -173,9 +176,7 @@ class ChangeNorm(ChangeSpec):
             "q": [term.query[-1] for term in site.terms],
             "k": [term.key[-1] for term in site.terms],
             "v": [
-                s
-                for other in target.all_sites or [site]
-                for s in target.value_weights(other)
+                s for other in target.all_sites or [site] for s in other.value_weights
             ],
         }
         for side in self.sides:
@@ -186,8 +187,11 @@ class ChangeNorm(ChangeSpec):
                             f"{s.parameter} makes the {SIDES[side]} and the {SIDES[other_side]} at once"
                         )
 
-    def _sources(self, target: Target, site: AttentionSite) -> SourcesBySide:
-        """Returns the modules that produce each side, ignoring tables of relative positions."""
+    def _sources(
+        self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str
+    ) -> SourcesBySide:
+        """Returns the modules that produce each side, ignoring tables of relative positions. values: the last weights
+        on the path to the values, or why they are unknown."""
         operands = []
         if len(site.terms) > 1:
             pairs = target.seen().operands().get(site.name, [])
@@ -200,7 +204,6 @@ class ChangeNorm(ChangeSpec):
                 (term.query if side == "q" else term.key)[-1] for term in site.terms
             ]
             if side == "v":
-                values = target.values().get(site.name, "")
                 if isinstance(values, str):
                     raise RefusedError(
                         f"it is not known which weights produce the values ({values}); use qk_norm"

@@ -52,26 +52,18 @@ class HeadRows:
         self._tensors = [(tensor, s) for tensor, s, _ in columns.values()]
         self._counts = [len(table) for table in tables]
         most = max(table.shape[1] for table in tables)
-        numbered = [
-            torch.cat(
-                [torch.full((len(t), 1), i), t, t[:, :1].expand(-1, most - t.shape[1])],
-                1,
-            )
-            for i, t in enumerate(tables)
-        ]
         # Adjacent rows of a tensor with the same owners are one block, as the rows of a head usually are.
-        blocks, self._block_of_row, sizes = torch.cat(numbered).unique_consecutive(
-            return_inverse=True, return_counts=True, dim=0
-        )
-        numbers, self._owners = blocks[:, 0], blocks[:, 1:]
-        before = torch.tensor([0, *self._counts]).cumsum(0)[numbers]
-        ends = sizes.cumsum(0) - before
-        self._blocks = [
-            (number, slice(end - size, end))
-            for number, end, size in zip(
-                numbers.tolist(), ends.tolist(), sizes.tolist()
-            )
+        blocks = [
+            torch.cat([t, t[:, :1].expand(-1, most - t.shape[1])], 1)
+            # By tensor, so that no block reaches from one into the next.
+            .unique_consecutive(return_counts=True, dim=0)
+            for t in tables
         ]
+        self._owners, self._sizes = map(torch.cat, zip(*blocks))
+        self._blocks: list[tuple[int, slice]] = []
+        for number, (_, sizes) in enumerate(blocks):
+            ends = sizes.cumsum(0).tolist()
+            self._blocks += [(number, slice(*x)) for x in zip([0, *ends], ends)]
         self._copies: list[Tensor] = []
 
     def rows(self) -> list[Tensor]:
@@ -85,8 +77,10 @@ class HeadRows:
 
         row: the factors of all heads, and a 1 behind them. of_old: whether 1 - f is returned, the share of the old
         weight."""
-        self._block_of_row = self._block_of_row.to(row.device)
-        factors = self._of_blocks(row)[self._block_of_row]
+        self._sizes = self._sizes.to(row.device)
+        factors = self._of_blocks(row).repeat_interleave(
+            self._sizes, output_size=sum(self._counts)
+        )
         shares = (1 - factors if of_old else factors).split(self._counts)
         return [f.to(x.device, wide(x.dtype))[:, None] for f, x in zip(shares, rows)]
 
@@ -130,20 +124,22 @@ class HeadRows:
         With `on_host`, the host reads the factors, and rows with a factor of 1 are left out: as few heads are over a
         threshold at a time, moving the whole weights would take most of the time."""
         rows = self.rows()
-        if not on_host:
-            blocks = [(number, slice(None)) for number in range(len(rows))]
-            factors = self.factors(row, rows)
-        else:
-            of_blocks = self._of_blocks(row)
-            changed = (of_blocks != 1).nonzero()[:, 0]
-            blocks = [self._blocks[i] for i in changed.tolist()]
-            factors = list(of_blocks[changed].split(1))
         scaled: list[Tensor] = []
-        factor_of: list[Tensor] = []
-        for (number, block), factor in zip(blocks, factors):
+        factors: list[Tensor] = []
+
+        def note(number: int, block: slice, factor: Tensor) -> None:
             tensor, s = self._tensors[number]
             for x in (rows[number], *(s.rows_of(x.detach()) for x in copies(tensor))):
                 scaled.append(x[block])
-                factor_of.append(factor.to(x.device, wide(x.dtype)))
+                factors.append(factor.to(x.device, wide(x.dtype)))
+
+        if on_host:
+            of_blocks = self._of_blocks(row)
+            for i in (of_blocks != 1).nonzero()[:, 0].tolist():
+                # With a dimension, or half precision would round the factor.
+                note(*self._blocks[i], of_blocks[i : i + 1])
+        else:
+            for number, factor in enumerate(self.factors(row, rows)):
+                note(number, slice(None), factor)
         if scaled:
-            multiply_all(scaled, factor_of)
+            multiply_all(scaled, factors)

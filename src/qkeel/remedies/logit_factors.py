@@ -39,7 +39,7 @@ def factors_by_site(target: Target, *, by_group: bool) -> list[list[LogitFactor]
     # By parameter: what is computed with it, for a layer's logits or, without a layer, for values.
     uses: dict[nn.Parameter, list[tuple[AttentionSite | None, HeadSlice]]] = {}
     for user in target.all_sites or target.sites:
-        users = [(None, s) for s in target.value_weights(user)]
+        users = [(None, s) for s in user.value_weights]
         for use in (*users, *((user, s) for s in _last_weights(user))):
             for p in _parameters_of(use[1], target):
                 uses.setdefault(p, []).append(use)

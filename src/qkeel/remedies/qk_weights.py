@@ -235,7 +235,7 @@ class SpectralCap(StepRemedy):
                     f"over {self.cap:g}. Choose a larger cap, or train the weight"
                 )
             for site in target.all_sites or target.sites:
-                if any(target.overlap(s, v) for v in target.value_weights(site)):
+                if any(target.overlap(s, v) for v in site.value_weights):
                     raise RefusedError(
                         f"spectral_cap at {where(site)}: {s.parameter} makes values too, which the cap would change; "
                         "use qk_clip, which scales the other side of the logit"

@@ -184,6 +184,7 @@ def _renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite
             QKProduct(query=named(term.query), key=named(term.key))
             for term in site.terms
         ),
+        value_weights=named(site.value_weights),
         query_gains=named(site.query_gains),
         key_gains=named(site.key_gains),
     )
@@ -356,6 +357,9 @@ def _site(name: str, module: Attention | MLA | GAU) -> AttentionSite:
         n_kv_heads=module.n_kv_heads,
         head_dim=module.head_dim,
         terms=_terms(name, module),
+        value_weights=(_slice(name, module, "v_proj", module.n_kv_heads),)
+        if isinstance(module, Attention)
+        else (),
         query_gains=spec_gains(norm, prefix, "q", module.n_heads, module.head_dim),
         key_gains=spec_gains(norm, prefix, "k", module.n_kv_heads, module.head_dim),
         visible="full" if module.spec.position.reach is None else "window",

@@ -15,7 +15,7 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import final
 
@@ -31,6 +31,7 @@ from qkeel.capture.example import (
     ModuleCall,
     Undo,
     copied,
+    doubled,
     first_row,
     shorter,
     undisturbed,
@@ -38,7 +39,7 @@ from qkeel.capture.example import (
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.user_hooks import hooks_held_back
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
-from qkeel.errors import InvalidValueError, NoAttentionError, caution
+from qkeel.errors import InvalidValueError, NoAttentionError, QkeelError, caution
 from qkeel.functional.norms import unrounded, widest
 from qkeel.patching.autograd import CheckpointedParts, nodes_of, variable_of
 from qkeel.patching.forward import extra_pass
@@ -192,9 +193,11 @@ class ModelTrace:
             ]
         return operands
 
-    def value_slices(self) -> dict[str, tuple[HeadSlice, ...] | str]:
+    def value_slices(
+        self, of: Container[str] | None = None
+    ) -> dict[str, tuple[HeadSlice, ...] | str]:
         """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, keyed by
-        site."""
+        site. of: the parameters whose rows are looked for; by default all."""
         names = names_of(self.model)
         slices: dict[str, tuple[HeadSlice, ...] | str] = {}
         # A view made here belongs to the graph of the pass, regardless of the caller's mode.
@@ -209,7 +212,9 @@ class ModelTrace:
                 try:
                     values = side(fewest_keys(v), first.captured.frame, names, "v")
                     slices[name] = tuple(
-                        values.slices(*path)[-1] for path in values.paths()
+                        values.slices(*path)[-1]
+                        for path in values.paths()
+                        if of is None or path[0][-1].parameter in of
                     )
                 except UnknownRowsError as error:
                     slices[name] = str(error)
@@ -252,7 +257,17 @@ def traced(
                 )
             finally:
                 undo()
-        return _traced(model, args, kwargs, undo, expected=expected)
+        trace = _traced(model, args, kwargs, undo, expected=expected)
+        twice = None if dist.world() > 1 else doubled(args, kwargs)
+        if twice is None or all(_is_plain(site.layout) for site in trace.sites):
+            return trace
+        # With one sample, (h b) and (b h) look alike, and larger batches may follow.
+        undo()
+        try:
+            return _traced(model, *twice, undo, expected=expected)
+        except QkeelError as error:
+            _LOG.debug("two samples of %s fail: %s", type(model).__name__, error)
+            return trace
 
 
 def seen(
@@ -347,11 +362,27 @@ def _traced(
             for name, (first, *_) in calls.items()
         },
     )
+    if rows:
+        trace = _with_sites(trace, _with_value_weights(sites, trace))
     if verifies:
         # a module that holds tensors of the pass could not be copied.
         undo()
-        trace = _with_sites(trace, trace.verified(sites))
+        trace = _with_sites(trace, trace.verified(trace.sites))
     return trace
+
+
+def _with_value_weights(
+    sites: Sequence[AttentionSite], trace: ModelTrace
+) -> list[AttentionSite]:
+    """The sites with the weights of logits that make values too, as keys that are their own values."""
+    logits = {s.parameter for site in sites for s in (*site.query, *site.key)}
+    values = trace.value_slices(of=logits)
+    return [
+        site
+        if isinstance(weights := values.get(site.name, ()), str)
+        else dataclasses.replace(site, value_weights=weights)
+        for site in sites
+    ]
 
 
 def _with_graphs(
