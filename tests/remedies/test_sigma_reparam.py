@@ -159,6 +159,9 @@ def test_power_iteration_makes_one_step_for_a_pass_and_none_in_evaluation():
             checkpoint(model, x, use_reentrant=False).sum().backward()
         elif way == "layer alone":
             model.linear(x)
+        elif way == "functional":
+            weights = {name: p.detach() for name, p in model.named_parameters()}
+            torch.func.functional_call(model, weights, (x,))
         elif way == "compiled":
             torch.compile(model, backend="eager", fullgraph=True)(x)
         return model.scale.right.clone()
@@ -166,7 +169,7 @@ def test_power_iteration_makes_one_step_for_a_pass_and_none_in_evaluation():
     start, once = right_after(""), right_after("pass")
     assert not torch.equal(start, once)
     assert torch.equal(right_after("evaluation"), start)
-    for way in ("repeated pass", "layer alone", "compiled"):
+    for way in ("repeated pass", "layer alone", "functional", "compiled"):
         torch.testing.assert_close(right_after(way), once, rtol=1e-12, atol=1e-12)
     model = changed(4, 6)
     (model(x) + model(x)).sum().backward()  # two passes before a backward

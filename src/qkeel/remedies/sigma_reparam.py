@@ -337,10 +337,12 @@ def _scales(layer: nn.Module) -> dict[str, SpectralScale]:
 
 def stored(layer: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the trained weights of a layer under the remedy, by name; {} for other layers."""
-    return {
-        name: layer.get_parameter(f"parametrizations.{name}.original")
-        for name in _scales(layer)
-    }
+    weights: dict[str, Any] = {}
+    for name in _scales(layer):
+        # In torch.func.functional_call a plain tensor stands for the parameter, which get_parameter refuses.
+        held = parameters_of(layer.get_submodule(f"parametrizations.{name}"))
+        weights[name] = held["original"]
+    return weights
 
 
 def _register(layer: nn.Module, scales: Mapping[str, SpectralScale]) -> None:

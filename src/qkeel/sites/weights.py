@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -114,7 +115,10 @@ def runs_of_rows(rows: tuple[int, ...], largest: int) -> Iterator[slice]:
 
 
 def _call_weights(call: Any, rows: slice) -> Weights:
-    """The weights of some rows of a call with queries and keys."""
+    """The weights of some rows of a call with queries and keys, under the mask as it was written: logits may overtake a
+    number that is meant to hide a pair."""
+    if call.written_mask is not None:
+        call = dataclasses.replace(call, mask=call.written_mask)
     keys = slice(0, call.k.shape[2])
     q, k = call.encoded()
     logits = call.spec.cap.apply(call.scores(q[:, :, rows], k, rows, keys))
