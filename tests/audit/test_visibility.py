@@ -221,3 +221,56 @@ def test_some_rows_of_a_long_sequence_speak_for_all(most):
     # A row of 2 samples, 2 heads and 40 keys has 160 weights.
     assert {1 << 6: 8, 1 << 9: 8, 1 << 20: 40}[most] == n_rows
     assert seen_keys(name, calls, PackedTokens(), most).weight("later") > 0.5
+
+
+class WithMask(nn.Module):
+    """Attention of two heads of 8 on the fused kernel, or written out, with a mask that is added."""
+
+    def __init__(self, mask, *, is_fused):
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.mask, self.is_fused = mask, is_fused
+
+    def weights(self, x):
+        q, k = (y(x).unflatten(-1, (2, 8)).transpose(1, 2) for y in (self.q, self.k))
+        return q, k, (q @ k.mT / 8**0.5 + self.mask).softmax(-1)
+
+    def forward(self, x):
+        q, k, weights = self.weights(x)
+        if self.is_fused:
+            return nn.functional.scaled_dot_product_attention(
+                q, k, k, attn_mask=self.mask
+            )
+        return weights @ k
+
+
+@pytest.mark.parametrize("fill", [-100.0, -1e4])
+def test_a_number_in_a_fused_mask_that_logits_overtake_is_told_and_mapped(fill):
+    torch.manual_seed(0)
+    model, x = WithMask(torch.full((8, 8), fill).triu(1), is_fused=True).double(), X
+    model.mask = model.mask.double()
+    assert "hidden pairs" not in str(qkeel.check(model, x))
+    with torch.no_grad():
+        model.q.weight *= 3 * abs(fill)
+    assert "hidden pairs have weight" in str(qkeel.check(model, x))
+    torch.testing.assert_close(
+        qkeel.attention_maps(model, x)[""], model.weights(x)[2].detach()
+    )
+
+
+X = torch.randn(
+    2, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_numbers_without_a_key_above_them_are_no_broken_logits(is_fused):
+    torch.manual_seed(0)
+    of_head = torch.tensor([0.0, -500.0], dtype=torch.float64)[:, None, None]
+    model = WithMask(of_head, is_fused=is_fused).double()
+    assert qkeel.check(model, X).status == "healthy"
+    torch.testing.assert_close(
+        qkeel.attention_maps(model, X)[""], model.weights(X)[2].detach()
+    )
+    model.mask = torch.full((1, 1, 1, 8), -1e4, dtype=torch.float64)
+    assert str(qkeel.check(model, X)).startswith("not known")

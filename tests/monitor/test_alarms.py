@@ -1,5 +1,6 @@
 """Each rule fires on what it is for, names the place, is silent otherwise, and warns once."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -254,3 +255,24 @@ def test_a_history_with_its_own_rates_is_replayed_with_them():
     assert [(a.rule, a.step, a.line) for a in replay(by_hand)] == [
         (a.rule, a.step, a.line) for a in replay(History.of(records))
     ]
+
+
+def test_a_notice_that_holds_no_longer_is_over_once_and_an_alarm_stays():
+    logits = np.full(len(STEPS), 5.0)
+    logits[3:6] = logits[9:11] = 1500.0
+    whole = history(logits)
+    rules = [rule for rule in DEFAULT if isinstance(rule, Ceiling)]
+    log, over = AlarmLog(rules), []
+    for n in range(1, len(STEPS) + 1):
+        head = dataclasses.replace(
+            whole,
+            steps=whole.steps[:n],
+            values={name: x[:n] for name, x in whole.values.items()},
+            heads={name: x[:n] for name, x in whole.heads.items()},
+            rates=None,
+        )
+        log.update(head)
+        over += [(int(STEPS[n - 1]), alarm.rule) for alarm in log.over(head)]
+    notices = [x.rule for x in log.alarms if x.severity is Severity.NOTICE]
+    assert len(log.alarms) > len(notices) == 1
+    assert over == [(int(STEPS[6]), notices[0])]

@@ -423,6 +423,7 @@ def test_logits_of_any_size_are_told_from_hidden_ones(way, low, size):
         *((way, -100.0, 1, "softcap") for way in ("add", "alpha", "integers", "fill", "where")),
         *((way, -math.inf, 1, "softcap") for way in ("shift", "shift in place")),
         ("bias", -math.inf, 1, "log_n:length=9"),  # a factor on q·k would scale it too
+        ("fill", -1e9, 1e6, "softcap"),  # logits below any number that hides
         ("router", -math.inf, 1, "softcap"),  # which softmax is attention?
         ("exp", -math.inf, 1, "softcap"),  # no softmax at all
     ],

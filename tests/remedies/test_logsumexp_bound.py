@@ -116,6 +116,44 @@ def test_a_reference_pass_between_two_trained_ones_does_not_clip():
         assert torch.equal(model[0].q.weight, weight)
 
 
+class OneHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        q, k = self.q(x)[:, None], self.k(x)[:, None]
+        return x + F.scaled_dot_product_attention(q, k, k, is_causal=True)[:, 0]
+
+
+class PartlyCheckpointed(nn.Module):
+    def __init__(self, is_checkpointed):
+        super().__init__()
+        self.attention, self.is_checkpointed = OneHead(), is_checkpointed
+
+    def forward(self, x):
+        if self.is_checkpointed:
+            return checkpoint(self.attention, x, use_reentrant=False)
+        return self.attention(x)
+
+
+def test_an_active_clip_saves_nothing_for_backward_in_a_checkpoint():
+    """A checkpoint raises if what it computes again saves another number of tensors."""
+    losses = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = PartlyCheckpointed(is_checkpointed)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        qkeel.apply(model, "qk_clip:threshold=0.1", optimizer)
+        losses.append([])
+        for _ in range(6):
+            loss = model(torch.randn(2, 5, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+
+
 def test_an_idle_clip_makes_no_pass_over_q_and_k(
     monkeypatch,
 ):

@@ -149,3 +149,47 @@ def test_what_is_refused_is_refused_in_the_pass_and_the_model_is_as_it_was():
         qkeel.apply(
             model, "softcap:cap=30"
         )  # nothing would notice if the model were never called
+
+
+class Heads(nn.Module):
+    """Attention of four heads over normed tokens; batches of more than four samples do not fit."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.q, self.k = (
+            nn.LayerNorm(32),
+            nn.Linear(32, 32),
+            nn.Linear(32, 32),
+        )
+
+    def forward(self, x):
+        if len(x) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        x = self.norm(x)
+        q, k = (y(x).unflatten(-1, (4, 8)).transpose(1, 2) for y in (self.q, self.k))
+        return nn.functional.scaled_dot_product_attention(q, k, k)
+
+
+def test_a_program_that_looks_for_its_batch_size_gets_its_own_error():
+    model = Heads()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = qkeel.apply(model, "lalr", optimizer)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.randn(8, 5, 32))
+    model(torch.randn(2, 5, 32)).square().mean().backward()
+    optimizer.step()
+    assert handle.state()
+    assert "next pass" not in repr(handle)
+
+
+@pytest.mark.parametrize("remedy", ["qk_clip:threshold=15", "lalr", "frozen_qk"])
+def test_a_pass_under_autocast_shows_the_rows_of_weights(remedy):
+    """Autocast keeps casts of weights until its context ends, also where the search changes the weights."""
+    model = nn.Sequential(Heads())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    handle = qkeel.apply(model, remedy, optimizer)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(2, 16, 32)).square().mean()
+    loss.backward()
+    optimizer.step()
+    assert "next pass" not in repr(handle)

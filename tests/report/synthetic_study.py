@@ -117,23 +117,6 @@ def grid(
     return runs
 
 
-def drift():
-    """The longer pair."""
-    pair = {"none": (2450.0, 0.3, 2.246), "qk_norm": (22.0, 1.5, 2.096)}
-    return [
-        Made(
-            remedy=r,
-            lr=0.03,
-            steps=800,
-            max_logit=m,
-            entropy=e,
-            val_loss=v,
-            role="drift",
-        )
-        for r, (m, e, v) in pair.items()
-    ]
-
-
 def _config(made):
     return {
         "model": {
@@ -230,7 +213,7 @@ def planned(path, remedies=REMEDIES, seeds=8, **primary):
         )
         for made in runs
     ]
-    make_study(path, [*runs, *drift()], name="demo")
+    make_study(path, runs, name="demo")
     about = read_json(path / "study.json")
     write_json(path / "study.json", {**about, "primary": {**PRIMARY, **primary}})
     return path

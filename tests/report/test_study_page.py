@@ -12,7 +12,7 @@ from html import unescape
 from html.parser import HTMLParser
 
 import pytest
-from synthetic_study import REMEDIES, Made, drift, grid, make_run, make_study, planned
+from synthetic_study import REMEDIES, Made, grid, make_run, make_study, planned
 from test_compare import long_study
 
 import qkeel.report
@@ -110,7 +110,7 @@ def written_without_torch(run, out):
 
 
 def test_a_study_becomes_one_small_file_that_loads_nothing(tmp_path):
-    html = page(make_study(tmp_path / "study", [*drift(), *grid()]), tmp_path)
+    html = page(make_study(tmp_path / "study", grid()), tmp_path)
     assert "default-src &#x27;none&#x27;" in html
     assert "Learning-rate study" in html
     assert (

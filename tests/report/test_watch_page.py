@@ -14,7 +14,7 @@ import qkeel.report
 from qkeel.audit import check
 from qkeel.errors import RunDirectoryError
 from qkeel.monitor import RunDirectorySink, Sample
-from qkeel.records import RunDirectory
+from qkeel.records import RunDirectory, append_line
 from qkeel.report.watch_page import (
     MAX_CELLS,
     MAX_LINES,
@@ -302,6 +302,17 @@ def test_damaged_files_are_named(tmp_path):
     )
     with pytest.raises(RunDirectoryError, match=r"metrics.jsonl, line 5 "):
         qkeel.report.write(other, tmp_path / "r.html")
+
+
+def test_a_notice_that_is_over_says_until_when(tmp_path):
+    run = make_watch(tmp_path / "run", dataclasses.replace(SMALL, alarms=1))
+    (raised,) = read_watched([run])[0].alarms
+    assert f"since step {raised['step']:,}" in page(run, tmp_path)
+    event = {"step": 12_345, "event": "notice over", "rule": raised["rule"], "text": ""}
+    append_line(run / "events.jsonl", event)
+    html = page(run, tmp_path)
+    assert f"from step {raised['step']:,}, and no longer at step 12,345" in html
+    assert "Noted while watching" not in html
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:flex_attention called without torch.compile"
 )
 
-B, H, G, T, D = 2, 4, 2, 7, 8
+B, H, G, T, D = 2, 4, 2, 5, 8
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 BIAS = torch.randn(B, 1, T, T, generator=torch.Generator().manual_seed(3))
-DOCUMENT = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]])
+DOCUMENT = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 2, 2]])
 Mod = Callable[..., Tensor]
 
 

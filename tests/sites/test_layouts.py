@@ -106,3 +106,31 @@ def test_parameters_of_heads_are_refused_where_the_heads_are_a_guess_and_a_cap_i
     torch.testing.assert_close(
         model(q, q), (2 * torch.tanh(q @ q.mT / 2)).softmax(-1) @ q
     )
+
+
+class HeadsBeforeBatch(nn.Module):
+    """Scores [(h b) t s], as the Set Transformer's are; head 1 has the largest logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+        with torch.no_grad():
+            self.q.weight[4:8] *= 30
+
+    def forward(self, x):
+        q, k = (torch.cat(y(x).split(4, 2), 0) for y in (self.q, self.k))
+        weights = (q @ k.mT / 2).softmax(2)
+        return torch.cat((weights @ k).split(len(x), 0), 2)
+
+
+def test_a_first_batch_of_one_sample_does_not_mix_heads_with_samples():
+    torch.manual_seed(0)
+    model, x = HeadsBeforeBatch().double(), torch.randn(3, 6, 16, dtype=torch.float64)
+    q, k = (y(x).unflatten(-1, (4, 4)).transpose(1, 2) for y in (model.q, model.k))
+    with Tap(model) as tap:
+        tap.sites = qkeel.find_sites(model, x[:1])
+        model(x)
+        (stats,) = tap.read().values()
+    torch.testing.assert_close(
+        stats.max_logit, (q @ k.mT / 2).amax((0, 2, 3)).detach(), check_dtype=False
+    )

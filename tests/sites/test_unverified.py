@@ -185,3 +185,32 @@ def test_heads_that_share_some_rows_of_a_weight_are_unknown():
     (site,) = find_sites(Overlapping(), x())
     assert (site.verified, site.terms) == (False, ())
     assert "share some rows of q.weight" in site.why
+
+
+class Delta(nn.Linear):
+    """A projection whose weight is added to a frozen one in its forward."""
+
+    def __init__(self):
+        super().__init__(M, H * D, bias=False)
+        self.register_buffer("start", torch.randn(H * D, M) / 3)
+
+    def forward(self, x):
+        return F.linear(x, self.weight + self.start)
+
+
+class DeltaHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = Delta(), Delta()
+
+    def forward(self, x):
+        q, k = (y(x).unflatten(-1, (H, D)).transpose(1, 2) for y in (self.q, self.k))
+        return F.scaled_dot_product_attention(q, k, k)
+
+
+@pytest.mark.parametrize("build", [DeltaHeads, lambda: nn.Sequential(DeltaHeads())])
+def test_a_weight_that_is_added_in_the_forward_of_a_projection_is_missed(build):
+    torch.manual_seed(0)
+    (site,) = find_sites(build(), torch.randn(2, T, M))
+    assert not site.verified
+    assert "part of them comes from other weights" in site.unverified

@@ -32,6 +32,20 @@ class Layer(nn.Module):
         )
 
 
+class Normed(Layer):
+    """A layer with a norm of queries and keys, of whose gain a search asks gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(8) + 0.5)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        q, k = (F.rms_norm(y, (8,), self.gain) for y in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
 class Store:
     """A plain object with a list, a running mean and a counter."""
 
@@ -167,6 +181,33 @@ def test_hooks_on_every_module_rest_in_a_search_and_stay_balanced():
             hook.remove()
 
 
+def test_hooks_on_gradients_see_none_of_a_search():
+    """Logged gradients, and rows that a hook freezes by zeros, which would seem to make no head."""
+    model, x, gradients = nn.Sequential(Normed(), Normed()), torch.randn(2, 5, 16), []
+
+    def log(*args):
+        gradients.append(args)
+
+    on_all = nn.modules.module.register_module_full_backward_hook(log)
+    try:
+        for module in model.modules():
+            module.register_full_backward_pre_hook(log)
+            for p in module.parameters(recurse=False):
+                p.register_hook(log)
+        frozen = model[0].qkv.register_full_backward_pre_hook(
+            lambda module, grads: (torch.zeros_like(grads[0]),)
+        )
+        sites = qkeel.find_sites(model, x)
+        assert [site.verified for site in sites] == [True, True]
+        assert all(site.query_gains for site in sites)
+        assert gradients == []
+        frozen.remove()
+        model(x.requires_grad_()).sum().backward()
+        assert len(gradients) > 7
+    finally:
+        on_all.remove()
+
+
 def test_a_hook_before_forward_runs_where_one_after_it_changes_the_output():
     model, inputs = nn.Sequential(Layer(), Layer()), []
     model[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
@@ -230,3 +271,22 @@ def test_a_hook_that_changes_the_output_runs_in_the_search():
     assert (runs, lengths) == ([], [])  # put back
     model(torch.randn(2, 5, 16))
     assert (len(runs), lengths) == (1, [10])
+
+
+def test_hooks_for_saved_tensors_see_the_users_passes_alone():
+    def saved(is_watched):
+        torch.manual_seed(0)
+        model, shapes = Layer(), []
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if is_watched:
+            qkeel.watch(model, optimizer)
+
+        def pack(x):
+            shapes.append(tuple(x.shape))
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            model(torch.randn(2, 5, 16)).sum().backward()
+        return shapes
+
+    assert saved(is_watched=True) == saved(is_watched=False)

@@ -1,6 +1,7 @@
 """Sites that were found before activation checkpointing or torch.compile wrapped modules are known again afterwards."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def wrapped(model, what):
     return model
 
 
+@functools.cache
 def trained(what):
     """The weights after three steps under two remedies, what was measured at each site, and how many heads."""
     model = decoder()

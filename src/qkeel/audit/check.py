@@ -40,7 +40,7 @@ from qkeel.metrics.run_scalars import before_cap, entering_logits
 from qkeel.patching.forward import unwrapped
 from qkeel.patching.modes import FaultGuard, push_mode, take_off
 from qkeel.patching.roles import tensors_within
-from qkeel.records import NON_FINITE, RunDirectory
+from qkeel.records import RunDirectory
 from qkeel.sites.find import found_sites, site_label
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.tap import Tap, Visitor
@@ -159,11 +159,14 @@ def _of_model(model: nn.Module, batch: object, threshold: float) -> Health:
             for x in (stats.max_logit, stats.capped_max_logit, stats.logit_spread)
         ]
         logits = entering_logits(raw, capped, spreads)
+        # A head whose rows see no key.
+        logits[logits == -np.inf] = math.nan
         head = int(np.where(np.isnan(logits), -np.inf, logits).argmax())
         top = float(logits[head])
-        entropies, non_finite = stats.value("entropy"), stats.value(NON_FINITE)
-        mean = math.nan if entropies is None else float(entropies.double().nanmean())
-        if non_finite is not None and bool((non_finite > 0).any()):
+        # Nor is there an entropy of such a head.
+        entropies = stats.entropy.double().masked_fill(stats.n_queries == 0, math.nan)
+        mean = float(entropies.nanmean())
+        if bool((stats.non_finite > 0).any()):
             broken.append(label)
         # A head without a number must not win by being compared.
         # Comparisons with NaN are false, so the first number replaces it.
@@ -242,7 +245,8 @@ def _saturation(
         stats = statistics.get(name)
         if stats is None or layer.positional is None or not layer.competes:
             continue
-        entropies = stats.normalized_entropy
+        # A head whose rows see one key or none has no entropy to lose.
+        entropies = stats.normalized_entropy.masked_fill(stats.n_free == 0, math.nan)
         heads = saturated_heads(entropies, layer.positional, layer.scale)
         if len(heads) > max(1, len(entropies) / 2):
             saturated[name] = len(heads)

@@ -198,7 +198,8 @@ def seen_keys(
         visible = visible_rows(call, rows)
         counted = weights
         if visible is not None:
-            if isinstance(call, ScoresCall) and len(calls) == 1:
+            by_hand = isinstance(call, ScoresCall)
+            if (by_hand or call.written_mask is not None) and len(calls) == 1:
                 masks["hidden"] = ~visible
             # A mask of a large number spreads rows that see no key over all of them.
             counted = weights * visible.any(-1, keepdim=True)

@@ -76,7 +76,8 @@ def hides(added: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
     """
     added = added if added.is_floating_point() else added.double()
     low = added <= HIDES
-    if not added.numel():
+    # One number for all pairs of a head is no level: no row has another number above it.
+    if not added.numel() or added.shape[-2:] == (1, 1):
         return low
     least, most = (
         added.masked_fill(low, torch.inf).amin(),

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
+import random
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qkeel.errors import caution
 from qkeel.patching.autograd import version_of
 
 _MOST_OBJECTS, _MOST_NUMBERS = 10_000, 1 << 22
+# A gigabyte of float32: less than the gradients and the optimizer's state of the same weights take later on.
+_MOST_WEIGHTS = 1 << 28
 _LISTS = (list, set, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 CONTAINERS = (*_LISTS, *_DICTS)
@@ -21,14 +27,15 @@ _WITHOUT_CONTENTS = (
     *(nn.Module, type, FunctionType, ModuleType),
     *(str, int, float, torch.dtype, torch.device),
 )
+_NUMPYS_STREAMS = (np.random.Generator, np.random.RandomState)
 
 
 class ObjectContents:
-    """The contents of the Python objects among some values: lists, dicts, sets, random generators and the attributes of
-    plain objects, such as a cache of keys that a pass fills.
+    """The contents of the Python objects among some values: lists, dicts, sets, arrays, random generators and the
+    attributes of plain objects, such as a cache of keys that a pass fills.
 
-    Modules, classes and functions are left out. Tensors are kept as they are, or copied if `tensors` is True and they
-    are small. The attributes of an object are kept if `owns` is true for it.
+    Modules, classes and functions are left out. Tensors and NumPy's arrays are kept as they are, or copied if `tensors`
+    is True and they are small. The attributes of an object are kept if `owns` is true for it.
     """
 
     def __init__(
@@ -39,7 +46,7 @@ class ObjectContents:
         owns: Callable[[object], bool] = lambda _: True,
     ) -> None:
         self._contents: list[tuple[Any, Any]] = []
-        self._streams: list[tuple[torch.Generator, Tensor]] = []
+        self._restores: list[Callable[[], object]] = []
         small: list[Tensor] = []
         room = _MOST_NUMBERS
         visited: set[int] = set()
@@ -53,8 +60,12 @@ class ObjectContents:
                 if tensors and _is_plain(x) and x.numel() <= room:
                     small.append(x)
                     room -= x.numel()
-            elif isinstance(x, torch.Generator):
-                self._streams.append((x, x.get_state()))
+            elif isinstance(x, np.ndarray):
+                if tensors and x.dtype != object and x.size <= room:
+                    self._restores.append(functools.partial(np.copyto, x, x.copy()))
+                    room -= x.size
+            elif isinstance(x, (torch.Generator, random.Random, *_NUMPYS_STREAMS)):
+                self._restores.append(_stream(x))
             elif isinstance(x, (tuple, *CONTAINERS)) and len(x) > _MOST_OBJECTS:
                 continue
             elif isinstance(x, (tuple, Mapping, *_LISTS)):
@@ -71,14 +82,61 @@ class ObjectContents:
     def restore(self) -> None:
         """Gives the objects the contents that they had."""
         self._restore_values()
-        for generator, state in self._streams:
-            generator.set_state(state)
+        for restore in self._restores:
+            restore()
         for x, contents in self._contents:
             if not is_same(x, contents):
                 x.clear()
                 x.extend(contents) if isinstance(
                     x, (list, collections.deque)
                 ) else x.update(contents)
+
+
+def _stream(generator: Any) -> Callable[[], object]:
+    """Returns a function that puts a random generator back to where it is now."""
+    if isinstance(generator, torch.Generator):
+        return functools.partial(generator.set_state, generator.get_state())
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.set_state, generator.get_state())
+    return functools.partial(generator.setstate, generator.getstate())
+
+
+def keep_parameters(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    """Returns a function that restores the values and gradients of parameters, which some models write in their
+    forward: momentum encoders, weights that are kept normalised.
+
+    Values of models that are too large to be copied are not restored, but a warning says that they were written.
+    """
+    kept = [(p, p.detach(), p.grad, version_of(p)) for p in parameters if _is_plain(p)]
+    is_small = sum(p.numel() for p, *_ in kept) <= _MOST_WEIGHTS
+    restore_values = keep_values(data for _, data, *_ in kept) if is_small else None
+
+    def restore() -> None:
+        # Weights that were freed in the meantime, as sharded models do, have no values to compare.
+        if not all(_has_memory(data) for _, data, *_ in kept):
+            return
+        for p, data, gradient, _ in kept:
+            # Some replace the data, others write into it.
+            if p.data_ptr() != data.data_ptr():
+                p.data = data
+            if p.grad is not gradient:
+                p.grad = gradient
+        if restore_values is not None:
+            restore_values()
+        elif any(version_of(p) != version for p, *_, version in kept):
+            caution(
+                "the model writes its own weights in forward, and did so in the passes of the search for attention too; "
+                "it is too large for a copy. Search in a process of its own, and give sites= what find_sites found"
+            )
+
+    return restore
+
+
+def _has_memory(x: Tensor) -> bool:
+    return x.untyped_storage().nbytes() >= x.numel() * x.element_size()
 
 
 def is_same(x: Any, contents: Any) -> bool:

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import random
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
@@ -16,8 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qkeel.capture.contents import CONTAINERS, ObjectContents, is_same, keep_values
-from qkeel.capture.user_hooks import hooks_held_back
+from qkeel.capture.contents import (
+    ObjectContents,
+    is_same,
+    keep_parameters,
+    keep_values,
+)
+from qkeel.capture.user_hooks import OutsideStores, hooks_held_back, is_of_library
 from qkeel.errors import InvalidTypeError
 from qkeel.patching.modes import (
     TABLES,
@@ -367,6 +373,23 @@ def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
         yield _example(args, kwargs, min(batch, ROWS), None)
 
 
+def doubled(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    """An example of a single sample with that sample twice; None for other examples."""
+    example = (tuple(args), dict(kwargs))
+    if (
+        not _is_plain(example)
+        or _batch_size([x for x in tensors(example) if x.ndim]) != 1
+    ):
+        return None
+
+    def twice(x: object) -> object:
+        if not isinstance(x, Tensor) or not x.ndim:
+            return x
+        return x.repeat(2, *[1] * (x.ndim - 1))
+
+    return mapped(example, twice)
+
+
 def first_row(args: Args, kwargs: Kwargs) -> ShortExample:
     """The first full sequence of a batch, or all sequences if it is unclear which dimension is the batch."""
     given = [x for x in tensors((args, dict(kwargs))) if x.ndim]
@@ -440,20 +463,22 @@ Undo = Callable[[], None]
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[Undo]:
+def undisturbed(model: nn.Module, *, weights: bool = True) -> Iterator[Undo]:
     """A context that restores what a forward pass changes (see `restored`), and in which the user's hooks that return
     nothing don't run.
 
     The context yields a function that restores this state, for use between two passes.
     """
-    with hooks_held_back(model), restored(model) as undo:
+    with hooks_held_back(model), restored(model, weights=weights) as undo:
         yield undo
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[Undo]:
-    """A context that restores random generators, and a model's buffers, attributes and requires_grad flags. It yields a
-    function that does so between two passes."""
+def restored(model: nn.Module, *, weights: bool = True) -> Iterator[Undo]:
+    """A context that restores random generators, and a model's parameters, buffers, attributes and requires_grad flags,
+    and what its attributes hold. It yields a function that does so between two passes.
+
+    weights: False leaves the parameters as they are at the end, for weights that are fitted in the context."""
     modules = [*modules_of(model).values()]
     parameters = parameters_in(modules)
     devices = sorted(
@@ -467,13 +492,19 @@ def restored(model: nn.Module) -> Iterator[Undo]:
         kept = [
             restore for module in modules for restore in _state_of(module, torchs_own)
         ]
-        containers = [
+        attributes = [
             value
             for module in modules
             for name, value in vars(module).items()
-            if name not in torchs_own and isinstance(value, _WITH_CONTENTS)
+            if name not in torchs_own
         ]
-        kept.append(ObjectContents(containers, owns=lambda _: False).restore)
+        kinds = {type(module) for module in modules if not is_of_library(type(module))}
+        # Not those of objects of libraries: a trainer that a model refers to has threads of its own.
+        functions = [x for x in attributes if isinstance(x, types.FunctionType)]
+        kept.append(OutsideStores(functions, attributes).restore)
+        kept += map(_keep_class_attributes, kinds)
+        if weights:
+            kept.append(keep_parameters(parameters))
 
         def again() -> None:
             streams.close()
@@ -493,7 +524,18 @@ def restored(model: nn.Module) -> Iterator[Undo]:
         yield again
 
 
-_WITH_CONTENTS = (*CONTAINERS, torch.Generator)
+def _keep_class_attributes(kind: type) -> Callable[[], None]:
+    """Returns a function that restores the attributes of a class, such as a counter of its calls."""
+    before = dict(vars(kind))
+
+    def restore() -> None:
+        for name, value in vars(kind).copy().items():
+            if name not in before:
+                delattr(kind, name)
+            elif value is not before[name]:
+                setattr(kind, name, before[name])
+
+    return restore
 
 
 def _state_of(

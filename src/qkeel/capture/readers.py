@@ -98,7 +98,7 @@ def observed_by(observer: CallObserver, *, exchanges: bool) -> Iterator[None]:
     `exchanges` is True. Functions of modules that are not imported yet are missed."""
     taken: list[types.FunctionType] = []
     try:
-        for function in _functions() if exchanges else ():
+        for function in _functions() if exchanges or _has_flash() else ():
             try:
                 exchange(function, _begin)
                 taken.append(function)
@@ -128,6 +128,11 @@ def unobserved() -> Iterator[None]:
 def _flash_modules(count: int) -> list[str]:
     """The names of flash-attn's modules among the `count` that are loaded. A verification asks eight times a layer."""
     return [home for home in list(sys.modules) if "flash_att" in home]
+
+
+def _has_flash() -> bool:
+    """True if flash-attn is loaded: models call it where they have no mask, and torch's function elsewhere."""
+    return bool(_flash_modules(len(sys.modules)))
 
 
 def _functions() -> list[types.FunctionType]:
@@ -251,10 +256,18 @@ def _call(
     pos_q = pos_k = None
     if causal and t != s:
         pos_q, pos_k = (torch.arange(n, device=q.device) for n in (t, s))
-    mask = hiding(mask if mask is None else mask.detach())
-    return make_call(
-        _plain(scale), q, k, k, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k
+    written = with_four_dimensions(mask if mask is None else mask.detach())
+    call = make_call(
+        _plain(scale),
+        *(q, k, k),
+        causal=causal,
+        mask=hiding(written),
+        pos_q=pos_q,
+        pos_k=pos_k,
     )
+    if written is None or written.dtype == torch.bool:
+        return call
+    return dataclasses.replace(call, written_mask=written)
 
 
 @functools.lru_cache(maxsize=256)
@@ -263,15 +276,21 @@ def _plain(scale: float) -> AttentionSpec:
     return AttentionSpec(scale=Fixed(scale))
 
 
+def with_four_dimensions(
+    mask: Shaped[Tensor, ...] | None,
+) -> Shaped[Tensor, "#b #h #t #s"] | None:
+    """The mask as [b|1 h|1 t|1 s]."""
+    while mask is not None and mask.ndim < 4:
+        mask = mask[None]
+    return mask
+
+
 def hiding(mask: Shaped[Tensor, ...] | None) -> Shaped[Tensor, "#b #h #t #s"] | None:
     """The mask as [b|1 h|1 t|1 s]; an additive mask is set to -inf where it hides a pair."""
-    if mask is None:
-        return None
-    while mask.ndim < 4:
-        mask = mask[None]
-    return (
-        mask if mask.dtype == torch.bool else mask.masked_fill(hides(mask), -torch.inf)
-    )
+    mask = with_four_dimensions(mask)
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    return mask.masked_fill(hides(mask), -torch.inf)
 
 
 def mha(args: Args, kwargs: Kwargs, geometry: CallGeometry) -> Seen:

@@ -7,7 +7,7 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from qkeel.capture.contents import ObjectContents
 from qkeel.patching.modes import (
     global_hooks,
+    gradient_hooks,
     hooks_after,
     hooks_before,
     idle,
@@ -38,7 +39,8 @@ _IS_GENERATOR = 0x20
 
 @contextmanager
 def hooks_held_back(model: nn.Module) -> Iterator[None]:
-    """A context in which the user's forward hooks that return nothing don't run.
+    """A context in which the user's forward hooks that return nothing don't run, nor any hook on gradients: those of a
+    search say which rows make which head, and are none of the program's.
 
     A hook that returns a value changes what the model computes, so it runs; the lists, dicts, sets, attributes and
     counters that it and the modules' forward reach through closures, globals and objects are put back afterwards.
@@ -47,13 +49,13 @@ def hooks_held_back(model: nn.Module) -> Iterator[None]:
     held: list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]] = []
     tables = [global_hooks()]
     for module in modules_of(model).values():
-        if not _is_of_library(type(module)):
+        if not is_of_library(type(module)):
             functions.append(type(module).forward)
         tables.append((hooks_before(module), hooks_after(module)))
     for before, after in tables:
         quiet = True
         for key, hook in after.items():
-            if _is_of_library(hook):
+            if is_of_library(hook):
                 continue
             if returns_nothing(hook):
                 held.append((after, key, hook))
@@ -61,7 +63,7 @@ def hooks_held_back(model: nn.Module) -> Iterator[None]:
                 functions.append(hook)
                 quiet = False
         for key, hook in before.items():
-            if _is_of_library(hook):
+            if is_of_library(hook):
                 continue
             # A hook after forward that changes the output may use what one before it has kept.
             if quiet and returns_nothing(hook) and not _writes_state(hook):
@@ -69,12 +71,22 @@ def hooks_held_back(model: nn.Module) -> Iterator[None]:
             else:
                 functions.append(hook)
     stores = OutsideStores(functions)
+    with_gradients = [
+        (table, dict(table)) for table in gradient_hooks(modules_of(model).values())
+    ]
     try:
+        for table, _ in with_gradients:
+            table.clear()
         for table, key, _ in held:
             table[key] = idle
         yield
     finally:
         stores.restore()
+        for table, hooks in with_gradients:
+            # The pass may have added some.
+            hooks |= table
+            table.clear()
+            table.update(hooks)
         for table, key, hook in held:
             # The pass may have removed the hook.
             if key in table:
@@ -136,7 +148,8 @@ def _function_of(hook: object) -> object:
     return type(hook).__call__
 
 
-def _is_of_library(hook: object) -> bool:
+def is_of_library(hook: object) -> bool:
+    """True if a function, a class or an object that can be called is torch's, Python's or that of a training library."""
     if not isinstance(
         hook, (types.FunctionType, types.MethodType, functools.partial, type)
     ):
@@ -150,10 +163,14 @@ def _is_of_library(hook: object) -> bool:
 
 class OutsideStores:
     """What functions can reach and fill besides their arguments: variables of closures, globals that they name, and the
-    objects to which they are bound or with which they were made."""
+    objects to which they are bound or with which they were made.
 
-    def __init__(self, functions: list[Callable[..., Any]]) -> None:
-        reached: list[object] = []
+    functions: the functions. others: objects that are kept as those are."""
+
+    def __init__(
+        self, functions: list[Callable[..., Any]], others: Iterable[object] = ()
+    ) -> None:
+        reached = [*others]
         self._cells: list[tuple[types.CellType, object]] = []
         self._globals: list[tuple[dict[str, Any], str, object]] = []
         for function in functions:
@@ -174,7 +191,7 @@ class OutsideStores:
                 self._globals.append((names, name, names[name]))
         reached += [value for *_, value in (*self._cells, *self._globals)]
         self._contents = ObjectContents(
-            reached, tensors=True, owns=lambda x: not _is_of_library(type(x))
+            reached, tensors=True, owns=lambda x: not is_of_library(type(x))
         )
 
     def restore(self) -> None:

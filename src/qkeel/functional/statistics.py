@@ -114,11 +114,11 @@ class LogitStats:
     @property
     def non_finite(self) -> PerHead:
         """1 for each head whose logits or entropy are NaN or infinite, otherwise 0."""
-        # Without pairs, the minimum was not measured.
+        # Without pairs, the minimum was not measured; a head whose rows see no key has no maximum.
         low = self.min_logit.isfinite() | (self.n_pairs == 0)
-        return (~(self.max_logit.isfinite() & low & self.entropy.isfinite())).to(
-            self.max_logit.dtype
-        )
+        is_empty = (self.n_queries == 0) & (self.max_logit == -torch.inf)
+        high = self.max_logit.isfinite() | is_empty
+        return (~(high & low & self.entropy.isfinite())).to(self.max_logit.dtype)
 
     @property
     def max_abs_logit(self) -> PerHead:

@@ -213,6 +213,7 @@ def is_over(lse: float, threshold: float) -> bool:
     return not lse <= threshold * (1 - _ROUNDED)
 
 
+@torch.no_grad()
 def bounded_max_stats(
     lse: PerRow,
     threshold: float,

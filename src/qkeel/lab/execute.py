@@ -76,7 +76,7 @@ def estimate_seconds(runs: Sequence[PlannedRun], workers: int) -> float:
         # Before and after training, so that setting up is about as long as the second one.
         evaluate(state)
         around_training = 2 * (time.perf_counter() - start)
-        train_step(state, 0)
+        loss, _ = train_step(state, 0)
         # Reads a result, so the device is idle when timing starts.
         measure_probe(state)
         start = time.perf_counter()

@@ -381,6 +381,8 @@ class AlarmLog:
     def __init__(self, rules: Sequence[Rule] = DEFAULT) -> None:
         self.rules = tuple(rules)
         self.alarms: list[Alarm] = []
+        # Rules whose notice no longer holds.
+        self._over: set[str] = set()
 
     def update(self, history: History) -> list[Alarm]:
         """Returns the alarms that the last record raises for the first time, the most severe first."""
@@ -393,6 +395,19 @@ class AlarmLog:
         alarms.sort(key=lambda alarm: -list(Severity).index(alarm.severity))
         self.alarms += alarms
         return alarms
+
+    def over(self, history: History) -> list[Alarm]:
+        """Returns the notices that hold no longer with the last record, each once: a page that is read afterwards must
+        not say of a few early steps what was true of them alone."""
+        rules = {rule.name: rule for rule in self.rules}
+        over = []
+        for alarm in self.alarms:
+            rule = rules.get(alarm.rule)
+            is_open = alarm.severity is Severity.NOTICE and alarm.rule not in self._over
+            if rule is not None and is_open and rule.check(history) is None:
+                self._over.add(alarm.rule)
+                over.append(alarm)
+        return over
 
 
 def replay(history: History, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:

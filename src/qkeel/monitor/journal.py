@@ -25,7 +25,14 @@ from qkeel.monitor.recording import Recording
 from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sinks import Sink
 from qkeel.patching.roles import Phase
-from qkeel.records import HEAD_FIELDS, LINEAR, TYPES_EVENT, fold_heads, layer_types
+from qkeel.records import (
+    HEAD_FIELDS,
+    LINEAR,
+    OVER,
+    TYPES_EVENT,
+    fold_heads,
+    layer_types,
+)
 
 # How measurements are recorded: as samples, split by token class if there are classes, for the rules and the sinks.
 
@@ -135,6 +142,10 @@ class Recorder:
             )
             for alarm in self.log.update(history):
                 self._tell_alarm(alarm)
+            for notice in self.log.over(history):
+                text = f"the notice of step {notice.step:,} is over: {notice.cause}"
+                event = {"step": step, "event": OVER, "rule": notice.rule}
+                self.event({**event, "text": text})
 
     def add_alarm(self, alarm: Alarm) -> None:
         """Raises an alarm that no rule has raised."""

@@ -23,7 +23,11 @@ from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import ForwardArguments, copied, mapped, tensors, undisturbed
 from qkeel.errors import QkeelError
 from qkeel.handle import Handle
-from qkeel.monitor.finite_stages import first_empty_row, place_of_row
+from qkeel.monitor.finite_stages import (
+    first_empty_row,
+    place_of_row,
+    weights_not_finite,
+)
 from qkeel.patching.forward import ForwardPasses, extra_pass
 from qkeel.patching.modes import FaultGuard
 from qkeel.patching.roles import tensors_within
@@ -207,9 +211,8 @@ class NanOrigin(Handle):
 def find_origin(model: nn.Module, passes: Sequence[KeptPass]) -> str:
     """Makes passes again, in order, and says what in them is the first that is not finite; "" if nothing is."""
     # A weight that is NaN makes every number after it NaN, whatever the batch is.
-    for name, parameter in model.named_parameters():
-        if not _is_finite(parameter):
-            return f"NaN began in a weight: {name} is not finite before the step"
+    for name in weights_not_finite(model):
+        return f"NaN began in a weight: {name} is not finite before the step"
     for kept in passes:
         for argument, value in [*enumerate(kept.args), *kept.kwargs.items()]:
             for x in filter(_is_bad, tensors(value)):

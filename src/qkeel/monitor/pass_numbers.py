@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, final
 
@@ -81,32 +82,26 @@ class PassNumbers:
         sites: always the same ones for a name; one without a call has weight 0. is_flag: what is recorded is whether
         any of a site's numbers is not finite, 1 or 0, and -1 without a call.
         """
-        rounds: list[dict[str, tuple[Tensor, int]]] = []
-        n_calls: dict[str, int] = {}
+        by_site: dict[str, list[tuple[Tensor, int]]] = {site: [] for site in sites}
         for site, value, weight in calls:
-            # A site that is called again in one pass has a row in each round.
-            n = n_calls[site] = n_calls.get(site, 0) + 1
-            if n > len(rounds):
-                rounds.append({})
-            rounds[n - 1][site] = value, weight
-        for numbers in rounds:
-            like = next(iter(numbers.values()))[0]
-            rows = [numbers.get(site, (like, 0)) for site in sites]
-            values = torch.stack([x.to(like.device) for x, _ in rows])
+            by_site[site].append((value, weight))
+        # A site that is called again in one pass has a row in each round.
+        for rows in itertools.zip_longest(*by_site.values()):
+            like = next(filter(None, rows))[0]
+            values = torch.stack([(row or (like,))[0].to(like.device) for row in rows])
             if is_flag:
                 values = (~values.isfinite()).float()
-                if len(numbers) < len(sites):
-                    flags = zip(sites, values.unbind())
-                    values = torch.stack(
-                        [x if site in numbers else x - x - 1 for site, x in flags]
-                    )
+                if None in rows:
+                    flags = zip(rows, values.unbind())
+                    values = torch.stack([x if row else x - x - 1 for row, x in flags])
                 self.add((sites, name), Number(values[:, None], None))
                 continue
-            weights: int | Tensor = rows[0][1]
-            if any([weight != weights for _, weight in rows]):
+            weights = [row[1] if row else 0 for row in rows]
+            of_rows: int | Tensor = weights[0]
+            if len({*weights}) > 1:
                 # Fills, as a copy from the host would wait for the device.
-                weights = torch.stack([like.new_full((), x) for _, x in rows])
-            self.add((sites, name), Number(values, weights))
+                of_rows = torch.stack([like.new_full((), n) for n in weights])
+            self.add((sites, name), Number(values, of_rows))
 
     def end(self) -> dict[NumberKey, Number]:
         """Ends a pass and returns its numbers."""

@@ -363,7 +363,7 @@ class WeightNorms:
     def _complete_heads(self, site: AttentionSite) -> Tensor:
         """The query heads of a split site for which all weights on both paths are on this process."""
         complete = torch.ones(site.n_heads, dtype=torch.bool)
-        for head_slice in (*site.query, *site.key):
+        for head_slice in _slices(site):
             complete &= self._rows[head_slice].complete[site.used(head_slice.n)]
         device = self._parameters[site.query[0].parameter].device
         return complete.nonzero().flatten().to(device)

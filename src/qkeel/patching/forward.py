@@ -294,8 +294,8 @@ class ForwardPasses(Handle):
             None  # called when a checkpoint repeats a call, with gradients
         )
         # Keeps the compiler from inlining the hooks and from compiling what they call.
-        run_uncompiled(_DormantHook.__call__.__code__)
-        enter, leave = (_DormantHook(f, owner) for f in (self._enter, self._leave))
+        run_uncompiled(DormantHook.__call__.__code__)
+        enter, leave = (DormantHook(f, owner) for f in (self._enter, self._leave))
         self._hooks = [
             model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(leave, always_call=True),
@@ -450,7 +450,7 @@ class _Running:
 _REMOVED = object()
 
 
-class _DormantHook(Uncopied):
+class DormantHook(Uncopied):
     """A hook that does nothing inside compiled code, and that is dropped from copies and pickles of a model."""
 
     def __init__(self, act: Any, owner: object) -> None:
@@ -480,14 +480,14 @@ def joining(model: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[None]:
     known = set(hooks_before(model))
     yield
     for number, hook in list(hooks_before(model).items()):
-        if number not in known and isinstance(hook, _DormantHook):
+        if number not in known and isinstance(hook, DormantHook):
             hook(model, args, kwargs)
 
 
 def owners(model: nn.Module) -> list[object]:
     """Returns the owners of a model's ForwardPasses, including those on the model inside its wrappers."""
     hooks = [h for m in {model, unwrapped(model)} for h in hooks_before(m).values()]
-    return [h.owner for h in hooks if isinstance(h, _DormantHook)]
+    return [h.owner for h in hooks if isinstance(h, DormantHook)]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -252,6 +252,18 @@ def global_hooks() -> tuple[
     return calls._global_forward_pre_hooks, calls._global_forward_hooks
 
 
+def gradient_hooks(modules: Iterable[nn.Module]) -> list[dict[int, Callable[..., Any]]]:
+    """Returns the tables of hooks that are called with gradients: those of every module of the process, of these
+    modules and of their parameters."""
+    calls = nn.modules.module
+    tables = [calls._global_backward_pre_hooks, calls._global_backward_hooks]
+    for module in modules:
+        tables += [module._backward_pre_hooks, module._backward_hooks]
+        held = [p._backward_hooks for p in module._parameters.values() if p is not None]
+        tables += [table for table in held if table]
+    return tables
+
+
 # a table of hooks, and the key of a hook in it.
 Hook = tuple[dict[Any, Any], object]
 

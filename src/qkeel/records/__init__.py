@@ -44,6 +44,7 @@ from qkeel.records.names_and_units import (
     of_layers,
 )
 from qkeel.records.run_directory import (
+    OVER,
     TYPES_EVENT,
     RunDirectory,
     RunStatus,
@@ -65,6 +66,7 @@ __all__ = [
     "SINK_HEAD",
     "STAGES",
     "STEP_FIELDS",
+    "OVER",
     "TYPES_EVENT",
     "TABLE_COLUMNS",
     "TASK_FIELDS",

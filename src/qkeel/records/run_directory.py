@@ -30,6 +30,8 @@ TYPES_EVENT = (
     "layer types"  # the name of events that correct the types in the run's description
 )
 
+OVER = "notice over"  # the name of events that end a notice; "rule" is its rule
+
 
 def layer_types(
     about: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = ()

@@ -200,10 +200,11 @@ class Remedy(abc.ABC):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which the model is in evaluation mode. It restores the modes, and whatever a pass has changed."""
+    """A context in which the model is in evaluation mode. It restores the modes, and whatever a pass has changed but
+    the weights, which may be fitted in it."""
     modes = [(m, m.training) for m in model.modules()]
     try:
-        with undisturbed(model):
+        with undisturbed(model, weights=False):
             model.eval()
             yield
     finally:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall
+from qkeel.capture.calls import HeadLayout, ScoresCall
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
 from qkeel.patching.forward import forwards_of
@@ -91,11 +91,10 @@ def _check_masks(target: Target, sites: list[AttentionSite]) -> None:
                 f"{where(site)}: a sink, or another column that is no key, is joined to the scores before the softmax, "
                 "where it can't be told from a key; use the model's fused attention, or qk_clip or lalr"
             )
-        if trace.hidden_by_small.get(site.name, 0):
+        if reason := trace.unclear_masks.get(site.name):
             raise RefusedError(
-                f"{where(site)}: its mask hides keys by a number above {HIDES:.0f} (such as -100), which the softmax "
-                "of hand-written attention can't tell from a low logit, so hidden pairs could become visible; write "
-                "the mask with -inf, use the model's fused attention, or use qk_clip or lalr"
+                f"{where(site)}: {reason}, and the softmax of hand-written attention can't tell what a mask hides from "
+                "a low logit; write the mask with -inf, use the model's fused attention, or use qk_clip or lalr"
             )
 
 

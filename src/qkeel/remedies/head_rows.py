@@ -136,8 +136,9 @@ class HeadRows:
         if on_host:
             of_blocks = self._of_blocks(row)
             for i in (of_blocks != 1).nonzero()[:, 0].tolist():
+                number, block = self._blocks[i]
                 # With a dimension, or half precision would round the factor.
-                note(*self._blocks[i], of_blocks[i : i + 1])
+                note(number, block, of_blocks[i : i + 1])
         else:
             for number, factor in enumerate(self.factors(row, rows)):
                 note(number, slice(None), factor)

@@ -59,9 +59,9 @@ class AtNextPass(Handle):
         #: A state that is loaded before the remedies are there.
         self._carried: State = {}
         self._optimizers = listed(optimizer)
-        self._passes = ForwardPasses(
-            model, self._begin, lambda *_: None, guard=unguarded
-        )
+        #: Why the search in the pass that is running failed; the pass may be about to fail by itself.
+        self._failed: QkeelError | None = None
+        self._passes = ForwardPasses(model, self._begin, self._end, guard=unguarded)
         self._steps = [
             StepHooks(self._before_step, lambda _: None, innermost(x))
             for x in self._optimizers
@@ -93,13 +93,8 @@ class AtNextPass(Handle):
     ) -> None:
         if not self._waits:
             return
-        # Before the search, whose own passes would come here again.
-        self._waits = False
-        self._passes.remove()
         # A pass inside `step(closure)`: torch has called the hooks of this step already.
         hooks = {optimizer: hooks_before_step(optimizer) for optimizer in stepping()}
-        if not hooks:
-            self._wait_no_more()
         forward = vars(self._model).get("forward")
         batch = ForwardArguments(args, kwargs)
         try:
@@ -115,11 +110,14 @@ class AtNextPass(Handle):
                     f"{GIVE_BATCH.format(self.about)}"
                 )
         except QkeelError as error:
-            self._with_states(release)
-            if self._refused is None:
-                raise
-            self._refused(error)
+            cause = error.__cause__
+            if isinstance(cause, Exception) and not isinstance(cause, QkeelError):
+                self._failed = error
+                return
+            self._end_waiting(hooks)
+            self._refuse(error)
             return
+        self._end_waiting(hooks)
         if self._carried:
             handle.load(self._carried)
         for optimizer, earlier in hooks.items():
@@ -128,6 +126,26 @@ class AtNextPass(Handle):
         # From here on, this handle is that of the applied remedies. Hooks cannot leave an optimizer during its step.
         self._undo = compose([*self._steps, handle]).remove
         self._state, self._load = handle.state, handle.load
+
+    def _end(self, output: object, failed: bool) -> None:
+        """Ends a pass in which the search failed: a program may expect the error of its own pass, such as one that
+        looks for the largest batch that fits, and make another one. If the pass is fine, the remedies are refused."""
+        error, self._failed = self._failed, None
+        if error is not None and not failed:
+            self._end_waiting({})
+            self._refuse(error)
+
+    def _refuse(self, error: QkeelError) -> None:
+        self._with_states(release)
+        if self._refused is None:
+            raise error
+        self._refused(error)
+
+    def _end_waiting(self, hooks: Mapping[Optimizer, object]) -> None:
+        self._waits = False
+        self._passes.remove()
+        if not hooks:
+            self._wait_no_more()
 
     def _before_step(self, optimizer: Optimizer) -> None:
         for hook in self._missed.pop(optimizer, ()):

@@ -15,7 +15,7 @@ from qkeel.records import fold_heads
 from qkeel.records.disk import make_directory
 from qkeel.report.compare import Cell, cells
 from qkeel.report.html import rate
-from qkeel.report.study_runs import BASELINE, DRIFT, StudyData, as_paths, read_study
+from qkeel.report.study_runs import BASELINE, StudyData, as_paths, read_study
 from qkeel.report.watch_page import short_names
 from qkeel.report.watched_runs import Watched, is_watched, read_watched
 
@@ -165,9 +165,7 @@ def _of_study(study: StudyData) -> Drawing:
                 ax, study, table, "max_logit", "largest logit (nats)", log=True
             ),
         )
-    for lr in sorted(
-        {run.lr for run in first_part.runs if run.metrics and run.role != DRIFT}
-    ):
+    for lr in sorted({run.lr for run in first_part.runs if run.metrics}):
         yield (
             f"max_logit_lr_{rate(lr).replace(chr(0x2212), '-')}",
             lambda ax, lr=lr: _courses(ax, first_part, lr),
@@ -205,6 +203,10 @@ def _by_rate(
             )
             ax.fill_between(rates, *ends, color=colour, alpha=0.15, linewidth=0)
     ax.set_xscale("log")
+    # Rates that are near each other would share a label of the axis's own choice.
+    ticks = sorted({cell.lr for cell in table})
+    ax.set_xticks(ticks, [rate(lr) for lr in ticks])
+    ax.minorticks_off()
     if log:
         ax.set_yscale("log")
     ax.set(xlabel="learning rate", ylabel=label)
@@ -220,7 +222,7 @@ def _courses(ax: Foreign, study: StudyData, lr: float) -> None:
             for m in run.metrics
             if m.get("max_logit") is not None
         ]
-        if run.lr == lr and run.role != DRIFT and points:
+        if run.lr == lr and points:
             label = "" if run.remedy in named else run.remedy
             named.add(run.remedy)
             ax.plot(

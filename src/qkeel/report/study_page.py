@@ -19,7 +19,7 @@ from qkeel.report.compare import (
     primary_cell,
 )
 from qkeel.report.html import Chart, Markup, Page, Section, markup
-from qkeel.report.study_runs import DRIFT, GRID, RunData, StudyData, as_number
+from qkeel.report.study_runs import GRID, RunData, StudyData, as_number
 
 TITLES = {
     "extrapolation": "Length extrapolation",
@@ -86,7 +86,7 @@ def heading(study: StudyData) -> str:
 
 def _meta(study: StudyData) -> str:
     """Returns the size of the study in one line."""
-    runs = [run for run in study.runs if run.role != DRIFT]
+    runs = study.runs
     sizes = {
         "run": len(study.runs),
         "variant": len({run.remedy for run in runs}),
@@ -170,13 +170,6 @@ LENGTHS = Chart(
     "the training length.",
     "Line charts: accuracy against position in the text, one line per attention form, one panel per post-hoc method.",
 )
-LONGER = Chart(
-    "drift",
-    "The longer runs: largest attention logit",
-    "Largest attention logit over layers and heads, on a fixed held-out batch, at each logged step. Logarithmic axis; "
-    "the red line is the alarm threshold.",
-    "Line chart: largest attention logit against step for the longer runs.",
-)
 LOSS = Chart(
     "loss",
     "Held-out loss against learning rate",
@@ -212,14 +205,12 @@ TRAIN = Chart(
 def charts(study: StudyData) -> list[Chart]:
     """Returns the charts that have data, in reading order."""
     runs = [run for run in study.runs if run.metrics]
-    grid = any(run.role != DRIFT for run in runs)
     present = {
         LENGTHS: any(line.get("segments") for run in runs for line in run.long),
         LOSS: len(study.finished) > 1 and not any(run.long for run in runs),
-        LOGITS: grid,
-        LONGER: any(run.role == DRIFT for run in runs),
-        ENTROPY: grid,
-        TRAIN: grid,
+        LOGITS: bool(runs),
+        ENTROPY: bool(runs),
+        TRAIN: bool(runs),
     }
     return [chart for chart, has_data in present.items() if has_data]
 
@@ -275,7 +266,6 @@ def _curves(study: StudyData, run: RunData) -> dict[str, object]:
         "remedy": study.remedies.index(run.remedy),
         "lr": run.lr,
         "seed": run.seed,
-        "role": run.role,
         "status": str(run.status),
         "step": [int(run.metrics[i]["step"]) for i in rows],
         "val_loss": held_out[:: max(1, len(held_out) // 60)],

@@ -16,11 +16,8 @@ from qkeel.records.file_formats import read_object
 from qkeel.records.run_directory import flat
 
 BASELINE = "none"
-# Roles of runs; every other role names a part of a study, like a mix of modalities.
-GRID, DRIFT = (
-    "grid",
-    "drift",
-)
+# The role of a run; every other role names a part of a study, like a mix of modalities.
+GRID = "grid"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +64,8 @@ class StudyData:
 
     @property
     def finished(self) -> list[RunData]:
-        """The finished runs that are compared, which are all but those of the longer pair."""
-        return [run for run in self.runs if run.row is not None and run.role != DRIFT]
+        """The finished runs."""
+        return [run for run in self.runs if run.row is not None]
 
     def lrs(self) -> list[float]:
         """Returns the learning rates of the finished runs."""
@@ -76,7 +73,7 @@ class StudyData:
 
     def parts(self) -> dict[str, StudyData]:
         """Returns the parts of the study by name, such as mixes of modalities; a study without parts is its own."""
-        roles = dict.fromkeys(run.role for run in self.runs if run.role != DRIFT)
+        roles = dict.fromkeys(run.role for run in self.runs)
         if len(roles) < 2 and (not roles or GRID in roles):
             return {"": self}
         return {

@@ -238,12 +238,18 @@ def _alarm_cards(run: Watched, of_run: str) -> list[Markup]:
             ]
         sources = dict.fromkeys(str(a["source"]) for a in alarms if a.get("source"))
         origins = [markup('<li class="source">{}</li>', text) for text in sources]
+        first = alarms[0]["step"]
+        when = f"since step {first:,}"
+        rules = {str(alarm.get("rule")) for alarm in alarms}
+        if rules <= run.over.keys():
+            last = max(run.over[rule] for rule in rules)
+            when = f"from step {first:,}, and no longer at step {last:,}"
         cards.append(
             markup(
                 '<li class="alarm-{0}"><p><strong class="severity">{0}</strong> {1}</p>'
                 '<ol class="course">{2}</ol>{3}{4}</li>',
                 gravest,
-                f"{_capital(cause)} since step {alarms[0]['step']:,}{of_run}",
+                f"{_capital(cause)} {when}{of_run}",
                 course,
                 fixes,
                 h.details(

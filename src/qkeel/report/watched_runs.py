@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from qkeel.metrics import Row
 from qkeel.records import (
+    OVER,
     Heads,
     RunDirectory,
     RunStatus,
@@ -51,6 +52,8 @@ class Watched:
     interventions: Sequence[
         Row
     ] = ()  # an autopilot's start, decisions, refusals and effects
+    # The first step at which the notice of a rule held no longer.
+    over: Mapping[str, int] = dataclasses.field(default_factory=dict)
     notes: Sequence[Row] = ()
 
     @property
@@ -172,10 +175,15 @@ def _read(path: Path) -> Watched:
         interventions=[
             event for event in events if event.get("event") in INTERVENTIONS
         ],
+        over={
+            str(event["rule"]): int(event["step"])
+            for event in events
+            if event.get("event") == OVER
+        },
         notes=[
             event
             for event in events
-            if event.get("event") not in ("alarm", *INTERVENTIONS)
+            if event.get("event") not in ("alarm", OVER, *INTERVENTIONS)
         ],
     )
 

@@ -38,6 +38,7 @@ from qkeel.sites.observed_pass import (
     PassSearch,
     Places,
 )
+from qkeel.sites.outside_calls import OutsideCalls
 from qkeel.sites.site import INDEX, AttentionSite, Sites
 
 _TRANSFORMED = (
@@ -192,6 +193,7 @@ class Tap(Handle):
             "eval": SiteStatistics(),
         }
         self._running: ObservedPass | None = None
+        self._outside: OutsideCalls | None = None
         self._forwards = ForwardPasses(
             model, self._before, self._after, guard=self.guard, owner=self
         )
@@ -288,6 +290,8 @@ class Tap(Handle):
 
     def _detach(self) -> None:
         self._forwards.remove()
+        if self._outside is not None:
+            self._outside.remove()
         if self._bounds is not None:
             self._bounds.remove()
         self._latest = None
@@ -328,6 +332,8 @@ class Tap(Handle):
 
     def _before(self, args: Args, kwargs: Kwargs, compiled: Callable[[], bool]) -> None:
         self.settle(decide=False)
+        if self._outside is not None:
+            self._outside.count_pass()
         if in_function_transform():
             if not self._said_transform:
                 self._said_transform = True
@@ -432,6 +438,8 @@ class Tap(Handle):
     def _after(self, output: object, failed: bool) -> None:
         look, self._running = self._running, None
         held, self._beginning = self._beginning, None
+        if self._outside is None and self.sites and self.active and not failed:
+            self._outside = OutsideCalls(self._forwards, self.sites, self.guard, self)
         if self._bounds is not None and self._bounds.running:
             bound = self._bounds.end()
             if held is not None and self.active and not failed:

@@ -31,6 +31,7 @@ from qkeel.capture.example import (
     ModuleCall,
     Undo,
     copied,
+    doubled,
     first_row,
     shorter,
     undisturbed,
@@ -38,7 +39,7 @@ from qkeel.capture.example import (
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.user_hooks import hooks_held_back
 from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
-from qkeel.errors import InvalidValueError, NoAttentionError, caution
+from qkeel.errors import InvalidValueError, NoAttentionError, QkeelError, caution
 from qkeel.functional.norms import unrounded, widest
 from qkeel.patching.autograd import CheckpointedParts, nodes_of, variable_of
 from qkeel.patching.forward import extra_pass
@@ -135,7 +136,7 @@ class ModelTrace:
         calls: the first call of each site, or one call for each head if the heads are computed one by one.
         values: the tensors by which the softmax weights of each site were multiplied.
         called: the number of calls of each module, by its id.
-        hidden_by_small: whether masks of each hand-written site hide pairs by values above -9000, on the full example.
+        unclear_masks: why hidden pairs of a hand-written site are not known by their scores, on the full example, or "".
     """
 
     model: nn.Module
@@ -144,7 +145,7 @@ class ModelTrace:
     calls: dict[str, list[RecordedCall]]
     values: dict[str, Tensor]
     called: Mapping[int, int]
-    hidden_by_small: dict[str, bool]
+    unclear_masks: dict[str, str]
 
     def verified(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
         """Returns the sites, with a reason for each site whose weights a rerun of its module does not confirm."""
@@ -256,7 +257,17 @@ def traced(
                 )
             finally:
                 undo()
-        return _traced(model, args, kwargs, undo, expected=expected)
+        trace = _traced(model, args, kwargs, undo, expected=expected)
+        twice = None if dist.world() > 1 else doubled(args, kwargs)
+        if twice is None or all(_is_plain(site.layout) for site in trace.sites):
+            return trace
+        # With one sample, (h b) and (b h) look alike, and larger batches may follow.
+        undo()
+        try:
+            return _traced(model, *twice, undo, expected=expected)
+        except QkeelError as error:
+            _LOG.debug("two samples of %s fail: %s", type(model).__name__, error)
+            return trace
 
 
 def seen(
@@ -346,8 +357,8 @@ def _traced(
         calls=calls,
         values=watcher.values or {},
         called=watcher.stack.called,
-        hidden_by_small={
-            name: _hidden_by_small(first.captured.call)
+        unclear_masks={
+            name: _unclear_masks(first.captured.call)
             for name, (first, *_) in calls.items()
         },
     )
@@ -427,15 +438,15 @@ def _same_calls(
     layers."""
     sites = {site.name: site for site in trace.sites}
     visible: dict[str, VisibleSets] = {}
-    hidden: dict[str, bool] = {}
+    unclear: dict[str, str] = {}
     heads: dict[str, int] = {}
     groups: dict[int, tuple[str, ModuleCall]] = {}
 
     def note(captured: CapturedCall) -> None:
         name = captured.name
-        if name in hidden:
+        if name in unclear:
             return
-        hidden[name] = _hidden_by_small(captured.call)
+        unclear[name] = _unclear_masks(captured.call)
         if name in sites:
             visible[name] = visible_sets(captured.call, sites[name].origin)
         if captured.headless:
@@ -458,7 +469,7 @@ def _same_calls(
     if {str(m) for m in watcher.missed} != {str(m) for m in trace.sites.missed}:
         return None
     trace = _with_sites(trace, _typed(trace.sites, visible))
-    return dataclasses.replace(trace, hidden_by_small=hidden)
+    return dataclasses.replace(trace, unclear_masks=unclear)
 
 
 def _with_gains(
@@ -484,13 +495,22 @@ def _with_gains(
     return _with_sites(trace, sites)
 
 
-def _hidden_by_small(call: object) -> bool:
-    """True if a mask of a hand-written call hides pairs by values above -9000. Rows that see no key are left out, since
-    padding may have added them."""
-    if not isinstance(call, ScoresCall) or call.hidden is None:
-        return False
-    by_small_values = call.hidden & (call.capped > HIDES)
-    return bool((by_small_values & ~call.hidden.all(-1, keepdim=True)).any())
+def _unclear_masks(call: object) -> str:
+    """Why the hidden pairs of a hand-written call can't be told from others by their scores, or "". Rows that see no
+    key are left out, since padding may have added them."""
+    if not isinstance(call, ScoresCall):
+        return ""
+    is_low, hidden = (
+        call.capped <= HIDES,
+        torch.zeros_like(call.capped, dtype=torch.bool),
+    )
+    if call.hidden is not None:
+        hidden = hidden | call.hidden
+    if bool((hidden & ~is_low & ~hidden.all(-1, keepdim=True)).any()):
+        return f"its mask hides keys by a number above {HIDES:.0f} (such as -100)"
+    if bool((is_low & ~hidden & call.capped.isfinite()).any()):
+        return f"a logit that no mask hides is below {HIDES:.0f} on this example"
+    return ""
 
 
 def _is_plain(layout: HeadLayout | None) -> bool:

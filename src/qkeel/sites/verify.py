@@ -24,7 +24,15 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import final
 
@@ -487,8 +495,12 @@ class Rerun:
         self._run(*self._given.changed(copied), weights)
         return [reader(call) for reader, call in zip(self._readers, self._calls)]
 
-    def inputs_of_heads(self) -> dict[int, Tensor]:
-        """The inputs, with their numbers, from which q or k was computed in the model's pass."""
+    def inputs_of_heads(self, widths: Collection[int]) -> dict[int, Tensor]:
+        """The inputs, with their numbers, from which q or k was computed in the model's pass.
+
+        widths: the sizes of the known weights. What the model itself was called with has no graph that shows what is
+        computed from it, so it counts if it is as wide as a weight.
+        """
         operands = [
             x.grad_fn
             for call in self._recorded
@@ -504,6 +516,12 @@ class Rerun:
             for i, x in enumerate(inputs)
             if x.grad_fn in behind
             or (self.frame.is_outermost and x.is_floating_point())
+            or (
+                x.is_floating_point()
+                and x.grad_fn is None
+                and x.ndim > 1
+                and x.shape[-1] in widths
+            )
         }
 
     def inputs_after(
@@ -552,6 +570,8 @@ class Rerun:
             self._watcher.restart()
         self._has_run, self._reported = True, itertools.count()
         self._calls = []
+        # Autocast keeps the cast of each weight, whatever the weight holds now.
+        torch.clear_autocast_cache()
         with self._given.as_given(), self._exchanged(weights):
             push_mode(self._watcher)
             try:
@@ -565,6 +585,7 @@ class Rerun:
                 raise
             finally:
                 take_off(self._watcher)
+                torch.clear_autocast_cache()
         if len(self._calls) < len(self._numbers):
             raise CannotRerunError(
                 "running their modules again made other attention calls"
@@ -770,7 +791,8 @@ class _Experiment:
         product: from query to query, or from key to key.
         """
         generator = torch.Generator().manual_seed(0)
-        inputs = self._rerun.inputs_of_heads()
+        widths = {n for x in self._weights.parameters.values() for n in x.shape}
+        inputs = self._rerun.inputs_of_heads(widths)
         for i, x in inputs.items():
             noise = torch.randn(x.shape, generator=generator).to(x)
             inputs[i] = x + noise * x.float().square().mean().sqrt().to(x)

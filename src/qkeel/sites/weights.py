@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,8 +21,9 @@ from qkeel.sites.tap import Tap
 
 # Numbers of one block of rows, all heads, that are in memory at once.
 BLOCK = 1 << 24
-# Blocks at least, where some speak for all.
-_SPREAD = 8
+# Where some rows speak for all: blocks at least, and numbers of a block at most, as a training step looks so, whose
+# activations are in memory.
+_SPREAD, _BESIDE = 8, 1 << 20
 
 Weights = Float[Tensor, "b h r s"]
 
@@ -88,7 +90,7 @@ def blocks_of_weights(
     """
     b, h, t, s = weights_shape(calls)
     of_row = max(1, b * h * s)
-    size = BLOCK if most is None else min(BLOCK, most // _SPREAD)
+    size = BLOCK if most is None else min(_BESIDE, most // _SPREAD)
     blocks = list(runs_of_rows(tuple(range(t)), max(1, size // of_row)))
     if most is not None:
         step = min(t * of_row // most, len(blocks) // _SPREAD)
@@ -113,7 +115,10 @@ def runs_of_rows(rows: tuple[int, ...], largest: int) -> Iterator[slice]:
 
 
 def _call_weights(call: Any, rows: slice) -> Weights:
-    """The weights of some rows of a call with queries and keys."""
+    """The weights of some rows of a call with queries and keys, under the mask as it was written: logits may overtake a
+    number that is meant to hide a pair."""
+    if call.written_mask is not None:
+        call = dataclasses.replace(call, mask=call.written_mask)
     keys = slice(0, call.k.shape[2])
     q, k = call.encoded()
     logits = call.spec.cap.apply(call.scores(q[:, :, rows], k, rows, keys))

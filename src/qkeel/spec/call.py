@@ -63,6 +63,9 @@ class AttentionCall:
     dropout: float = 0.0  #: the probability of dropping an attention weight, in [0, 1)
     query_mask: QueryMask | None = None
     classes: TokenClasses | None = None
+    written_mask: Mask | None = (
+        None  #: the added mask as the program wrote it, where `mask` has -inf for its low numbers
+    )
 
     @property
     def query_shape(self) -> tuple[int, int]:

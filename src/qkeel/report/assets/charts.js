@@ -74,33 +74,6 @@
   ];
 
   // ── The charts ─────────────────────────────────────────────────────────────────────────────────────────────────
-  function drift(width) {
-    const runs = data.runs.filter((run) => run.role === "drift");
-    const seen = view("drift", {scale: "log", smooth: "1"}), log = seen.scale === "log", recorded = series(runs, "max_logit");
-    const points = above(smoothed(recorded, "run", seen.smooth), log, FLOOR);
-    keep("drift", recorded.map(rowOf("max_logit")));
-    const room = width > 560 && runs.length <= 4;
-    const facet = {fx: () => 0, fy: () => 0};
-    legend("drift", unique(runs.map((run) => run.remedy)), false);
-    return frame("drift", width, Math.min(380, Math.max(280, width * 0.42)), {
-      marginLeft: 56, marginRight: room ? 130 : 46, marginTop: 24, marginBottom: 36,
-      fx: {axis: null, padding: 0}, fy: {axis: null, padding: 0},
-      x: {label: "step", ticks: Math.max(3, Math.floor(width / 110)), grid: false},
-      y: axis(points, "largest attention logit (nats)", log, [data.alarm]),
-      marks: [
-        ...alarm({fx: 0, fy: 0}),
-        ...lines("drift", points, facet),
-        ...(runs.length <= 4 ? [Plot.text(points, Plot.selectLast({
-          x: "step", y: "value", z: "run", ...facet, dx: 6, textAnchor: "start", fontWeight: 600,
-          fill: (p) => colour(p.remedy),
-          text: (p) => (room ? `${data.remedies[p.remedy]} ${human(p.exact, 2)}` : human(p.exact, 2))
-        }))] : []),
-        tips(points, facet, human)
-      ],
-      color: {type: "identity"}
-    });
-  }
-
   function loss(width) {
     const lrs = ascending(data.losses.map((row) => row[1]));
     const order = ascending(data.losses.map((row) => row[0]));
@@ -157,7 +130,7 @@
 
   // `log`, `smooth`, `lines`: how the chart is shown at first; `least`: what a logarithmic axis shows of smaller values.
   function byRate(name, width, field, {label, log, least = 0, also = [], more = () => ({}), extra = () => [], what, smooth = "1", lines: first = "each", from}) {
-    const runs = data.runs.filter((run) => run.role !== "drift");
+    const {runs} = data;
     const lrs = ascending(runs.map((run) => run.lr));
     const layout = panels(lrs, width, 270);
     const facet = {fx: (p) => layout.at(p.lr).fx, fy: (p) => layout.at(p.lr).fy};
@@ -269,7 +242,7 @@
   }
 
   // ── Drawing ────────────────────────────────────────────────────────────────────────────────────────────────────
-  const DRAWERS = {lengths, drift, loss, logits, entropy, train};
+  const DRAWERS = {lengths, loss, logits, entropy, train};
 
   // A study in parts (other models, other optimizers) is drawn one part at a time.
   const shown = {part: null};

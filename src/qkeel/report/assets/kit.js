@@ -75,14 +75,15 @@ const Kit = (() => {
   function ramp(name, scale) {
     const n = 64, width = 264, {place, at} = axisOf(scale), ticks = rampTicks(scale, width);
     const holder = document.querySelector(`[data-legend="${name}"]`);
+    const more = 13 * Math.floor((5.8 * scale.label.length) / width); // of lines, on which a phone shows a long label
     holder.replaceChildren(Plot.plot({
-      width: width + 56, height: 50, marginLeft: 28, marginRight: 28, marginTop: 18, marginBottom: 20,
+      width: width + 56, height: 50 + more, marginLeft: 28, marginRight: 28, marginTop: 18 + more, marginBottom: 20,
       style: {fontSize: "11px", background: "none", overflow: "visible"}, ariaLabel: `Scale of colour: ${scale.label}`,
       x: {type: "linear", domain: [0, 1], label: null, ticks: ticks.map(place), tickFormat: (t) => human(ticks.find((tick) => Math.abs(place(tick) - t) < 1e-9)), tickSize: 3},
       color: {...scale, label: undefined},
       marks: [
         Plot.rect(Array.from({length: n}, (_, i) => i), {x1: (i) => i / n, x2: (i) => (i + 1) / n, fill: (i) => at((i + 0.5) / n), insetLeft: -0.3, insetRight: -0.3}),
-        Plot.text([scale.label], {text: (d) => d, frameAnchor: "top-left", dy: -13, fill: "var(--ink)"})
+        Plot.text([scale.label], {text: (d) => d, frameAnchor: "top-left", lineAnchor: "bottom", lineWidth: 26, dy: -6, fill: "var(--ink)"})
       ]
     }));
   }
