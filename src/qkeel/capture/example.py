@@ -463,13 +463,18 @@ Undo = Callable[[], None]
 
 
 @contextmanager
-def undisturbed(model: nn.Module, *, weights: bool = True) -> Iterator[Undo]:
+def undisturbed(
+    model: nn.Module, *, weights: bool = True, runs_gradient_hooks: bool = False
+) -> Iterator[Undo]:
     """A context that restores what a forward pass changes (see `restored`), and in which the user's hooks that return
-    nothing don't run.
+    nothing don't run, nor those on gradients (see `hooks_held_back`).
 
     The context yields a function that restores this state, for use between two passes.
     """
-    with hooks_held_back(model), restored(model, weights=weights) as undo:
+    with (
+        hooks_held_back(model, runs_gradient_hooks=runs_gradient_hooks),
+        restored(model, weights=weights) as undo,
+    ):
         yield undo
 
 

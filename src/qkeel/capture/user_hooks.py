@@ -38,9 +38,12 @@ _IS_GENERATOR = 0x20
 
 
 @contextmanager
-def hooks_held_back(model: nn.Module) -> Iterator[None]:
+def hooks_held_back(
+    model: nn.Module, *, runs_gradient_hooks: bool = False
+) -> Iterator[None]:
     """A context in which the user's forward hooks that return nothing don't run, nor any hook on gradients: those of a
-    search say which rows make which head, and are none of the program's.
+    search say which rows make which head, and are none of the program's. `runs_gradient_hooks` lets these run, where a
+    step's own gradients are computed again.
 
     A hook that returns a value changes what the model computes, so it runs; the lists, dicts, sets, attributes and
     counters that it and the modules' forward reach through closures, globals and objects are put back afterwards.
@@ -71,9 +74,11 @@ def hooks_held_back(model: nn.Module) -> Iterator[None]:
             else:
                 functions.append(hook)
     stores = OutsideStores(functions)
-    with_gradients = [
-        (table, dict(table)) for table in gradient_hooks(modules_of(model).values())
-    ]
+    with_gradients: list[tuple[dict[int, Callable[..., Any]], dict[int, Any]]] = []
+    if not runs_gradient_hooks:
+        with_gradients += [
+            (table, dict(table)) for table in gradient_hooks(modules_of(model).values())
+        ]
     try:
         for table, _ in with_gradients:
             table.clear()

@@ -84,7 +84,7 @@ class KeptPass:
         eager = torch.compiler.set_stance("force_eager")
         with (
             extra_pass(self),
-            undisturbed(model),
+            undisturbed(model, runs_gradient_hooks=True),
             eager,
             torch.inference_mode(False),
             torch.enable_grad(),

@@ -101,12 +101,12 @@ def eagerly(
     unoptimised = torch.jit.optimized_execution(False)
     # A stance is set when it is created, so that an error before the context is entered would leave it set for the
     # process.
-    # The user's hooks for saved tensors, as for offloading, are for tensors of the user's own passes.
-    outside = saved_tensors_hooks(lambda x: x, lambda x: x)
+    # The user's hooks for saved tensors, as for offloading, are for tensors of the user's own passes: only the
+    # innermost pair is called.
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    unseen = saved_tensors_hooks(lambda x: x, lambda x: x) if top else nullcontext()
     with (
-        outside
-        if torch._C._autograd._top_saved_tensors_default_hooks(True)
-        else nullcontext(),
+        unseen,
         dist.agreed_collectives(SEARCH) if together else nullcontext(),
         torch.compiler.set_stance("force_eager"),
         unoptimised,
