@@ -505,7 +505,11 @@ def restored(model: nn.Module, *, weights: bool = True) -> Iterator[Undo]:
         ]
         kinds = {type(module) for module in modules if not is_of_library(type(module))}
         # Not those of objects of libraries: a trainer that a model refers to has threads of its own.
-        functions = [x for x in attributes if isinstance(x, types.FunctionType)]
+        functions = [
+            x
+            for x in attributes
+            if isinstance(x, types.FunctionType) and not is_of_library(x)
+        ]
         kept.append(OutsideStores(functions, attributes).restore)
         kept += map(_keep_class_attributes, kinds)
         if weights:
