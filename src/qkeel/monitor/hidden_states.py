@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import distributed as dist
-from qkeel.capture.example import tensors
+from qkeel.capture.example import ModuleCall, tensors
 from qkeel.errors import caution
 from qkeel.functional.norms import stream_statistics, wide
 from qkeel.handle import Handle
@@ -68,21 +68,13 @@ class HiddenStates:
         inputs_too: bool,
     ) -> None:
         """numbers: receives each number. guard: runs the hooks' code."""
-        self._numbers, self._guard, self._tree = numbers, guard, tree
-        self._inputs_too = inputs_too
-        self._all = tuple(sites)
-        # By module, because several sites may share one.
-        self._modules: dict[str, list[str]] = {}
-        for site in sites:
-            self._modules.setdefault(site.partition("#")[0], []).append(site)
-        self._sites: dict[str, list[str]] = {}
-        for site, block in blocks_of(model, sites).items():
-            self._sites.setdefault(block, []).append(site)
-        self._lists = {block.rpartition(".")[0] for block in self._sites}
-        # The modules outside all blocks can't be told from the names of a new tree.
-        self._named: list[tuple[str, nn.Module]] | None = None
+        self._model, self._numbers, self._guard = model, numbers, guard
+        self._tree, self._inputs_too = tree, inputs_too
+        self._is_told = not inputs_too
         self._looks: list[tuple[nn.Module, _Act | None, _Act]] = []
+        self._hooks: list[Hook] = []
         self._thread = 0
+        self._name(sites)
         # The shape of the last block's output.
         self._awaited: torch.Size | None = None
         self._final: tuple[Tensor, int] | None = None
@@ -91,8 +83,40 @@ class HiddenStates:
         self._outputs: list[tuple[str, Tensor, int]] = []
         self._sums: dict[str, list[tuple[str, Tensor, int]]] = {}
         self._data: list[Tensor] = []
-        if inputs_too and not self._sites:
-            caution(NO_BLOCKS)
+
+    def _name(self, sites: Sequence[str]) -> None:
+        """Takes the names of the sites, by which blocks are named."""
+        self._all = tuple(sites)
+        # By module, because several sites may share one.
+        self._modules: dict[str, list[str]] = {}
+        for site in sites:
+            self._modules.setdefault(site.partition("#")[0], []).append(site)
+        self._sites: dict[str, list[str]] = {}
+        for site, block in blocks_of(self._model, sites).items():
+            self._sites.setdefault(block, []).append(site)
+        self._lists = {block.rpartition(".")[0] for block in self._sites}
+        # The modules outside all blocks can't be told from the names of a new tree.
+        self._named: list[tuple[str, nn.Module]] | None = None
+
+    def extend(self, sites: Sequence[str], running: Sequence[ModuleCall]) -> None:
+        """Takes the names of sites of which some were found in the pass that runs, inside these calls of modules."""
+        entered = {module for module, before, _ in self._looks if before is not None}
+        if "" in self._modules:
+            entered.add(self._model)
+        self._name(sites)
+        if not self._hooks:
+            return
+        self._attach()
+        arguments = {
+            call.module: (call.given.args, call.given.kwargs)
+            for call in running
+            if call.given is not None and call.module not in entered
+        }
+        if "" in self._modules and self._model in arguments:
+            self._add_sum("input", "", arguments[self._model])
+        for module, before, _ in self._looks:
+            if before is not None and module in arguments:
+                before(module, *arguments[module])
 
     @torch.no_grad()
     def begin(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -108,17 +132,28 @@ class HiddenStates:
         """Looks at the modules until the handle is removed."""
         # Other threads may call the same modules.
         self._thread = threading.get_ident()
+        self._attach()
+        return Handle(self._detach)
+
+    def _attach(self) -> None:
+        self._detach()
         if self._named is not (named := self._tree.named()):
             self._named = named
             self._list_modules(named)
-        hooks: list[Hook] = []
         for module, before, after in self._looks:
-            hooks += put_hooks(module, before, after)
-        return Handle(partial(remove_hooks, hooks))
+            self._hooks += put_hooks(module, before, after)
+
+    def _detach(self) -> None:
+        remove_hooks(self._hooks)
+        self._hooks = []
 
     @torch.no_grad()
     def end(self, output: object) -> None:
         """Ends a pass that returned this, and adds its numbers."""
+        if not self._is_told:
+            self._is_told = True
+            if not self._sites:
+                caution(NO_BLOCKS)
         if "" in self._modules:
             self._add_sum("output", "", output)
         numbers = self._numbers
