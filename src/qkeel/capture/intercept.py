@@ -15,7 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +74,14 @@ from qkeel.patching.modes import (
     unguarded,
 )
 
-# Called with the call of a module that is about to make an attention call.
-Search = Callable[[ModuleCall], None]
+
+class Search(Protocol):
+    """Called with the call of a module that is about to make an attention call, or has made scores of which the largest
+    are chosen."""
+
+    def __call__(self, frame: ModuleCall, /, *, chooses: bool) -> None: ...
+
+
 # q, k, scale, causality.
 PlainCall = tuple[Tensor, Tensor, float, bool]
 _SDPA = "scaled_dot_product_attention"
@@ -517,7 +523,7 @@ class CaptureMode(CallObserver):
 
     def _find(self, frame: ModuleCall) -> None:
         if self._search is not None and not self._elsewhere(frame):
-            self._search(frame)
+            self._search(frame, chooses=False)
 
     def _added(
         self, top: ModuleCall, mask: Tensor | None, layout: HeadLayout | None
@@ -601,8 +607,7 @@ class CaptureMode(CallObserver):
         if self._elsewhere(frame):
             return
         if self._search is not None:
-            for around in frame.line():
-                around.indexes += 1
+            self._search(frame, chooses=True)
         if not (self.probing or self.index is not None):
             return
         frame.indexes += 1

@@ -72,7 +72,8 @@ class HiddenStates:
         self._tree, self._inputs_too = tree, inputs_too
         self._is_told = not inputs_too
         self._looks: list[tuple[nn.Module, _Act | None, _Act]] = []
-        self._hooks: list[Hook] = []
+        # While modules are looked at.
+        self._hooks: list[Hook] | None = None
         self._thread = 0
         self._name(sites)
         # The shape of the last block's output.
@@ -83,6 +84,8 @@ class HiddenStates:
         self._outputs: list[tuple[str, Tensor, int]] = []
         self._sums: dict[str, list[tuple[str, Tensor, int]]] = {}
         self._data: list[Tensor] = []
+        # What entered or left blocks, by side and block, with the number of tokens.
+        self._streams: list[tuple[str, str, Mapping[str, Tensor], int]] = []
 
     def _name(self, sites: Sequence[str]) -> None:
         """Takes the names of the sites, by which blocks are named."""
@@ -104,7 +107,7 @@ class HiddenStates:
         if "" in self._modules:
             entered.add(self._model)
         self._name(sites)
-        if not self._hooks:
+        if self._hooks is None:
             return
         self._attach()
         arguments = {
@@ -123,6 +126,7 @@ class HiddenStates:
         """Begins a pass with these arguments; what a pass that has failed left is dropped."""
         self._final = self._awaited = None
         self._outputs, self._sums = [], {"input": [], "output": []}
+        self._streams = []
         held = map(dense, tensors((args, dict(kwargs))))
         self._data = [x.amax() for x in held if x.numel()]
         if "" in self._modules:
@@ -140,12 +144,13 @@ class HiddenStates:
         if self._named is not (named := self._tree.named()):
             self._named = named
             self._list_modules(named)
+        self._hooks = []
         for module, before, after in self._looks:
             self._hooks += put_hooks(module, before, after)
 
     def _detach(self) -> None:
-        remove_hooks(self._hooks)
-        self._hooks = []
+        remove_hooks(self._hooks or ())
+        self._hooks = None
 
     @torch.no_grad()
     def end(self, output: object) -> None:
@@ -161,6 +166,7 @@ class HiddenStates:
             numbers.add(("", "final_hidden_norm"), Number(*self._final))
         in_blocks = tuple(itertools.chain(*self._sites.values()))
         numbers.add_calls(in_blocks, "block_output_norm", self._outputs)
+        self._add_streams()
         # A sum is finite if its terms are, and is the cheapest of all reductions.
         for side, sums in self._sums.items():
             numbers.add_calls(self._all, f"non_finite_{side}", sums, is_flag=True)
@@ -188,7 +194,7 @@ class HiddenStates:
             )
             if name in self._sites or (self._inputs_too and is_sibling):
                 sites = self._sites.get(name, ())
-                enter = partial(self._measure, "input", sites or (name,))
+                enter = partial(self._measure, "input", name)
                 leave = partial(self._leave_block, sites, name)
                 looks.append((module, enter if self._inputs_too else None, leave))
             # A list of blocks that is called returns what its last block returns.
@@ -228,7 +234,7 @@ class HiddenStates:
         with beside_function_modes():
             states = hidden_states(output)
             if self._inputs_too:
-                self._measure("output", sites or (name,), states)
+                self._measure("output", name, states)
             if states is not None and sites:
                 self._final, self._awaited = _mean_norm(states), states.shape
                 self._outputs += [(site, *self._final) for site in sites]
@@ -241,16 +247,20 @@ class HiddenStates:
             if states is not None and states.shape == self._awaited:
                 self._final, self._awaited = _mean_norm(states), None
 
-    def _measure(self, side: str, layers: Sequence[str], values: object) -> None:
+    def _measure(self, side: str, block: str, values: object) -> None:
         with beside_function_modes():
             states = hidden_states(values)
-            if states is None or not states.numel():
-                return
-            n_tokens = states.numel() // states.shape[-1]
-            for statistic, value in stream_statistics(states).items():
+            if states is not None and states.numel():
+                n_tokens = states.numel() // states.shape[-1]
+                self._streams.append((side, block, stream_statistics(states), n_tokens))
+
+    def _add_streams(self) -> None:
+        """Adds the statistics of the blocks, under the names of their sites, some of which the pass may have shown."""
+        for side, block, statistics, n_tokens in self._streams:
+            for statistic, value in statistics.items():
                 field = f"block_{side}_{statistic}"
                 number = Number(value, n_tokens, BLOCK_FIELDS[field].over)
-                for layer in layers:
+                for layer in self._sites.get(block, (block,)):
                     self._numbers.add((layer, field), number)
 
 

@@ -125,8 +125,8 @@ class StepNumbers(Visitor):
     def search(self) -> Search | None:
         return self._look if self.sites.searches else None
 
-    def _look(self, frame: ModuleCall) -> None:
-        if self.sites.look(frame) and self._hidden is not None:
+    def _look(self, frame: ModuleCall, /, *, chooses: bool) -> None:
+        if self.sites.look(frame, chooses=chooses) and self._hidden is not None:
             names = [site.name for site in self.sites.all]
             self._hidden.extend(names, frame.line())
 

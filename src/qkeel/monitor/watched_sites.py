@@ -138,9 +138,10 @@ class WatchedSites:
         """Whether sites are looked for in the pass that runs."""
         return self._own_pass is not None
 
-    def look(self, frame: ModuleCall) -> bool:
-        """Looks for sites before an attention call of a module is read. Returns whether more is known now."""
-        if self._own_pass is None or not self._own_pass.at(frame):
+    def look(self, frame: ModuleCall, *, chooses: bool) -> bool:
+        """Looks for sites before an attention call of a module is read, or when it `chooses` keys. Returns whether more
+        is known now."""
+        if self._own_pass is None or not self._own_pass.at(frame, chooses=chooses):
             return False
         self._add(self._own_pass.sites)
         return True

@@ -150,10 +150,7 @@ class ObservedPass:
         if search is not None:
             watcher.stack.by_caller = by_caller or {}
         watcher.key_heads = self.tap.facts.key_heads
-        if self.tap.facts.indexers and self.kept is None:
-            layouts = self.tap.facts.indexers
-            watcher.index = self._index
-            watcher.index_layouts = lambda name: layouts.get(self._layer(name))
+        self._read_indexers(watcher)
         if call is not None and only_in is None:
             watcher.stack.begun(call[0], dict(call[1]))
         if (
@@ -166,15 +163,22 @@ class ObservedPass:
             watcher.bounded = self._bounded
         watcher.look(around)
 
-    def _find(self, search: Search, frame: ModuleCall) -> None:
+    def _read_indexers(self, watcher: CaptureMode) -> None:
+        layouts = self.tap.facts.indexers
+        if layouts and self.kept is None:
+            watcher.index = self._index
+            watcher.index_layouts = lambda name: layouts.get(self._layer(name))
+
+    def _find(self, search: Search, frame: ModuleCall, /, *, chooses: bool) -> None:
         """Looks for sites before an attention call of this module is read."""
         watcher = self.watcher
         if watcher is None or not self.tap.active or extra_of_another(self.tap):
             return
-        search(frame)
+        search(frame, chooses=chooses)
         facts = self.tap.facts
         watcher.layouts, watcher.key_heads = facts.layouts, facts.key_heads
         watcher.stack.by_caller = names_by_caller(facts.sites) or {}
+        self._read_indexers(watcher)
 
     def over(self) -> None:
         """Called after the pass to determine the modules in which the next pass is searched."""

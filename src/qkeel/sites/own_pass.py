@@ -26,6 +26,7 @@ from qkeel.capture.user_hooks import is_of_library
 from qkeel.patching.modes import Args, CollectiveMode, Kwargs, modules_of
 from qkeel.sites.find import renamed, within
 from qkeel.sites.graph import names_of
+from qkeel.sites.run import saving_unseen
 from qkeel.sites.site import INDEX, AttentionSite, Sites
 from qkeel.sites.trace import ModelTrace, common_module, traced_alone
 from qkeel.sites.verify import COPY_MARK, Verification, refuse_collective
@@ -52,34 +53,28 @@ class OwnPassSearch:
         self._verification = Verification()
         # Modules whose attention is known wherever they are called, as it depends on their own weights alone.
         self._known: set[int] = set()
-        # Calls of other modules that were looked at.
-        self._known_calls: set[Caller | None] = set()
-        # How often keys were chosen before the attention calls that were looked at.
-        self._choices = 0
+        # Calls of other modules that were looked at, and whether they choose keys.
+        self._known_calls: set[tuple[Caller | None, bool]] = set()
         # Set when the whole model has been tried.
         self._is_over = False
 
-    def at(self, frame: ModuleCall) -> bool:
-        """Finds the sites of a running module that is about to make an attention call. Returns whether more is known
-        now; the module's call may have another name then."""
-        is_known = id(frame.module) in self._known or frame.caller in self._known_calls
-        if self._is_over or is_known:
+    def at(self, frame: ModuleCall, *, chooses: bool) -> bool:
+        """Finds the sites of a running module that is about to make an attention call, or has made scores of which keys
+        are chosen (`chooses`). Returns whether more is known now; the module's call may have another name then."""
+        is_known = not chooses and id(frame.module) in self._known
+        if self._is_over or is_known or (frame.caller, chooses) in self._known_calls:
             return False
-        self._known_calls.add(frame.caller)
+        self._known_calls.add((frame.caller, chooses))
         latest: _PartTrace | None = None
-        *line, root = frame.line()
-        # An indexer may stand beside the attention module.
-        choices, self._choices = root.indexes - self._choices, root.indexes
-        for around in line:
+        for around in frame.line():
             has_weights = any(True for _ in around.module.parameters())
-            if not has_weights or around.indexes < choices:
-                continue
-            trace = self._trace(around)
+            trace = self._trace(around) if around.given and has_weights else None
             if trace is None:
                 continue
             latest = trace
+            # An indexer may stand beside the attention for which it chooses.
             if any(
-                site.terms and trace.module_of(site) is frame.module
+                site.terms and (chooses or trace.module_of(site) is frame.module)
                 for site in trace.sites
             ):
                 break
@@ -102,15 +97,18 @@ class OwnPassSearch:
             if rows is not None and frame.batch <= rows:
                 continue
             try:
-                with unobserved(), _keeping_casts(), _alone():
-                    part = _Part(self._names[id(frame.module)], _copy_of(frame.module))
+                with unobserved(), saving_unseen(), _keeping_casts(), _alone():
+                    copied = _copy_of(frame.module)
+                    name = self._names[id(frame.module)]
                     trace = traced_alone(
-                        part, *_example(frame, rows), self._verification
+                        _Part(name, copied) if name else copied,
+                        *_example(frame, rows),
+                        self._verification,
                     )
             except Exception as error:
                 failure = error
                 continue
-            latest = _PartTrace(call=frame, part=part, trace=trace)
+            latest = _PartTrace(call=frame, copied=copied, trace=trace)
             if all(site.verified for site in trace.sites):
                 break
         self._error = self._error if latest else failure
@@ -145,7 +143,7 @@ class OwnPassSearch:
                 continue
             if frame.caller in callers:
                 frame.name = name
-            self._known_calls.update(callers)
+            self._known_calls.update((caller, False) for caller in callers)
             by_name[name] = dataclasses.replace(
                 site, name=name, module=module, callers=callers
             )
@@ -157,7 +155,8 @@ class OwnPassSearch:
             )
             for site in trace.sites.indexers
         ]
-        self.sites = Sites(by_name.values(), (), [*self.sites.indexers, *indexers])
+        indexers = {site.name: site for site in (*self.sites.indexers, *indexers)}
+        self.sites = Sites(by_name.values(), (), indexers.values())
 
     def _canonical_names(
         self, trace: _PartTrace
@@ -181,7 +180,7 @@ class _PartTrace:
     """The trace of a copy of a module of the model, and the module's call in the program's pass."""
 
     call: ModuleCall
-    part: _Part
+    copied: nn.Module
     trace: ModelTrace
 
     @property
@@ -197,10 +196,10 @@ class _PartTrace:
         """The module of the model that makes the calls of a site."""
         return self.original(self.first_call(site).frame.module)
 
-    def original(self, copied: nn.Module) -> nn.Module:
-        """The module of the model of which this is the copy."""
-        for path, module in self.part.inner.named_modules():
-            if module is copied:
+    def original(self, module: nn.Module) -> nn.Module:
+        """The module of the model of which this module is a copy."""
+        for path, inner in self.copied.named_modules():
+            if inner is module:
                 return self.call.module.get_submodule(path)
         # The part itself, in which nothing else runs.
         return self.call.module
@@ -220,8 +219,7 @@ class _Part(nn.Module):
             child = nn.Module()
             holder.add_module(key, child)
             holder = child
-        if name:
-            holder.add_module(last, inner)
+        holder.add_module(last, inner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)

@@ -154,14 +154,21 @@ class ModelTrace:
     unclear_masks: dict[str, str]
 
     def verified(
-        self, sites: Sequence[AttentionSite], verification: Verification
+        self,
+        sites: Sequence[AttentionSite],
+        verification: Verification | None = None,
     ) -> list[AttentionSite]:
-        """Returns the sites, with a reason for each site whose weights a rerun of its module does not confirm."""
+        """Returns the sites, with a reason for each site whose weights a rerun of its module does not confirm. The
+        caller tells what a `verification` of his has found."""
+        checks = verification or Verification()
         with extra_pass(self.model), hooks_held_back(self.model):
-            return [
-                verification.site(self.model, site, self.calls.get(site.name, []))
+            checked = [
+                checks.site(self.model, site, self.calls.get(site.name, []))
                 for site in sites
             ]
+        if verification is None:
+            checks.tell()
+        return checked
 
     def inputs_after(
         self, site: AttentionSite, weights: Mapping[str, Tensor]
@@ -405,10 +412,7 @@ def _traced(
     if verifies:
         # a module that holds tensors of the pass could not be copied.
         undo()
-        checks = verification or Verification()
-        trace = _with_sites(trace, trace.verified(trace.sites, checks))
-        if verification is None:
-            checks.tell()
+        trace = _with_sites(trace, trace.verified(trace.sites, verification))
     return trace
 
 
