@@ -254,16 +254,25 @@ def _without_graphs(values: object) -> dict[int, Tensor]:
 
 
 def _example(frame: ModuleCall, rows: int | None) -> tuple[Args, Kwargs]:
-    """What a module was called with, or the first rows of it, copied, with a node in autograd's graph for each tensor,
-    by which what is computed from it is known."""
+    """What a module was called with, or the first rows of it, copied. Hidden states have a node in autograd's graph, by
+    which what is computed from them is told from constants, such as rotations."""
+    matrices = [p for p in frame.module.parameters() if p.ndim > 1]
+    widths = {n for p in matrices for n in p.shape}
+    has_graph = any(x.requires_grad for x in frame.inputs)
+
+    def is_hidden_state(x: Tensor) -> bool:
+        if has_graph or not x.is_floating_point():
+            return x.requires_grad
+        # Without gradients, only the width says what is multiplied by a weight.
+        return x.ndim > 1 and x.shape[-1] in widths
 
     def change(x: Tensor) -> Tensor:
-        x = x.detach()
+        values = x.detach()
         if rows is not None and x.ndim > 1 and len(x) == frame.batch:
-            x = x[:rows]
-        if not x.is_floating_point():
-            return x.clone()
-        return x.clone().requires_grad_().clone()
+            values = values[:rows]
+        if is_hidden_state(x):
+            return values.clone().requires_grad_().clone()
+        return values.clone()
 
     assert frame.given is not None
     with torch.inference_mode(False), torch.enable_grad():
