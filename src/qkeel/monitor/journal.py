@@ -16,8 +16,9 @@ from qkeel.distributed.reduce import StepTable
 from qkeel.errors import AlarmWarning, caution
 from qkeel.handle import State
 from qkeel.monitor.alarms import AlarmLog
-from qkeel.monitor.gather import Stats, StepRecord, Transfer, merged_records
+from qkeel.monitor.gather import StepRecord, Transfer
 from qkeel.monitor.history import History, LogitLimit, PlannedRates
+from qkeel.monitor.numbers import Stats
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import Sample
 from qkeel.monitor.record_arrays import RecordArrays, class_fields
@@ -30,20 +31,10 @@ from qkeel.records import (
     LINEAR,
     OVER,
     TYPES_EVENT,
-    fold_heads,
     layer_types,
 )
 
 # How measurements are recorded: as samples, split by token class if there are classes, for the rules and the sinks.
-
-# Names in STEP_FIELDS.
-_WHOLE = (
-    "max_logit",
-    "min_logit",
-    "max_abs_logit",
-    "capped_max_logit",
-    "entropy",
-)
 
 
 @final
@@ -97,13 +88,12 @@ class Recorder:
         # Loaded from a checkpoint, until the first numbers arrive.
         self._carried: State = {}
 
-    def add(self, step: int, phase: Phase, record: StepRecord) -> None:
-        """Adds the numbers of one step."""
+    def add(self, step: int, phase: Phase, record: StepRecord) -> Sample:
+        """Adds the numbers of one step, and returns its sample."""
         if not self.sites:
-            self.sites = tuple(record.sites)
-            self._width = max(
-                record.table.entries[site, "max_logit"].shape[0] for site in self.sites
-            )
+            tops = [x for x in record.table.form if x.name == "max_logit"]
+            self.sites = tuple([site for column in tops for site in column.sites])
+            self._width = max(column.shape[0] for column in tops)
             self.recording = Recording(self.sites, planned=self.recording.planned)
             self._evaluated = Recording(self.sites)
         self._tell_late(step, record)
@@ -146,6 +136,7 @@ class Recorder:
                 text = f"the notice of step {notice.step:,} is over: {notice.cause}"
                 event = {"step": step, "event": OVER, "rule": notice.rule}
                 self.event({**event, "text": text})
+        return sample
 
     def add_alarm(self, alarm: Alarm) -> None:
         """Raises an alarm that no rule has raised."""
@@ -188,7 +179,9 @@ class Recorder:
             return
         late = [
             site
-            for site in record.sites
+            for column in record.table.form
+            for site in column.sites
+            if column.name == "max_logit"
             if site not in self.sites and site not in self._late
         ]
         self._late.update(late)
@@ -272,14 +265,10 @@ class Recorder:
                 )
 
     def _sample(self, step: int, phase: Phase, record: StepRecord) -> Sample:
-        heads, measured, values = self._arrays_of(record).read(record.vector)
-        whole = {}
-        for name in _WHOLE:
-            if name in measured:
-                whole[name] = float(fold_heads(name, heads[name].reshape(1, -1))[0])
+        heads, values = self._arrays_of(record).read(record.vector)
         return Sample(
             step=step,
-            values={"step": float(step), **whole, **values},
+            values={"step": float(step), **values},
             layers=self.sites,
             heads=heads,
             phase=phase,
@@ -310,8 +299,9 @@ class PendingResults:
     def __init__(self, group: ProcessGroup, journal: Recorder) -> None:
         self._group, self._journal = group, journal
         self._coming: list[_Coming] = []
+        # Records whose statistics nobody has read, and statistics of steps that were read in part.
         self._unread: dict[Phase, list[StepRecord]] = {"train": [], "eval": []}
-        self._unread_stats: dict[Phase, list[Stats]] = {"train": [], "eval": []}
+        self._rests: dict[Phase, list[Stats]] = {"train": [], "eval": []}
         self._warned = False
 
     def add(
@@ -348,38 +338,36 @@ class PendingResults:
             record = coming.transfer.result()
             if record is None:
                 continue
-            self._warn_of_split_heads(record)
             if coming.unread is None:
                 self._unread[coming.phase].append(record)
             elif coming.unread:
-                self._unread_stats[coming.phase].append(coming.unread)
+                self._rests[coming.phase].append(coming.unread)
             if len(self._unread[coming.phase]) > _UNREAD:
                 self._merge_unread(coming.phase)
-            record.monitor = {**coming.monitor, **record.monitor}
-            self._journal.add(coming.step, coming.phase, record)
+            monitor = {**coming.monitor, **record.monitor}
+            record = record._replace(monitor=monitor)
+            self._warn_of_split_heads(
+                self._journal.add(coming.step, coming.phase, record)
+            )
 
     def _merge_unread(self, phase: Phase) -> None:
-        self._unread_stats[phase] = [
-            SiteStatistics(
-                [*self._unread_stats[phase], merged_records(self._unread[phase])]
-            )
+        vectors: dict[StepTable, list[np.ndarray]] = {}
+        for table, vector, _ in self._unread[phase]:
+            vectors.setdefault(table, []).append(vector)
+        self._unread[phase] = [
+            StepRecord(table, table.merge(of_table))
+            for table, of_table in vectors.items()
         ]
-        self._unread[phase] = []
 
-    def _warn_of_split_heads(self, record: StepRecord) -> None:
+    def _warn_of_split_heads(self, sample: Sample) -> None:
         """Warns once about sites whose heads are split across processes, for which a number is not measured."""
-        if not self._group.several or self._warned:
+        names = ("query_weight_norm", "qk_spectral_norm")
+        norms, products = [sample.heads.get(name) for name in names]
+        if norms is None or products is None or self._warned or not self._group.several:
             return
-        split = []
-        for site in record.sites:
-            names = ("query_weight_norm", "qk_spectral_norm")
-            entries = [record.table.entries.get((site, name)) for name in names]
-            numbers = [record.table.read(record.vector, x) for x in entries if x]
-            # Norms of rows add up over processes; a singular value does not.
-            if len(numbers) == 2 and bool(
-                (numbers[1].isnan() & numbers[0].isfinite()).any()
-            ):
-                split.append(site)
+        # Norms of rows add up over processes; a singular value does not.
+        is_split = (np.isnan(products) & np.isfinite(norms)).any(1)
+        split = [site for site, missing in zip(sample.layers, is_split) if missing]
         if split:
             self._warned = True
             caution(
@@ -389,13 +377,14 @@ class PendingResults:
 
     def has(self, phase: Phase) -> bool:
         """Returns whether there are statistics of recorded steps that nobody has read."""
-        return bool(self._unread[phase] or self._unread_stats[phase])
+        return bool(self._unread[phase] or self._rests[phase])
 
     def take(self, phase: Phase) -> Stats:
         """Returns the statistics of recorded steps that nobody has read, and forgets them."""
         self._merge_unread(phase)
-        (stats,), self._unread_stats[phase] = self._unread_stats[phase], []
-        return stats
+        records, self._unread[phase] = self._unread[phase], []
+        rests, self._rests[phase] = self._rests[phase], []
+        return SiteStatistics([*rests, *[record.stats() for record in records]])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,12 +22,12 @@ from qkeel.handle import Handle, State, under
 from qkeel.monitor.alarms import fitted, logit_limits, rules_for
 from qkeel.monitor.cadence import Cadence, MeasuredSteps
 from qkeel.monitor.call_statistics import CallStatistics, SettingSeen, wanted
-from qkeel.monitor.gather import Stats
 from qkeel.monitor.history import History, PlannedRates
 from qkeel.monitor.journal import PendingResults, Recorder
 from qkeel.monitor.logit_changes import LogitChanges
 from qkeel.monitor.measure import StepNumbers, WatchedModels
 from qkeel.monitor.nan_origin import NOT_FOUND, NanOrigin
+from qkeel.monitor.numbers import Stats
 from qkeel.monitor.processes import Handshake, ProcessGroup
 from qkeel.monitor.record import (
     Sample,
@@ -274,7 +274,7 @@ class Monitor(Handle):
         Those of trained passes ("train") and of others ("eval") are kept apart. If no phase is given, the statistics of
         trained passes are returned or, if there were none, those of others. Passes whose role is not known yet are
         returned only if there is nothing else, and again when it is known. If several processes train, the statistics
-        of finished steps cover all of them.
+        are those of finished steps, and cover all of them.
         """
         # Numbers on their way are waited for here, and nowhere in a training step.
         self._settle()
