@@ -23,7 +23,7 @@ from qkeel.monitor.alarms import fitted, logit_limits, rules_for
 from qkeel.monitor.cadence import Cadence, MeasuredSteps
 from qkeel.monitor.call_statistics import CallStatistics, SettingSeen, wanted
 from qkeel.monitor.history import History, PlannedRates
-from qkeel.monitor.journal import PendingResults, Recorder
+from qkeel.monitor.journal import Recorder
 from qkeel.monitor.logit_changes import LogitChanges
 from qkeel.monitor.measure import StepNumbers, WatchedModels
 from qkeel.monitor.nan_origin import NOT_FOUND, NanOrigin
@@ -119,20 +119,18 @@ class Monitor(Handle):
             return {**description, **group.about()}
 
         self._journal = Recorder(
+            group,
             sinks,
             settled_rules,
             planned,
             described,
             lambda: self._models.types,
-            lambda: group.leads,
             lambda: logit_limits(self.sites),
         )
-        self._arrivals = PendingResults(group, self._journal)
         self._step_end = StepEnd(
             self._steps,
             self._models,
             group,
-            self._arrivals,
             self._journal,
             self._guard,
         )
@@ -280,11 +278,11 @@ class Monitor(Handle):
         self._settle()
         shown_phase = phase or (
             "train"
-            if self._arrivals.has("train") or self._models.has("train")
+            if self._journal.has("train") or self._models.has("train")
             else "eval"
         )
         stats = SiteStatistics(
-            [self._arrivals.take(shown_phase), self._step_end.take(shown_phase)]
+            [self._journal.take(shown_phase), self._step_end.take(shown_phase)]
         )
         return dict(stats or self._step_end.peek(phase))
 
@@ -312,7 +310,7 @@ class Monitor(Handle):
         but not of later steps, so every process gets the same answer. Only the last two samples are kept, so `step`
         must be later than the second-to-last measured step."""
         if self.active:
-            self._guard(lambda: self._arrivals.settle(wait=False, before=step))
+            self._guard(lambda: self._journal.settle(wait=False, before=step))
         return self._journal.before(step)
 
     @property
@@ -437,7 +435,7 @@ class Monitor(Handle):
         if not self._group.stopped:
             self._guard(functools.partial(self._models.settle, decide=True))
             self._guard(self._step_end.evaluated)
-            self._guard(lambda: self._arrivals.settle(wait=True))
+            self._guard(lambda: self._journal.settle(wait=True))
         self._guard(self._group.leave)
         self._guard(self._journal.close, self._guard.error is None)
 
@@ -447,7 +445,7 @@ class Monitor(Handle):
             # more.
             is_end = self._hooks is None
             self._guard(lambda: self._models.settle(decide=is_end))
-            self._guard(lambda: self._arrivals.settle(wait=True))
+            self._guard(lambda: self._journal.settle(wait=True))
 
     def _switch_off(self) -> None:
         """Switches off after a fault. The other processes learn it in their next exchange."""

@@ -123,13 +123,17 @@ class Recording:
         """The number of appended records, whether they were kept or not."""
         return self._seen
 
+    @property
+    def last(self) -> float:
+        """The step of the last record; -infinity before the first."""
+        return self._columns["own:step"][self._kept - 1] if self._kept else -np.inf
+
     def _check(
         self, values: Mapping[str, object], heads: Mapping[str, np.ndarray]
     ) -> None:
-        last = self._columns["own:step"][self._kept - 1] if self._kept else -np.inf
-        if not number(values.get("step")) > last:
+        if not number(values.get("step")) > self.last:
             raise ShapeError(
-                f"expected a record of a step after {last:g}, got step {values.get('step')}"
+                f"expected a record of a step after {self.last:g}, got step {values.get('step')}"
             )
         for name, of_heads in heads.items():
             shape = of_heads.shape

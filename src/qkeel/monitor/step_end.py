@@ -14,7 +14,7 @@ from qkeel.capture.calls import SiteStatistics
 from qkeel.errors import caution
 from qkeel.monitor.cadence import MeasuredSteps
 from qkeel.monitor.gather import on_host
-from qkeel.monitor.journal import PendingResults, Recorder
+from qkeel.monitor.journal import PendingStep, Recorder
 from qkeel.monitor.measure import WatchedModels
 from qkeel.monitor.numbers import Number, NumberKey, Stats
 from qkeel.monitor.processes import ProcessGroup
@@ -50,13 +50,11 @@ class StepEnd:
         steps: MeasuredSteps,
         models: WatchedModels,
         group: ProcessGroup,
-        arrivals: PendingResults,
         recorder: Recorder,
         guard: FaultGuard,
     ) -> None:
         self._steps, self._models, self._group = steps, models, group
-        self._arrivals, self._recorder = arrivals, recorder
-        self._guard = guard
+        self._recorder, self._guard = recorder, guard
         # The latest of which the cadence knows.
         self._noted: Sample | None = None
         # What has been sent of the monitor's own counts.
@@ -119,7 +117,7 @@ class StepEnd:
         finally:
             self.loss = None
             self._steps.stepped()
-        self._arrivals.settle(wait=False)
+        self._recorder.settle(wait=False)
         self._note_top()
 
     def _note_top(self) -> None:
@@ -161,7 +159,7 @@ class StepEnd:
                 numbers["", "train_loss"] = Number(self.loss, 1)
         if not alone:
             # A process that has stopped joins no exchange.
-            self._arrivals.settle(wait=self._group.several)
+            self._recorder.settle(wait=self._group.several)
         seconds = self._guard.seconds
         # On the monitor's own work since the previous measured step, as in records.MONITOR_FIELDS.
         counts = self._models.coverage(phase, stats)
@@ -177,10 +175,10 @@ class StepEnd:
             self._seconds = self._seconds if is_beside else seconds
             # `read` has handed out the rest of this step already.
             unread = fresh if taken else None
-            self._arrivals.add(step, phase, transfer, unread=unread, monitor=counts)
+            self._recorder.expect(PendingStep(step, phase, transfer, counts, unread))
             if phase == "train":
                 self._steps.measured(step)
-        self._arrivals.settle(wait=False)
+        self._recorder.settle(wait=False)
 
     def warn_without_steps(self) -> None:
         """Must be called at the end of training: warns if passes were trained, but no step was seen."""
