@@ -28,6 +28,7 @@ from qkeel.monitor.logit_changes import LogitChanges
 from qkeel.monitor.measure import StepNumbers, WatchedModels
 from qkeel.monitor.nan_origin import NOT_FOUND, NanOrigin
 from qkeel.monitor.numbers import Stats
+from qkeel.monitor.other_steps import OtherSteps
 from qkeel.monitor.processes import Handshake, ProcessGroup
 from qkeel.monitor.record import (
     Sample,
@@ -139,7 +140,7 @@ class Monitor(Handle):
             calls = CallStatistics(tokens, setting, main)
             tap = Tap(
                 module,
-                due=functools.partial(self._steps.due, name),
+                due=functools.partial(self._is_due, name),
                 by_step=by_step,
                 measure=calls.call,
                 # A kernel's rows have maxima alone, and plain calls skip what gates need.
@@ -160,10 +161,12 @@ class Monitor(Handle):
             round_over = None if by_step else self._step_end.pass_over
             self._models.add(name, tap, numbers, self._steps.counted, round_over)
         self._hooks: StepHooks | None = None
+        self._other_steps: OtherSteps | None = None
         if optimizers:
+            self._other_steps = OtherSteps(self._models, optimizers[0])
             before, after = (
                 functools.partial(self._guard, f)
-                for f in (self._step_end.before, self._step_end.after)
+                for f in (self._step_end.before, self._after_step)
             )
             self._hooks = StepHooks(before, after, optimizers[0])
         self._origin: NanOrigin | None = None
@@ -206,6 +209,17 @@ class Monitor(Handle):
         """Adds another optimizer that trains the model; the steps that its state counts continue a run as well."""
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
+
+    def _is_due(self, name: str, candidate: bool, training: bool) -> tuple[bool, bool]:
+        """As in `MeasuredSteps.due`, for the pass of a model that begins."""
+        if candidate and self._other_steps is not None:
+            self._other_steps.pass_begins()
+        return self._steps.due(name, candidate, training)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if self._other_steps is not None:
+            self._other_steps.stepped()
+        self._step_end.after(optimizer)
 
     def measure_next(self) -> None:
         """Measures the current step regardless of the cadence; call it before the step's first forward pass.
