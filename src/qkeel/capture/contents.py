@@ -129,7 +129,9 @@ def keep_parameters(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
 
     Values of models that are too large to be copied are not restored, but a warning says that they were written.
     """
-    kept = [(p, p.detach(), p.grad, version_of(p)) for p in parameters if _is_plain(p)]
+    # Weights computed for torch.func.functional_call have no gradients of their own.
+    own = [p for p in parameters if _is_plain(p) and p.is_leaf]
+    kept = [(p, p.detach(), p.grad, version_of(p)) for p in own]
     is_small = sum(p.numel() for p, *_ in kept) <= _MOST_WEIGHTS
     restore_values = keep_values(data for _, data, *_ in kept) if is_small else None
 

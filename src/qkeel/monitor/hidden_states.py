@@ -16,7 +16,7 @@ from qkeel.capture.example import ModuleCall, tensors
 from qkeel.errors import caution
 from qkeel.functional.norms import stream_statistics, wide
 from qkeel.handle import Handle
-from qkeel.monitor.pass_numbers import Number, PassNumbers
+from qkeel.monitor.numbers import Number, PassNumbers
 from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.modes import (
     Guarded,
@@ -175,7 +175,7 @@ class HiddenStates:
             peaks = torch.stack([x.float().to(device) for x in self._data])
             flag = (~(peaks < torch.inf)).any().float()
             flags = flag.expand(len(self._all), 1)
-            numbers.add((self._all, "non_finite_data"), Number(flags, None))
+            numbers.add((self._all, "non_finite_data"), Number(flags))
         self._sums, self._data = {}, []
 
     def _list_modules(self, named: Sequence[tuple[str, nn.Module]]) -> None:

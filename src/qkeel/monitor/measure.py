@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -15,22 +14,16 @@ from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics
 from qkeel.capture.example import ModuleCall, tensors
 from qkeel.capture.intercept import CaptureMode, Search
 from qkeel.capture.visible_sets import LayerType
+from qkeel.distributed.reduce import WHOLE_MODEL
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
 from qkeel.monitor.call_statistics import Extra, add_gates
 from qkeel.monitor.finite_stages import first_empty_row, weights_not_finite
 from qkeel.monitor.first_look import FirstLook
 from qkeel.monitor.gain_bounds import GainBounds
-from qkeel.monitor.gather import (
-    WHOLE_MODEL,
-    NumberKey,
-    PartialValue,
-    SiteNumbers,
-    Stats,
-)
 from qkeel.monitor.hidden_states import HiddenStates
 from qkeel.monitor.logit_changes import LogitChanges
-from qkeel.monitor.pass_numbers import Number, PassNumbers
+from qkeel.monitor.numbers import Number, NumberKey, Numbers, PassNumbers, Stats
 from qkeel.monitor.sparse_attention import SparseAttention
 from qkeel.monitor.token_classes import PassTokens
 from qkeel.monitor.watched_sites import WatchedSites
@@ -92,7 +85,7 @@ class StepNumbers(Visitor):
         self._first_look = FirstLook(sites.model)
         self._readers: tuple[WeightNorms, GainBounds] | None = None
         self._spectra: StepSpectra | None = None
-        self._read: SiteNumbers = {}
+        self._read: Numbers = {}
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         # What a pass that failed has left is not of this one.
@@ -147,7 +140,7 @@ class StepNumbers(Visitor):
         if candidate and isinstance(call, ScoresCall):
             row = first_empty_row(call)
             if row is not None:
-                self._numbers.add((name, "first_empty_row"), Number(row, None))
+                self._numbers.add((name, "first_empty_row"), Number(row))
 
     def index(self, layer: str, call: ScoresCall, candidate: bool) -> None:
         if candidate:
@@ -232,21 +225,18 @@ class StepNumbers(Visitor):
             self._read = {**self._read, **self._spectra.after()}
         if self._changes is not None:
             changes = {
-                key: PartialValue(value=x, weight=torch.ones_like(x), own=True)
-                for key, x in self._changes.after().items()
+                key: Number(x, 1, own=True) for key, x in self._changes.after().items()
             }
             self._read = {**self._read, **changes}
 
-    def take(self) -> SiteNumbers:
+    def take(self) -> Numbers:
         """Returns all numbers of the step, and forgets them."""
         read, self._read = self._read, {}
         numbers = {**read, **self._numbers.read()}
         unused, self._unused_scalar = self._unused_scalar, None
         # The processes of a run agree once on the numbers that each step has.
         if unused is not None and dist.world() > 1:
-            nothing = torch.zeros_like(unused)
-            loss = PartialValue(value=nothing, weight=nothing)
-            numbers.setdefault(("", "train_loss"), loss)
+            numbers.setdefault(("", "train_loss"), Number(torch.zeros_like(unused), 0))
         return numbers
 
 
@@ -271,10 +261,8 @@ def _has_vectors_only(module: nn.Module) -> bool:
     return {p.ndim for p in module.parameters()} == {1}
 
 
-def _unscaled(x: Tensor | PartialValue, scale: Tensor) -> Tensor | PartialValue:
-    if isinstance(x, PartialValue):
-        return dataclasses.replace(x, value=x.value / scale)
-    return x / scale
+def _unscaled(x: Tensor | Number, scale: Tensor) -> Tensor | Number:
+    return x._replace(value=x.value / scale) if isinstance(x, Number) else x / scale
 
 
 @final
@@ -409,10 +397,10 @@ class WatchedModels:
         for _, numbers in self._models.values():
             numbers.after_step()
 
-    def take(self, rate: Tensor | None) -> SiteNumbers:
+    def take(self, rate: Tensor | None) -> Numbers:
         """Returns all numbers of the step and forgets them. rate: the learning rate of the step, or None if there is no
         optimizer."""
-        every: dict[NumberKey, Tensor | PartialValue] = {}
+        every: dict[NumberKey, Tensor | Number] = {}
         if rate is not None:
             every["", "lr"] = rate
         for model, _, numbers in self._in_order():

@@ -370,6 +370,8 @@ def _traced(
             # Arguments that are not tensors may not support copying.
             given = copied(args), copied(kwargs)
             reading = _Reading(model, given, keep=keep, verifies=verifies, rows=rows)
+            # The pass fills caches among them, with tensors of its graph.
+            unused = copied(args), copied(kwargs)
             parts = reading.parts
             reading.run()
         except dist.ApartError:
@@ -398,7 +400,7 @@ def _traced(
     trace = ModelTrace(
         model=model,
         sites=Sites(sites, watcher.missed, _indexers(watcher, sites)),
-        given=reading.given,
+        given=unused,
         calls=calls,
         values=watcher.values or {},
         called=watcher.stack.called,

@@ -45,6 +45,7 @@ from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.eager import reached
 from qkeel.capture.example import ModuleCall, restored
 from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
+from qkeel.capture.readers import unobserved
 from qkeel.errors import RefusedError, caution
 from qkeel.functional.norms import wide
 from qkeel.patching.autograd import inputs_of, nodes_of, variable_of
@@ -461,6 +462,8 @@ class Rerun:
         with (
             eagerly(graph=False, together=self.is_spread),
             nullcontext() if alone else CollectiveMode(refuse_collective),
+            # A monitor whose pass is running, in which another search looks.
+            unobserved(),
             self._watcher,
         ):
             # Between the runs, nothing is observed.
