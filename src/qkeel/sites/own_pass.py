@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
@@ -23,7 +23,13 @@ from qkeel.capture.example import ROWS, Caller, ModuleCall
 from qkeel.capture.intercept import CapturedCall, name_of
 from qkeel.capture.readers import unobserved
 from qkeel.capture.user_hooks import is_of_library
-from qkeel.patching.modes import Args, CollectiveMode, Kwargs, modules_of
+from qkeel.patching.modes import (
+    Args,
+    CollectiveMode,
+    Kwargs,
+    modules_of,
+    without_modes,
+)
 from qkeel.sites.find import renamed, within
 from qkeel.sites.graph import names_of
 from qkeel.sites.run import saving_unseen
@@ -97,7 +103,7 @@ class OwnPassSearch:
             if rows is not None and frame.batch <= rows:
                 continue
             try:
-                with unobserved(), saving_unseen(), _keeping_casts(), _alone():
+                with _unnoticed():
                     copied = _copy_of(frame.module)
                     name = self._names[id(frame.module)]
                     trace = traced_alone(
@@ -280,19 +286,18 @@ def _example(frame: ModuleCall, rows: int | None) -> tuple[Args, Kwargs]:
 
 
 @contextmanager
-def _keeping_casts() -> Iterator[None]:
-    """A context in which autocast keeps no casts of weights, so that those of the program's pass last."""
-    keeps = torch.is_autocast_cache_enabled()
+def _unnoticed() -> Iterator[None]:
+    """A context of which the running pass notices nothing: qkeel's modes, hooks for saved tensors, and the casts of
+    weights that autocast keeps for the pass. This process may not wait for others in it."""
+    keeps_casts = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        yield
+        with unobserved(), without_modes(), saving_unseen(), ExitStack() as around:
+            if dist.world() > 1:
+                around.enter_context(CollectiveMode(refuse_collective))
+            yield
     finally:
-        torch.set_autocast_cache_enabled(keeps)
-
-
-def _alone() -> AbstractContextManager[object]:
-    """A context in which this process may not wait for others."""
-    return CollectiveMode(refuse_collective) if dist.world() > 1 else nullcontext()
+        torch.set_autocast_cache_enabled(keeps_casts)
 
 
 def _weights_of(site: AttentionSite) -> set[str]:
