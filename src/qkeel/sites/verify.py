@@ -143,6 +143,7 @@ class Verification:
             if verified.kind.is_same(kind) and self._is_alike(
                 verified, model, site, frame, calls, readers, weights
             ):
+                verified.module = frame.module
                 return "", verified.unscaled
         rerun = smallest_rerun(model, site, calls, readers, weights)
         unscaled = ""
@@ -281,7 +282,7 @@ class VerifiedModule:
     """A module that was verified in full.
 
     Attributes:
-        module: the module.
+        module: the module, or the latest that is alike.
         kind: its kind.
         on_copy: whether a copy of it was run.
         unscaled: why its logits do not scale with the rows of q or of k, or "".

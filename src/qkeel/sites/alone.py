@@ -1,0 +1,159 @@
+"""Runs one module of a model alone: a copy of it, with a part of what it was called with."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel import distributed as dist
+from qkeel.capture.contents import reachable
+from qkeel.capture.example import ModuleCall
+from qkeel.capture.readers import unobserved
+from qkeel.capture.user_hooks import is_of_library
+from qkeel.patching.modes import Args, CollectiveMode, Kwargs, without_modes
+from qkeel.sites.run import saving_unseen
+from qkeel.sites.verify import COPY_MARK, refuse_collective
+
+# Two samples tell heads from the batch.
+SAMPLES, TOKENS = 2, 32
+_WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+@final
+class PartOfModel(nn.Module):
+    """Stands for a model of which only one module runs, under the name that it has there."""
+
+    def __init__(self, name: str, inner: nn.Module) -> None:
+        super().__init__()
+        # Beside the tree, in which it would have a second name.
+        vars(self)["inner"] = inner
+        holder: nn.Module = self
+        *path, last = name.split(".")
+        for key in path:
+            child = nn.Module()
+            holder.add_module(key, child)
+            holder = child
+        holder.add_module(last, inner)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    """A copy of a module that may be running. Its plain parameters share the memory of the module's, whose versions its
+    writes don't raise; others, such as quantised ones, are the module's."""
+    memo: dict[int, Any] = {
+        id(p): (
+            nn.Parameter(p.data)
+            if type(p) is nn.Parameter and p.is_floating_point()
+            else p
+        )
+        for p in module.parameters()
+    }
+    for inner in module.modules():
+        for x in reachable(vars(inner), _holds_state):
+            # Neither of them can be copied.
+            if isinstance(x, Tensor) and not x.is_leaf:
+                memo[id(x)] = x.detach().clone()
+            elif isinstance(x, Generator):
+                memo[id(x)] = None
+    copied = copy.deepcopy(module, memo)
+    vars(copied)[COPY_MARK] = True
+    return copied
+
+
+def _holds_state(x: object) -> bool:
+    """True for objects of the program's, and for those by which torch's composable checkpoint knows a running module."""
+    home = type(x).__module__
+    return home.startswith("torch.distributed._composable") or not is_of_library(
+        type(x)
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PartOfArguments:
+    """A part of what a module was called with.
+
+    Attributes:
+        samples: the number of samples, of a batch that has more; 0 for all.
+        tokens: the size of the dimensions of tokens, of which the first 32 are taken; 0 takes all.
+        doubles: whether a single sample is taken twice.
+    """
+
+    samples: int = 0
+    tokens: int = 0
+    doubles: bool = False
+
+    def copied(self, frame: ModuleCall) -> tuple[Args, Kwargs]:
+        """The part of the arguments of a call, copied. Hidden states have a node in autograd's graph, by which what is
+        computed from them is told from constants, such as rotations."""
+        matrices = [p for p in frame.module.parameters() if p.ndim > 1]
+        widths = {n for p in matrices for n in p.shape}
+        has_graph = any(x.requires_grad for x in frame.inputs)
+
+        def is_hidden_state(x: Tensor) -> bool:
+            if has_graph or not x.is_floating_point():
+                return x.requires_grad
+            # Without gradients, only the width says what is multiplied by a weight.
+            return x.ndim > 1 and x.shape[-1] in widths
+
+        def change(x: Tensor) -> Tensor:
+            values = self._of(x.detach(), frame.batch)
+            if is_hidden_state(x) and not values.is_inference():
+                values = values.detach().requires_grad_()
+            return values.clone()
+
+        assert frame.given is not None
+        with torch.inference_mode(False), torch.enable_grad():
+            return frame.given.copied(change)
+
+    def _of(self, x: Tensor, batch: int) -> Tensor:
+        if x.ndim < 2:
+            return x
+        for dim in range(1, x.ndim) if self.tokens else ():
+            x = x.narrow(dim, 0, TOKENS) if x.shape[dim] == self.tokens else x
+        if len(x) != batch:
+            return x
+        if self.doubles:
+            return x.repeat(2, *[1] * (x.ndim - 1))
+        return x[: self.samples] if self.samples else x
+
+
+def parts_of_arguments(frame: ModuleCall) -> Iterator[PartOfArguments]:
+    """Yields parts of a call's arguments, the smallest first, and all of them.
+
+    Dimension 0 of a module's first tensor is the batch, and the next one the tokens, unless another dimension of that
+    tensor has the same size. An index beyond the end raises an exception on the CPU but ends the process on other
+    devices, so whole numbers, which may be such indices, keep the tokens whole there, and vectors of them the batch.
+    """
+    first = next((x for x in frame.inputs if x.ndim > 1), None)
+    samples = SAMPLES if frame.batch > SAMPLES else 0
+    size = 0 if first is None else first.shape[1]
+    is_unique = first is not None and first.shape[1:].count(size) == 1
+    indices = [x for x in frame.inputs if not x.is_cpu and x.dtype in _WHOLE_NUMBERS]
+    if is_unique and not indices and size > 2 * TOKENS:
+        yield PartOfArguments(samples=samples, tokens=size)
+    if samples and all(x.ndim > 1 for x in indices):
+        yield PartOfArguments(samples=samples)
+    yield PartOfArguments()
+
+
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """A context of which the running pass notices nothing: qkeel's modes, hooks for saved tensors, and the casts of
+    weights that autocast keeps for the pass. This process may not wait for others in it."""
+    keeps_casts = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with unobserved(), without_modes(), saving_unseen(), ExitStack() as around:
+            if dist.world() > 1:
+                around.enter_context(CollectiveMode(refuse_collective))
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(keeps_casts)
