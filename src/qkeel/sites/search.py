@@ -81,10 +81,11 @@ class SiteSearch:
         verifies: whether the sites are verified.
         rows: whether the rows of weights are looked for; see `traced_part`.
         cuts: whether some of the tokens may suffice.
+        keeps: whether traces are kept, which hold tensors.
 
     Attributes:
         sites: those that were found so far.
-        traces: of each of them, by name, the trace in which it was found.
+        traces: of each of them, by name, the trace in which it was found, if traces are kept.
         failure: why a module around an attention call whose weights are unknown does not run alone.
     """
 
@@ -95,6 +96,7 @@ class SiteSearch:
         verifies: bool = True,
         rows: bool = True,
         cuts: bool = True,
+        keeps: bool = False,
     ) -> None:
         self.sites = Sites()
         self.traces: dict[str, SiteTrace] = {}
@@ -102,13 +104,15 @@ class SiteSearch:
         # Of the latest module that did not run.
         self._error: Exception | None = None
         self._model, self._rows, self._cuts = model, rows, cuts
+        self._keeps = keeps
         self._names = {id(module): name for name, module in modules_of(model).items()}
         self._verification = Verification() if verifies else None
         # Modules whose attention is known wherever they are called, as it depends on their own weights alone.
         self._known: set[int] = set()
         # Calls of other modules that were looked at, and whether they choose keys.
         self._known_calls: set[tuple[Caller | None, bool]] = set()
-        # Modules that are run with all their tokens.
+        # Sites that some of the tokens have shown, and modules that are run with all of them.
+        self._of_some_tokens: set[str] = set()
         self._whole: set[int] = set()
         # Set when the whole model has been tried.
         self._is_over = False
@@ -138,19 +142,17 @@ class SiteSearch:
         if latest is None:
             self.failure = self.failure or self._error
             return False
-        self._is_over = latest.call.is_outermost
+        self._is_over = latest.is_whole
         self._add(latest, frame)
         return True
 
     def _lacks(self, frame: ModuleCall) -> bool:
         """True if a module makes more calls than those that some of its tokens have shown; all of them are then taken,
         once."""
-        first, name = self.traces.get(frame.name), name_of(frame, frame.calls)
-        if first is None or name in self.traces or not first.trace.part.tokens:
+        is_known = any(site.name == name_of(frame, frame.calls) for site in self.sites)
+        if is_known or frame.name not in self._of_some_tokens:
             return False
-        is_of_heads = len(first.trace.trace.calls[first.site.name]) > 1
-        if is_of_heads or id(frame.module) in self._whole:
-            return False
+        self._of_some_tokens.remove(frame.name)
         self._whole.add(id(frame.module))
         return True
 
@@ -197,7 +199,13 @@ class SiteSearch:
                 alone = PartOfModel(name, inner) if name else inner
                 args, kwargs = part.copied(frame)
                 traced = traced_part(alone, args, kwargs, verification, rows=self._rows)
-            return ModuleTrace(call=frame, part=part, copied=inner, trace=traced)
+            return ModuleTrace(
+                module=frame.module,
+                is_whole=frame.is_outermost,
+                part=part,
+                copied=inner,
+                trace=traced,
+            )
 
         of_part = trace(part, self._verification)
         if part.tokens and any(site.normed for site in of_part.sites):
@@ -243,7 +251,10 @@ class SiteSearch:
             by_name[name] = dataclasses.replace(
                 site, name=name, module=module, callers=callers
             )
-            self.traces[name] = SiteTrace(trace=trace, site=part)
+            if self._keeps:
+                self.traces[name] = SiteTrace(trace=trace, site=part)
+            if trace.part.tokens and len(trace.trace.calls[part.name]) == 1:
+                self._of_some_tokens.add(name)
         indexers = {
             modules[site.name.removesuffix(INDEX)] + INDEX: site
             for site in trace.sites.indexers
@@ -261,23 +272,32 @@ class SiteSearch:
     ) -> tuple[dict[str, str], dict[str, str]]:
         """The names in the model of the modules and of the weights of a part, by their names in the part. They differ
         where several parts share a module or a weight."""
-        name, whole = self._names[id(trace.call.module)], trace.call.module
+        name, module = self._names[id(trace.module)], trace.module
         modules = {
-            within(name, path): self._names[id(module)]
-            for path, module in whole.named_modules(remove_duplicate=False)
+            within(name, path): self._names[id(inner)]
+            for path, inner in module.named_modules(remove_duplicate=False)
         }
         parameters = {
             within(name, path): known[id(p)]
-            for path, p in whole.named_parameters(remove_duplicate=False)
+            for path, p in module.named_parameters(remove_duplicate=False)
         }
         return modules, parameters
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleTrace:
-    """The trace of a copy of a module of the model, and the module's call in the pass."""
+    """The trace of a copy of a module of the model.
 
-    call: ModuleCall
+    Attributes:
+        module: the module.
+        is_whole: whether it is the model.
+        part: what it was called with.
+        copied: the copy.
+        trace: its trace.
+    """
+
+    module: nn.Module
+    is_whole: bool
     part: PartOfArguments
     copied: nn.Module
     trace: PartTrace
@@ -299,9 +319,9 @@ class ModuleTrace:
         """The module of the model of which this module is a copy."""
         for path, inner in self.copied.named_modules():
             if inner is module:
-                return self.call.module.get_submodule(path)
-        # The part itself, in which nothing else runs.
-        return self.call.module
+                return self.module.get_submodule(path)
+        # What stands for the model, in which nothing else runs.
+        return self.module
 
     def with_gains(self, others: Sites) -> ModuleTrace:
         """The trace with the norms of these sites."""
@@ -406,13 +426,15 @@ def traced(
     model = uncompiled(model)
     check_devices(model, args, kwargs)
     with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
-        search = SiteSearch(model, verifies=verifies, rows=rows, cuts=verifies)
+        search = SiteSearch(
+            model, verifies=verifies, rows=rows, cuts=verifies, keeps=True
+        )
         observed = _ObservedPass(model, search)
         observed.run(args, kwargs)
         if verifies and not observed.has_expected_heads():
             # Some of the tokens show other heads than all of them.
             undo()
-            search = SiteSearch(model, rows=rows, cuts=False)
+            search = SiteSearch(model, rows=rows, cuts=False, keeps=True)
             observed = _ObservedPass(model, search)
             observed.run(args, kwargs)
     search.tell()
