@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 from collections.abc import Generator, Iterator
@@ -45,27 +46,57 @@ class PartOfModel(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-def copy_of(module: nn.Module) -> nn.Module:
-    """A copy of a module that may be running. Its plain parameters share the memory of the module's, whose versions its
-    writes don't raise; others, such as quantised ones, are the module's."""
-    memo: dict[int, Any] = {
-        id(p): (
-            nn.Parameter(p.data)
-            if type(p) is nn.Parameter and p.is_floating_point()
-            else p
-        )
-        for p in module.parameters()
-    }
+def copy_of(module: nn.Module, model: nn.Module) -> nn.Module:
+    """A copy of a module of a model that may be running. Its plain parameters share the memory of the module's, whose
+    versions its writes don't raise; others, such as quantised ones, are the module's."""
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
+    for p in module.parameters():
+        if type(p) is nn.Parameter and p.is_floating_point():
+            memo[id(p)] = nn.Parameter(p.data)
     for inner in module.modules():
         for x in reachable(vars(inner), _holds_state):
-            # Neither of them can be copied.
-            if isinstance(x, Tensor) and not x.is_leaf:
-                memo[id(x)] = x.detach().clone()
-            elif isinstance(x, Generator):
+            # None of these can be copied.
+            if isinstance(x, Generator):
                 memo[id(x)] = None
+            elif isinstance(x, Tensor) and id(x) not in memo:
+                if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+                    memo[id(x)] = x
+                elif not x.is_leaf:
+                    memo[id(x)] = x.detach().clone()
+    sharded = {
+        inner: _unsharded(inner) for inner in module.modules() if _is_sharded(inner)
+    }
+    memo |= {id(inner): other for inner, other in sharded.items()}
+    for inner, other in sharded.items():
+        vars(other).update(copy.deepcopy(_without_sharding(inner), memo))
     copied = copy.deepcopy(module, memo)
     vars(copied)[COPY_MARK] = True
     return copied
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """True for a module whose class fully_shard has replaced by one that can't be copied."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def _unsharded(module: nn.Module) -> nn.Module:
+    """An empty module of the class that a module had before fully_shard."""
+    _, _, kind, *_ = type(module).__mro__
+    return kind.__new__(kind)
+
+
+def _without_sharding(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module without what fully_shard has added: the weights of a running module are whole."""
+    attributes = {
+        name: value for name, value in vars(module).items() if "composable" not in name
+    }
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        attributes[name] = collections.OrderedDict(
+            (key, hook)
+            for key, hook in attributes[name].items()
+            if "fsdp" not in (getattr(hook, "__module__", None) or "")
+        )
+    return attributes
 
 
 def _holds_state(x: object) -> bool:
@@ -93,7 +124,10 @@ class PartOfArguments:
     def copied(self, frame: ModuleCall) -> tuple[Args, Kwargs]:
         """The part of the arguments of a call, copied. Hidden states have a node in autograd's graph, by which what is
         computed from them is told from constants, such as rotations."""
-        matrices = [p for p in frame.module.parameters() if p.ndim > 1]
+        first = next((x for x in frame.inputs if x.is_floating_point()), None)
+        width = 0 if first is None or not first.ndim else first.shape[-1]
+        # Gains, of a head's features each, are smaller.
+        matrices = [p for p in frame.module.parameters() if p.numel() > 8 * width]
         widths = {n for p in matrices for n in p.shape}
         has_graph = any(x.requires_grad for x in frame.inputs)
 

@@ -107,6 +107,11 @@ class SiteSearch:
         self._keeps = keeps
         self._names = {id(module): name for name, module in modules_of(model).items()}
         self._verification = Verification() if verifies else None
+        uses = collections.Counter(
+            id(p) for _, p in model.named_parameters(remove_duplicate=False)
+        )
+        # Parameters of several layers.
+        self._shared = {parameter for parameter, n in uses.items() if n > 1}
         # Modules whose attention is known wherever they are called, as it depends on their own weights alone.
         self._known: set[int] = set()
         # Calls of other modules that were looked at, and whether they choose keys.
@@ -195,10 +200,21 @@ class SiteSearch:
             part: PartOfArguments, verification: Verification | None
         ) -> ModuleTrace:
             with unnoticed():
-                inner = copy_of(frame.module)
+                inner = copy_of(frame.module, self._model)
                 alone = PartOfModel(name, inner) if name else inner
                 args, kwargs = part.copied(frame)
-                traced = traced_part(alone, args, kwargs, verification, rows=self._rows)
+                traced = traced_part(
+                    alone,
+                    args,
+                    kwargs,
+                    verification,
+                    rows=self._rows,
+                    shared={
+                        within(name, path)
+                        for path, p in frame.module.named_parameters()
+                        if id(p) in self._shared
+                    },
+                )
             return ModuleTrace(
                 module=frame.module,
                 is_whole=frame.is_outermost,
@@ -248,6 +264,8 @@ class SiteSearch:
             if frame.caller in callers:
                 frame.name = name
             self._known_calls.update((caller, False) for caller in callers)
+            if callers:
+                module = self._model.get_submodule(name.partition("#")[0])
             by_name[name] = dataclasses.replace(
                 site, name=name, module=module, callers=callers
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -209,6 +209,7 @@ def traced_part(
     verification: Verification | None,
     *,
     rows: bool,
+    shared: Collection[str] = (),
 ) -> PartTrace:
     """Returns the trace of a pass of a part of a model, which runs alone and with gradients on this process.
 
@@ -218,6 +219,7 @@ def traced_part(
         verification: verifies its sites, if they are verified.
         rows: whether the rows of weights are looked for. Otherwise the sites say no more of their weights than whether
             a norm follows.
+        shared: the names of weights that other parts of the model have too.
     """
     with extra_pass(part), torch.inference_mode(False), undisturbed(part) as undo:
         reading = _Reading(part, verifies=verification is not None, rows=rows)
@@ -237,7 +239,7 @@ def traced_part(
         # It and its watcher hold each other, and would keep the tensors of the pass until a garbage collection.
         reading.order = {}
         if rows:
-            trace = trace.with_sites(_with_value_weights(trace))
+            trace = trace.with_sites(_with_value_weights(trace, shared))
         if verification is not None:
             # A module that holds tensors of the pass could not be copied.
             undo()
@@ -245,12 +247,15 @@ def traced_part(
     return trace
 
 
-def _with_value_weights(trace: PartTrace) -> list[AttentionSite]:
-    """The sites with the weights of logits that make values too, as keys that are their own values."""
+def _with_value_weights(
+    trace: PartTrace, shared: Collection[str]
+) -> list[AttentionSite]:
+    """The sites with the weights of logits that make values too, as keys that are their own values, or as weights that
+    other layers share may do."""
     logits = {s.parameter for site in trace.sites for s in (*site.query, *site.key)}
     sites = []
     for site in trace.sites:
-        weights = trace.value_slices(site, of=logits)
+        weights = trace.value_slices(site, of={*logits, *shared})
         if not isinstance(weights, str):
             site = dataclasses.replace(site, value_weights=weights)
         sites.append(site)
