@@ -218,8 +218,9 @@ class WatchedSites:
         return all([digest is None for digest in self._judged.get(name, {}).values()])
 
     def is_sparse(self, name: str) -> bool:
-        """True if the queries of a site are known to see only some of the keys, with hidden keys between them."""
-        return any([x.name == name and x.visible == "sparse" for x in self.all])
+        """True if the queries of a site see only some of the keys, with hidden keys between them."""
+        sets = self._sets.get(name)
+        return sets is not None and sets.visible == "sparse"
 
     def pass_over(self) -> None:
         """Updates the type of sites whose visible sets have changed."""

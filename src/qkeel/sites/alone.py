@@ -19,8 +19,11 @@ from qkeel.capture.readers import unobserved
 from qkeel.capture.user_hooks import is_of_library
 from qkeel.patching.modes import Args, CollectiveMode, Kwargs, without_modes
 from qkeel.sites.run import saving_unseen
-from qkeel.sites.verify import COPY_MARK, refuse_collective
+from qkeel.sites.verify import refuse_collective
 
+# An attribute of copies. They hold weights of the model's until a garbage collection, and whoever looks through all live
+# modules must not take them for the model.
+COPY_MARK = "_qkeel_copy"
 # Two samples tell heads from the batch.
 SAMPLES, TOKENS = 2, 32
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
@@ -34,6 +37,7 @@ class PartOfModel(nn.Module):
         super().__init__()
         # Beside the tree, in which it would have a second name.
         vars(self)["inner"] = inner
+        vars(self)[COPY_MARK] = True
         holder: nn.Module = self
         *path, last = name.split(".")
         for key in path:

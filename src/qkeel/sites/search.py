@@ -42,6 +42,7 @@ from qkeel.patching.modes import (
     unguarded,
 )
 from qkeel.sites.alone import (
+    TOKENS,
     PartOfArguments,
     PartOfModel,
     copy_of,
@@ -179,7 +180,12 @@ class SiteSearch:
                 _LOG.debug("%s does not run alone: %s", frame.name, failure)
                 error = failure
                 continue
-            if all(site.verified for site in trace.sites):
+            # In attention between channels, the tokens are the features.
+            is_of_tokens = part.tokens and any(
+                site.head_dim == TOKENS for site in trace.sites
+            )
+            is_verified = all(site.verified for site in trace.sites)
+            if self._verification is None or (is_verified and not is_of_tokens):
                 break
         if trace is None:
             self._error = error
