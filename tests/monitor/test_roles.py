@@ -160,3 +160,56 @@ def test_the_loss_of_a_step_is_that_of_all_its_tokens(shared):
         assert monitor.history.values["train_loss"].tolist() == pytest.approx(
             [right], rel=1e-5
         )
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_new_optimizer_that_trains_on_is_told_of_once(replaces):
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with qkeel.watch(model, optimizer, every=1000) as monitor:
+        model(batch(0)).sum().backward()
+        optimizer.step()
+        if replaces:  # such as load_state_dict(assign=True)
+            state = {name: x.clone() for name, x in model.state_dict().items()}
+            model.load_state_dict(state, assign=True)
+        other = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def train(steps):
+            for _ in range(steps):
+                model(batch(0)).sum().backward()
+                other.step()
+
+        with pytest.warns(qkeel.errors.QkeelWarning, match="took no step"):
+            train(4)
+        train(4)  # a second warning would be an error
+        assert monitor.history.steps.tolist() == [0]
+
+
+def test_accumulated_gradients_and_passes_inside_a_step_are_no_other_optimizer():
+    model = small()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=8)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch(0)).square().mean()
+        loss.backward()
+        return loss
+
+    with qkeel.watch(model, optimizer) as monitor:  # a warning would be an error
+        for _ in range(3):
+            optimizer.step(closure)
+        for _ in range(6):
+            closure()
+        optimizer.step(closure)
+        assert monitor.history.steps.tolist() == [0, 1, 2, 3]
+
+
+def test_weights_that_are_computed_for_a_functional_call_are_no_leaves():
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with qkeel.watch(model, optimizer) as monitor:
+        doubled = {name: 2 * p for name, p in model.named_parameters()}
+        torch.func.functional_call(model, doubled, (batch(0),)).sum().backward()
+        optimizer.step()
+        assert monitor.active
+        assert monitor.history.steps.tolist() == [0]

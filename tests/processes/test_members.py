@@ -17,14 +17,8 @@ from qkeel.functional.class_statistics import MERGES as CLASS_MERGES
 from qkeel.functional.class_statistics import ClassStats
 from qkeel.functional.statistics import MERGES, LogitStats, merge
 from qkeel.monitor import Layout
-from qkeel.monitor.gather import (
-    Measurement,
-    PartialValue,
-    StepRecord,
-    flatten,
-    merged_records,
-    vector_of,
-)
+from qkeel.monitor.gather import CLASS_DIMENSIONS, StepRecord, flatten, vector_of
+from qkeel.monitor.numbers import Number
 
 HEADS, KEYS = 3, 2
 
@@ -42,10 +36,21 @@ def of_process(seed, n=HEADS):
     return LogitStats(**values)  # type: ignore[arg-type]
 
 
-def member(measured, **fields):
-    """A process, as it describes itself."""
-    form = () if measured is None else flatten(measured)[0].form
-    return Member(form=form, parameters={"": 1}, **fields)  # type: ignore[arg-type]
+def measured_by(world, numbers=lambda rank: {}):
+    """The statistics and numbers of processes that saw one site."""
+    return [({"a": of_process(rank)}, numbers(rank)) for rank in range(world)]
+
+
+def members_of(measured, fields):
+    """Processes, as they describe themselves."""
+    return [
+        Member(
+            form=() if of_rank is None else flatten(*of_rank)[0].form,
+            parameters={"": 1},
+            **of_member,
+        )
+        for of_rank, of_member in zip(measured, fields, strict=True)
+    ]
 
 
 def reduced(members, measured):
@@ -53,7 +58,7 @@ def reduced(members, measured):
     tables = [SharedTable(members, rank) for rank in range(len(members))]
     sent = []
     for table, of_rank in zip(tables, measured, strict=True):
-        vector = None if of_rank is None else vector_of(flatten(of_rank)[1])
+        vector = None if of_rank is None else vector_of(flatten(*of_rank)[1])
         sent.append(table.split(vector, [-1.0, 1.0]))
     largest, sums = (torch.stack(vectors) for vectors in zip(*sent))
     everywhere = [
@@ -64,20 +69,15 @@ def reduced(members, measured):
     return None if everywhere[0] is None else StepRecord(tables[0].table, everywhere[0])
 
 
-def replicas(measured, others=0):
-    """Data-parallel processes, of which the last had no numbers when all met."""
-    members = [
-        member(of_rank, layout=Layout(data=rank))
-        for rank, of_rank in enumerate(measured)
-    ]
-    return members + [
-        member(None, layout=Layout(data=len(measured) + i)) for i in range(others)
-    ]
+def replicas(measured):
+    """Data-parallel processes; None has no numbers when all meet."""
+    layouts = [{"layout": Layout(data=rank)} for rank in range(len(measured))]
+    return members_of(measured, layouts)
 
 
 def number(record, site, name):
-    assert record is not None
-    return record.table.read(record.vector, record.table.entries[site, name]).tolist()
+    columns = {(*x.sites, x.name): x for x in record.table.form}
+    return record.vector[record.table.indices(columns[site, name])][0].tolist()
 
 
 def close(merged, expected):
@@ -94,128 +94,94 @@ def close(merged, expected):
     st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 1e300]), max_size=3),
 )
 def test_the_reduction_is_the_merge(world: int, odd: list[float]) -> None:
-    measured = [
-        Measurement(stats={"a": of_process(i)}, numbers={}) for i in range(world)
-    ]
+    measured = measured_by(world)
     for i, value in enumerate(odd):
         for name in ("max_logit", "min_logit", "entropy_min"):
-            measured[i % world].stats["a"].tensors()[name][0] = value
-    expected = merge(*(of_rank.stats["a"] for of_rank in measured))
-    record = reduced(replicas(measured), measured)
-    assert record is not None
-    close(record.stats["a"], expected)
-    steps = []
-    for of_rank in measured:
-        table, tensors = flatten(of_rank)
-        steps.append(StepRecord(table, vector_of(tensors).numpy()))
-    close(merged_records(steps)["a"], expected)  # steps are merged as processes are
+            measured[i % world][0]["a"].tensors()[name][0] = value
+    expected = merge(*(stats["a"] for stats, _ in measured))
+    close(reduced(replicas(measured), measured).stats()["a"], expected)
+    # Steps are merged as processes are.
+    tables, vectors = zip(*[flatten(*of_rank) for of_rank in measured])
+    steps = tables[0].merge([vector_of(x).numpy() for x in vectors])
+    close(StepRecord(tables[0], steps).stats()["a"], expected)
 
 
 def test_a_process_without_numbers_changes_nothing():
-    measured = [Measurement(stats={"a": of_process(i)}, numbers={}) for i in range(2)]
-    record = reduced(replicas(measured, others=2), [*measured, None, None])
-    assert record is not None
-    close(record.stats["a"], merge(measured[0].stats["a"], measured[1].stats["a"]))
+    measured = measured_by(2)
+    record = reduced(replicas([*measured, None, None]), [*measured, None, None])
+    close(record.stats()["a"], merge(*(stats["a"] for stats, _ in measured)))
     assert reduced(replicas(measured), [None, None]) is None
 
 
 def test_heads_that_are_split_stand_next_to_each_other_and_copies_count_once():
-    measured = [
-        Measurement(stats={"a": of_process(seed)}, numbers={}) for seed in (0, 1, 0, 1)
-    ]
+    measured = measured_by(2) * 2
     layouts = [Layout(data=0, head_part=part, head_parts=2) for part in (0, 1, 0, 1)]
-    members = [
-        member(of_rank, layout=layout, splits={"a": (True, False)})
-        for of_rank, layout in zip(measured, layouts)
-    ]
-    record = reduced(members, measured)
-    assert record is not None
-    stats = record.stats["a"]
-    parts = [of_rank.stats["a"] for of_rank in measured[:2]]
-    assert torch.equal(stats.n_pairs, torch.cat([part.n_pairs for part in parts]))
-    assert torch.equal(stats.max_logit, torch.cat([part.max_logit for part in parts]))
-    assert torch.equal(
-        stats.n_keys, parts[0].n_keys
-    )  # all have the same keys, which are counted once
-    about = SharedTable(members, 0).about()
-    assert about == {
-        "sites": [
-            {
-                "head_dim": 0,
-                "weights": "unknown",
-                "name": "a",
-                "n_heads": 2 * HEADS,
-                "n_kv_heads": KEYS,
-            }
-        ],
-        "parameters": 1,
-    }
+    splits = {"a": (True, False)}
+    members = members_of(
+        measured, [{"layout": layout, "splits": splits} for layout in layouts]
+    )
+    stats = reduced(members, measured).stats()["a"]
+    parts = [of_rank["a"] for of_rank, _ in measured[:2]]
+    for name in ("n_pairs", "max_logit"):
+        both = torch.cat([part.tensors()[name] for part in parts])
+        assert torch.equal(stats.tensors()[name], both)
+    # All have the same keys, which are counted once.
+    assert torch.equal(stats.n_keys, parts[0].n_keys)
+    facts = {"head_dim": 0, "weights": "unknown", "name": "a"}
+    about = {"sites": [{**facts, "n_heads": 2 * HEADS, "n_kv_heads": KEYS}]}
+    assert SharedTable(members, 0).about() == {**about, "parameters": 1}
 
 
 def test_the_queries_of_a_context_add_up_and_the_keys_of_whoever_saw_most_count():
-    measured = [
-        Measurement(stats={"a": of_process(seed)}, numbers={}) for seed in (0, 1)
-    ]
-    members = [
-        member(of_rank, layout=Layout(context=rank), keys_seen=rank)
-        for rank, of_rank in enumerate(measured)
-    ]
-    record = reduced(members, measured)
-    assert record is not None
-    stats, (first, second) = (
-        record.stats["a"],
-        [of_rank.stats["a"] for of_rank in measured],
+    measured = measured_by(2)
+    members = members_of(
+        measured,
+        [{"layout": Layout(context=rank), "keys_seen": rank} for rank in (0, 1)],
     )
+    stats = reduced(members, measured).stats()["a"]
+    first, second = (of_rank["a"] for of_rank, _ in measured)
     assert torch.equal(stats.n_queries, first.n_queries + second.n_queries)
     assert torch.equal(stats.key_norm, second.key_norm)
 
 
 def test_stages_of_equal_names_are_told_apart_by_their_number():
-    measured = [
-        Measurement(
-            stats={"attn": of_process(stage)},
-            numbers={
-                ("", "train_loss"): torch.tensor(stage),
-                ("attn", "query_weight_norm"): torch.ones(3) * stage,
-            },
-        )
-        for stage in (0, 1)
-    ]
-    members = [
-        member(of_rank, layout=Layout(stage=stage))
-        for stage, of_rank in enumerate(measured)
-    ]
+    def numbers(stage):
+        norm = torch.ones(3) * stage
+        return {("", "train_loss"): torch.tensor(stage), ("a", "key_grad_rms"): norm}
+
+    measured = measured_by(2, numbers)
+    members = members_of(
+        measured, [{"layout": Layout(stage=stage)} for stage in (0, 1)]
+    )
     record = reduced(members, measured)
-    assert record is not None
-    assert record.sites == ["stages.0.attn", "stages.1.attn"]
-    assert number(record, "stages.1.attn", "query_weight_norm") == [1.0] * 3
-    assert number(record, "", "train_loss") == 1.0  # of the last stage
+    assert [*record.stats()] == ["stages.0.a", "stages.1.a"]
+    assert number(record, "stages.1.a", "key_grad_rms") == [1.0] * 3
+    # Of the last stage.
+    assert number(record, "", "train_loss") == 1.0
 
 
 def test_processes_that_see_unlike_attention_are_refused():
-    measured = [Measurement(stats={name: of_process(0)}, numbers={}) for name in "ab"]
+    measured = [({name: of_process(0)}, {}) for name in "ab"]
     with pytest.raises(InvalidValueError):
         SharedTable(replicas(measured), 0)
 
 
 def test_partial_values_of_each_kind_make_one_number():
-    values, weights = (
-        torch.tensor([[3.0, 1.0], [4.0, 5.0]]).double(),
-        torch.tensor([[1.0, 0.0], [3.0, 0.0]]).double(),
-    )
+    values = torch.tensor([[3.0, 1.0], [4.0, 5.0]]).double()
+    weights = torch.tensor([[1.0, 0.0], [3.0, 0.0]]).double()
     expected = {
         "mean": (3 + 12) / 4,
         "root_mean": math.sqrt((9 + 48) / 4),
         "root": 5.0,
         "max": 4.0,
     }
-    measured = []
-    for value, weight in zip(values, weights):
-        numbers = {
-            ("a", how): PartialValue(value=value, weight=weight, how=how)
+    measured = measured_by(
+        2,
+        lambda rank: {
+            ("a", how): Number(values[rank], weights[rank], how)  # type: ignore[arg-type]
             for how in expected
-        }  # type: ignore[arg-type]
-        measured.append(Measurement(stats={"a": of_process(0)}, numbers=numbers))
+        },
+    )
     record = reduced(replicas(measured), measured)
     for how, combined in expected.items():
         first, second = number(record, "a", how)
@@ -224,71 +190,50 @@ def test_partial_values_of_each_kind_make_one_number():
 
 
 def test_parts_of_weights_add_up_once_and_are_unknown_if_one_is_missing():
-    norms = [
-        PartialValue(
-            value=torch.ones(3) * i, weight=torch.ones(3), how="root", of="weights"
-        )
-        for i in (3, 4, 3)
-    ]
-    measured = [
-        Measurement(
-            stats={"a": of_process(rank)}, numbers={("a", "query_weight_norm"): norm}
-        )
-        for rank, norm in enumerate(norms)
-    ]
+    def numbers(rank):
+        norm = Number(torch.ones(3) * (3, 4, 3)[rank], 1, "root", "weights")
+        return {("a", "query_weight_norm"): norm}
+
+    measured = measured_by(3, numbers)
     shards = ("shard 0", "shard 1", "shard 0")
-    members = [
-        member(of_rank, layout=Layout(data=rank, shard=shard))
-        for rank, (of_rank, shard) in enumerate(zip(measured, shards))
+    layouts = [Layout(data=i, shard=shard) for i, shard in enumerate(shards)]
+    members = members_of(measured, [{"layout": layout} for layout in layouts])
+    norms = [
+        number(reduced(members, sent), "a", "query_weight_norm")
+        for sent in (measured, [*measured[:2], None])
     ]
-    assert number(reduced(members, measured), "a", "query_weight_norm") == [5.0] * 3
-    assert np.isnan(
-        number(reduced(members, [*measured[:2], None]), "a", "query_weight_norm")
-    ).all()
+    assert norms[0] == [5.0] * 3
+    assert np.isnan(norms[1]).all()
 
 
 def test_statistics_by_token_class_are_merged():
     def of_classes(seed):
         g = torch.Generator().manual_seed(seed)
-        pairs, single, keys = (HEADS, 2, 2), (HEADS, 2), (KEYS, 2)
-        floats = {
-            name: torch.rand(pairs, dtype=torch.float64, generator=g)
-            for name in ("max_logit", "mass", "uniform_mass")
-        }
-        floats |= {
-            name: torch.rand(single, dtype=torch.float64, generator=g)
-            for name in ("query_norm", "query_norm_max")
-        }
-        floats |= {
-            name: torch.rand(keys, dtype=torch.float64, generator=g)
-            for name in ("key_norm", "key_norm_max")
-        }
-        shapes = {
-            "n_queries": single,
-            "n_pairs": pairs,
-            "n_normed": single,
-            "n_keys": keys,
-        }
-        counts = {
-            name: torch.randint(0, 9, shape, generator=g)
-            for name, shape in shapes.items()
-        }
-        return ClassStats(names=("image", "text"), **floats, **counts)
+        tensors = {}
+        for name, rule in CLASS_MERGES.items():
+            heads = KEYS if name.startswith(("key_", "n_keys")) else HEADS
+            shape = (heads, *[2] * CLASS_DIMENSIONS[name])
+            if rule.how == "sum":
+                tensors[name] = torch.randint(0, 9, shape, generator=g)
+            else:
+                tensors[name] = torch.rand(shape, dtype=torch.float64, generator=g)
+        return ClassStats(names=("image", "text"), **tensors)
 
     both = [
-        LogitStats(**of_process(i).tensors(), classes=of_classes(i)) for i in range(2)
-    ]  # type: ignore[arg-type]
-    measured = [Measurement(stats={"a": stats}, numbers={}) for stats in both]
-    record, expected = reduced(replicas(measured), measured), merge(*both).classes
-    assert record is not None
-    assert expected is not None
-    classes = record.stats["a"].classes
-    assert classes is not None
+        LogitStats(**of_process(i).tensors(), classes=of_classes(i))  # type: ignore[arg-type]
+        for i in range(2)
+    ]
+    measured = [({"a": stats}, {}) for stats in both]
+    classes = reduced(replicas(measured), measured).stats()["a"].classes
+    expected = merge(*both).classes
     assert classes.names == expected.names
     for name, values in expected.tensors().items():
-        rule = CLASS_MERGES[name]
-        counted = expected.tensors()[rule.count] > 0 if rule.count else torch.ones(())
+        count = CLASS_MERGES[name].count or {"max_logit": "n_pairs"}.get(name, "")
+        counted = expected.tensors()[count] > 0 if count else torch.tensor(True)
         counted = counted if counted.ndim in (0, values.ndim) else counted[..., None]
         torch.testing.assert_close(
-            classes.tensors()[name] * counted, values * counted, rtol=1e-12, atol=0
+            classes.tensors()[name].where(counted, 0.0).to(values.dtype),
+            values.where(counted, 0.0).to(values.dtype),
+            rtol=1e-12,
+            atol=0,
         )

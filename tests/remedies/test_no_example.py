@@ -1,6 +1,8 @@
 """`qkeel.apply` without an example: on a watched model its sites are known, on another the next pass shows them."""
 
 import pickle
+import types
+import warnings
 
 import pytest
 import torch
@@ -170,6 +172,59 @@ class Heads(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, k)
 
 
+class Cached(nn.Module):
+    """Written-out attention with a cache, a dict or an object, that each call extends."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x, cache=None):
+        q, k, v = (
+            p(x).unflatten(-1, (2, 8)).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
+        held = cache if cache is None or isinstance(cache, dict) else vars(cache)
+        if held is not None:
+            if held:
+                k, v = torch.cat([held["k"], k], 2), torch.cat([held["v"], v], 2)
+            held.update(k=k, v=v)
+        n, m = q.shape[2], k.shape[2]
+        visible = torch.ones(n, m, dtype=torch.bool).tril(m - n)
+        scores = (q @ k.mT * 8**-0.5).masked_fill(~visible, -torch.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Cached()
+
+    def forward(self, x, cache=None):
+        return x + self.attention(x, cache)
+
+
+@pytest.mark.parametrize("cache", [dict, types.SimpleNamespace])
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("spec", [*SPECS, "qk_clip:threshold=0.1"])
+def test_a_rollout_that_fills_a_cache_may_be_the_first_pass(spec, watched, cache):
+    models = []
+    for shown in (batch(0), None):
+        torch.manual_seed(0)
+        model = Decoder()
+        optimizer = adamw(model)
+        monitor = qkeel.watch(model, optimizer) if watched else None
+        qkeel.apply(model, spec, optimizer, batch=shown)
+        for step in range(3):
+            filled = cache()
+            with torch.no_grad():
+                for token in range(3):
+                    model(batch(step)[:, token : token + 1], filled)
+            train(model, optimizer, step, step + 1)
+        assert monitor is None or (monitor.active and len(monitor.sites) == 1)
+        models.append(model)
+    assert equal(*models)
+
+
 def test_a_program_that_looks_for_its_batch_size_gets_its_own_error():
     model = Heads()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -193,3 +248,17 @@ def test_a_pass_under_autocast_shows_the_rows_of_weights(remedy):
     loss.backward()
     optimizer.step()
     assert "next pass" not in repr(handle)
+
+
+def test_the_monitor_does_not_see_how_the_remedy_looks_for_weights():
+    """It took the repeated module for the model, and warned of heads that it had to guess."""
+    torch.manual_seed(0)
+    model = Decoder()
+    optimizer = adamw(model)
+    # An error would end the repetition, and another one would follow.
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        qkeel.watch(model, optimizer)
+        qkeel.apply(model, "qk_clip", optimizer)
+        train(model, optimizer, 0, 2)
+    assert not said

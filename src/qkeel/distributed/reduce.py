@@ -21,24 +21,25 @@ Axis = Literal["", "query", "key"]
 _AXES: tuple[Axis, ...] = ("query", "key")
 
 
-class Entry(NamedTuple):
-    """One tensor in the vector of a step, and how the tensors of several data sets are merged.
+class Column(NamedTuple):
+    """A number of several sites in the vector of a step, and how the numbers of several data sets are merged.
 
     The rules: max, min and sum; mean: Σ weight · value / Σ weight; root_mean: √(Σ weight · value² / Σ weight); root:
     √Σ value². Data with weight 0 contribute nothing.
 
     Args:
-        site: the attention site, or "" for the whole model.
-        name: the name of the number; names of statistics by token class continue with the names of the classes.
-        shape: the shape of the tensor.
+        sites: the attention sites, one row each; ("",) for the whole model.
+        name: the name of the number.
+        shape: the shape of one row.
         rule: how it is merged.
-        weight: the name of the entry of the same site that has the weights, or "".
+        weight: the name of the column of the same sites that has the weights, or "".
         axis: "query" or "key" if the first dimension has only the query or key heads that this process computes.
         by_weights: True if each process knows the number for its part of the weights, rather than for its data.
         blank: the value where there are no data, or None for NaN.
+        classes: the names of the token classes by which the last dimensions are split.
     """
 
-    site: str
+    sites: tuple[str, ...]
     name: str
     shape: tuple[int, ...]
     rule: Rule
@@ -47,16 +48,15 @@ class Entry(NamedTuple):
     by_weights: bool = False
     # Not NaN, because forms are compared.
     blank: float | None = None
+    classes: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
         """The number of values."""
-        return math.prod(self.shape)
+        return len(self.sites) * math.prod(self.shape)
 
 
-Form = tuple[Entry, ...]
-# The site, "" for the whole model, and the name of the number.
-EntryKey = tuple[str, str]
+Form = tuple[Column, ...]
 # Numbers that do not belong to a site.
 WHOLE_MODEL = (
     "lr",
@@ -75,12 +75,13 @@ class StepTable:
 
     def __init__(self, form: Form) -> None:
         self.form = form
-        self.entries = {(entry.site, entry.name): entry for entry in form}
-        self.firsts: dict[EntryKey, int] = {}
-        self.size = 0
-        for entry in form:
-            self.firsts[entry.site, entry.name] = self.size
-            self.size += entry.size
+        self.size = sum([column.size for column in form])
+        self._firsts: dict[tuple[tuple[str, ...], str], int] = {}
+        first = 0
+        for column in form:
+            self._firsts[column.sites, column.name] = first
+            first += column.size
+        columns = {(column.sites, column.name): column for column in form}
         # Of extremes: 1 for maxima and -1 for minima, which are negative maxima.
         self._signs = np.zeros(self.size)
         # The value behind the last one is 1.
@@ -88,41 +89,31 @@ class StepTable:
         self._blanks = np.full(self.size, np.nan)
         self._squared = np.zeros(self.size, dtype=bool)
         self._divided = np.zeros(self.size, dtype=bool)
-        for entry in form:
-            indices = self.indices(entry)
-            if entry.weight:
-                of_weights = self.indices(self.entries[entry.site, entry.weight])
+        for column in form:
+            indices = self.indices(column)
+            if column.weight:
+                of_weights = self.indices(columns[column.sites, column.weight])
                 # Weights may lack the last dimensions.
-                missing = len(entry.shape) - of_weights.ndim
+                missing = indices.ndim - of_weights.ndim
                 self._weight_of[indices] = of_weights.reshape(
                     of_weights.shape + (1,) * missing
                 )
-            if entry.blank is not None:
-                self._blanks[indices] = entry.blank
-            self._signs[indices] = {"max": 1.0, "min": -1.0}.get(entry.rule, 0.0)
-            self._squared[indices] = entry.rule in ("root", "root_mean")
-            self._divided[indices] = entry.rule in ("mean", "root_mean")
+            if column.blank is not None:
+                self._blanks[indices] = column.blank
+            self._signs[indices] = {"max": 1.0, "min": -1.0}.get(column.rule, 0.0)
+            self._squared[indices] = column.rule in ("root", "root_mean")
+            self._divided[indices] = column.rule in ("mean", "root_mean")
         self._on_device: dict[torch.device, list[Tensor]] = {}
 
-    def indices(self, entry: Entry) -> np.ndarray:
-        """Returns the index of each value of an entry, in its shape."""
-        first = self.firsts[entry.site, entry.name]
-        return np.arange(first, first + entry.size).reshape(entry.shape)
+    def indices(self, column: Column) -> np.ndarray:
+        """Returns the index of each value of a column [sites, *shape]."""
+        first = self._firsts[column.sites, column.name]
+        shape = len(column.sites), *column.shape
+        return np.arange(first, first + column.size).reshape(shape)
 
-    def read(self, vector: np.ndarray, entry: Entry) -> Tensor:
-        """Returns the tensor of an entry in float64, or in int64 for counts."""
-        first = self.firsts[entry.site, entry.name]
-        values = torch.from_numpy(vector[first : first + entry.size]).view(entry.shape)
-        return (
-            values.to(torch.int64)
-            if entry.rule == "sum" and entry.name.startswith("n_")
-            else values
-        )
-
-    def blank(self, vector: np.ndarray) -> np.ndarray:
-        """Returns a vector of one data set with NaN in place of numbers that are NaN without data and have weight 0."""
-        weights = np.append(vector, 1.0)[self._weight_of]
-        return np.where((weights > 0) | ~np.isnan(self._blanks), vector, np.nan)
+    def known(self, vector: np.ndarray) -> np.ndarray:
+        """Returns the vector with NaN where there were no data."""
+        return np.where(np.append(vector, 1.0)[self._weight_of] > 0, vector, np.nan)
 
     def split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
         """Returns `largest` and `sums` of a vector, on its device."""
@@ -214,77 +205,61 @@ class Member:
     stages: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
-    def position(self) -> tuple[int, ...]:
-        """All pipeline stages of the process."""
-        return tuple(sorted(self.stages.values())) or (self.layout.stage or 0,)
-
-    def parts(self) -> list[_Part]:
-        """Returns each of the process's stages; the numbers of the whole model belong to the last one."""
+    def models(self) -> dict[int, str]:
+        """The name of the model at each pipeline stage of the process, in order."""
         by_stage = {stage: name for name, stage in self.stages.items()}
-        by_stage = by_stage or {self.layout.stage or 0: ""}
-        parts = []
-        for stage in sorted(by_stage):
-            part = _Part(self, stage, by_stage[stage])
-            for entry in self.form:
-                site = entry.site.removeprefix(part.model)
-                if entry.site and part.model:
-                    # The rest of another model's name may begin like this one's.
-                    is_inside = site != entry.site and site[:1] in ("", ".", "#")
-                else:
-                    is_inside = stage == max(by_stage)
-                if is_inside:
-                    part.entries[site.removeprefix("."), entry.name] = entry
-            parts.append(part)
-        return parts
-
-
-# The first head, the number of heads, and the total number of heads.
-HeadSpan = tuple[int, int, int]
+        return dict(sorted(by_stage.items())) or {self.layout.stage or 0: ""}
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Part:
     """One pipeline stage on one process.
 
-    Args:
-        member: the process.
-        stage: the number of the stage.
-        model: the name with which the names of its sites begin; "" if there is only one model.
-        entries: by the name of the site inside the stage's model, and the name of the number.
+    Attributes:
+        cells: by the name of the site inside the stage's model and the name of the number: its column, and its row in
+            this. The numbers of the whole model belong to the last stage of a process.
     """
 
-    member: Member
-    stage: int
-    model: str
-    entries: dict[EntryKey, Entry] = dataclasses.field(default_factory=dict)
+    def __init__(self, member: Member, stage: int, model: str) -> None:
+        self.member, self.layout, self.stage, self.model = (
+            member,
+            member.layout,
+            stage,
+            model,
+        )
+        self.cells: dict[tuple[str, str], tuple[Column, int]] = {}
+        for column in member.form:
+            for row, name in enumerate(column.sites):
+                site = name.removeprefix(model)
+                if name and model:
+                    # The rest of another model's name may begin like this one's.
+                    is_inside = site != name and site[:1] in ("", ".", "#")
+                else:
+                    is_inside = stage == max(member.models)
+                if is_inside:
+                    self.cells[site.removeprefix("."), column.name] = column, row
+        self.sites = [site for site, name in self.cells if name == "max_logit"]
 
-    @property
-    def layout(self) -> Layout:
-        """The role of the process."""
-        return self.member.layout
-
-    @property
-    def sites(self) -> list[str]:
-        """The names of the attention sites inside the stage's model."""
-        return [site for site, name in self.entries if name == "max_logit"]
+    def name_of(self, site: str) -> str:
+        """Returns the name of a site in the vector of the process."""
+        column, row = self.cells[site, "max_logit"]
+        return column.sites[row]
 
     def splits(self, site: str, axis: Axis) -> bool:
         """Whether the query or key heads of a site are split across processes."""
-        entry = self.entries.get((site, "max_logit"))
-        splits = self.member.splits.get("" if entry is None else entry.site)
-        return splits is not None and splits[axis == "key"]
+        return self.member.splits.get(self.name_of(site), (False, False))[axis == "key"]
 
-    def heads(self, site: str, axis: Axis) -> int:
+    def n_heads(self, site: str, axis: Axis) -> int:
         """Returns the number of query or key heads of a site that the process computes."""
-        return self.entries[site, "key_norm" if axis == "key" else "max_logit"].shape[0]
+        name = "key_norm" if axis == "key" else "max_logit"
+        return self.cells[site, name][0].shape[0]
 
     def outline(self) -> list[object]:
         """Returns what must be equal for all processes of a stage."""
         some_split = any(queries for queries, _ in self.member.splits.values())
         return [
-            (key, entry.rule, () if some_split else entry.shape)
-            for key, entry in self.entries.items()
+            (key, column.rule, () if some_split else column.shape)
+            for key, (column, _) in self.cells.items()
         ]
 
 
@@ -301,76 +276,65 @@ class SharedTable:
 
         Raises: InvalidValueError if they are not the processes of one model.
         """
-        models = {
-            member.position: member for member in reversed(members) if member.form
-        }
+        alike = {tuple(x.models): x for x in reversed(members) if x.form}
         complete = []
         for member in members:
-            if not member.form:
-                member = dataclasses.replace(
-                    models.get(member.position, member),
-                    layout=member.layout,
-                    keys_seen=member.keys_seen,
-                )
+            if not member.form and tuple(member.models) in alike:
+                own = {"layout": member.layout, "keys_seen": member.keys_seen}
+                member = dataclasses.replace(alike[tuple(member.models)], **own)
             complete.append(member)
         self.own_table = step_table(complete[index].form)
         self._n_processes = len(complete)
-        parts = [member.parts() for member in complete]
+        parts = [[_Part(x, *model) for model in x.models.items()] for x in complete]
         self._own, self._parts = parts[index], [part for own in parts for part in own]
-        # A stage without attention has no entries on any process.
-        with_entries = sorted(self._parts, key=lambda part: not part.entries)
-        leads = {part.stage: part for part in reversed(with_entries)}
+        # A stage without attention has no numbers on any process.
+        with_numbers = sorted(self._parts, key=lambda part: not part.cells)
+        leads = {part.stage: part for part in reversed(with_numbers)}
         self._leads = {stage: leads[stage] for stage in sorted(leads)}
-        for part in self._parts:
-            if part.outline() != self._leads[part.stage].outline():
-                raise InvalidValueError(UNLIKE)
+        if any(x.outline() != leads[x.stage].outline() for x in self._parts):
+            raise InvalidValueError(UNLIKE)
         names = [site for lead in self._leads.values() for site in lead.sites]
         self._repeats = len(set(names)) < len(names)
-        self.table = step_table(self._whole_form())
-        self._indices = self._contributions()
+        # Numbers without a site are those of the last stage.
+        columns: dict[tuple[str, str], Column] = {}
+        for lead in self._leads.values():
+            for (site, name), (column, _) in lead.cells.items():
+                shape, whole_name = column.shape, self._name(lead, site, name)
+                if column.axis and site in lead.sites:
+                    shape = self._span(lead, site, column.axis)[1], *shape[1:]
+                columns[whole_name, name] = column._replace(
+                    sites=(whole_name,), shape=shape
+                )
+        self.table = step_table(tuple(columns.values()))
+        self._indices = self._contributions(columns)
         self._on_device: dict[torch.device, list[Tensor]] = {}
 
-    def _whole_key(self, stage: int, site: str, name: str) -> EntryKey:
-        """Returns the site and name in the whole model of a number of a stage."""
-        has_site = bool(site) or (site, "max_logit") in self._leads[stage].entries
-        if not self._repeats or name in WHOLE_MODEL or not has_site:
-            return site, name
-        dot = "." if site and site[0] != "#" else ""
-        return f"stages.{stage}{dot}{site}", name
+    def _name(self, part: _Part, site: str, name: str) -> str:
+        """Returns the name in the whole model of the site of a number."""
+        is_of_model = not site and "" not in part.sites
+        if not self._repeats or name in WHOLE_MODEL or is_of_model:
+            return site
+        return f"stages.{part.stage}{'.' if site and site[0] != '#' else ''}{site}"
 
-    def _span(self, part: _Part, site: str, axis: Axis) -> HeadSpan:
-        """Returns the range of a process's heads among all heads of a site."""
-        n = part.heads(site, axis)
+    def _span(self, part: _Part, site: str, axis: Axis) -> tuple[int, int]:
+        """Returns the first of a process's heads among all heads of a site, and the number of all."""
         if not part.splits(site, axis):
-            return 0, n, n
+            return 0, part.n_heads(site, axis)
         sizes = {
-            other.layout.head_part: other.heads(site, axis)
+            other.layout.head_part: other.n_heads(site, axis)
             for other in self._parts
             if other.stage == part.stage
         }
-        return (
-            sum(sizes[i] for i in range(part.layout.head_part)),
-            n,
-            sum(sizes.values()),
-        )
+        before = [sizes[i] for i in range(part.layout.head_part)]
+        return sum(before), sum(sizes.values())
 
-    def _whole_form(self) -> Form:
-        """Returns the form of the whole model's vector. Numbers without a site are those of the last stage."""
-        entries: dict[EntryKey, Entry] = {}
-        for stage, lead in self._leads.items():
-            sites = set(lead.sites)
-            for (site, name), entry in lead.entries.items():
-                key, shape = self._whole_key(stage, site, name), entry.shape
-                if entry.axis and site in sites:
-                    shape = (self._span(lead, site, entry.axis)[2], *shape[1:])
-                entries[key] = entry._replace(site=key[0], shape=shape)
-        return tuple(entries.values())
-
-    def _contributions(self) -> tuple[np.ndarray, np.ndarray]:
+    def _contributions(
+        self, columns: Mapping[tuple[str, str], Column]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the indices of the values that this process contributes, in its vector and in the whole model's."""
         last_stage = {}
         for stage, lead in self._leads.items():
-            last_stage |= {name: stage for site, name in lead.entries if not site}
+            last_stage |= {name: stage for site, name in lead.cells if not site}
         sources, targets = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)]
         for part in self._own:
             shards = [
@@ -381,21 +345,24 @@ class SharedTable:
             spans: dict[tuple[str, Axis], tuple[bool, int]] = {}
             for site in part.sites:
                 for axis in _AXES:
-                    counts = self._counts(part, site, axis)
-                    spans[site, axis] = counts, self._span(part, site, axis)[0]
-            for (site, name), entry in part.entries.items():
-                counts, first_head = (
-                    spans[site, entry.axis] if entry.axis else (True, 0)
-                )
-                if entry.by_weights:
+                    first_head, _ = self._span(part, site, axis)
+                    spans[site, axis] = self._counts(part, site, axis), first_head
+            for (site, name), (column, row) in part.cells.items():
+                counts, first_head = True, 0
+                if column.axis:
+                    counts, first_head = spans[site, column.axis]
+                if column.by_weights:
                     counts = counts and shards[0] is part
                 if not site:
                     counts = counts and part.stage == last_stage[name]
                 if counts:
-                    first = self.table.firsts[self._whole_key(part.stage, site, name)]
-                    first += first_head * math.prod(entry.shape[1:])
-                    sources.append(self.own_table.indices(entry).ravel())
-                    targets.append(np.arange(first, first + entry.size))
+                    source = self.own_table.indices(column)[row]
+                    in_whole = columns[self._name(part, site, name), name]
+                    target = self.table.indices(in_whole)[0]
+                    if column.axis:
+                        target = target[first_head : first_head + len(source)]
+                    sources.append(source.ravel())
+                    targets.append(target.ravel())
         return np.concatenate(sources), np.concatenate(targets)
 
     def _counts(self, part: _Part, site: str, axis: Axis) -> bool:
@@ -409,9 +376,10 @@ class SharedTable:
             head_part = other.layout.head_part if other.splits(site, axis) else 0
             # Processes with different queries may have the same keys.
             context = 0 if axis == "key" else other.layout.context
-            return other.stage, other.layout.data, context, head_part
+            return other.layout.data, context, head_part
 
-        peers = [other for other in self._parts if role(other) == role(part)]
+        of_stage = [other for other in self._parts if other.stage == part.stage]
+        peers = [other for other in of_stage if role(other) == role(part)]
         return max(peers, key=lambda other: other.member.keys_seen) is part
 
     def split(
@@ -456,32 +424,22 @@ class SharedTable:
             return None
         vector = self.table.join(largest[n_extremes:], sums[1:])
         if sums[0] < self._n_processes:
-            for entry in self.table.form:
-                if entry.by_weights:
-                    vector[self.table.indices(entry)] = np.nan
+            for column in self.table.form:
+                if column.by_weights:
+                    vector[self.table.indices(column)] = np.nan
         return vector
 
     def about(self) -> dict[str, object]:
         """Returns the description of the whole model: the sites and the number of weights of all stages."""
         sites, parameters = [], 0
-        for stage, lead in self._leads.items():
+        for lead in self._leads.values():
             models = [lead.model] if lead.model else list(lead.member.parameters)
             parameters += sum(lead.member.parameters[model] for model in models)
             for site in lead.sites:
                 facts = {"head_dim": 0, "weights": "unknown"}
-                facts |= lead.member.sites.get(lead.entries[site, "max_logit"].site, {})
-                facts["name"] = self._whole_key(stage, site, "max_logit")[0]
-                facts["n_heads"] = self._span(lead, site, "query")[2]
-                facts["n_kv_heads"] = self._span(lead, site, "key")[2]
+                facts |= lead.member.sites.get(lead.name_of(site), {})
+                facts["name"] = self._name(lead, site, "max_logit")
+                facts["n_heads"] = self._span(lead, site, "query")[1]
+                facts["n_kv_heads"] = self._span(lead, site, "key")[1]
                 sites.append(facts)
         return {"sites": sites, "parameters": parameters}
-
-    def placements(self) -> dict[str, tuple[str, HeadSpan, HeadSpan]]:
-        """Returns, by the names of this process's sites, the name in the whole model and the ranges of heads."""
-        places = {}
-        for part in self._own:
-            for site in part.sites:
-                name = self._whole_key(part.stage, site, "max_logit")[0]
-                spans = [self._span(part, site, axis) for axis in _AXES]
-                places[part.entries[site, "max_logit"].site] = (name, *spans)
-        return places

@@ -20,8 +20,7 @@ from qkeel.kernels.statistics import (
     plain_rows,
 )
 from qkeel.monitor.alarms import Setting
-from qkeel.monitor.gather import Reduction
-from qkeel.monitor.pass_numbers import Number, PassNumbers
+from qkeel.monitor.numbers import Number, PassNumbers, Reduction
 from qkeel.monitor.token_classes import PassTokens
 from qkeel.sites.site import AttentionSite, Kind
 from qkeel.spec import AttentionCall, Sink

@@ -12,7 +12,7 @@ from qkeel import distributed as dist
 from qkeel.distributed.layout import local
 from qkeel.distributed.sharding import local_block
 from qkeel.functional.norms import wide
-from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
+from qkeel.monitor.numbers import Number, NumberKey, Numbers
 from qkeel.nn.attention import SpecModule
 from qkeel.patching.modes import without_gradients
 from qkeel.sites.site import AttentionSite, NormGain
@@ -51,9 +51,9 @@ class GainBounds:
                 self.sites.append(site)
 
     @without_gradients
-    def read(self) -> SiteNumbers:
+    def read(self) -> Numbers:
         """Returns the bound of each site for the current gains, or this process's part of its factors."""
-        numbers: dict[NumberKey, Tensor | PartialValue] = {}
+        numbers: dict[NumberKey, Tensor | Number] = {}
         for site in self.sites:
             query = self._lengths(site.query_gains, site.n_heads)
             query = query * _scale(site, query)
@@ -63,9 +63,7 @@ class GainBounds:
             if any(name and dist.is_split(self._parameters[name]) for name in gains):
                 for name, value in (("query_bound", query), ("key_bound", key)):
                     weight = torch.ones_like(value)
-                    numbers[site.name, name] = PartialValue(
-                        value=value, weight=weight, how="max", of="weights"
-                    )
+                    numbers[site.name, name] = Number(value, weight, "max", "weights")
             else:
                 numbers[site.name, "gain_bound"] = query * key
         return numbers

@@ -1,175 +1,117 @@
-"""The numbers of a measured step: what is collected, and how it gets to the host as one vector."""
+"""The numbers of a measured step: how they get to the host as one vector."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qkeel.capture.calls import SiteStatistics, joint_statistics
-from qkeel.distributed.reduce import (
-    WHOLE_MODEL,
-    Axis,
-    Entry,
-    Rule,
-    StepTable,
-    step_table,
-)
+from qkeel.capture.calls import joint_statistics
+from qkeel.distributed.reduce import Axis, Column, StepTable, step_table
 from qkeel.functional.class_statistics import MERGES as CLASS_MERGES
-from qkeel.functional.class_statistics import ClassStats
+from qkeel.functional.class_statistics import ClassStats, Merge
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics import MERGES, LogitStats, of_key_heads
+from qkeel.monitor.numbers import Number, Numbers, Stats
+from qkeel.records import HEAD_FIELDS
 
-__all__ = [
-    "WHOLE_MODEL",
-    "Measurement",
-    "NumberKey",
-    "PartialValue",
-    "Reduction",
-    "SiteNumbers",
-    "Stats",
-    "StepRecord",
-    "Transfer",
-    "flatten",
-    "merged_records",
-    "on_host",
-]
-
-Reduction = Literal["mean", "root_mean", "root", "max", "min"]
-Stats = Mapping[str, LogitStats]
-# A site, "" for the whole model, and the name of a number; or several sites, one row of the number for each.
-NumberKey = tuple[str | tuple[str, ...], str]
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PartialValue:
-    """What one process knows about a number: its value over some of the data, or over its part of a weight.
-
-    `how` says how the values are combined, as the rules of `distributed.reduce.Entry`. A process with weight 0
-    contributes nothing.
-
-    Args:
-        value, weight: two tensors of the same shape.
-        of: "data" combines all processes; "weights" combines the processes that hold different parts of the weights.
-        own: True if the values cover only the heads that this process computes, rather than all heads.
-    """
-
-    value: Tensor
-    weight: Tensor
-    how: Reduction = "mean"
-    of: Literal["data", "weights"] = "data"
-    own: bool = False
-
-
-# A plain tensor is a number that all processes with the same weights know.
-SiteNumbers = Mapping[NumberKey, Tensor | PartialValue]
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """The measurement of one step: statistics by site, and other numbers by site or sites and name."""
-
-    stats: Stats
-    numbers: SiteNumbers
-
-
-# Tensors of several sites, and what stands in each row; its entries differ in their sites alone.
-_Column = tuple[tuple[str, ...], Entry]
-
-
-@functools.lru_cache(maxsize=1024)
-def _statistics_columns(
-    sites: tuple[str, ...],
-    n_heads: int,
-    n_kv_heads: int,
-    classes: tuple[str, ...] | None,
-) -> tuple[_Column, ...]:
-    """Returns the columns of the statistics of sites, in the order of `LogitStats.tensors` and CLASS_MERGES."""
-
-    def column(
-        name: str, rule: Rule, weight: str, blank: float, n_classes: Sequence[int] = ()
-    ) -> _Column:
-        axis: Axis = "key" if of_key_heads(name) else "query"
-        heads = n_kv_heads if axis == "key" else n_heads
-        suffix = "".join(f"\t{label}" for label in classes or ()) if n_classes else ""
-        weight = weight + suffix if weight else ""
-        shape = heads, *n_classes
-        return sites, Entry("", name + suffix, shape, rule, weight, axis, blank=blank)
-
-    columns = [
-        column(name, merging.how, merging.count, merging.neutral)
-        for name, merging in MERGES.items()
-    ]
-    if classes is not None:
-        for name, merging in CLASS_MERGES.items():
-            n_classes = [len(classes)] * CLASS_DIMENSIONS[name]
-            blank = -np.inf if name == "max_logit" else merging.neutral
-            columns.append(column(name, merging.how, merging.count, blank, n_classes))
-    return tuple(columns)
-
-
-@functools.lru_cache(maxsize=64)
-def _table_of(columns: tuple[_Column, ...]) -> StepTable:
-    """The table of a step's numbers, whose entries are found once: a step has hundreds of them, and tens of columns."""
-    return step_table(
-        tuple([entry._replace(site=site) for sites, entry in columns for site in sites])
-    )
-
-
+# The statistics by token class stand in a vector under their names behind this.
+BY_CLASS = "class_"
 # The number of dimensions behind the heads: the class of the query, the class of the key, or both.
 CLASS_DIMENSIONS = {
     name: 2 if name in ("max_logit", "mass", "uniform_mass", "n_pairs") else 1
     for name in CLASS_MERGES
 }
+# They may be known of a head of which nothing was counted.
+EXTREMES = ("max_logit", "min_logit", "capped_max_logit")
 
 
-def flatten(measured: Measurement) -> tuple[StepTable, list[Tensor]]:
-    """Returns the table of a measurement's vector, and its tensors in the same order.
+@functools.lru_cache(maxsize=1024)
+def _statistics_columns(
+    sites: tuple[str, ...], n_heads: int, n_kv_heads: int, classes: tuple[str, ...]
+) -> tuple[Column, ...]:
+    """Returns the columns of the statistics of sites, in the order of `LogitStats.tensors` and CLASS_MERGES."""
+
+    def columns(merges: Mapping[str, Merge], prefix: str) -> Iterator[Column]:
+        for name, merging in merges.items():
+            axis: Axis = "key" if of_key_heads(name) else "query"
+            n_classes = [len(classes)] * CLASS_DIMENSIONS[name] if prefix else []
+            count, blank = merging.count, merging.neutral
+            if merging.how in ("max", "min", "root"):
+                if not prefix and name not in EXTREMES:
+                    count = HEAD_FIELDS[name].count
+                elif prefix and name == "max_logit":
+                    count, blank = "n_pairs", -np.inf
+            yield Column(
+                sites,
+                prefix + name,
+                (n_kv_heads if axis == "key" else n_heads, *n_classes),
+                merging.how,
+                count and prefix + count,
+                axis,
+                blank=blank,
+                classes=classes if prefix else (),
+            )
+
+    of_classes = columns(CLASS_MERGES, BY_CLASS) if classes else ()
+    return (*columns(MERGES, ""), *of_classes)
+
+
+def flatten(stats: Stats, numbers: Numbers) -> tuple[StepTable, list[Tensor]]:
+    """Returns the table of the vector of a step, and its tensors in the same order.
 
     Tensors of one dtype are neighbours, so that they are converted together.
     """
-    pairs: list[tuple[_Column, Tensor]] = []
+    pairs: list[tuple[Column, Tensor]] = []
     n_heads: dict[str, int] = {}
-    for sites, stats in joint_statistics(measured.stats).items():
-        classes, tensors = stats.classes, [*stats.tensors().values()]
+    for sites, of_sites in joint_statistics(stats).items():
+        classes, tensors = of_sites.classes, [*of_sites.tensors().values()]
         if classes is not None:
             by_class = classes.tensors()
             tensors += [by_class[name] for name in CLASS_MERGES]
-        names = None if classes is None else classes.names
-        sizes = [len(x) // len(sites) for x in (stats.max_logit, stats.key_norm)]
+        names = () if classes is None else classes.names
+        sizes = [len(x) // len(sites) for x in (of_sites.max_logit, of_sites.key_norm)]
         n_heads |= dict.fromkeys(sites, sizes[0])
         pairs += zip(_statistics_columns(sites, *sizes, names), tensors, strict=True)
-    for (key, name), number in measured.numbers.items():
-        value = number.value if isinstance(number, PartialValue) else number
+    for (key, name), number in numbers.items():
+        value, weight, how, of, own = (
+            number if isinstance(number, Number) else Number(number)
+        )
         sites, shape = (
             ((key,), value.shape) if isinstance(key, str) else (key, value.shape[1:])
         )
         shape = tuple(shape)
-        if not isinstance(number, PartialValue):
-            pairs.append(((sites, Entry("", name, shape, "max")), number))
+        if weight is None:
+            pairs.append((Column(sites, name, shape, "max"), value))
             continue
-        by_head = number.own and shape[:1] == (n_heads.get(sites[0]),)
+        if not isinstance(weight, Tensor):
+            weight = torch.full_like(value, weight)
+        by_head = own and shape[:1] == (n_heads.get(sites[0]),)
         axis: Axis = "query" if by_head else ""
-        weight, by_weights = f"{name}:weight", number.of == "weights"
-        entry = Entry("", name, shape, number.how, weight, axis, by_weights)
-        of_weight = Entry("", weight, shape, "sum", "", axis, by_weights, 0.0)
-        pairs += [((sites, entry), value), ((sites, of_weight), number.weight)]
+        column = Column(
+            sites,
+            name,
+            shape,
+            "mean" if how == "total" else how,
+            f"{name}:weight",
+            axis,
+            by_weights=of == "weights",
+        )
+        of_weight = column._replace(
+            name=column.weight, rule="sum", weight="", blank=0.0
+        )
+        pairs += [(column, value), (of_weight, weight)]
     # Neighbours of one dtype are converted by one kernel.
-    by_dtype: dict[torch.dtype, list[tuple[_Column, Tensor]]] = {}
+    by_dtype: dict[torch.dtype, list[tuple[Column, Tensor]]] = {}
     for pair in pairs:
         by_dtype.setdefault(pair[1].dtype, []).append(pair)
-    ordered = [pair for of_dtype in by_dtype.values() for pair in of_dtype]
-    return _table_of(tuple([column for column, _ in ordered])), [
-        tensor for _, tensor in ordered
-    ]
+    columns, tensors = zip(*[pair for like in by_dtype.values() for pair in like])
+    return step_table(columns), [*tensors]
 
 
 def vector_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -195,49 +137,39 @@ def vector_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.cat(pieces).to(widest(device)) for pieces in flat.values()])
 
 
-@final
-class StepRecord:
-    """The measurement of a step on the host, as one vector in float64.
+class StepRecord(NamedTuple):
+    """The numbers of a step on the host, as one vector in float64.
 
     `monitor` contains the monitor's statistics on its own work, keyed by the names in records.MONITOR_FIELDS and
     MONITOR_EXTREMES.
     """
 
-    def __init__(
-        self,
-        table: StepTable,
-        vector: np.ndarray,
-        monitor: Mapping[str, float] | None = None,
-    ) -> None:
-        self.table, self.vector, self.monitor = table, vector, monitor or {}
+    table: StepTable
+    vector: np.ndarray
+    monitor: Mapping[str, float] = {}
 
-    @property
-    def sites(self) -> list[str]:
-        """The names of the sites."""
-        return [entry.site for entry in self.table.form if entry.name == "max_logit"]
-
-    @functools.cached_property
     def stats(self) -> dict[str, LogitStats]:
-        """The statistics by site."""
-        fields: dict[str, dict[str, Tensor]] = {site: {} for site in self.sites}
+        """Returns the statistics by site."""
+        fields: dict[str, dict[str, Tensor]] = {}
         by_class: dict[str, dict[str, Tensor]] = {}
         names: dict[str, tuple[str, ...]] = {}
-        for entry in self.table.form:
-            name, *classes = entry.name.split("\t")
-            if classes:
-                names[entry.site] = tuple(classes)
-                by_class.setdefault(entry.site, {})[name] = self.table.read(
-                    self.vector, entry
-                )
-            elif entry.site in fields and name in MERGES:
-                fields[entry.site][name] = self.table.read(self.vector, entry)
+        for column in self.table.form:
+            name = column.name.removeprefix(BY_CLASS if column.classes else "")
+            if name not in (CLASS_MERGES if column.classes else MERGES):
+                continue
+            values = torch.from_numpy(self.vector[self.table.indices(column)])
+            values = values.long() if column.rule == "sum" else values
+            for site, of_site in zip(column.sites, values):
+                if column.classes:
+                    names[site] = column.classes
+                    by_class.setdefault(site, {})[name] = of_site
+                else:
+                    fields.setdefault(site, {})[name] = of_site
         stats = {}
         for site, tensors in fields.items():
-            classes = (
-                ClassStats(names=names[site], **by_class[site])
-                if site in names
-                else None
-            )
+            classes = None
+            if site in names:
+                classes = ClassStats(names=names[site], **by_class[site])
             stats[site] = LogitStats(**tensors, classes=classes)  # type: ignore[arg-type]
         return stats
 
@@ -283,13 +215,10 @@ class Transfer:
             self._run_exchange()
 
     @classmethod
-    def alone(cls, measured: Measurement) -> Transfer:
-        """Starts the transfer of this process's measurement to its host."""
-        table, tensors = flatten(measured)
-        return cls(
-            [vector_of(tensors)],
-            lambda vectors: StepRecord(table, table.blank(vectors[0])),
-        )
+    def alone(cls, stats: Stats, numbers: Numbers) -> Transfer:
+        """Starts the transfer of this process's numbers to its host."""
+        table, tensors = flatten(stats, numbers)
+        return cls([vector_of(tensors)], lambda vectors: StepRecord(table, vectors[0]))
 
     def _run_exchange(self) -> None:
         try:
@@ -322,22 +251,7 @@ class Transfer:
         return self._read([x.double().numpy() for x in self._host])
 
 
-def merged_records(steps: Sequence[StepRecord]) -> dict[str, LogitStats]:
-    """Merges the statistics of several steps."""
-    by_table: dict[StepTable, list[np.ndarray]] = {}
-    for step in steps:
-        by_table.setdefault(step.table, []).append(step.vector)
-    return dict(
-        SiteStatistics(
-            StepRecord(table, table.merge(vectors)).stats
-            for table, vectors in by_table.items()
-        )
-    )
-
-
 def on_host(stats: Stats) -> dict[str, LogitStats]:
     """Returns the statistics on the CPU, in float64."""
-    record = (
-        Transfer.alone(Measurement(stats=stats, numbers={})).result() if stats else None
-    )
-    return {} if record is None else record.stats
+    record = Transfer.alone(stats, {}).result() if stats else None
+    return {} if record is None else record.stats()

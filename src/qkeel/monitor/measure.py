@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -12,24 +11,19 @@ from torch.optim import Optimizer
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics
-from qkeel.capture.example import tensors
+from qkeel.capture.example import ModuleCall, tensors
+from qkeel.capture.intercept import CaptureMode, Search
 from qkeel.capture.visible_sets import LayerType
+from qkeel.distributed.reduce import WHOLE_MODEL
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
 from qkeel.monitor.call_statistics import Extra, add_gates
 from qkeel.monitor.finite_stages import first_empty_row, weights_not_finite
 from qkeel.monitor.first_look import FirstLook
 from qkeel.monitor.gain_bounds import GainBounds
-from qkeel.monitor.gather import (
-    WHOLE_MODEL,
-    NumberKey,
-    PartialValue,
-    SiteNumbers,
-    Stats,
-)
 from qkeel.monitor.hidden_states import HiddenStates
 from qkeel.monitor.logit_changes import LogitChanges
-from qkeel.monitor.pass_numbers import Number, PassNumbers
+from qkeel.monitor.numbers import Number, NumberKey, Numbers, PassNumbers, Stats
 from qkeel.monitor.sparse_attention import SparseAttention
 from qkeel.monitor.token_classes import PassTokens
 from qkeel.monitor.watched_sites import WatchedSites
@@ -91,7 +85,7 @@ class StepNumbers(Visitor):
         self._first_look = FirstLook(sites.model)
         self._readers: tuple[WeightNorms, GainBounds] | None = None
         self._spectra: StepSpectra | None = None
-        self._read: SiteNumbers = {}
+        self._read: Numbers = {}
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         # What a pass that failed has left is not of this one.
@@ -101,13 +95,11 @@ class StepNumbers(Visitor):
         self._is_loss_summed = kwargs.get("num_items_in_batch") is not None
         self._tokens.begin(args, kwargs)
         if self._hidden is None:
-            # The names of sites are known only now, and blocks are named by them.
             self.sites.find(args, kwargs)
             self.weights_not_finite = weights_not_finite(self.sites.model)
-            names = [site.name for site in self.sites.all]
             self._hidden = HiddenStates(
                 self.sites.model,
-                names,
+                [site.name for site in self.sites.all],
                 self._numbers,
                 self._guard,
                 self._tree,
@@ -123,6 +115,17 @@ class StepNumbers(Visitor):
         hidden, gates = self._hidden.attach(), self._first_look.attach()
         return compose([hidden, gates]) if gates else hidden
 
+    def search(self) -> Search | None:
+        return self._look if self.sites.searches else None
+
+    def _look(self, frame: ModuleCall, /, *, chooses: bool) -> None:
+        if self.sites.look(frame, chooses=chooses) and self._hidden is not None:
+            names = [site.name for site in self.sites.all]
+            self._hidden.extend(names, frame.line())
+
+    def searched(self, watcher: CaptureMode) -> None:
+        self.sites.searched(watcher)
+
     def reads_plain(self, name: str) -> bool:
         return self.sites.shows_all(name)
 
@@ -137,7 +140,7 @@ class StepNumbers(Visitor):
         if candidate and isinstance(call, ScoresCall):
             row = first_empty_row(call)
             if row is not None:
-                self._numbers.add((name, "first_empty_row"), Number(row, None))
+                self._numbers.add((name, "first_empty_row"), Number(row))
 
     def index(self, layer: str, call: ScoresCall, candidate: bool) -> None:
         if candidate:
@@ -222,21 +225,18 @@ class StepNumbers(Visitor):
             self._read = {**self._read, **self._spectra.after()}
         if self._changes is not None:
             changes = {
-                key: PartialValue(value=x, weight=torch.ones_like(x), own=True)
-                for key, x in self._changes.after().items()
+                key: Number(x, 1, own=True) for key, x in self._changes.after().items()
             }
             self._read = {**self._read, **changes}
 
-    def take(self) -> SiteNumbers:
+    def take(self) -> Numbers:
         """Returns all numbers of the step, and forgets them."""
         read, self._read = self._read, {}
         numbers = {**read, **self._numbers.read()}
         unused, self._unused_scalar = self._unused_scalar, None
         # The processes of a run agree once on the numbers that each step has.
         if unused is not None and dist.world() > 1:
-            nothing = torch.zeros_like(unused)
-            loss = PartialValue(value=nothing, weight=nothing)
-            numbers.setdefault(("", "train_loss"), loss)
+            numbers.setdefault(("", "train_loss"), Number(torch.zeros_like(unused), 0))
         return numbers
 
 
@@ -261,10 +261,8 @@ def _has_vectors_only(module: nn.Module) -> bool:
     return {p.ndim for p in module.parameters()} == {1}
 
 
-def _unscaled(x: Tensor | PartialValue, scale: Tensor) -> Tensor | PartialValue:
-    if isinstance(x, PartialValue):
-        return dataclasses.replace(x, value=x.value / scale)
-    return x / scale
+def _unscaled(x: Tensor | Number, scale: Tensor) -> Tensor | Number:
+    return x._replace(value=x.value / scale) if isinstance(x, Number) else x / scale
 
 
 @final
@@ -399,10 +397,10 @@ class WatchedModels:
         for _, numbers in self._models.values():
             numbers.after_step()
 
-    def take(self, rate: Tensor | None) -> SiteNumbers:
+    def take(self, rate: Tensor | None) -> Numbers:
         """Returns all numbers of the step and forgets them. rate: the learning rate of the step, or None if there is no
         optimizer."""
-        every: dict[NumberKey, Tensor | PartialValue] = {}
+        every: dict[NumberKey, Tensor | Number] = {}
         if rate is not None:
             every["", "lr"] = rate
         for model, _, numbers in self._in_order():

@@ -22,12 +22,13 @@ from qkeel.handle import Handle, State, under
 from qkeel.monitor.alarms import fitted, logit_limits, rules_for
 from qkeel.monitor.cadence import Cadence, MeasuredSteps
 from qkeel.monitor.call_statistics import CallStatistics, SettingSeen, wanted
-from qkeel.monitor.gather import Stats
 from qkeel.monitor.history import History, PlannedRates
-from qkeel.monitor.journal import PendingResults, Recorder
+from qkeel.monitor.journal import Recorder
 from qkeel.monitor.logit_changes import LogitChanges
 from qkeel.monitor.measure import StepNumbers, WatchedModels
 from qkeel.monitor.nan_origin import NOT_FOUND, NanOrigin
+from qkeel.monitor.numbers import Stats
+from qkeel.monitor.other_steps import OtherSteps
 from qkeel.monitor.processes import Handshake, ProcessGroup
 from qkeel.monitor.record import (
     Sample,
@@ -119,20 +120,18 @@ class Monitor(Handle):
             return {**description, **group.about()}
 
         self._journal = Recorder(
+            group,
             sinks,
             settled_rules,
             planned,
             described,
             lambda: self._models.types,
-            lambda: group.leads,
             lambda: logit_limits(self.sites),
         )
-        self._arrivals = PendingResults(group, self._journal)
         self._step_end = StepEnd(
             self._steps,
             self._models,
             group,
-            self._arrivals,
             self._journal,
             self._guard,
         )
@@ -141,7 +140,7 @@ class Monitor(Handle):
             calls = CallStatistics(tokens, setting, main)
             tap = Tap(
                 module,
-                due=functools.partial(self._steps.due, name),
+                due=functools.partial(self._is_due, name),
                 by_step=by_step,
                 measure=calls.call,
                 # A kernel's rows have maxima alone, and plain calls skip what gates need.
@@ -162,10 +161,12 @@ class Monitor(Handle):
             round_over = None if by_step else self._step_end.pass_over
             self._models.add(name, tap, numbers, self._steps.counted, round_over)
         self._hooks: StepHooks | None = None
+        self._other_steps: OtherSteps | None = None
         if optimizers:
+            self._other_steps = OtherSteps(self._models, optimizers[0])
             before, after = (
                 functools.partial(self._guard, f)
-                for f in (self._step_end.before, self._step_end.after)
+                for f in (self._step_end.before, self._after_step)
             )
             self._hooks = StepHooks(before, after, optimizers[0])
         self._origin: NanOrigin | None = None
@@ -208,6 +209,17 @@ class Monitor(Handle):
         """Adds another optimizer that trains the model; the steps that its state counts continue a run as well."""
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
+
+    def _is_due(self, name: str, candidate: bool, training: bool) -> tuple[bool, bool]:
+        """As in `MeasuredSteps.due`, for the pass of a model that begins."""
+        if candidate and self._other_steps is not None:
+            self._other_steps.pass_begins()
+        return self._steps.due(name, candidate, training)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if self._other_steps is not None:
+            self._other_steps.stepped()
+        self._step_end.after(optimizer)
 
     def measure_next(self) -> None:
         """Measures the current step regardless of the cadence; call it before the step's first forward pass.
@@ -274,17 +286,17 @@ class Monitor(Handle):
         Those of trained passes ("train") and of others ("eval") are kept apart. If no phase is given, the statistics of
         trained passes are returned or, if there were none, those of others. Passes whose role is not known yet are
         returned only if there is nothing else, and again when it is known. If several processes train, the statistics
-        of finished steps cover all of them.
+        are those of finished steps, and cover all of them.
         """
         # Numbers on their way are waited for here, and nowhere in a training step.
         self._settle()
         shown_phase = phase or (
             "train"
-            if self._arrivals.has("train") or self._models.has("train")
+            if self._journal.has("train") or self._models.has("train")
             else "eval"
         )
         stats = SiteStatistics(
-            [self._arrivals.take(shown_phase), self._step_end.take(shown_phase)]
+            [self._journal.take(shown_phase), self._step_end.take(shown_phase)]
         )
         return dict(stats or self._step_end.peek(phase))
 
@@ -312,7 +324,7 @@ class Monitor(Handle):
         but not of later steps, so every process gets the same answer. Only the last two samples are kept, so `step`
         must be later than the second-to-last measured step."""
         if self.active:
-            self._guard(lambda: self._arrivals.settle(wait=False, before=step))
+            self._guard(lambda: self._journal.settle(wait=False, before=step))
         return self._journal.before(step)
 
     @property
@@ -437,7 +449,7 @@ class Monitor(Handle):
         if not self._group.stopped:
             self._guard(functools.partial(self._models.settle, decide=True))
             self._guard(self._step_end.evaluated)
-            self._guard(lambda: self._arrivals.settle(wait=True))
+            self._guard(lambda: self._journal.settle(wait=True))
         self._guard(self._group.leave)
         self._guard(self._journal.close, self._guard.error is None)
 
@@ -447,7 +459,7 @@ class Monitor(Handle):
             # more.
             is_end = self._hooks is None
             self._guard(lambda: self._models.settle(decide=is_end))
-            self._guard(lambda: self._arrivals.settle(wait=True))
+            self._guard(lambda: self._journal.settle(wait=True))
 
     def _switch_off(self) -> None:
         """Switches off after a fault. The other processes learn it in their next exchange."""

@@ -27,19 +27,16 @@ from qkeel.distributed.layout import (
     head_axes,
     peer_ranks,
 )
-from qkeel.distributed.reduce import HeadSpan, Member, SharedTable
+from qkeel.distributed.reduce import Member, SharedTable
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
-from qkeel.functional.class_statistics import ClassStats
-from qkeel.functional.statistics import MERGES, LogitStats, of_key_heads
 from qkeel.monitor.gather import (
-    Measurement,
-    Stats,
     StepRecord,
     Transfer,
     flatten,
     on_host,
     vector_of,
 )
+from qkeel.monitor.numbers import Numbers, Stats
 from qkeel.monitor.record import site_facts
 from qkeel.patching.modes import process_store, running_stage
 from qkeel.records import MONITOR_EXTREMES, MONITOR_FIELDS
@@ -67,14 +64,13 @@ class Handshake:
         self.stages: dict[str, int | None] = {}
         self._model, self._sites, self._layout = model, sites, layout
 
-    def __call__(self, measured: Measurement | None) -> Member:
-        """Returns the description of this process.
+    def __call__(self, stats: Stats, numbers: Numbers) -> Member:
+        """Returns the description of this process, which has measured this.
 
         Raises: RefusedError if the weights are split in an unrecognised way, or if some but not all of several models
             are pipeline stages.
         """
         sites = {site.name: site for site in self._sites()}
-        stats: Stats = {} if measured is None else measured.stats
         modules = {name: _with_weights(self._model, name) for name in stats}
         if self._layout is not None:
             layout, stages = self._layout, {}
@@ -98,7 +94,7 @@ class Handshake:
             keys_seen=sum(
                 int(of_site.n_keys.sum()) for of_site in on_host(stats).values()
             ),
-            form=() if measured is None else flatten(measured)[0].form,
+            form=flatten(stats, numbers)[0].form if stats else (),
             splits=splits,
             sites={
                 str(facts["name"]): facts for facts in site_facts(list(sites.values()))
@@ -271,12 +267,17 @@ class ProcessGroup:
         return self.several
 
     def send(
-        self, measured: Measurement | None, monitor: Mapping[str, float], *, alone: bool
+        self,
+        stats: Stats,
+        numbers: Numbers,
+        monitor: Mapping[str, float],
+        *,
+        alone: bool,
     ) -> Transfer | None:
         """Starts the exchange of a step.
 
         Args:
-            measured: the numbers of this process; None if it has none.
+            stats, numbers: what this process has measured; without statistics, nothing.
             monitor: the statistics on its own monitor, keyed by the names in records.MONITOR_FIELDS.
             alone: only this process records the step.
 
@@ -287,13 +288,13 @@ class ProcessGroup:
             InvalidValueError: the measurements of the processes cannot be merged, or another process has stopped.
         """
         if not alone and self.all_watch() and self.members is None:
-            self._meet(measured)
+            self._meet(stats, numbers)
         members, group = self.members, self._group
         if alone or members is None or group is None or not self.several:
-            return None if measured is None else Transfer.alone(measured)
+            return Transfer.alone(stats, numbers) if stats else None
         vector = None
-        if measured is not None:
-            table, tensors = flatten(measured)
+        if stats:
+            table, tensors = flatten(stats, numbers)
             # The places in the shared vector were agreed on in the first measured step.
             if table is not members.own_table and table.form != members.own_table.form:
                 raise InvalidValueError(
@@ -328,18 +329,6 @@ class ProcessGroup:
 
         return Transfer(members.split(vector, extremes), read, exchange)
 
-    def placed(self, stats: Stats) -> Stats:
-        """Returns the statistics of this process alone, keyed by the whole model's names and heads once these are
-        known."""
-        if self.members is None:
-            return stats
-        placements = self.members.placements()
-        on_whole = {}
-        for site, of_site in stats.items():
-            name, queries, keys = placements[site]
-            on_whole[name] = placed(of_site, queries, keys)
-        return on_whole
-
     def leave(self) -> None:
         """Leaves the group: the other processes learn it in their next exchange."""
         self.stopped = True
@@ -351,13 +340,13 @@ class ProcessGroup:
                 for point in ("begins", "meets"):
                     withdraw(f"{self._name} {point}")
 
-    def _meet(self, measured: Measurement | None) -> None:
+    def _meet(self, stats: Stats, numbers: Numbers) -> None:
         if self._group is None:
             if absent(f"{self._name} meets", time_limit(), "the monitor"):
                 raise InvalidValueError(_GONE)
             self._group = OwnGroup(self._name)
         try:
-            infos = self._introduce(self._group, measured)
+            infos = self._introduce(self._group, self._introduced(stats, numbers))
         except RuntimeError as error:
             raise InvalidValueError(_GONE) from error
         if not any(info.form for info in infos):
@@ -379,10 +368,9 @@ class ProcessGroup:
                 OwnGroup(f"{self._name} of a model", ranks) if len(ranks) > 1 else None
             )
 
-    def _introduce(self, group: OwnGroup, measured: Measurement | None) -> list[Member]:
+    def _introduce(self, group: OwnGroup, own: Member) -> list[Member]:
         """Returns what all processes say of themselves. A description that several share is sent by the first only."""
         # Replicas describe themselves alike, and a description of many layers is long.
-        own = self._introduced(measured)
         shared = dataclasses.replace(own, layout=Layout(), keys_seen=0)
         checksum = zlib.crc32(repr(shared).encode())
         infos = group.gather((checksum, own.layout, own.keys_seen), "the monitor")
@@ -415,31 +403,3 @@ class ProcessGroup:
         return [
             rank for rank, first in enumerate(groups) if first == groups[dist.rank()]
         ]
-
-
-def placed(stats: LogitStats, queries: HeadSpan, keys: HeadSpan) -> LogitStats:
-    """Returns the statistics with an entry for every head of the whole model, with neutral values for the heads of
-    other processes."""
-    if queries[1] == queries[2] and keys[1] == keys[2]:
-        return stats
-
-    def widened(name: str, values: Tensor, neutral: float) -> Tensor:
-        first, n, total = keys if of_key_heads(name) else queries
-        wide = values.new_full((total, *values.shape[1:]), neutral)
-        wide[first : first + n] = values
-        return wide
-
-    fields = {}
-    for name, values in stats.tensors().items():
-        fields[name] = widened(
-            name, values, MERGES[name].neutral if name in MERGES else 0.0
-        )
-    classes = stats.classes
-    if classes is not None:
-        by_class = {}
-        for name, values in classes.tensors().items():
-            by_class[name] = widened(
-                name, values, -np.inf if name == "max_logit" else 0.0
-            )
-        classes = ClassStats(names=classes.names, **by_class)
-    return LogitStats(**fields, classes=classes)  # type: ignore[arg-type]

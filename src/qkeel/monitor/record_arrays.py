@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import numpy as np
 
-from qkeel.distributed.reduce import Entry, StepTable
+from qkeel.distributed.reduce import Column, StepTable
 from qkeel.functional import statistics
 from qkeel.monitor.finite_stages import finite_stages, place_of_row
-from qkeel.monitor.record import repeat_groups
-from qkeel.records import HEAD_FIELDS, NON_FINITE
+from qkeel.records import CLASS_FIELDS, HEAD_FIELDS, NON_FINITE, fold_heads
 
 
 def _smaller_over_eps(
@@ -40,22 +40,16 @@ _SERVING = {
     "non_finite_output",
     "first_empty_row",
 }
-# The recorded statistics by the count of what they cover.
-_COUNTED: dict[str, list[str]] = {}
-for _name, _field in HEAD_FIELDS.items():
-    if _name in statistics.RECORDED:
-        _COUNTED.setdefault(_field.count, []).append(_name)
 
 
-# The statistics by token class that are recorded, and the counts that say whether they were measured.
-_CLASS_PAIRS = ("class_max_logit", "class_mass", "class_uniform_mass")
-_CLASS_COUNTS = {
-    "class_max_logit": "n_pairs",
-    "class_mass": "n_queries",
-    "class_uniform_mass": "n_queries",
-    "class_query_norm": "n_normed",
-    "class_key_norm": "n_keys",
-}
+# Statistics of the whole model, in STEP_FIELDS.
+_WHOLE = (
+    "max_logit",
+    "min_logit",
+    "max_abs_logit",
+    "capped_max_logit",
+    "entropy",
+)
 
 
 def class_fields(names: Sequence[str]) -> tuple[str, ...]:
@@ -64,12 +58,15 @@ def class_fields(names: Sequence[str]) -> tuple[str, ...]:
     >>> class_fields(["text", "image"])[1:4]
     ('key_competition', 'class_max_logit/text->text', 'class_max_logit/text->image')
     """
-    fields = ["query_competition", "key_competition"]
-    for field in _CLASS_COUNTS:
-        if field in _CLASS_PAIRS:
-            fields += [f"{field}/{query}->{key}" for query in names for key in names]
-        else:
+    fields = []
+    for field in CLASS_FIELDS:
+        if not field.startswith("class_"):
+            fields.append(field)
+        elif field.endswith("_norm"):
             fields += [f"{field}/{name}" for name in names]
+        else:
+            pairs = itertools.product(names, repeat=2)
+            fields += [f"{field}/{query}->{key}" for query, key in pairs]
     return tuple(fields)
 
 
@@ -91,84 +88,51 @@ class RecordArrays:
 
     def __init__(self, table: StepTable, sites: Sequence[str], width: int) -> None:
         """Takes the layers of the record, and the number of heads of the layer with the most heads."""
-        layers = {site: layer for layer, site in enumerate(sites)}
-        # The index of a NaN behind the vector.
-        self._shape, self._nan = (
-            (len(sites), width),
-            table.size,
-        )
+        self._table, self._layers = table, {site: i for i, site in enumerate(sites)}
+        self._shape = len(sites), width
+        # The index of the NaN behind the vector stands where there is no number.
         self._index: dict[str, np.ndarray] = {}
-        self._counts: dict[
-            str, np.ndarray
-        ] = {}  # for values by token class, the indices of the counts behind them
         self.classes: tuple[str, ...] = ()
         self._scalars: dict[str, int] = {}
-        for entry in table.form:
-            name, layer = entry.name, layers.get(entry.site)
-            if "\t" in name:
-                if layer is not None:
-                    self._add_classes(table, entry, layer)
-                continue
-            if name in HEAD_FIELDS or name in _SERVING or name in statistics.TENSORS:
-                if layer is None or not entry.shape:
-                    continue
-                indices, statistic = (
-                    table.indices(entry),
-                    table.entries.get((entry.site, "max_logit")),
-                )
-                if statistic is not None and (
-                    name in statistics.TENSORS
-                    or (name in _SERVING and len(indices) == 1)
-                ):
-                    indices = repeat_groups(indices, statistic.shape[0])
-                self._put(self._index, name, layer, indices)
-            elif not entry.shape and not name.endswith(":weight"):
-                self._scalars[f"{name}/{entry.site}" if entry.site else name] = (
-                    table.firsts[entry.site, name]
-                )
+        tops = [column for column in table.form if column.name == "max_logit"]
+        n_heads = {site: column.shape[0] for column in tops for site in column.sites}
+        for column in table.form:
+            self.classes = self.classes or column.classes
+            for site, indices in zip(column.sites, table.indices(column)):
+                if not indices.ndim and not column.name.endswith(":weight"):
+                    name = f"{column.name}/{site}" if site else column.name
+                    self._scalars[name] = int(indices)
+                elif indices.ndim and site in self._layers:
+                    self._add_heads(column, site, indices, n_heads.get(site))
 
-    def _put(
-        self, index: dict[str, np.ndarray], name: str, layer: int, indices: np.ndarray
+    def _add_heads(
+        self, column: Column, site: str, indices: np.ndarray, n_heads: int | None
     ) -> None:
-        n = min(len(indices), self._shape[1])
-        index.setdefault(name, np.full(self._shape, self._nan))[layer, :n] = indices[:n]
-
-    def _add_classes(self, table: StepTable, entry: Entry, layer: int) -> None:
-        """Adds a statistic by token class, [heads classes] or [heads classes classes]."""
-        name, *classes = entry.name.split("\t")
-        self.classes = tuple(classes)
-        count = _CLASS_COUNTS.get(f"class_{name}")
-        if count is None:
+        """Adds the number of a site's heads [heads], or by token class [heads classes] or [heads classes classes]."""
+        name, is_serving = column.name, column.name in _SERVING
+        is_statistic = bool(column.classes) or name in statistics.TENSORS
+        if not (is_statistic or is_serving or name in HEAD_FIELDS):
             return
-        n_heads = table.entries[entry.site, "max_logit"].shape[0]
-        indices = table.indices(entry)
-        counts = table.indices(table.entries[entry.site, "\t".join([count, *classes])])
-        # Of the values of a key head, for each query head of its group.
-        repeats = n_heads // len(indices)
-        indices, counts = (
-            np.repeat(indices, repeats, axis=0),
-            np.repeat(counts, repeats, axis=0),
-        )
-        for a, query in enumerate(classes):
-            if indices.ndim == 2:
-                self._put(self._index, f"class_{name}/{query}", layer, indices[:, a])
-                self._put(self._counts, f"class_{name}/{query}", layer, counts[:, a])
-                continue
-            for b, key in enumerate(classes):
-                column = counts[:, a] if counts.ndim == 2 else counts[:, a, b]
-                self._put(
-                    self._index, f"class_{name}/{query}->{key}", layer, indices[:, a, b]
-                )
-                self._put(self._counts, f"class_{name}/{query}->{key}", layer, column)
+        # The value of a key head, or of all heads, stands at each query head.
+        if n_heads and (is_statistic or (is_serving and len(indices) == 1)):
+            indices = np.repeat(indices, n_heads // len(indices), axis=0)
+        labels = itertools.product(column.classes, repeat=indices.ndim - 1)
+        n = min(len(indices), self._shape[1])
+        for label, of_label in zip(labels, indices.reshape(len(indices), -1).T):
+            field = f"{name}/{'->'.join(label)}" if label else name
+            blank = np.full(self._shape, self._table.size)
+            index = self._index.setdefault(field, blank)
+            index[self._layers[site], :n] = of_label[:n]
 
     def read(
         self, vector: np.ndarray
-    ) -> tuple[dict[str, np.ndarray], set[str], dict[str, float]]:
-        """Returns the arrays by name, in the order of HEAD_FIELDS; the names of the statistics that were measured for
-        at least one head; and the numbers without heads."""
-        extended = np.append(vector, np.nan)
-        arrays = {name: extended[index] for name, index in self._index.items()}
-        measured = self._mask_statistics(arrays) if "max_logit" in arrays else set()
+    ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+        """Returns the arrays by name, in the order of HEAD_FIELDS and `class_fields`; and the numbers without heads, which
+        begin with those of the whole model."""
+        known = np.append(self._table.known(vector), np.nan)
+        arrays = {name: known[index] for name, index in self._index.items()}
+        if "max_logit" in arrays:
+            self._add_derived(arrays)
         for name, (parts, compute) in COMPUTED.items():
             if all(part in arrays for part in parts):
                 computed = compute(*[arrays[part] for part in parts])
@@ -177,64 +141,47 @@ class RecordArrays:
                     if name in arrays
                     else computed
                 )
-        heads = {name: arrays[name] for name in HEAD_FIELDS if name in arrays}
-        for name, counts in self._counts.items():
-            arrays[name] = np.where(extended[counts] > 0, arrays[name], np.nan)
-        if self.classes:
-            for side in ("query", "key"):
-                norms = np.stack(
-                    [arrays[f"class_{side}_norm/{label}"] for label in self.classes]
-                )
-                arrays[f"{side}_competition"] = _largest_over_smallest(norms)
-            heads |= {name: arrays[name] for name in class_fields(self.classes)}
-        return (
-            heads,
-            measured,
-            {name: float(vector[position]) for name, position in self._scalars.items()},
-        )
+        for side in ("query", "key") if self.classes else ():
+            norms = [arrays[f"class_{side}_norm/{label}"] for label in self.classes]
+            arrays[f"{side}_competition"] = _largest_over_smallest(np.stack(norms))
+        fields = (*HEAD_FIELDS, *(class_fields(self.classes) if self.classes else ()))
+        heads = {name: arrays[name] for name in fields if name in arrays}
+        # What was measured may be NaN everywhere.
+        has_rows = "n_queries" in arrays and (arrays["n_queries"] > 0).any()
+        values = {}
+        for name in _WHOLE:
+            if name in heads and (has_rows or not np.isnan(heads[name]).all()):
+                values[name] = float(fold_heads(name, heads[name].reshape(1, -1))[0])
+        values |= {name: float(known[at]) for name, at in self._scalars.items()}
+        return heads, values
 
-    def _mask_statistics(self, arrays: dict[str, np.ndarray]) -> set[str]:
-        """Adds what is computed from the statistics, and puts NaN in place of what was not measured.
-
-        Returns the names of the statistics that were measured for at least one head.
-        """
+    def _add_derived(self, arrays: dict[str, np.ndarray]) -> None:
+        """Adds what is computed from the statistics, in which NaN may be a value."""
         top, low, entropy = arrays["max_logit"], arrays["min_logit"], arrays["entropy"]
+        n_queries, n_pairs = arrays["n_queries"], arrays["n_pairs"]
+        is_counted = n_queries > 0
+        arrays["min_logit"] = low = np.where(n_pairs > 0, low, np.nan)
         arrays["max_abs_logit"] = np.maximum(np.maximum(top, -low), 0.0)
-        # Without pairs, the minimum was not measured.
-        low_is_finite = np.isfinite(low) | (arrays["n_pairs"] == 0)
-        arrays[NON_FINITE] = 1.0 - (
-            np.isfinite(top) & low_is_finite & np.isfinite(entropy)
-        )
+        is_finite = np.isfinite(top)
+        is_finite &= np.isfinite(low) | (n_pairs == 0)
+        is_finite &= np.isfinite(entropy) | (n_queries == 0)
+        # Only maxima may be known of a head, of which nothing was counted.
+        is_known = is_counted | ((n_queries == 0) & (top != -np.inf))
+        arrays[NON_FINITE] = np.where(is_known, 1.0 - is_finite, np.nan)
+        for name in ("max_logit", "capped_max_logit"):
+            is_unknown = ~is_counted & (arrays[name] == -np.inf)
+            arrays[name] = np.where(is_unknown, np.nan, arrays[name])
+        # Queries and keys may be unknown where scores are written by hand.
+        has_products = arrays["n_products"] > 0
+        arrays["query_norm"] = np.where(has_products, arrays["query_norm"], np.nan)
         is_weight: np.ndarray | bool = False
         for name in ("query_weight_norm", "key_weight_norm"):
             if name in arrays:
-                is_known = self._index[name] != self._nan
-                is_weight |= is_known & np.isnan(arrays[name])
+                is_recorded = self._index[name] != self._table.size
+                is_weight |= is_recorded & np.isnan(arrays[name])
         stages = finite_stages(arrays, is_weight)
         if stages is not None:
             arrays["finite_stages"] = stages
         if "first_empty_row" in arrays:
             sample, query = place_of_row(arrays["first_empty_row"])
             arrays["empty_sample"], arrays["empty_query"] = sample, query
-        # Only maxima may be known of a head, of which nothing was counted.
-        is_known = ~np.isnan(arrays["n_queries"])
-        of_maxima = {
-            "max_logit": is_known & (top != -np.inf),
-            "capped_max_logit": is_known & (arrays["capped_max_logit"] != -np.inf),
-        }
-        of_maxima[NON_FINITE] = of_maxima["max_logit"]
-        names: set[str] = set()
-        for count, counted in _COUNTED.items():
-            is_counted = arrays[count] > 0
-            has_any = is_counted.any()
-            for name in counted:
-                if name not in arrays:
-                    continue
-                measured = is_counted
-                if name in of_maxima:
-                    measured = is_counted | of_maxima[name]
-                # In place, as fancy indexing has copied it; the functions of numpy would be hundreds of calls a step.
-                arrays[name][~measured] = np.nan
-                if has_any or (measured is not is_counted and measured.any()):
-                    names.add(name)
-        return names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, final
+from typing import final
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from qkeel.monitor.history import History, PlannedRates, number
 MOST = 512
 # The newest records are always kept, because rules compare the last two.
 _TAIL = 2
-
-# Columns of the recording itself, of the values of a record, and of its heads.
-Kind = Literal["own", "values", "heads"]
 
 
 @final
@@ -42,13 +39,12 @@ class Recording:
         self.layers = tuple(layers)
         self.planned = planned
         self._most = max(4, most)
+        # Records on the grid of every n-th, and the newest ones, are kept of those that were seen.
         self._every = 1
         self._seen = self._kept = 0
         self._has_rates = True
-        self._columns: dict[
-            tuple[Kind, str], np.ndarray
-        ] = {}  # [room …] each, NaN behind the last record
-        self._room = 4
+        # Of the recording itself, of the values of records, and of their heads: "own:", "values:" and "heads:NAME".
+        self._columns: dict[str, np.ndarray] = {}
 
     def append(
         self,
@@ -66,36 +62,37 @@ class Recording:
         """
         heads = {name: np.asarray(x) for name, x in (heads or {}).items()}
         self._check(values, heads)
-        row = self._next_row()
-        step, rate = number(values["step"]), number(values.get("lr"))
+        # The record before the last was kept for rules that compare two; now it stays only if it is on the grid.
+        self._keep(_TAIL - 1)
+        rate, n = number(values.get("lr")), self._kept
         self._has_rates = self._has_rates and bool(np.isfinite(rate))
-        own: dict[str, object] = {"index": self._seen, "step": step, "rate": rate}
-        kinds: dict[Kind, Mapping[str, object]] = {"own": own, "values": values}
-        for kind, entries in kinds.items():
-            for name, value in entries.items():
-                column = self._columns.get((kind, name))
-                column = self._column(kind, name) if column is None else column
-                column[row] = value if type(value) is float else number(value)
+        record: dict[str, object] = {"own:index": self._seen, "own:rate": rate}
+        record["own:step"] = number(values["step"])
+        record |= {f"values:{name}": number(x) for name, x in values.items()}
+        record |= {f"heads:{name}": x for name, x in heads.items()}
+        for column in self._columns.values():
+            column[n] = np.nan
         # Beyond float32 is infinite.
         with np.errstate(over="ignore"):
-            for name, of_heads in heads.items():
-                column = self._columns.get(("heads", name))
-                if column is None:
-                    column = self._column("heads", name, of_heads.shape)
-                column[row] = of_heads
-        self._seen += 1
+            for name, value in record.items():
+                if name not in self._columns:
+                    self._add_column(name, np.shape(value))  # type: ignore[arg-type]
+                self._columns[name][n] = value
+        self._seen, self._kept = self._seen + 1, n + 1
         if self._kept > self._most:
-            self._thin()
+            self._every *= 2
+            self._keep(_TAIL)
 
     @property
     def history(self) -> History:
         """The records so far, as views that are valid until the next append."""
-        columns: dict[Kind, dict[str, np.ndarray]] = {
+        columns: dict[str, dict[str, np.ndarray]] = {
             "own": {},
             "values": {},
             "heads": {},
         }
-        for (kind, name), column in self._columns.items():
+        for key, column in self._columns.items():
+            kind, _, name = key.partition(":")
             columns[kind][name] = column[: self._kept]
         return History(
             steps=columns["own"].get("step", np.zeros(0)),
@@ -108,41 +105,35 @@ class Recording:
 
     def state(self) -> dict[str, np.ndarray]:
         """The records and their number, from which `load` continues."""
-        columns = {
-            f"{kind}:{name}": column[: self._kept]
-            for (kind, name), column in self._columns.items()
-        }
-        return {
-            **columns,
-            "counts": np.array(
-                [self._every, self._seen, self._kept, int(self._has_rates)]
-            ),
-        }
+        counts = [self._every, self._seen, self._kept, int(self._has_rates)]
+        columns = {key: x[: self._kept] for key, x in self._columns.items()}
+        return {**columns, "counts": np.array(counts)}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Replaces the records with those of another Recording."""
-        self._every, self._seen, self._kept, has_rates = (
-            int(count) for count in state["counts"]
-        )
-        self._has_rates = bool(has_rates)
-        self._columns, self._room = {}, max(4, self._kept)
+        self._every, self._seen, self._kept, has_rates = map(int, state["counts"])
+        self._has_rates, self._columns = bool(has_rates), {}
         for key, records in state.items():
-            kind, _, name = key.partition(":")
-            # a state of 0.1.0 has others.
-            if kind in ("own", "values", "heads"):
-                self._column(kind, name, records.shape[1:])[: len(records)] = records  # type: ignore[arg-type]
+            # A state of 0.1.0 has others.
+            if key.startswith(("own:", "values:", "heads:")):
+                self._add_column(key, records.shape[1:])
+                self._columns[key][: len(records)] = records
 
     def __len__(self) -> int:
         """The number of appended records, whether they were kept or not."""
         return self._seen
 
+    @property
+    def last(self) -> float:
+        """The step of the last record; -infinity before the first."""
+        return self._columns["own:step"][self._kept - 1] if self._kept else -np.inf
+
     def _check(
         self, values: Mapping[str, object], heads: Mapping[str, np.ndarray]
     ) -> None:
-        last = self._column("own", "step")[self._kept - 1] if self._kept else -np.inf
-        if not number(values.get("step")) > last:
+        if not number(values.get("step")) > self.last:
             raise ShapeError(
-                f"expected a record of a step after {last:g}, got step {values.get('step')}"
+                f"expected a record of a step after {self.last:g}, got step {values.get('step')}"
             )
         for name, of_heads in heads.items():
             shape = of_heads.shape
@@ -150,64 +141,34 @@ class Recording:
                 raise ShapeError(
                     f"expected {name!r} as [{len(self.layers) or 'layers'} heads], got shape {shape}"
                 )
-            column = self._columns.get(("heads", name))
+            column = self._columns.get(f"heads:{name}")
             if column is not None and column.shape[1:] != shape:
                 raise ShapeError(
                     f"expected {name!r} of shape {column.shape[1:]} as before, got {shape}"
                 )
 
-    def _column(self, kind: Kind, name: str, shape: tuple[int, ...] = ()) -> np.ndarray:
-        """Returns a column, which is added when its name first appears."""
-        column = self._columns.get((kind, name))
-        if column is None:
-            dtype = np.float32 if kind == "heads" else np.float64
-            column = self._columns[kind, name] = np.full(
-                (self._room, *shape), np.nan, dtype
-            )
-        return column
+    def _add_column(self, key: str, shape: tuple[int, ...]) -> None:
+        """Adds a column when its name first appears. Memory of records to come is not touched."""
+        dtype = np.float32 if key.startswith("heads:") else np.float64
+        n_rows = max(self._most, self._kept) + 1
+        self._columns[key] = np.empty((n_rows, *shape), dtype)
+        self._columns[key][: self._kept + 1] = np.nan
 
-    def _next_row(self) -> int:
-        """Returns the index of the new record, after the last; if the record before the last is dropped, the last first
-        takes its place."""
-        # The record before the last was kept for rules that compare two; now it stays only if it is on the grid.
-        n = self._kept
-        if n >= _TAIL and self._column("own", "index")[n - _TAIL] % self._every:
-            self._keep(np.delete(np.arange(n), n - _TAIL))
-            n -= 1
-        self._kept = n + 1
-        if n == self._room:
-            self._room = min(2 * n, self._most + 1)
-            for key, column in self._columns.items():
-                self._columns[key] = np.full(
-                    (self._room, *column.shape[1:]), np.nan, column.dtype
-                )
-                self._columns[key][:n] = column
-        for column in self._columns.values():
-            column[n] = np.nan
-        return n
-
-    def _thin(self) -> None:
-        """Drops every second record of those that were kept."""
-        self._every *= 2
-        stays = self._column("own", "index")[: self._kept] % self._every == 0
-        stays[-_TAIL:] = True
-        self._keep(np.flatnonzero(stays))
-
-    def _keep(self, rows: np.ndarray) -> None:
-        """Keeps these rows only; each gets the mean rate since the row before it."""
-        steps, rates = (
-            self._column("own", "step")[: self._kept],
-            self._column("own", "rate"),
-        )
+    def _keep(self, tail: int) -> None:
+        """Keeps the records on the grid and the last ones; each gets the mean rate since the record before it."""
+        stays = np.arange(self._kept) >= self._kept - tail
+        if self._kept:
+            stays |= self._columns["own:index"][: self._kept] % self._every == 0
+        if stays.all():
+            return
+        steps, rates = self._columns["own:step"], self._columns["own:rate"]
         # The rows before it stay what they are.
-        first = int(np.flatnonzero(np.diff(rows, prepend=-1) > 1)[0])
-        begin = max(first - 1, 0)
+        begin = max(int(stays.argmin()) - 1, 0)
         # A dropped record's rate goes into the next one, so that the sum of rates, the clock of forecasts, is exact.
-        ticks = np.cumsum(
-            rates[begin : self._kept] * np.diff(steps[begin:], prepend=steps[begin])
-        )
-        kept = rows[begin:]
-        rates[kept[1:]] = np.diff(ticks[kept - begin]) / np.diff(steps[kept])
-        self._kept = len(rows)
+        elapsed = np.diff(steps[begin : self._kept], prepend=steps[begin])
+        ticks = np.cumsum(rates[begin : self._kept] * elapsed)
+        rows = np.flatnonzero(stays)[begin:]
+        rates[rows[1:]] = np.diff(ticks[rows - begin]) / np.diff(steps[rows])
+        self._kept = begin + len(rows)
         for column in self._columns.values():
-            column[begin : len(rows)] = column[kept]
+            column[begin : self._kept] = column[rows]

@@ -10,8 +10,7 @@ from torch import Tensor
 from qkeel.capture.calls import HIDES, ScoresCall, Seen, dense_rows, statistics
 from qkeel.functional.chosen_keys import dense_divergence, index_divergence
 from qkeel.functional.norms import widest
-from qkeel.monitor.gather import NumberKey
-from qkeel.monitor.pass_numbers import Number, PassNumbers
+from qkeel.monitor.numbers import Number, NumberKey, PassNumbers
 from qkeel.monitor.token_classes import PassTokens
 
 # Query rows of each call that are compared with dense attention.

@@ -13,15 +13,10 @@ from qkeel import distributed as dist
 from qkeel.capture.calls import SiteStatistics
 from qkeel.errors import caution
 from qkeel.monitor.cadence import MeasuredSteps
-from qkeel.monitor.gather import (
-    Measurement,
-    NumberKey,
-    PartialValue,
-    Stats,
-    on_host,
-)
-from qkeel.monitor.journal import PendingResults, Recorder
+from qkeel.monitor.gather import on_host
+from qkeel.monitor.journal import PendingStep, Recorder
 from qkeel.monitor.measure import WatchedModels
+from qkeel.monitor.numbers import Number, NumberKey, Stats
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import Sample
 from qkeel.patching.modes import FaultGuard
@@ -55,13 +50,11 @@ class StepEnd:
         steps: MeasuredSteps,
         models: WatchedModels,
         group: ProcessGroup,
-        arrivals: PendingResults,
         recorder: Recorder,
         guard: FaultGuard,
     ) -> None:
         self._steps, self._models, self._group = steps, models, group
-        self._arrivals, self._recorder = arrivals, recorder
-        self._guard = guard
+        self._recorder, self._guard = recorder, guard
         # The latest of which the cadence knows.
         self._noted: Sample | None = None
         # What has been sent of the monitor's own counts.
@@ -75,16 +68,20 @@ class StepEnd:
         self._is_warned = False
 
     def take(self, phase: Phase) -> Stats:
-        """Returns the statistics of the current step so far, on the CPU; they remain part of that step's statistics."""
+        """Returns the statistics of the current step so far, on the CPU; they remain part of that step's statistics.
+
+        A step that several processes measure together has none before its end.
+        """
+        if phase == "train" and self._group.records_jointly:
+            return {}
         recent = on_host(self._models.read(phase))
         if recent:
             self._taken[phase].append(recent)
-        return self._group.placed(recent)
+        return recent
 
     def peek(self, phase: Phase | None) -> Stats:
         """Returns the statistics of passes whose role is open, on the CPU."""
-        stats = self._models.peek(phase)
-        return self._group.placed(on_host(stats)) if stats else stats
+        return on_host(self._models.peek(phase))
 
     def pass_over(self, phase: Phase) -> None:
         """Ends a step when there is no optimizer; such a step is one forward pass of each model."""
@@ -120,7 +117,7 @@ class StepEnd:
         finally:
             self.loss = None
             self._steps.stepped()
-        self._arrivals.settle(wait=False)
+        self._recorder.settle(wait=False)
         self._note_top()
 
     def _note_top(self) -> None:
@@ -155,16 +152,14 @@ class StepEnd:
         if taken:
             fresh = on_host(fresh)
         stats = SiteStatistics([*taken, fresh]) if taken else fresh
-        numbers: dict[NumberKey, Tensor | PartialValue] = {}
+        numbers: dict[NumberKey, Tensor | Number] = {}
         if phase == "train":
             numbers |= self._models.take(None if rate is None else as_tensor(rate))
             if self.loss is not None:
-                weight = torch.ones_like(self.loss)
-                loss = PartialValue(value=self.loss, weight=weight)
-                numbers["", "train_loss"] = loss
+                numbers["", "train_loss"] = Number(self.loss, 1)
         if not alone:
             # A process that has stopped joins no exchange.
-            self._arrivals.settle(wait=self._group.several)
+            self._recorder.settle(wait=self._group.several)
         seconds = self._guard.seconds
         # On the monitor's own work since the previous measured step, as in records.MONITOR_FIELDS.
         counts = self._models.coverage(phase, stats)
@@ -174,17 +169,16 @@ class StepEnd:
         is_beside = phase == "eval" and self._models.has("train")
         if not is_beside:
             counts["milliseconds"] = 1000 * (seconds - self._seconds)
-        measured = Measurement(stats=stats, numbers=numbers) if stats else None
-        transfer = self._group.send(measured, counts, alone=alone)
+        transfer = self._group.send(stats, numbers, counts, alone=alone)
         if transfer is not None:
             self._calls[phase] += counts["calls"]
             self._seconds = self._seconds if is_beside else seconds
             # `read` has handed out the rest of this step already.
-            unread = self._group.placed(fresh) if taken else None
-            self._arrivals.add(step, phase, transfer, unread=unread, monitor=counts)
+            unread = fresh if taken else None
+            self._recorder.expect(PendingStep(step, phase, transfer, counts, unread))
             if phase == "train":
                 self._steps.measured(step)
-        self._arrivals.settle(wait=False)
+        self._recorder.settle(wait=False)
 
     def warn_without_steps(self) -> None:
         """Must be called at the end of training: warns if passes were trained, but no step was seen."""

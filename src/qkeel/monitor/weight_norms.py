@@ -14,7 +14,7 @@ from qkeel.distributed.layout import counted, local
 from qkeel.distributed.sharding import local_block
 from qkeel.functional.bounds import interaction_norm, spectrum, step_products
 from qkeel.functional.norms import wide, widest
-from qkeel.monitor.gather import NumberKey, PartialValue, SiteNumbers
+from qkeel.monitor.numbers import Number, NumberKey, Numbers
 from qkeel.patching.autograd import is_wrapper
 from qkeel.patching.modes import without_gradients
 from qkeel.sites.site import AttentionSite, HeadSlice, NormGain
@@ -232,10 +232,10 @@ class WeightNorms:
         return groups
 
     @without_gradients
-    def read(self) -> SiteNumbers:
+    def read(self) -> Numbers:
         """Returns the current numbers of all sites; for weights that are split across processes, this process's
         part."""
-        numbers: dict[NumberKey, Tensor | PartialValue] = {}
+        numbers: dict[NumberKey, Tensor | Number] = {}
         grams: list[tuple[_AlikeSites, Tensor, Tensor]] = []
         parameters = self._parameters
         for group in self._groups:
@@ -288,7 +288,7 @@ class WeightNorms:
         rows: Sequence[Tensor],
         *,
         is_mean: bool = False,
-    ) -> Tensor | PartialValue:
+    ) -> Tensor | Number:
         """The Frobenius norm of the heads' rows [sites n r m] of several tensors, or the root mean square of their
         entries."""
         if site not in self._split:
@@ -306,9 +306,9 @@ class WeightNorms:
                 value = torch.hypot(value, frobenius_norm([x], site).to(value.dtype))
         # Squares add up over the processes, and the weights of a mean are the counts of its entries.
         if not is_mean:
-            return PartialValue(value=value, weight=weight, how="root", of="weights")
+            return Number(value, weight, "root", "weights")
         value = value / weight.clamp_min(1).sqrt()
-        return PartialValue(value=value, weight=weight, how="root_mean", of="weights")
+        return Number(value, weight, "root_mean", "weights")
 
     def _grams(
         self, group: _AlikeSites, rows: Mapping[HeadSlice, Tensor]
@@ -335,13 +335,13 @@ class WeightNorms:
 
     def _products(
         self, grams: Sequence[tuple[_AlikeSites, Tensor, Tensor]]
-    ) -> dict[NumberKey, Tensor | PartialValue]:
+    ) -> dict[NumberKey, Tensor | Number]:
         """The largest singular values; heads of one size are decomposed together, because each call is expensive."""
         by_shape: dict[object, list[tuple[_AlikeSites, Tensor, Tensor]]] = {}
         for group, query, key in grams:
             form = (query.shape[-1], key.shape[-1], query.dtype, query.device)
             by_shape.setdefault(form, []).append((group, query, key))
-        numbers: dict[NumberKey, Tensor | PartialValue] = {}
+        numbers: dict[NumberKey, Tensor | Number] = {}
         for of_shape in by_shape.values():
             norms = interaction_norm(
                 torch.cat([query for _, query, _ in of_shape]),
@@ -349,14 +349,14 @@ class WeightNorms:
             )
             n_heads = [len(query) for _, query, _ in of_shape]
             for (group, *_), values in zip(of_shape, norms.split(n_heads)):
-                spectral: Tensor | PartialValue = values.view(len(group.sites), -1)
+                spectral: Tensor | Number = values.view(len(group.sites), -1)
                 if group.heads is not None:
                     shape = 1, group.sites[0].n_heads
                     value = values.new_zeros(shape, dtype=widest(values.device))
                     weight = torch.zeros_like(value)
                     value[:, group.heads] = values.to(value.dtype)
                     weight[:, group.heads] = 1.0
-                    spectral = PartialValue(value=value, weight=weight, of="weights")
+                    spectral = Number(value, weight, of="weights")
                 numbers[group.names, "qk_spectral_norm"] = spectral
         return numbers
 
@@ -483,10 +483,10 @@ class StepSpectra:
             self._before[name] = self._parameters[name].detach().clone()
 
     @torch.no_grad()
-    def after(self) -> dict[NumberKey, Tensor | PartialValue]:
+    def after(self) -> dict[NumberKey, Tensor | Number]:
         """Must be called after the step; returns what the step added, or nothing if `before` was not called."""
         weights_before, self._before = self._before, {}
-        numbers: dict[NumberKey, Tensor | PartialValue] = {}
+        numbers: dict[NumberKey, Tensor | Number] = {}
         products: dict[tuple[int, ...], list[tuple[NumberKey, Tensor]]] = {}
         for site in self._sites if weights_before else ():
             factors: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Numbers by site and name that are collected in each pass, and kept for the step if the pass was trained."""
+"""Numbers by site and name other than the statistics of calls, and those that each pass adds to the numbers of a step."""
 
 from __future__ import annotations
 
@@ -9,20 +9,37 @@ from typing import Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from qkeel.monitor.gather import NumberKey, PartialValue, Reduction, SiteNumbers
+from qkeel.functional.statistics import LogitStats
+
+# The statistics of calls by site.
+Stats = Mapping[str, LogitStats]
+Reduction = Literal["mean", "root_mean", "root", "max", "min", "total"]
+# A site, "" for the whole model, and the name of a number; or several sites, one row of the number for each.
+NumberKey = tuple[str | tuple[str, ...], str]
 
 
 class Number(NamedTuple):
-    """A value over some of the data, its weight, and how it is combined with others; see PartialValue.
+    """What one process knows about a number: its value over some of the data, or over its part of a weight.
 
-    A total is added up over the passes of a step, and is a mean over processes. A maximum of all passes and processes
-    has no weight.
+    Args:
+        value: the number.
+        weight: how much it weighs, in its shape or as one count for all of it. A process with weight 0 contributes
+            nothing. None for a maximum over everything.
+        how: how it is combined with others, as the rules of `distributed.reduce.Column`; a total is added up over the
+            passes of a step, and is a mean over processes.
+        of: "data" combines all processes; "weights" combines the processes that hold different parts of the weights.
+        own: True if the values cover only the heads that this process computes, rather than all heads.
     """
 
     value: Tensor
-    weight: Tensor | int | None
-    how: Reduction | Literal["total"] = "mean"
+    weight: Tensor | int | None = None
+    how: Reduction = "mean"
+    of: Literal["data", "weights"] = "data"
     own: bool = False
+
+
+# A plain tensor is a number that all processes with the same weights know.
+Numbers = Mapping[NumberKey, Number | Tensor]
 
 
 def joined(old: Number, new: Number) -> Number:
@@ -94,7 +111,7 @@ class PassNumbers:
                 if None in rows:
                     flags = zip(rows, values.unbind())
                     values = torch.stack([x if row else x - x - 1 for row, x in flags])
-                self.add((sites, name), Number(values[:, None], None))
+                self.add((sites, name), Number(values[:, None]))
                 continue
             weights = [row[1] if row else 0 for row in rows]
             of_rows: int | Tensor = weights[0]
@@ -113,19 +130,10 @@ class PassNumbers:
         for key, number in numbers.items():
             _join(self._of_step, key, number)
 
-    def read(self) -> SiteNumbers:
+    def read(self) -> dict[NumberKey, Number]:
         """Returns the numbers of the step so far, and forgets them."""
         numbers, self._of_step = self._of_step, {}
-        values: dict[NumberKey, Tensor | PartialValue] = {}
-        for key, (value, weight, how, own) in numbers.items():
-            if weight is None:
-                values[key] = value
-                continue
-            if not isinstance(weight, Tensor):
-                weight = torch.full_like(value, weight)
-            rule = "mean" if how == "total" else how
-            values[key] = PartialValue(value=value, weight=weight, how=rule, own=own)
-        return values
+        return numbers
 
 
 def _join(numbers: dict[NumberKey, Number], key: NumberKey, number: Number) -> None:
