@@ -29,7 +29,7 @@ from qkeel.monitor.measure import StepNumbers, WatchedModels
 from qkeel.monitor.nan_origin import NOT_FOUND, NanOrigin
 from qkeel.monitor.numbers import Stats
 from qkeel.monitor.other_steps import OtherSteps
-from qkeel.monitor.processes import Handshake, ProcessGroup
+from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import (
     Sample,
     about,
@@ -103,11 +103,13 @@ class Monitor(Handle):
             self._steps.continued = lambda: max(map(steps_taken, optimizers))
         # Everything that the user's program calls runs under this guard.
         self._guard = FaultGuard(_OFF, self._switch_off)
-        introduced = Handshake(root, lambda: self.sites, layout)
-        self._models = WatchedModels(root, introduced.stages)
         self._group = group = ProcessGroup(
-            introduced, lambda: JOINED if any(map(joined, model.values())) else ""
+            root,
+            lambda: self.sites,
+            layout,
+            lambda: JOINED if any(map(joined, model.values())) else "",
         )
+        self._models = WatchedModels(root, group.stages)
         group.records_alone = not by_step
 
         def settled_rules() -> Sequence[Rule]:
