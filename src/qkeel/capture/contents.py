@@ -6,7 +6,7 @@ import collections
 import copy
 import functools
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -28,6 +28,36 @@ _WITHOUT_CONTENTS = (
     *(str, int, float, torch.dtype, torch.device),
 )
 _NUMPYS_STREAMS = (np.random.Generator, np.random.RandomState)
+_LEAVES = (
+    *(Tensor, np.ndarray, torch.Generator, random.Random),
+    *_NUMPYS_STREAMS,
+)
+
+
+def reachable(
+    values: object, owns: Callable[[object], bool] = lambda _: True
+) -> Iterator[Any]:
+    """Yields the objects among some values: those in lists, dicts, sets and tuples, and in the attributes of objects
+    for which `owns` is true. Modules, classes, functions and containers of many objects are left out."""
+    visited: dict[int, Any] = {}
+    waiting = [values]
+    while waiting and len(visited) < _MOST_OBJECTS:
+        x = waiting.pop()
+        if isinstance(x, _WITHOUT_CONTENTS) or id(x) in visited:
+            continue
+        # Kept, since a view of a mapping's values may be made anew under the same id.
+        visited[id(x)] = x
+        if isinstance(x, (tuple, Mapping, *_LISTS)):
+            if len(x) > _MOST_OBJECTS:
+                continue
+            yield x
+            waiting += x.values() if isinstance(x, Mapping) else x
+            continue
+        yield x
+        if not isinstance(x, _LEAVES):
+            attributes = getattr(x, "__dict__", None)
+            if isinstance(attributes, dict) and owns(x):
+                waiting += attributes.values()
 
 
 class ObjectContents:
@@ -49,13 +79,7 @@ class ObjectContents:
         self._restores: list[Callable[[], object]] = []
         small: list[Tensor] = []
         room = _MOST_NUMBERS
-        visited: set[int] = set()
-        waiting = [values]
-        while waiting and len(visited) < _MOST_OBJECTS:
-            x = waiting.pop()
-            if isinstance(x, _WITHOUT_CONTENTS) or id(x) in visited:
-                continue
-            visited.add(id(x))
+        for x in reachable(values, owns):
             if isinstance(x, Tensor):
                 if tensors and _is_plain(x) and x.numel() <= room:
                     small.append(x)
@@ -66,17 +90,12 @@ class ObjectContents:
                     room -= x.size
             elif isinstance(x, (torch.Generator, random.Random, *_NUMPYS_STREAMS)):
                 self._restores.append(_stream(x))
-            elif isinstance(x, (tuple, *CONTAINERS)) and len(x) > _MOST_OBJECTS:
-                continue
-            elif isinstance(x, (tuple, Mapping, *_LISTS)):
-                if type(x) in CONTAINERS:
-                    self._contents.append((x, copy.copy(x)))
-                waiting += x.values() if isinstance(x, Mapping) else x
-            else:
+            elif type(x) in CONTAINERS:
+                self._contents.append((x, copy.copy(x)))
+            elif not isinstance(x, (tuple, Mapping, *_LISTS)):
                 attributes = getattr(x, "__dict__", None)
                 if isinstance(attributes, dict) and owns(x):
                     self._contents.append((attributes, dict(attributes)))
-                    waiting += attributes.values()
         self._restore_values = keep_values(small)
 
     def restore(self) -> None:

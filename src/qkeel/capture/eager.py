@@ -113,6 +113,7 @@ class EagerAttentionTracer:
         by_graph: finds out which dimensions are heads from the graph, in a probe. None if there is no graph.
         valued: called with the name of a site and the tensor by which its weights are multiplied.
         chose: called with scores of which the largest are chosen, and with their tag.
+        lists_missed: whether what is not understood is looked for, which reads values and the graph.
     """
 
     def __init__(
@@ -122,6 +123,8 @@ class EagerAttentionTracer:
         by_graph: LayoutReader | None,
         valued: Callable[[str, Tensor], None],
         chose: Callable[[ModuleCall, Scores | Lost, Tensor], None],
+        *,
+        lists_missed: bool,
     ) -> None:
         self.tags = Tags()
         # Whether two activations were multiplied with each other.
@@ -136,7 +139,7 @@ class EagerAttentionTracer:
         self._latest: dict[int, Seen] = {}
         self._report = report
         self._known = known
-        self._by_graph = by_graph
+        self._by_graph, self._lists_missed = by_graph, lists_missed
         self._valued = valued
         self._chose = chose
 
@@ -145,7 +148,7 @@ class EagerAttentionTracer:
         return (
             bool(self.tags)
             or name in PRODUCTS
-            or (name == "softmax" and self._by_graph is not None)
+            or (name == "softmax" and self._lists_missed)
         )
 
     def follow(
@@ -159,7 +162,7 @@ class EagerAttentionTracer:
                 if not self._misses(step, product):
                     self._multiplied(step, product)
                 return
-        if name == "softmax" and self._by_graph is not None:
+        if name == "softmax" and self._lists_missed:
             self._tag_foreign(step)
         if not self.tags or name in _FACTORIES:
             return
@@ -313,7 +316,7 @@ class EagerAttentionTracer:
         """The tag of scores to which a mask or a bias was added."""
         if not isinstance(term, Tensor) or term.numel() == 1:
             return tag
-        is_traced = self._by_graph is not None and not tag.only_tables
+        is_traced = self._lists_missed and not tag.only_tables
         if is_traced and depends_on_input(term, tag, step.out):
             tag = dataclasses.replace(tag, lost=(*tag.lost, _DEPENDS))
         low = hides(sign * term.detach())
@@ -451,7 +454,7 @@ class EagerAttentionTracer:
 
     def _misses(self, step: Step, product: Product) -> bool:
         """Records a product of values with what became of scores, if its rows sum to one; returns whether it is one."""
-        for x in product.factors if self._by_graph is not None else ():
+        for x in product.factors if self._lists_missed else ():
             tag = self.tags.get(x)
             if not isinstance(tag, Lost) or not tag.holds(x):
                 continue

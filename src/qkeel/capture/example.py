@@ -22,6 +22,7 @@ from qkeel.capture.contents import (
     is_same,
     keep_parameters,
     keep_values,
+    reachable,
 )
 from qkeel.capture.user_hooks import OutsideStores, hooks_held_back, is_of_library
 from qkeel.errors import InvalidTypeError
@@ -142,6 +143,26 @@ class GivenArguments:
             return others[id(x)]
 
         return mapped((tuple(self.args), dict(self.kwargs)), other)
+
+    def copied(self, change: Callable[[Tensor], Tensor]) -> tuple[Args, Kwargs]:
+        """Copies of the arguments with other tensors. Objects among them are copied with the contents that they had when
+        the module was called, and keep those that they have."""
+        given = self.changed(change)
+        if self._contents is None:
+            return given
+        now = ObjectContents(given)
+        self._contents.restore()
+        try:
+            memo = {
+                id(x): x.detach().clone()
+                for x in reachable(given)
+                if isinstance(x, Tensor) and not x.is_leaf
+            }
+            return mapped(
+                given, lambda x: x if _is_fixed(x) else copy.deepcopy(x, memo)
+            )
+        finally:
+            now.restore()
 
     @contextmanager
     def as_given(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,14 @@ from qkeel.patching.modes import (
     transformed_now,
     unguarded,
 )
+
+
+class Search(Protocol):
+    """Called with the call of a module that is about to make an attention call, or has made scores of which the largest
+    are chosen."""
+
+    def __call__(self, frame: ModuleCall, /, *, chooses: bool) -> None: ...
+
 
 # q, k, scale, causality.
 PlainCall = tuple[Tensor, Tensor, float, bool]
@@ -144,6 +152,8 @@ class CaptureMode(CallObserver):
         only_in: the modules in which to look for attention, keyed by name, each with the torch functions to observe
             there, or None for all functions; BY_NAME stands for calls by the name of torch's function alone. If
             `only_in` is None, the full pass is observed.
+        search: called with the call of a module that is about to make an attention call, before the attention call is
+            read; it may give other `layouts` and `key_heads`.
     """
 
     def __init__(
@@ -158,6 +168,7 @@ class CaptureMode(CallObserver):
         guard: Guarded = unguarded,
         only_in: Mapping[str, tuple[nn.Module, frozenset[Function] | None]]
         | None = None,
+        search: Search | None = None,
     ) -> None:
         super().__init__()
         self.guard, self.probing = guard, by_graph is not None
@@ -173,8 +184,12 @@ class CaptureMode(CallObserver):
         if only_in is not None:
             modules = {name: module for name, (module, _) in only_in.items()}
         self.stack = ModuleStack(
-            model, modules=modules, keep_inputs=self.probing, guard=guard
+            model,
+            modules=modules,
+            keep_inputs=self.probing or search is not None,
+            guard=guard,
         )
+        self._search = search
         # Called with q, k, scale and causality of an SDPA call without a mask in a known module; returns whether no
         # further reading of the call is needed. None if calls are not read in this way.
         self.plain: (
@@ -195,7 +210,7 @@ class CaptureMode(CallObserver):
         self._hooks = [
             DescribedSiteHooks(site, self._described_call, guard) for site in described
         ]
-        self._layouts = layouts or {}
+        self.layouts = layouts or {}
         # Numbers of query and key heads at known sites. At other sites, keys are compared to find repeated heads, which
         # waits for the device.
         self.key_heads: Mapping[str, tuple[int, int]] = {}
@@ -209,10 +224,11 @@ class CaptureMode(CallObserver):
         self._by_graph = by_graph
         self.handwritten = EagerAttentionTracer(
             lambda frame, call: self._saw(frame, "softmax", call, call.layout),
-            lambda frame, ordinal: self._layouts.get(name_of(frame, ordinal)),
+            self._known_layout,
             self._by_graph,
             self._valued,
             self._chose,
+            lists_missed=self.probing or search is not None,
         )
 
     def __enter__(self) -> Self:
@@ -228,6 +244,11 @@ class CaptureMode(CallObserver):
     def whole(self) -> bool:
         """True if the full pass is observed."""
         return self._only_in is None
+
+    @property
+    def searches(self) -> bool:
+        """True if sites are looked for in this pass."""
+        return self._search is not None
 
     @property
     def missed(self) -> list[UnrecognizedAttention]:
@@ -464,6 +485,7 @@ class CaptureMode(CallObserver):
         """Reads a call of one of torch's fused functions."""
         if self._elsewhere(top):
             return
+        self._find(top)
         site = name_of(top, top.calls)
         key_heads = self.key_heads.get(site)
         if name == _SDPA:
@@ -476,7 +498,7 @@ class CaptureMode(CallObserver):
                     rows = KernelRows(*(x.reshape(len(x), heads, 1) for x in rows))
         geometry = CallGeometry(
             lambda q, k: fused_layout(
-                q, k, top, known=self._layouts.get(site), by_graph=self._by_graph
+                q, k, top, known=self.layouts.get(site), by_graph=self._by_graph
             ),
             fewest_keys
             if key_heads is None
@@ -494,6 +516,14 @@ class CaptureMode(CallObserver):
         reported = self._saw(top, name, call, geometry.used, added, rows)
         if reported is not None and name == _SDPA:
             self._valued(reported, sdpa_arguments(args, kwargs)["value"])
+
+    def _known_layout(self, frame: ModuleCall, ordinal: int) -> HeadLayout | None:
+        self._find(frame)
+        return self.layouts.get(name_of(frame, ordinal))
+
+    def _find(self, frame: ModuleCall) -> None:
+        if self._search is not None and not self._elsewhere(frame):
+            self._search(frame, chooses=False)
 
     def _added(
         self, top: ModuleCall, mask: Tensor | None, layout: HeadLayout | None
@@ -524,6 +554,7 @@ class CaptureMode(CallObserver):
         """Reads a call of a function that is not torch's."""
         if self._elsewhere(self.stack.top):
             return
+        self._find(self.stack.top)
         try:
             call = FLASH_AND_FLEX[name](arguments)
         except UnreadError as error:
@@ -573,7 +604,11 @@ class CaptureMode(CallObserver):
 
     def _chose(self, frame: ModuleCall, tag: Scores | Lost, x: Tensor) -> None:
         """Reads scores x of which the largest are chosen."""
-        if self._elsewhere(frame) or not (self.probing or self.index is not None):
+        if self._elsewhere(frame):
+            return
+        if self._search is not None:
+            self._search(frame, chooses=True)
+        if not (self.probing or self.index is not None):
             return
         frame.indexes += 1
         try:

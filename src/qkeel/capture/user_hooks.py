@@ -7,7 +7,7 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -24,10 +24,13 @@ from qkeel.patching.modes import (
 )
 
 # Packages whose hooks the model may need: they move weights, gather them, or compute them.
-_LIBRARIES = {
-    *("torch", "qkeel", "accelerate", "peft", "deepspeed", "transformers"),
-    *("lightning", "lightning_fabric", "pytorch_lightning", "fairscale"),
-    *("bitsandbytes", "torchao", "diffusers", "timm"),
+_WITH_NEEDED_HOOKS = {
+    *("torch", "qkeel", "accelerate", "peft", "deepspeed", "fairscale"),
+    *("bitsandbytes", "torchao"),
+}
+_LIBRARIES = _WITH_NEEDED_HOOKS | {
+    *("transformers", "lightning", "lightning_fabric", "pytorch_lightning"),
+    *("diffusers", "timm"),
 }
 # Methods that change their object and return None.
 _RETURN_NOTHING = {
@@ -41,9 +44,9 @@ _IS_GENERATOR = 0x20
 def hooks_held_back(
     model: nn.Module, *, runs_gradient_hooks: bool = False
 ) -> Iterator[None]:
-    """A context in which the user's forward hooks that return nothing don't run, nor any hook on gradients: those of a
-    search say which rows make which head, and are none of the program's. `runs_gradient_hooks` lets these run, where a
-    step's own gradients are computed again.
+    """A context in which forward hooks that return nothing don't run, the user's and those by which libraries record, nor
+    any hook on gradients: those of a search say which rows make which head, and are none of the program's.
+    `runs_gradient_hooks` lets these run, where a step's own gradients are computed again.
 
     A hook that returns a value changes what the model computes, so it runs; the lists, dicts, sets, attributes and
     counters that it and the modules' forward reach through closures, globals and objects are put back afterwards.
@@ -58,7 +61,7 @@ def hooks_held_back(
     for before, after in tables:
         quiet = True
         for key, hook in after.items():
-            if is_of_library(hook):
+            if _is_of(_WITH_NEEDED_HOOKS, hook):
                 continue
             if returns_nothing(hook):
                 held.append((after, key, hook))
@@ -66,7 +69,7 @@ def hooks_held_back(
                 functions.append(hook)
                 quiet = False
         for key, hook in before.items():
-            if is_of_library(hook):
+            if _is_of(_WITH_NEEDED_HOOKS, hook):
                 continue
             # A hook after forward that changes the output may use what one before it has kept.
             if quiet and returns_nothing(hook) and not _writes_state(hook):
@@ -155,6 +158,11 @@ def _function_of(hook: object) -> object:
 
 def is_of_library(hook: object) -> bool:
     """True if a function, a class or an object that can be called is torch's, Python's or that of a training library."""
+    return _is_of(_LIBRARIES, hook)
+
+
+def _is_of(packages: Collection[str], hook: object) -> bool:
+    """True if a function, a class or an object that can be called is of one of these packages or Python's own."""
     if not isinstance(
         hook, (types.FunctionType, types.MethodType, functools.partial, type)
     ):
@@ -163,7 +171,7 @@ def is_of_library(hook: object) -> bool:
     home = getattr(_function_of(hook), "__module__", None) or ""
     package = home.partition(".")[0]
     is_standard = package in sys.stdlib_module_names and package != "__main__"
-    return package in _LIBRARIES or is_standard
+    return package in packages or is_standard
 
 
 class OutsideStores:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import distributed as dist
-from qkeel.capture.example import tensors
+from qkeel.capture.example import ModuleCall, tensors
 from qkeel.errors import caution
 from qkeel.functional.norms import stream_statistics, wide
 from qkeel.handle import Handle
@@ -68,21 +68,14 @@ class HiddenStates:
         inputs_too: bool,
     ) -> None:
         """numbers: receives each number. guard: runs the hooks' code."""
-        self._numbers, self._guard, self._tree = numbers, guard, tree
-        self._inputs_too = inputs_too
-        self._all = tuple(sites)
-        # By module, because several sites may share one.
-        self._modules: dict[str, list[str]] = {}
-        for site in sites:
-            self._modules.setdefault(site.partition("#")[0], []).append(site)
-        self._sites: dict[str, list[str]] = {}
-        for site, block in blocks_of(model, sites).items():
-            self._sites.setdefault(block, []).append(site)
-        self._lists = {block.rpartition(".")[0] for block in self._sites}
-        # The modules outside all blocks can't be told from the names of a new tree.
-        self._named: list[tuple[str, nn.Module]] | None = None
+        self._model, self._numbers, self._guard = model, numbers, guard
+        self._tree, self._inputs_too = tree, inputs_too
+        self._is_told = not inputs_too
         self._looks: list[tuple[nn.Module, _Act | None, _Act]] = []
+        # While modules are looked at.
+        self._hooks: list[Hook] | None = None
         self._thread = 0
+        self._name(sites)
         # The shape of the last block's output.
         self._awaited: torch.Size | None = None
         self._final: tuple[Tensor, int] | None = None
@@ -91,14 +84,49 @@ class HiddenStates:
         self._outputs: list[tuple[str, Tensor, int]] = []
         self._sums: dict[str, list[tuple[str, Tensor, int]]] = {}
         self._data: list[Tensor] = []
-        if inputs_too and not self._sites:
-            caution(NO_BLOCKS)
+        # What entered or left blocks, by side and block, with the number of tokens.
+        self._streams: list[tuple[str, str, Mapping[str, Tensor], int]] = []
+
+    def _name(self, sites: Sequence[str]) -> None:
+        """Takes the names of the sites, by which blocks are named."""
+        self._all = tuple(sites)
+        # By module, because several sites may share one.
+        self._modules: dict[str, list[str]] = {}
+        for site in sites:
+            self._modules.setdefault(site.partition("#")[0], []).append(site)
+        self._sites: dict[str, list[str]] = {}
+        for site, block in blocks_of(self._model, sites).items():
+            self._sites.setdefault(block, []).append(site)
+        self._lists = {block.rpartition(".")[0] for block in self._sites}
+        # The modules outside all blocks can't be told from the names of a new tree.
+        self._named: list[tuple[str, nn.Module]] | None = None
+
+    def extend(self, sites: Sequence[str], running: Sequence[ModuleCall]) -> None:
+        """Takes the names of sites of which some were found in the pass that runs, inside these calls of modules."""
+        entered = {module for module, before, _ in self._looks if before is not None}
+        if "" in self._modules:
+            entered.add(self._model)
+        self._name(sites)
+        if self._hooks is None:
+            return
+        self._attach()
+        arguments = {
+            call.module: (call.given.args, call.given.kwargs)
+            for call in running
+            if call.given is not None and call.module not in entered
+        }
+        if "" in self._modules and self._model in arguments:
+            self._add_sum("input", "", arguments[self._model])
+        for module, before, _ in self._looks:
+            if before is not None and module in arguments:
+                before(module, *arguments[module])
 
     @torch.no_grad()
     def begin(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Begins a pass with these arguments; what a pass that has failed left is dropped."""
         self._final = self._awaited = None
         self._outputs, self._sums = [], {"input": [], "output": []}
+        self._streams = []
         held = map(dense, tensors((args, dict(kwargs))))
         self._data = [x.amax() for x in held if x.numel()]
         if "" in self._modules:
@@ -108,17 +136,29 @@ class HiddenStates:
         """Looks at the modules until the handle is removed."""
         # Other threads may call the same modules.
         self._thread = threading.get_ident()
+        self._attach()
+        return Handle(self._detach)
+
+    def _attach(self) -> None:
+        self._detach()
         if self._named is not (named := self._tree.named()):
             self._named = named
             self._list_modules(named)
-        hooks: list[Hook] = []
+        self._hooks = []
         for module, before, after in self._looks:
-            hooks += put_hooks(module, before, after)
-        return Handle(partial(remove_hooks, hooks))
+            self._hooks += put_hooks(module, before, after)
+
+    def _detach(self) -> None:
+        remove_hooks(self._hooks or ())
+        self._hooks = None
 
     @torch.no_grad()
     def end(self, output: object) -> None:
         """Ends a pass that returned this, and adds its numbers."""
+        if not self._is_told:
+            self._is_told = True
+            if not self._sites:
+                caution(NO_BLOCKS)
         if "" in self._modules:
             self._add_sum("output", "", output)
         numbers = self._numbers
@@ -126,6 +166,7 @@ class HiddenStates:
             numbers.add(("", "final_hidden_norm"), Number(*self._final))
         in_blocks = tuple(itertools.chain(*self._sites.values()))
         numbers.add_calls(in_blocks, "block_output_norm", self._outputs)
+        self._add_streams()
         # A sum is finite if its terms are, and is the cheapest of all reductions.
         for side, sums in self._sums.items():
             numbers.add_calls(self._all, f"non_finite_{side}", sums, is_flag=True)
@@ -153,7 +194,7 @@ class HiddenStates:
             )
             if name in self._sites or (self._inputs_too and is_sibling):
                 sites = self._sites.get(name, ())
-                enter = partial(self._measure, "input", sites or (name,))
+                enter = partial(self._measure, "input", name)
                 leave = partial(self._leave_block, sites, name)
                 looks.append((module, enter if self._inputs_too else None, leave))
             # A list of blocks that is called returns what its last block returns.
@@ -193,7 +234,7 @@ class HiddenStates:
         with beside_function_modes():
             states = hidden_states(output)
             if self._inputs_too:
-                self._measure("output", sites or (name,), states)
+                self._measure("output", name, states)
             if states is not None and sites:
                 self._final, self._awaited = _mean_norm(states), states.shape
                 self._outputs += [(site, *self._final) for site in sites]
@@ -206,16 +247,20 @@ class HiddenStates:
             if states is not None and states.shape == self._awaited:
                 self._final, self._awaited = _mean_norm(states), None
 
-    def _measure(self, side: str, layers: Sequence[str], values: object) -> None:
+    def _measure(self, side: str, block: str, values: object) -> None:
         with beside_function_modes():
             states = hidden_states(values)
-            if states is None or not states.numel():
-                return
-            n_tokens = states.numel() // states.shape[-1]
-            for statistic, value in stream_statistics(states).items():
+            if states is not None and states.numel():
+                n_tokens = states.numel() // states.shape[-1]
+                self._streams.append((side, block, stream_statistics(states), n_tokens))
+
+    def _add_streams(self) -> None:
+        """Adds the statistics of the blocks, under the names of their sites, some of which the pass may have shown."""
+        for side, block, statistics, n_tokens in self._streams:
+            for statistic, value in statistics.items():
                 field = f"block_{side}_{statistic}"
                 number = Number(value, n_tokens, BLOCK_FIELDS[field].over)
-                for layer in layers:
+                for layer in self._sites.get(block, (block,)):
                     self._numbers.add((layer, field), number)
 
 

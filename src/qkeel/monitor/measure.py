@@ -10,8 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel import distributed as dist
+<<<<<<< HEAD
 from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import tensors
+=======
+from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics
+from qkeel.capture.example import ModuleCall, tensors
+from qkeel.capture.intercept import CaptureMode, Search
+from qkeel.capture.visible_sets import LayerType
+>>>>>>> main
 from qkeel.distributed.reduce import WHOLE_MODEL
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
@@ -96,13 +103,11 @@ class StepNumbers(Visitor):
         self._is_loss_summed = kwargs.get("num_items_in_batch") is not None
         self._tokens.begin(args, kwargs)
         if self._hidden is None:
-            # The names of sites are known only now, and blocks are named by them.
             self.sites.find(args, kwargs)
             self.weights_not_finite = weights_not_finite(self.sites.model)
-            names = [site.name for site in self.sites.all]
             self._hidden = HiddenStates(
                 self.sites.model,
-                names,
+                [site.name for site in self.sites.all],
                 self._numbers,
                 self._guard,
                 self.tap.tree,
@@ -117,6 +122,17 @@ class StepNumbers(Visitor):
             return None
         hidden, gates = self._hidden.attach(), self._first_look.attach()
         return compose([hidden, gates]) if gates else hidden
+
+    def search(self) -> Search | None:
+        return self._look if self.sites.searches else None
+
+    def _look(self, frame: ModuleCall, /, *, chooses: bool) -> None:
+        if self.sites.look(frame, chooses=chooses) and self._hidden is not None:
+            names = [site.name for site in self.sites.all]
+            self._hidden.extend(names, frame.line())
+
+    def searched(self, watcher: CaptureMode) -> None:
+        self.sites.searched(watcher)
 
     def reads_plain(self, name: str) -> bool:
         return self.sites.shows_all(name)

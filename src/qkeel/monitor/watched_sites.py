@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from qkeel import distributed as dist
 from qkeel.capture.calls import Seen
+from qkeel.capture.example import ModuleCall
+from qkeel.capture.intercept import CaptureMode
 from qkeel.capture.visible_sets import (
     KeyOrigin,
     LayerType,
@@ -20,10 +22,18 @@ from qkeel.capture.visible_sets import (
     visible_digest,
     visible_sets,
 )
-from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
+from qkeel.errors import (
+    InvalidValueError,
+    NoAttentionError,
+    QkeelError,
+    RefusedError,
+    caution,
+)
 from qkeel.monitor.processes import ProcessGroup
-from qkeel.sites.find import found_sites
+from qkeel.sites.find import found_sites, own_sites
+from qkeel.sites.own_pass import OwnPassSearch
 from qkeel.sites.site import Sites, share
+from qkeel.sites.trace import unseen
 
 
 @final
@@ -85,46 +95,86 @@ class WatchedSites:
         # Of the search, told after the pass.
         self._error: QkeelError | None = None
         self._has_attention = self._told_silent = False
+        # In the first measured pass.
+        self._own_pass: OwnPassSearch | None = None
 
     def _add(self, sites: Sites) -> None:
-        described = {site.name for site in self.all}
-        self.all += [site for site in sites if site.name not in described]
+        known = {site.name for site in self.all}
+        self.all += [site for site in sites if site.name not in known]
         self.all.missed, self.all.indexers = sites.missed, sites.indexers
 
     def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Finds the sites from the arguments of a pass that is about to begin, in one more forward pass.
+        """Begins to look for sites in the pass with these arguments, which is about to begin. If the weights are split,
+        the sites are found in one more pass, which all processes make.
 
         Raises: InvalidValueError if this requires a pass in all processes, and not all of them watch the model.
         """
-        is_split = dist.world() > 1 and any(map(dist.is_split, self.model.parameters()))
+        is_split = any(map(dist.is_split, self.model.parameters()))
+        is_joint = is_split and dist.world() > 1
         # The search gathers weights, so all processes have to make it together.
-        self._group.begin(self._name, gathers=is_split)
+        self._group.begin(self._name, gathers=is_joint)
         if self._is_given:
             return
-        if is_split and not self._group.several:
+        if is_joint and not self._group.several:
             raise InvalidValueError(
                 "expected every process of this run to watch the model: its weights are split, and the search for its "
                 "attention runs a forward pass in all processes"
             )
+        if not is_split:
+            self._own_pass = OwnPassSearch(self.model)
+            self._add(Sites(own_sites(self.model)))
+            return
         sites = Sites()
         try:
             sites, _ = found_sites(self.model, args, kwargs)
         except QkeelError as error:
             # Told after the pass, because the pass itself may fail with the user's own error.
             self._error = error
-        if sites.missed:
-            not_understood = "; ".join(map(str, sites.missed))
-            caution(
-                f"{sites.share} of {type(self.model).__name__} are watched. Not understood: {not_understood}"
+        self._add(sites)
+        self._tell()
+
+    @property
+    def searches(self) -> bool:
+        """Whether sites are looked for in the pass that runs."""
+        return self._own_pass is not None
+
+    def look(self, frame: ModuleCall, *, chooses: bool) -> bool:
+        """Looks for sites before an attention call of a module is read, or when it `chooses` keys. Returns whether more
+        is known now."""
+        if self._own_pass is None or not self._own_pass.at(frame, chooses=chooses):
+            return False
+        self._add(self._own_pass.sites)
+        return True
+
+    def searched(self, watcher: CaptureMode) -> None:
+        """Ends the search in a pass; `watcher` has observed it."""
+        search, self._own_pass = self._own_pass, None
+        if search is None:
+            return
+        self.all.missed = tuple(dict.fromkeys(watcher.missed))
+        search.tell()
+        if search.failure is not None:
+            self._error = RefusedError(
+                f"its modules do not run alone: {search.failure}"
             )
-        has_weights = any(site.terms for site in sites)
-        if sites and not has_weights and dist.splits_heads(self.model):
+        elif not self.all:
+            self._error = NoAttentionError(unseen(self.model, watcher))
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tells what the search has not found."""
+        if self.all.missed:
+            not_understood = "; ".join(map(str, self.all.missed))
+            caution(
+                f"{self.all.share} of {type(self.model).__name__} are watched. Not understood: {not_understood}"
+            )
+        has_weights = any(site.terms for site in self.all)
+        if self.all and not has_weights and dist.splits_heads(self.model):
             caution(
                 "the weights behind the heads are unknown in a model whose heads are split across processes, so they "
                 "are not watched; the logits are. Give the sites that find_sites(model, batch) found before the "
                 "split: qkeel.watch(..., sites=sites)"
             )
-        self._add(sites)
 
     def see(self, name: str, call: Seen) -> None:
         """Records a call of a site. Its visible sets are examined if its keys are not those of the call that was
@@ -189,7 +239,8 @@ class WatchedSites:
     def pass_failed(self) -> bool:
         """Returns whether the search failed too; in that case the pass itself was the cause, and the search must be
         repeated in the next pass."""
-        failed, self._error = self._error is not None, None
+        failed = self._error is not None or self._own_pass is not None
+        self._error = self._own_pass = None
         return failed
 
     def report(self, seen: bool) -> None:

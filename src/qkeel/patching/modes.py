@@ -831,10 +831,13 @@ def function_name(function: Function) -> str:
 
 
 @contextmanager
-def without_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
-    """Disables all modes of this class inside the context, wherever they are in the stack."""
+def without_modes(kind: type[TorchFunctionMode] | None = None) -> Iterator[None]:
+    """Disables all modes of this class, or else all of qkeel's, inside the context, wherever they are in the stack."""
     before = _get_current_function_mode_stack()
-    _enter_only([mode for mode in before if not isinstance(mode, kind)])
+    others = [mode for mode in before if not isinstance(mode, kind or ())]
+    if kind is None:
+        others = [x for x in before if not type(x).__module__.startswith("qkeel.")]
+    _enter_only(others)
     try:
         yield
     finally:

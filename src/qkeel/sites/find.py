@@ -151,16 +151,16 @@ def all_sites(of: Mapping[str, Sites]) -> Sites:
     named = ((functools.partial(within, name), sites) for name, sites in of.items())
     pairs = [(inside, sites) for inside, sites in named]
     indexers = (
-        _renamed(site, inside) for inside, sites in pairs for site in sites.indexers
+        renamed(site, inside) for inside, sites in pairs for site in sites.indexers
     )
     return Sites(
-        (_renamed(site, inside) for inside, sites in pairs for site in sites),
+        (renamed(site, inside) for inside, sites in pairs for site in sites),
         missed,
         indexers,
     )
 
 
-def _renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite:
+def renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite:
     """A site with new names for its module and its weights."""
 
     def named(parts: tuple[T, ...]) -> tuple[T, ...]:
@@ -211,11 +211,11 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
             home, mark, ordinal = site.name.partition("#")
             if _bare(home) in modules:
                 name, module = modules[_bare(home)]
-                renamed = _renamed(
+                in_this_model = renamed(
                     site, lambda weight: parameters.get(_bare(weight), (weight,))[0]
                 )
                 yield dataclasses.replace(
-                    renamed, name=f"{name}{mark}{ordinal}", module=module
+                    in_this_model, name=f"{name}{mark}{ordinal}", module=module
                 )
 
     found = [*in_model(sites)]
@@ -307,7 +307,7 @@ def found_sites(
             return bound(_searched(_with_values(model), args, kwargs)[0], model), None
         with whole_weights(model):
             return _searched(model, args, kwargs)
-    own = _own_sites(model)
+    own = own_sites(model)
     if not own:
         takes = inspect.signature(model.forward)
         raise RefusedError(
@@ -319,7 +319,7 @@ def found_sites(
 
 
 def _searched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Sites, ModelTrace]:
-    own = _own_sites(model)
+    own = own_sites(model)
     trace = traced(model, args, kwargs, expected=not own)
     return Sites([*own, *trace.sites], trace.sites.missed, trace.sites.indexers), trace
 
@@ -339,7 +339,7 @@ def _unverified(sites: Sites) -> str:
     )
 
 
-def _own_sites(model: nn.Module) -> list[AttentionSite]:
+def own_sites(model: nn.Module) -> list[AttentionSite]:
     return [
         _site(name, module)
         for name, module in modules_of(model).items()

@@ -12,7 +12,13 @@ from torch.nn import functional as F
 
 from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics
 from qkeel.capture.example import ModuleCall
-from qkeel.capture.intercept import CapturedCall, CaptureMode, PlainCall, name_of
+from qkeel.capture.intercept import (
+    CapturedCall,
+    CaptureMode,
+    PlainCall,
+    Search,
+    name_of,
+)
 from qkeel.capture.named_attention import BY_NAME
 from qkeel.capture.readers import FLASH_AND_FLEX, SDPA
 from qkeel.functional.statistics import KernelRows, LogitStats
@@ -121,8 +127,13 @@ class ObservedPass:
             observer = self._observer(name)
             module.observers.append(observer)
             around.callback(module.observers.remove, observer)
+        search = self.tap.visitor.search() if self.kept is None else None
         by_caller = names_by_caller(self.tap.sites)
-        only_in = self.tap.places() if self.kept is None and by_caller is None else None
+        only_in = None
+        if self.kept is None and by_caller is None:
+            only_in = self.tap.places()
+        if search is not None and only_in != {}:
+            only_in = None
         if only_in == {} and (spec_modules or self.tap.own_alone):
             return
         self.watcher = watcher = CaptureMode(
@@ -133,13 +144,13 @@ class ObservedPass:
             described=self.tap.facts.described,
             layouts=self.tap.facts.layouts,
             only_in=only_in,
+            search=None if search is None else functools.partial(self._find, search),
         )
         watcher.stack.by_caller = by_caller
+        if search is not None:
+            watcher.stack.by_caller = by_caller or {}
         watcher.key_heads = self.tap.facts.key_heads
-        if self.tap.facts.indexers and self.kept is None:
-            layouts = self.tap.facts.indexers
-            watcher.index = self._index
-            watcher.index_layouts = lambda name: layouts.get(self._layer(name))
+        self._read_indexers(watcher)
         if call is not None and only_in is None:
             watcher.stack.begun(call[0], dict(call[1]))
         if (
@@ -152,12 +163,31 @@ class ObservedPass:
             watcher.bounded = self._bounded
         watcher.look(around)
 
+    def _read_indexers(self, watcher: CaptureMode) -> None:
+        layouts = self.tap.facts.indexers
+        if layouts and self.kept is None:
+            watcher.index = self._index
+            watcher.index_layouts = lambda name: layouts.get(self._layer(name))
+
+    def _find(self, search: Search, frame: ModuleCall, /, *, chooses: bool) -> None:
+        """Looks for sites before an attention call of this module is read."""
+        watcher = self.watcher
+        if watcher is None or not self.tap.active or extra_of_another(self.tap):
+            return
+        search(frame, chooses=chooses)
+        facts = self.tap.facts
+        watcher.layouts, watcher.key_heads = facts.layouts, facts.key_heads
+        watcher.stack.by_caller = names_by_caller(facts.sites) or {}
+        self._read_indexers(watcher)
+
     def over(self) -> None:
         """Called after the pass to determine the modules in which the next pass is searched."""
         watcher = self.watcher
         if watcher is None or self.kept is not None:
             return
         watcher.end()
+        if watcher.searches:
+            self.tap.visitor.searched(watcher)
         if not watcher.whole:
             if 0 in [frame.calls + frame.indexes for frame in watcher.called_in]:
                 # Attention that was found there is now computed elsewhere, or called in another way.

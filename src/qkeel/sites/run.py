@@ -101,12 +101,8 @@ def eagerly(
     unoptimised = torch.jit.optimized_execution(False)
     # A stance is set when it is created, so that an error before the context is entered would leave it set for the
     # process.
-    # The user's hooks for saved tensors, as for offloading, are for tensors of the user's own passes: only the
-    # innermost pair is called.
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-    unseen = saved_tensors_hooks(lambda x: x, lambda x: x) if top else nullcontext()
     with (
-        unseen,
+        saving_unseen(),
         dist.agreed_collectives(SEARCH) if together else nullcontext(),
         torch.compiler.set_stance("force_eager"),
         unoptimised,
@@ -115,6 +111,21 @@ def eagerly(
         (parts or CheckpointedParts()).noticed(),
     ):
         yield
+
+
+def saving_unseen() -> AbstractContextManager[object]:
+    """A context whose tensors no hooks for saved tensors see. Those of checkpoints, or of the user for offloading, are
+    for tensors of the program's own passes."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    # Only the innermost pair is called.
+    return saved_tensors_hooks(lambda x: x, lambda x: x) if top else nullcontext()
+
+
+def forget_casts() -> None:
+    """Drops the casts of weights that autocast keeps, whatever the weights hold now. Inside a pass of the program, whose
+    casts must last, it keeps none instead."""
+    if torch.is_autocast_cache_enabled():
+        torch.clear_autocast_cache()
 
 
 def check_devices(model: nn.Module, *example: object) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qkeel import distributed as dist
 from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, statistics
 from qkeel.capture.example import LastPass, copied, tensors, undisturbed
-from qkeel.capture.intercept import CapturedCall
+from qkeel.capture.intercept import CapturedCall, CaptureMode, Search
 from qkeel.capture.named_attention import CompiledBounds
 from qkeel.errors import caution
 from qkeel.functional.statistics import LogitStats
@@ -74,6 +74,13 @@ class Visitor:
     def looking(self, candidate: bool) -> Handle | None:
         """Called when the measured pass begins (in compiled models, the additional pass). The returned handle is
         removed after the pass. candidate: whether the pass may turn out to be trained."""
+
+    def search(self) -> Search | None:
+        """Returns what looks for the sites of the pass that begins, when a module is about to make an attention call."""
+        return None
+
+    def searched(self, watcher: CaptureMode) -> None:
+        """Called with what has observed a pass that was searched."""
 
     def reads_plain(self, name: str) -> bool:
         """Whether a call of a site without a mask may be measured without `call` being called."""

@@ -47,7 +47,13 @@ from qkeel.patching.modes import Args, DeferredError, Kwargs, uncompiled, unguar
 from qkeel.sites.graph import leaves_of, names_of
 from qkeel.sites.norms import seen_gains
 from qkeel.sites.rows import UnknownRowsError, layout_of, side, sides, sum_terms
-from qkeel.sites.run import check_devices, forward, spread, whole_weights
+from qkeel.sites.run import (
+    check_devices,
+    forget_casts,
+    forward,
+    spread,
+    whole_weights,
+)
 from qkeel.sites.site import (
     INDEX,
     AttentionSite,
@@ -147,14 +153,21 @@ class ModelTrace:
     called: Mapping[int, int]
     unclear_masks: dict[str, str]
 
-    def verified(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
-        """Returns the sites, with a reason for each site whose weights a rerun of its module does not confirm."""
-        verification = Verification(self.model)
+    def verified(
+        self,
+        sites: Sequence[AttentionSite],
+        verification: Verification | None = None,
+    ) -> list[AttentionSite]:
+        """Returns the sites, with a reason for each site whose weights a rerun of its module does not confirm. The
+        caller tells what a `verification` of his has found."""
+        checks = verification or Verification()
         with extra_pass(self.model), hooks_held_back(self.model):
             checked = [
-                verification.site(site, self.calls.get(site.name, [])) for site in sites
+                checks.site(self.model, site, self.calls.get(site.name, []))
+                for site in sites
             ]
-        verification.tell()
+        if verification is None:
+            checks.tell()
         return checked
 
     def inputs_after(
@@ -257,17 +270,48 @@ def traced(
                 )
             finally:
                 undo()
-        trace = _traced(model, args, kwargs, undo, expected=expected)
-        twice = None if dist.world() > 1 else doubled(args, kwargs)
-        if twice is None or all(_is_plain(site.layout) for site in trace.sites):
-            return trace
-        # With one sample, (h b) and (b h) look alike, and larger batches may follow.
-        undo()
-        try:
-            return _traced(model, *twice, undo, expected=expected)
-        except QkeelError as error:
-            _LOG.debug("two samples of %s fail: %s", type(model).__name__, error)
-            return trace
+        return _traced_whole(model, args, kwargs, undo, expected=expected)
+
+
+def traced_alone(
+    model: nn.Module, args: Args, kwargs: Kwargs, verification: Verification
+) -> ModelTrace:
+    """Returns the trace of a pass of a part of a model that runs alone on this process.
+
+    Raises:
+        InvalidValueError: the pass fails.
+    """
+    with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
+        return _traced_whole(
+            model, args, kwargs, undo, expected=False, verification=verification
+        )
+
+
+def _traced_whole(
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    undo: Undo,
+    *,
+    expected: bool,
+    verification: Verification | None = None,
+) -> ModelTrace:
+    """The trace of one pass over this example, or over its only sample twice."""
+    trace = _traced(
+        model, args, kwargs, undo, expected=expected, verification=verification
+    )
+    twice = None if dist.world() > 1 else doubled(args, kwargs)
+    if twice is None or all(_is_plain(site.layout) for site in trace.sites):
+        return trace
+    # With one sample, (h b) and (b h) look alike, and larger batches may follow.
+    undo()
+    try:
+        return _traced(
+            model, *twice, undo, expected=expected, verification=verification
+        )
+    except QkeelError as error:
+        _LOG.debug("two samples of %s fail: %s", type(model).__name__, error)
+        return trace
 
 
 def seen(
@@ -312,8 +356,9 @@ def _traced(
     expected: bool,
     verifies: bool = True,
     rows: bool = True,
+    verification: Verification | None = None,
 ) -> ModelTrace:
-    """The trace of one pass over this example.
+    """The trace of one pass over this example. `verification` is told of by the caller.
 
     If the weights and the logits computed from them lie in two checkpointed parts, a second pass keeps both parts, and
     a warning reports this.
@@ -369,7 +414,7 @@ def _traced(
     if verifies:
         # a module that holds tensors of the pass could not be copied.
         undo()
-        trace = _with_sites(trace, trace.verified(trace.sites))
+        trace = _with_sites(trace, trace.verified(trace.sites, verification))
     return trace
 
 
@@ -564,7 +609,7 @@ class _Reading:
     def run(self) -> None:
         """Runs the pass and reads its sites; `parts.missed` says if that needed a checkpointed part that was not kept."""
         # Otherwise the cast of a weight may come from an earlier pass.
-        torch.clear_autocast_cache()
+        forget_casts()
         model, guard = self.watcher.stack.root.module, self.watcher.guard
         forward(model, self.watcher, *self.given, parts=self.parts, guard=guard)
         try:
@@ -603,7 +648,7 @@ class _Reading:
             return captured
         if weights not in by_weights:
             # Named by the module that owns the projections, and the one that is called.
-            owner = _common_module([parameter for _, parameter in weights])
+            owner = common_module([parameter for _, parameter in weights])
             new = f"{owner}#{frame.name}"
             taken = new in self.order
             by_weights[weights] = f"{new}{len(by_weights) + 1}" if taken else new
@@ -710,7 +755,7 @@ def names_by_caller(sites: Sequence[AttentionSite]) -> dict[Caller, str] | None:
     return {caller: site.name for site in sites for caller in site.callers} or None
 
 
-def _common_module(parameters: Sequence[str]) -> str:
+def common_module(parameters: Sequence[str]) -> str:
     """The name of the innermost module that holds all of these parameters."""
     common = []
     for names in zip(*(name.split(".")[:-1] for name in parameters)):

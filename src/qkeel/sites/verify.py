@@ -57,7 +57,7 @@ from qkeel.patching.modes import (
     take_off,
 )
 from qkeel.sites.rows import half_codes
-from qkeel.sites.run import SEARCH, eagerly, spread
+from qkeel.sites.run import SEARCH, eagerly, forget_casts, spread
 from qkeel.sites.site import AttentionSite, HeadSlice, unique_slices
 
 Weights = Mapping[str, Tensor]
@@ -83,18 +83,20 @@ class CannotRerunError(Exception):
 
 @final
 class Verification:
-    """Verifies the sites of one pass of a model. Of sites that are alike, the first is verified fully, and of the
-    others a single run shows that their rows act in the same way."""
+    """Verifies the sites of one pass of a model, or of parts of it that run alone. Of sites that are alike, the first
+    is verified fully, and of the others a single run shows that their rows act in the same way."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self) -> None:
         self._verified: list[VerifiedModule] = []
         self._by_gradients: dict[str, str] = {}
 
-    def site(self, site: AttentionSite, calls: Sequence[RecordedCall]) -> AttentionSite:
+    def site(
+        self, model: nn.Module, site: AttentionSite, calls: Sequence[RecordedCall]
+    ) -> AttentionSite:
         """Returns the site; if its weights are not confirmed, `unverified` gives the reason.
 
         Args:
+            model: the model, or the part of it, of the pass.
             site: the site.
             calls: the first call of the site, or one call for each head if the heads are computed one by one.
         """
@@ -102,9 +104,10 @@ class Verification:
             return site
         doubt = unscaled = ""
         try:
-            doubt, unscaled = self._check(site, calls)
+            doubt, unscaled = self._check(model, site, calls)
         except CannotRerunError as error:
-            self._by_gradients[site.name] = str(error)
+            name = site.name or type(model).__name__
+            self._by_gradients[name] = str(error)
         except dist.ApartError:
             raise
         except Exception as error:
@@ -112,7 +115,7 @@ class Verification:
         return dataclasses.replace(site, unverified=doubt, unscaled=unscaled)
 
     def _check(
-        self, site: AttentionSite, calls: Sequence[RecordedCall]
+        self, model: nn.Module, site: AttentionSite, calls: Sequence[RecordedCall]
     ) -> tuple[str, str]:
         """Why the weights are not confirmed, or "", and why the logits do not scale with them, or ""."""
         if not calls:
@@ -127,7 +130,7 @@ class Verification:
             if len({s.parameter for s in path}) < len(path):
                 # Changed rows would reach the logits in two ways, by which every head moves.
                 raise CannotRerunError("one weight is used twice on the way to a logit")
-        weights = ChangedWeights(self.model, site)
+        weights = ChangedWeights(model, site)
         frame = next(_frames(calls, weights.parameters), None)
         kind = None if frame is None else ModuleKind.of(site, calls[0].captured, frame)
         for verified in self._verified:
@@ -138,10 +141,10 @@ class Verification:
             if is_same and verified.kind.weights == kind.weights:
                 return "", verified.unscaled
             if verified.kind.is_same(kind) and self._is_alike(
-                verified, site, frame, calls, readers, weights
+                verified, model, site, frame, calls, readers, weights
             ):
                 return "", verified.unscaled
-        rerun = smallest_rerun(self.model, site, calls, readers, weights)
+        rerun = smallest_rerun(model, site, calls, readers, weights)
         unscaled = ""
         # Whether each side has a single weight, all of which has then been changed.
         is_simple = len(site.query) + len(site.key) == 2
@@ -167,6 +170,7 @@ class Verification:
     def _is_alike(
         self,
         verified: VerifiedModule,
+        model: nn.Module,
         site: AttentionSite,
         frame: ModuleCall,
         calls: Sequence[RecordedCall],
@@ -178,7 +182,7 @@ class Verification:
         verified.alike += 1
         try:
             rerun = Rerun(
-                self.model,
+                model,
                 site,
                 frame,
                 calls,
@@ -202,9 +206,7 @@ class Verification:
     def tell(self) -> None:
         """Says once which sites were verified by gradients alone."""
         if self._by_gradients:
-            names = ", ".join(
-                n or type(self.model).__name__ for n in self._by_gradients
-            )
+            names = ", ".join(self._by_gradients)
             reason = next(iter(self._by_gradients.values()))
             caution(
                 f"the weights of each head of {names} are known from gradients alone: {reason}"
@@ -459,7 +461,7 @@ class Rerun:
         alone = self.is_spread or dist.world() == 1
         with (
             eagerly(graph=False, together=self.is_spread),
-            nullcontext() if alone else CollectiveMode(_refuse_collective),
+            nullcontext() if alone else CollectiveMode(refuse_collective),
             # A monitor whose pass is running, in which another search looks.
             unobserved(),
             self._watcher,
@@ -574,7 +576,7 @@ class Rerun:
         self._has_run, self._reported = True, itertools.count()
         self._calls = []
         # Autocast keeps the cast of each weight, whatever the weight holds now.
-        torch.clear_autocast_cache()
+        forget_casts()
         with self._given.as_given(), self._exchanged(weights):
             push_mode(self._watcher)
             try:
@@ -588,7 +590,7 @@ class Rerun:
                 raise
             finally:
                 take_off(self._watcher)
-                torch.clear_autocast_cache()
+                forget_casts()
         if len(self._calls) < len(self._numbers):
             raise CannotRerunError(
                 "running their modules again made other attention calls"
@@ -607,7 +609,7 @@ class Rerun:
                 self._parameters[name].data = value
 
 
-def _refuse_collective(_ranks: tuple[int, ...], operator: str) -> None:
+def refuse_collective(_ranks: tuple[int, ...], operator: str) -> None:
     raise CannotRerunError(
         f"{operator} combines values from several processes, and only one of them would repeat it"
     )

@@ -1,0 +1,171 @@
+"""`watch` makes no pass of its own: it reads the program's first one, and runs copies of attention modules alone."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import qkeel
+
+CALLS = []
+
+
+def noted(module):
+    CALLS.append(module)
+
+
+class Attention(nn.Module):
+    def __init__(self, written):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.written = written
+
+    def forward(self, x):
+        q, k, v = (
+            f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        if self.written:
+            y = (q @ k.mT / 2).softmax(-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v)
+        return self.o(F.dropout(y, 0.1).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """Blocks around attention that note every call of theirs."""
+
+    def __init__(self, written=False, checkpointed=False):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(16, 8), nn.BatchNorm1d(8)
+        self.layers = nn.ModuleList(Attention(written) for _ in range(2))
+        self.checkpointed = checkpointed
+
+    def forward(self, tokens):
+        noted(self)
+        x = self.norm(self.embed(tokens).mT).mT
+        for layer in self.layers:
+            if self.checkpointed:
+                x = x + checkpoint(layer, x, use_reentrant=self.checkpointed == "again")
+            else:
+                x = x + layer(x)
+        # The same weight twice, of which autocast keeps one cast.
+        return self.layers[0].o(self.layers[0].o(x))
+
+
+def trained(
+    watch, *, autocast=False, frozen=False, first_without_gradients=False, **kind
+):
+    """The losses of three steps, the sites that were found, and how often the model ran."""
+    torch.manual_seed(0)
+    model = Model(**kind)
+    if frozen:
+        model.layers.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = qkeel.watch(model, optimizer) if watch else None
+    CALLS.clear()
+    losses = []
+    for step in range(3):
+        tokens = torch.randint(16, (3, 6))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if first_without_gradients and not step:
+                with torch.no_grad():
+                    model(tokens)
+            loss = model(tokens).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, monitor, len(CALLS)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {},
+        {"written": True},
+        {"autocast": True},
+        {"frozen": True},
+        {"checkpointed": "once"},
+        {"checkpointed": "again", "written": True},
+        {"first_without_gradients": True},
+    ],
+    ids=str,
+)
+def test_the_first_pass_of_the_program_shows_the_weights_of_each_head(setting):
+    losses, monitor, calls = trained(True, **setting)
+    plain, _, calls_unwatched = trained(False, **setting)
+    assert losses == plain
+    assert calls == calls_unwatched
+    assert [site.name for site in monitor.sites] == ["layers.0", "layers.1"]
+    for site in monitor.sites:
+        assert site.verified
+        assert site.query[0].parameter == f"{site.name}.q.weight"
+        assert site.key[0].index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+class Outside(nn.Module):
+    """A core that several blocks share, and that holds no weights."""
+
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Block(nn.Module):
+    def __init__(self, core):
+        super().__init__()
+        self.qkv, self.core = nn.Linear(8, 24), core
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return x + self.core(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_a_core_that_blocks_share_is_a_site_for_each_of_them():
+    torch.manual_seed(0)
+    core = Outside()
+    model = nn.Sequential(Block(core), Block(core))
+    x = torch.randn(2, 5, 8)
+    with qkeel.watch(model) as monitor:
+        for _ in range(3):
+            model(x).sum().backward()
+            read = monitor.read()
+            assert [*read] == [site.name for site in monitor.sites]
+    expected = qkeel.find_sites(model, x)
+    assert [site.name for site in monitor.sites] == [site.name for site in expected]
+    assert [site.query[0].parameter for site in monitor.sites] == [
+        "0.qkv.weight",
+        "1.qkv.weight",
+    ]
+    assert [site.callers for site in monitor.sites] == [
+        site.callers for site in expected
+    ]
+
+
+class Unusual(nn.Module):
+    """Attention whose module can't be copied, as it holds what is running."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.stream = (i for i in range(3))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_a_module_that_cannot_be_copied_is_watched_without_its_weights():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Unusual()), torch.randn(2, 5, 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with qkeel.watch(model) as monitor:
+            model(x).sum().backward()
+            (stats,) = monitor.read().values()
+    q, k, _ = model[0].qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+    torch.testing.assert_close(stats.max_logit.float(), (q @ k.mT / 2).amax((0, 2, 3)))
+    (said,) = [str(w.message) for w in caught if "weights behind" in str(w.message)]
+    assert "generator" in said
