@@ -1,12 +1,13 @@
 """The wheel holds all a user needs and imports where only it is installed."""
 
-import ast
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +45,7 @@ def test_the_description_on_a_package_index_has_no_link_that_leads_nowhere(
     assert not re.findall(r"(?:src|srcset|href)=\"(?!https?:)[^\"]*", metadata)
 
 
+@pytest.mark.slow  # half of it is the import of torch
 def test_the_installed_wheel_imports_and_attends(wheel, tmp_path):
     target = tmp_path / "site"
     # All that installing a wheel of pure Python does.
@@ -94,13 +96,10 @@ def test_every_package_that_is_imported_is_declared_for_users():
         *(line for name in extras.keys() - OURS for line in extras[name]),
     ]
     declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
-    names: set[str] = set()
-    for path in (ROOT / "src").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names.update(alias.name.partition(".")[0] for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names.add(node.module.partition(".")[0])
+    text = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    code = re.sub(r'"""(.|\n)*?"""', "", text)
+    pattern = r"^ *(?:import (\w+)|from (\w+)\S* import) ?"
+    names = {a or b for a, b in re.findall(pattern, code, re.MULTILINE)}
     imported = {
         DISTRIBUTIONS.get(name, name)
         for name in names - sys.stdlib_module_names - {"qkeel"}
