@@ -10,15 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel import distributed as dist
-<<<<<<< HEAD
 from qkeel.capture.calls import ScoresCall, Seen
-from qkeel.capture.example import tensors
-=======
-from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics
 from qkeel.capture.example import ModuleCall, tensors
 from qkeel.capture.intercept import CaptureMode, Search
-from qkeel.capture.visible_sets import LayerType
->>>>>>> main
 from qkeel.distributed.reduce import WHOLE_MODEL
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
