@@ -384,23 +384,40 @@ def _traced(
         if reading.lacks_graph and not reading.parts.missed:
             reading = _with_graphs(reading, model, (args, kwargs), undo)
         if not reading.parts.missed:
-            break
+            trace = _trace_of(reading, unused)
+            try:
+                if rows:
+                    trace = _with_sites(trace, _with_value_weights(trace))
+                break
+            except RuntimeError:
+                # A norm between a fused projection and its values needs what the part has freed.
+                if not reading.parts.missed:
+                    raise
         undo()
     if keep:
         caution(_KEPT.format(type(model).__name__))
-    watcher = reading.watcher
     if not reading.sites and expected:
-        raise NoAttentionError(unseen(model, watcher))
+        raise NoAttentionError(unseen(model, reading.watcher))
+    if verifies:
+        # a module that holds tensors of the pass could not be copied.
+        undo()
+        trace = _with_sites(trace, trace.verified(trace.sites, verification))
+    return trace
+
+
+def _trace_of(reading: _Reading, given: tuple[Args, Kwargs]) -> ModelTrace:
+    """The trace of what was read in a pass with these arguments."""
+    watcher = reading.watcher
     groups = grouped([call.captured for call in reading.order.values()])
     calls = {
         group[0].name: [reading.order[captured.name] for captured in group]
         for group in groups
     }
     sites = reading.typed_sites()
-    trace = ModelTrace(
-        model=model,
+    return ModelTrace(
+        model=watcher.stack.root.module,
         sites=Sites(sites, watcher.missed, _indexers(watcher, sites)),
-        given=unused,
+        given=given,
         calls=calls,
         values=watcher.values or {},
         called=watcher.stack.called,
@@ -409,19 +426,11 @@ def _traced(
             for name, (first, *_) in calls.items()
         },
     )
-    if rows:
-        trace = _with_sites(trace, _with_value_weights(sites, trace))
-    if verifies:
-        # a module that holds tensors of the pass could not be copied.
-        undo()
-        trace = _with_sites(trace, trace.verified(trace.sites, verification))
-    return trace
 
 
-def _with_value_weights(
-    sites: Sequence[AttentionSite], trace: ModelTrace
-) -> list[AttentionSite]:
+def _with_value_weights(trace: ModelTrace) -> list[AttentionSite]:
     """The sites with the weights of logits that make values too, as keys that are their own values."""
+    sites = trace.sites
     logits = {s.parameter for site in sites for s in (*site.query, *site.key)}
     values = trace.value_slices(of=logits)
     return [
@@ -956,8 +965,9 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
 
 _KEPT = (
     "the search for the attention of {} keeps tensors that gradient checkpointing would drop: weights and the logits "
-    "they produce lie in two checkpointed parts, or a part can't be run separately. It needs as much memory as a "
-    "pass without checkpointing; if that is too much, give find_sites a batch of one short sequence, and its sites "
+    "they produce lie in two checkpointed parts, a norm lies between weights and the values they produce, or a part "
+    "can't be run separately. It needs as much memory as a pass without checkpointing; if that is too much, give "
+    "find_sites a batch of one short sequence, and its sites "
     "to watch(sites=...)"
 )
 _NO_BOUNDS = (
