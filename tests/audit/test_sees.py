@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.quick import one_in
 from torch import Tensor, nn
 
 import qkeel
@@ -190,7 +191,7 @@ def drawn(make, seed):
     return Model(blocks).train(is_training), tokens, place
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", one_in([0, 1], 2))
 @pytest.mark.parametrize("name", KINDS)
 def test_a_planted_leak_is_found_and_named_and_its_clean_twin_is_not_blamed(name, seed):
     leaky, clean, words = KINDS[name]

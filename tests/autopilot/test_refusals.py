@@ -58,8 +58,6 @@ def adafactor(model):
 # actions that are taken, in order.
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, str, dict[Action, str], Any]] = {
     "nothing special": (foreign, steady, "", {}, [CLIP]),
-    "fused q, k and v": (lambda: foreign(kind="fused"), steady, "", {}, [CLIP]),
-    "grouped keys": (lambda: foreign(kind="grouped"), steady, "", {}, [CLIP]),
     "q and k of one weight": (lambda: foreign(kind="tied"), steady, "", {}, [CLIP]),
     "latent attention": (latent, steady, "", {}, [CLIP]),
     "frozen q": (

@@ -21,7 +21,7 @@ NOT_RUN = {
     "timing": "the clock that all share",
     "watch": "a test of its own, test_watch_runs.py",
 }
-SLOW = {"transformers_attention"}  # more than three seconds, at toy size
+SLOW = {"transformers_attention", "retrofit", "scan"}  # a second and more, at toy size
 NEEDS_A_COMPILER = {
     "native",
     "attention",

@@ -58,7 +58,7 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
     },
 }
 # Other readers read as the second does.
-QUICK = ("study lr", "report", "watch")
+QUICK = ("study lr", "report")
 
 
 SCRIPT = """

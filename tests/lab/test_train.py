@@ -100,22 +100,22 @@ def test_a_run_directory_holds_what_the_records_say(tiny, tmp_path):
 
 TIED = {"n_heads": 4, "n_kv_heads": 2, "tied": True, "mlp": "swiglu"}
 RESUMED = [
-    ("adamw", "lalr:tau=0.3", {**TIED, "norm_order": "peri"}),
-    ("sgd", "sigma_reparam", {"attention": "qwen3", "norm_order": "swin"}),
-    ("muon", "qk_norm:kind=l2", {"block": "mla"}),
-    pytest.param("adamw", "qk_clip:threshold=1", TIED, marks=pytest.mark.slow),
-    pytest.param("muon", "lalr:tau=0.3", TIED, marks=pytest.mark.slow),
+    ("adamw", "lalr:tau=0.3", {**TIED, "norm_order": "peri"}, (0, 4, 6, 12)),
+    ("sgd", "sigma_reparam", {"attention": "qwen3", "norm_order": "swin"}, (6,)),
+    ("muon", "qk_norm:kind=l2", {"block": "mla"}, (6,)),
+    pytest.param("adamw", "qk_clip:threshold=1", TIED, (6,), marks=pytest.mark.slow),
+    pytest.param("muon", "lalr:tau=0.3", TIED, (6,), marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("optimizer", "remedy", "model"), RESUMED)
+@pytest.mark.parametrize(("optimizer", "remedy", "model", "crashes"), RESUMED)
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-    tiny, tmp_path, optimizer, remedy, model
+    tiny, tmp_path, optimizer, remedy, model, crashes
 ):
     optim = {"name": optimizer, "weight_decay": 0.01, "z_loss": 1e-4}
     config = tiny(model=model, optim=optim, remedy=remedy)
     whole = run(config, tmp_path / "whole")
-    for step in (0, 4, 6, 12):
+    for step in crashes:
         crashed(config, tmp_path / "cut", step)
     cut = run(config, tmp_path / "cut")
     assert everything(cut) == everything(whole)

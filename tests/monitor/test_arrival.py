@@ -1,158 +1,87 @@
-"""What arrives from the device: the record of random measurements is what the definitions say, number by number."""
+"""What arrives from the device: the record of a step is what its statistics say, head by head."""
 
 from __future__ import annotations
-
-import random
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
 
-from qkeel.functional.statistics import MERGES, LogitStats
-from qkeel.monitor.gather import Transfer
-from qkeel.monitor.numbers import Number, NumberKey
-from qkeel.monitor.record_arrays import COMPUTED, RecordArrays
+from qkeel import watch
+from qkeel.nn import Attention
 from qkeel.records import HEAD_FIELDS
 
-SEEDS = range(40)
+# They may be known of a head of which nothing was counted.
+MAXIMA = {
+    "max_logit": "max_logit",
+    "capped_max_logit": "capped_max_logit",
+    "non_finite": "max_logit",
+}
 
 
-def random_stats(rng, heads, kv_heads, dtype):
-    """Statistics of one site: some heads without pairs, some not finite, some with maxima alone."""
+class Ragged(nn.Module):
+    """Layers of 2, 6 and 1 heads, of which the second shares the keys of three."""
 
-    def numbers(name):
-        of_keys = name.startswith(("key_", "n_keys"))
-        n = kv_heads if of_keys else heads
-        if MERGES[name].how == "sum":
-            return torch.tensor([rng.choice([0, 1, 7, 1 << 40]) for _ in range(n)])
-        values = [
-            rng.choice([rng.gauss(0, 9), rng.gauss(0, 9), MERGES[name].neutral])
-            for _ in range(n)
-        ]
-        if rng.random() < 0.1:
-            values[0] = rng.choice([float("nan"), float("inf"), -float("inf")])
-        return torch.tensor(values, dtype=dtype)
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = ({"n_heads": 2}, {"n_heads": 6, "n_kv_heads": 2}, {"n_heads": 1})
+        self.layers = nn.ModuleList([Attention(12, head_dim=4, **x) for x in sizes])
 
-    tensors = {name: numbers(name) for name in MERGES}
-    # A head without rows has no products and no entropy.
-    has_rows = tensors["n_queries"] > 0
-    tensors["n_products"] *= has_rows
-    tensors["entropy"] = tensors["entropy"].where(has_rows, 0.0)
-    return LogitStats(**tensors)  # type: ignore[arg-type]
+    def forward(self, x, mask):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
 
 
-def random_measurement(rng):
-    """Sites and single numbers, in random forms."""
-    dtype = rng.choice([torch.float32, torch.float64])
-    stats: dict[str, LogitStats] = {}
-    single: dict[NumberKey, Tensor | Number] = {
-        ("", "lr"): torch.tensor(0.25, dtype=torch.float64)
-    }
-    for i in range(rng.randint(1, 6)):
-        site, groups = f"{'ab'[rng.random() < 0.5]}{i}", rng.randint(1, 3)
-        n = groups * rng.randint(1, 3)
-        stats[site] = random_stats(rng, n, groups, dtype)
-        for name in ("query_weight_norm", "query_grad_rms", "key_grad_rms"):
-            single[site, name] = torch.rand(n, dtype=dtype)
-        single[site, "hidden_norm"] = Number(torch.rand(()), 3)
-        if rng.random() < 0.5:
-            weight = torch.tensor([float(rng.random() < 0.7) for _ in range(n)])
-            single[site, "sink_logit"] = Number(torch.rand(n), weight, own=True)
-        if rng.random() < 0.5:
-            single[site, "eps"] = torch.tensor([rng.random() + 0.1], dtype=dtype)
-        if rng.random() < 0.3:
-            single[site, "lse_mean"] = Number(torch.rand(n), 1, own=True)
-            single[site, "lse_square"] = Number(torch.rand(n) + 1, 1, own=True)
-    return stats, single
+def expected_of(name, stats, head):
+    """The value of a head by definition; NaN if it was not measured."""
+    values, n = stats.value(name), len(stats.max_logit)
+    counts = getattr(stats, HEAD_FIELDS[name].count)
+    is_known = bool(counts[head * len(counts) // n] > 0)
+    if name in MAXIMA:
+        is_known |= bool(stats.value(MAXIMA[name])[head] != -torch.inf)
+    return float(values[head * len(values) // n].double()) if is_known else np.nan
 
 
-def record_of(measured):
-    record = Transfer.alone(*measured).result()
-    assert record is not None
-    return record
+@pytest.mark.parametrize("stats", [True, "max"])
+@pytest.mark.parametrize("rows", ["all", "some", "none", "not finite"])
+def test_a_record_is_what_the_definitions_say(rows, stats):
+    model, x = Ragged(), torch.randn(3, 5, 12)
+    mask = {"some": torch.arange(15).view(3, 5) % 4 > 0, "none": torch.zeros(3, 5)}
+    if rows == "not finite":
+        x[1, 2, 3] = torch.inf
+    with watch(model, stats=stats, query_mask="mask", rules=[]) as monitor:
+        model(x, mask.get(rows, torch.ones(3, 5)))
+        sample, reads = monitor.sample, monitor.read()
+    assert sample.layers == tuple(reads) == ("layers.0", "layers.1", "layers.2")
+    n_measured = 0
+    for name in HEAD_FIELDS:
+        if next(iter(reads.values())).value(name) is None:
+            continue
+        expected = np.full((3, 6), np.nan)
+        for layer, of_site in enumerate(reads.values()):
+            for head in range(len(of_site.max_logit)):
+                expected[layer, head] = expected_of(name, of_site, head)
+        np.testing.assert_array_equal(sample.heads[name], expected, err_msg=name)
+        n_measured += bool(np.isfinite(expected).any())
+    if rows != "not finite":
+        assert n_measured == {"none": 0}.get(rows, 2 if stats == "max" else 20)
 
 
-def by_definition(measured, sites, width):
-    """The tables and the single numbers, one by one and in Python."""
-    numbers: dict[NumberKey, Tensor] = {}
-    for key, x in measured[1].items():
-        numbers[key] = (
-            x
-            if isinstance(x, Tensor)
-            else torch.where(torch.as_tensor(x.weight) > 0, x.value, torch.nan)
-        )
-    for name, (parts, compute) in COMPUTED.items():
-        for site in sites:
-            known = [
-                x.double().numpy()
-                for part in parts
-                if (x := numbers.get((site, part))) is not None
-            ]
-            if len(known) == len(parts):
-                numbers[site, name] = torch.from_numpy(compute(*known))
-            for part in {*parts}.difference(HEAD_FIELDS):
-                numbers.pop((site, part), None)
-    tables: dict[str, np.ndarray] = {}
-
-    def put(name, site, head, value):
-        tables.setdefault(name, np.full((len(sites), width), np.nan))[
-            sites.index(site), head
-        ] = value
-
-    for site, stats in measured[0].items():
-        for name, field in HEAD_FIELDS.items():
-            values, counts = stats.value(name), getattr(stats, field.count, None)
-            if values is None or counts is None:
-                continue
-            for head in range(len(stats.max_logit)):
-                i, j = (head * len(x) // len(stats.max_logit) for x in (values, counts))
-                there = bool(counts[j] > 0)
-                if name in ("max_logit", "non_finite"):
-                    there |= bool(stats.max_logit[head] != -torch.inf)
-                elif name == "capped_max_logit":
-                    there |= bool(stats.capped_max_logit[head] != -torch.inf)
-                put(name, site, head, float(values[i].double()) if there else np.nan)
-    single: dict[str, float] = {}
-    for (site, name), x in numbers.items():
-        if not x.ndim:
-            single[f"{name}/{site}" if site else name] = float(x)
-        elif name in HEAD_FIELDS:
-            for head, value in enumerate(x.double().tolist()):
-                put(name, site, head, value)
-    return tables, single
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_record_is_what_the_definitions_say(seed):
-    measured = random_measurement(random.Random(seed))
-    sites = tuple(measured[0])
-    width = max(len(s.max_logit) for s in measured[0].values())
-    expected, single = by_definition(measured, sites, width)
-    record = record_of(measured)
-    tables, values = RecordArrays(record.table, sites, width).read(record.vector)
-    assert list(tables) == [name for name in HEAD_FIELDS if name in expected]
-    for name, table in expected.items():
-        np.testing.assert_allclose(tables[name], table, rtol=1e-12, err_msg=name)
-    whole = {name: x for name, x in values.items() if name not in HEAD_FIELDS}
-    assert whole == pytest.approx(single, rel=1e-12)
-    for site, stats in measured[0].items():
-        for name, x in stats.tensors().items():
-            ours = record.stats()[site].tensors()[name]
-            torch.testing.assert_close(
-                ours.double(), x.double(), rtol=0, atol=0, equal_nan=True
-            )
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_record_keeps_the_sites_and_heads_that_it_began_with(seed):
-    measured = random_measurement(random.Random(seed))
-    record = record_of(measured)
-    sites = tuple(measured[0])
-    width = max(len(s.max_logit) for s in measured[0].values())
-    whole, _ = RecordArrays(record.table, sites, width).read(record.vector)
-    fewer = ("of no measurement", *sites[::2])
-    part, _ = RecordArrays(record.table, fewer, 1).read(record.vector)
-    for name, table in part.items():
-        assert np.isnan(table[0]).all()
-        np.testing.assert_array_equal(table[1:], whole[name][::2, :1])
+def test_names_of_the_whole_model_are_recorded_where_a_head_was_measured():
+    model, x = Ragged(), torch.randn(3, 5, 12)
+    names = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entropy")
+    for mask, stats, expected in (
+        (torch.ones(3, 5), True, names),
+        (torch.ones(3, 5), "max", ("max_logit",)),
+        (torch.zeros(3, 5), True, ()),
+    ):
+        with watch(model, stats=stats, query_mask="mask") as monitor:
+            model(x, mask)
+            values = monitor.sample.values
+        assert {name: name in values for name in names} == {
+            name: name in expected for name in names
+        }
+        for name in expected:
+            assert values[name] == monitor.sample.overall(name)

@@ -150,9 +150,8 @@ HEALTHY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", HEALTHY)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_rows_without_a_key_that_stay_finite_raise_no_alarm(kind, seed):
-    torch.manual_seed(seed)
+def test_rows_without_a_key_that_stay_finite_raise_no_alarm(kind):
+    torch.manual_seed(0)
     model = Two(HEALTHY[kind])
     keep = torch.rand(3, 6) < 0.6
     keep[:, 0], keep[0, 1] = True, False

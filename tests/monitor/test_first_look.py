@@ -157,8 +157,7 @@ def test_what_is_seen_that_should_not_be_is_said_once(kind, fused):
     assert sentence in message
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "fused"), [*zip(KINDS, [True, False] * 4)])
 def test_the_same_program_that_sees_what_it_should_says_nothing(kind, fused):
     _, right, config, kwargs, _ = KINDS[kind]
     if kind == "another window":

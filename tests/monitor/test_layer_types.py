@@ -227,7 +227,7 @@ class Curriculum(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_layer_is_judged_anew_when_its_visible_keys_change(seed):
     draw = np.random.default_rng(seed)
     way = ["by hand", "added", "boolean", "without a mask"][seed % 4]

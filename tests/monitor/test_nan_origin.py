@@ -11,7 +11,7 @@ from qkeel import watch
 from qkeel.errors import AlarmWarning, RefusedError
 from qkeel.monitor.nan_origin import NanOrigin
 
-WIDTH, HEADS, LAYERS, VOCABULARY = 16, 2, 4, 11
+WIDTH, HEADS, LAYERS, VOCABULARY = 16, 2, 3, 11
 
 
 class Attention(nn.Module):

@@ -1,12 +1,14 @@
 """The wheel holds all a user needs and imports where only it is installed."""
 
-import ast
+import os
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +46,7 @@ def test_the_description_on_a_package_index_has_no_link_that_leads_nowhere(
     assert not re.findall(r"(?:src|srcset|href)=\"(?!https?:)[^\"]*", metadata)
 
 
+@pytest.mark.slow  # half of it is the import of torch
 def test_the_installed_wheel_imports_and_attends(wheel, tmp_path):
     target = tmp_path / "site"
     # All that installing a wheel of pure Python does.
@@ -60,6 +63,29 @@ def test_the_installed_wheel_imports_and_attends(wheel, tmp_path):
         cwd=tmp_path,
     )
     assert run.stdout.strip() == "torch.Size([1, 2, 4, 8])", run.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_source_distribution_is_of_a_megabyte_at_most_and_can_be_installed(
+    tmp_path,
+):
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation"]
+    subprocess.run([*command, "--outdir", str(tmp_path), str(ROOT)], check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    assert archive.stat().st_size <= 1_000_000
+    options = ["--no-deps", "--no-build-isolation", "--target", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "pip", "install", *options, str(archive)]
+    subprocess.run(command, check=True)
+    code = "import qkeel.lab.images as x; print(x.__file__, len(x._digits()[0]))"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+    )
+    assert run.stdout.split()[1:] == ["1797"], run.stderr[-2000:]
+    assert run.stdout.startswith(str(tmp_path))
 
 
 def test_one_version_everywhere():
@@ -94,13 +120,10 @@ def test_every_package_that_is_imported_is_declared_for_users():
         *(line for name in extras.keys() - OURS for line in extras[name]),
     ]
     declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
-    names: set[str] = set()
-    for path in (ROOT / "src").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names.update(alias.name.partition(".")[0] for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names.add(node.module.partition(".")[0])
+    text = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    code = re.sub(r'"""(.|\n)*?"""', "", text)
+    pattern = r"^ *(?:import (\w+)|from (\w+)\S* import) ?"
+    names = {a or b for a, b in re.findall(pattern, code, re.MULTILINE)}
     imported = {
         DISTRIBUTIONS.get(name, name)
         for name in names - sys.stdlib_module_names - {"qkeel"}

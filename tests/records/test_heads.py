@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from qkeel.errors import DamagedFileError, RunDirectoryError, ShapeError
+from qkeel.errors import DamagedFileError, ShapeError
 from qkeel.records import HeadRecorder, read_heads
 
 FIELDS = ("max_logit", "entropy")
@@ -84,5 +84,4 @@ def test_records_of_an_earlier_version_are_read_and_gone_on_with(
 def test_values_of_another_shape_are_refused(tmp_path):
     with pytest.raises(ShapeError, match=r"\(2, 2, 3\), got \(2, 3, 2\)"):
         HeadRecorder(tmp_path, FIELDS, 2, 3).append(0, np.zeros((2, 3, 2)))
-    with pytest.raises(RunDirectoryError, match=r"heads\.json is missing"):
-        read_heads(tmp_path / "nowhere")
+    assert not len(read_heads(tmp_path / "none").steps)

@@ -181,7 +181,7 @@ def test_an_idle_clip_makes_no_pass_over_q_and_k(
 
 # torch's compiler asks every tensor for its gradient.
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize("by", ["the whole", "layers", "padded", "checkpointed"])
+@pytest.mark.parametrize("by", ["the whole", "padded layers", "checkpointed"])
 def test_a_compiled_pass_is_not_made_twice_while_nothing_is_over(by, monkeypatch):
     extra_passes = []
     extra_pass = Tap._extra_pass
@@ -196,10 +196,10 @@ def test_a_compiled_pass_is_not_made_twice_while_nothing_is_over(by, monkeypatch
         torch._dynamo.reset()
         torch.manual_seed(9)
         last = Checkpointed() if by == "checkpointed" else Layer()
-        model: Any = Stack(Layer(padded=by == "padded"), Layer(), last)
+        model: Any = Stack(Layer(padded=by == "padded layers"), Layer(), last)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         run = model
-        if remedy != "none" and by == "layers":
+        if remedy != "none" and by == "padded layers":
             for layer in model:
                 layer.compile(backend="aot_eager", fullgraph=True)
         elif remedy != "none":  # eager passes have the bits of this backend's

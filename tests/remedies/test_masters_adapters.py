@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from tests.quick import quick
 from torch import nn
 
 import qkeel
@@ -199,11 +200,20 @@ def test_a_frozen_base_is_not_scaled_unless_asked():
 @PEFT
 @pytest.mark.parametrize(
     "remedy",
-    [
-        name
-        for name, remedy in REMEDIES.items()
-        if not remedy.on_steps and name not in ("none", "z_loss")
-    ],
+    quick(
+        [
+            name
+            for name, remedy in REMEDIES.items()
+            if not remedy.on_steps and name not in ("none", "z_loss")
+        ],
+        {
+            "qk_norm",
+            "softcap",
+            "sigma_reparam",
+            "output_gate",
+            "peri_norm",
+        }.__contains__,
+    ),
 )
 def test_what_changes_the_base_below_adapters_is_refused(remedy):
     """The reference of DPO is the model with its adapters disabled."""

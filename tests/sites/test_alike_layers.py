@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from tests.sites.models import SCALE, D, H, Heads, M, T
@@ -73,8 +71,12 @@ def test_layers_with_a_norm_take_one_rerun_after_the_first(runs):
     assert [runs.count(str(i)) for i in range(1, 4)] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("order", [*itertools.permutations(range(H))][1:])
-def test_every_permutation_of_heads_in_a_later_layer_is_seen(
+# A permutation of each cycle type, and a second pair.
+@pytest.mark.parametrize(
+    "order",
+    [(1, 0, 2, 3), (0, 1, 3, 2), (1, 0, 3, 2), (1, 2, 0, 3), (1, 2, 3, 0)],
+)
+def test_any_permutation_of_heads_in_a_later_layer_is_seen(
     order,
 ):
     model = layers(3)

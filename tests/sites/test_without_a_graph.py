@@ -90,7 +90,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["own function", "truncated"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_rows_of_each_head_are_known_and_the_clip_acts(way, seed):
     draw = random.Random(seed)
     torch.manual_seed(seed)

@@ -36,7 +36,7 @@ def named(entry):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("entry", one_in(FAST, 2), ids=named)
+@pytest.mark.parametrize("entry", one_in(FAST, 3), ids=named)
 def test_a_few_architectures_are_seen_whole(entry, implementation):
     result = judge(entry, implementation)
     if verdict(entry.name, result) == "no sdpa":

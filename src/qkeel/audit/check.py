@@ -268,8 +268,8 @@ def _of_run(path: Path, threshold: float) -> Health:
     run.check_complete()
     events = run.events()
     # A run that was killed at once has none.
-    heads = run.heads() if (path / "heads.json").exists() else None
-    if heads is not None and len(heads.steps) and "max_logit" in heads.values:
+    heads = run.heads()
+    if len(heads.steps) and "max_logit" in heads.values:
         return judge_run(heads, events, threshold)
     status, sentence = judged(
         math.nan, threshold=threshold, alarms=raised_alarms(events)

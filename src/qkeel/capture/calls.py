@@ -28,7 +28,6 @@ from qkeel.functional.statistics import (
     no_product_rows,
     product_rows,
     reduce_rows,
-    softmax_rows,
 )
 from qkeel.kernels.statistics import (
     BLOCK,
@@ -38,11 +37,13 @@ from qkeel.kernels.statistics import (
     only_extremes,
     reduce_calls,
     row_logsumexp,
+    weight_rows,
 )
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.patching.modes import in_vmap
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import fields_of, make_call
+from qkeel.spec.slot import Params
 
 # Captured attention calls with their layout and hidden pairs, calls whose masks are functions, scores that are written
 # out by hand, and the statistics of each.
@@ -458,7 +459,8 @@ class ScoresCall:
     else the sum contains. `query_mask` [b t] is False for query rows that are left out of the statistics; `classes`
     splits the statistics. If `gathered` is True, the keys were picked for each query, so a column does not belong to a
     single key and the first key of a row is unknown; sink_share is then NaN. `sink` is the logsumexp of the attached
-    columns that are not keys, if there are any.
+    columns that are not keys, if there are any. `params` are the parameters of the spec's normalizer where qkeel
+    computes the weights, which gives hidden pairs none; None where the model computes its own softmax.
     """
 
     spec: AttentionSpec
@@ -474,6 +476,7 @@ class ScoresCall:
     classes: TokenClasses | None = None
     gathered: bool = False
     sink: Float[Tensor, "b h t"] | None = None
+    params: Params | None = None
 
     @property
     def headless(self) -> bool:
@@ -540,7 +543,9 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
             z = call.capped[:, :, rows].to(kind, copy=True)
             z = visible_keys.lower_(visible_keys.blank_(z))
         sink = None if call.sink is None else call.sink[:, :, rows]
-        weights = softmax_rows(z, visible_keys, classes, sink)
+        weights = weight_rows(
+            call.spec.normalizer, call.params or {}, z, visible_keys, classes, sink
+        )
         # The first column is the key that was picked first, not the first key of the
         # sequence.
         if call.gathered:

@@ -38,7 +38,7 @@ from qkeel.capture.products import (
     viewed,
     widened,
 )
-from qkeel.capture.score_calls import LayoutReader, scores_call
+from qkeel.capture.score_calls import LayoutReader, normalized, scores_call
 from qkeel.capture.tags import (
     JOINS,
     SCALES,
@@ -61,6 +61,7 @@ from qkeel.patching.autograd import (
     variable_of,
 )
 from qkeel.patching.modes import Args, Kwargs
+from qkeel.spec.logits import Normalizer
 
 # A larger constant added to a sum of exponentials is more than a guard against 0 / 0.
 SMALLEST_CONSTANT = 1e-5
@@ -523,7 +524,12 @@ class EagerAttentionTracer:
             reason = f"its softmax runs over dimension {dim} of {x.ndim}, not over the last or the second-to-last"
             self._miss(tag.frame.shared_with(step.frame), "softmax", reason)
             return None
-        return self._attention(step.frame, tag, x, dim)
+        waiting = self._attention(step.frame, tag, x, dim)
+        normalizer = step.argument("normalizer", 3)
+        if isinstance(normalizer, Normalizer):
+            # The softmax that qkeel computes in its place, under a remedy.
+            waiting.call = normalized(waiting.call, normalizer, step.args[4])
+        return waiting
 
     def _attention(
         self, frame: ModuleCall, tag: Scores, x: Tensor, dim: int = -1

@@ -21,7 +21,10 @@ from qkeel.capture.example import ModuleCall
 from qkeel.capture.products import Operand, Product
 from qkeel.capture.tags import Lost, Scores
 from qkeel.functional.norms import wide
+from qkeel.kernels.statistics import sink_logit
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
+from qkeel.spec.logits import Normalizer
+from qkeel.spec.slot import Params
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,6 +116,17 @@ def scores_call(
         gathered=all(by_query),
         sink=sink,
     )
+
+
+def normalized(call: ScoresCall, normalizer: Normalizer, params: Params) -> ScoresCall:
+    """Returns a call whose weights are not a softmax's but those of a normalizer."""
+    params = {name: x.detach() for name, x in params.items()}
+    sink = sink_logit(normalizer, params, call.logits)
+    if sink is not None:
+        b, h, t, _ = call.logits.shape
+        sink = sink[None].expand(b, h, t)
+    spec = dataclasses.replace(call.spec, normalizer=normalizer)
+    return dataclasses.replace(call, spec=spec, params=params, sink=sink)
 
 
 def index_call(

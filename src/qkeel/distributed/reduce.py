@@ -194,6 +194,8 @@ class Member:
         parameters: the number of weights of each model.
         stages: if there are several models, the pipeline stage of each, keyed by the name with which the names of its
             sites begin.
+        peers: the ranks that wrappers and meshes name as those of the model.
+        fingerprint: a checksum of its weights, if that alone shows which processes run it, or "".
     """
 
     layout: Layout
@@ -203,6 +205,8 @@ class Member:
     sites: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
     parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)
     stages: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    peers: tuple[int, ...] = ()
+    fingerprint: str = ""
 
     @property
     def models(self) -> dict[int, str]:

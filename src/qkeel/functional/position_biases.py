@@ -26,13 +26,14 @@ def alibi_slopes(n_heads: int) -> Float[Tensor, " h"]:
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
     check(n_heads >= 1, "at least one head", n_heads)
-
-    def slopes(n: int) -> list[float]:
-        return [2 ** (-8 * h / n) for h in range(1, n + 1)]
-
     lower = 2 ** int(math.log2(n_heads))
-    between = slopes(2 * lower)[::2][: n_heads - lower]
-    return torch.tensor(slopes(lower) + between, dtype=torch.float64, device="cpu")
+    between = _slopes_of(2 * lower)[::2][: n_heads - lower]
+    slopes = _slopes_of(lower) + between
+    return torch.tensor(slopes, dtype=torch.float64, device="cpu")
+
+
+def _slopes_of(n_heads: int) -> list[float]:
+    return [2 ** (-8 * h / n_heads) for h in range(1, n_heads + 1)]
 
 
 def kerple_log(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:

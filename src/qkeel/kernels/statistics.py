@@ -43,9 +43,9 @@ from qkeel.kernels.logits import compiled as logit_pass
 from qkeel.kernels.logits.gpu import extremes, row_fields
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.spec.call import AttentionCall
-from qkeel.spec.logits import Sink
+from qkeel.spec.logits import Normalizer, Sink
 from qkeel.spec.rope import NoPosition
-from qkeel.spec.slot import PerRow
+from qkeel.spec.slot import Params, PerRow
 
 # Logits per block: 4 MB in float32, which stays in cache during the passes over a block.
 BLOCK = 1 << 20
@@ -68,7 +68,7 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
     if call_fields is not None:
         fields, n_keys, k_norm, counted, keys_seen = call_fields
         return reduce_fields(fields, n_keys, counted, k_norm, keys_seen)
-    sink = sink_logit(call)
+    sink = sink_logit(call.spec.normalizer, call.params, call.q)
     keys_seen = _keys_seen(call)
     q, k = call.encoded()
     q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
@@ -254,7 +254,7 @@ def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
     Other fields are neutral, with n_pairs 0. Rows excluded by the call's `query_mask` are not counted. Logits are those
     of q and k in the kernel's precision.
     """
-    sink = sink_logit(call)
+    sink = sink_logit(call.spec.normalizer, call.params, call.q)
     if sink is not None:
         row_entropy, _ = with_sink(
             rows.entropy, rows.entropy, rows.lse, sink.to(rows.lse)
@@ -299,14 +299,15 @@ def _no_statistics(
     return LogitStats.empty(heads, heads, like).tensors()
 
 
-def sink_logit(call: AttentionCall) -> Float[Tensor, "#h 1"] | None:
-    """Returns the logit of each head's sink; None if the softmax has no sink."""
-    normalizer = call.spec.normalizer
+def sink_logit(
+    normalizer: Normalizer, params: Params, like: Tensor
+) -> Float[Tensor, "#h 1"] | None:
+    """Returns the logit of each head's sink, on the device of `like`; None if the softmax has no sink."""
     if not isinstance(normalizer, Sink):
         return None
     if not normalizer.learned:
-        return torch.full((1, 1), normalizer.init, device=call.q.device)
-    return call.params["sink"].detach().flatten()[:, None]
+        return torch.full((1, 1), normalizer.init, device=like.device)
+    return params["sink"].detach().flatten()[:, None]
 
 
 # The change of the logits between two steps, and the logsumexps of rows.
@@ -445,13 +446,28 @@ def _weight_rows(
 ) -> dict[str, Tensor]:
     """Returns the largest capped logit, entropy, first weight and class weights for lowered logits, which it
     overwrites."""
-    cap, normalizer = call.spec.cap, call.spec.normalizer
+    cap = call.spec.cap
     if cap.kind != "none":
         z = visible_keys.lower_(visible_keys.blank_(cap.apply(z)))
+    return weight_rows(
+        call.spec.normalizer, call.params, z, visible_keys, members, sink
+    )
+
+
+def weight_rows(
+    normalizer: Normalizer,
+    params: Params,
+    z: Tensor,
+    visible_keys: VisibleKeys,
+    members: Members | None,
+    sink: Tensor | None,
+) -> dict[str, Tensor]:
+    """Returns the largest capped logit, entropy, first weight and class weights for lowered logits after the cap, which
+    it overwrites."""
     if normalizer.softmax_over_keys:
         return softmax_rows(z, visible_keys, members, sink)
     # What other normalisers do with hidden keys is their own.
-    weights = normalizer.weights(z, visible_keys.whole(z), call.params)
+    weights = normalizer.weights(z, visible_keys.whole(z), params)
     total = weights.sum(-1)
     # A row of softpick may put no weight on any key.
     total = torch.where(total > 0, total, 1.0)

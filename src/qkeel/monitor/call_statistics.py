@@ -185,10 +185,13 @@ def add_gates(numbers: PassNumbers, site: str, call: Seen) -> None:
 
 def _learned_sink(call: Seen) -> Tensor | None:
     """The logit of each head's learned sink, which broadcasts to [b h t]; None if there is no learned sink."""
-    if isinstance(call, ScoresCall):
-        return None if call.sink is None else call.sink.to(widest(call.sink.device))
     normalizer = call.spec.normalizer
-    if not isinstance(normalizer, Sink) or not normalizer.learned:
+    is_learned = isinstance(normalizer, Sink) and normalizer.learned
+    if isinstance(call, ScoresCall):
+        if call.sink is None or not (is_learned or call.params is None):
+            return None
+        return call.sink.to(widest(call.sink.device))
+    if not is_learned:
         return None
     sink = call.params["sink"].detach().flatten().to(widest(call.q.device))
     return sink[None, :, None]

@@ -20,6 +20,7 @@ from qkeel.records import (
     LAYER_FIELDS,
     Heads,
     RunDirectory,
+    common_steps,
     field_unit,
     fold_heads,
     layer_types,
@@ -340,13 +341,8 @@ class History:
     ) -> Self:
         """Builds the history from RunDirectory.metrics() and .heads(); steps that appear in only one of them are left
         out."""
-        per_head = {}
-        if heads is not None:
-            row_of = {int(step): i for i, step in enumerate(heads.steps)}
-            metrics = [line for line in metrics if int(line["step"]) in row_of]
-            rows = [row_of[int(line["step"])] for line in metrics]
-            for name, array in heads.values.items():
-                per_head[name] = np.asarray(array, dtype=np.float64)[rows]
+        heads = heads or Heads(np.zeros(0), {})
+        metrics, heads = common_steps(metrics, heads)
         names = dict.fromkeys(name for line in metrics for name in line)
         values = {
             name: np.array([number(line.get(name)) for line in metrics])
@@ -364,25 +360,28 @@ class History:
             steps=steps,
             rates=rates,
             values=values,
-            heads=per_head,
+            heads=heads.values,
             layers=tuple(layers),
             planned=planned,
             types=types or {},
         )
 
     @classmethod
-    def read(cls, run: RunDirectory, *, planned: PlannedRates | None = None) -> Self:
-        """Reads the history of a recorded run."""
-        heads = run.heads() if (run.path / "heads.json").exists() else None
+    def read(
+        cls,
+        run: RunDirectory,
+        *,
+        planned: PlannedRates | None = None,
+        phase: Literal["train", "eval"] = "train",
+    ) -> Self:
+        """Reads the history of a recorded run, of training or of the passes that were not trained."""
         described = (run.path / "config.json").exists()
         types = layer_types(run.config(), run.events()) if described else {}
-        return cls.of(
-            run.metrics(),
-            heads,
-            () if heads is None else heads.layers,
-            planned=planned,
-            types=types,
-        )
+        lines, heads = run.metrics(), run.heads()
+        if phase == "eval":
+            lines, heads = run.eval_metrics(), run.eval_heads()
+        history = cls.of(lines, heads, heads.layers, planned=planned, types=types)
+        return dataclasses.replace(history, phase=phase)
 
     def frame(self, rows: Rows = "heads") -> Frame:
         """The records as a table: one row per step, layer and head; one per step and layer, aggregated over heads; or

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel import distributed as dist
-from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics
+from qkeel.capture.calls import ScoresCall, Seen
 from qkeel.capture.example import ModuleCall, tensors
 from qkeel.capture.intercept import CaptureMode, Search
-from qkeel.capture.visible_sets import LayerType
 from qkeel.distributed.reduce import WHOLE_MODEL
 from qkeel.errors import caution
 from qkeel.handle import Handle, compose
@@ -23,16 +22,16 @@ from qkeel.monitor.first_look import FirstLook
 from qkeel.monitor.gain_bounds import GainBounds
 from qkeel.monitor.hidden_states import HiddenStates
 from qkeel.monitor.logit_changes import LogitChanges
-from qkeel.monitor.numbers import Number, NumberKey, Numbers, PassNumbers, Stats
+from qkeel.monitor.numbers import Number, NumberKey, Numbers, PassNumbers
 from qkeel.monitor.sparse_attention import SparseAttention
 from qkeel.monitor.token_classes import PassTokens
 from qkeel.monitor.watched_sites import WatchedSites
 from qkeel.monitor.weight_norms import StepSpectra, WeightNorms
 from qkeel.patching.losses import ReturnedScalar
-from qkeel.patching.modes import Guarded, ModuleTree
+from qkeel.patching.modes import Guarded
 from qkeel.patching.roles import Phase
-from qkeel.sites.find import all_sites, within
-from qkeel.sites.site import AttentionSite, Sites
+from qkeel.sites.find import within
+from qkeel.sites.site import AttentionSite
 from qkeel.sites.tap import Tap, Visitor
 
 NOT_COMPARED = (
@@ -59,17 +58,20 @@ class StepNumbers(Visitor):
 
     def __init__(
         self,
+        name: str,
+        tap: Tap,
         sites: WatchedSites,
         tokens: PassTokens,
         changes: LogitChanges | None,
         optimizers: Sequence[Optimizer],
         *,
         guard: Guarded,
-        tree: ModuleTree,
         extras: frozenset[Extra] = frozenset(),
     ) -> None:
+        """name: the name of the model, "" if there is only one."""
+        self.name, self.tap = name, tap
         self.sites, self._tokens, self._changes = sites, tokens, changes
-        self._optimizers, self._guard, self._tree = optimizers, guard, tree
+        self._optimizers, self._guard = optimizers, guard
         self._extras = extras
         # Called with the role of each pass, and whether it was measured.
         self.role_known: Callable[[Phase, bool], None] = lambda phase, measured: None
@@ -102,7 +104,7 @@ class StepNumbers(Visitor):
                 [site.name for site in self.sites.all],
                 self._numbers,
                 self._guard,
-                self._tree,
+                self.tap.tree,
                 inputs_too="residual" in self._extras,
             )
         self._hidden.begin(args, kwargs)
@@ -230,14 +232,23 @@ class StepNumbers(Visitor):
             self._read = {**self._read, **changes}
 
     def take(self) -> Numbers:
-        """Returns all numbers of the step, and forgets them."""
+        """Returns all numbers of the step, and forgets them. The names of sites begin with that of the model."""
         read, self._read = self._read, {}
         numbers = {**read, **self._numbers.read()}
         unused, self._unused_scalar = self._unused_scalar, None
         # The processes of a run agree once on the numbers that each step has.
         if unused is not None and dist.world() > 1:
             numbers.setdefault(("", "train_loss"), Number(torch.zeros_like(unused), 0))
-        return numbers
+        if not self.name:
+            return numbers
+        named: dict[NumberKey, Tensor | Number] = {}
+        for (site, name), x in numbers.items():
+            if isinstance(site, tuple):
+                named[tuple([within(self.name, path) for path in site]), name] = x
+            else:
+                of_all = name in WHOLE_MODEL and site == ""
+                named["" if of_all else within(self.name, site), name] = x
+        return named
 
 
 def _without_gradient(model: nn.Module, site: AttentionSite) -> list[str]:
@@ -263,154 +274,3 @@ def _has_vectors_only(module: nn.Module) -> bool:
 
 def _unscaled(x: Tensor | Number, scale: Tensor) -> Tensor | Number:
     return x._replace(value=x.value / scale) if isinstance(x, Number) else x / scale
-
-
-@final
-class WatchedModels:
-    """Combines the measurements of several models, under names that begin with the name of the model; usually there is
-    only one, whose name is "".
-
-    If several models have a value for the whole model, such as the loss, the value of the last model is used.
-    """
-
-    def __init__(self, whole: nn.Module, stages: Mapping[str, int | None]) -> None:
-        """whole: the model, or a module that contains all models. stages: the pipeline stages that the models turn out
-        to be, which determine the order of the models."""
-        self.whole = whole
-        self._stages = stages
-        self._models: dict[str, tuple[Tap, StepNumbers]] = {}
-        self._passed: dict[Phase, set[str]] = {"train": set(), "eval": set()}
-
-    def add(
-        self,
-        name: str,
-        tap: Tap,
-        numbers: StepNumbers,
-        counted: Callable[[str, Phase], None],
-        round_over: Callable[[Phase], None] | None,
-    ) -> None:
-        """Adds a model. counted: called when the role of one of its passes is known. round_over: ends a step, which
-        without an optimizer is one pass of each model."""
-        self._models[name], tap.visitor = (tap, numbers), numbers
-
-        def role_known(phase: Phase, measured: bool) -> None:
-            counted(name, phase)
-            # Without an optimizer, a step is over once every model has run, in any order.
-            if measured and round_over is not None:
-                self._passed[phase].add(name)
-                if len(self._passed[phase]) == len(self._models) and self.has(phase):
-                    self._passed[phase].clear()
-                    round_over(phase)
-
-        numbers.role_known = role_known
-
-    @property
-    def taps(self) -> list[Tap]:
-        """The tap of each model."""
-        return [tap for tap, _ in self._models.values()]
-
-    def _in_order(self) -> Iterator[tuple[str, Tap, StepNumbers]]:
-        # Processes must send their numbers in the same order, whatever order the models are given in.
-        for name in sorted(self._models, key=lambda name: self._stages.get(name) or 0):
-            yield name, *self._models[name]
-
-    @property
-    def sites(self) -> Sites:
-        """The sites of all models."""
-        return all_sites({name: tap.sites for name, tap, _ in self._in_order()})
-
-    def include(self, sites: Sequence[AttentionSite]) -> None:
-        """Adds sites that were described by hand, each to the model that contains it."""
-        for site in sites:
-            holders = [t for t in self.taps if site.module in t.model.modules()]
-            (holders or self.taps)[0].sites.append(site)
-
-    def has(self, phase: Phase) -> bool:
-        """Returns whether there are statistics to read."""
-        return any([tap.has(phase) for tap in self.taps])
-
-    def read(self, phase: Phase) -> Stats:
-        """The statistics of all sites since the last read."""
-        return self._merged(lambda tap: tap.take(phase))
-
-    def peek(self, phase: Phase | None) -> Stats:
-        """The statistics of passes whose role is open, taken for trained if the model was in training mode."""
-        return self._merged(lambda tap: tap.peek(phase))
-
-    def _merged(self, read: Callable[[Tap], Stats]) -> Stats:
-        parts = []
-        for name, tap, _ in self._in_order():
-            stats = read(tap)
-            if name:
-                stats = {within(name, site): x for site, x in stats.items()}
-            parts.append(stats)
-        return parts[0] if len(parts) == 1 else SiteStatistics(parts)
-
-    def settle(self, *, decide: bool) -> None:
-        """Sorts the passes whose role is known, or, to `decide`, all passes; see `Tap.settle`."""
-        for tap in self.taps:
-            tap.settle(decide=decide)
-
-    @property
-    def types(self) -> Mapping[str, LayerType]:
-        """The types of the observed layers of all models."""
-        if "" in self._models:
-            # The same object while nothing changes, by which a change is noticed.
-            return self._models[""][1].sites.types
-        types: dict[str, LayerType] = {}
-        for name, (_, numbers) in self._models.items():
-            types |= {within(name, site): x for site, x in numbers.sites.types.items()}
-        return types
-
-    @property
-    def weights_not_finite(self) -> tuple[str, ...]:
-        """The weights that had NaN or infinity before the first pass."""
-        names = []
-        for model, _, numbers in self._in_order():
-            names += [within(model, name) for name in numbers.weights_not_finite]
-        return tuple(names)
-
-    def coverage(self, phase: Phase, stats: Stats) -> dict[str, float]:
-        """How much of the models these statistics cover, keyed by the names in records.MONITOR_FIELDS; calls are
-        counted from the start."""
-        site_names = [
-            within(name, site.name) if name else site.name
-            for name, (tap, _) in self._models.items()
-            for site in tap.sites
-        ]
-        return {
-            "sites": len(site_names),
-            "calls": sum([tap.calls_seen[phase] for tap in self.taps]),
-            "missed": sum([len(tap.sites.missed) for tap in self.taps]),
-            "silent": len(set(site_names).difference(stats)),
-            "errors": sum([x.sites.errors for _, x in self._models.values()]),
-        }
-
-    def before_step(self, gradient_scale: Tensor | None) -> None:
-        """Reads weights and gradients before a step; gradients are divided by the loss scale if they are still
-        scaled."""
-        for _, numbers in self._models.values():
-            numbers.before_step(gradient_scale)
-
-    def after_step(self) -> None:
-        """Reads what a step has changed."""
-        for _, numbers in self._models.values():
-            numbers.after_step()
-
-    def take(self, rate: Tensor | None) -> Numbers:
-        """Returns all numbers of the step and forgets them. rate: the learning rate of the step, or None if there is no
-        optimizer."""
-        every: dict[NumberKey, Tensor | Number] = {}
-        if rate is not None:
-            every["", "lr"] = rate
-        for model, _, numbers in self._in_order():
-            if not model:
-                every |= numbers.take()
-                continue
-            for (site, name), x in numbers.take().items():
-                if isinstance(site, tuple):
-                    every[tuple([within(model, path) for path in site]), name] = x
-                else:
-                    of_all = name in WHOLE_MODEL and site == ""
-                    every["" if of_all else within(model, site), name] = x
-        return every

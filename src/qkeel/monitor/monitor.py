@@ -25,11 +25,11 @@ from qkeel.monitor.call_statistics import CallStatistics, SettingSeen, wanted
 from qkeel.monitor.history import History, PlannedRates
 from qkeel.monitor.journal import Recorder
 from qkeel.monitor.logit_changes import LogitChanges
-from qkeel.monitor.measure import StepNumbers, WatchedModels
+from qkeel.monitor.measure import StepNumbers
 from qkeel.monitor.nan_origin import NOT_FOUND, NanOrigin
 from qkeel.monitor.numbers import Stats
 from qkeel.monitor.other_steps import OtherSteps
-from qkeel.monitor.processes import Handshake, ProcessGroup
+from qkeel.monitor.processes import ProcessGroup
 from qkeel.monitor.record import (
     Sample,
     about,
@@ -39,7 +39,7 @@ from qkeel.monitor.record import (
 )
 from qkeel.monitor.rules import Alarm, Rule, Severity
 from qkeel.monitor.sinks import Sink
-from qkeel.monitor.step_end import StepEnd, as_tensor
+from qkeel.monitor.step_end import WatchedModels, as_tensor
 from qkeel.monitor.token_classes import Classes, PassTokens, QueryMaskSource
 from qkeel.monitor.watched_sites import WatchedSites
 from qkeel.patching.forward import owners, unwrapped
@@ -103,10 +103,11 @@ class Monitor(Handle):
             self._steps.continued = lambda: max(map(steps_taken, optimizers))
         # Everything that the user's program calls runs under this guard.
         self._guard = FaultGuard(_OFF, self._switch_off)
-        introduced = Handshake(root, lambda: self.sites, layout)
-        self._models = WatchedModels(root, introduced.stages)
         self._group = group = ProcessGroup(
-            introduced, lambda: JOINED if any(map(joined, model.values())) else ""
+            root,
+            lambda: self.sites,
+            layout,
+            lambda: JOINED if any(map(joined, model.values())) else "",
         )
         group.records_alone = not by_step
 
@@ -128,12 +129,8 @@ class Monitor(Handle):
             lambda: self._models.types,
             lambda: logit_limits(self.sites),
         )
-        self._step_end = StepEnd(
-            self._steps,
-            self._models,
-            group,
-            self._journal,
-            self._guard,
+        self._models = WatchedModels(
+            root, self._steps, group, self._journal, self._guard
         )
         for name, module in model.items():
             tokens = PassTokens(query_mask.get(name), classes.get(name))
@@ -150,23 +147,23 @@ class Monitor(Handle):
                 guard=self._guard,
             )
             numbers = StepNumbers(
+                name,
+                tap,
                 WatchedSites(name, tap.model, tap.sites, group, sites[name]),
                 tokens,
                 None if probe is None else LogitChanges(tap, probe),
                 optimizers,
                 guard=self._guard,
-                tree=tap.tree,
                 extras=extras,
             )
-            round_over = None if by_step else self._step_end.pass_over
-            self._models.add(name, tap, numbers, self._steps.counted, round_over)
+            self._models.add(numbers, by_step=by_step)
         self._hooks: StepHooks | None = None
         self._other_steps: OtherSteps | None = None
         if optimizers:
             self._other_steps = OtherSteps(self._models, optimizers[0])
             before, after = (
                 functools.partial(self._guard, f)
-                for f in (self._step_end.before, self._after_step)
+                for f in (self._models.before, self._after_step)
             )
             self._hooks = StepHooks(before, after, optimizers[0])
         self._origin: NanOrigin | None = None
@@ -219,7 +216,7 @@ class Monitor(Handle):
     def _after_step(self, optimizer: Optimizer) -> None:
         if self._other_steps is not None:
             self._other_steps.stepped()
-        self._step_end.after(optimizer)
+        self._models.after(optimizer)
 
     def measure_next(self) -> None:
         """Measures the current step regardless of the cadence; call it before the step's first forward pass.
@@ -233,7 +230,7 @@ class Monitor(Handle):
     def note_loss(self, loss: Tensor) -> None:
         """Records the loss of the coming optimizer step as the training program computes it, over all micro-batches, in
         place of the one that the model returned. Call it before the step."""
-        self._step_end.loss = loss.detach()
+        self._models.loss = loss.detach()
 
     @property
     def closer(self) -> int | None:
@@ -296,9 +293,9 @@ class Monitor(Handle):
             else "eval"
         )
         stats = SiteStatistics(
-            [self._journal.take(shown_phase), self._step_end.take(shown_phase)]
+            [self._journal.take(shown_phase), self._models.take(shown_phase)]
         )
-        return dict(stats or self._step_end.peek(phase))
+        return dict(stats or self._models.peek(phase))
 
     def include(self, *sites: AttentionSite) -> Self:
         """Also watches sites that were described by hand (`qkeel.sites.describe`); call it before the first pass.
@@ -408,7 +405,7 @@ class Monitor(Handle):
         if self.active:
             self._journal.complete = complete
             if complete and self._hooks is not None:
-                self._guard(self._step_end.warn_without_steps)
+                self._guard(self._models.warn_without_steps)
             super().remove()
         if self._hooks is not None:
             # Again, in case the first removal happened in the middle of a step.
@@ -422,7 +419,7 @@ class Monitor(Handle):
         and the alarms."""
         # This waits for the last record.
         self.sample_before(self.steps)
-        last, rate = self._steps.last, self._step_end.rate
+        last, rate = self._steps.last, self._models.rate
         no_rate = torch.tensor(-1.0, dtype=torch.float64)
         state = {
             "steps": torch.tensor(self.steps),
@@ -438,9 +435,7 @@ class Monitor(Handle):
         if int(state["last"]) >= 0:
             self._steps.measured(int(state["last"]))
         self._journal.load(under("journal/", state))
-        self._step_end.rate = (
-            None if float(state["rate"]) < 0 else state["rate"].clone()
-        )
+        self._models.rate = None if float(state["rate"]) < 0 else state["rate"].clone()
 
     def _finish(self) -> None:
         # Each call has its own guard, so that a failure does not prevent the calls after it.
@@ -448,7 +443,7 @@ class Monitor(Handle):
             self._guard(tap.remove)
         if not self._group.stopped:
             self._guard(functools.partial(self._models.settle, decide=True))
-            self._guard(self._step_end.evaluated)
+            self._guard(self._models.evaluated)
             self._guard(lambda: self._journal.settle(wait=True))
         self._guard(self._group.leave)
         self._guard(self._journal.close, self._guard.error is None)

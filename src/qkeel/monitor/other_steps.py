@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from qkeel import distributed as dist
 from qkeel.errors import caution
-from qkeel.monitor.measure import WatchedModels
+from qkeel.monitor.step_end import WatchedModels
 from qkeel.patching.autograd import version_of
 from qkeel.patching.modes import parameters_of
 from qkeel.patching.optimizers import stepping

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import final
 
@@ -29,145 +28,12 @@ from qkeel.distributed.layout import (
 )
 from qkeel.distributed.reduce import Member, SharedTable
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
-from qkeel.monitor.gather import (
-    StepRecord,
-    Transfer,
-    flatten,
-    on_host,
-    vector_of,
-)
+from qkeel.monitor.gather import StepRecord, Transfer, flatten, vector_of
 from qkeel.monitor.numbers import Numbers, Stats
 from qkeel.monitor.record import site_facts
 from qkeel.patching.modes import process_store, running_stage
 from qkeel.records import MONITOR_EXTREMES, MONITOR_FIELDS
-from qkeel.sites.site import AttentionSite, HeadSlice
-
-# How a process introduces itself.
-
-
-@final
-class Handshake:
-    """Describes a process by its model; the role of the process is read from the weights unless a layout is passed.
-
-    Attributes:
-        stages: the pipeline stage of each model, as seen in its first pass, keyed by the name of the model ("" if there
-            is only one).
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        sites: Callable[[], Sequence[AttentionSite]],
-        layout: Layout | None,
-    ) -> None:
-        """sites: returns the sites once they are known."""
-        self.stages: dict[str, int | None] = {}
-        self._model, self._sites, self._layout = model, sites, layout
-
-    def __call__(self, stats: Stats, numbers: Numbers) -> Member:
-        """Returns the description of this process, which has measured this.
-
-        Raises: RefusedError if the weights are split in an unrecognised way, or if some but not all of several models
-            are pipeline stages.
-        """
-        sites = {site.name: site for site in self._sites()}
-        modules = {name: _with_weights(self._model, name) for name in stats}
-        if self._layout is not None:
-            layout, stages = self._layout, {}
-            splits = dict.fromkeys(
-                stats, (layout.head_parts > 1, layout.head_parts > 1)
-            )
-        else:
-            layout = Layout.of_model(self._model, modules.values(), self.stages.get(""))
-            stages = self._known_stages()
-            splits = {
-                name: self._split(module, sites.get(name))
-                for name, module in modules.items()
-            }
-        parameters = {}
-        for name in stages or ("",):
-            parameters[name] = sum(
-                p.numel() for p in self._model.get_submodule(name).parameters()
-            )
-        return Member(
-            layout=layout,
-            keys_seen=sum(
-                int(of_site.n_keys.sum()) for of_site in on_host(stats).values()
-            ),
-            form=flatten(stats, numbers)[0].form if stats else (),
-            splits=splits,
-            sites={
-                str(facts["name"]): facts for facts in site_facts(list(sites.values()))
-            },
-            parameters=parameters,
-            stages=stages,
-        )
-
-    def evidence(self, *, has_numbers: bool) -> tuple[tuple[int, ...], str]:
-        """Returns what shows which processes run this model: their ranks, and a checksum of the weights."""
-        if self._layout is not None or any(
-            stage is not None for stage in self.stages.values()
-        ):
-            return tuple(range(dist.world())), ""
-        peers = peer_ranks(self._model)
-        if len(peers) > 1 or not has_numbers:
-            return peers, ""
-        names = [name for name, _ in self._model.named_parameters()]
-        # Replicas are equal in all of them, other models hardly in any.
-        some = names[:: max(1, len(names) // 8)]
-        return peers, fingerprint(self._model, some)
-
-    def _known_stages(self) -> dict[str, int]:
-        """The pipeline stages of several models; {} if they are not stages, or if there is only one model."""
-        models = (
-            [name for name, _ in self._model.named_children()]
-            if "" not in self.stages
-            else []
-        )
-        stages = {}
-        for name in models:
-            stage = self.stages.get(name)
-            if stage is not None:
-                stages[name] = stage
-        if stages and len(stages) < len(models):
-            raise RefusedError(
-                f"expected either all models or none to be stages of a pipeline, got stages {stages} among "
-                f"{', '.join(models)}: watch the other models separately"
-            )
-        return stages
-
-    def _split(
-        self, module: nn.Module, site: AttentionSite | None
-    ) -> tuple[bool, bool]:
-        """Returns whether the query heads of a site, and its key heads, are split across processes."""
-        if not head_axes(self._model, module.parameters()):
-            return False, False
-        if site is None or not site.terms:
-            return True, True
-        queries = self._any_split(term.query for term in site.terms)
-        return queries, self._any_split(term.key for term in site.terms)
-
-    def _any_split(self, chains: Iterable[Sequence[HeadSlice]]) -> bool:
-        weights = [
-            self._model.get_parameter(chain[-1].parameter)
-            for chain in chains
-            if chain[-1].n > 1
-        ]
-        return bool(head_axes(self._model, weights))
-
-
-def _with_weights(model: nn.Module, site: str) -> nn.Module:
-    """Returns the module of a site, or its nearest parent module that has weights."""
-    path = site.partition("#")[0].split(".") if site else []
-    while path:
-        module = model.get_submodule(".".join(path))
-        if any(True for _ in module.parameters()):
-            return module
-        path.pop()
-    return model
-
-
-# The exchange.
+from qkeel.sites.site import AttentionSite
 
 _GONE = "the monitor of another process of this run has switched itself off, or was closed there"
 _APART = (
@@ -175,6 +41,8 @@ _APART = (
     "are parts of one model, pass their places: qkeel.watch(..., layout=Layout.of_mesh(mesh, ...)), with Layout from "
     "qkeel.monitor"
 )
+# By the order of MONITOR_EXTREMES: a smallest value travels as the largest of its negatives.
+_SIGNS = (-1.0, 1.0)
 
 
 @final
@@ -184,20 +52,31 @@ class ProcessGroup:
     They have a gloo group of their own, which is made at the end of the first measured step, once all of them have
     begun to watch. A process that stops leaves the group, and so does one that ends: the next exchange is an error on
     the others, whose monitors then switch themselves off. The groups of the training are not used.
+
+    Attributes:
+        stages: the pipeline stage of each model, as seen in its first pass, keyed by the name of the model ("" if there
+            is only one).
+        records_alone: each process records only what it sees, as it does without an optimizer.
+        stopped: this process has stopped measuring.
+        unseen: why this process has no attention; other processes may have some.
+        leads: whether this process warns and writes for all that run its model.
+        members: the table of the whole model, if several processes measure it.
     """
 
-    def __init__(self, introduced: Handshake, apart: Callable[[], str]) -> None:
-        """introduced: how this process introduces itself. apart: returns the reason why it must measure alone, or "" if
-        it does not have to."""
-        self._introduced, self._apart = introduced, apart
-        # Each process records only what it sees, as it does without an optimizer.
-        self.records_alone = False
-        # This process has stopped measuring.
-        self.stopped = False
-        self.unseen: QkeelError | None = (
-            None  # why this process has no attention; other processes may have some
-        )
-        # Whether this process warns and writes for all that run its model.
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Callable[[], Sequence[AttentionSite]],
+        layout: Layout | None,
+        apart: Callable[[], str],
+    ) -> None:
+        """sites: returns the sites once they are known. layout: the role of this process; None to read it from the
+        weights. apart: returns the reason why it must measure alone, or "" if it does not have to."""
+        self._model, self._sites, self._layout = model, sites, layout
+        self._apart = apart
+        self.stages: dict[str, int | None] = {}
+        self.records_alone = self.stopped = False
+        self.unseen: QkeelError | None = None
         self.leads = dist.rank() == 0
         self._alone = False
         self._name = ""
@@ -234,7 +113,7 @@ class ProcessGroup:
         Raises: InvalidValueError if another process has stopped measuring.
         """
         # Only while a schedule runs does torch know which stage a module is.
-        self._introduced.stages[model] = running_stage()
+        self.stages[model] = running_stage()
         if (
             gathers
             and self.all_watch()
@@ -257,12 +136,11 @@ class ProcessGroup:
         if dist.world() == 1:
             return False
         self.here()
-        if self.several and self._apart():
-            self.stay_alone(self._apart())
+        if self.several and (reason := self._apart()):
+            self.stay_alone(reason)
         if self.several and not self._watching:
-            missing = absent(f"{self._name} watches", PATIENCE)
-            self._watching = not missing
-            if missing:
+            self._watching = not absent(f"{self._name} watches", PATIENCE)
+            if not self._watching:
                 self.stay_alone("not every process of this run watches the model")
         return self.several
 
@@ -302,11 +180,7 @@ class ProcessGroup:
                     "steps), so the numbers of the processes of this run can't be merged"
                 )
             vector = vector_of(tensors)
-        # A smallest value travels as the largest of its negatives, so one reduction serves both.
-        extremes: list[float] = []
-        for name in MONITOR_FIELDS:
-            value = monitor.get(name, -np.inf)
-            extremes += [-value if name in monitor else value, value]
+        extremes = [sign * monitor[name] for name in MONITOR_FIELDS for sign in _SIGNS]
 
         def exchange(vectors: list[Tensor]) -> None:
             try:
@@ -317,15 +191,10 @@ class ProcessGroup:
 
         def read(vectors: list[np.ndarray]) -> StepRecord | None:
             merged = members.join(vectors[0], vectors[1], len(extremes))
-            if merged is None:
-                return None
-            of_all = {}
-            for name, value in zip(
-                MONITOR_EXTREMES, vectors[0][: len(extremes)].tolist()
-            ):
-                if np.isfinite(value):
-                    of_all[name] = 0.0 - value if name.endswith("_min") else value
-            return StepRecord(members.table, merged, of_all)
+            of_all = zip(MONITOR_EXTREMES, vectors[0].tolist(), itertools.cycle(_SIGNS))
+            # No -0.
+            own = {name: sign * value + 0.0 for name, value, sign in of_all}
+            return None if merged is None else StepRecord(members.table, merged, own)
 
         return Transfer(members.split(vector, extremes), read, exchange)
 
@@ -341,65 +210,120 @@ class ProcessGroup:
                     withdraw(f"{self._name} {point}")
 
     def _meet(self, stats: Stats, numbers: Numbers) -> None:
+        """Lets all processes introduce themselves, and finds those that run the same model as this one."""
         if self._group is None:
             if absent(f"{self._name} meets", time_limit(), "the monitor"):
                 raise InvalidValueError(_GONE)
             self._group = OwnGroup(self._name)
         try:
-            infos = self._introduce(self._group, self._introduced(stats, numbers))
+            infos = self._group.gather(self._introduced(stats, numbers), "the monitor")
         except RuntimeError as error:
             raise InvalidValueError(_GONE) from error
-        if not any(info.form for info in infos):
+        with_numbers = [rank for rank, info in enumerate(infos) if info.form]
+        if not with_numbers:
             if self.unseen is not None:
                 raise self.unseen
             return
-        ranks = self._of_this_model(self._group, infos)
+        # One process group may train several models, as in a search over settings.
+        peers = []
+        for rank, info in enumerate(infos):
+            # Nothing shows where a process without numbers and peers belongs.
+            is_lost = info.peers == (rank,) and not info.form
+            peers.append((rank, with_numbers[0]) if is_lost else info.peers)
+        groups = groups_of_models(peers, [info.fingerprint for info in infos])
+        own = groups[dist.rank()]
+        ranks = [rank for rank, group in enumerate(groups) if group == own]
         self.leads = dist.rank() == ranks[0]
-        if len(ranks) == 1:
-            self._alone = True
-        else:
-            self.members = SharedTable(
-                [infos[other] for other in ranks], ranks.index(dist.rank())
-            )
+        self._alone = len(ranks) == 1
+        if not self._alone:
+            members = [infos[other] for other in ranks]
+            self.members = SharedTable(members, ranks.index(dist.rank()))
         if len(ranks) < len(infos):
             caution(_APART.format(f"{len(ranks)} of {len(infos)} processes"))
             self._group.close()
-            self._group = (
-                OwnGroup(f"{self._name} of a model", ranks) if len(ranks) > 1 else None
-            )
+            name = f"{self._name} of a model"
+            self._group = None if self._alone else OwnGroup(name, ranks)
 
-    def _introduce(self, group: OwnGroup, own: Member) -> list[Member]:
-        """Returns what all processes say of themselves. A description that several share is sent by the first only."""
-        # Replicas describe themselves alike, and a description of many layers is long.
-        shared = dataclasses.replace(own, layout=Layout(), keys_seen=0)
-        checksum = zlib.crc32(repr(shared).encode())
-        infos = group.gather((checksum, own.layout, own.keys_seen), "the monitor")
-        checksums = [key for key, _, _ in infos]
-        sends = checksums.index(checksum) == dist.rank()
-        descriptions = group.gather(shared if sends else None)
-        members = []
-        for key, layout, keys_seen in infos:
-            description = descriptions[checksums.index(key)]
-            assert description is not None
-            members.append(
-                dataclasses.replace(description, layout=layout, keys_seen=keys_seen)
-            )
-        return members
+    def _introduced(self, stats: Stats, numbers: Numbers) -> Member:
+        """Returns the description of this process, which has measured this.
 
-    def _of_this_model(self, group: OwnGroup, infos: Sequence[Member]) -> list[int]:
-        """Returns the ranks of the processes that run the same model as this one."""
-        # One process group may train several models, as in a search over settings.
-        has_numbers = bool(infos[dist.rank()].form)
-        evidence = self._introduced.evidence(has_numbers=has_numbers)
-        everyones = group.gather(evidence)
-        with_numbers = [rank for rank, info in enumerate(infos) if info.form]
-        peers = []
-        for rank, (ranks, _) in enumerate(everyones):
-            # Nothing shows where it belongs.
-            if ranks == (rank,) and not infos[rank].form:
-                ranks = (rank, with_numbers[0])
-            peers.append(ranks)
-        groups = groups_of_models(peers, [checksum for _, checksum in everyones])
-        return [
-            rank for rank, first in enumerate(groups) if first == groups[dist.rank()]
-        ]
+        Raises: RefusedError if the weights are split in an unrecognised way, or if some but not all of several models
+            are pipeline stages.
+        """
+        model, layout, stages = self._model, self._layout, dict[str, int]()
+        sites = {site.name: site for site in self._sites()}
+        if layout is None:
+            modules = {name: _with_weights(model, name) for name in stats}
+            layout = Layout.of_model(model, modules.values(), self.stages.get(""))
+            stages = self._known_stages()
+            splits = {
+                name: self._split(module, sites.get(name))
+                for name, module in modules.items()
+            }
+        else:
+            is_split = layout.head_parts > 1
+            splits = dict.fromkeys(stats, (is_split, is_split))
+        peers, print_of_model = tuple(range(dist.world())), ""
+        if self._layout is None and not any(
+            x is not None for x in self.stages.values()
+        ):
+            peers = peer_ranks(model)
+            if len(peers) == 1 and stats:
+                names = [name for name, _ in model.named_parameters()]
+                # Replicas are equal in all of them, other models hardly in any.
+                some = names[:: max(1, len(names) // 8)]
+                print_of_model = fingerprint(model, some)
+        facts = site_facts(list(sites.values()))
+        return Member(
+            layout=layout,
+            keys_seen=sum([int(x.n_keys.sum()) for x in stats.values()]),
+            form=flatten(stats, numbers)[0].form if stats else (),
+            splits=splits,
+            sites={str(of_site["name"]): of_site for of_site in facts},
+            parameters={
+                name: sum(p.numel() for p in model.get_submodule(name).parameters())
+                for name in stages or ("",)
+            },
+            stages=stages,
+            peers=peers,
+            fingerprint=print_of_model,
+        )
+
+    def _known_stages(self) -> dict[str, int]:
+        """The pipeline stages of several models; {} if they are not stages, or if there is only one model."""
+        if "" in self.stages:
+            return {}
+        names = [name for name, _ in self._model.named_children()]
+        stages = {x: stage for x, stage in self.stages.items() if stage is not None}
+        if stages and len(stages) < len(names):
+            raise RefusedError(
+                f"expected either all models or none to be stages of a pipeline, got stages {stages} among "
+                f"{', '.join(names)}: watch the other models separately"
+            )
+        return stages
+
+    def _split(
+        self, module: nn.Module, site: AttentionSite | None
+    ) -> tuple[bool, bool]:
+        """Returns whether the query heads of a site, and its key heads, are split across processes."""
+        if not head_axes(self._model, module.parameters()):
+            return False, False
+        if site is None or not site.terms:
+            return True, True
+        lasts = [(term.query[-1], term.key[-1]) for term in site.terms]
+        queries, keys = (
+            [self._model.get_parameter(x.parameter) for x in side if x.n > 1]
+            for side in zip(*lasts)
+        )
+        return bool(head_axes(self._model, queries)), bool(head_axes(self._model, keys))
+
+
+def _with_weights(model: nn.Module, site: str) -> nn.Module:
+    """Returns the module of a site, or its nearest parent module that has weights."""
+    path = site.partition("#")[0].split(".") if site else []
+    while path:
+        module = model.get_submodule(".".join(path))
+        if any(True for _ in module.parameters()):
+            return module
+        path.pop()
+    return model

@@ -9,7 +9,7 @@ import importlib
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
@@ -23,21 +23,19 @@ from qkeel.errors import (
     caution,
     unknown,
 )
-from qkeel.frames import Foreign, Frame, heads_frame, steps_frame
+from qkeel.frames import Foreign, Frame
 from qkeel.frames.tables import Markup, markup
-from qkeel.monitor.history import History, number
+from qkeel.monitor.history import History
 from qkeel.monitor.record import Sample, sample_line
 from qkeel.monitor.rules import Alarm, Severity
 from qkeel.options import Term, build, parse
 from qkeel.records import (
     HEAD_FIELDS,
     HeadRecorder,
-    Heads,
     RunDirectory,
     RunStatus,
     append_line,
     fresh_directory,
-    layer_types,
     write_json,
 )
 from qkeel.records.file_formats import JSONObject
@@ -386,26 +384,28 @@ class Run:
         return History.read(self.directory)
 
     @functools.cached_property
+    def _evaluated(self) -> History:
+        return History.read(self.directory, phase="eval")
+
+    @property
     def steps(self) -> Frame:
         """One row per training record, with the values for the whole model."""
-        return _steps(self.directory.metrics())
+        return self.history.frame("steps")
 
-    @functools.cached_property
+    @property
     def heads(self) -> Frame:
         """One row per training record, layer and head."""
-        return self._heads(self.directory.heads() if self._has("heads.json") else None)
+        return self.history.frame()
 
-    @functools.cached_property
+    @property
     def eval_steps(self) -> Frame:
         """Like `steps`, but for passes in evaluation mode."""
-        return _steps(self.directory.eval_metrics())
+        return self._evaluated.frame("steps")
 
-    @functools.cached_property
+    @property
     def eval_heads(self) -> Frame:
         """Like `heads`, but for passes in evaluation mode."""
-        return self._heads(
-            self.directory.eval_heads() if self._has("eval_heads.json") else None
-        )
+        return self._evaluated.frame()
 
     @functools.cached_property
     def events(self) -> list[JSONObject]:
@@ -418,22 +418,10 @@ class Run:
         """Draws the run with matplotlib and returns the Axes; see `History.plot`."""
         return self.history.plot(what, field=field, ax=ax)
 
-    def _heads(self, heads: Heads | None) -> Frame:
-        if heads is None:
-            return heads_frame(np.zeros(0), (), {})
-        return heads_frame(
-            heads.steps,
-            heads.layers,
-            heads.values,
-            layer_types(self.config, self.events),
-        )
-
-    def _has(self, name: str) -> bool:
-        return (self.path / name).exists()
-
     def __repr__(self) -> str:
-        n = len(self.steps)
-        span = f"{n:,} records" + (f" to step {self.steps['step'][-1]:,}" if n else "")
+        steps = self.history.steps
+        last = f" to step {int(steps[-1]):,}" if len(steps) else ""
+        span = f"{len(steps):,} records{last}"
         return f"<Run {self.path}: {self.config.get('model', '') or 'run'}, {span}, {self.status}>"
 
     def _repr_html_(self) -> str:
@@ -458,12 +446,3 @@ def load(path: str | Path) -> Run:
     <Run .: GPT, 0 records, started>
     """
     return Run(Path(path))
-
-
-def _steps(records: Sequence[JSONObject]) -> Frame:
-    names = dict.fromkeys(name for record in records for name in record)
-    values = {
-        name: np.array([number(record.get(name)) for record in records])
-        for name in names
-    }
-    return steps_frame(values.get("step", np.zeros(0)), values)

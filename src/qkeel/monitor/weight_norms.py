@@ -290,25 +290,23 @@ class WeightNorms:
         is_mean: bool = False,
     ) -> Tensor | Number:
         """The Frobenius norm of the heads' rows [sites n r m] of several tensors, or the root mean square of their
-        entries."""
-        if site not in self._split:
-            size = sum([x.shape[-2] * x.shape[-1] for x in rows])
-            norm = frobenius_norm(rows, site)
-            return norm / size**0.5 if is_mean else norm
-        device = rows[0].device
-        value = weight = rows[0].new_zeros(1, site.n_heads, dtype=widest(device))
-        for head_slice, x in zip(lasts, rows):
-            held = self._rows[head_slice]
-            if held.counts:
-                n_rows = x.shape[-2] if held.held is None else held.held.sum(1)
-                sizes = torch.as_tensor(n_rows * x.shape[-1], device=device)
-                weight = weight + site.per_query_head(sizes.expand(x.shape[1]))
-                value = torch.hypot(value, frobenius_norm([x], site).to(value.dtype))
-        # Squares add up over the processes, and the weights of a mean are the counts of its entries.
-        if not is_mean:
-            return Number(value, weight, "root", "weights")
-        value = value / weight.clamp_min(1).sqrt()
-        return Number(value, weight, "root_mean", "weights")
+        entries. Squares of parts add up over the processes."""
+        is_split = site in self._split
+        counted = [
+            x for last, x in zip(lasts, rows) if not is_split or self._rows[last].counts
+        ]
+        norm = frobenius_norm(counted or rows, site)
+        if is_mean:
+            weights = [self._parameters[last.parameter] for last in lasts]
+            # A process may hold some of the columns only.
+            sizes = [
+                x.shape[-2] * p.numel() // p.shape[last.axis if p.ndim > 1 else 0]
+                for last, x, p in zip(lasts, rows, weights)
+            ]
+            norm = norm / sum(sizes) ** 0.5
+        if not is_split:
+            return norm
+        return Number(norm.to(widest(norm.device)), len(counted), "root", "weights")
 
     def _grams(
         self, group: _AlikeSites, rows: Mapping[HeadSlice, Tensor]

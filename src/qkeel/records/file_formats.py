@@ -300,7 +300,7 @@ class HeadRecorder:
 
 
 def read_heads(directory: Path, name: str = "heads") -> Heads:
-    """Reads heads.json and heads.f32. An incomplete last record is dropped.
+    """Reads heads.json and heads.f32. An incomplete last record is dropped; without these files, there are no records.
 
     >>> HeadRecorder(Path("."), ("entropy",), 1, 2).append(5, np.ones((1, 1, 2)))
     >>> read_heads(Path(".")).steps
@@ -313,7 +313,10 @@ def read_heads(directory: Path, name: str = "heads") -> Heads:
     Raises:
         DamagedFileError: heads.json describes another file.
     """
-    about, path = _described(directory / f"{name}.json"), directory / f"{name}.f32"
+    description, path = directory / f"{name}.json", directory / f"{name}.f32"
+    if not (description.exists() or path.exists()):
+        return Heads(np.zeros(0, np.int64), {})
+    about = _described(description)
     content = read_file(path) if path.exists() else b""
     shape = len(about["fields"]), about["n_layers"], about["n_heads"]
     width = 1 + math.prod(shape)
@@ -329,6 +332,22 @@ def read_heads(directory: Path, name: str = "heads") -> Heads:
     body = rows[:, 1:].reshape(n, *shape)
     values = {field: body[:, i] for i, field in enumerate(about["fields"])}
     return Heads(steps.astype(np.int64), values, tuple(about["layers"]))
+
+
+def common_steps(
+    lines: Sequence[Mapping[str, Any]], heads: Heads
+) -> tuple[list[Mapping[str, Any]], Heads]:
+    """Restricts lines of metrics and values of heads to the steps that both have, the values in float64.
+
+    A kill between the two writes leaves a line without its heads. Without any heads, all lines are returned.
+    """
+    if not heads.values:
+        return [*lines], heads
+    row_of = {int(step): row for row, step in enumerate(heads.steps)}
+    lines = [line for line in lines if int(line["step"]) in row_of]
+    rows = [row_of[int(line["step"])] for line in lines]
+    values = {name: x[rows].astype(np.float64) for name, x in heads.values.items()}
+    return lines, Heads(heads.steps[rows], values, heads.layers)
 
 
 def _mean(values: np.ndarray, over: np.ndarray | None = None) -> np.ndarray:

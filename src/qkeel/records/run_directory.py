@@ -174,10 +174,8 @@ class RunDirectory:
             self.summary()
             self.metrics()
             self.events()
-            names = {path.name for path in self.path.iterdir()}
-            if names & {"heads.json", "heads.f32"}:
-                self.heads()
-            if "env.json" in names:
+            self.heads()
+            if (self.path / "env.json").exists():
                 self.env()
             self.check_complete()
         except DamagedFileError as error:

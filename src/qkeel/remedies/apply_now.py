@@ -227,17 +227,15 @@ def _check(
             f"{remedy.name}: {sites.share} of this model are understood, and the remedy would leave out the others. "
             f"{missed}. With partial=True the remedy is applied to the attention that is understood"
         )
-    if any(x.on_steps for site in target.sites for x in active_at(site).values()):
+    refusal = _refusal(remedy, target.sites)
+    if refusal is not None and any(
+        x.on_steps for site in target.sites for x in active_at(site).values()
+    ):
         # An optimizer that the script deleted may still exist, and its remedies with it.
         gc.collect()
-    for site in target.sites:
-        if remedy.name in active_at(site):
-            raise AlreadyAppliedError(
-                f"{remedy.name} is already applied to {where(site)}; remove() its handle first"
-            )
-        refusal = remedy.supports(site)
-        if refusal is not None:
-            raise RefusedError(f"{remedy.name} at {where(site)}: {refusal}")
+        refusal = _refusal(remedy, target.sites)
+    if refusal is not None:
+        raise refusal
     if not remedy.on_steps and not isinstance(remedy, (NoRemedy, ZLoss)):
         _check_adapters(target, remedy)
     if not isinstance(remedy, NoRemedy):
@@ -248,6 +246,21 @@ def _check(
         raise RefusedError(
             f"{remedy.name} changes what a pass computes, so give a batch in place of the sites"
         )
+
+
+def _refusal(
+    remedy: Remedy, sites: Sequence[AttentionSite]
+) -> AlreadyAppliedError | RefusedError | None:
+    """The error of the first site that does not take a remedy, or has it."""
+    for site in sites:
+        if remedy.name in active_at(site):
+            return AlreadyAppliedError(
+                f"{remedy.name} is already applied to {where(site)}; remove() its handle first"
+            )
+        reason = remedy.supports(site)
+        if reason is not None:
+            return RefusedError(f"{remedy.name} at {where(site)}: {reason}")
+    return None
 
 
 def _check_adapters(target: Target, remedy: Remedy) -> None:

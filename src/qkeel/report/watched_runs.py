@@ -18,6 +18,7 @@ from qkeel.records import (
     Heads,
     RunDirectory,
     RunStatus,
+    common_steps,
     fold_heads,
     layer_types,
     measured_field,
@@ -154,13 +155,10 @@ def _read(path: Path) -> Watched:
     directory = RunDirectory(path)
     directory.check_complete()
     events = directory.events()
-    empty = Heads(steps=np.zeros(0, np.int64), values={})
-    heads = directory.heads() if (path / "heads.json").exists() else empty
-    eval_heads = (
-        directory.eval_heads() if (path / "eval_heads.json").exists() else empty
+    records, heads = common_steps(directory.metrics(), directory.heads())
+    eval_records, eval_heads = common_steps(
+        directory.eval_metrics(), directory.eval_heads()
     )
-    records, heads = _aligned(directory.metrics(), heads)
-    eval_records, eval_heads = _aligned(directory.eval_metrics(), eval_heads)
     return Watched(
         path=path,
         name=path.resolve().name,
@@ -186,15 +184,3 @@ def _read(path: Path) -> Watched:
             if event.get("event") not in ("alarm", OVER, *INTERVENTIONS)
         ],
     )
-
-
-def _aligned(records: Sequence[Row], heads: Heads) -> tuple[Sequence[Row], Heads]:
-    """Restricts records and heads to their common steps, as a killed run may lack the heads of its last step."""
-    if not heads.values:
-        return records, heads
-    # A kill between the two writes leaves a line of metrics without its heads.
-    row = {int(step): i for i, step in enumerate(heads.steps)}
-    records = [record for record in records if record["step"] in row]
-    rows = [row[record["step"]] for record in records]
-    values = {name: v[rows].astype(np.float64) for name, v in heads.values.items()}
-    return records, Heads(steps=heads.steps[rows], values=values, layers=heads.layers)

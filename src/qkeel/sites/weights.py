@@ -132,6 +132,10 @@ def _scores_weights(call: ScoresCall, rows: slice) -> Weights:
     """
     logits = call.capped[:, :, rows]
     logits = logits.to(wide(logits.dtype))
+    if call.params is not None:
+        hidden = call.hidden_in(rows)
+        visible = None if hidden is None else ~hidden
+        return call.spec.normalizer.weights(logits, visible, call.params)
     if call.sink is None:
         return call.spec.normalizer.weights(logits, logits != -torch.inf, {})
     sink = call.sink[:, :, rows, None].to(logits.dtype)

@@ -193,19 +193,20 @@ def _visibility(call: AttentionCall) -> VisibilityTensors | None:
             return None
         b = max(len(q), len(k))
         q, k = q.expand(b, -1).contiguous(), k.expand(b, -1).contiguous()
-
-    def upto(last: Tensor) -> Tensor:
-        """Returns how many keys have a position of at most `last`."""
-        return (
-            (last + 1).clamp(0, s)
-            if call.plain
-            else torch.searchsorted(k, last, right=True)
-        )
-
-    low = torch.zeros_like(q, dtype=torch.int64) if window is None else upto(q - window)
+    if window is None:
+        low = torch.zeros_like(q, dtype=torch.int64)
+    else:
+        low = _keys_up_to(q - window, k, call.plain)
     if call.causal:
-        return low, upto(q), mask
+        return low, _keys_up_to(q, k, call.plain), mask
     assert window is not None
     if call.plain:
         return low, (q + window).clamp(0, s), mask
     return low, torch.searchsorted(k, q + window), mask
+
+
+def _keys_up_to(last: Tensor, k: Tensor, plain: bool) -> Tensor:
+    """Returns how many keys have a position of at most `last`."""
+    if plain:
+        return (last + 1).clamp(0, k.shape[1])
+    return torch.searchsorted(k, last, right=True)
