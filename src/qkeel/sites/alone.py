@@ -128,11 +128,7 @@ class PartOfArguments:
     def copied(self, frame: ModuleCall) -> tuple[Args, Kwargs]:
         """The part of the arguments of a call, copied. Hidden states have a node in autograd's graph, by which what is
         computed from them is told from constants, such as rotations."""
-        first = next((x for x in frame.inputs if x.is_floating_point()), None)
-        width = 0 if first is None or not first.ndim else first.shape[-1]
-        # Gains, of a head's features each, are smaller.
-        matrices = [p for p in frame.module.parameters() if p.numel() > 8 * width]
-        widths = {n for p in matrices for n in p.shape}
+        widths = _input_widths(frame)
         has_graph = any(x.requires_grad for x in frame.inputs)
 
         def is_hidden_state(x: Tensor) -> bool:
@@ -161,6 +157,20 @@ class PartOfArguments:
         if self.doubles:
             return x.repeat(2, *[1] * (x.ndim - 1))
         return x[: self.samples] if self.samples else x
+
+
+def _input_widths(frame: ModuleCall) -> set[int]:
+    """The sizes of what the weights of a module are multiplied by, as far as they can be told from gains of heads."""
+    first = next((x for x in frame.inputs if x.is_floating_point()), None)
+    width = 0 if first is None or not first.ndim else first.shape[-1]
+    widths = {width}
+    for module in frame.module.modules():
+        if isinstance(module, nn.Linear):
+            widths.add(module.in_features)
+        else:
+            weights = [p for p in module.parameters(recurse=False) if p.ndim > 1]
+            widths |= {n for p in weights if p.numel() > 8 * width for n in p.shape}
+    return widths
 
 
 def parts_of_arguments(frame: ModuleCall) -> Iterator[PartOfArguments]:

@@ -106,7 +106,7 @@ class SiteSearch:
         self._error: Exception | None = None
         self._model, self._rows, self._cuts = model, rows, cuts
         self._keeps = keeps
-        self._names = {id(module): name for name, module in modules_of(model).items()}
+        self._names: dict[int, str] = {}
         self._verification = Verification() if verifies else None
         uses = collections.Counter(
             id(p) for _, p in model.named_parameters(remove_duplicate=False)
@@ -131,6 +131,8 @@ class SiteSearch:
         if is_known and not self._lacks(frame):
             return False
         self._known_calls.add((frame.caller, chooses))
+        # A forward may replace modules.
+        self._names = {id(x): name for name, x in modules_of(self._model).items()}
         latest: ModuleTrace | None = None
         for around in frame.line():
             has_weights = any(True for _ in around.module.parameters())
@@ -576,8 +578,15 @@ class _ObservedPass:
     def trace(self) -> ModelTrace:
         """The trace of the pass."""
         types = told_apart(self._visible)
+        of_logits = set().union(*map(_weights_of, self.order.values()))
         sites = [
-            dataclasses.replace(site, visible=types.get(name, site.visible))
+            dataclasses.replace(
+                site,
+                visible=types.get(name, site.visible),
+                value_weights=tuple(
+                    s for s in site.value_weights if s.parameter in of_logits
+                ),
+            )
             for name, site in self.order.items()
         ]
         indexers = self._search.sites.indexers
