@@ -300,7 +300,7 @@ class HeadRecorder:
 
 
 def read_heads(directory: Path, name: str = "heads") -> Heads:
-    """Reads heads.json and heads.f32. An incomplete last record is dropped; without these files, there are no records.
+    """Reads heads.json and heads.f32. An incomplete last record is dropped; without heads.json, there are no records.
 
     >>> HeadRecorder(Path("."), ("entropy",), 1, 2).append(5, np.ones((1, 1, 2)))
     >>> read_heads(Path(".")).steps
@@ -314,7 +314,7 @@ def read_heads(directory: Path, name: str = "heads") -> Heads:
         DamagedFileError: heads.json describes another file.
     """
     description, path = directory / f"{name}.json", directory / f"{name}.f32"
-    if not (description.exists() or path.exists()):
+    if not description.exists():
         return Heads(np.zeros(0, np.int64), {})
     about = _described(description)
     content = read_file(path) if path.exists() else b""
