@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "qkeel"
 # Blocks every module outside the standard library but torch, numpy, safetensors, jaxtyping and what they need.
 BLOCKED = """
 import sys
-from importlib.metadata import packages_distributions, requires
+from importlib.metadata import distributions, requires
 import re
 
 def needs(name, seen):
@@ -33,7 +33,12 @@ for root in ("torch", "numpy", "safetensors", "jaxtyping"):
     needs(root, allowed)
 allowed.add("qkeel")
 
-homes = packages_distributions()
+homes = {}  # the distributions that are not allowed, by what they install at the top
+for found in distributions():
+    owner = found.metadata["Name"].lower().replace("_", "-")
+    for line in (found.read_text("RECORD") or "").splitlines():
+        top = line.partition(",")[0].partition("/")[0].partition(".")[0]
+        homes.setdefault(top, set()).add(owner)
 
 class Hide:
     # A finder that does not find what is not allowed.
@@ -41,7 +46,7 @@ class Hide:
         self.finder = finder
 
     def find_spec(self, name, path=None, target=None):
-        owners = {d.lower().replace("_", "-") for d in homes.get(name.partition(".")[0], [])}
+        owners = homes.get(name.partition(".")[0], set())
         if owners and not owners & allowed:
             return None
         return self.finder.find_spec(name, path, target)

@@ -58,20 +58,25 @@ def browse(page, script="", *flags):
     return done.stdout
 
 
-def browse_all(pages):
+def browse_all(pages, width=1280, *flags):
     """The HTML of several pages, which are shown in frames of one: most of a browser's time is its start."""
+    shape = f"width={width} height=1600 frameborder=0"
     frames = "".join(
-        f'<iframe id="{name}" width=1280 height=1600 srcdoc="{escape(path.read_text(encoding="utf-8"))}"></iframe>'
+        f'<iframe id="{name}" {shape} srcdoc="{escape(path.read_text(encoding="utf-8"))}"></iframe>'
         for name, path in pages.items()
     )
     script = """
-      for (const frame of document.querySelectorAll("iframe"))
-        document.body.dataset[frame.id] = frame.contentDocument.documentElement.outerHTML;
+      for (const frame of document.querySelectorAll("iframe")) {
+        const { innerWidth, document: { documentElement, body } } = frame.contentWindow;
+        const { backgroundColor } = frame.contentWindow.getComputedStyle(body);
+        body.dataset.sizes = JSON.stringify([innerWidth, documentElement.scrollWidth, backgroundColor]);
+        document.body.dataset[frame.id] = documentElement.outerHTML;
+      }
     """
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "frames.html")
         page.write_text(f"<!doctype html><body>{frames}</body>", encoding="utf-8")
-        html = browse(page, script)
+        html = browse(page, script, *flags)
     return {name: told(html, name) for name in pages}
 
 
@@ -116,42 +121,30 @@ def watched(tmp_path_factory):
     return qkeel.report.write(make_watch(folder / "watch"), folder / "report.html")
 
 
-SIZES = """document.body.dataset.sizes = JSON.stringify([
-  innerWidth, document.documentElement.scrollWidth, getComputedStyle(document.body).backgroundColor
-]);"""
 DARK, LIGHT = 0, 1
-VIEWS = [
-    ("demo", 1280, LIGHT),
-    ("demo", 500, DARK),
-    ("watched", 1280, LIGHT),
-    ("watched", 500, DARK),
-]
-View = tuple[str, int, int]
 
 
 @pytest.fixture(scope="module")
 def views(demo, watched):
-    """The HTML of a page in windows of two widths, in both colours."""
+    """Pages as wide as a desk's window and a phone's, in both colours: what of, and how each was shown."""
+    pages = {"demo": demo, "watched": watched}
     return {
-        (page, width, scheme): browse(
-            demo if page == "demo" else watched,
-            SIZES,
-            f"--window-size={width},1600",
-            f"--blink-settings=preferredColorScheme={scheme}",
+        (width, scheme): browse_all(
+            pages, width, f"--blink-settings=preferredColorScheme={scheme}"
         )
-        for page, width, scheme in VIEWS
+        for width, scheme in ((1280, LIGHT), (390, DARK))
     }
 
 
 def test_every_chart_is_drawn(views):
-    html = views["demo", 1280, LIGHT]
+    html = views[1280, LIGHT]["demo"]
     marks = {"loss": 6, "logits": 36, "entropy": 36, "train": 36}
     for name, least in marks.items():
         assert n_lines(chart(html, name)) >= least, name
     # A line, a range and dots per remedy.
     assert chart(html, "loss").count("aria-description=") >= 18
     assert "alarm 100" in chart(html, "logits")
-    html = views["watched", 1280, LIGHT]
+    html = views[1280, LIGHT]["watched"]
     marks = {"growth": 13, "entropy": 13, "norms": 24, "more": 12, "loss": 1}
     for name, least in marks.items():
         assert n_lines(chart(html, name)) >= least, name
@@ -162,10 +155,11 @@ def test_every_chart_is_drawn(views):
 
 def test_a_page_fits_its_window_in_light_and_dark(views):
     papers = set()
-    for (_, width, scheme), html in views.items():
-        window, content, paper = json.loads(told(html, "sizes"))
-        assert [window, content] == [width, width]
-        papers.add((scheme, paper))
+    for (width, scheme), pages in views.items():
+        for html in pages.values():
+            window, content, paper = json.loads(told(html, "sizes"))
+            assert [window, content] == [width, width]
+            papers.add((scheme, paper))
     # One paper for each scheme, on both pages.
     assert len(papers) == len({paper for _, paper in papers}) == 2
 

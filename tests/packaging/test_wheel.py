@@ -1,5 +1,6 @@
 """The wheel holds all a user needs and imports where only it is installed."""
 
+import os
 import re
 import subprocess
 import sys
@@ -62,6 +63,29 @@ def test_the_installed_wheel_imports_and_attends(wheel, tmp_path):
         cwd=tmp_path,
     )
     assert run.stdout.strip() == "torch.Size([1, 2, 4, 8])", run.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_source_distribution_is_of_a_megabyte_at_most_and_can_be_installed(
+    tmp_path,
+):
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation"]
+    subprocess.run([*command, "--outdir", str(tmp_path), str(ROOT)], check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    assert archive.stat().st_size <= 1_000_000
+    options = ["--no-deps", "--no-build-isolation", "--target", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "pip", "install", *options, str(archive)]
+    subprocess.run(command, check=True)
+    code = "import qkeel.lab.images as x; print(x.__file__, len(x._digits()[0]))"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+    )
+    assert run.stdout.split()[1:] == ["1797"], run.stderr[-2000:]
+    assert run.stdout.startswith(str(tmp_path))
 
 
 def test_one_version_everywhere():

@@ -139,7 +139,9 @@ def test_passes_that_checkpointing_repeats_have_the_gradients_of_plain_ones(
     torch.testing.assert_close(trained(*reentrant), trained(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("reentrant", [(), (False,)])
+@pytest.mark.parametrize(
+    "reentrant", [(False,), pytest.param((), marks=pytest.mark.slow)]
+)
 def test_and_so_have_compiled_ones(reentrant):
     torch.compiler.reset()
     compiled = trained(*reentrant, compiled=True)

@@ -8,11 +8,11 @@ from tests.sites.sums import SUMS, UNKNOWN, batch, largest, made, unknown
 import qkeel
 from qkeel.errors import RefusedError
 
-STEPS = 5
+STEPS = 2
 
 
 def trained(model, remedy, lr):
-    """Ten steps of descent under a remedy; the weights before them."""
+    """Steps of descent under a remedy; the weights before them."""
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     with qkeel.apply(model, remedy, optimizer, batch=batch()):

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from qkeel import find_sites
 from qkeel.errors import InvalidValueError, QkeelWarning
 
-H, D, T, LAYERS = 2, 8, 128, 4
+H, D, T, LAYERS = 2, 8, 128, 3
 Call = Callable[..., Tensor]
 
 

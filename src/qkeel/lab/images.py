@@ -118,9 +118,9 @@ def _held_out(
 
 
 def _digits() -> tuple[np.ndarray, list[str]]:
-    file = files("qkeel.lab").joinpath("pictures", "digits.csv.gz")
-    text = gzip.decompress(file.read_bytes()).decode()
-    rows = np.loadtxt(io.StringIO(text), delimiter=",", dtype=np.float32)
+    file = files("qkeel.lab").joinpath("pictures", "digits.gz")
+    stored = np.frombuffer(gzip.decompress(file.read_bytes()), np.uint8)
+    rows = stored.reshape(-1, 65).astype(np.float32)
     pixels = (rows[:, :64] / 16).reshape(-1, 8, 8, 1)
     return pixels, [_WORDS[int(label)] for label in rows[:, 64]]
 
