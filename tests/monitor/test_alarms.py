@@ -216,7 +216,8 @@ def test_a_recorded_run_is_replayed_from_its_directory(tmp_path):
             tmp_path / "metrics.jsonl",
             {"step": int(step), "lr": 0.01, "max_logit": 10.0 * i, "loss": None},
         )
-        heads.append(int(step), np.full((2, 2, 3), 10.0 * i))
+        values = np.full((2, 3), 10.0 * i)
+        heads.append(int(step), {"max_logit": values, "entropy": values})
     (alarm,) = replay(History.read(run), [Ceiling(threshold=100.0)])
     assert (alarm.step, alarm.layer) == (55, "layer 0")
     (tmp_path / "heads.json").unlink()

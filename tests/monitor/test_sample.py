@@ -10,7 +10,6 @@ from tests.each_row import each_row
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.monitor import (
     Sample,
-    repeat_groups,
     sample_line,
     sample_table,
 )
@@ -84,12 +83,6 @@ def test_hidden_norms_and_evaluation_have_keys_of_their_own():
         "eval/hidden/final_hidden_norm": 9.0,
         "eval/hidden/layer_01/block_output_norm": 3.0,
     }
-
-
-def test_a_key_heads_value_stands_at_the_heads_of_its_group():
-    assert repeat_groups(np.array([1.0, 2.0]), 6).tolist() == [1, 1, 1, 2, 2, 2]
-    with pytest.raises(ShapeError, match="divides 6 heads, got 4"):
-        repeat_groups(np.ones(4), 6)
 
 
 def test_a_sample_that_fits_no_layers_is_refused():

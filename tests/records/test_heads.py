@@ -18,7 +18,7 @@ def recorded(directory, steps):
         np.random.default_rng(0).normal(size=(len(steps), 2, 2, 3)).astype(np.float32)
     )
     for step, row in zip(steps, values):
-        recorder.append(step, row)
+        recorder.append(step, dict(zip(FIELDS, row)))
     return values
 
 
@@ -77,11 +77,18 @@ def test_records_of_an_earlier_version_are_read_and_gone_on_with(
         json.dumps({**about, "checksums": "heads.crc32", "crc32": "00000000"})
     )
     (tmp_path / "heads.crc32").write_bytes(bytes(8))
-    HeadRecorder(tmp_path, FIELDS, 2, 3).append(20, values[0])
+    HeadRecorder(tmp_path, FIELDS, 2, 3).append(20, dict(zip(FIELDS, values[0])))
     assert read_heads(tmp_path).steps.tolist() == [0, 10, 20]
 
 
 def test_values_of_another_shape_are_refused(tmp_path):
-    with pytest.raises(ShapeError, match=r"\(2, 2, 3\), got \(2, 3, 2\)"):
-        HeadRecorder(tmp_path, FIELDS, 2, 3).append(0, np.zeros((2, 3, 2)))
+    recorder = HeadRecorder(tmp_path, FIELDS, 2, 3)
+    for shape in ((3, 3), (2, 4)):
+        with pytest.raises(ShapeError, match=r"entropy of shape \(2, 3\), got"):
+            recorder.append(0, {"entropy": np.zeros(shape)})
+    recorder.append(1, {"entropy": np.ones((2, 1)), "of no record": np.ones((2, 3))})
+    heads = read_heads(tmp_path)
+    assert heads.steps.tolist() == [1]
+    np.testing.assert_array_equal(heads.values["entropy"][0], [[1, np.nan, np.nan]] * 2)
+    assert np.isnan(heads.values["max_logit"]).all()
     assert not len(read_heads(tmp_path / "none").steps)

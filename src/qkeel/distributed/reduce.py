@@ -75,34 +75,30 @@ class StepTable:
 
     def __init__(self, form: Form) -> None:
         self.form = form
-        self.size = sum([column.size for column in form])
-        self._firsts: dict[tuple[tuple[str, ...], str], int] = {}
-        first = 0
-        for column in form:
-            self._firsts[column.sites, column.name] = first
-            first += column.size
-        columns = {(column.sites, column.name): column for column in form}
+        sizes = np.array([column.size for column in form], np.intp)
+        self.size = int(sizes.sum())
+        keys = [(column.sites, column.name) for column in form]
+        self._firsts = dict(zip(keys, (np.cumsum(sizes) - sizes).tolist()))
+        rules = [column.rule for column in form]
         # Of extremes: 1 for maxima and -1 for minima, which are negative maxima.
-        self._signs = np.zeros(self.size)
+        signs = [{"max": 1.0, "min": -1.0}.get(rule, 0.0) for rule in rules]
+        self._signs = np.repeat(signs, sizes)
+        blanks = [np.nan if x.blank is None else x.blank for x in form]
+        self._blanks = np.repeat(blanks, sizes)
+        self._squared = np.repeat([x in ("root", "root_mean") for x in rules], sizes)
+        self._divided = np.repeat([x in ("mean", "root_mean") for x in rules], sizes)
         # The value behind the last one is 1.
         self._weight_of = np.full(self.size, self.size)
-        self._blanks = np.full(self.size, np.nan)
-        self._squared = np.zeros(self.size, dtype=bool)
-        self._divided = np.zeros(self.size, dtype=bool)
+        columns = dict(zip(keys, form))
         for column in form:
-            indices = self.indices(column)
             if column.weight:
+                indices = self.indices(column)
                 of_weights = self.indices(columns[column.sites, column.weight])
                 # Weights may lack the last dimensions.
-                missing = indices.ndim - of_weights.ndim
+                missing = (1,) * (indices.ndim - of_weights.ndim)
                 self._weight_of[indices] = of_weights.reshape(
-                    of_weights.shape + (1,) * missing
+                    of_weights.shape + missing
                 )
-            if column.blank is not None:
-                self._blanks[indices] = column.blank
-            self._signs[indices] = {"max": 1.0, "min": -1.0}.get(column.rule, 0.0)
-            self._squared[indices] = column.rule in ("root", "root_mean")
-            self._divided[indices] = column.rule in ("mean", "root_mean")
         self._on_device: dict[torch.device, list[Tensor]] = {}
 
     def indices(self, column: Column) -> np.ndarray:

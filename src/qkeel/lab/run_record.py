@@ -550,7 +550,7 @@ class RunRecord:
             else None,
         }
         self._trained, self._seconds = 0, 0.0
-        self.heads.append(step, probe.heads)
+        self.heads.append(step, dict(zip(PROBE_FIELDS, probe.heads)))
         append_line(self.directory.path / "metrics.jsonl", record)
         self._write_events()
         self.watcher.on_record(record)

@@ -15,8 +15,6 @@ from qkeel.monitor.cadence import Adaptive, Cadence, Every, LogSpaced
 from qkeel.monitor.history import Forecast, History, PlannedRates, forecast
 from qkeel.monitor.record import (
     Sample,
-    pad_layers,
-    repeat_groups,
     sample_line,
     sample_table,
 )
@@ -72,8 +70,6 @@ __all__ = [
     "Sink",
     "VanishingGradient",
     "forecast",
-    "pad_layers",
-    "repeat_groups",
     "replay",
     "rules_for",
     "sample_line",

@@ -183,36 +183,6 @@ class Sample:
         }
 
 
-def repeat_groups(values: np.ndarray, n_heads: int) -> np.ndarray:
-    """[kv heads] -> [heads]: a key head's value is repeated for each query head of its group.
-
-    Raises:
-        ShapeError: the number of key heads does not divide `n_heads`.
-
-    >>> repeat_groups(np.array([1.0, 2.0]), 4).tolist()
-    [1.0, 1.0, 2.0, 2.0]
-    """
-    if len(values) == 0 or n_heads % len(values):
-        raise ShapeError(
-            f"expected a number of key heads that divides {n_heads} heads, got {len(values)}"
-        )
-    return np.repeat(values, n_heads // len(values))
-
-
-def pad_layers(rows: Sequence[np.ndarray | None], n_heads: int) -> np.ndarray:
-    """Returns layers with different head counts, or None where nothing was measured, as [layers n_heads] padded with
-    NaN.
-
-    >>> pad_layers([np.ones(2), None, np.ones(1)], 2).tolist()
-    [[1.0, 1.0], [nan, nan], [1.0, nan]]
-    """
-    out = np.full((len(rows), n_heads), np.nan)
-    for line, row in zip(out, rows, strict=True):
-        if row is not None:
-            line[: len(row)] = row
-    return out
-
-
 # A sample as text for people: a line, a table for a terminal, or a table for a notebook. No library is needed.
 
 _ORDER = {Severity.CRITICAL: 0, Severity.ALARM: 1, Severity.NOTICE: 2}

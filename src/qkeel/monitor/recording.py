@@ -68,7 +68,8 @@ class Recording:
         self._has_rates = self._has_rates and bool(np.isfinite(rate))
         record: dict[str, object] = {"own:index": self._seen, "own:rate": rate}
         record["own:step"] = number(values["step"])
-        record |= {f"values:{name}": number(x) for name, x in values.items()}
+        for name, x in values.items():
+            record[f"values:{name}"] = x if type(x) is float else number(x)
         record |= {f"heads:{name}": x for name, x in heads.items()}
         for column in self._columns.values():
             column[n] = np.nan

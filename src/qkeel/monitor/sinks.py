@@ -188,13 +188,7 @@ class RunDirectorySink(Sink):
             self._heads[sample.phase] = HeadRecorder(
                 path, self._fields, *size, layers=sample.layers, name=name
             )
-        recorder = self._heads[sample.phase]
-        record = np.full(recorder.shape, np.nan, dtype=np.float32)
-        for block, name in zip(record, self._fields):
-            values = sample.heads.get(name)
-            if values is not None:
-                block[:, : values.shape[1]] = values
-        recorder.append(sample.step, record)
+        self._heads[sample.phase].append(sample.step, sample.heads)
         for name in sample.heads.keys() - set(self._fields) - self._left_out:
             self._left_out.add(name)
             text = f"{name} was not announced at the start: it is not recorded"

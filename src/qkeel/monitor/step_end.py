@@ -265,7 +265,11 @@ class WatchedModels:
         """How much of the models these statistics cover, and the monitor's own work since the previous measured step,
         keyed by the names in records.MONITOR_FIELDS."""
         models = [*self._models.values()]
-        names = [within(x.name, site.name) for x in models for site in x.tap.sites]
+        names = [
+            within(x.name, site.name) if x.name else site.name
+            for x in models
+            for site in x.tap.sites
+        ]
         calls = sum([x.tap.calls_seen[phase] for x in models])
         counts = {
             "sites": len(names),

@@ -212,9 +212,9 @@ class WeightNorms:
             parts = [sites[i : i + n] for i in range(0, len(sites), n)]
             for part in parts:
                 is_partial = part[0] in self._split and part[0] in products
-                heads = self._complete_heads(part[0]) if is_partial else None
+                complete = self._complete_heads(part[0]) if is_partial else None
                 eps, p = self._eps.get(part[0]), weights[0]
-                group = _AlikeSites(part, part[0] in products, heads)
+                group = _AlikeSites(part, part[0] in products, complete)
                 if eps is not None:
                     group.eps = torch.full(
                         (len(part), 1), eps, dtype=widest(p.device), device=p.device
@@ -311,23 +311,18 @@ class WeightNorms:
     def _grams(
         self, group: _AlikeSites, rows: Mapping[HeadSlice, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The Gram matrices [sites·heads R R] of both sides in float32 or wider; of a split site, those of the query
-        heads that are complete here."""
+        """The Gram matrices [sites·heads R R] of both sides in float32 or wider."""
         site, sides = group.sites[0], []
 
         def weight(head_slice: HeadSlice) -> Tensor:
             x = rows[head_slice]
-            if group.heads is not None:
-                x = x[:, site.used(head_slice.n).to(x.device)[group.heads]]
             return x.to(wide(x.dtype))
 
         for chains in group.sides.values():
             x = matrix(chains, weight)
             # `@` calls five operators around the same product.
             gram = torch.bmm(x.flatten(0, 1), x.flatten(0, 1).mT)
-            gram = gram.unflatten(0, x.shape[:2])
-            if group.heads is None:
-                gram = per_query_head(site, gram, 1)
+            gram = per_query_head(site, gram.unflatten(0, x.shape[:2]), 1)
             sides.append(gram.flatten(0, 1))
         return sides[0], sides[1]
 
@@ -348,23 +343,18 @@ class WeightNorms:
             n_heads = [len(query) for _, query, _ in of_shape]
             for (group, *_), values in zip(of_shape, norms.split(n_heads)):
                 spectral: Tensor | Number = values.view(len(group.sites), -1)
-                if group.heads is not None:
-                    shape = 1, group.sites[0].n_heads
-                    value = values.new_zeros(shape, dtype=widest(values.device))
-                    weight = torch.zeros_like(value)
-                    value[:, group.heads] = values.to(value.dtype)
-                    weight[:, group.heads] = 1.0
-                    spectral = Number(value, weight, of="weights")
+                if group.complete is not None:
+                    spectral = Number(spectral, group.complete[None], of="weights")
                 numbers[group.names, "qk_spectral_norm"] = spectral
         return numbers
 
     def _complete_heads(self, site: AttentionSite) -> Tensor:
-        """The query heads of a split site for which all weights on both paths are on this process."""
+        """Whether all weights on both paths of each query head of a split site are on this process [h]."""
         complete = torch.ones(site.n_heads, dtype=torch.bool)
         for head_slice in _slices(site):
             complete &= self._rows[head_slice].complete[site.used(head_slice.n)]
         device = self._parameters[site.query[0].parameter].device
-        return complete.nonzero().flatten().to(device)
+        return complete.to(device)
 
     def _has_products(self, site: AttentionSite) -> bool:
         """Whether all weights are matrices with a row for each feature, multiplied one after the other."""
@@ -399,15 +389,18 @@ class _AlikeSites:
     Attributes:
         slices: the slices of all sites, by those of the first.
         sides, lasts: the chains of the first site, and the weights whose rows belong to its heads.
-        heads: of a site that is split, the query heads whose weights are here; None for all.
+        complete: of a site that is split, whether the weights of each query head are here [h]; None for all.
         joint: the heads of all sites in the weights joined along their rows; {} for a single site.
         eps: the eps [sites 1] of their optimizer, or None.
     """
 
     def __init__(
-        self, sites: Sequence[AttentionSite], has_products: bool, heads: Tensor | None
+        self,
+        sites: Sequence[AttentionSite],
+        has_products: bool,
+        complete: Tensor | None,
     ) -> None:
-        self.sites, self.has_products, self.heads = sites, has_products, heads
+        self.sites, self.has_products, self.complete = sites, has_products, complete
         self.names = tuple([site.name for site in sites])
         slices = zip(*map(_slices, sites), strict=True)
         self.slices = {of_sites[0]: of_sites for of_sites in slices}

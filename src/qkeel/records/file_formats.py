@@ -273,7 +273,7 @@ class HeadRecorder:
         name: str = "heads",
     ) -> None:
         self.path = directory / f"{name}.f32"
-        self.shape = len(fields), n_layers, n_heads
+        self._fields, self._shape = fields, (n_layers, n_heads)
         about: JSONObject = {"fields": list(fields), "n_layers": n_layers}
         about |= {"n_heads": n_heads, "dtype": "<f4", "leading": "step"}
         about["layers"] = list(layers)
@@ -287,22 +287,30 @@ class HeadRecorder:
                     f"{description} describes other records. {_RESTORE}"
                 )
 
-    def append(self, step: int, values: np.ndarray) -> None:
-        """Appends one record, with values [n_fields n_layers n_heads]."""
-        if values.shape != self.shape:
-            raise ShapeError(
-                f"expected values of shape {self.shape}, got {values.shape}"
-            )
+    def append(self, step: int, heads: Mapping[str, np.ndarray]) -> None:
+        """Appends one record: field -> [n_layers heads] with at most n_heads; what is missing is NaN. Other fields are
+        left out."""
+        n_layers, n_heads = self._shape
+        record = np.full((len(self._fields), *self._shape), np.nan, "<f4")
+        for block, name in zip(record, self._fields):
+            values = heads.get(name)
+            if values is None:
+                continue
+            if len(values) != n_layers or values.shape[1] > n_heads:
+                raise ShapeError(
+                    f"expected {name} of shape {self._shape}, got {values.shape}"
+                )
+            block[:, : values.shape[1]] = values
+        # In one write, so that a kill loses no more than this record.
         disk.append(
-            self.path,
-            np.concatenate([[step], values.reshape(-1)]).astype("<f4").tobytes(),
+            self.path, np.float32(step).astype("<f4").tobytes() + record.tobytes()
         )
 
 
 def read_heads(directory: Path, name: str = "heads") -> Heads:
-    """Reads heads.json and heads.f32. An incomplete last record is dropped; without these files, there are no records.
+    """Reads heads.json and heads.f32. An incomplete last record is dropped; without heads.json, there are no records.
 
-    >>> HeadRecorder(Path("."), ("entropy",), 1, 2).append(5, np.ones((1, 1, 2)))
+    >>> HeadRecorder(Path("."), ("entropy",), 1, 2).append(5, {"entropy": np.ones((1, 2))})
     >>> read_heads(Path(".")).steps
     array([5])
 
@@ -314,7 +322,7 @@ def read_heads(directory: Path, name: str = "heads") -> Heads:
         DamagedFileError: heads.json describes another file.
     """
     description, path = directory / f"{name}.json", directory / f"{name}.f32"
-    if not (description.exists() or path.exists()):
+    if not description.exists():
         return Heads(np.zeros(0, np.int64), {})
     about = _described(description)
     content = read_file(path) if path.exists() else b""
