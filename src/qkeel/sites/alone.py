@@ -129,7 +129,7 @@ class PartOfArguments:
         """The part of the arguments of a call, copied. Hidden states have a node in autograd's graph, by which what is
         computed from them is told from constants, such as rotations."""
         widths = _input_widths(frame)
-        has_graph = any(x.requires_grad for x in frame.inputs)
+        has_graph = any(x.grad_fn is not None for x in frame.inputs)
 
         def is_hidden_state(x: Tensor) -> bool:
             if has_graph or not x.is_floating_point():
@@ -168,7 +168,7 @@ def _input_widths(frame: ModuleCall) -> set[int]:
         if isinstance(module, nn.Linear):
             widths.add(module.in_features)
         else:
-            weights = [p for p in module.parameters(recurse=False) if p.ndim > 1]
+            weights = [p for p in module.parameters(recurse=False) if p.ndim == 2]
             widths |= {n for p in weights if p.numel() > 8 * width for n in p.shape}
     return widths
 

@@ -458,7 +458,7 @@ def traced(
         observed = _ObservedPass(model, search)
         observed.run(args, kwargs)
         if verifies and not observed.has_expected_heads():
-            # Some of the tokens show other heads than all of them.
+            # All of the tokens may show other heads than some of them.
             undo()
             search = SiteSearch(model, rows=rows, cuts=False, keeps=True)
             observed = _ObservedPass(model, search)
@@ -572,8 +572,13 @@ class _ObservedPass:
         self._visible[name] = visible_sets(captured.call, site.origin)
 
     def has_expected_heads(self) -> bool:
-        """True if the sites that were found have the heads that the calls of the pass have."""
-        return all(self._heads[name] == x.n_heads for name, x in self.order.items())
+        """True if the sites that were found have the heads and the names that the calls of the pass have. A forward may
+        replace modules, which the next pass sees."""
+        known = {site.name for site in self._search.sites}
+        is_named = self._search.failure is not None or known >= self.order.keys()
+        return is_named and all(
+            self._heads[name] == x.n_heads for name, x in self.order.items()
+        )
 
     def trace(self) -> ModelTrace:
         """The trace of the pass."""
