@@ -99,7 +99,7 @@ CASES: dict[str, tuple[AttentionSpec, int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(CASES, 3))
+@pytest.mark.parametrize("name", one_in(CASES, 4))
 def test_both_passes_give_the_numbers_of_float64(name):
     spec, t, s, options = CASES[name]
     call = call_of(spec, t, s, **options)
