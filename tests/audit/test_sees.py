@@ -304,6 +304,38 @@ def test_later_keys_are_beyond_a_window():
     ).healthy
 
 
+class SoftlyMasked(nn.Module):
+    """Attention that hides pairs by a number that is added to their logits."""
+
+    def __init__(self, mask, number):
+        super().__init__()
+        self.qkv, self.mask, self.number = nn.Linear(WIDTH, 3 * WIDTH), mask, number
+
+    def forward(self, x):
+        q, k, v = split_heads(self.qkv(x))
+        added = self.number * ~self.mask(x.shape[1])
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=added.to(x.dtype))
+        return y.transpose(1, 2).flatten(2)
+
+
+def test_a_mask_of_a_small_number_keeps_a_window_until_its_weights_move_something():
+    tokens = torch.randint(VOCABULARY, (2, 12))
+    for number, is_kept in ((-80.0, True), (-10.0, False)):
+        model = Model([SoftlyMasked(windowed(3), number)])
+        assert qkeel.check(model, tokens, sees=Window(3)).healthy is is_kept
+
+
+def test_a_leak_that_moves_no_bit_of_half_precision_is_found():
+    torch.manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (2, 6))
+    leak = Mixing(lambda x: 1e-4 * x.mean(1, keepdim=True).expand_as(x))
+    for block in (leak, SelfAttention(causal, fused=True)):
+        model = Model([SelfAttention(causal, fused=True), block]).bfloat16()
+        assert qkeel.check(model.eval(), tokens, sees="causal").healthy is (
+            block is not leak
+        )
+
+
 class Named(nn.Module):
     """Embeddings in, a loss, logits and one vector a sample out."""
 

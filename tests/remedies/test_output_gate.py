@@ -110,3 +110,14 @@ def test_heads_that_lie_apart_have_no_gate_of_their_own():
     with pytest.raises(RefusedError):
         qkeel.apply(model, "output_gate:per=head", batch=x)
     qkeel.apply(model, "output_gate", batch=x).remove()
+
+
+def test_gated_attention_is_watched_with_its_weights():
+    """While its forward runs, the gate holds an input that has a graph, which no copy may hold."""
+    model = nn.Sequential(nn.Linear(16, 16), Hand("linear", "sdpa"))
+    x = torch.randn(2, 6, 16)
+    qkeel.apply(model, "output_gate", batch=x)
+    with qkeel.watch(model) as monitor:  # a warning would be an error
+        model(x).sum().backward()
+        (site,) = monitor.sites
+    assert site.verified

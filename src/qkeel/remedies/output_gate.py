@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from qkeel.nn.attention import SpecModule
 from qkeel.patching.forward import InstanceForward, put_in_place
 from qkeel.remedies.added_parameters import add_submodules
 from qkeel.remedies.base import Args, Kwargs, Remedy, Target, compose_all, where
+from qkeel.sites.search import traced
 from qkeel.sites.site import AttentionSite, HeadSlice
-from qkeel.sites.trace import traced
 
 
 @final
@@ -135,6 +135,10 @@ class GateInput(InstanceForward):
     """Stores the attention module's input while the module's forward runs."""
 
     x: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy that a monitor makes of a running module doesn't run, and tensors with a graph can't be copied."""
+        return {**vars(self), "x": None}
 
     def run(self, args: Args, kwargs: Kwargs) -> object:
         """Runs the module's forward and stores its input."""
