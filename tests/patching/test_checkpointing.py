@@ -9,7 +9,7 @@ import torch
 import torch.utils.checkpoint as checkpointing
 from torch import nn
 
-from qkeel.patching.autograd import CheckpointedParts
+from qkeel.patching.autograd import without_checkpoints
 
 NAME = "_checkpoint_without_reentrant_generator"
 
@@ -47,7 +47,7 @@ def test_another_thread_trains_with_checkpoints_while_a_search_runs(
     reentrant,
 ):
     expected, found = gradient(reentrant), []
-    with CheckpointedParts().noticed():
+    with without_checkpoints():
         in_a_thread(lambda: found.append(gradient(reentrant)))
     assert torch.equal(found[0], expected)
 
@@ -59,10 +59,8 @@ def test_the_name_that_torch_2_14_calls_is_replaced_too_and_put_back(
         raise AssertionError("torch's own runs")
 
     monkeypatch.setattr(checkpointing, NAME + "_impl", generator, raising=False)
-    parts = CheckpointedParts()
-    with parts.noticed():
+    with without_checkpoints():
         list(getattr(checkpointing, NAME + "_impl")(nn.Identity(), (), {}))
-    assert parts.any
     assert getattr(checkpointing, NAME + "_impl") is generator
 
 
@@ -75,7 +73,7 @@ def test_searches_that_end_in_any_order_leave_torch_as_it_was(
     begun = [threading.Event() for _ in range(2)]
 
     def search(i):
-        with CheckpointedParts().noticed():
+        with without_checkpoints():
             begun[i].set()
             threads[i].wait(60)
 
@@ -92,12 +90,13 @@ def test_searches_that_end_in_any_order_leave_torch_as_it_was(
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_inside_a_search_parts_are_noticed(reentrant):
-    parts = CheckpointedParts()
-    with parts.noticed():
-        checkpointing.checkpoint(
-            nn.Linear(4, 4),
-            torch.randn(2, 4, requires_grad=True),
-            use_reentrant=reentrant,
+def test_inside_a_search_checkpointed_functions_run_once_with_a_graph(reentrant):
+    layer, calls = nn.Linear(4, 4), []
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    with without_checkpoints():
+        out = checkpointing.checkpoint(
+            layer, torch.randn(2, 4), use_reentrant=reentrant
         )
-    assert parts.any
+    out.sum().backward()
+    assert layer.weight.grad is not None
+    assert len(calls) == 1

@@ -12,7 +12,7 @@ from tests.quick import quick
 from qkeel import apply
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.remedies.apply import REMEDIES
-from qkeel.sites.trace import ModelTrace
+from qkeel.sites.search import ModelTrace
 
 SEARCH, MORE = 2, 2
 

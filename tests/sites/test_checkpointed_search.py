@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qkeel import find_sites
-from qkeel.errors import InvalidValueError, QkeelWarning
+from qkeel.errors import InvalidValueError
 
 H, D, T, LAYERS = 2, 8, 128, 3
 Call = Callable[..., Tensor]
@@ -184,7 +184,7 @@ def test_attention_that_is_written_out_in_a_part_is_known(way):
     assert known(Stack(by_function(False), way), batch()) == plain
 
 
-def test_where_weights_and_logits_lie_in_two_parts_both_are_kept_and_that_is_said():
+def test_weights_and_logits_may_lie_in_two_parts():
     def apart(block, x):
         q, k, v = torch_checkpoint.checkpoint(block.heads, x, use_reentrant=False)  # type: ignore[misc]
         return x + block.attend(q, k, v).transpose(1, 2).flatten(2)
@@ -199,10 +199,7 @@ def test_where_weights_and_logits_lie_in_two_parts_both_are_kept_and_that_is_sai
     model = Two()
     for block in model.blocks:
         block.forward = apart.__get__(block)  # type: ignore[method-assign]
-    with pytest.warns(
-        QkeelWarning, match="keeps tensors that gradient checkpointing would drop"
-    ):
-        assert known(model, batch()) == plain
+    assert known(model, batch()) == plain
 
 
 def test_a_part_that_fails_says_so_and_leaves_torchs_checkpoints_as_they_were():

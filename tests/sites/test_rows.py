@@ -12,7 +12,8 @@ from torch import nn
 
 from qkeel import apply, find_sites
 from qkeel.sites import QKProduct, Tap
-from qkeel.sites.trace import traced
+from qkeel.sites.search import traced
+from qkeel.sites.verify import Verification
 
 IDS = {id(case): name for name, case in CASES.items()}
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -109,7 +110,14 @@ def swapped(slices):
 
 
 def traced_case(case):
-    return traced(case.model(), (case.x(),), {}, expected=True)
+    return traced(case.model(), (case.x(),), {})
+
+
+def verified(trace, site):
+    """The site as the trace of its module verifies it."""
+    (found,) = trace.traces.values()
+    (checked,) = found.trace.trace.verified([site], Verification())
+    return checked
 
 
 @pytest.mark.parametrize("case", one_in(CASES.values(), 3))
@@ -123,14 +131,14 @@ def test_rows_of_the_wrong_head_are_not_confirmed(case):
             sides = {"query": terms[0].query, "key": terms[0].key}
             terms[0] = QKProduct(**{**sides, side: swapped(slices)})
             wrong = dataclasses.replace(site, terms=tuple(terms))
-            (doubtful,) = trace.verified([wrong])
+            doubtful = verified(trace, wrong)
             assert not doubtful.verified
             assert "changed the logits of" in doubtful.unverified
 
 
 def planted(case, site, **changes):
-    (doubtful,) = traced_case(case).verified([dataclasses.replace(site, **changes)])
-    return doubtful.unverified
+    trace = traced_case(case)
+    return verified(trace, dataclasses.replace(site, **changes)).unverified
 
 
 def test_planted_faults_are_told():

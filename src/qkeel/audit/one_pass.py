@@ -18,7 +18,9 @@ from qkeel.capture.example import copied
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.patching.autograd import base_of
 from qkeel.sites import AttentionSite, HeadSlice
-from qkeel.sites.trace import forward, grouped, names_by_caller
+from qkeel.sites.run import forward
+from qkeel.sites.site import KnownSites
+from qkeel.sites.trace import grouped
 
 _PRODUCTS = frozenset({"linear", "addmm", "matmul", "rmatmul", "mm", "einsum"})
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
@@ -126,7 +128,7 @@ class OnePass:
 
         watcher = CaptureMode(self.model, keep, layouts=layouts)
         # A module that several callers share makes a site for each of them.
-        watcher.stack.by_caller = names_by_caller(self.sites)
+        watcher.stack.by_caller = KnownSites.of(self.sites).by_caller
         names = {id(p): name for name, p in self.model.named_parameters() if p.ndim > 1}
         with ExitStack() as undo:
             # A weight that a parametrization computes is computed once, here, so that it can be told by its identity.

@@ -203,8 +203,6 @@ class CaptureMode(CallObserver):
         self.unread: list[UnrecognizedAttention] = []
         # Where attention would not be seen.
         self.hidden: dict[str, None] = {}
-        # Whether a probe keeps the graph of what the model computes without one, as in its own checkpoint functions.
-        self.always_with_graph = False
         self._report, self._rows = report, rows
         self._described = {site.name for site in described}
         self._hooks = [
@@ -277,8 +275,6 @@ class CaptureMode(CallObserver):
         exchanges = any([only is None or only & _EXCHANGED for only in sought])
         around.enter_context(observed_by(self, exchanges=exchanges))
         self.wants_logsumexp = self.bounded is not None
-        if self.always_with_graph:
-            self._keep_graphs(around)
         if self._only_in is None:
             self.stack.attach(around)
             push_mode(self)
@@ -305,23 +301,6 @@ class CaptureMode(CallObserver):
     def _module_ended(self, frame: ModuleCall) -> None:
         if self.handwritten.is_open:
             self.apart(lambda: self.handwritten.end(frame))
-
-    def _keep_graphs(self, around: ExitStack) -> None:
-        """Enables gradients in every module of the model; operators outside of modules are each called with a graph."""
-        hooks: list[Hook] = []
-        around.callback(remove_hooks, hooks)
-        enabled: list[bool] = []
-
-        def enter(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-            enabled.append(torch.is_grad_enabled())
-            torch.set_grad_enabled(True)
-
-        def leave(module: nn.Module, args: object, output: object) -> None:
-            torch.set_grad_enabled(enabled.pop())
-
-        for module in self.stack.root.module.modules():
-            if not isinstance(module, torch.jit.ScriptModule):
-                hooks += put_hooks(module, enter, leave)
 
     def _enter_module(
         self,
@@ -385,9 +364,6 @@ class CaptureMode(CallObserver):
             out = SDPA(*args, **kwargs)
         elif func is functional_attention and self._rows:
             out, rows = attention_with_rows(sdpa_arguments(args, kwargs))
-        elif self.always_with_graph and _may_have_graph(func, args):
-            with torch.enable_grad():
-                out = func(*args, **kwargs)
         else:
             out = func(*args, **kwargs)
         self.guard(self._read_call, func, args, kwargs, out, rows, lse)
@@ -468,9 +444,7 @@ class CaptureMode(CallObserver):
 
     def apart(self, read: Callable[[], None]) -> None:
         """Calls `read` unobserved, with gradients if q and k of a probe will be traced back to the weights."""
-        with_graph = self.probing and (
-            torch.is_grad_enabled() or self.always_with_graph
-        )
+        with_graph = self.probing and torch.is_grad_enabled()
         with unobserved(), torch.set_grad_enabled(with_graph):
             read()
 
@@ -637,18 +611,6 @@ class CaptureMode(CallObserver):
     def _elsewhere(self, frame: ModuleCall) -> bool:
         """True inside a module whose attention is reported in another way."""
         return _in_own(frame) or any(f.name in self._described for f in frame.line())
-
-
-def _may_have_graph(func: Function, args: Args) -> bool:
-    """False for the function that sets the mode itself, and for one that writes into a tensor unless this was computed
-    with a graph: it may be a parameter or a buffer."""
-    name = getattr(func, "__name__", "")
-    if name in ("_set_grad_enabled", "__set__"):
-        return False
-    # x.add_(y), x += y, x[i] = y
-    writes = name.startswith("__i") or name == "__setitem__"
-    writes = writes or (name.endswith("_") and not name.endswith("__"))
-    return not writes or (isinstance(args[0], Tensor) and args[0].grad_fn is not None)
 
 
 def _adds_zeros(

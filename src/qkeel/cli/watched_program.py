@@ -62,7 +62,7 @@ from qkeel.records.disk import read_file
 from qkeel.remedies.apply import Asked, AtNextPass
 from qkeel.remedies.apply import parse as parse_remedies
 from qkeel.report import write
-from qkeel.sites.verify import COPY_MARK
+from qkeel.sites.alone import COPY_MARK
 
 # The messages about a watched run, as lines on stderr that begin with `qkeel:` to distinguish them from the script's.
 

@@ -31,9 +31,8 @@ from qkeel.errors import (
 )
 from qkeel.monitor.processes import ProcessGroup
 from qkeel.sites.find import found_sites, own_sites
-from qkeel.sites.own_pass import OwnPassSearch
+from qkeel.sites.search import SiteSearch, unseen
 from qkeel.sites.site import Sites, share
-from qkeel.sites.trace import unseen
 
 
 @final
@@ -96,7 +95,7 @@ class WatchedSites:
         self._error: QkeelError | None = None
         self._has_attention = self._told_silent = False
         # In the first measured pass.
-        self._own_pass: OwnPassSearch | None = None
+        self._own_pass: SiteSearch | None = None
 
     def _add(self, sites: Sites) -> None:
         known = {site.name for site in self.all}
@@ -121,7 +120,7 @@ class WatchedSites:
                 "attention runs a forward pass in all processes"
             )
         if not is_split:
-            self._own_pass = OwnPassSearch(self.model)
+            self._own_pass = SiteSearch(self.model)
             self._add(Sites(own_sites(self.model)))
             return
         sites = Sites()
@@ -219,8 +218,9 @@ class WatchedSites:
         return all([digest is None for digest in self._judged.get(name, {}).values()])
 
     def is_sparse(self, name: str) -> bool:
-        """True if the queries of a site are known to see only some of the keys, with hidden keys between them."""
-        return any([x.name == name and x.visible == "sparse" for x in self.all])
+        """True if the queries of a site see only some of the keys, with hidden keys between them."""
+        sets = self._sets.get(name)
+        return sets is not None and sets.visible == "sparse"
 
     def pass_over(self) -> None:
         """Updates the type of sites whose visible sets have changed."""

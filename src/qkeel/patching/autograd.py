@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, final
@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Private attributes of graph nodes and tensors: saved operands, the base of a view, versions.
@@ -125,104 +125,34 @@ _HOMES = (
 _NAMES = tuple("_checkpoint_without_reentrant_generator" + end for end in ("", "_impl"))
 
 
-class CheckpointedParts:
-    """Runs the checkpointed parts of a pass once, with a graph, inside the context `noticed`.
+# Per thread: whether checkpointed functions are called directly.
+_DIRECT = contextvars.ContextVar("qkeel_direct", default=False)
 
-    Otherwise a reentrant checkpoint would record no graph, and a non-reentrant one would run twice. Tensors that a part
-    saves for backward are freed at the end of the part, after a call of `read`, but the nodes of the graph stay. Memory
-    is therefore bounded as it is in a backward pass, which recomputes one part at a time.
 
-    Args:
-        read: a function that is called at the end of each part.
-        keep: if True, nothing is freed, as in a pass without checkpoints.
-
-    Attributes:
-        any: whether there were checkpointed parts.
-        missed: whether a tensor was requested that had already been freed.
-    """
-
-    def __init__(
-        self, read: Callable[[], None] = lambda: None, *, keep: bool = False
-    ) -> None:
-        self.any = self.missed = False
-        self._read, self._keep = read, keep
-        self._generators: list[Generator[None]] = []
-
-    @contextmanager
-    def noticed(self) -> Iterator[None]:
-        """Makes checkpointed functions run as parts inside this context."""
-        token = _NOTICING.set(self)
-        try:
-            with _PATCH.in_place():
-                yield
-        finally:
-            _NOTICING.reset(token)
-            # A run that is stopped early leaves the parts of torch's composable hooks open: their hooks for saved
-            # tensors would act on whatever the program computes next.
-            while self._generators:
-                self._generators.pop().close()
-
-    def direct(self, act: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-        """Replaces a reentrant checkpoint."""
-        with self._part():
-            return act(*args)
-
-    def around(self) -> Iterator[None]:
-        """Replaces the generator of a non-reentrant checkpoint."""
-
-        def generator() -> Generator[None]:
-            with self._part():
-                yield
-
-        self._generators.append(generator())
-        return self._generators[-1]
-
-    @contextmanager
-    def _part(self) -> Iterator[None]:
-        self.any = True
-        if self._keep:
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """A context in which checkpointed functions are called directly. Otherwise a reentrant checkpoint would record no
+    graph, and a non-reentrant one would run twice."""
+    token = _DIRECT.set(True)
+    try:
+        with _PATCH.in_place():
             yield
-            return
-        saved: list[Tensor] | None = []
-
-        def pack(x: Tensor) -> int:
-            assert saved is not None
-            saved.append(x)
-            return len(saved) - 1
-
-        def unpack(place: int) -> Tensor:
-            if saved is None:
-                self.missed = True
-                raise RuntimeError(
-                    "the tensors saved by a checkpointed part of the model were already released"
-                )
-            return saved[place]
-
-        try:
-            with saved_tensors_hooks(pack, unpack):
-                yield
-            self._read()
-        finally:
-            saved = None
-
-
-# Per thread: the object that handles the checkpointed parts of the pass running there.
-_NOTICING: contextvars.ContextVar[CheckpointedParts | None] = contextvars.ContextVar(
-    "qkeel_parts", default=None
-)
+    finally:
+        _DIRECT.reset(token)
 
 
 def _apply(kind: type[torch.autograd.Function], *args: Any) -> Any:
-    """Replaces CheckpointFunction.apply. It runs a part if this thread handles parts, or else the inherited method."""
-    parts = _NOTICING.get()
-    if parts is not None:
-        return parts.direct(*args)
+    """Replaces CheckpointFunction.apply, which this calls unless checkpointed functions are called directly."""
+    if _DIRECT.get():
+        act, _, *arguments = args
+        return act(*arguments)
     return super(torch.utils.checkpoint.CheckpointFunction, kind).apply(*args)  # type: ignore[misc]
 
 
 @final
 class _Generator:
-    """Replaces torch's generator of a non-reentrant checkpoint in threads that handle parts; elsewhere it calls it.
+    """Replaces torch's generator of a non-reentrant checkpoint, which it calls unless checkpointed functions are called
+    directly.
 
     A module that is imported in the meantime may keep this object forever, so it must keep working like torch's own.
     """
@@ -231,16 +161,18 @@ class _Generator:
         self.original = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        parts = _NOTICING.get()
-        return self.original(*args, **kwargs) if parts is None else parts.around()
+        return _call_directly() if _DIRECT.get() else self.original(*args, **kwargs)
+
+
+def _call_directly() -> Generator[None]:
+    yield
 
 
 @final
 class _Patch:
-    """Installs the replacements in torch.utils.checkpoint when the first thread starts to handle parts.
+    """Installs the replacements in torch.utils.checkpoint when the first thread enters `without_checkpoints`.
 
-    They are removed when the last thread stops, in whatever order the threads stop. Threads that handle no parts run
-    torch's own code."""
+    They are removed when the last thread leaves it, in whatever order. Other threads run torch's own code."""
 
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0

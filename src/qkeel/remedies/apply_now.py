@@ -46,8 +46,8 @@ from qkeel.remedies.table import RemedySpec, parse
 from qkeel.remedies.untrained_parameters import notice_untrained
 from qkeel.remedies.weights_in_use import check_weights_in_use
 from qkeel.sites.find import Models, found_sites, named_models, of_each, sites_of_each
+from qkeel.sites.search import ModelTrace, run_once
 from qkeel.sites.site import AttentionSite, Sites
-from qkeel.sites.trace import ModelTrace, run_once
 
 GIVE_BATCH = "For apply: qkeel.apply(model, {!r}, optimizer, batch=batch), with a batch that the model accepts"
 

@@ -20,8 +20,8 @@ from qkeel.kernels.contract import Refusal
 from qkeel.options import Bound, Term, annotations, check_bound, checked
 from qkeel.patching.forward import extra_pass
 from qkeel.remedies.optimizer_trials import check_one_optimizer, innermost
+from qkeel.sites.search import ModelTrace, seen
 from qkeel.sites.site import APPLIED, AttentionSite, HeadSlice
-from qkeel.sites.trace import ModelTrace, seen
 
 #: Heads by site name; () for all heads of a site.
 HeadsBySite = tuple[tuple[str, tuple[int, ...]], ...]
@@ -60,13 +60,6 @@ class Target:
         """Returns the trace of the pass that revealed the sites, or else the trace of a pass on the batch."""
         args, kwargs = self.batch
         return self.trace or seen(self.model, args, kwargs)
-
-    def short(self) -> Arguments:
-        """Returns the arguments of a pass that reveals the sites, using as small a part of the batch as possible."""
-        if self.trace is None:
-            return self.batch
-        args, kwargs = self.trace.given
-        return args, dict(kwargs)
 
     def parameter(self, name: str) -> nn.Parameter:
         """Returns a parameter of the model by qualified name."""

@@ -36,8 +36,8 @@ from qkeel.remedies.head_norms import (
 )
 from qkeel.remedies.processes import agreed
 from qkeel.sites.find import is_normed
+from qkeel.sites.search import seen
 from qkeel.sites.site import AttentionSite, HeadSlice
-from qkeel.sites.trace import seen
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
 from qkeel.spec.logits import Scale
 from qkeel.spec.norm import GainKind, GainNorm, NormedPart, On, Over
@@ -313,7 +313,7 @@ class ChangeNorm(ChangeSpec):
         for projection in placed:
             projection.seen = []
         try:
-            trace = seen(target.model, *target.short(), rows=False)
+            trace = seen(target.model, *target.batch, rows=False)
         finally:
             sizes = [{*(projection.seen or [0])} for projection in placed]
             for projection in placed:

@@ -16,8 +16,9 @@ from qkeel.patching.forward import forwards_of
 from qkeel.remedies.added_parameters import change_parameters
 from qkeel.remedies.base import Target, module_name, where
 from qkeel.remedies.changed_call import ChangedCalls, PlacedChange, changed
+from qkeel.sites.search import run_once
 from qkeel.sites.site import AttentionSite
-from qkeel.sites.trace import is_product, run_once
+from qkeel.sites.trace import is_product
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.logits import Scale
 from qkeel.spec.slot import ParameterSizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, Self, final
@@ -112,6 +113,12 @@ class PowerIteration:
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.layers = list(layers)
         self.is_in_pass = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PowerIteration:
+        # A copy of a layer, made while the model runs, runs outside that pass.
+        memo[id(self)] = copied = PowerIteration(())
+        copied.layers = copy.deepcopy(self.layers, memo)
+        return copied
 
     def register(self, model: nn.Module) -> Handle:
         """Adds the hooks."""

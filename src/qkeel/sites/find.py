@@ -8,8 +8,8 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,19 @@ from qkeel.patching.modes import (
 )
 from qkeel.sites.norms import spec_gains
 from qkeel.sites.run import SEARCH, spread, whole_weights
-from qkeel.sites.site import AttentionSite, HeadSlice, NormGain, QKProduct, Sites, rows
-from qkeel.sites.trace import ModelTrace, traced
+from qkeel.sites.search import ModelTrace, traced
+from qkeel.sites.site import (
+    AttentionSite,
+    HeadSlice,
+    QKProduct,
+    Sites,
+    renamed,
+    rows,
+    within,
+)
 
 # Several models that are passed as one, such as the pipeline stages of one process. Each of them has a name.
 
-T = TypeVar("T", HeadSlice, NormGain)
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 
@@ -121,15 +128,6 @@ def sites_of_each(
     }
 
 
-def within(model: str, name: str) -> str:
-    """The name of a site of a named model among the sites of all models together.
-
-    >>> within("", "layers.0"), within("decoder", "layers.0"), within("decoder", ""), within("decoder", "#1")
-    ('layers.0', 'decoder.layers.0', 'decoder', 'decoder#1')
-    """
-    return f"{model}{'.' if model and name and name[0] != '#' else ''}{name}"
-
-
 def site_label(name: str, root: str) -> str:
     """The label of a site in tables: its name or, if the attention module is the model itself, the model's class.
 
@@ -157,36 +155,6 @@ def all_sites(of: Mapping[str, Sites]) -> Sites:
         (renamed(site, inside) for inside, sites in pairs for site in sites),
         missed,
         indexers,
-    )
-
-
-def renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite:
-    """A site with new names for its module and its weights."""
-
-    def named(parts: tuple[T, ...]) -> tuple[T, ...]:
-        return tuple(
-            dataclasses.replace(
-                x,
-                parameter=x.parameter and inside(x.parameter),
-                bias=x.bias and inside(x.bias),
-            )
-            for x in parts
-        )
-
-    return dataclasses.replace(
-        site,
-        name=inside(site.name),
-        callers=tuple(
-            (inside(module), inside(caller), number)
-            for module, caller, number in site.callers
-        ),
-        terms=tuple(
-            QKProduct(query=named(term.query), key=named(term.key))
-            for term in site.terms
-        ),
-        value_weights=named(site.value_weights),
-        query_gains=named(site.query_gains),
-        key_gains=named(site.key_gains),
     )
 
 

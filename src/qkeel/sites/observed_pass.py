@@ -35,7 +35,6 @@ from qkeel.patching.modes import (
     in_this_thread,
 )
 from qkeel.sites.site import layer_of
-from qkeel.sites.trace import names_by_caller
 from qkeel.spec import AttentionCall
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ class ObservedPass:
             module.observers.append(observer)
             around.callback(module.observers.remove, observer)
         search = self.tap.visitor.search() if self.kept is None else None
-        by_caller = names_by_caller(self.tap.sites)
+        by_caller = self.tap.facts.by_caller
         only_in = None
         if self.kept is None and by_caller is None:
             only_in = self.tap.places()
@@ -177,7 +176,7 @@ class ObservedPass:
         search(frame, chooses=chooses)
         facts = self.tap.facts
         watcher.layouts, watcher.key_heads = facts.layouts, facts.key_heads
-        watcher.stack.by_caller = names_by_caller(facts.sites) or {}
+        watcher.stack.by_caller = facts.by_caller or {}
         self._read_indexers(watcher)
 
     def over(self) -> None:

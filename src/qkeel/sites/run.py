@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from qkeel import distributed as dist
 from qkeel.capture.example import tensors
 from qkeel.errors import InvalidValueError
-from qkeel.patching.autograd import CheckpointedParts
+from qkeel.patching.autograd import without_checkpoints
 from qkeel.patching.modes import (
     Args,
     DeferredError,
@@ -63,7 +63,6 @@ def forward(
     kwargs: Kwargs,
     *,
     graph: bool = True,
-    parts: CheckpointedParts | None = None,
     guard: Guarded = unguarded,
     together: bool | None = None,
 ) -> None:
@@ -73,7 +72,6 @@ def forward(
         model, args, kwargs: the model and the arguments of the call.
         watcher: the context that is entered around the call.
         graph: whether gradients are enabled.
-        parts: the checkpointed parts of the pass; by default nothing of their graphs is kept.
         guard: the guard that calls the readers of the pass; an error that it has deferred is raised after the pass.
         together: whether all processes run the pass; by default, whether the model is split across them.
 
@@ -81,7 +79,7 @@ def forward(
     """
     together = spread(model) if together is None else together
     try:
-        with eagerly(graph=graph, together=together, parts=parts), watcher:
+        with eagerly(graph=graph, together=together), watcher:
             model(*args, **kwargs)
         if isinstance(guard, DeferredError):
             guard.settle()
@@ -92,9 +90,7 @@ def forward(
 
 
 @contextmanager
-def eagerly(
-    *, graph: bool, together: bool, parts: CheckpointedParts | None = None
-) -> Iterator[None]:
+def eagerly(*, graph: bool, together: bool) -> Iterator[None]:
     """A context in which passes run eagerly, with gradients if `graph` is True, and in all processes if `together` is."""
     # An optimised script runs as a single node of the graph, through which no gradient path can be traced. (A script
     # that was already optimised remains so.)
@@ -108,7 +104,7 @@ def eagerly(
         unoptimised,
         torch.inference_mode(False),
         torch.enable_grad() if graph else torch.no_grad(),
-        (parts or CheckpointedParts()).noticed(),
+        without_checkpoints(),
     ):
         yield
 

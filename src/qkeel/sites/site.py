@@ -6,8 +6,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Literal, final, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, TypeVar, final, get_args
 
 import torch
 from jaxtyping import Int64, Shaped
@@ -21,6 +21,7 @@ from qkeel.functional.bounds import repeat_groups
 from qkeel.spec import AttentionSpec
 
 Grid = tuple[int, int, int]
+_Part = TypeVar("_Part", "HeadSlice", "NormGain")
 # The kinds of norms that bound a logit.
 Kind = Literal["rms", "layer", "l2"]
 # Attribute of a site's module: the remedies that are applied to it, by name.
@@ -405,6 +406,84 @@ class Sites(list[AttentionSite]):
         '0 of 1 attention layers'
         """
         return share(len(self), len(self.missed))
+
+
+def within(model: str, name: str) -> str:
+    """The name of a site of a named model among the sites of all models together.
+
+    >>> within("", "layers.0"), within("decoder", "layers.0"), within("decoder", ""), within("decoder", "#1")
+    ('layers.0', 'decoder.layers.0', 'decoder', 'decoder#1')
+    """
+    return f"{model}{'.' if model and name and name[0] != '#' else ''}{name}"
+
+
+def renamed(site: AttentionSite, inside: Callable[[str], str]) -> AttentionSite:
+    """A site with new names for its module and its weights."""
+
+    def named(parts: tuple[_Part, ...]) -> tuple[_Part, ...]:
+        return tuple(
+            dataclasses.replace(
+                x,
+                parameter=x.parameter and inside(x.parameter),
+                bias=x.bias and inside(x.bias),
+            )
+            for x in parts
+        )
+
+    return dataclasses.replace(
+        site,
+        name=inside(site.name),
+        callers=tuple(
+            (inside(module), inside(caller), number)
+            for module, caller, number in site.callers
+        ),
+        terms=tuple(
+            QKProduct(query=named(term.query), key=named(term.key))
+            for term in site.terms
+        ),
+        value_weights=named(site.value_weights),
+        query_gains=named(site.query_gains),
+        key_gains=named(site.key_gains),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KnownSites:
+    """What observing the calls of some sites needs.
+
+    Attributes:
+        sites: the sites.
+        described: those that were described by hand.
+        layouts: the dimensions of their scores, by name.
+        key_heads: the numbers of query and key heads in their calls, by name.
+        indexers: the dimensions of the scores by which keys are chosen, by the name of the layer.
+        by_caller: the names of sites by the calls of modules that several sites share, or None if there are none.
+    """
+
+    sites: list[AttentionSite]
+    described: list[AttentionSite]
+    layouts: Mapping[str, HeadLayout]
+    key_heads: Mapping[str, tuple[int, int]]
+    indexers: Mapping[str, HeadLayout | None]
+    by_caller: Mapping[tuple[str, str, int], str] | None
+
+    @classmethod
+    def of(cls, sites: Sequence[AttentionSite]) -> KnownSites:
+        # An ordinary list has no indexers.
+        indexers = sites.indexers if isinstance(sites, Sites) else ()
+        return cls(
+            sites=[*sites],
+            described=[site for site in sites if site.description is not None],
+            layouts={s.name: s.layout for s in sites if s.layout is not None},
+            key_heads={
+                # Keys that are repeated in an order other than blocks stay repeated.
+                s.name: (s.n_heads, s.n_kv_heads if s.key_heads is None else s.n_heads)
+                for s in sites
+                if s.verified
+            },
+            indexers={s.name.removesuffix(INDEX): s.layout for s in indexers},
+            by_caller={caller: s.name for s in sites for caller in s.callers} or None,
+        )
 
 
 # The suffix of the name of an indexer.

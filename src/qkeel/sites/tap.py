@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import distributed as dist
-from qkeel.capture.calls import HeadLayout, ScoresCall, Seen, SiteStatistics, statistics
+from qkeel.capture.calls import ScoresCall, Seen, SiteStatistics, statistics
 from qkeel.capture.example import LastPass, copied, tensors, undisturbed
 from qkeel.capture.intercept import CapturedCall, CaptureMode, Search
 from qkeel.capture.named_attention import CompiledBounds
@@ -39,7 +39,7 @@ from qkeel.sites.observed_pass import (
     Places,
 )
 from qkeel.sites.outside_calls import OutsideCalls
-from qkeel.sites.site import INDEX, AttentionSite, Sites
+from qkeel.sites.site import KnownSites, Sites
 
 _TRANSFORMED = (
     "a pass inside a transform of torch.func (grad, vmap, jvp) is not measured, because its tensors have no values "
@@ -48,19 +48,6 @@ _TRANSFORMED = (
 # Passes whose role is open.
 MOST_HELD = 1024
 _OFF = "qkeel's tap failed and switched itself off: {}. The model continues unwatched"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class KnownSites:
-    """The facts known about some sites: which were described by hand, and their layouts and numbers of query and key
-    heads, keyed by name."""
-
-    sites: list[AttentionSite]
-    described: list[AttentionSite]
-    layouts: Mapping[str, HeadLayout]
-    key_heads: Mapping[str, tuple[int, int]]
-    # Keyed by the name of the layer.
-    indexers: Mapping[str, HeadLayout | None]
 
 
 class Visitor:
@@ -318,23 +305,7 @@ class Tap(Handle):
         """The facts known about the sites, which are collected again whenever `sites` has changed."""
         sites = [*self.sites]
         if self._facts is None or self._facts.sites != sites:
-            # An ordinary list has no indexers.
-            indexers = self.sites.indexers if isinstance(self.sites, Sites) else ()
-            self._facts = KnownSites(
-                sites=sites,
-                described=[site for site in self.sites if site.description is not None],
-                layouts={
-                    site.name: site.layout
-                    for site in self.sites
-                    if site.layout is not None
-                },
-                key_heads={
-                    site.name: _key_heads(site) for site in self.sites if site.verified
-                },
-                indexers={
-                    site.name.removesuffix(INDEX): site.layout for site in indexers
-                },
-            )
+            self._facts = KnownSites.of(self.sites)
         return self._facts
 
     def _before(self, args: Args, kwargs: Kwargs, compiled: Callable[[], bool]) -> None:
@@ -559,12 +530,6 @@ def has_no_values(args: Args, kwargs: Kwargs) -> bool:
     (True, False)
     """
     return any([x.is_meta or is_fake(x) for x in tensors((args, dict(kwargs)))])
-
-
-def _key_heads(site: AttentionSite) -> tuple[int, int]:
-    """The numbers of query and key heads in the calls of a site. Keys that are repeated in an order other than blocks
-    stay repeated."""
-    return site.n_heads, site.n_kv_heads if site.key_heads is None else site.n_heads
 
 
 def _takes_fast_path(tree: ModuleTree) -> bool:

@@ -1,58 +1,41 @@
-"""One traced pass of a model: its attention calls, and the sites that they belong to.
+"""One traced pass of a part of a model: its attention calls, and the sites that they belong to.
 
-`traced` runs a model once on a short part of an example, with gradients, reads the sites
-from that pass and verifies them. It then runs the full example once, with few
-observations, to check whether it makes the same calls. `find_sites` returns the sites.
-`apply`, its remedies and their checks keep the trace while they run, and take the
-operands, the weights of the values, and the called modules from it instead of running
-the model again.
+The part runs alone and with gradients. What is computed from which weights is read from the graph of the pass, and
+reruns of the part with other weights verify it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import itertools
 import logging
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkeel import distributed as dist
-from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall, fewest_keys, key_heads
+from qkeel.capture.calls import ScoresCall, fewest_keys, key_heads
 from qkeel.capture.eager import is_projected, reached
 from qkeel.capture.example import (
     Caller,
     ModuleCall,
-    Undo,
-    copied,
-    doubled,
-    first_row,
-    shorter,
     undisturbed,
 )
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.capture.user_hooks import hooks_held_back
-from qkeel.capture.visible_sets import KeyOrigin, VisibleSets, told_apart, visible_sets
-from qkeel.errors import InvalidValueError, NoAttentionError, QkeelError, caution
+from qkeel.capture.visible_sets import KeyOrigin
 from qkeel.functional.norms import unrounded, widest
-from qkeel.patching.autograd import CheckpointedParts, nodes_of, variable_of
+from qkeel.patching.autograd import nodes_of, variable_of
 from qkeel.patching.forward import extra_pass
-from qkeel.patching.modes import Args, DeferredError, Kwargs, uncompiled, unguarded
+from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.graph import leaves_of, names_of
 from qkeel.sites.norms import seen_gains
 from qkeel.sites.rows import UnknownRowsError, layout_of, side, sides, sum_terms
 from qkeel.sites.run import (
-    check_devices,
     forget_casts,
     forward,
-    spread,
-    whole_weights,
 )
 from qkeel.sites.site import (
     INDEX,
@@ -130,45 +113,32 @@ class OperandNorms:
 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ModelTrace:
-    """The attention calls of one pass of a model, and what was computed on the way to them.
+class PartTrace:
+    """The attention calls of one pass of a part of a model, and what was computed on the way to them.
 
     A trace holds every tensor of the pass and should be released as soon as it has been used.
 
     Args:
-        model: the model.
+        part: the part, in which modules and weights have the names that they have in the model.
         sites: the attention sites, in the order of the calls.
-        given: the arguments of the pass, which may be a part of a larger example.
         calls: the first call of each site, or one call for each head if the heads are computed one by one.
         values: the tensors by which the softmax weights of each site were multiplied.
-        called: the number of calls of each module, by its id.
-        unclear_masks: why hidden pairs of a hand-written site are not known by their scores, on the full example, or "".
     """
 
-    model: nn.Module
+    part: nn.Module
     sites: Sites
-    given: tuple[Args, Kwargs]
     calls: dict[str, list[RecordedCall]]
     values: dict[str, Tensor]
-    called: Mapping[int, int]
-    unclear_masks: dict[str, str]
 
     def verified(
-        self,
-        sites: Sequence[AttentionSite],
-        verification: Verification | None = None,
+        self, sites: Sequence[AttentionSite], verification: Verification
     ) -> list[AttentionSite]:
-        """Returns the sites, with a reason for each site whose weights a rerun of its module does not confirm. The
-        caller tells what a `verification` of his has found."""
-        checks = verification or Verification()
-        with extra_pass(self.model), hooks_held_back(self.model):
-            checked = [
-                checks.site(self.model, site, self.calls.get(site.name, []))
+        """Returns the sites, with a reason for each site whose weights a rerun of its module does not confirm."""
+        with extra_pass(self.part), hooks_held_back(self.part):
+            return [
+                verification.site(self.part, site, self.calls.get(site.name, []))
                 for site in sites
             ]
-        if verification is None:
-            checks.tell()
-        return checked
 
     def inputs_after(
         self, site: AttentionSite, weights: Mapping[str, Tensor]
@@ -180,9 +150,9 @@ class ModelTrace:
         """
         calls = self.calls[site.name]
         readers = [LogitReader(call.captured.call) for call in calls]
-        with extra_pass(self.model), hooks_held_back(self.model):
+        with extra_pass(self.part), hooks_held_back(self.part):
             rerun = smallest_rerun(
-                self.model, site, calls, readers, ChangedWeights(self.model, site)
+                self.part, site, calls, readers, ChangedWeights(self.part, site)
             )
             with rerun.opened():
                 before = rerun.inputs_after({}, site.module)
@@ -193,441 +163,134 @@ class ModelTrace:
             if name in after
         }
 
-    def operands(self) -> dict[str, list[tuple[OperandNorms, OperandNorms]]]:
-        """The operands of every product of each site's first call that was fully observed, keyed by site."""
-        names = names_of(self.model)
-        operands: dict[str, list[tuple[OperandNorms, OperandNorms]]] = {}
-        for name, (first, *_) in self.calls.items():
-            frame = first.captured.frame
-            operands[name] = [
-                (OperandNorms.of(q, frame, names), OperandNorms.of(k, frame, names))
-                for q, k in products_of_call(first.captured.call)
-                if q is not None and k is not None
-            ]
-        return operands
+    def with_sites(self, sites: Sequence[AttentionSite]) -> PartTrace:
+        """The trace with other sites."""
+        others = self.sites
+        return dataclasses.replace(
+            self, sites=Sites(sites, others.missed, others.indexers)
+        )
+
+    def operands(self, site: AttentionSite) -> list[tuple[OperandNorms, OperandNorms]]:
+        """The operands of every product of a site's first call, if it was fully observed."""
+        names, first = names_of(self.part), self.calls[site.name][0]
+        frame = first.captured.frame
+        return [
+            (OperandNorms.of(q, frame, names), OperandNorms.of(k, frame, names))
+            for q, k in products_of_call(first.captured.call)
+            if q is not None and k is not None
+        ]
 
     def value_slices(
-        self, of: Container[str] | None = None
-    ) -> dict[str, tuple[HeadSlice, ...] | str]:
-        """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, keyed by
-        site. of: the parameters whose rows are looked for; by default all."""
-        names = names_of(self.model)
-        slices: dict[str, tuple[HeadSlice, ...] | str] = {}
+        self, site: AttentionSite, of: Container[str] | None = None
+    ) -> tuple[HeadSlice, ...] | str:
+        """The last weights on the path of a site's values [b g s d], or the reason why they are unknown. of: the
+        parameters whose rows are looked for; by default all."""
+        v = self.values.get(site.name)
+        if v is None or v.ndim != 4:
+            return "no product of its weights with values [b h s d] was seen"
+        names, first = names_of(self.part), self.calls[site.name][0]
         # A view made here belongs to the graph of the pass, regardless of the caller's mode.
         with torch.inference_mode(False), torch.enable_grad():
-            for name, (first, *_) in self.calls.items():
-                v = self.values.get(name)
-                slices[name] = (
-                    "no product of its weights with values [b h s d] was seen"
-                )
-                if v is None or v.ndim != 4:
-                    continue
-                try:
-                    values = side(fewest_keys(v), first.captured.frame, names, "v")
-                    slices[name] = tuple(
-                        values.slices(*path)[-1]
-                        for path in values.paths()
-                        if of is None or path[0][-1].parameter in of
-                    )
-                except UnknownRowsError as error:
-                    slices[name] = str(error)
-        return slices
-
-
-def traced(
-    model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool
-) -> ModelTrace:
-    """Returns the trace of the shortest part of an example that suffices.
-
-    A part suffices if all its sites are verified and a pass over the full example, whose tensors are discarded, makes
-    the same calls. Several processes have to make the same passes, so they use the full example.
-
-    Raises:
-        NoAttentionError: no attention was observed although it was `expected`.
-        InvalidValueError: the forward pass with this example fails.
-    """
-    model = uncompiled(model)
-    with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
-        for short in () if dist.world() > 1 else shorter(args, kwargs):
             try:
-                trace = _traced(
-                    model, short.args, short.kwargs, undo, expected=expected
+                values = side(fewest_keys(v), first.captured.frame, names, "v")
+                return tuple(
+                    values.slices(*path)[-1]
+                    for path in values.paths()
+                    if of is None or path[0][-1].parameter in of
                 )
-                # On a single sequence, heads that are merged with the batch seem to have a dimension.
-                if not all(
-                    site.verified and (short.rows > 1 or _is_plain(site.layout))
-                    for site in trace.sites
-                ):
-                    continue
-                full = _same_calls(model, args, kwargs, trace, undo)
-                if full is not None and short.cut and any(s.normed for s in full.sites):
-                    full = _with_gains(model, full, args, kwargs, undo)
-                if full is not None:
-                    return full
-            except Exception as error:
-                _LOG.debug(
-                    "a shorter example of %s fails: %s", type(model).__name__, error
-                )
-            finally:
-                undo()
-        return _traced_whole(model, args, kwargs, undo, expected=expected)
+            except UnknownRowsError as error:
+                return str(error)
 
 
-def traced_alone(
-    model: nn.Module, args: Args, kwargs: Kwargs, verification: Verification
-) -> ModelTrace:
-    """Returns the trace of a pass of a part of a model that runs alone on this process.
-
-    Raises:
-        InvalidValueError: the pass fails.
-    """
-    with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
-        return _traced_whole(
-            model, args, kwargs, undo, expected=False, verification=verification
-        )
-
-
-def _traced_whole(
-    model: nn.Module,
+def traced_part(
+    part: nn.Module,
     args: Args,
     kwargs: Kwargs,
-    undo: Undo,
+    verification: Verification | None,
     *,
-    expected: bool,
-    verification: Verification | None = None,
-) -> ModelTrace:
-    """The trace of one pass over this example, or over its only sample twice."""
-    trace = _traced(
-        model, args, kwargs, undo, expected=expected, verification=verification
-    )
-    twice = None if dist.world() > 1 else doubled(args, kwargs)
-    if twice is None or all(_is_plain(site.layout) for site in trace.sites):
-        return trace
-    # With one sample, (h b) and (b h) look alike, and larger batches may follow.
-    undo()
-    try:
-        return _traced(
-            model, *twice, undo, expected=expected, verification=verification
-        )
-    except QkeelError as error:
-        _LOG.debug("two samples of %s fail: %s", type(model).__name__, error)
-        return trace
+    rows: bool,
+    shared: Collection[str] = (),
+) -> PartTrace:
+    """Returns the trace of a pass of a part of a model, which runs alone and with gradients on this process.
 
-
-def seen(
-    model: nn.Module, args: Args, kwargs: Kwargs, *, rows: bool = True
-) -> ModelTrace:
-    """Returns the trace of a pass over the full example, whose sites are not verified.
-
-    Without `rows`, which take most of its time, the sites say no more of their weights than whether a norm follows."""
-    model = uncompiled(model)
-    with (
-        whole_weights(model),
-        extra_pass(model),
-        torch.inference_mode(False),
-        undisturbed(model) as undo,
-    ):
-        return _traced(
-            model, args, kwargs, undo, expected=True, verifies=False, rows=rows
-        )
-
-
-def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    """Makes a pass that is not observed and whose results are discarded, for the sake of the values that the model
-    itself records in it.
-
-    Raises:
-        InvalidValueError: the pass fails; its error is the cause of this one.
+    Args:
+        part: the part, in which modules and weights have the names that they have in the model.
+        args, kwargs: what it is called with.
+        verification: verifies its sites, if they are verified.
+        rows: whether the rows of weights are looked for. Otherwise the sites say no more of their weights than whether
+            a norm follows.
+        shared: the names of weights that other parts of the model have too.
     """
-    model = uncompiled(model)
-    try:
-        with extra_pass(model), torch.inference_mode(False), undisturbed(model):
-            forward(model, nullcontext(), copied(args), copied(kwargs), graph=False)
-    except Exception as error:
-        raise _failed(model, error) from error
-
-
-def _traced(
-    model: nn.Module,
-    args: Args,
-    kwargs: Kwargs,
-    undo: Undo,
-    *,
-    expected: bool,
-    verifies: bool = True,
-    rows: bool = True,
-    verification: Verification | None = None,
-) -> ModelTrace:
-    """The trace of one pass over this example. `verification` is told of by the caller.
-
-    If the weights and the logits computed from them lie in two checkpointed parts, a second pass keeps both parts, and
-    a warning reports this.
-    """
-    check_devices(model, args, kwargs)
-    for keep in (False, True):
-        parts = None
-        try:
-            # Arguments that are not tensors may not support copying.
-            given = copied(args), copied(kwargs)
-            reading = _Reading(model, given, keep=keep, verifies=verifies, rows=rows)
-            # The pass fills caches among them, with tensors of its graph.
-            unused = copied(args), copied(kwargs)
-            parts = reading.parts
-            reading.run()
-        except dist.ApartError:
-            raise
-        except Exception as error:
-            if keep or parts is None or not parts.any:
-                raise _failed(model, error) from error
+    with extra_pass(part), torch.inference_mode(False), undisturbed(part) as undo:
+        reading = _Reading(part, verifies=verification is not None, rows=rows)
+        reading.run(args, kwargs)
+        watcher, sites = reading.watcher, reading.sites_in_order()
+        groups = grouped([call.captured for call in reading.order.values()])
+        calls = {
+            group[0].name: [reading.order[captured.name] for captured in group]
+            for group in groups
+        }
+        trace = PartTrace(
+            part=part,
+            sites=Sites(sites, watcher.missed, _indexers(watcher, sites)),
+            calls=calls,
+            values=watcher.values or {},
+        )
+        # It and its watcher hold each other, and would keep the tensors of the pass until a garbage collection.
+        reading.order = {}
+        if rows:
+            trace = trace.with_sites(_with_value_weights(trace, shared))
+        if verification is not None:
+            # A module that holds tensors of the pass could not be copied.
             undo()
-            continue
-        if reading.lacks_graph and not reading.parts.missed:
-            reading = _with_graphs(reading, model, (args, kwargs), undo)
-        if not reading.parts.missed:
-            trace = _trace_of(reading, unused)
-            try:
-                if rows:
-                    trace = _with_sites(trace, _with_value_weights(trace))
-                break
-            except RuntimeError:
-                # A norm between a fused projection and its values needs what the part has freed.
-                if not reading.parts.missed:
-                    raise
-        undo()
-    if keep:
-        caution(_KEPT.format(type(model).__name__))
-    if not reading.sites and expected:
-        raise NoAttentionError(unseen(model, reading.watcher))
-    if verifies:
-        # a module that holds tensors of the pass could not be copied.
-        undo()
-        trace = _with_sites(trace, trace.verified(trace.sites, verification))
+            trace = trace.with_sites(trace.verified(trace.sites, verification))
     return trace
 
 
-def _trace_of(reading: _Reading, given: tuple[Args, Kwargs]) -> ModelTrace:
-    """The trace of what was read in a pass with these arguments."""
-    watcher = reading.watcher
-    groups = grouped([call.captured for call in reading.order.values()])
-    calls = {
-        group[0].name: [reading.order[captured.name] for captured in group]
-        for group in groups
-    }
-    sites = reading.typed_sites()
-    return ModelTrace(
-        model=watcher.stack.root.module,
-        sites=Sites(sites, watcher.missed, _indexers(watcher, sites)),
-        given=given,
-        calls=calls,
-        values=watcher.values or {},
-        called=watcher.stack.called,
-        unclear_masks={
-            name: _unclear_masks(first.captured.call)
-            for name, (first, *_) in calls.items()
-        },
-    )
-
-
-def _with_value_weights(trace: ModelTrace) -> list[AttentionSite]:
-    """The sites with the weights of logits that make values too, as keys that are their own values."""
-    sites = trace.sites
-    logits = {s.parameter for site in sites for s in (*site.query, *site.key)}
-    values = trace.value_slices(of=logits)
-    return [
-        site
-        if isinstance(weights := values.get(site.name, ()), str)
-        else dataclasses.replace(site, value_weights=weights)
-        for site in sites
-    ]
-
-
-def _with_graphs(
-    reading: _Reading, model: nn.Module, given: tuple[Args, Kwargs], undo: Undo
-) -> _Reading:
-    """A second reading for which the graph is kept where the model itself computes without one: in checkpoint functions
-    of its own (Megatron, DeepSpeed, unsloth) and in the first rounds of a truncated recurrence. The first reading
-    where that shows no more weights."""
-    undo()
-    again = _Reading(
-        model,
-        (copied(given[0]), copied(given[1])),
-        keep=reading.keep,
-        verifies=reading.verifies,
-        rows=reading.rows,
-        always_with_graph=True,
-    )
-    try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
-            again.run()
-    except dist.ApartError:
-        raise
-    except Exception as error:
-        _LOG.debug("%s fails with graphs everywhere: %s", type(model).__name__, error)
-        return reading
-    known, more = (
-        sum([bool(site.terms or site.normed) for site in x.sites.values()])
-        for x in (reading, again)
-    )
-    return again if more > known else reading
-
-
-def _with_sites(trace: ModelTrace, sites: Sequence[AttentionSite]) -> ModelTrace:
-    others = trace.sites
-    return dataclasses.replace(
-        trace, sites=Sites(sites, others.missed, others.indexers)
-    )
-
-
-def _typed(
-    sites: Sequence[AttentionSite], visible: Mapping[str, VisibleSets]
+def _with_value_weights(
+    trace: PartTrace, shared: Collection[str]
 ) -> list[AttentionSite]:
-    """The sites with the types of their visible sets, where these are known."""
-    types = told_apart(visible)
-    return [dataclasses.replace(s, visible=types.get(s.name, s.visible)) for s in sites]
-
-
-def _same_calls(
-    model: nn.Module, args: Args, kwargs: Kwargs, trace: ModelTrace, undo: Undo
-) -> ModelTrace | None:
-    """The trace, with what masks show on the full example; from that pass, without gradients, nothing else is recorded.
-    None unless the pass has the same sites as the trace, with the same numbers of heads, and misses the same attention
-    layers."""
-    sites = {site.name: site for site in trace.sites}
-    visible: dict[str, VisibleSets] = {}
-    unclear: dict[str, str] = {}
-    heads: dict[str, int] = {}
-    groups: dict[int, tuple[str, ModuleCall]] = {}
-
-    def note(captured: CapturedCall) -> None:
-        name = captured.name
-        if name in unclear:
-            return
-        unclear[name] = _unclear_masks(captured.call)
-        if name in sites:
-            visible[name] = visible_sets(captured.call, sites[name].origin)
-        if captured.headless:
-            # The frame is kept so that its id is not reused.
-            name, _ = groups.setdefault(id(captured.frame), (name, captured.frame))
-        heads[name] = heads.get(name, 0) + scored(captured).shape[1]
-
-    layouts = {name: s.layout for name, s in sites.items() if s.layout is not None}
-    watcher = CaptureMode(model, note, layouts=layouts)
-    watcher.key_heads = {
-        name: (s.n_heads, s.n_kv_heads)
-        for name, s in sites.items()
-        if s.key_heads is None
-    }
-    watcher.stack.by_caller = names_by_caller(trace.sites)
-    forward(model, watcher, copied(args), copied(kwargs), graph=False)
-    undo()
-    if heads != {name: s.n_heads for name, s in sites.items()}:
-        return None
-    if {str(m) for m in watcher.missed} != {str(m) for m in trace.sites.missed}:
-        return None
-    trace = _with_sites(trace, _typed(trace.sites, visible))
-    return dataclasses.replace(trace, unclear_masks=unclear)
-
-
-def _with_gains(
-    model: nn.Module, trace: ModelTrace, args: Args, kwargs: Kwargs, undo: Undo
-) -> ModelTrace:
-    """The trace with the norms that one full sequence shows, because values computed after a norm may grow with the
-    position."""
-    row = first_row(args, kwargs)
-    by_name: dict[str, AttentionSite] = {}
-    try:
-        full = _traced(model, row.args, row.kwargs, undo, expected=True, verifies=False)
-        by_name = {site.name: site for site in full.sites}
-    except Exception as error:
-        # A model that runs without gradients may have no memory for a graph of one.
-        if torch.OutOfMemoryError not in (type(error), type(error.__cause__)):
-            raise
-        caution(_NO_BOUNDS.format(type(model).__name__))
+    """The sites with the weights of logits that make values too, as keys that are their own values, or as weights that
+    other layers share may do."""
+    logits = {s.parameter for site in trace.sites for s in (*site.query, *site.key)}
     sites = []
     for site in trace.sites:
-        other = by_name.get(site.name)
-        query, key = (other.query_gains, other.key_gains) if other else ((), ())
-        sites.append(dataclasses.replace(site, query_gains=query, key_gains=key))
-    return _with_sites(trace, sites)
-
-
-def _unclear_masks(call: object) -> str:
-    """Why the hidden pairs of a hand-written call can't be told from others by their scores, or "". Rows that see no
-    key are left out, since padding may have added them."""
-    if not isinstance(call, ScoresCall):
-        return ""
-    is_low, hidden = (
-        call.capped <= HIDES,
-        torch.zeros_like(call.capped, dtype=torch.bool),
-    )
-    if call.hidden is not None:
-        hidden = hidden | call.hidden
-    if bool((hidden & ~is_low & ~hidden.all(-1, keepdim=True)).any()):
-        return f"its mask hides keys by a number above {HIDES:.0f} (such as -100)"
-    if bool((is_low & ~hidden & call.capped.isfinite()).any()):
-        return f"a logit that no mask hides is below {HIDES:.0f} on this example"
-    return ""
-
-
-def _is_plain(layout: HeadLayout | None) -> bool:
-    """True if heads have a separate dimension."""
-    return layout is None or layout.groups == tuple("bhts")
+        weights = trace.value_slices(site, of={*logits, *shared})
+        if not isinstance(weights, str):
+            site = dataclasses.replace(site, value_weights=weights)
+        sites.append(site)
+    return sites
 
 
 @final
 class _Reading:
-    """The sites of a pass, read from the first call of each site. Sites that are complete at the end of a checkpointed
-    part are read there, because nothing of the part's graph is kept; the other sites are read at the end of the
-    pass."""
+    """The sites of a pass with gradients, read from the first call of each site at the end of the pass."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        given: tuple[Args, Kwargs],
-        *,
-        keep: bool,
-        verifies: bool,
-        rows: bool,
-        always_with_graph: bool = False,
-    ) -> None:
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+    def __init__(self, part: nn.Module, *, verifies: bool, rows: bool) -> None:
+        self._parameters = dict(part.named_parameters(remove_duplicate=False))
         self._names = {id(p): name for name, p in reversed(self._parameters.items())}
         self.watcher = CaptureMode(
-            model,
-            self._note,
-            by_graph=functools.partial(layout_of, self._names),
-            # While other processes take part, an error is raised only after the pass.
-            guard=DeferredError() if spread(model) else unguarded,
+            part, self._note, by_graph=functools.partial(layout_of, self._names)
         )
         self.watcher.values = {}
-        self.watcher.always_with_graph = always_with_graph
-        # Whether a site's q or k has no graph.
-        self.lacks_graph = False
-        self.given, self.keep, self.verifies, self.rows = given, keep, verifies, rows
-        self.parts = CheckpointedParts(self._at_end_of_part, keep=keep)
+        self._verifies, self._rows = verifies, rows
         self.sites: dict[str, AttentionSite] = {}
         # The first call for each name.
         self.order: dict[str, RecordedCall] = {}
-        self._visible: dict[str, VisibleSets] = {}
-        self._waiting: list[CapturedCall] = []
         # For each call by its first name: the sets of weights with which it was made, and the names of their sites.
         self._weights: dict[str, dict[frozenset[tuple[str, str]] | None, str]] = {}
         # By the name of a site whose module is called with several sets.
         self._callers: dict[str, list[Caller]] = {}
 
-    def run(self) -> None:
-        """Runs the pass and reads its sites; `parts.missed` says if that needed a checkpointed part that was not kept."""
+    def run(self, args: Args, kwargs: Kwargs) -> None:
+        """Runs the pass and reads its sites."""
         # Otherwise the cast of a weight may come from an earlier pass.
         forget_casts()
-        model, guard = self.watcher.stack.root.module, self.watcher.guard
-        forward(model, self.watcher, *self.given, parts=self.parts, guard=guard)
-        try:
-            with torch.enable_grad():
-                for calls in grouped(self._waiting):
-                    self._read_site(calls)
-        except RuntimeError:
-            if not self.parts.missed:
-                raise
+        part = self.watcher.stack.root.module
+        forward(part, self.watcher, args, kwargs, together=False)
+        with torch.enable_grad():
+            for calls in grouped([call.captured for call in self.order.values()]):
+                self._read_site(calls)
 
     def _note(self, captured: CapturedCall) -> None:
         captured = self._named_by_caller(captured)
@@ -638,11 +301,7 @@ class _Reading:
         if captured.name in self.order:
             return
         self.order[captured.name] = RecordedCall(captured=captured, positions=positions)
-        factors = itertools.chain(*products_of_call(captured.call))
-        if any([x is not None and x.grad_fn is None for x in factors]):
-            self.lacks_graph = True
-        self._waiting.append(captured)
-        for frame in line if self.verifies else ():
+        for frame in line if self._verifies else ():
             if frame.given is not None:
                 frame.given.copy_tensors()
 
@@ -651,7 +310,9 @@ class _Reading:
         frame, name = captured.frame, captured.name
         if name not in self.order:
             return captured
-        self._note_weights(self.order[name].captured)
+        if name not in self._weights:
+            first = self.order[name].captured
+            self._weights[name] = {self._weights_behind(first): name}
         by_weights, weights = self._weights[name], self._weights_behind(captured)
         if weights is None or None in by_weights or frame.caller is None:
             return captured
@@ -668,11 +329,6 @@ class _Reading:
         frame = dataclasses.replace(frame, name=site)
         return dataclasses.replace(captured, frame=frame, ordinal=0)
 
-    def _note_weights(self, first: CapturedCall) -> None:
-        """Notes the weights behind the first call of a module, while its graph exists."""
-        if first.name not in self._weights:
-            self._weights[first.name] = {self._weights_behind(first): first.name}
-
     def _weights_behind(
         self, captured: CapturedCall
     ) -> frozenset[tuple[str, str]] | None:
@@ -684,27 +340,9 @@ class _Reading:
             or None
         )
 
-    def _at_end_of_part(self) -> None:
-        running = self.watcher.stack.top.line()
-        self.watcher.guard(
-            self.watcher.apart, functools.partial(self._read_complete, running)
-        )
-
-    def _read_complete(self, running: Sequence[ModuleCall]) -> None:
-        incomplete: list[CapturedCall] = []
-        for captured in self._waiting:
-            self._note_weights(captured)
-        for calls in grouped(self._waiting):
-            if calls[0].headless and any(calls[0].frame is frame for frame in running):
-                # More heads may follow.
-                incomplete += calls
-            else:
-                self._read_site(calls)
-        self._waiting = incomplete
-
     def _read_site(self, calls: list[CapturedCall]) -> None:
         with unrounded(scored(calls[0])):
-            site = _site(calls, self._names, rows=self.rows)
+            site = _site(calls, self._names, rows=self._rows)
         if self._parts_share_weights(site, calls[0].frame):
             why = "one weight is applied to several parts of its input, so heads that share it cannot be counted"
             site = dataclasses.replace(site, terms=(), why=why)
@@ -713,7 +351,6 @@ class _Reading:
             root = self.watcher.stack.root.module
             module = root.get_submodule(site.name.partition("#")[0])
         self.sites[site.name] = dataclasses.replace(site, module=module, origin=origin)
-        self._visible[site.name] = visible_sets(calls[0].call, origin)
 
     def _parts_share_weights(self, site: AttentionSite, frame: ModuleCall) -> bool:
         """True if scores without a dimension of heads have several dimensions of batches, and the query's weight is as
@@ -743,25 +380,13 @@ class _Reading:
             "latent" if last and min(last) > 0 and max(last) < max(widths) else "tokens"
         )
 
-    def typed_sites(self) -> list[AttentionSite]:
-        """The sites in the order of their calls, with the types of their layers and the calls of shared modules."""
+    def sites_in_order(self) -> list[AttentionSite]:
+        """The sites in the order of their calls, with the calls of shared modules."""
         sites = [self.sites[name] for name in self.order if name in self.sites]
         return [
             dataclasses.replace(site, callers=tuple(self._callers.get(site.name, ())))
-            for site in _typed(sites, self._visible)
+            for site in sites
         ]
-
-
-def _failed(model: nn.Module, error: Exception) -> InvalidValueError:
-    return InvalidValueError(
-        f"the forward pass of {type(model).__name__} on the example failed: {type(error).__name__}: {error}. "
-        f"Give arguments with which model(...) runs; its forward takes {inspect.signature(model.forward)}"
-    )
-
-
-def names_by_caller(sites: Sequence[AttentionSite]) -> dict[Caller, str] | None:
-    """The names of sites by the calls of modules that several sites share, or None if there are none."""
-    return {caller: site.name for site in sites for caller in site.callers} or None
 
 
 def common_module(parameters: Sequence[str]) -> str:
@@ -927,57 +552,3 @@ def is_product(call: object) -> bool:
     visible = z.isfinite() if call.hidden is None else ~call.hidden & z.isfinite()
     rounding = 16 * torch.finfo(z.dtype).eps * products.abs().max()
     return not bool((((z - products).abs() > rounding) & visible).any())
-
-
-def unseen(model: nn.Module, watcher: CaptureMode) -> str:
-    """The message for a pass without observed attention: what was looked for, why nothing was found, and what to do."""
-    if watcher.missed:
-        missed = "; ".join(map(str, dict.fromkeys(watcher.missed)))
-        why = f"Seen but not understood: {missed}. {_BY_HAND}"
-    elif watcher.handwritten.multiplied:
-        why = "Activations are multiplied with each other, but none of the products reaches a softmax"
-        if ends := ", ".join(watcher.handwritten.ends):
-            why += f" (they were followed to {ends})"
-        why += (
-            ": linear attention, state-space models and attention through another function of the scores have no "
-            "softmax over keys, and only attention with one is watched"
-        )
-        why += f". {_BY_HAND}" if ends else ""
-    else:
-        hidden = [*watcher.hidden]
-        if any(
-            isinstance(module, torch.jit.ScriptModule) for module in model.modules()
-        ):
-            hidden.append("what runs inside torch.jit.script")
-        why = "None of these was found: no two activations were multiplied. "
-        why += f"Hidden from view: {', '.join(hidden)}. " if hidden else ""
-        why += (
-            "Inside custom C++, CUDA or Triton operators nothing can be seen. "
-            f"{_BY_HAND}"
-        )
-    return (
-        f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
-        "F.scaled_dot_product_attention, F.multi_head_attention_forward, flex_attention, varlen_attn, flash-attn's "
-        "functions, and a product of two activations that reaches a softmax through scaling, masks, caps, casts and "
-        f"views. {why}"
-    )
-
-
-_KEPT = (
-    "the search for the attention of {} keeps tensors that gradient checkpointing would drop: weights and the logits "
-    "they produce lie in two checkpointed parts, a norm lies between weights and the values they produce, or a part "
-    "can't be run separately. It needs as much memory as a pass without checkpointing; if that is too much, give "
-    "find_sites a batch of one short sequence, and its sites "
-    "to watch(sites=...)"
-)
-_NO_BOUNDS = (
-    "the logit bounds that the norms of {} imply are unknown and not watched: there is not enough memory to read them "
-    "from one whole sequence. For the bounds, call find_sites with a batch of one sequence that is as long as memory "
-    "allows, and pass the sites that it returns to watch(sites=...)"
-)
-_BY_HAND = (
-    "If the logits are just scaled products of queries and keys, describe it by hand, as in\n"
-    "    from qkeel.sites import Reading, describe\n"
-    '    site = describe(model, "name.of.its.module", query=Reading(module="q_proj"), '
-    'key=Reading(module="k_proj"), heads=8)'
-)

@@ -13,14 +13,11 @@ is in half of the changes and no two heads are in the same half, so that about l
 runs tell every head from every other one. A layer of the same kind as one that was
 verified takes a single run.
 
-The runs are made on a deep copy of the module, whose parameters share the model's
-memory, so that whatever the module and its objects store is the copy's. Where no copy
-can be made, the module itself runs and is put back.
+The module is part of a copy that runs alone (see `alone`), and is put back between runs.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -57,7 +54,7 @@ from qkeel.patching.modes import (
     take_off,
 )
 from qkeel.sites.rows import half_codes
-from qkeel.sites.run import SEARCH, eagerly, forget_casts, spread
+from qkeel.sites.run import eagerly, forget_casts
 from qkeel.sites.site import AttentionSite, HeadSlice, unique_slices
 
 Weights = Mapping[str, Tensor]
@@ -108,8 +105,6 @@ class Verification:
         except CannotRerunError as error:
             name = site.name or type(model).__name__
             self._by_gradients[name] = str(error)
-        except dist.ApartError:
-            raise
         except Exception as error:
             doubt = f"its module cannot run again: {type(error).__name__}: {error}"
         return dataclasses.replace(site, unverified=doubt, unscaled=unscaled)
@@ -143,6 +138,7 @@ class Verification:
             if verified.kind.is_same(kind) and self._is_alike(
                 verified, model, site, frame, calls, readers, weights
             ):
+                verified.module = frame.module
                 return "", verified.unscaled
         rerun = smallest_rerun(model, site, calls, readers, weights)
         unscaled = ""
@@ -160,7 +156,6 @@ class Verification:
                 VerifiedModule(
                     module=frame.module,
                     kind=kind,
-                    on_copy=rerun.on_copy,
                     unscaled=unscaled,
                     is_proportional=rerun.is_proportional,
                 )
@@ -188,7 +183,6 @@ class Verification:
                 calls,
                 readers,
                 weights.parameters,
-                on_copy=verified.on_copy,
             )
             with rerun.opened():
                 rerun.base = [reader.recorded for reader in readers]
@@ -198,8 +192,6 @@ class Verification:
                 if verified.is_proportional:
                     return experiment.is_proportional()
                 return experiment.moves_thirds(verified.alike)
-        except dist.ApartError:
-            raise
         except Exception:
             return False
 
@@ -281,9 +273,8 @@ class VerifiedModule:
     """A module that was verified in full.
 
     Attributes:
-        module: the module.
+        module: the module, or the latest that is alike.
         kind: its kind.
-        on_copy: whether a copy of it was run.
         unscaled: why its logits do not scale with the rows of q or of k, or "".
         is_proportional: whether its logits are proportional to the rows of q and of k, without a constant part.
         alike: the number of other modules of its kind that have run since.
@@ -291,7 +282,6 @@ class VerifiedModule:
 
     module: nn.Module
     kind: ModuleKind
-    on_copy: bool
     unscaled: str
     is_proportional: bool
     alike: int = 0
@@ -342,13 +332,9 @@ def smallest_rerun(
     """
     failures: list[Exception] = []
     fallback = None
-    for frame, on_copy in itertools.product(
-        _frames(calls, weights.parameters), (True, False)
-    ):
+    for frame in _frames(calls, weights.parameters):
         try:
-            rerun = Rerun(
-                model, site, frame, calls, readers, weights.parameters, on_copy=on_copy
-            )
+            rerun = Rerun(model, site, frame, calls, readers, weights.parameters)
             with rerun.opened():
                 before = rerun.check()
                 if weights.filled():
@@ -360,8 +346,6 @@ def smallest_rerun(
                     return rerun
                 all_rows = [(s, None) for s in (*site.query, *site.key)]
                 after = rerun.logits(weights.rotated(all_rows))
-        except dist.ApartError:
-            raise
         except Exception as error:
             failures.append(error)
             continue
@@ -387,10 +371,6 @@ def _frames(
             yield frame
 
 
-# An attribute of the copies that a Rerun makes.
-COPY_MARK = "_qkeel_copy_for_rerun"
-
-
 class _EnoughError(BaseException):
     """Ends a rerun after the calls that were wanted."""
 
@@ -406,7 +386,6 @@ class Rerun:
         calls: the calls of the site.
         readers: the readers of the logits of these calls.
         parameters: the weights that change, by name.
-        on_copy: whether a deep copy of the module runs instead of the module itself.
     """
 
     #: the logits with the known weights as they are, which every change is compared with
@@ -422,25 +401,12 @@ class Rerun:
         calls: Sequence[RecordedCall],
         readers: Sequence[LogitReader],
         parameters: Mapping[str, nn.Parameter],
-        *,
-        on_copy: bool,
     ) -> None:
         assert frame.given is not None
-        self.frame, self.on_copy, self._given = frame, on_copy, frame.given
+        self.frame, self._given = frame, frame.given
         self._recorded, self._readers = calls, readers
         self._numbers = [call.positions[id(frame)] for call in calls]
-        self.is_spread = spread(model)
         self._parameters, self.module = dict(parameters), frame.module
-        if on_copy:
-            # All other parameters are shared with the model, not copied.
-            memo = {id(p): p for p in model.parameters()}
-            for name, p in parameters.items():
-                self._parameters[name] = nn.Parameter(p.detach(), p.requires_grad)
-                memo[id(p)] = self._parameters[name]
-            self.module = copy.deepcopy(frame.module, memo)
-            # It holds weights of the model's until a garbage collection, and whoever
-            # looks through all live modules must not take it for the model.
-            vars(self.module)[COPY_MARK] = True
         names = {id(module): name for name, module in modules_of(frame.module).items()}
         within = {name_of_call(call.captured, names) for call in calls}
         self._layouts = (
@@ -453,15 +419,15 @@ class Rerun:
         # Whether the opened module has run, and the calls of its run, as they are reported.
         self._has_run, self._reported = False, itertools.count()
         self._calls: list[Seen] = []
-        self._to_end = self.is_spread
+        self._to_end = False
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """A context in which the module can run; afterwards it is as it was."""
-        alone = self.is_spread or dist.world() == 1
+        waits = dist.world() > 1
         with (
-            eagerly(graph=False, together=self.is_spread),
-            nullcontext() if alone else CollectiveMode(refuse_collective),
+            eagerly(graph=False, together=False),
+            CollectiveMode(refuse_collective) if waits else nullcontext(),
             # A monitor whose pass is running, in which another search looks.
             unobserved(),
             self._watcher,
@@ -521,12 +487,7 @@ class Rerun:
             for i, x in enumerate(inputs)
             if x.grad_fn in behind
             or (self.frame.is_outermost and x.is_floating_point())
-            or (
-                x.is_floating_point()
-                and x.grad_fn is None
-                and x.ndim > 1
-                and x.shape[-1] in widths
-            )
+            or (x.is_floating_point() and x.ndim > 1 and x.shape[-1] in widths)
         }
 
     def inputs_after(
@@ -551,12 +512,11 @@ class Rerun:
                     if is_after and args and isinstance(args[0], Tensor):
                         inputs.setdefault(name, (module, args[0].detach().clone()))
 
-                copied = self.module.get_submodule(name)
-                undo.callback(copied.register_forward_pre_hook(keep).remove)
+                undo.callback(module.register_forward_pre_hook(keep).remove)
             args, kwargs = self._given.changed(lambda x: x.detach().clone())
             self._to_end = True
             self._run(args, kwargs, weights)
-            self._to_end = self.is_spread
+            self._to_end = False
         return inputs
 
     def _note(self, captured: CapturedCall) -> None:
@@ -568,8 +528,7 @@ class Rerun:
     def _run(
         self, args: tuple[object, ...], kwargs: Mapping[str, object], weights: Weights
     ) -> None:
-        """Runs the opened module up to the site's last call, whose calls are then in `_calls`. All processes have to
-        make the same calls of each other, so none of them may stop early."""
+        """Runs the opened module up to the site's last call, whose calls are then in `_calls`."""
         if self._has_run:
             self._undo()
             self._watcher.restart()
@@ -584,10 +543,6 @@ class Rerun:
                 self._watcher.end()
             except _EnoughError:
                 pass
-            except Exception as error:
-                if self.is_spread and not isinstance(error, dist.ApartError):
-                    dist.fail_on_all(SEARCH, error)
-                raise
             finally:
                 take_off(self._watcher)
                 forget_casts()
@@ -721,8 +676,7 @@ class _Experiment:
             unique_slices(term.key[-1] for term in site.terms),
         ]
         is_shared = len(unique_slices(itertools.chain(*sides))) < sum(map(len, sides))
-        # What one process sees must not decide how many runs all of them make.
-        if site.normed or is_shared or self._rerun.is_spread:
+        if site.normed or is_shared:
             return False
         weights: Weights = self._weights.filled()
         factors = torch.ones(site.n_heads)

@@ -1,0 +1,207 @@
+"""Runs one module of a model alone: a copy of it, with a part of what it was called with."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel import distributed as dist
+from qkeel.capture.contents import reachable
+from qkeel.capture.example import ModuleCall
+from qkeel.capture.readers import unobserved
+from qkeel.capture.user_hooks import is_of_library
+from qkeel.patching.modes import Args, CollectiveMode, Kwargs, without_modes
+from qkeel.sites.run import saving_unseen
+from qkeel.sites.verify import refuse_collective
+
+# An attribute of copies. They hold weights of the model's until a garbage collection, and whoever looks through all live
+# modules must not take them for the model.
+COPY_MARK = "_qkeel_copy"
+# Two samples tell heads from the batch.
+SAMPLES, TOKENS = 2, 32
+_WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+@final
+class PartOfModel(nn.Module):
+    """Stands for a model of which only one module runs, under the name that it has there."""
+
+    def __init__(self, name: str, inner: nn.Module) -> None:
+        super().__init__()
+        # Beside the tree, in which it would have a second name.
+        vars(self)["inner"] = inner
+        vars(self)[COPY_MARK] = True
+        holder: nn.Module = self
+        *path, last = name.split(".")
+        for key in path:
+            child = nn.Module()
+            holder.add_module(key, child)
+            holder = child
+        holder.add_module(last, inner)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def copy_of(module: nn.Module, model: nn.Module) -> nn.Module:
+    """A copy of a module of a model that may be running. Its plain parameters share the memory of the module's, whose
+    versions its writes don't raise; others, such as quantised ones, are the module's."""
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
+    for p in module.parameters():
+        if type(p) is nn.Parameter and p.is_floating_point():
+            memo[id(p)] = nn.Parameter(p.data)
+    for inner in module.modules():
+        for x in reachable(vars(inner), _holds_state):
+            # None of these can be copied.
+            if isinstance(x, Generator):
+                memo[id(x)] = None
+            elif isinstance(x, Tensor) and id(x) not in memo:
+                if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+                    memo[id(x)] = x
+                elif not x.is_leaf:
+                    memo[id(x)] = x.detach().clone()
+    sharded = {
+        inner: _unsharded(inner) for inner in module.modules() if _is_sharded(inner)
+    }
+    memo |= {id(inner): other for inner, other in sharded.items()}
+    for inner, other in sharded.items():
+        vars(other).update(copy.deepcopy(_without_sharding(inner), memo))
+    copied = copy.deepcopy(module, memo)
+    vars(copied)[COPY_MARK] = True
+    return copied
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """True for a module whose class fully_shard has replaced by one that can't be copied."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def _unsharded(module: nn.Module) -> nn.Module:
+    """An empty module of the class that a module had before fully_shard."""
+    _, _, kind, *_ = type(module).__mro__
+    return kind.__new__(kind)
+
+
+def _without_sharding(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module without what fully_shard has added: the weights of a running module are whole."""
+    attributes = {
+        name: value for name, value in vars(module).items() if "composable" not in name
+    }
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        attributes[name] = collections.OrderedDict(
+            (key, hook)
+            for key, hook in attributes[name].items()
+            if "fsdp" not in (getattr(hook, "__module__", None) or "")
+        )
+    return attributes
+
+
+def _holds_state(x: object) -> bool:
+    """True for objects of the program's, and for those by which torch's composable checkpoint knows a running module."""
+    home = type(x).__module__
+    return home.startswith("torch.distributed._composable") or not is_of_library(
+        type(x)
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PartOfArguments:
+    """A part of what a module was called with.
+
+    Attributes:
+        samples: the number of samples, of a batch that has more; 0 for all.
+        tokens: the size of the dimensions of tokens, of which the first 32 are taken; 0 takes all.
+        doubles: whether a single sample is taken twice.
+    """
+
+    samples: int = 0
+    tokens: int = 0
+    doubles: bool = False
+
+    def copied(self, frame: ModuleCall) -> tuple[Args, Kwargs]:
+        """The part of the arguments of a call, copied. Hidden states have a node in autograd's graph, by which what is
+        computed from them is told from constants, such as rotations."""
+        widths = _input_widths(frame)
+        has_graph = any(x.requires_grad for x in frame.inputs)
+
+        def is_hidden_state(x: Tensor) -> bool:
+            if has_graph or not x.is_floating_point():
+                return x.requires_grad
+            # Without gradients, only the width says what is multiplied by a weight.
+            return x.ndim > 1 and x.shape[-1] in widths
+
+        def change(x: Tensor) -> Tensor:
+            values = self._of(x.detach(), frame.batch)
+            if is_hidden_state(x) and not values.is_inference():
+                values = values.detach().requires_grad_()
+            return values.clone()
+
+        assert frame.given is not None
+        with torch.inference_mode(False), torch.enable_grad():
+            return frame.given.copied(change)
+
+    def _of(self, x: Tensor, batch: int) -> Tensor:
+        if x.ndim < 2:
+            return x
+        for dim in range(1, x.ndim) if self.tokens else ():
+            x = x.narrow(dim, 0, TOKENS) if x.shape[dim] == self.tokens else x
+        if len(x) != batch:
+            return x
+        if self.doubles:
+            return x.repeat(2, *[1] * (x.ndim - 1))
+        return x[: self.samples] if self.samples else x
+
+
+def _input_widths(frame: ModuleCall) -> set[int]:
+    """The sizes of what the weights of a module are multiplied by, as far as they can be told from gains of heads."""
+    first = next((x for x in frame.inputs if x.is_floating_point()), None)
+    width = 0 if first is None or not first.ndim else first.shape[-1]
+    widths = {width}
+    for module in frame.module.modules():
+        if isinstance(module, nn.Linear):
+            widths.add(module.in_features)
+        else:
+            weights = [p for p in module.parameters(recurse=False) if p.ndim > 1]
+            widths |= {n for p in weights if p.numel() > 8 * width for n in p.shape}
+    return widths
+
+
+def parts_of_arguments(frame: ModuleCall) -> Iterator[PartOfArguments]:
+    """Yields parts of a call's arguments, the smallest first, and all of them.
+
+    Dimension 0 of a module's first tensor is the batch, and the next one the tokens, unless another dimension of that
+    tensor has the same size. An index beyond the end raises an exception on the CPU but ends the process on other
+    devices, so whole numbers, which may be such indices, keep the tokens whole there, and vectors of them the batch.
+    """
+    first = next((x for x in frame.inputs if x.ndim > 1), None)
+    samples = SAMPLES if frame.batch > SAMPLES else 0
+    size = 0 if first is None else first.shape[1]
+    is_unique = first is not None and first.shape[1:].count(size) == 1
+    indices = [x for x in frame.inputs if not x.is_cpu and x.dtype in _WHOLE_NUMBERS]
+    if is_unique and not indices and size > 2 * TOKENS:
+        yield PartOfArguments(samples=samples, tokens=size)
+    if samples and all(x.ndim > 1 for x in indices):
+        yield PartOfArguments(samples=samples)
+    yield PartOfArguments()
+
+
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """A context of which the running pass notices nothing: qkeel's modes, hooks for saved tensors, and the casts of
+    weights that autocast keeps for the pass. This process may not wait for others in it."""
+    keeps_casts = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with unobserved(), without_modes(), saving_unseen(), ExitStack() as around:
+            if dist.world() > 1:
+                around.enter_context(CollectiveMode(refuse_collective))
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(keeps_casts)

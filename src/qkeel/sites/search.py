@@ -1,0 +1,695 @@
+"""Finds the sites of a model in one pass, which is the program's own or one that `traced` makes.
+
+When a module is about to make its first attention call, a copy of the smallest module around the call that holds the
+projections runs, with a part of what that module was called with, and is read and verified (see `trace`). Nothing else
+of the model runs for it, and what the copy and its objects store is the copy's.
+
+`find_sites` returns the sites. `apply`, its remedies and their checks keep the trace while they run, and take the
+operands, the weights of the values, and the called modules from it instead of running the model again.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import inspect
+import logging
+from collections.abc import Container, Mapping
+from contextlib import nullcontext
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel import distributed as dist
+from qkeel.capture.calls import HIDES, HeadLayout, ScoresCall
+from qkeel.capture.example import (
+    Caller,
+    ModuleCall,
+    copied,
+    undisturbed,
+)
+from qkeel.capture.intercept import CapturedCall, CaptureMode, name_of
+from qkeel.capture.visible_sets import VisibleSets, told_apart, visible_sets
+from qkeel.errors import InvalidValueError, NoAttentionError, caution
+from qkeel.patching.forward import extra_pass
+from qkeel.patching.modes import (
+    Args,
+    DeferredError,
+    Kwargs,
+    modules_of,
+    uncompiled,
+    unguarded,
+)
+from qkeel.sites.alone import (
+    TOKENS,
+    PartOfArguments,
+    PartOfModel,
+    copy_of,
+    parts_of_arguments,
+    unnoticed,
+)
+from qkeel.sites.graph import names_of
+from qkeel.sites.run import check_devices, forward, spread, whole_weights
+from qkeel.sites.site import (
+    INDEX,
+    AttentionSite,
+    HeadSlice,
+    KnownSites,
+    Sites,
+    renamed,
+    within,
+)
+from qkeel.sites.trace import (
+    OperandNorms,
+    PartTrace,
+    RecordedCall,
+    common_module,
+    scored,
+    traced_part,
+)
+from qkeel.sites.verify import Verification
+
+_LOG = logging.getLogger(__name__)
+
+
+@final
+class SiteSearch:
+    """Finds the sites of a model while it runs.
+
+    Args:
+        model: the model.
+        verifies: whether the sites are verified.
+        rows: whether the rows of weights are looked for; see `traced_part`.
+        cuts: whether some of the tokens may suffice.
+        keeps: whether traces are kept, which hold tensors.
+
+    Attributes:
+        sites: those that were found so far.
+        traces: of each of them, by name, the trace in which it was found, if traces are kept.
+        failure: why a module around an attention call whose weights are unknown does not run alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        verifies: bool = True,
+        rows: bool = True,
+        cuts: bool = True,
+        keeps: bool = False,
+    ) -> None:
+        self.sites = Sites()
+        self.traces: dict[str, SiteTrace] = {}
+        self.failure: Exception | None = None
+        # Of the latest module that did not run.
+        self._error: Exception | None = None
+        self._model, self._rows, self._cuts = model, rows, cuts
+        self._keeps = keeps
+        self._names: dict[int, str] = {}
+        self._verification = Verification() if verifies else None
+        uses = collections.Counter(
+            id(p) for _, p in model.named_parameters(remove_duplicate=False)
+        )
+        # Parameters of several layers.
+        self._shared = {parameter for parameter, n in uses.items() if n > 1}
+        # Modules whose attention is known wherever they are called, as it depends on their own weights alone.
+        self._known: set[int] = set()
+        # Calls of other modules that were looked at, and whether they choose keys.
+        self._known_calls: set[tuple[Caller | None, bool]] = set()
+        # Sites that some of the tokens have shown, and modules that are run with all of them.
+        self._of_some_tokens: set[str] = set()
+        self._whole: set[int] = set()
+        # Set when the whole model has been tried.
+        self._is_over = False
+
+    def at(self, frame: ModuleCall, *, chooses: bool) -> bool:
+        """Finds the sites of a running module that is about to make an attention call, or has made scores of which keys
+        are chosen (`chooses`). Returns whether more is known now; the module's call may have another name then."""
+        is_known = self._is_over or (frame.caller, chooses) in self._known_calls
+        is_known = is_known or (not chooses and id(frame.module) in self._known)
+        if is_known and not self._lacks(frame):
+            return False
+        self._known_calls.add((frame.caller, chooses))
+        # A forward may replace modules.
+        self._names = {id(x): name for name, x in modules_of(self._model).items()}
+        latest: ModuleTrace | None = None
+        for around in frame.line():
+            has_weights = any(True for _ in around.module.parameters())
+            trace = self._trace(around) if around.given and has_weights else None
+            if trace is None:
+                continue
+            latest = trace
+            # An indexer may stand beside the attention for which it chooses.
+            if any(
+                (site.terms or site.normed)
+                and (chooses or trace.module_of(site) is frame.module)
+                for site in trace.sites
+            ):
+                break
+        if latest is None:
+            self.failure = self.failure or self._error
+            return False
+        self._is_over = latest.is_whole
+        self._add(latest, frame)
+        return True
+
+    def _lacks(self, frame: ModuleCall) -> bool:
+        """True if a module makes more calls than those that some of its tokens have shown; all of them are then taken,
+        once."""
+        is_known = any(site.name == name_of(frame, frame.calls) for site in self.sites)
+        if is_known or frame.name not in self._of_some_tokens:
+            return False
+        self._of_some_tokens.remove(frame.name)
+        self._whole.add(id(frame.module))
+        return True
+
+    def tell(self) -> None:
+        """Says once which sites are known from gradients alone."""
+        if self._verification is not None:
+            self._verification.tell()
+
+    def _trace(self, frame: ModuleCall) -> ModuleTrace | None:
+        """The trace of a copy of a module that runs as it was called, with the smallest part of its arguments by which
+        all its sites are verified."""
+        trace = error = None
+        for part in parts_of_arguments(frame):
+            if part.tokens and not (self._cuts and id(frame.module) not in self._whole):
+                continue
+            try:
+                trace = self._run(frame, part)
+            except Exception as failure:
+                _LOG.debug("%s does not run alone: %s", frame.name, failure)
+                error = failure
+                continue
+            # In attention between channels, the tokens are the features.
+            is_of_tokens = part.tokens and any(
+                site.head_dim == TOKENS for site in trace.sites
+            )
+            is_verified = all(site.verified for site in trace.sites)
+            if self._verification is None or (is_verified and not is_of_tokens):
+                break
+        if trace is None:
+            self._error = error
+            return None
+        if frame.batch == 1 and not all(_is_plain(x.layout) for x in trace.sites):
+            # With one sample, (h b) and (b h) look alike, and larger batches may follow.
+            try:
+                return self._run(frame, PartOfArguments(doubles=True))
+            except Exception as failure:
+                _LOG.debug("two samples of %s fail: %s", frame.name, failure)
+        return trace
+
+    def _run(self, frame: ModuleCall, part: PartOfArguments) -> ModuleTrace:
+        """The trace of a copy of a module with a part of what it was called with."""
+        name = self._names[id(frame.module)]
+
+        def trace(
+            part: PartOfArguments, verification: Verification | None
+        ) -> ModuleTrace:
+            with unnoticed():
+                inner = copy_of(frame.module, self._model)
+                alone = PartOfModel(name, inner) if name else inner
+                args, kwargs = part.copied(frame)
+                traced = traced_part(
+                    alone,
+                    args,
+                    kwargs,
+                    verification,
+                    rows=self._rows,
+                    shared={
+                        within(name, path)
+                        for path, p in frame.module.named_parameters()
+                        if id(p) in self._shared
+                    },
+                )
+            return ModuleTrace(
+                module=frame.module,
+                is_whole=frame.is_outermost,
+                part=part,
+                copied=inner,
+                trace=traced,
+            )
+
+        of_part = trace(part, self._verification)
+        if part.tokens and any(site.normed for site in of_part.sites):
+            # Values computed after a norm may grow with the position.
+            try:
+                whole = trace(PartOfArguments(samples=1), None).sites
+            except torch.OutOfMemoryError:
+                caution(_NO_BOUNDS.format(name))
+                whole = Sites()
+            of_part = of_part.with_gains(whole)
+        return of_part
+
+    def _add(self, trace: ModuleTrace, frame: ModuleCall) -> None:
+        """Adds the sites that a trace shows; `frame` is the call that is about to be read."""
+        by_name = {site.name: site for site in self.sites}
+        known = names_of(self._model)
+        modules, parameters = self._names_in_model(trace, known)
+        for part in trace.sites:
+            module = trace.module_of(part)
+            callers = tuple(
+                (modules[name], modules.get(caller, caller), number)
+                for name, caller, number in part.callers
+            )
+            called = ModuleCall(
+                name=self._names[id(module)], module=module, parent=None
+            )
+            name = name_of(called, trace.first_call(part).ordinal)
+            site = renamed(part, lambda weight: parameters.get(weight, weight))
+            weights = _weights_of(site)
+            if weights <= {known[id(p)] for p in module.parameters()}:
+                self._known.add(id(module))
+            elif name in by_name and weights != _weights_of(by_name[name]):
+                callers = callers or (frame.caller,) * (module is frame.module)
+            else:
+                callers = ()
+            if callers:
+                name = f"{common_module(sorted(weights))}#{called.name}"
+            if name in by_name:
+                continue
+            if frame.caller in callers:
+                frame.name = name
+            self._known_calls.update((caller, False) for caller in callers)
+            if callers:
+                module = self._model.get_submodule(name.partition("#")[0])
+            by_name[name] = dataclasses.replace(
+                site, name=name, module=module, callers=callers
+            )
+            if self._keeps:
+                self.traces[name] = SiteTrace(trace=trace, site=part)
+            if trace.part.tokens and len(trace.trace.calls[part.name]) == 1:
+                self._of_some_tokens.add(name)
+        indexers = {
+            modules[site.name.removesuffix(INDEX)] + INDEX: site
+            for site in trace.sites.indexers
+        }
+        known_indexers = {site.name for site in self.sites.indexers}
+        more = [
+            dataclasses.replace(site, name=name, module=trace.original(site.module))
+            for name, site in indexers.items()
+            if name not in known_indexers
+        ]
+        self.sites = Sites(by_name.values(), (), [*self.sites.indexers, *more])
+
+    def _names_in_model(
+        self, trace: ModuleTrace, known: Mapping[int, str]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """The names in the model of the modules and of the weights of a part, by their names in the part. They differ
+        where several parts share a module or a weight."""
+        name, module = self._names[id(trace.module)], trace.module
+        modules = {
+            within(name, path): self._names[id(inner)]
+            for path, inner in module.named_modules(remove_duplicate=False)
+        }
+        parameters = {
+            within(name, path): known[id(p)]
+            for path, p in module.named_parameters(remove_duplicate=False)
+        }
+        return modules, parameters
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModuleTrace:
+    """The trace of a copy of a module of the model.
+
+    Attributes:
+        module: the module.
+        is_whole: whether it is the model.
+        part: what it was called with.
+        copied: the copy.
+        trace: its trace.
+    """
+
+    module: nn.Module
+    is_whole: bool
+    part: PartOfArguments
+    copied: nn.Module
+    trace: PartTrace
+
+    @property
+    def sites(self) -> Sites:
+        """The sites by their names in the part."""
+        return self.trace.sites
+
+    def first_call(self, site: AttentionSite) -> CapturedCall:
+        """The first attention call of a site in the trace."""
+        return self.trace.calls[site.name][0].captured
+
+    def module_of(self, site: AttentionSite) -> nn.Module:
+        """The module of the model that makes the calls of a site."""
+        return self.original(self.first_call(site).frame.module)
+
+    def original(self, module: nn.Module) -> nn.Module:
+        """The module of the model of which this module is a copy."""
+        for path, inner in self.copied.named_modules():
+            if inner is module:
+                return self.module.get_submodule(path)
+        # What stands for the model, in which nothing else runs.
+        return self.module
+
+    def with_gains(self, others: Sites) -> ModuleTrace:
+        """The trace with the norms of these sites."""
+        by_name = {site.name: site for site in others}
+        sites = []
+        for site in self.sites:
+            same = by_name.get(site.name)
+            query, key = (same.query_gains, same.key_gains) if same else ((), ())
+            sites.append(dataclasses.replace(site, query_gains=query, key_gains=key))
+        return dataclasses.replace(self, trace=self.trace.with_sites(sites))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SiteTrace:
+    """The trace in which a site was found, and the site by its name there."""
+
+    trace: ModuleTrace
+    site: AttentionSite
+
+
+# --- A pass that qkeel makes
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ModelTrace:
+    """The sites of a model, the attention calls of one pass, and what was computed on the way to them.
+
+    A trace should be released as soon as it has been used.
+
+    Args:
+        model: the model.
+        sites: the attention sites, in the order of the calls.
+        traces: of each site, by name, the trace in which it was found.
+        called: the number of calls of each module, by its id.
+        unclear_masks: why hidden pairs of a hand-written site are not known by their scores, or "".
+    """
+
+    model: nn.Module
+    sites: Sites
+    traces: Mapping[str, SiteTrace]
+    called: Mapping[int, int]
+    unclear_masks: Mapping[str, str]
+
+    @property
+    def calls(self) -> dict[str, list[RecordedCall]]:
+        """The first call of each site, or one call for each head if the heads are computed one by one."""
+        return {
+            name: found.trace.trace.calls[found.site.name]
+            for name, found in self.traces.items()
+        }
+
+    def inputs_after(
+        self, site: AttentionSite, weights: Mapping[str, Tensor]
+    ) -> dict[nn.Module, tuple[Tensor, Tensor]]:
+        """The first inputs, as they were and with other weights, of the modules that run after the attention of a site;
+        see `PartTrace.inputs_after`."""
+        trace = self.traces[site.name].trace
+        inputs = trace.trace.inputs_after(self.traces[site.name].site, weights)
+        return {trace.original(module): pair for module, pair in inputs.items()}
+
+    def operands(self) -> dict[str, list[tuple[OperandNorms, OperandNorms]]]:
+        """The operands of every product of each site's first call that was fully observed, keyed by site."""
+        return {
+            name: found.trace.trace.operands(found.site)
+            for name, found in self.traces.items()
+        }
+
+    def value_slices(
+        self, of: Container[str] | None = None
+    ) -> dict[str, tuple[HeadSlice, ...] | str]:
+        """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, keyed by
+        site. of: the parameters whose rows are looked for; by default all."""
+        return {
+            name: found.trace.trace.value_slices(found.site, of)
+            for name, found in self.traces.items()
+        }
+
+
+def traced(
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    expected: bool = True,
+    verifies: bool = True,
+    rows: bool = True,
+) -> ModelTrace:
+    """Returns the trace of a pass over an example.
+
+    Args:
+        model: the model.
+        args, kwargs: the example.
+        expected: whether a pass without attention is an error.
+        verifies: whether the sites are verified.
+        rows: whether the rows of weights are looked for, which takes most of the time.
+
+    Raises:
+        NoAttentionError: no attention was observed although it was `expected`.
+        InvalidValueError: the forward pass with this example fails.
+    """
+    model = uncompiled(model)
+    check_devices(model, args, kwargs)
+    with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
+        search = SiteSearch(
+            model, verifies=verifies, rows=rows, cuts=verifies, keeps=True
+        )
+        observed = _ObservedPass(model, search)
+        observed.run(args, kwargs)
+        if verifies and not observed.has_expected_heads():
+            # Some of the tokens show other heads than all of them.
+            undo()
+            search = SiteSearch(model, rows=rows, cuts=False, keeps=True)
+            observed = _ObservedPass(model, search)
+            observed.run(args, kwargs)
+    search.tell()
+    if not observed.order and expected:
+        raise NoAttentionError(unseen(model, observed.watcher))
+    return observed.trace()
+
+
+def seen(
+    model: nn.Module, args: Args, kwargs: Kwargs, *, rows: bool = True
+) -> ModelTrace:
+    """Returns the trace of a pass over an example, whose sites are not verified.
+
+    Without `rows`, which take most of its time, the sites say no more of their weights than whether a norm follows."""
+    with whole_weights(uncompiled(model)):
+        return traced(model, args, kwargs, verifies=False, rows=rows)
+
+
+def run_once(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    """Makes a pass that is not observed and whose results are discarded, for the sake of the values that the model
+    itself records in it.
+
+    Raises:
+        InvalidValueError: the pass fails; its error is the cause of this one.
+    """
+    model = uncompiled(model)
+    try:
+        with extra_pass(model), torch.inference_mode(False), undisturbed(model):
+            forward(model, nullcontext(), copied(args), copied(kwargs), graph=False)
+    except Exception as error:
+        raise _failed(model, error) from error
+
+
+def _failed(model: nn.Module, error: Exception) -> InvalidValueError:
+    return InvalidValueError(
+        f"the forward pass of {type(model).__name__} on the example failed: {type(error).__name__}: {error}. "
+        f"Give arguments with which model(...) runs; its forward takes {inspect.signature(model.forward)}"
+    )
+
+
+@final
+class _ObservedPass:
+    """One pass of a model without gradients, which is searched for sites.
+
+    Attributes:
+        order: the first call of each site, by name, in the order of the calls.
+    """
+
+    def __init__(self, model: nn.Module, search: SiteSearch) -> None:
+        self._model, self._search = model, search
+        self.watcher = CaptureMode(
+            model,
+            self._note,
+            # While other processes take part, an error is raised only after the pass.
+            guard=DeferredError() if spread(model) else unguarded,
+            search=self._find,
+        )
+        self.order: dict[str, AttentionSite] = {}
+        self._visible: dict[str, VisibleSets] = {}
+        self._unclear: dict[str, str] = {}
+        # The number of heads of each site, of which a module may compute each in a call of its own.
+        self._heads: collections.Counter[str] = collections.Counter()
+        # The first names of such calls, by the module's call, which is kept so that its id is not used again.
+        self._groups: dict[int, tuple[str, ModuleCall]] = {}
+
+    def run(self, args: Args, kwargs: Kwargs) -> None:
+        """Runs the pass.
+
+        Raises: InvalidValueError if it fails.
+        """
+        try:
+            forward(
+                self._model,
+                self.watcher,
+                copied(args),
+                copied(kwargs),
+                graph=False,
+                guard=self.watcher.guard,
+            )
+        except dist.ApartError:
+            raise
+        except Exception as error:
+            raise _failed(self._model, error) from error
+
+    def _find(self, frame: ModuleCall, /, *, chooses: bool) -> None:
+        if self._search.at(frame, chooses=chooses):
+            facts = KnownSites.of(self._search.sites)
+            self.watcher.layouts, self.watcher.key_heads = (
+                facts.layouts,
+                facts.key_heads,
+            )
+            self.watcher.stack.by_caller = facts.by_caller or {}
+
+    def _note(self, captured: CapturedCall) -> None:
+        name = captured.name
+        if captured.headless:
+            name, _ = self._groups.setdefault(
+                id(captured.frame), (name, captured.frame)
+            )
+        if name in self.order and not captured.headless:
+            return
+        self._heads[name] += scored(captured).shape[1]
+        if name in self.order:
+            return
+        sites = {site.name: site for site in self._search.sites}
+        site = sites.get(name) or _unknown_site(captured, self._search.failure)
+        self.order[name] = site
+        self._unclear[name] = _unclear_masks(captured.call)
+        self._visible[name] = visible_sets(captured.call, site.origin)
+
+    def has_expected_heads(self) -> bool:
+        """True if the sites that were found have the heads that the calls of the pass have."""
+        return all(self._heads[name] == x.n_heads for name, x in self.order.items())
+
+    def trace(self) -> ModelTrace:
+        """The trace of the pass."""
+        types = told_apart(self._visible)
+        of_logits = set().union(*map(_weights_of, self.order.values()))
+        sites = [
+            dataclasses.replace(
+                site,
+                visible=types.get(name, site.visible),
+                value_weights=tuple(
+                    s for s in site.value_weights if s.parameter in of_logits
+                ),
+            )
+            for name, site in self.order.items()
+        ]
+        indexers = self._search.sites.indexers
+        return ModelTrace(
+            model=self._model,
+            sites=Sites(sites, self.watcher.missed, indexers),
+            traces={
+                name: trace
+                for name, trace in self._search.traces.items()
+                if name in self.order
+            },
+            called=self.watcher.stack.called,
+            unclear_masks=self._unclear,
+        )
+
+
+def _unknown_site(captured: CapturedCall, failure: Exception | None) -> AttentionSite:
+    """The site of a call whose module does not run alone."""
+    call, heads = captured.call, scored(captured).shape[1]
+    keys = None if isinstance(call, ScoresCall) else call.k.shape[1]
+    reason = "" if failure is None else f": {type(failure).__name__}: {failure}"
+    return AttentionSite(
+        name=captured.name,
+        module=captured.frame.module,
+        spec=call.spec,
+        n_heads=heads,
+        n_kv_heads=heads if keys is None else keys,
+        head_dim=0 if isinstance(call, ScoresCall) else call.q.shape[-1],
+        why=f"no module around it runs alone{reason}",
+        layout=captured.layout,
+    )
+
+
+def _unclear_masks(call: object) -> str:
+    """Why the hidden pairs of a hand-written call can't be told from others by their scores, or "". Rows that see no
+    key are left out, since padding may have added them."""
+    if not isinstance(call, ScoresCall):
+        return ""
+    is_low, hidden = (
+        call.capped <= HIDES,
+        torch.zeros_like(call.capped, dtype=torch.bool),
+    )
+    if call.hidden is not None:
+        hidden = hidden | call.hidden
+    if bool((hidden & ~is_low & ~hidden.all(-1, keepdim=True)).any()):
+        return f"its mask hides keys by a number above {HIDES:.0f} (such as -100)"
+    if bool((is_low & ~hidden & call.capped.isfinite()).any()):
+        return f"a logit that no mask hides is below {HIDES:.0f} on this example"
+    return ""
+
+
+def _is_plain(layout: HeadLayout | None) -> bool:
+    """True if heads have a separate dimension."""
+    return layout is None or layout.groups == tuple("bhts")
+
+
+def _weights_of(site: AttentionSite) -> set[str]:
+    """The names of the weights from which the logits of a site are computed."""
+    return {s.parameter for s in (*site.query, *site.key)}
+
+
+def unseen(model: nn.Module, watcher: CaptureMode) -> str:
+    """The message for a pass without observed attention: what was looked for, why nothing was found, and what to do."""
+    if watcher.missed:
+        missed = "; ".join(map(str, dict.fromkeys(watcher.missed)))
+        why = f"Seen but not understood: {missed}. {_BY_HAND}"
+    elif watcher.handwritten.multiplied:
+        why = "Activations are multiplied with each other, but none of the products reaches a softmax"
+        if ends := ", ".join(watcher.handwritten.ends):
+            why += f" (they were followed to {ends})"
+        why += (
+            ": linear attention, state-space models and attention through another function of the scores have no "
+            "softmax over keys, and only attention with one is watched"
+        )
+        why += f". {_BY_HAND}" if ends else ""
+    else:
+        hidden = [*watcher.hidden]
+        if any(
+            isinstance(module, torch.jit.ScriptModule) for module in model.modules()
+        ):
+            hidden.append("what runs inside torch.jit.script")
+        why = "None of these was found: no two activations were multiplied. "
+        why += f"Hidden from view: {', '.join(hidden)}. " if hidden else ""
+        why += (
+            "Inside custom C++, CUDA or Triton operators nothing can be seen. "
+            f"{_BY_HAND}"
+        )
+    return (
+        f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
+        "F.scaled_dot_product_attention, F.multi_head_attention_forward, flex_attention, varlen_attn, flash-attn's "
+        "functions, and a product of two activations that reaches a softmax through scaling, masks, caps, casts and "
+        f"views. {why}"
+    )
+
+
+_NO_BOUNDS = (
+    "the logit bounds that the norms of {} imply are unknown and not watched: there is not enough memory to read them "
+    "from one whole sequence. For the bounds, call find_sites with a batch of one sequence that is as long as memory "
+    "allows, and pass the sites that it returns to watch(sites=...)"
+)
+_BY_HAND = (
+    "If the logits are just scaled products of queries and keys, describe it by hand, as in\n"
+    "    from qkeel.sites import Reading, describe\n"
+    '    site = describe(model, "name.of.its.module", query=Reading(module="q_proj"), '
+    'key=Reading(module="k_proj"), heads=8)'
+)
