@@ -297,6 +297,37 @@ def test_a_hand_written_recipe_is_found_or_unknown(step, norm):
     assert site.query.factor == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("shape", ["per dim", "per head"])
+def test_a_gain_is_told_where_heads_are_as_many_as_their_dimensions(shape):
+    """All gains were taken for those of heads: of any other nothing was known, and it was said not to rotate."""
+
+    class Square(ByHand):
+        def forward(self, x):
+            q, k, v = (w(x).unflatten(-1, (8, 8)) for w in (self.wq, self.wk, self.wv))
+            q, k = self.step(q, self.q_norm), self.step(k, self.k_norm)
+            q, k, v = (z.transpose(1, 2) for z in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten(2)
+
+    def step(x, norm):
+        if shape == "per dim":
+            return rope(norm(x))
+        return rope(F.rms_norm(x, (8,), eps=1e-6) * norm.weight[:, None])
+
+    torch.manual_seed(0)
+    attention = Square(step)
+    attention.wq, attention.wk, attention.wv = (nn.Linear(32, 64) for _ in range(3))
+    for norm in (attention.q_norm, attention.k_norm):
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
+    (site,) = qkeel.explain(nn.Sequential(attention), torch.randn(2, 12, 32)).sites
+    assert (site.query.gain, site.key.gain) == (shape, shape)
+    assert site.rotation is not None
+
+
+def test_a_rotation_behind_an_unknown_norm_is_unknown():
+    report = by_hand(lambda x, norm: rope(x.clamp(-1, 1)))
+    assert report.lines()[2].split() == ["position", "unknown"]
+
+
 def thrown_away(x, norm):
     norm(x)
     return x

@@ -27,7 +27,7 @@ def by_hand(call):
     hidden, (q, k) = logits == -torch.inf, call.encoded()
     logits = logits.masked_fill(hidden, 1e3)
     capped = logits if isinstance(call.spec.cap, NoCap) else call.spec.cap.apply(logits)
-    sink = sink_logit(call)
+    sink = sink_logit(call.spec.normalizer, call.params, q)
     return ScoresCall(
         spec=call.spec,
         logits=logits,

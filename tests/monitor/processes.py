@@ -190,7 +190,7 @@ def a_fault_in_the_search_of_a_sharded_model_is_one_of_all():
 
     for home, name in (
         (PassTokens, "begin"),
-        (find, "_own_sites"),
+        (find, "own_sites"),
         (trace._Reading, "_note"),
     ):
         original = vars(home)[name]

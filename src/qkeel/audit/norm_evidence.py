@@ -10,6 +10,7 @@ Shapes: n heads, t tokens, d dimensions of a head.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,12 +62,15 @@ def gain_candidates(
     """Returns the parameters near a site that may be the gain of a norm of the projection [b n t d], each as g and as
     1 + g, those whose module was called on the projection first."""
     _, heads, _, size = projected.shape
-    shapes = {
-        1: ("scalar", (1, 1)),
-        size: ("per dim", (1, size)),
-        heads: ("per head", (heads, 1)),
-        heads * size: ("per head and dim", (heads, size)),
-    }
+    # As many heads as dimensions leave open which of them a gain belongs to: both are tried.
+    shapes: dict[int, dict[tuple[int, int], str]] = {}
+    for shape, rows, columns in (
+        ("scalar", 1, 1),
+        ("per dim", 1, size),
+        ("per head", heads, 1),
+        ("per head and dim", heads, size),
+    ):
+        shapes.setdefault(rows * columns, {}).setdefault((rows, columns), shape)
     families: dict[str, list[str]] = {}
     for name, p in parameters.items():
         if p.numel() in shapes and not (name.endswith("bias") or p.is_meta):
@@ -79,25 +83,26 @@ def gain_candidates(
     for names in families.values():
         for group in [names] if len(names) == heads else [[name] for name in names]:
             gain = torch.cat([parameters[name].detach().flatten() for name in group])
-            shape, view = shapes[gain.numel()]
-            gain, bias = gain.double().cpu().view(view), None
+            bias = None
             biases = [name.removesuffix("weight") + "bias" for name in group]
             if all(name in parameters for name in biases):
                 bias = torch.cat([parameters[name].detach() for name in biases])
-                bias = bias.double().cpu().view(view)
+                bias = bias.double().cpu()
                 group = [*group, *biases]
             module = modules.get(group[0].rpartition(".")[0])
             is_called, sees_rotated = (
                 (False, None) if module is None else module.called_on(projected)
             )
-            for offset, suffix in ((0.0, ""), (1.0, ", 1 + w")):
+            for (view, shape), (offset, suffix) in itertools.product(
+                shapes[gain.numel()].items(), ((0.0, ""), (1.0, ", 1 + w"))
+            ):
                 value = f" {float(gain) + offset:.4g}" if shape == "scalar" else ""
                 candidates.append(
                     GainCandidate(
                         names=tuple(group),
                         shape=f"{shape}{value}{suffix}",
-                        gain=gain + offset,
-                        bias=bias,
+                        gain=gain.double().cpu().view(view) + offset,
+                        bias=None if bias is None else bias.view(view),
                         eps=None if module is None else module.eps,
                         is_called=is_called,
                         sees_rotated=sees_rotated,

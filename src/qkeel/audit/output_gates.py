@@ -166,7 +166,8 @@ def shut_gates(gates: Mapping[str, Tensor]) -> list[str]:
     gates: the mean gates of each layer's heads, by the label of the layer.
 
     >>> shut_gates({"h.0": torch.tensor([0.5, 0.001]), "h.1": torch.tensor([0.002, 0.001])})
-    ['the output gates of h.1 are shut: 2 of 2 heads let through 0.0015 of their output in the mean, under 0.05']
+    ['the output gates of h.1 are shut: 2 of 2 heads let through 0.0015 of their output in the mean, under 0.05; \
+print(qkeel.explain(model, batch)) shows every head']
     """
     sentences = []
     for layer, means in gates.items():
@@ -174,6 +175,7 @@ def shut_gates(gates: Mapping[str, Tensor]) -> list[str]:
         if len(shut) > len(means) / 2:
             sentences.append(
                 f"the output gates of {layer} are shut: {len(shut)} of {len(means)} heads let through "
-                f"{float(shut.mean()):.2g} of their output in the mean, under {SHUT}"
+                f"{float(shut.mean()):.2g} of their output in the mean, under {SHUT}; "
+                "print(qkeel.explain(model, batch)) shows every head"
             )
     return sentences

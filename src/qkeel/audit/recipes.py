@@ -155,6 +155,8 @@ class SiteRecipe:
         else:
             rows += [("q", self.query.text()), ("k", self.key.text())]
         turned = "no rotation of q and k"
+        if any(text.startswith("the rotation") for text in self.unknown):
+            turned = "unknown"
         rows += [
             ("position", turned if self.rotation is None else self.rotation.text()),
             ("logit", self._logit()),

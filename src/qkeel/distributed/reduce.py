@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, final
@@ -280,13 +281,16 @@ class SharedTable:
         complete = []
         for member in members:
             if not member.form and tuple(member.models) in alike:
-                own = {"layout": member.layout, "keys_seen": member.keys_seen}
-                member = dataclasses.replace(alike[tuple(member.models)], **own)
+                member = dataclasses.replace(
+                    alike[tuple(member.models)],
+                    layout=member.layout,
+                    keys_seen=member.keys_seen,
+                )
             complete.append(member)
         self.own_table = step_table(complete[index].form)
         self._n_processes = len(complete)
         parts = [[_Part(x, *model) for model in x.models.items()] for x in complete]
-        self._own, self._parts = parts[index], [part for own in parts for part in own]
+        self._own, self._parts = parts[index], [*itertools.chain(*parts)]
         # A stage without attention has no numbers on any process.
         with_numbers = sorted(self._parts, key=lambda part: not part.cells)
         leads = {part.stage: part for part in reversed(with_numbers)}

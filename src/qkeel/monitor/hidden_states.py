@@ -71,7 +71,8 @@ class HiddenStates:
         self._model, self._numbers, self._guard = model, numbers, guard
         self._tree, self._inputs_too = tree, inputs_too
         self._is_told = not inputs_too
-        self._looks: list[tuple[nn.Module, _Act | None, _Act]] = []
+        # A module may be a site and a block.
+        self._looks: list[tuple[str, nn.Module, _Act | None, _Act]] = []
         # While modules are looked at.
         self._hooks: list[Hook] | None = None
         self._thread = 0
@@ -103,9 +104,8 @@ class HiddenStates:
 
     def extend(self, sites: Sequence[str], running: Sequence[ModuleCall]) -> None:
         """Takes the names of sites of which some were found in the pass that runs, inside these calls of modules."""
-        entered = {module for module, before, _ in self._looks if before is not None}
-        if "" in self._modules:
-            entered.add(self._model)
+        entered = {(role, module) for role, module, before, _ in self._looks if before}
+        was_root = "" in self._modules
         self._name(sites)
         if self._hooks is None:
             return
@@ -113,12 +113,12 @@ class HiddenStates:
         arguments = {
             call.module: (call.given.args, call.given.kwargs)
             for call in running
-            if call.given is not None and call.module not in entered
+            if call.given is not None
         }
-        if "" in self._modules and self._model in arguments:
+        if "" in self._modules and not was_root and self._model in arguments:
             self._add_sum("input", "", arguments[self._model])
-        for module, before, _ in self._looks:
-            if before is not None and module in arguments:
+        for role, module, before, _ in self._looks:
+            if before and module in arguments and (role, module) not in entered:
                 before(module, *arguments[module])
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ class HiddenStates:
             self._named = named
             self._list_modules(named)
         self._hooks = []
-        for module, before, after in self._looks:
+        for _, module, before, after in self._looks:
             self._hooks += put_hooks(module, before, after)
 
     def _detach(self) -> None:
@@ -180,7 +180,7 @@ class HiddenStates:
 
     def _list_modules(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         inside = tuple(f"{block}." for block in self._sites)
-        looks: list[tuple[nn.Module, _Act | None, _Act]] = []
+        looks: list[tuple[str, nn.Module, _Act | None, _Act]] = []
         for name, module in named:
             # Not the model itself, over whose hooks torch iterates when its pass fails; and scripted modules
             # accept no hooks.
@@ -188,7 +188,8 @@ class HiddenStates:
                 continue
             if name in self._modules:
                 enter = partial(self._add_sum, "input", name)
-                looks.append((module, enter, partial(self._add_sum, "output", name)))
+                leave = partial(self._add_sum, "output", name)
+                looks.append(("site", module, enter, leave))
             is_sibling = name.rpartition(".")[0] in self._lists and any(
                 True for _ in module.children()
             )
@@ -196,19 +197,21 @@ class HiddenStates:
                 sites = self._sites.get(name, ())
                 enter = partial(self._measure, "input", name)
                 leave = partial(self._leave_block, sites, name)
-                looks.append((module, enter if self._inputs_too else None, leave))
+                enter = enter if self._inputs_too else None
+                looks.append(("block", module, enter, leave))
             # A list of blocks that is called returns what its last block returns.
             elif (
                 self._sites and not name.startswith(inside) and name not in self._lists
             ):
-                looks.append((module, None, self._pass_on))
+                looks.append(("behind", module, None, self._pass_on))
         self._looks = [
             (
+                role,
                 module,
                 enter and partial(self._before, enter),
                 partial(self._after, leave),
             )
-            for module, enter, leave in looks
+            for role, module, enter, leave in looks
         ]
 
     def _before(

@@ -178,10 +178,15 @@ class ProcessGroup:
 
         def read(vectors: list[np.ndarray]) -> StepRecord | None:
             merged = members.join(vectors[0], vectors[1], len(extremes))
-            of_all = zip(MONITOR_EXTREMES, vectors[0].tolist(), itertools.cycle(_SIGNS))
-            # No -0.
-            own = {name: sign * value + 0.0 for name, value, sign in of_all}
-            return None if merged is None else StepRecord(members.table, merged, own)
+            signs = itertools.cycle(_SIGNS)
+            ends = {
+                # No -0.
+                name: sign * value + 0.0
+                for name, value, sign in zip(
+                    MONITOR_EXTREMES, vectors[0].tolist(), signs
+                )
+            }
+            return None if merged is None else StepRecord(members.table, merged, ends)
 
         return Transfer(members.split(vector, extremes), read, exchange)
 
@@ -218,8 +223,8 @@ class ProcessGroup:
             is_lost = info.peers == (rank,) and not info.form
             peers.append((rank, with_numbers[0]) if is_lost else info.peers)
         groups = groups_of_models(peers, [info.fingerprint for info in infos])
-        own = groups[dist.rank()]
-        ranks = [rank for rank, group in enumerate(groups) if group == own]
+        own_group = groups[dist.rank()]
+        ranks = [rank for rank, group in enumerate(groups) if group == own_group]
         self.leads = dist.rank() == ranks[0]
         self._alone = len(ranks) == 1
         if not self._alone:

@@ -129,8 +129,8 @@ class RecordArrays:
     ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """Returns the arrays by name, in the order of HEAD_FIELDS and `class_fields`; and the numbers without heads, which
         begin with those of the whole model."""
-        known = np.append(self._table.known(vector), np.nan)
-        arrays = {name: known[index] for name, index in self._index.items()}
+        numbers = np.append(self._table.known(vector), np.nan)
+        arrays = {name: numbers[index] for name, index in self._index.items()}
         if "max_logit" in arrays:
             self._add_derived(arrays)
         for name, (parts, compute) in COMPUTED.items():
@@ -152,7 +152,7 @@ class RecordArrays:
         for name in _WHOLE:
             if name in heads and (has_rows or not np.isnan(heads[name]).all()):
                 values[name] = float(fold_heads(name, heads[name].reshape(1, -1))[0])
-        values |= {name: float(known[at]) for name, at in self._scalars.items()}
+        values |= {name: float(numbers[at]) for name, at in self._scalars.items()}
         return heads, values
 
     def _add_derived(self, arrays: dict[str, np.ndarray]) -> None:
