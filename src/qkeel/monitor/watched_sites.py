@@ -105,7 +105,7 @@ class WatchedSites:
         """Begins to look for sites in the pass that is about to begin."""
         self._group.begin(self._name)
         if not self._is_given:
-            self._own_pass = SiteSearch(self.model)
+            self._own_pass = SiteSearch(self.model, may_wait=self._group.all_watch)
             self._add(Sites(own_sites(self.model)))
 
     @property

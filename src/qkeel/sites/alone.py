@@ -193,14 +193,14 @@ def parts_of_arguments(frame: ModuleCall) -> Iterator[PartOfArguments]:
 
 
 @contextmanager
-def unnoticed() -> Iterator[None]:
+def unnoticed(*, waits: bool) -> Iterator[None]:
     """A context of which the running pass notices nothing: qkeel's modes, hooks for saved tensors, and the casts of
-    weights that autocast keeps for the pass. This process may not wait for others in it."""
+    weights that autocast keeps for the pass. waits: whether this process may wait for others in it."""
     keeps_casts = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
         with unobserved(), without_modes(), saving_unseen(), ExitStack() as around:
-            if dist.world() > 1:
+            if dist.world() > 1 and not waits:
                 around.enter_context(CollectiveMode(refuse_collective))
             yield
     finally:
