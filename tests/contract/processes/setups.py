@@ -76,7 +76,6 @@ SETUPS: dict[str, Setup] = {
     "fsdp2_found": Setup(
         title="fully_shard, sites found on the sharded model",
         processes=2,
-        collectives_of_search=True,
         remedies=GATHERED,
     ),
     "fsdp2_mixed": Setup(
