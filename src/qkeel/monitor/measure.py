@@ -97,7 +97,7 @@ class StepNumbers(Visitor):
         self._is_loss_summed = kwargs.get("num_items_in_batch") is not None
         self._tokens.begin(args, kwargs)
         if self._hidden is None:
-            self.sites.find(args, kwargs)
+            self.sites.find()
             self.weights_not_finite = weights_not_finite(self.sites.model)
             self._hidden = HiddenStates(
                 self.sites.model,

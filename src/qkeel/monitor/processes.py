@@ -103,23 +103,10 @@ class ProcessGroup:
         """Returns whether the records cover several processes."""
         return self.several and not self.records_alone
 
-    def begin(self, model: str, *, gathers: bool) -> None:
-        """Begins the first measured pass of a model, before anything that all processes must do together.
-
-        Args:
-            model: the name of the model.
-            gathers: True if the pass needs all processes, because the model's weights are split.
-
-        Raises: InvalidValueError if another process has stopped measuring.
-        """
+    def begin(self, model: str) -> None:
+        """Begins the first measured pass of a model."""
         # Only while a schedule runs does torch know which stage a module is.
         self.stages[model] = running_stage()
-        if (
-            gathers
-            and self.all_watch()
-            and absent(f"{self._name} begins", time_limit(), "the monitor")
-        ):
-            raise InvalidValueError(_GONE)
 
     def about(self) -> dict[str, object]:
         """Returns the description of the whole model, or {} if it is not known to be split across processes."""

@@ -23,14 +23,13 @@ from qkeel.capture.visible_sets import (
     visible_sets,
 )
 from qkeel.errors import (
-    InvalidValueError,
     NoAttentionError,
     QkeelError,
     RefusedError,
     caution,
 )
 from qkeel.monitor.processes import ProcessGroup
-from qkeel.sites.find import found_sites, own_sites
+from qkeel.sites.find import own_sites
 from qkeel.sites.search import SiteSearch, unseen
 from qkeel.sites.site import Sites, share
 
@@ -102,35 +101,12 @@ class WatchedSites:
         self.all += [site for site in sites if site.name not in known]
         self.all.missed, self.all.indexers = sites.missed, sites.indexers
 
-    def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Begins to look for sites in the pass with these arguments, which is about to begin. If the weights are split,
-        the sites are found in one more pass, which all processes make.
-
-        Raises: InvalidValueError if this requires a pass in all processes, and not all of them watch the model.
-        """
-        is_split = any(map(dist.is_split, self.model.parameters()))
-        is_joint = is_split and dist.world() > 1
-        # The search gathers weights, so all processes have to make it together.
-        self._group.begin(self._name, gathers=is_joint)
-        if self._is_given:
-            return
-        if is_joint and not self._group.several:
-            raise InvalidValueError(
-                "expected every process of this run to watch the model: its weights are split, and the search for its "
-                "attention runs a forward pass in all processes"
-            )
-        if not is_split:
-            self._own_pass = SiteSearch(self.model)
+    def find(self) -> None:
+        """Begins to look for sites in the pass that is about to begin."""
+        self._group.begin(self._name)
+        if not self._is_given:
+            self._own_pass = SiteSearch(self.model, may_wait=self._group.all_watch)
             self._add(Sites(own_sites(self.model)))
-            return
-        sites = Sites()
-        try:
-            sites, _ = found_sites(self.model, args, kwargs)
-        except QkeelError as error:
-            # Told after the pass, because the pass itself may fail with the user's own error.
-            self._error = error
-        self._add(sites)
-        self._tell()
 
     @property
     def searches(self) -> bool:

@@ -129,7 +129,7 @@ class PartOfArguments:
         """The part of the arguments of a call, copied. Hidden states have a node in autograd's graph, by which what is
         computed from them is told from constants, such as rotations."""
         widths = _input_widths(frame)
-        has_graph = any(x.requires_grad for x in frame.inputs)
+        has_graph = any(x.grad_fn is not None for x in frame.inputs)
 
         def is_hidden_state(x: Tensor) -> bool:
             if has_graph or not x.is_floating_point():
@@ -168,7 +168,7 @@ def _input_widths(frame: ModuleCall) -> set[int]:
         if isinstance(module, nn.Linear):
             widths.add(module.in_features)
         else:
-            weights = [p for p in module.parameters(recurse=False) if p.ndim > 1]
+            weights = [p for p in module.parameters(recurse=False) if p.ndim == 2]
             widths |= {n for p in weights if p.numel() > 8 * width for n in p.shape}
     return widths
 
@@ -193,14 +193,14 @@ def parts_of_arguments(frame: ModuleCall) -> Iterator[PartOfArguments]:
 
 
 @contextmanager
-def unnoticed() -> Iterator[None]:
+def unnoticed(*, waits: bool) -> Iterator[None]:
     """A context of which the running pass notices nothing: qkeel's modes, hooks for saved tensors, and the casts of
-    weights that autocast keeps for the pass. This process may not wait for others in it."""
+    weights that autocast keeps for the pass. waits: whether this process may wait for others in it."""
     keeps_casts = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
         with unobserved(), without_modes(), saving_unseen(), ExitStack() as around:
-            if dist.world() > 1:
+            if dist.world() > 1 and not waits:
                 around.enter_context(CollectiveMode(refuse_collective))
             yield
     finally:

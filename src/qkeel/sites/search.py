@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import inspect
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import nullcontext
 from typing import final
 
@@ -68,7 +68,7 @@ from qkeel.sites.trace import (
     scored,
     traced_part,
 )
-from qkeel.sites.verify import Verification
+from qkeel.sites.verify import CannotRerunError, Verification
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class SiteSearch:
         rows: whether the rows of weights are looked for; see `traced_part`.
         cuts: whether some of the tokens may suffice.
         keeps: whether traces are kept, which hold tensors.
+        may_wait: says whether all processes make this search, so that they may wait for each other in it.
 
     Attributes:
         sites: those that were found so far.
@@ -98,6 +99,7 @@ class SiteSearch:
         rows: bool = True,
         cuts: bool = True,
         keeps: bool = False,
+        may_wait: Callable[[], bool] = lambda: True,
     ) -> None:
         self.sites = Sites()
         self.traces: dict[str, SiteTrace] = {}
@@ -105,7 +107,7 @@ class SiteSearch:
         # Of the latest module that did not run.
         self._error: Exception | None = None
         self._model, self._rows, self._cuts = model, rows, cuts
-        self._keeps = keeps
+        self._keeps, self._may_wait = keeps, may_wait
         self._names: dict[int, str] = {}
         self._verification = Verification() if verifies else None
         uses = collections.Counter(
@@ -189,6 +191,10 @@ class SiteSearch:
             is_verified = all(site.verified for site in trace.sites)
             if self._verification is None or (is_verified and not is_of_tokens):
                 break
+        is_split = any(map(dist.is_split, frame.module.parameters()))
+        if isinstance(error, CannotRerunError) and trace is None and not is_split:
+            # As in context parallel, where attention gathers keys: all processes run their copies together.
+            trace = self._run_together(frame)
         if trace is None:
             self._error = error
             return None
@@ -200,14 +206,26 @@ class SiteSearch:
                 _LOG.debug("two samples of %s fail: %s", frame.name, failure)
         return trace
 
-    def _run(self, frame: ModuleCall, part: PartOfArguments) -> ModuleTrace:
+    def _run_together(self, frame: ModuleCall) -> ModuleTrace | None:
+        """The trace of a copy of a module whose run waits for other processes, if all of them make it."""
+        if not self._may_wait():
+            return None
+        try:
+            return self._run(frame, PartOfArguments(), waits=True)
+        except Exception as failure:
+            _LOG.debug("%s does not run with others: %s", frame.name, failure)
+            return None
+
+    def _run(
+        self, frame: ModuleCall, part: PartOfArguments, *, waits: bool = False
+    ) -> ModuleTrace:
         """The trace of a copy of a module with a part of what it was called with."""
         name = self._names[id(frame.module)]
 
         def trace(
             part: PartOfArguments, verification: Verification | None
         ) -> ModuleTrace:
-            with unnoticed():
+            with unnoticed(waits=waits):
                 inner = copy_of(frame.module, self._model)
                 alone = PartOfModel(name, inner) if name else inner
                 args, kwargs = part.copied(frame)
@@ -458,7 +476,7 @@ def traced(
         observed = _ObservedPass(model, search)
         observed.run(args, kwargs)
         if verifies and not observed.has_expected_heads():
-            # Some of the tokens show other heads than all of them.
+            # All of the tokens may show other heads than some of them.
             undo()
             search = SiteSearch(model, rows=rows, cuts=False, keeps=True)
             observed = _ObservedPass(model, search)
@@ -572,8 +590,13 @@ class _ObservedPass:
         self._visible[name] = visible_sets(captured.call, site.origin)
 
     def has_expected_heads(self) -> bool:
-        """True if the sites that were found have the heads that the calls of the pass have."""
-        return all(self._heads[name] == x.n_heads for name, x in self.order.items())
+        """True if the sites that were found have the heads and the names that the calls of the pass have. A forward may
+        replace modules, which the next pass sees."""
+        known = {site.name for site in self._search.sites}
+        is_named = self._search.failure is not None or known >= self.order.keys()
+        return is_named and all(
+            self._heads[name] == x.n_heads for name, x in self.order.items()
+        )
 
     def trace(self) -> ModelTrace:
         """The trace of the pass."""
