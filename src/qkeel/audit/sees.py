@@ -183,18 +183,15 @@ def check_sees(model: nn.Module, batch: object, contract: Contract) -> Health:
     if (rounded or is_coarse) and passes.dtype != torch.float64:
         # Rounding or a small leak? In float64 the one falls by nine digits and the other stays.
         exact = _in_float64(passes.inner, args, kwargs, contract)
-        if exact is not None and exact.status is Status.NOT_HEALTHY:
-            return exact
-    if rounded and passes.dtype != torch.float64:
         if exact is not None and exact.status is not Status.HEALTHY:
             return exact
-        if exact is None and passes.dtype != torch.float32:
+        if rounded and exact is None and passes.dtype != torch.float32:
             return _verdict(
                 Status.NOT_KNOWN,
                 f"{rounded!r} moves by no more than rounding when tokens change that must not matter, as with "
                 f"experts that group tokens or a small leak, and the model does not run in float64{left_out}",
             )
-        note = ", but for rounding,"
+        note = ", but for rounding," if rounded else ""
     words = contract
     if isinstance(contract, Documents):
         words = f"its own document{', causal' if contract.causal else ''}"
