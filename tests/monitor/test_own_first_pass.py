@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
+from qkeel.sites.alone import copy_of
 
 CALLS = []
 
@@ -170,3 +171,18 @@ def test_a_module_that_cannot_be_copied_is_watched_without_its_weights():
     torch.testing.assert_close(stats.max_logit.float(), (q @ k.mT / 2).amax((0, 2, 3)))
     (said,) = [str(w.message) for w in caught if "weights behind" in str(w.message)]
     assert "lock" in said
+
+
+def test_the_weights_of_a_teacher_in_a_list_are_not_copied():
+    torch.manual_seed(0)
+    model, x = Block(Outside()), torch.randn(2, 5, 8)
+    teacher = nn.Linear(8, 8)
+    model.teacher = [teacher]
+    copied = copy_of(model, model)
+    assert copied.teacher[0] is not teacher
+    assert copied.teacher[0].weight is teacher.weight
+    assert copied.qkv.weight is not model.qkv.weight
+    assert copied.qkv.weight.data_ptr() == model.qkv.weight.data_ptr()
+    with qkeel.watch(model) as monitor:
+        model(x).sum().backward()
+    assert [site.verified for site in monitor.sites] == [True]

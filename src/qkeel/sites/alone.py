@@ -59,7 +59,11 @@ def copy_of(module: nn.Module, model: nn.Module) -> nn.Module:
             memo[id(p)] = nn.Parameter(p.data)
     for inner in module.modules():
         for x in reachable(vars(inner), _holds_state):
-            # None of these can be copied.
+            # Teachers and averages of weights may stand in lists, beside the tree of modules.
+            for beside in x if isinstance(x, (list, tuple)) else ():
+                if isinstance(beside, nn.Module):
+                    memo |= {id(p): p for p in beside.parameters() if id(p) not in memo}
+            # Neither of the others can be copied.
             if isinstance(x, Generator):
                 memo[id(x)] = None
             elif isinstance(x, Tensor) and id(x) not in memo:
