@@ -36,7 +36,7 @@ class PartOfModel(nn.Module):
     def __init__(self, name: str, inner: nn.Module) -> None:
         super().__init__()
         # Beside the tree, in which it would have a second name.
-        vars(self)["inner"] = inner
+        self._inner = [inner]
         vars(self)[COPY_MARK] = True
         holder: nn.Module = self
         *path, last = name.split(".")
@@ -47,7 +47,8 @@ class PartOfModel(nn.Module):
         holder.add_module(last, inner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
+        (inner,) = self._inner
+        return inner(*args, **kwargs)
 
 
 def copy_of(module: nn.Module, model: nn.Module) -> nn.Module:
@@ -90,7 +91,7 @@ def _is_sharded(module: nn.Module) -> bool:
 def _unsharded(module: nn.Module) -> nn.Module:
     """An empty module of the class that a module had before fully_shard."""
     _, _, kind, *_ = type(module).__mro__
-    return kind.__new__(kind)
+    return object.__new__(kind)
 
 
 def _without_sharding(module: nn.Module) -> dict[str, Any]:
