@@ -455,3 +455,26 @@ def test_statistics_need_no_operator_of_quantised_weights(recwarn):
     assert not recwarn.list
     largest = (q @ k.mT).amax((0, 2, 3)).tolist()
     assert monitor.sample.heads["max_logit"][0] == pytest.approx(largest, rel=1e-5)
+
+
+def test_layers_of_two_forms_in_turns_are_read_in_their_order():
+    torch.manual_seed(0)
+    layers = [nn.MultiheadAttention(8, heads, batch_first=True) for heads in (2, 4, 2)]
+
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x, x, x, need_weights=False)[0]
+            return x
+
+    model = Turns()
+    with watch(model) as monitor:
+        for _ in range(3):
+            model(torch.randn(2, 5, 8)).sum().backward()
+            read = monitor.read()
+            assert [*read] == ["layers.0", "layers.1", "layers.2"]
+            assert [len(stats.max_logit) for stats in read.values()] == [2, 4, 2]

@@ -1,0 +1,42 @@
+"""Columns that are no keys, as sinks, may stand before the keys as well as after them."""
+
+import pytest
+import torch
+from torch import nn
+
+import qkeel
+
+
+class Sinks(nn.Module):
+    """Written-out attention with a learned column of scores at one end."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+        self.sink, self.first = nn.Parameter(torch.randn(2, 1, 1)), first
+
+    def logits(self, x):
+        q, k = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k))
+        return q @ k.mT / 2
+
+    def forward(self, x):
+        z = self.logits(x)
+        columns = [z, self.sink.expand(len(x), 2, x.shape[1], 1)]
+        weights = torch.cat(columns[::-1] if self.first else columns, -1).softmax(-1)
+        weights = weights[..., 1:] if self.first else weights[..., :-1]
+        v = self.v(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_logits_are_those_of_the_keys(first):
+    torch.manual_seed(0)
+    model, x = Sinks(first).double(), torch.randn(3, 5, 8, dtype=torch.float64)
+    with qkeel.watch(model) as monitor:
+        for _ in range(3):
+            model(x).sum().backward()
+            (stats,) = monitor.read().values()
+            z = model.logits(x).detach()
+            torch.testing.assert_close(stats.max_logit, z.amax((0, 2, 3)))
+            torch.testing.assert_close(stats.min_logit, z.amin((0, 2, 3)))
+            assert stats.n_queries.tolist() == [15, 15]
