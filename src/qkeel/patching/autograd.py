@@ -55,14 +55,6 @@ def _saved(node: Node, name: str) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def slice_of(node: Node) -> slice:
-    """Returns the slice of a one-dimensional slicing node as it was given. Negative indices count from the end."""
-    kept: Any = node
-    given = (kept._saved_start, kept._saved_end, kept._saved_step)
-    # The graph returns negative numbers as unsigned 64-bit integers.
-    return slice(*(n if n is None or n < 1 << 63 else n - (1 << 64) for n in given))
-
-
 def output_like(node: Node) -> Tensor:
     """Returns zeros shaped like a node's first output."""
     kept: Any = node
