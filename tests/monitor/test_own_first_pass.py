@@ -178,7 +178,7 @@ def test_the_weights_of_a_teacher_in_a_list_are_not_copied():
     model, x = Block(Outside()), torch.randn(2, 5, 8)
     teacher = nn.Linear(8, 8)
     model.teacher = [teacher]
-    copied = copy_of(model, model)
+    copied = copy_of(model, model.parameters())
     assert copied.teacher[0] is not teacher
     assert copied.teacher[0].weight is teacher.weight
     assert copied.qkv.weight is not model.qkv.weight

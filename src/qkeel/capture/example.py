@@ -117,10 +117,11 @@ class GivenArguments:
     them, and the setting of autocast."""
 
     def __init__(self, args: Args, kwargs: Kwargs, inputs: Sequence[Tensor]) -> None:
-        # The containers as they are now: the call may fill them, as it does a dict of keys and values.
-        self.args, self.kwargs = mapped((tuple(args), dict(kwargs)), lambda x: x)
+        self.args, self.kwargs = args, kwargs
         self._contents = None
         if not all(map(_is_fixed, (*args, *kwargs.values()))):
+            # The containers as they are now: the call may fill them, as it does a dict of keys and values.
+            self.args, self.kwargs = mapped((tuple(args), dict(kwargs)), lambda x: x)
             self._contents = ObjectContents((args, dict(kwargs)))
         self._autocast = _autocast_now(inputs[0].device.type if inputs else "cpu")
         self._copied = False

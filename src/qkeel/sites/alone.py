@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -51,10 +51,10 @@ class PartOfModel(nn.Module):
         return inner(*args, **kwargs)
 
 
-def copy_of(module: nn.Module, model: nn.Module) -> nn.Module:
-    """A copy of a module of a model that may be running. Its plain parameters share the memory of the module's, whose
-    versions its writes don't raise; others, such as quantised ones, are the module's."""
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
+def copy_of(module: nn.Module, shared: Iterable[nn.Parameter]) -> nn.Module:
+    """A copy of a module that may be running. Its plain parameters share the memory of the module's, whose versions its
+    writes don't raise; others, such as quantised ones, are the module's, and so are the `shared` ones of other modules."""
+    memo: dict[int, Any] = {id(p): p for p in shared}
     for p in module.parameters():
         if type(p) is nn.Parameter and p.is_floating_point():
             memo[id(p)] = nn.Parameter(p.data)

@@ -108,7 +108,10 @@ class SiteSearch:
         self._error: Exception | None = None
         self._model, self._rows, self._cuts = model, rows, cuts
         self._keeps, self._may_wait = keeps, may_wait
+        # By id, the names of the model's modules and of its parameters.
         self._names: dict[int, str] = {}
+        self._parameters: dict[int, str] = {}
+        self._held: list[nn.Parameter] = []
         self._verification = Verification() if verifies else None
         uses = collections.Counter(
             id(p) for _, p in model.named_parameters(remove_duplicate=False)
@@ -133,10 +136,9 @@ class SiteSearch:
         if is_known and not self._lacks(frame):
             return False
         self._known_calls.add((frame.caller, chooses))
-        # A forward may replace modules.
-        self._names = {id(x): name for name, x in modules_of(self._model).items()}
         latest: ModuleTrace | None = None
         for around in frame.line():
+            self._name_modules(around)
             has_weights = any(True for _ in around.module.parameters())
             trace = self._trace(around) if around.given and has_weights else None
             if trace is None:
@@ -155,6 +157,20 @@ class SiteSearch:
         self._is_over = latest.is_whole
         self._add(latest, frame)
         return True
+
+    def _name_modules(self, frame: ModuleCall) -> None:
+        """Names what the model consists of, again if a forward has replaced modules, or has weights of its own while it
+        runs, as one that fully_shard has split."""
+        module = frame.module
+        is_named = all(id(x) in self._names for x in module.modules())
+        if not is_named or any(
+            id(p) not in self._parameters for p in module.parameters()
+        ):
+            model = self._model
+            self._names = {id(x): name for name, x in modules_of(model).items()}
+            self._parameters = names_of(model)
+            # Kept, so that no other parameter gets the same id.
+            self._held = [*model.parameters()]
 
     def _lacks(self, frame: ModuleCall) -> bool:
         """True if a module makes more calls than those that some of its tokens have shown; all of them are then taken,
@@ -226,7 +242,7 @@ class SiteSearch:
             part: PartOfArguments, verification: Verification | None
         ) -> ModuleTrace:
             with unnoticed(waits=waits):
-                inner = copy_of(frame.module, self._model)
+                inner = copy_of(frame.module, self._held)
                 alone = PartOfModel(name, inner) if name else inner
                 args, kwargs = part.copied(frame)
                 traced = traced_part(
@@ -263,8 +279,7 @@ class SiteSearch:
     def _add(self, trace: ModuleTrace, frame: ModuleCall) -> None:
         """Adds the sites that a trace shows; `frame` is the call that is about to be read."""
         by_name = {site.name: site for site in self.sites}
-        known = names_of(self._model)
-        modules, parameters = self._names_in_model(trace, known)
+        modules, parameters = self._names_in_model(trace)
         for part in trace.sites:
             module = trace.module_of(part)
             callers = tuple(
@@ -277,7 +292,7 @@ class SiteSearch:
             name = name_of(called, trace.first_call(part).ordinal)
             site = renamed(part, lambda weight: parameters.get(weight, weight))
             weights = _weights_of(site)
-            if weights <= {known[id(p)] for p in module.parameters()}:
+            if weights <= {self._parameters[id(p)] for p in module.parameters()}:
                 self._known.add(id(module))
             elif name in by_name and weights != _weights_of(by_name[name]):
                 callers = callers or (frame.caller,) * (module is frame.module)
@@ -312,7 +327,7 @@ class SiteSearch:
         self.sites = Sites(by_name.values(), (), [*self.sites.indexers, *more])
 
     def _names_in_model(
-        self, trace: ModuleTrace, known: Mapping[int, str]
+        self, trace: ModuleTrace
     ) -> tuple[dict[str, str], dict[str, str]]:
         """The names in the model of the modules and of the weights of a part, by their names in the part. They differ
         where several parts share a module or a weight."""
@@ -322,7 +337,7 @@ class SiteSearch:
             for path, inner in module.named_modules(remove_duplicate=False)
         }
         parameters = {
-            within(name, path): known[id(p)]
+            within(name, path): self._parameters[id(p)]
             for path, p in module.named_parameters(remove_duplicate=False)
         }
         return modules, parameters

@@ -134,11 +134,10 @@ class PartTrace:
         self, sites: Sequence[AttentionSite], verification: Verification
     ) -> list[AttentionSite]:
         """Returns the sites, with a reason for each site whose weights a rerun of its module does not confirm."""
-        with extra_pass(self.part), hooks_held_back(self.part):
-            return [
-                verification.site(self.part, site, self.calls.get(site.name, []))
-                for site in sites
-            ]
+        return [
+            verification.site(self.part, site, self.calls.get(site.name, []))
+            for site in sites
+        ]
 
     def inputs_after(
         self, site: AttentionSite, weights: Mapping[str, Tensor]
