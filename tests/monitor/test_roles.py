@@ -213,3 +213,32 @@ def test_weights_that_are_computed_for_a_functional_call_are_no_leaves():
         optimizer.step()
         assert monitor.active
         assert monitor.history.steps.tolist() == [0]
+
+
+class Normalised(nn.Module):
+    """Attention whose forward keeps its query weight normalised, as some models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.q.weight.div_(self.q.weight.norm(dim=1, keepdim=True))
+        q, k = self.q(x)[:, None], self.k(x)[:, None]
+        return nn.functional.scaled_dot_product_attention(q, k, k)[:, 0]
+
+
+@pytest.mark.filterwarnings("error::qkeel.errors.QkeelWarning")
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_weight_that_the_forward_writes_is_no_step_of_another_optimizer(every):
+    torch.manual_seed(0)
+    model = nn.Sequential(Normalised())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with qkeel.watch(model, optimizer, every=every, rules=()) as monitor:
+        for _ in range(4):
+            for _ in range(6):
+                model(torch.randn(2, 5, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(monitor.history) == 4 // every

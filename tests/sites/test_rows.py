@@ -115,8 +115,8 @@ def traced_case(case):
 
 def verified(trace, site):
     """The site as the trace of its module verifies it."""
-    (found,) = trace.traces.values()
-    (checked,) = found.trace.trace.verified([site], Verification())
+    (of_site,) = trace.traces.values()
+    (checked,) = of_site.of_part.verified([site], Verification())
     return checked
 
 

@@ -307,8 +307,8 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     )
 
 
-# A user's example batch as arguments of the model's forward, the first tokens of a few of its rows, and the state of
-# the model that a pass may change, which is restored afterwards.
+# A user's example batch as arguments of the model's forward, and the state of the model that a pass may change, which
+# is restored afterwards.
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

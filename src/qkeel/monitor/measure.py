@@ -75,6 +75,8 @@ class StepNumbers(Visitor):
         self._extras = extras
         # Called with the role of each pass, and whether it was measured.
         self.role_known: Callable[[Phase, bool], None] = lambda phase, measured: None
+        # Called when a measured pass has ended.
+        self.pass_ended: Callable[[], None] = lambda: None
         self._numbers, self._is_loss_summed = PassNumbers(), False
         # Of the current step: a scalar that the model returned and that is not the loss.
         self._unused_scalar: Tensor | None = None
@@ -125,8 +127,8 @@ class StepNumbers(Visitor):
             names = [site.name for site in self.sites.all]
             self._hidden.extend(names, frame.line())
 
-    def searched(self, watcher: CaptureMode) -> None:
-        self.sites.searched(watcher)
+    def search_over(self, watcher: CaptureMode) -> None:
+        self.sites.search_over(watcher)
 
     def reads_plain(self, name: str) -> bool:
         return self.sites.shows_all(name)
@@ -150,6 +152,7 @@ class StepNumbers(Visitor):
 
     def after(self, output: object, seen: bool) -> _Collected:
         self._tokens.end()
+        self.pass_ended()
         self.sites.pass_over()
         self.sites.report(seen)
         # Of several scalars nobody knows which one is the loss.

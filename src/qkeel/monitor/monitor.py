@@ -132,6 +132,9 @@ class Monitor(Handle):
         self._models = WatchedModels(
             root, self._steps, group, self._journal, self._guard
         )
+        self._other_steps: OtherSteps | None = None
+        if optimizers:
+            self._other_steps = OtherSteps(self._models, optimizers[0])
         for name, module in model.items():
             tokens = PassTokens(query_mask.get(name), classes.get(name))
             calls = CallStatistics(tokens, setting, main)
@@ -157,10 +160,10 @@ class Monitor(Handle):
                 extras=extras,
             )
             self._models.add(numbers, by_step=by_step)
+            if self._other_steps is not None:
+                numbers.pass_ended = self._other_steps.pass_ends
         self._hooks: StepHooks | None = None
-        self._other_steps: OtherSteps | None = None
         if optimizers:
-            self._other_steps = OtherSteps(self._models, optimizers[0])
             before, after = (
                 functools.partial(self._guard, f)
                 for f in (self._models.before, self._after_step)

@@ -50,6 +50,12 @@ class OtherSteps:
         if self._passes == _PASSES and self._optimizer() not in stepping():
             caution(OTHER_STEPS.format(self._kind, _PASSES))
 
+    def pass_ends(self) -> None:
+        """Must be called after each measured pass: a forward that writes the weight, to keep it normalised, hides steps."""
+        weight = self._version()
+        if None not in (weight, self._before) and weight != self._before:
+            self._weight = ""
+
     def _version(self) -> tuple[int, int] | None:
         """The weight's object and version, or None where they would not show a step."""
         if self._weight is None and (sites := self._models.sites):

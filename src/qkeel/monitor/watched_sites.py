@@ -121,7 +121,7 @@ class WatchedSites:
         self._add(self._own_pass.sites)
         return True
 
-    def searched(self, watcher: CaptureMode) -> None:
+    def search_over(self, watcher: CaptureMode) -> None:
         """Ends the search in a pass; `watcher` has observed it."""
         search, self._own_pass = self._own_pass, None
         if search is None:

@@ -229,9 +229,10 @@ def find_sites(model: nn.Module, batch: object = None) -> Sites:
     """Returns every attention layer of the model; a module that is used twice in a forward pass is one site.
 
     Without a batch, only qkeel's own modules are found, in module order. With a batch, one forward pass is run, and
-    every attention call it makes becomes a site, in call order. The modules with attention then run again with other
-    weights, which confirms the weights of each head (`site.verified`). On a larger batch, only a few rows are used if
-    these give the same result. The `missed` attribute of the result lists the attention layers that were detected but
+    every attention call it makes becomes a site, in call order. Copies of the modules with attention run alone, with a few
+    samples and tokens of their input where these suffice: their gradients show the weights of each head, and runs with
+    other weights confirm them (`site.verified`). A module that does not run alone is a site whose weights are unknown
+    (`site.why`). The `missed` attribute of the result lists the attention layers that were detected but
     not recognised. The model, its buffers and caches, gradients and random number generators are left unchanged.
 
     If fully_shard has split the model, all processes must call this function, and each process holds all weights during

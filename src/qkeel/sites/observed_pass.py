@@ -186,7 +186,7 @@ class ObservedPass:
             return
         watcher.end()
         if watcher.searches:
-            self.tap.visitor.searched(watcher)
+            self.tap.visitor.search_over(watcher)
         if not watcher.whole:
             if 0 in [frame.calls + frame.indexes for frame in watcher.called_in]:
                 # Attention that was found there is now computed elsewhere, or called in another way.

@@ -311,7 +311,7 @@ class SiteSearch:
                 site, name=name, module=module, callers=callers
             )
             if self._keeps:
-                self.traces[name] = SiteTrace(trace=trace, site=part)
+                self.traces[name] = SiteTrace(of_module=trace, site=part)
             if trace.part.tokens and len(trace.trace.calls[part.name]) == 1:
                 self._of_some_tokens.add(name)
         indexers = {
@@ -397,8 +397,13 @@ class ModuleTrace:
 class SiteTrace:
     """The trace in which a site was found, and the site by its name there."""
 
-    trace: ModuleTrace
+    of_module: ModuleTrace
     site: AttentionSite
+
+    @property
+    def of_part(self) -> PartTrace:
+        """What the copy of the module computed."""
+        return self.of_module.trace
 
 
 # --- A pass that qkeel makes
@@ -429,8 +434,8 @@ class ModelTrace:
     def calls(self) -> dict[str, list[RecordedCall]]:
         """The first call of each site, or one call for each head if the heads are computed one by one."""
         return {
-            name: found.trace.trace.calls[found.site.name]
-            for name, found in self.traces.items()
+            name: trace.of_part.calls[trace.site.name]
+            for name, trace in self.traces.items()
         }
 
     def inputs_after(
@@ -438,15 +443,17 @@ class ModelTrace:
     ) -> dict[nn.Module, tuple[Tensor, Tensor]]:
         """The first inputs, as they were and with other weights, of the modules that run after the attention of a site;
         see `PartTrace.inputs_after`."""
-        trace = self.traces[site.name].trace
-        inputs = trace.trace.inputs_after(self.traces[site.name].site, weights)
-        return {trace.original(module): pair for module, pair in inputs.items()}
+        trace = self.traces[site.name]
+        inputs = trace.of_part.inputs_after(trace.site, weights)
+        return {
+            trace.of_module.original(module): pair for module, pair in inputs.items()
+        }
 
     def operands(self) -> dict[str, list[tuple[OperandNorms, OperandNorms]]]:
         """The operands of every product of each site's first call that was fully observed, keyed by site."""
         return {
-            name: found.trace.trace.operands(found.site)
-            for name, found in self.traces.items()
+            name: trace.of_part.operands(trace.site)
+            for name, trace in self.traces.items()
         }
 
     def value_slices(
@@ -455,8 +462,8 @@ class ModelTrace:
         """The last weights on the path of each site's values [b g s d], or the reason why they are unknown, keyed by
         site. of: the parameters whose rows are looked for; by default all."""
         return {
-            name: found.trace.trace.value_slices(found.site, of)
-            for name, found in self.traces.items()
+            name: trace.of_part.value_slices(trace.site, of)
+            for name, trace in self.traces.items()
         }
 
 

@@ -66,7 +66,7 @@ class Visitor:
         """Returns what looks for the sites of the pass that begins, when a module is about to make an attention call."""
         return None
 
-    def searched(self, watcher: CaptureMode) -> None:
+    def search_over(self, watcher: CaptureMode) -> None:
         """Called with what has observed a pass that was searched."""
 
     def reads_plain(self, name: str) -> bool:

@@ -151,7 +151,7 @@ class PartTrace:
         readers = [LogitReader(call.captured.call) for call in calls]
         with extra_pass(self.part), hooks_held_back(self.part):
             rerun = smallest_rerun(
-                self.part, site, calls, readers, ChangedWeights(self.part, site)
+                site, calls, readers, ChangedWeights(self.part, site)
             )
             with rerun.opened():
                 before = rerun.inputs_after({}, site.module)

@@ -136,11 +136,11 @@ class Verification:
             if is_same and verified.kind.weights == kind.weights:
                 return "", verified.unscaled
             if verified.kind.is_same(kind) and self._is_alike(
-                verified, model, site, frame, calls, readers, weights
+                verified, site, frame, calls, readers, weights
             ):
                 verified.module = frame.module
                 return "", verified.unscaled
-        rerun = smallest_rerun(model, site, calls, readers, weights)
+        rerun = smallest_rerun(site, calls, readers, weights)
         unscaled = ""
         # Whether each side has a single weight, all of which has then been changed.
         is_simple = len(site.query) + len(site.key) == 2
@@ -165,7 +165,6 @@ class Verification:
     def _is_alike(
         self,
         verified: VerifiedModule,
-        model: nn.Module,
         site: AttentionSite,
         frame: ModuleCall,
         calls: Sequence[RecordedCall],
@@ -177,7 +176,6 @@ class Verification:
         verified.alike += 1
         try:
             rerun = Rerun(
-                model,
                 site,
                 frame,
                 calls,
@@ -318,7 +316,6 @@ def _operations(results: Sequence[Tensor], stops: set[Node]) -> tuple[str, ...]:
 
 
 def smallest_rerun(
-    model: nn.Module,
     site: AttentionSite,
     calls: Sequence[RecordedCall],
     readers: Sequence[LogitReader],
@@ -334,7 +331,7 @@ def smallest_rerun(
     fallback = None
     for frame in _frames(calls, weights.parameters):
         try:
-            rerun = Rerun(model, site, frame, calls, readers, weights.parameters)
+            rerun = Rerun(site, frame, calls, readers, weights.parameters)
             with rerun.opened():
                 before = rerun.check()
                 if weights.filled():
@@ -380,7 +377,6 @@ class Rerun:
     """Repeats one module call with other weights and inputs, and reads the logits of one site in it.
 
     Args:
-        model: the full model.
         site: the site.
         frame: the module call that is repeated.
         calls: the calls of the site.
@@ -395,7 +391,6 @@ class Rerun:
 
     def __init__(
         self,
-        model: nn.Module,
         site: AttentionSite,
         frame: ModuleCall,
         calls: Sequence[RecordedCall],
