@@ -237,9 +237,9 @@ CLASSES: dict[str, tuple[SearchStrategy[Any], Callable[[Any], object], int]] = {
     "spec-strings": (
         st.tuples(st.sampled_from(list(READERS)), terms | signs | texts),
         lambda case: READERS[case[0]](case[1]),
-        34,
+        20,
     ),
-    "command-lines": (lines, check_command_line, 20),
+    "command-lines": (lines, check_command_line, 12),
     "recipes": (
         st.one_of(*[whole_recipe] * 4, st.sampled_from(RAW), st.text(max_size=30)),
         check_recipe,

@@ -164,11 +164,12 @@ def test_every_norm_gain_length_and_layout(norm, door):
 @pytest.mark.parametrize("norm", one_in(NORMS, 4), ids=repr)
 def test_every_norm_gain_and_layout_in_triton(norm, door):
     # x made anew in float32 only: gains differ by more than half precision allows.
-    for turn, (t, keep) in enumerate([(1, True), (5, False)], NORMS.index(norm)):
+    for turn, (t, keep) in enumerate([(1, True), (3, False)], NORMS.index(norm)):
         door.keeps = keep
         dtype = DTYPES[turn % 3] if keep else torch.float32
         position, d = position_of(turn, norm), SIZES[turn % 5]
-        check(case_of(norm, position, t, d, dtype, turn), f"{turn}, {keep}")
+        case = case_of(norm, position, t, d, dtype, turn, heads=(2, 1))
+        check(case, f"{turn}, {keep}")
 
 
 @in_triton
@@ -268,7 +269,7 @@ def test_positions_of_each_sequence_are_its_own(door):
 @pytest.mark.parametrize("norm", [RMSNorm(), L2Norm(gain="head")])
 def test_a_rotation_before_a_norm_that_commutes_is_the_same(norm, door):
     position = Rope(order="rotate_then_norm", pairing="half_reversed")
-    check(case_of(norm, position, 9, 16), repr(norm))
+    check(case_of(norm, position, 3, 16, heads=(2, 1)), repr(norm))
 
 
 @pytest.mark.usefixtures("_poisoned")

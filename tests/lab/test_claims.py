@@ -120,18 +120,19 @@ def test_two_commands_on_one_folder_share_the_runs_and_both_end_with_the_whole_t
 ):
     monkeypatch.setattr(execute, "BUSY_WAIT", 0.05)
     others: list[Any] = []
+    config = tiny(steps=8)
 
     def start_another(outcome):
         if not others:
-            arguments = (tiny(), tmp_path / "shared")
+            arguments = (config, tmp_path / "shared")
             others.append(forkserver().Process(target=command, args=arguments))
             others[0].start()
 
     execution = Execution(on_outcome=start_another)
-    run_plan(make_plan("lr", tiny(), GRID), tmp_path / "shared", execution)
+    run_plan(make_plan("lr", config, GRID), tmp_path / "shared", execution)
     others[0].join()
     assert others[0].exitcode == 0
-    command(tiny(), tmp_path / "alone")
+    command(config, tmp_path / "alone")
     assert table(tmp_path / "shared") == table(tmp_path / "alone")
 
 

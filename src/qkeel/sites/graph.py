@@ -359,7 +359,7 @@ def _weight(start: Node | None, names: dict[int, str]) -> tuple[Tensor, bool] | 
                 turned[above] = turned[node] ^ node.name().startswith(_TURNS)
                 queue.append(above)
     if len(matrices) > 1:
-        # Weight norm keeps the length of each row in a matrix of one column.
+        # Among several, a matrix of one row or column is a gain, such as the magnitudes of weight norm [out 1].
         matrices = [x for x in matrices if len(x[0]) > 1 and x[0][0].numel() > 1]
     return matrices[0] if len(matrices) == 1 else None
 

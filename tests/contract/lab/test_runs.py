@@ -20,11 +20,11 @@ TIMES = ("cpu_seconds", "tokens_per_second", "mfu")
 
 
 def tiny(**options: Any) -> lab.RunConfig:
-    """A run of a quarter of a second."""
+    """A run of a fraction of a second."""
     model = lab.ModelConfig(d_model=16, n_heads=2, n_layers=2)
     data = lab.DataConfig(source="topics", context=8, batch=2)
     sizes = {
-        "steps": 18,
+        "steps": 12,
         "log_every": 2,
         "checkpoint_every": 3,
         "eval_sequences": 4,
