@@ -340,11 +340,15 @@ def _without_bound(plan: SitePlan, leaves: Sequence[str]) -> SitePlan:
 def _check_readable(tensors: Tensors, name: str) -> None:
     module, tensor = name.removesuffix("weight"), tensors[name]
     for other, beside in tensors.items():
-        if other.startswith(module) and other != name and len(beside.shape) > 1:
-            if beside.floating and not other.endswith(_SCALES_OF_8_BITS):
-                raise _UnreadError(
-                    f"{name} has a matrix of an adapter beside it ({other}); merge it into the weight first"
-                )
+        is_beside = other.startswith(module) and other != name and beside.floating
+        if (
+            is_beside
+            and len(beside.shape) > 1
+            and not other.endswith(_SCALES_OF_8_BITS)
+        ):
+            raise _UnreadError(
+                f"{name} has a matrix of an adapter beside it ({other}); merge it into the weight first"
+            )
     scales = [name + end for end in _SCALES]
     if tensor.dtype.startswith("F8"):
         scales += [module + end for end in _SCALES_OF_8_BITS]
