@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shlex
@@ -34,6 +35,7 @@ from qkeel.records import (
     RunStatus,
     explain_field,
     read_json,
+    write_json,
 )
 from qkeel.remedies import REMEDIES
 
@@ -158,6 +160,20 @@ def test_a_run_prints_its_directory_first_and_last(tmp_path, monkeypatch, capsys
     captured = capsys.readouterr()
     assert json.loads(captured.out)["status"] == "done"
     assert "step 0" in captured.err
+
+
+def test_json_of_a_run_that_diverged_has_null_for_what_is_no_number(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *TINY, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    (place,) = Path("runs").iterdir()
+    write_json(place / "summary.json", {**row, "max_logit": math.inf})
+    assert main(["run", *TINY, "--json"]) == 0
+    # Python reads Infinity too, which JSON does not have.
+    numbers = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert numbers["max_logit"] is None
 
 
 GRID = shlex.split("study lr --remedies none --lrs 0.1 --seeds 0 --jobs 1")
