@@ -165,6 +165,7 @@ class ChangeNorm(ChangeSpec):
                 )
             except RefusedError as error:
                 unseen = refuse_unseen(site)
+                # Between projection and product torch's module does nothing, so there any norm may stand in the call.
                 is_torch = isinstance(site.module, nn.MultiheadAttention)
                 if unseen is not None or not (self.works_in_call or is_torch):
                     raise RefusedError(

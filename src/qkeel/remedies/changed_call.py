@@ -248,6 +248,7 @@ class ChangedCalls(InstanceForward):
     def multi_head(self, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor | None]:
         """Computes one call of F.multi_head_attention_forward, which is the attention of nn.MultiheadAttention."""
         self.note()
+        # nn.MultiheadAttention gives the arguments up to the output projection's bias by position.
         if len(args) != 13:
             raise RefusedError(
                 "multi_head_attention_forward was called in a way that nn.MultiheadAttention never uses"
@@ -290,6 +291,7 @@ class ChangedCalls(InstanceForward):
         # torch's function drops only in training, whatever the module's rate.
         p = dropout if kwargs.get("training", True) else 0.0
         self._check_scale(1 / math.sqrt(d))
+        # torch demands attn_mask beside is_causal, so the mask says everything.
         call = self._call((q, k, v), mask, causal=False, dropout=p)
         out, weights = (
             run_with_weights(call)

@@ -349,6 +349,7 @@ def _weight(start: Node | None, names: dict[int, str]) -> tuple[Tensor, bool] | 
         if variable is not None:
             if id(variable) not in names:
                 return None
+            # A matrix of one row or column is a gain, such as the magnitudes of weight norm [out 1].
             if variable.ndim > 1 and len(variable) > 1 and variable[0].numel() > 1:
                 matrices.append((variable, turned[node]))
             continue

@@ -79,7 +79,6 @@ class SiteSearch:
 
     Args:
         model: the model.
-        verifies: whether the sites are verified.
         cuts: whether some of the tokens may suffice.
         keeps: whether traces are kept, which hold tensors.
         may_wait: says whether all processes make this search, so that they may wait for each other in it.
@@ -94,7 +93,6 @@ class SiteSearch:
         self,
         model: nn.Module,
         *,
-        verifies: bool = True,
         cuts: bool = True,
         keeps: bool = False,
         may_wait: Callable[[], bool] = lambda: True,
@@ -110,7 +108,7 @@ class SiteSearch:
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
         self._held: list[nn.Parameter] = []
-        self._verification = Verification() if verifies else None
+        self._verification = Verification()
         uses = collections.Counter(
             id(p) for _, p in model.named_parameters(remove_duplicate=False)
         )
@@ -182,8 +180,7 @@ class SiteSearch:
 
     def tell(self) -> None:
         """Says once which sites are known from gradients alone."""
-        if self._verification is not None:
-            self._verification.tell()
+        self._verification.tell()
 
     def _trace(self, frame: ModuleCall) -> ModuleTrace | None:
         """The trace of a copy of a module that runs as it was called, with the smallest part of its arguments by which
@@ -203,7 +200,7 @@ class SiteSearch:
                 site.head_dim == TOKENS for site in trace.sites
             )
             is_verified = all(site.verified for site in trace.sites)
-            if self._verification is None or (is_verified and not is_of_tokens):
+            if is_verified and not is_of_tokens:
                 break
         is_split = any(map(dist.is_split, frame.module.parameters()))
         if isinstance(error, CannotRerunError) and trace is None and not is_split:
@@ -470,7 +467,6 @@ def traced(
     kwargs: Kwargs,
     *,
     expected: bool = True,
-    verifies: bool = True,
 ) -> ModelTrace:
     """Returns the trace of a pass over an example.
 
@@ -478,7 +474,6 @@ def traced(
         model: the model.
         args, kwargs: the example.
         expected: whether a pass without attention is an error.
-        verifies: whether the sites are verified.
 
     Raises:
         NoAttentionError: no attention was observed although it was `expected`.
@@ -487,10 +482,10 @@ def traced(
     model = uncompiled(model)
     check_devices(model, args, kwargs)
     with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
-        search = SiteSearch(model, verifies=verifies, cuts=verifies, keeps=True)
+        search = SiteSearch(model, keeps=True)
         observed = _ObservedPass(model, search)
         observed.run(args, kwargs)
-        if verifies and not observed.has_expected_heads():
+        if not observed.has_expected_heads():
             # All of the tokens may show other heads than some of them.
             undo()
             search = SiteSearch(model, cuts=False, keeps=True)
@@ -503,9 +498,9 @@ def traced(
 
 
 def seen(model: nn.Module, args: Args, kwargs: Kwargs) -> ModelTrace:
-    """Returns the trace of a pass over an example, whose sites are not verified."""
+    """Returns the trace of a pass over an example, with whole weights."""
     with whole_weights(uncompiled(model)):
-        return traced(model, args, kwargs, verifies=False)
+        return traced(model, args, kwargs)
 
 
 def run_once(

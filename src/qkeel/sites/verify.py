@@ -233,6 +233,7 @@ class ModuleKind:
             )
             for term in site.terms
             for path in (term.query, term.key)
+            # The first slice once more, so that it shows where one path ends and the next begins.
             for s in (*path, path[0])
         )
         geometry = (site.n_heads, site.n_kv_heads, site.key_heads, site.normed)
@@ -707,6 +708,7 @@ class _Experiment:
         for turn, slices in enumerate((site.query, site.key)):
             n = min((s.n for s in slices if s.n > 1), default=1)
             if n > 1:
+                # By h + h // 3, because by h alone heads that are three apart would always move together.
                 third = [h for h in range(n) if (h + h // 3 + number) % 3 == turn]
                 heads = third or [number % n]
                 rows: list[RowsOfHeads] = [(s, heads) for s in slices if s.n == n]

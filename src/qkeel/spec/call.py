@@ -553,6 +553,7 @@ def band_call(
             (token, n, inside) if is_self_attention else _tokens(own_k, s)
         )
         first, stop = own_k[n], n + 1
+        # Tokens outside of all sequences get an empty range of keys.
         begin, length = (first * inside)[None], ((own_k[stop] - first) * inside)[None]
         pos_k = (key - (first if is_self_attention else own_k[n_k]))[None]
         at = pos_k if is_self_attention else (token - own_q[stop])[None] + length
