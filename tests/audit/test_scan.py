@@ -187,12 +187,21 @@ UNKNOWN = {
         None,
         "quantised",
     ),
-    "an adapter": (
-        pair() | {"attn.q_proj.lora_A.weight": torch.ones(2, 32)},
-        None,
-        None,
-        "low-rank adapter beside it",
-    ),
+    **{
+        f"an adapter: {leaf}": (
+            pair() | {f"attn.q_proj.{leaf}": torch.ones(2, 32)},
+            None,
+            None,
+            "adapter beside it",
+        )
+        for leaf in (
+            "lora_A.weight",
+            "lora_A.another.weight",
+            "lora_B",
+            "lora_down.weight",
+            "hada_w1_a",
+        )
+    },
     "an adapter alone": (
         {"attn.q_proj.lora_A.weight": torch.ones(2, 32)},
         None,

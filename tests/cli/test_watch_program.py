@@ -42,9 +42,18 @@ if sys.argv[1] == "words":
 if sys.argv[1] == "hook":
     sys.excepthook = lambda kind, error, trace: print("hooked", kind, file=sys.stderr)
     fail()
+if sys.argv[1] == "closed":
+    sys.stdout.close()
 if sys.argv[1] == "interrupt":
     raise KeyboardInterrupt
 """
+
+
+def test_a_script_may_close_its_output(tmp_path):
+    (tmp_path / "talk.py").write_text(TALKER)
+    words = ["talk.py", "closed"]
+    watched = run(["-m", "qkeel", "watch", "--", "python", *words], tmp_path)
+    assert (watched.returncode, watched.stdout) == (0, run(words, tmp_path).stdout)
 
 
 @pytest.mark.parametrize("mode", ["fine", "raise", "chain", "exit", "words", "hook"])
