@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -43,8 +41,6 @@ TINY = shlex.split(
     "--data topics --context 8 --batch 2 --d-model 16 --n-heads 2 --steps 4 --log-every 2 --eval-sequences 8 "
     "--probe-sequences 2 --device cpu"
 )
-
-Capture = pytest.CaptureFixture[str]
 
 
 def refused(arguments, capsys):

@@ -141,7 +141,6 @@ _CROSS = re.compile(
 )
 _SCALES = ("_scale_inv", "_scale", ".SCB", ".absmax")
 _SCALES_OF_8_BITS = ("scale_weight", "weight_scale", "scale")
-_ADAPTERS = ("lora_A.weight", "lora_A.default.weight", "lora_down.weight")
 # What GPTQ, AWQ, compressed-tensors, HQQ and bitsandbytes store in place of a weight.
 _QUANTISED = (
     "qweight",
@@ -340,10 +339,16 @@ def _without_bound(plan: SitePlan, leaves: Sequence[str]) -> SitePlan:
 
 def _check_readable(tensors: Tensors, name: str) -> None:
     module, tensor = name.removesuffix("weight"), tensors[name]
-    if any(f"{module}{adapter}" in tensors for adapter in _ADAPTERS):
-        raise _UnreadError(
-            f"{name} has a low-rank adapter beside it; merge it into the weight first"
-        )
+    for other, beside in tensors.items():
+        is_beside = other.startswith(module) and other != name and beside.floating
+        if (
+            is_beside
+            and len(beside.shape) > 1
+            and not other.endswith(_SCALES_OF_8_BITS)
+        ):
+            raise _UnreadError(
+                f"{name} has a matrix of an adapter beside it ({other}); merge it into the weight first"
+            )
     scales = [name + end for end in _SCALES]
     if tensor.dtype.startswith("F8"):
         scales += [module + end for end in _SCALES_OF_8_BITS]

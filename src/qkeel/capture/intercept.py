@@ -421,8 +421,8 @@ class CaptureMode(CallObserver):
         if mask is None and 3 <= len(args) <= 5:
             q, k, *_ = iter(args)
             scale = kwargs.get("scale")
-            # In a packed call, which has to be unpacked first, the query heads lie in the token dimension.
-            if q.shape[1] != heads[0] == q.shape[1] * q.shape[-2]:
+            # Of a packed call, which has to be unpacked first, or one with other heads than are known.
+            if q.ndim > 3 and q.shape[1] != heads[0]:
                 return False
             k = k if k.shape[1] in (heads[1], 1) else known_keys(heads, k)
             scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)

@@ -936,9 +936,12 @@ def _behind_python(words: list[str]) -> Program | list[str]:
                 name=name, arguments=tuple(words), module=True, unbuffered=unbuffered
             )
         else:
+            advice = f"Pass it to that interpreter: python {option} -m qkeel watch -- python train.py"
+            if option in ("-c", "-"):
+                advice = f"Save the program in a file: {EXAMPLE}"
             raise InvalidValueError(
                 f"python's option {option} has no effect here, because the script runs in the watcher's own "
-                f"interpreter. Pass it to that interpreter: python {option} -m qkeel watch -- python train.py"
+                f"interpreter. {advice}"
             )
     if not words:
         raise InvalidValueError(
