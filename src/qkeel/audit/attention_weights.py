@@ -452,6 +452,7 @@ def _fused(tensors: Tensors, at: str, leaf: str, geometry: Geometry) -> SitePlan
     # heads together; else the width must be the only possible one.
     fits = [(n // parts, axis) for axis, n in enumerate(shape) if n % parts == 0]
     usual = [(width, axis) for width, axis in fits if width * heads == shape[1 - axis]]
+    # The rows of the MLP follow those of q, k and v, so that their number says nothing of the heads.
     if leaf == "linear1":
         fits = [(shape[1] // heads, 0)] if 3 * shape[1] <= shape[0] else []
     elif geometry.head_dim is not None:
@@ -676,6 +677,7 @@ def missing_layers(
             numbers.setdefault(match[1], set()).add(int(match[2]))
     # A single layer with attention may be shared by all (ALBERT, Zamba), so nothing is missing.
     stacks = {stack for stack, layers in numbers.items() if len(layers) > 1}
+    # Any tensor shows that its layer was downloaded: in hybrid models, some layers have no attention.
     for name in checkpoint.tensors:
         match = re.match(r"(.*?)\.?(\d+)\.", name)
         if match and match[1] in stacks:
