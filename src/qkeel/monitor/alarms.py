@@ -342,7 +342,14 @@ def _step_remedy(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
     )
     frozen = any(not weight.requires_grad for weight in weights)
     if half or frozen or any(len(site.terms) > 1 for site in sites):
-        return "+".join([*["lalr:tau=0.1"][half:], *["qk_clip:threshold=100"][frozen:]])
+        names = []
+        # Small steps would be rounded away in half precision.
+        if not half:
+            names.append("lalr:tau=0.1")
+        # A clip changes weights, and frozen ones are to stay.
+        if not frozen:
+            names.append("qk_clip:threshold=100")
+        return "+".join(names)
     return "qk_clip:threshold=15,steps=matched"
 
 

@@ -157,6 +157,7 @@ def forecast(
     ticks = clock(steps, rates) if planned is None else planned.ticks(steps)
     values = np.asarray(values, dtype=np.float64)
     fine = np.flatnonzero((ticks > 0) & (values > 0) & np.isfinite(values))
+    # A forecast begins at the last record, so that one has to be among them.
     if len(fine) < LEAST_POINTS or fine[-1] != len(steps) - 1:
         return None
     now, tick, value = float(steps[-1]), float(ticks[-1]), float(values[-1])
@@ -354,6 +355,7 @@ class History:
                 "expected records in increasing order of steps, each step once"
             )
         rates = values.get("lr")
+        # The clock is a sum of rates, and one that is missing would leave all of it unknown.
         if rates is not None and not np.isfinite(rates).all():
             rates = None
         return cls(
@@ -501,6 +503,7 @@ class History:
         heads = {name: np.array(values) for name, values in self.heads.items()}
         for values in heads.values():
             values[:, others] = np.nan
+        # Numbers of the whole model are of all types together.
         values = {name: x for name, x in self.values.items() if name not in heads}
         return dataclasses.replace(self, values=values, heads=heads)
 

@@ -263,8 +263,10 @@ def _without_gradient(model: nn.Module, site: AttentionSite) -> list[str]:
         (inner, parameter)
         for inner in (small if name else small[:1])
         for parameter, p in inner.named_parameters(recurse=False)
+        # Vectors of any shape: [h], [1, h, 1, 1], or a single number.
         if p.requires_grad and p.grad is None and p.numel() <= max(p.shape, default=1)
     ]
+    # Attention that took no part in this step lacks every gradient, which says nothing about its path.
     if all([p.grad is None for p in module.parameters()]):
         return []
     names = {id(m): path for path, m in model.named_modules()}

@@ -96,6 +96,7 @@ class Monitor(Handle):
         by_step = bool(optimizers)
         self._optimizers = optimizers = list(optimizers)
         self._steps = MeasuredSteps(every, model, by_optimizer=by_step)
+        # The last step of a plan is measured whatever the cadence says.
         if planned is not None:
             self._steps.besides.add(planned.steps - 1)
         if optimizers:

@@ -266,9 +266,10 @@ def largest_logit(
         limits = [history.limits.get(layer) for layer in history.layers]
         bounds = np.array([np.inf if x is None else x.bound for x in limits])[:, None]
         last = logits[-1]
-        held = (last <= LOOSE * bounds) & (
-            np.maximum(threshold, factor * last) > bounds
-        )
+        # Infinity times 0 is NaN, which is not over a bound.
+        with np.errstate(invalid="ignore"):
+            over = np.maximum(threshold, factor * last) > bounds
+        held = (last <= LOOSE * bounds) & over
         logits = np.where(held, np.nan, logits)
     if np.isnan(logits[-1]).all():
         return None
@@ -306,10 +307,10 @@ def trend(
     if start == len(values) - 1:
         return ""
     was = f"{of} was {values[start]:.3g} at step {int(history.steps[start]):,}"
-    found = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
-    if found is None or not grows:
+    growth = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
+    if growth is None or not grows:
         return was
-    return f"{was}, and it grows by a factor of {2**found.exponent:.2g} each time the training length doubles"
+    return f"{was}, and it grows by a factor of {2**growth.exponent:.2g} each time the training length doubles"
 
 
 # Alarm rules on logits and entropy.
@@ -632,6 +633,7 @@ class Saturation(Rule):
         # Reading all records takes time, and few heads ever get there.
         if not (spreads > self.threshold).any():
             return None
+        # Each head is compared with its own first number, since a layer may run late.
         starts = np.isfinite(entropies).argmax(0)
         early = np.take_along_axis(entropies, starts[None], 0)[0]
         has_fallen = (entropies[-1] * self.fall < early) & (spreads > self.threshold)

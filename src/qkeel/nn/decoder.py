@@ -361,6 +361,7 @@ def build_block(
     if config.attention == "gau":
         # As in the paper; post-norm follows GAU-α, which has none.
         bias = config.norm_order == "pre"
+        # 128 is the head size of the paper.
         gau = GAU(
             width, size=config.head_dim or 128, spec=spec, bias=bias, dropout=dropout
         )

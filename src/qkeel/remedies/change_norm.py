@@ -127,7 +127,8 @@ class ChangeNorm(ChangeSpec):
     def supports(self, site: AttentionSite) -> Refusal | None:
         norm = self.norm()
         refusal = refuse_norm(site, norm)
-        if refusal is None and site.unscaled:
+        # Where stored weights are divided by a norm of theirs, logits need not scale with them.
+        if refusal is None and site.unscaled and not site.reparametrised:
             return Refusal(
                 site.unscaled, "use softcap, which bounds the input of the softmax"
             )
@@ -165,6 +166,7 @@ class ChangeNorm(ChangeSpec):
                 )
             except RefusedError as error:
                 unseen = refuse_unseen(site)
+                # Between projection and product torch's module does nothing, so there any norm may stand in the call.
                 is_torch = isinstance(site.module, nn.MultiheadAttention)
                 if unseen is not None or not (self.works_in_call or is_torch):
                     raise RefusedError(

@@ -420,6 +420,7 @@ def _with_values(model: nn.Module) -> nn.Module:
                         )
                     if isinstance(x, nn.Parameter):
                         value = nn.Parameter(value, x.requires_grad)
+                    # x is kept with its value, so that no other tensor gets its id.
                     drawn[id(x)] = x, value
                 table[name] = drawn[id(x)][1]
     return copied

@@ -171,6 +171,7 @@ def _statistic(node: Node) -> tuple[Kind, int] | None:
         normed = (x / y if is_quotient else x * y).detach().to(widest(x.device))
         limit = 1.0 if kind == "l2" else math.sqrt(size)
         tolerance = 4 * float(torch.finfo(x.dtype).eps) * math.sqrt(size)
+        # A norm makes vectors of this length, or shorter ones where its eps counts.
         if 0 < float(normed.norm(dim=-1).max()) <= limit * (1 + tolerance):
             return kind, size
     return None

@@ -79,7 +79,6 @@ class SiteSearch:
 
     Args:
         model: the model.
-        verifies: whether the sites are verified.
         cuts: whether some of the tokens may suffice.
         keeps: whether traces are kept, which hold tensors.
         may_wait: says whether all processes make this search, so that they may wait for each other in it.
@@ -94,7 +93,6 @@ class SiteSearch:
         self,
         model: nn.Module,
         *,
-        verifies: bool = True,
         cuts: bool = True,
         keeps: bool = False,
         may_wait: Callable[[], bool] = lambda: True,
@@ -110,7 +108,7 @@ class SiteSearch:
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
         self._held: list[nn.Parameter] = []
-        self._verification = Verification() if verifies else None
+        self._verification = Verification()
         uses = collections.Counter(
             id(p) for _, p in model.named_parameters(remove_duplicate=False)
         )
@@ -131,7 +129,9 @@ class SiteSearch:
         are chosen (`chooses`). Returns whether more is known now; the module's call may have another name then."""
         is_known = self._is_over or (frame.caller, chooses) in self._known_calls
         is_known = is_known or (not chooses and id(frame.module) in self._known)
-        if is_known and not self._lacks(frame):
+        # A call without tokens, as of an expert that received none, shows nothing.
+        is_empty = bool(frame.inputs) and not frame.inputs[0].numel()
+        if is_empty or (is_known and not self._lacks(frame)):
             return False
         self._known_calls.add((frame.caller, chooses))
         latest: ModuleTrace | None = None
@@ -182,8 +182,7 @@ class SiteSearch:
 
     def tell(self) -> None:
         """Says once which sites are known from gradients alone."""
-        if self._verification is not None:
-            self._verification.tell()
+        self._verification.tell()
 
     def _trace(self, frame: ModuleCall) -> ModuleTrace | None:
         """The trace of a copy of a module that runs as it was called, with the smallest part of its arguments by which
@@ -203,7 +202,7 @@ class SiteSearch:
                 site.head_dim == TOKENS for site in trace.sites
             )
             is_verified = all(site.verified for site in trace.sites)
-            if self._verification is None or (is_verified and not is_of_tokens):
+            if is_verified and not is_of_tokens:
                 break
         is_split = any(map(dist.is_split, frame.module.parameters()))
         if isinstance(error, CannotRerunError) and trace is None and not is_split:
@@ -470,7 +469,6 @@ def traced(
     kwargs: Kwargs,
     *,
     expected: bool = True,
-    verifies: bool = True,
 ) -> ModelTrace:
     """Returns the trace of a pass over an example.
 
@@ -478,7 +476,6 @@ def traced(
         model: the model.
         args, kwargs: the example.
         expected: whether a pass without attention is an error.
-        verifies: whether the sites are verified.
 
     Raises:
         NoAttentionError: no attention was observed although it was `expected`.
@@ -487,10 +484,10 @@ def traced(
     model = uncompiled(model)
     check_devices(model, args, kwargs)
     with extra_pass(model), torch.inference_mode(False), undisturbed(model) as undo:
-        search = SiteSearch(model, verifies=verifies, cuts=verifies, keeps=True)
+        search = SiteSearch(model, keeps=True)
         observed = _ObservedPass(model, search)
         observed.run(args, kwargs)
-        if verifies and not observed.has_expected_heads():
+        if not observed.has_expected_heads():
             # All of the tokens may show other heads than some of them.
             undo()
             search = SiteSearch(model, cuts=False, keeps=True)
@@ -503,9 +500,9 @@ def traced(
 
 
 def seen(model: nn.Module, args: Args, kwargs: Kwargs) -> ModelTrace:
-    """Returns the trace of a pass over an example, whose sites are not verified."""
+    """Returns the trace of a pass over an example, with whole weights."""
     with whole_weights(uncompiled(model)):
-        return traced(model, args, kwargs, verifies=False)
+        return traced(model, args, kwargs)
 
 
 def run_once(
@@ -623,7 +620,9 @@ class _ObservedPass:
         """True if the sites that were found have the heads and the names that the calls of the pass have. A forward may
         replace modules, which the next pass sees."""
         known = {site.name for site in self._search.sites}
-        is_named = self._search.failure is not None or known >= self.order.keys()
+        is_named = self._search.failure is not None or all(
+            name in known or x.why == _NO_TOKENS for name, x in self.order.items()
+        )
         return is_named and all(
             self._heads[name] == x.n_heads for name, x in self.order.items()
         )
@@ -660,7 +659,11 @@ def _unknown_site(captured: CapturedCall, failure: Exception | None) -> Attentio
     """The site of a call whose module does not run alone."""
     call, heads = captured.call, scored(captured).shape[1]
     keys = None if isinstance(call, ScoresCall) else call.k.shape[1]
-    reason = "" if failure is None else f": {type(failure).__name__}: {failure}"
+    why = "no module around it runs alone"
+    if not scored(captured).numel():
+        why = _NO_TOKENS
+    elif failure is not None:
+        why += f": {type(failure).__name__}: {failure}"
     return AttentionSite(
         name=captured.name,
         module=captured.frame.module,
@@ -668,7 +671,7 @@ def _unknown_site(captured: CapturedCall, failure: Exception | None) -> Attentio
         n_heads=heads,
         n_kv_heads=heads if keys is None else keys,
         head_dim=0 if isinstance(call, ScoresCall) else call.q.shape[-1],
-        why=f"no module around it runs alone{reason}",
+        why=why,
         layout=captured.layout,
     )
 
@@ -735,6 +738,7 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
     )
 
 
+_NO_TOKENS = "it received no tokens in this example"
 _NO_BOUNDS = (
     "the logit bounds that the norms of {} imply are unknown and not watched: there is not enough memory to read them "
     "from one whole sequence. For the bounds, call find_sites with a batch of one sequence that is as long as memory "
