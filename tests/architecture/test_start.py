@@ -43,14 +43,15 @@ for found in distributions():
 asked = set()
 
 class Hide:
-    # A finder that does not find what is not allowed, and notes that it was asked for.
+    # A finder that does not find what is not allowed, and notes what it was asked for.
     def __init__(self, finder):
         self.finder = finder
 
     def find_spec(self, name, path=None, target=None):
-        owners = homes.get(name.partition(".")[0], set())
+        top = name.partition(".")[0]
+        asked.add(top)
+        owners = homes.get(top, set())
         if owners and not owners & allowed:
-            asked.add(name.partition(".")[0])
             return None
         return self.finder.find_spec(name, path, target)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -99,7 +98,7 @@ def itself(t, head):
     return 40.0 * torch.eye(t)
 
 
-BY_HAND: dict[str, Callable[[int, int], Tensor]] = {
+BY_HAND = {
     "ALiBi": alibi,
     "sinks": sink,
     "previous token": previous,

@@ -14,19 +14,17 @@ import torch
 from tests import forked
 from tests.kernels.harness import DTYPES, laid
 from tests.quick import one_in
-from torch import Tensor
 
 import qkeel
 from qkeel.kernels.native import triton as available
 from qkeel.kernels.norm_rope import encode
 from qkeel.kernels.norm_rope.operator import INTERLEAVED, norm_rope
 from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, YaRN
-from qkeel.spec.norm import NoNorm, Norm
-from qkeel.spec.rope import NoPosition, Position
-from qkeel.spec.slot import Params
+from qkeel.spec.norm import NoNorm
+from qkeel.spec.rope import NoPosition
 
-GAINS: Any = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
-NORMS: list[Norm] = [
+GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
+NORMS = [
     NoNorm(),
     *(RMSNorm(gain=gain) for gain in GAINS),
     *(L2Norm(gain=gain) for gain in GAINS if gain not in ("one_plus_dim", "head_dim")),
@@ -34,7 +32,7 @@ NORMS: list[Norm] = [
     RMSNorm(on="k", gain="dim"),
     L2Norm(eps=30.0),
 ]
-POSITIONS: list[Position] = [
+POSITIONS = [
     Rope(),
     NoPosition(),
     Rope(rotary=0.5),
@@ -43,7 +41,6 @@ POSITIONS: list[Position] = [
 ]
 PAIRED = [Rope(pairing="interleaved"), Rope(pairing="interleaved", rotary=0.5)]
 SIZES = [64, 16, 128, 96, 40]
-Case = tuple[AttentionSpec, Tensor, Tensor, Params]
 
 
 @dataclasses.dataclass
@@ -195,7 +192,7 @@ def test_q_and_k_at_once_have_the_bits_of_one_after_the_other(norm, door):
     assert all(map(torch.equal, together, apart))
 
 
-WIDE: list[Norm] = [
+WIDE = [
     *(
         kind(over="layer", gain=gain)
         for kind in (RMSNorm, LayerNorm)

@@ -1,7 +1,5 @@
 """With a cache of latents MLA says what it says without one, under every norm that a latent can carry."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -16,7 +14,6 @@ from qkeel.kernels.statistics import logit_stats
 from qkeel.nn import MLA, Decoder, DecoderConfig, KVCache, LatentSizes
 from qkeel.sites import Tap
 from qkeel.spec import (
-    AttentionCall,
     AttentionSpec,
     DynamicNTK,
     InverseSqrt,
@@ -32,12 +29,11 @@ from qkeel.spec import (
     Sqrt,
     YaRN,
 )
-from qkeel.spec.norm import Norm
 
 D, H, T = 12, 3, 9
 SIZES = LatentSizes(q_latent=10, kv_latent=7, rope_dim=4, nope_dim=6, value_dim=5)
 GAINED = RMSNorm(gain="dim")
-NORMS: list[Norm] = [
+NORMS = [
     RMSNorm(),
     GAINED,
     RMSNorm(gain="one_plus_dim"),
@@ -204,7 +200,7 @@ def test_watching_does_not_change_absorbed_decoding():
     alone, calls = in_pieces(module, x, PIECES[1]), []
     module.observers.append(calls.append)
     assert torch.equal(in_pieces(module, x, PIECES[1]), alone)
-    call: AttentionCall = calls[0]
+    call = calls[0]
     # The scale is that of the head, not of the latent.
     scale = call.spec.factor(call.pos_q, call.q.shape[-1], {}, torch.float64)
     assert scale == 10**-0.5
@@ -232,7 +228,7 @@ def test_a_token_takes_latent_and_rotated_key_and_one_number_per_head_under_a_no
         near(inverse[0, h], 1 / (squares / 10 + 1e-6).sqrt())  # type: ignore[index]
 
 
-REFUSED: list[tuple[AttentionSpec, str]] = [
+REFUSED = [
     (AttentionSpec(norm=norm), words)
     for norm, words in (
         (LayerNorm(), "LayerNorm subtracts the mean"),

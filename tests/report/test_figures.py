@@ -1,7 +1,5 @@
 """Figures for papers: which files there are, what they show, and that the same numbers make the same file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -82,7 +80,7 @@ def test_no_label_of_a_figure_leaves_its_edge(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    cut: list[str] = []
+    cut = []
 
     def look(self, target, **_):
         FigureCanvasAgg(self).draw()

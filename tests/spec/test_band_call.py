@@ -1,7 +1,5 @@
 """Packed sequences and windows on both sides have the statistics and the output of each sequence by itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import subprocess
@@ -140,7 +138,7 @@ def test_torchs_compiler_makes_one_graph_for_any_ends_and_it_is_watched_alike():
 
 
 # Queries, keys, and [first, stop) of both by sequence.
-BANDS: list[tuple[int, int, list[tuple[int, int, int, int]]]] = [
+BANDS = [
     (6, 6, [(0, 6, 0, 6)]),
     (3, 7, [(0, 3, 0, 7)]),
     (7, 4, [(0, 7, 0, 4)]),

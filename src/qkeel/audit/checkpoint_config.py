@@ -212,6 +212,7 @@ def _kv_heads(config: ConfigMapping) -> int | None:
         # Falcon, GPT-BigCode.
         return 1
     key_heads = first_number(config, N_KV_HEADS)
+    # The halves of an encoder-decoder may differ in their heads, and N_HEADS would give those of the encoder to both.
     if key_heads is not None or "decoder_attention_heads" in config:
         return key_heads
     # Models without grouped keys omit the field.

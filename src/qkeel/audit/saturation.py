@@ -42,6 +42,7 @@ class LargestWeights:
         first = torch.zeros_like(n_keys)
         if visible is not None:
             visible = visible.expand(*visible.shape[:-1], s)
+            # torch has no argmax of booleans; of equal numbers it returns the first.
             n_keys, first = visible.sum(-1), visible.to(torch.uint8).argmax(-1)
         total = weights.sum(-1)
         is_free = (n_keys > 1) & total.isfinite()

@@ -54,6 +54,7 @@ def outliers(sites: Sequence[SiteReport]) -> list[tuple[bool, ...]]:
     high = math.inf
     if finite:
         middle = statistics.median(finite)
+        # Heads that are all alike have no spread; RATIO alone decides then.
         spread = max(statistics.median(abs(x - middle) for x in finite), 1e-12)
         high = middle + max(Z_SCORE * spread / 0.6745, math.log(RATIO))
     return [tuple(math.isnan(x) or x > high for x in row) for row in logs]
@@ -208,6 +209,7 @@ def _norm(reader: TensorReader, tensor: StoredTensor) -> tuple[float, int]:
     total, non_finite = 0.0, 0
     for weight_slice in reader.parts(tensor):
         for values in weight_slice.split(_CHUNK):
+            # `dot` adds up in the dtype of its operands, which in 16 bits is too coarse.
             wide = values if values.dtype.itemsize >= 4 else values.float()
             square = float(wide.dot(wide))
             # Counting is slow, so it is done only where the sum says that something is wrong.

@@ -283,6 +283,7 @@ class RunConfig:
     @property
     def run_id(self) -> str:
         """The first 12 hex digits of the SHA-256 of everything that affects the recorded values (see `identity`)."""
+        # Sorted, or moving a field inside a dataclass would give every run a new name.
         text = json.dumps(self.identity(), sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -294,6 +295,7 @@ class RunConfig:
             for name, nothing in names.items():
                 if table[name] == nothing:
                     del table[name]
+        # Each setting that the rest of the configuration makes idle: two runs that differ in it only are one run.
         if self.model.parametrisation == "standard":
             del values["model"]["base_width"], values["model"]["base_head_dim"]
         if self.data.task != "translation":
@@ -302,6 +304,7 @@ class RunConfig:
             del values["images"]
         if self.data.task == "text":
             del values["data"]["task"]
+        # Which of a machine's GPUs trained a run is chance; whether a GPU or the CPU did shows in the last bits.
         return {**values, "device": self.device.split(":")[0]}
 
     def to_dict(self) -> Json:

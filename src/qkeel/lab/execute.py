@@ -54,6 +54,7 @@ def last_step(directory: Path) -> int:
         path = directory / "metrics.jsonl"
         with open(path, "rb") as file:
             file.seek(0, 2)
+            # One line of metrics is far shorter.
             file.seek(max(0, file.tell() - 4096))
             # What follows the last line end was torn by a crash.
             line = file.read().split(b"\n")[-2] + b"\n"
@@ -162,6 +163,7 @@ def make_plan(
     for config in {run.role: run.config for run in runs}.values():
         load_task(config)
     axes = dataclasses.replace(plan.grid, remedies=[run.name for run in runs])
+    # Two roles may hold the same configuration, as when a study's grid contains its baseline: it is trained once.
     distinct = list({run.config.run_id: run for run in runs}.values())
     return dataclasses.replace(plan, grid=axes, runs=distinct)
 

@@ -258,6 +258,7 @@ def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     size = 0
     # By hash, so that the split does not depend on names or order.
     for digest in sorted(unique):
+        # A text that does not fit is passed over, so that a smaller one may fill the rest.
         if size < 0.9 * budget and size + len(unique[digest]) <= budget:
             held.add(digest)
             size += len(unique[digest])
@@ -420,8 +421,10 @@ def bigram_loss(read: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float
         heldout[:, 1:].ravel().astype(np.int64),
     )
     heldout_pairs = a * vocab_size + b
+    # `searchsorted` returns the length for a pair above all that were read.
     index = np.minimum(np.searchsorted(pairs, heldout_pairs), len(pairs) - 1)
     together = np.where(pairs[index] == heldout_pairs, counts[index], 0)
+    # Tokens that were never read divide by 1; their probability is replaced below.
     weight = np.maximum(of_first[a] + kinds[a], 1)
     probability = (together + kinds[a] * single[b]) / weight
     return float(-np.log(np.where(of_first[a] > 0, probability, single[b])).mean())

@@ -266,9 +266,10 @@ def largest_logit(
         limits = [history.limits.get(layer) for layer in history.layers]
         bounds = np.array([np.inf if x is None else x.bound for x in limits])[:, None]
         last = logits[-1]
-        held = (last <= LOOSE * bounds) & (
-            np.maximum(threshold, factor * last) > bounds
-        )
+        # Infinity times 0 is NaN, which is not over a bound.
+        with np.errstate(invalid="ignore"):
+            over = np.maximum(threshold, factor * last) > bounds
+        held = (last <= LOOSE * bounds) & over
         logits = np.where(held, np.nan, logits)
     if np.isnan(logits[-1]).all():
         return None

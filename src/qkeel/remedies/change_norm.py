@@ -127,7 +127,8 @@ class ChangeNorm(ChangeSpec):
     def supports(self, site: AttentionSite) -> Refusal | None:
         norm = self.norm()
         refusal = refuse_norm(site, norm)
-        if refusal is None and site.unscaled:
+        # Where stored weights are divided by a norm of theirs, logits need not scale with them.
+        if refusal is None and site.unscaled and not site.reparametrised:
             return Refusal(
                 site.unscaled, "use softcap, which bounds the input of the softmax"
             )

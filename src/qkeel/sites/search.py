@@ -129,7 +129,9 @@ class SiteSearch:
         are chosen (`chooses`). Returns whether more is known now; the module's call may have another name then."""
         is_known = self._is_over or (frame.caller, chooses) in self._known_calls
         is_known = is_known or (not chooses and id(frame.module) in self._known)
-        if is_known and not self._lacks(frame):
+        # A call without tokens, as of an expert that received none, shows nothing.
+        is_empty = bool(frame.inputs) and not frame.inputs[0].numel()
+        if is_empty or (is_known and not self._lacks(frame)):
             return False
         self._known_calls.add((frame.caller, chooses))
         latest: ModuleTrace | None = None
@@ -624,7 +626,9 @@ class _ObservedPass:
         """True if the sites that were found have the heads and the names that the calls of the pass have. A forward may
         replace modules, which the next pass sees."""
         known = {site.name for site in self._search.sites}
-        is_named = self._search.failure is not None or known >= self.order.keys()
+        is_named = self._search.failure is not None or all(
+            name in known or x.why == _NO_TOKENS for name, x in self.order.items()
+        )
         return is_named and all(
             self._heads[name] == x.n_heads for name, x in self.order.items()
         )
@@ -661,7 +665,11 @@ def _unknown_site(captured: CapturedCall, failure: Exception | None) -> Attentio
     """The site of a call whose module does not run alone."""
     call, heads = captured.call, scored(captured).shape[1]
     keys = None if isinstance(call, ScoresCall) else call.k.shape[1]
-    reason = "" if failure is None else f": {type(failure).__name__}: {failure}"
+    why = "no module around it runs alone"
+    if not scored(captured).numel():
+        why = _NO_TOKENS
+    elif failure is not None:
+        why += f": {type(failure).__name__}: {failure}"
     return AttentionSite(
         name=captured.name,
         module=captured.frame.module,
@@ -669,7 +677,7 @@ def _unknown_site(captured: CapturedCall, failure: Exception | None) -> Attentio
         n_heads=heads,
         n_kv_heads=heads if keys is None else keys,
         head_dim=0 if isinstance(call, ScoresCall) else call.q.shape[-1],
-        why=f"no module around it runs alone{reason}",
+        why=why,
         layout=captured.layout,
     )
 
@@ -736,6 +744,7 @@ def unseen(model: nn.Module, watcher: CaptureMode) -> str:
     )
 
 
+_NO_TOKENS = "it received no tokens in this example"
 _NO_BOUNDS = (
     "the logit bounds that the norms of {} imply are unknown and not watched: there is not enough memory to read them "
     "from one whole sequence. For the bounds, call find_sites with a batch of one sequence that is as long as memory "

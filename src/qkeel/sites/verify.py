@@ -794,7 +794,6 @@ class _Experiment:
         both = unique_slices([*query, *key])
         sides = [("query", query, 1.0), ("key", key, 1.0)]
         noise = 64 * self._rounding
-        is_only_path = len(site.query) + len(site.key) <= 2
         if len(both) < len(query) + len(key):
             # If q and k are computed from the same rows, each side gets the square root of the factor.
             sides = [("query and key", both, 0.5)]
@@ -803,20 +802,23 @@ class _Experiment:
             # Every second head, because a quantisation step is shared by all heads.
             heads = range(0, most, 2)
             chosen = [(s, heads) for s in slices if s.n == most]
-            four, sixteen = (
+            zero, sixteen = (
                 self._rerun.logits(self._weights.multiplied(chosen, c**power))
-                for c in (4.0, 16.0)
+                for c in (0.0, 16.0)
             )
-            first = [4 * (z - base) for base, z in zip(self._base, four)]
-            second = [z - four_z for four_z, z in zip(four, sixteen)]
+            # Where rows are divided by their length, as in DoRA, zeros give NaN, and all but the biases stays.
+            zero = [torch.where(z.isfinite(), z, x) for z, x in zip(zero, self._base)]
+            first = [16 * (base - z) for base, z in zip(self._base, zero)]
+            second = [z - zero_z for zero_z, z in zip(zero, sixteen)]
             bent, grown = _by_head(first, second), _by_head(second)
             scales = torch.tensor(_expected(site, most, heads)).to(grown.device)
             is_bent = (bent > 1e-2 * grown) & (bent > noise)
-            # A logit of several products may be dominated by another one of them.
-            is_bent |= is_only_path & (grown <= self._rounding)
+            # A logit of several products may be dominated by one whose rows are not multiplied.
+            if len(chosen) == len(slices):
+                is_bent |= grown <= self._rounding
             if bool(torch.where(scales, is_bent, grown > noise).any()):
                 return (
-                    f"multiplied by {4.0**power:g} and by {16.0**power:g}, the {words} rows of every second head did "
+                    f"multiplied by 0 and by {16.0**power:g}, the {words} rows of every second head did "
                     "not change its logits, and no others, in proportion: these are not a plain product of queries "
                     "and keys"
                 )

@@ -84,6 +84,7 @@ class Kerple(Position):
 
     def parameters(self, geometry: ParameterSizes) -> dict[str, Parameter]:
         n = geometry.n_heads
+        # Midpoints of n equal parts: at the ends, a head would start without a bias.
         even = tuple((h + 0.5) / n for h in range(n))
         return {
             "kerple_a": Parameter((n,), even),
@@ -168,6 +169,7 @@ class ReRope(Position):
 
     def product(self, q: Queries, k: Keys) -> Logits:
         """The product q·k [b h t s]."""
+        # The plain product reads no positions, so that any tensors may stand for them.
         return Position.scores(self, q, k, q, k, {})
 
     def near(self, x: HeadTensor, pos: PosQ) -> HeadTensor:
@@ -186,6 +188,7 @@ class ReRope(Position):
     def far_key(self, k: Keys, pos_k: PosK) -> Keys:
         """Returns k for queries that are at least a window away from it."""
         return (
+            # An infinite leak stops all positions at 0, where a rotation does nothing.
             self._rotated(k, self._slowed(k, pos_k)) if math.isfinite(self.leak) else k
         )
 

@@ -324,6 +324,7 @@ class Position(Slot):
         g, s = k.shape[1], k.shape[2]
         if g == h:
             return q @ k.mT
+        # The queries that share a key head form one matrix, so that keys are not copied for each of them.
         return (q.reshape(b, g, h // g * t, d) @ k.mT).view(
             b,
             h,
@@ -493,6 +494,7 @@ class SlidingWindow(Position):
         return self.window
 
     def encoded(self) -> Position:
+        # The rotation is in the encoded keys; the window still has to hide some of them.
         return SlidingWindow(window=self.window, inner=NoPosition())
 
     @property

@@ -1,9 +1,6 @@
 """The two passes over logits of a GPU, all statistics and the extremes alone, against torch's operators in float64."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +33,7 @@ pytestmark = [
 ]
 
 
-TAKEN: dict[str, bool] = {}
+TAKEN = {}
 
 
 @pytest.fixture
@@ -83,7 +80,7 @@ def check(call, case):
 PADDING = {"mask": torch.arange(12) >= torch.tensor([[0], [5]])}
 NOTHING = {"mask": torch.zeros(2, 40, dtype=torch.bool), "causal": False}
 NEAR = AttentionSpec(position=SlidingWindow(window=9))
-CASES: dict[str, tuple[AttentionSpec, int, int, dict[str, Any]]] = {
+CASES = {
     "causal, more than a tile": (AttentionSpec(), 70, 70, {}),
     "one query": (AttentionSpec(), 1, 65, {}),
     "full": (AttentionSpec(position=Rope()), 7, 130, {"causal": False}),
