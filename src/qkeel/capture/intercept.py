@@ -52,6 +52,7 @@ from qkeel.capture.score_calls import (
     scores_call,
 )
 from qkeel.capture.tags import Lost, Scores
+from qkeel.capture.user_hooks import recording_unobserved
 from qkeel.errors import caution
 from qkeel.functional.statistics import KernelRows
 from qkeel.nn import functional_attention
@@ -274,6 +275,7 @@ class CaptureMode(CallObserver):
         sought = [only for _, only in (self._only_in or {"": (None, None)}).values()]
         exchanges = any([only is None or only & _EXCHANGED for only in sought])
         around.enter_context(observed_by(self, exchanges=exchanges))
+        around.enter_context(recording_unobserved(self.stack.root.module))
         self.wants_logsumexp = self.bounded is not None
         if self._only_in is None:
             self.stack.attach(around)
