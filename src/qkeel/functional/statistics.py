@@ -589,6 +589,7 @@ def reduce_fields(
     blank, bound = n < 1, n < 2
     n_queries, n_free, n_pairs = (~blank).sum(1), (~bound).sum(1), n.sum(1)
     x = fields.transpose(1, 2).flatten(2).clone()
+    # A row with a single column has no entropy: exactly 0, whatever rounding has left.
     x[_AT["entropy"]].masked_fill_(n + sinks < 2, 0.0)
     only_counted = x.masked_fill(blank, 0.0)
     sums, lows, tops = (
@@ -602,7 +603,9 @@ def reduce_fields(
     of_queries, of_free, of_pairs = (
         count.clamp_min(1) for count in (n_queries, n_free, n_pairs)
     )
+    # From two keys on: ln 1 = 0 would be divided by, and such rows are left out below.
     largest_entropy = (n + sinks).clamp_min(2).to(x.dtype).log()
+    # Rounding may bring a share a little above 1.
     shares = torch.stack(
         [x[_AT["entropy"]] / largest_entropy, x[_AT["first_weight"]]]
     ).clamp_max_(1)

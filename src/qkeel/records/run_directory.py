@@ -86,7 +86,11 @@ FileSizes = Mapping[str, int]
 
 
 class RunStatus(StrEnum):
-    """The state of a run."""
+    """The state of a run.
+
+    >>> RunDirectory(Path("no-such-run")).status
+    <RunStatus.MISSING: 'missing'>
+    """
 
     MISSING = "missing"
     STARTED = "started"
@@ -103,7 +107,11 @@ _STATUS_FILES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The files of one run. Reading never changes anything."""
+    """The files of one run. Reading never changes anything.
+
+    >>> RunDirectory(Path("runs/a")).checkpoint.name
+    'state.safetensors'
+    """
 
     path: Path  #: path of the folder
 
@@ -235,6 +243,7 @@ class RunDirectory:
                     "Choose another directory; nothing was changed."
                 )
             return
+        # Whoever claims or locks a run does so before its configuration is written.
         if self.path.exists() and any(
             not p.name.startswith(("lock", "claim.")) for p in self.path.iterdir()
         ):
