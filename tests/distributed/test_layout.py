@@ -110,10 +110,10 @@ def test_a_process_holds_a_block_of_a_split_weight_and_adds_it_once():
     mesh = rows.device_mesh
     columns = spread(Replicate(), Shard(1), mesh=mesh)
     blocks = [None, *(local_block("w", w) for w in (rows, columns))]
-    assert [block and (block.spans, block.over) for block in blocks] == [
+    assert [block and (block.spans, block.in_pass, block.over) for block in blocks] == [
         None,
-        (((0, 2), (0, 2)), (True, False)),
-        (((0, 2), (2, 4)), (False, True)),
+        (((0, 2), (0, 2)), ((0, 2), (0, 2)), (True, False)),
+        (((0, 2), (2, 4)), ((0, 2), (2, 4)), (False, True)),
     ]
     short = DTensor.from_local(
         torch.zeros(1, 2),
