@@ -86,6 +86,9 @@ class Action(StrEnum):
 
     WATCH: measure more often. CLIP: qk_clip on heads. RATES: lalr, lower rates for the q and k weights of heads. NONE: no
     action is left.
+
+    >>> Action("qk_clip") is Action.CLIP
+    True
     """
 
     WATCH = "watch_closer"
@@ -118,7 +121,12 @@ class Refused:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """An action at one site, or the end of the closer watch."""
+    """An action at one site, or the end of the closer watch.
+
+    >>> decision = Decision(step=40, action=Action.CLIP, site="attn", heads=(1,), rule="", reason="max logit 120")
+    >>> print(decision)
+    autopilot at step 40, attn, head 1: qk clip: max logit 120
+    """
 
     step: int  #: number of completed optimizer steps at the decision
     action: Action  #: the action to take or to release
@@ -261,6 +269,9 @@ class Ladder:
 
     A remedy stays until the end of the run, because matched steps would become long again without it. The closer watch
     ends after `calm` records in which nothing grows and no action is active.
+
+    >>> Ladder(threshold=50.0).patience
+    3
     """
 
     threshold: Positive = 15.0

@@ -194,6 +194,7 @@ def test_what_only_some_architectures_have_is_found():
     (opt,) = sites_of("OPT")  # the scale is folded into q
     assert opt.query.factor == pytest.approx(8**-0.5, rel=1e-4)
     assert opt.total_scale == pytest.approx(8**-0.5, rel=1e-4)
+    assert not any("times the usual" in line for line in opt.lines())
     (deepseek,) = sites_of("DeepseekV3")
     latent = "8 from kv_b_proj + 4 from kv_a_proj_with_mqa, one key for all heads"
     assert latent in deepseek.latent

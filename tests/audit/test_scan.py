@@ -1,5 +1,6 @@
 """A scan gives the numbers of float64 linear algebra on the weights that make each head."""
 
+import dataclasses
 import json
 import math
 
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from audit.models import CONFIGS, projections, save
 from qkeel.audit import Geometry, as_json, scan, table
+from qkeel.audit.check import of_scan
 
 
 def scanned(
@@ -61,6 +63,21 @@ def test_norms_of_every_head_equal_float64_singular_values(name, tmp_path):
             torch.testing.assert_close(
                 exact(getattr(site, column)), values, rtol=1e-9, atol=0
             )
+
+
+def test_a_bound_is_the_gains_where_there_are_gains_and_the_layers_where_each_head_has_one(
+    tmp_path,
+):
+    found = scanned(tmp_path, pair(), config={"num_attention_heads": 0, "n_head": 2})
+    (site,) = found.sites
+    bounds = {"gain_bound": (2.0, math.nan), "logit_bound": (3.0, 4.0)}
+    both = dataclasses.replace(site, **bounds)
+    assert both.bounds() == [2.0, 4.0]
+    one = dataclasses.replace(both, logit_bound=(3.0, math.nan))
+    for sites, largest in (((both,), 4.0), ((one, both), 4.0), ((one,), math.nan)):
+        health = of_scan(dataclasses.replace(found, sites=sites))
+        assert health.largest == pytest.approx(largest, nan_ok=True)
+    assert health.rows == ((site.name, "-", "q, k norm", "0"),)
 
 
 @pytest.mark.parametrize(("kind", "offset"), [("qwen3", 0.0), ("gemma3_text", 1.0)])

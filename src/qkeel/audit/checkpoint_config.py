@@ -86,7 +86,11 @@ VERIFIED = words(
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
     """The sizes of an attention layer, each None if neither config nor flags give it. A `scale` of None means
-    1/√head_dim."""
+    1/√head_dim.
+
+    >>> Geometry(n_heads=8).scale_of(64)
+    0.125
+    """
 
     n_heads: int | None = None  #: query heads
     n_kv_heads: int | None = None  #: key heads

@@ -144,6 +144,7 @@ def scan(
 
     def load(name: str) -> Tensor | None:
         stored = checkpoint.tensors.get(name)
+        # A few numbers are copied, as a view would keep the map of its file in memory.
         return None if stored is None else small.read(stored).clone()
 
     reports: dict[str, SiteReport] = {}

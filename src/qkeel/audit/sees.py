@@ -84,6 +84,9 @@ class Window:
     Args:
         size: the number of tokens, at least 1.
         layers: how many layers pass tokens on; by default the number of attention layers of the model.
+
+    >>> Window(128).size
+    128
     """
 
     size: int
@@ -290,6 +293,7 @@ class _Passes:
 
         If `eager`, the model itself runs, on whose modules hooks may lie, and not the compiled one.
         """
+        # These passes are no training: a monitor of the model must not count or record them.
         with torch.no_grad(), extra_pass(self), undisturbed(self.inner):
             # The same dropout in every pass, else everything moves.
             torch.manual_seed(0)

@@ -190,6 +190,7 @@ def configure(
         base.to_dict() if base else {}, {} if recipe is None else read_toml(recipe)
     )
     study = values.pop("study", {})
+    # After the recipe, which flags override.
     for flag, (section, field) in _ENTRIES.items():
         value = vars(flags).get(flag)
         # Several values go to the grid, which overrides this.

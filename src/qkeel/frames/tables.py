@@ -77,7 +77,12 @@ _SHOWN = 6
 
 @final
 class Frame:
-    """A table with `columns` by name, all of the same length; `frame["max_logit"]` is an array [rows]."""
+    """A table with `columns` by name, all of the same length; `frame["max_logit"]` is an array [rows].
+
+    >>> frame = Frame({"step": np.array([0, 5]), "loss": np.array([2.0, 1.5])})
+    >>> frame["loss"].tolist()
+    [2.0, 1.5]
+    """
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
         self.columns = dict(columns)

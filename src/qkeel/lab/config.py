@@ -32,7 +32,11 @@ OptionalSize = Annotated[int | None, Bound(1, included=True)]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The decoder: sizes, attention and layout."""
+    """The decoder: sizes, attention and layout.
+
+    >>> RunConfig(model=ModelConfig(n_layers=4)).model.n_layers
+    4
+    """
 
     d_model: Count = 64
     """Width of the residual stream."""
@@ -92,7 +96,11 @@ class ModelConfig:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """The source of the text, its tokens and the size of batches."""
+    """The source of the text, its tokens and the size of batches.
+
+    >>> RunConfig(data=DataConfig(context=64)).data.source
+    'stdlib'
+    """
 
     source: str = "stdlib"
     """stdlib, topics, or a path: a text file, a folder, a glob pattern, or .bin (uint16, or .bin#uint8)."""
@@ -145,7 +153,11 @@ class ImagesConfig:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
-    """The optimizer and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule.
+
+    >>> RunConfig(optim=OptimConfig(name="muon")).optim.name
+    'muon'
+    """
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     """AdamW, SGD with momentum, or Muon (hidden matrices) with AdamW for the rest."""
@@ -218,7 +230,12 @@ _RETIRED: dict[str, tuple[object, str]] = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One training run. Every field except `checkpoint_every` affects the recorded values."""
+    """One training run. Every field except `checkpoint_every` affects the recorded values.
+
+    >>> config = RunConfig(steps=100)
+    >>> config == RunConfig.from_dict(config.to_dict())
+    True
+    """
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)  #: the decoder
     data: DataConfig = dataclasses.field(default_factory=DataConfig)  #: the text

@@ -106,7 +106,11 @@ NETWORK_WAIT = 10.0
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """Execution options of a study; none of them changes a result."""
+    """Execution options of a study; none of them changes a result.
+
+    >>> Execution(workers=2).executor
+    'loky'
+    """
 
     #: number of runs at once; 1 uses this process, None asks the executor
     workers: int | None = 1

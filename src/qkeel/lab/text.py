@@ -200,13 +200,15 @@ def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
 
 
 def spread(tokens: np.ndarray, context: int, sequences: int) -> np.ndarray:
-    """Returns evenly spaced, disjoint windows of tokens, int64 [n, context + 1]; n ≤ sequences.
+    """Returns evenly spaced windows of tokens, int64 [n, context + 1]; n ≤ sequences.
+
+    Neighbouring windows may share their last and first token or two.
 
     >>> spread(np.arange(10), context=2, sequences=2).tolist()
     [[2, 3, 4], [6, 7, 8]]
     """
     room = len(tokens) - context
-    # No more than fit without overlap.
+    # No more than have inputs of their own.
     count = min(sequences, max(1, room // context))
     starts = ((np.arange(count) + 0.5) / count * room).astype(np.int64)
     return _windows(tokens, starts, context)
@@ -286,6 +288,7 @@ def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
     if not exists:
         files = _matches(Path(source).expanduser())
     else:
+        # A token file is read together with the val.bin beside it.
         files = (
             sorted(path.rglob("*"))
             if path.is_dir()

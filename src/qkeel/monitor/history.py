@@ -201,7 +201,11 @@ _NEAR = 0.01
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedRates:
     """The cumulative sum of planned learning rates: `clock` [steps + 1] starts at 0, and `clock[s]` is the sum over
-    steps 1 to s."""
+    steps 1 to s.
+
+    >>> PlannedRates.of([0.5, 0.25]).clock.tolist()
+    [0.0, 0.5, 0.75]
+    """
 
     clock: np.ndarray
 

@@ -54,6 +54,9 @@ class Severity(StrEnum):
 
     NOTICE: worth knowing, but it also occurs in healthy runs. ALARM: without action, the loss suffers. CRITICAL: runs
     do not recover from this.
+
+    >>> [str(severity) for severity in Severity]
+    ['notice', 'alarm', 'critical']
     """
 
     NOTICE = "notice"
@@ -71,6 +74,11 @@ class Alarm:
     describe the alarm in words, `remedy` is the line of code, and `source` states where the threshold comes from.
     `layer` and `head` are None if the rule is about the whole model; `head` is None if it is about a whole layer.
     `cause` says in words what is going wrong; alarms with the same cause belong together and have the same remedy.
+
+    >>> alarm = Alarm(rule="ceiling", severity=Severity.ALARM, step=40, value=120.0, meaning="max logit 120", trend="",
+    ...     remedy="", source="", layer="attn", head=1)
+    >>> alarm.line
+    'alarm at step 40, attn, head 1: max logit 120'
     """
 
     rule: str
@@ -330,7 +338,11 @@ _MODEL = "the largest of all heads"
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling(ThresholdRule):
     """A head's largest attention logit exceeds `threshold` (nats), which applies to all layers or is given by layer
-    type."""
+    type.
+
+    >>> Ceiling(threshold=100.0).severity
+    <Severity.ALARM: 'alarm'>
+    """
 
     @property
     def name(self) -> str:
@@ -370,6 +382,9 @@ class Growth(Rule):
     unusual batch does not raise an alarm. The forecast is for the largest logit over all heads, because this series is
     smoother than that of a single head, and its intervals are accurate (experiments/notes/alarms.md). The alarm names
     the head that currently has the largest logit.
+
+    >>> Growth(floor=50.0).factor
+    3.0
     """
 
     floor: float = thresholds.GROWTH_FLOOR
@@ -402,6 +417,9 @@ class Approach(ThresholdRule):
 
     Logits are in nats. The forecast is a power law of the sum of learning rates (experiments/notes/alarms.md). The
     threshold applies to all layers, or is given by layer type.
+
+    >>> Approach(threshold=1000.0).horizon
+    4.0
     """
 
     floor: float = thresholds.APPROACH_FLOOR
@@ -459,6 +477,9 @@ class Outlook(ThresholdRule):
     it can fire during the warm-up, whose low rates have had little of the effect that the peak rate will have. The rule
     does not fire if no schedule is known. It does not fit a power law, because so early in a run the first points still
     reflect the logit before training.
+
+    >>> Outlook(threshold=200.0).factor
+    2.0
     """
 
     threshold: Threshold = thresholds.OUTLOOK  #: of all layers, or by their types
@@ -495,6 +516,9 @@ class EntropyCollapse(ThresholdRule):
     The rule applies to layers rather than heads, because healthy models have heads that attend to one key. The
     threshold is half of the value below which a whole model counts as collapsed, because single layers reach 0.1 in
     runs that end only slightly worse (experiments/notes/alarms.md).
+
+    >>> EntropyCollapse().threshold
+    0.05
     """
 
     threshold: Threshold = thresholds.ENTROPY  #: of all layers, or by their types
@@ -551,7 +575,11 @@ class NonFinite(Rule):
     this began (see `records.STAGES`), and not the layers that inherit it.
 
     If a finite logit was over 100 before, and logits are the first to overflow, growth is the likely cause, and the
-    alarm has the cause and the remedy of growth."""
+    alarm has the cause and the remedy of growth.
+
+    >>> NonFinite().cause
+    'numbers of attention are NaN or infinite'
+    """
 
     severity: Severity = Severity.CRITICAL
     source: str = "by definition"
@@ -617,6 +645,9 @@ class Saturation(Rule):
 
     Such a head passes back next to no gradient. Healthy models have heads with as little, such as sinks and heads that
     attend to the key before, so neither of the two alone is a reason.
+
+    >>> str(Saturation().severity)
+    'notice'
     """
 
     fall: float = 10.0

@@ -49,6 +49,7 @@ class _Ignored:
 
     def extend(self) -> None:
         """Called when an examined change showed the type that was known. The first few are all examined."""
+        # By then `MOST` rules, and the power below stays a small number however long the run is.
         self._examined = min(self._examined + 1, 16)
         self._left = min(2**self._examined // 16, self.MOST)
 
@@ -98,6 +99,7 @@ class WatchedSites:
         self._own_pass: SiteSearch | None = None
 
     def _add(self, sites: Sites) -> None:
+        # What is described by hand stands, whatever a search finds in the same module.
         known = {site.name for site in self.all}
         self.all += [site for site in sites if site.name not in known]
         self.all.missed, self.all.indexers = sites.missed, sites.indexers

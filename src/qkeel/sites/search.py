@@ -519,7 +519,13 @@ def run_once(
     model = uncompiled(model)
     around = nullcontext() if observer is None else observer
     try:
-        with extra_pass(model), torch.inference_mode(False), undisturbed(model):
+        # fully_shard may keep weights whole after a pass, which are then no longer the model's own.
+        with (
+            whole_weights(model),
+            extra_pass(model),
+            torch.inference_mode(False),
+            undisturbed(model),
+        ):
             forward(model, around, copied(args), copied(kwargs), graph=False)
     except Exception as error:
         raise _failed(model, error) from error

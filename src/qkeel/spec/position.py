@@ -47,7 +47,11 @@ from qkeel.spec.slot import (
 @dataclasses.dataclass(frozen=True, slots=True)
 class ALiBi(Position):
     """Logits z - m_h |i - j|, where m_h = 2^(-8h/H) is fixed for each head. Source: Press et al. 2022, arXiv
-    2108.12409."""
+    2108.12409.
+
+    >>> ALiBi().formula()
+    'ALiBi (- 2^(-8h/H)·|i - j|)'
+    """
 
     kind = "alibi"
     folds = False
@@ -74,6 +78,9 @@ class Kerple(Position):
     The initial values are evenly spaced over the heads, a in (0, 1) and p in (0, 2). In the source, they are drawn at
     random.
     Source: Chi et al. 2022, arXiv 2205.09921.
+
+    >>> Kerple(kind="power").formula()
+    'KERPLE (- a_h|i - j|^p_h)'
     """
 
     kind: Literal["log", "power"] = "log"  # type: ignore[assignment]
@@ -123,6 +130,9 @@ class ReRope(Position):
     quarter to a half of the training length. Training with ReRoPE is reported to impair extrapolation (kexue.fm 9948).
 
     Source: Su 2023, kexue.fm 9708.
+
+    >>> ReRope(window=128).formula()
+    'ReRoPE(window 128, base 10000)'
     """
 
     window: int  #: the window w, in tokens
@@ -228,6 +238,9 @@ class LeakyReRope(ReRope):
     trains with a factor below 1 (1/16) and is tested with ordinary RoPE.
 
     Source: Su 2023, kexue.fm 9708, 9728; Self-Extend: Jin et al. 2024, arXiv 2401.01325.
+
+    >>> LeakyReRope(window=128, factor=16).formula()
+    'Leaky ReRoPE(window 128, 1/16 beyond, base 10000)'
     """
 
     factor: float = 16.0
