@@ -11,7 +11,7 @@ import numpy as np
 
 from qkeel.errors import ShapeError, unknown
 from qkeel.frames import Foreign, Frame, heads_frame, layers_frame, steps_frame, tables
-from qkeel.monitor.forecast import PlannedRates, forecast
+from qkeel.monitor.forecast import LEAST_POINTS, WINDOW, PlannedRates, forecast
 from qkeel.monitor.thresholds import DIVERGES
 from qkeel.options import lookup
 from qkeel.records import (

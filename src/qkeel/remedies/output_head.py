@@ -116,7 +116,7 @@ class FinalSoftcap(Remedy):
         # A z-loss is one of the final logits, whichever remedy was applied first.
         for key, other in [*head._forward_hooks.items()]:
             if isinstance(other, _LossHook):
-                head._forward_hooks.move_to_end(key)
+                head._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
         return Handle(hook.remove)
 
 
