@@ -104,14 +104,6 @@ def test_the_largest_logits_alone_bracket_it_too(kind, sentence):
     assert sentence in alarms(monitor)[0]
 
 
-def test_a_weight_that_is_loaded_so_is_named_wherever_it_is():
-    torch.manual_seed(0)
-    model, draw = Model(), random.Random(0)
-    plant(model, "embedding", 0)
-    monitor = run(model, [lambda x: step(model, x, draw, "", 1)], "all")
-    assert "in a weight: embed.weight" in alarms(monitor)[0]
-
-
 class Scores(nn.Module):
     """Attention written by hand, with weights from its scores and a mask of the pairs that are seen."""
 
@@ -205,22 +197,6 @@ def test_half_precision_scores_that_overflow_are_said_with_their_size():
         "in the logits of layers.0, which overflow float16: |q| |k| reaches 160,000"
         in meaning
     )
-
-
-def test_what_enters_and_leaves_is_looked_at_without_a_bit_of_the_training():
-    weights = []
-    for is_watched in (False, True):
-        torch.manual_seed(3)
-        model, draw = Model().train(), random.Random(0)
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        monitor = watch(model, optimizer) if is_watched else None
-        for _ in range(3):
-            step(model, optimizer, draw, "", 2)
-        weights.append([p.detach().clone() for p in model.parameters()])
-        if monitor is not None:
-            assert not alarms(monitor)
-            monitor.remove()
-    assert all(torch.equal(a, b) for a, b in zip(*weights))
 
 
 class Repeats(nn.Module):

@@ -190,21 +190,6 @@ def test_padded_queries_that_a_large_number_hides_everything_from_are_no_leak():
     assert said(program, PADDED) == []
 
 
-def test_the_look_makes_no_pass_and_changes_no_bit():
-    weights, passes = [], []
-    for right in (True, False):
-        torch.manual_seed(0)
-        program = Program(causal if right else everything, Config(is_decoder=right))
-        if not right:
-            program.sees = causal
-        said(program, {})
-        weights.append([p.detach().clone() for p in program.parameters()])
-        passes.append(program.passes)
-    # The steps, and the search of sites, whatever is looked at.
-    assert passes[0] == passes[1]
-    assert all(torch.equal(a, b) for a, b in zip(*weights))
-
-
 def test_a_fault_in_the_look_leaves_the_watch_on(
     monkeypatch,
 ):

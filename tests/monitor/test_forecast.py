@@ -22,15 +22,6 @@ def test_an_exact_power_law_is_forecast_exactly(exponent):
     assert 200 <= ahead.low < 400 < ahead.high
 
 
-def test_a_constant_rate_changes_nothing_and_its_size_neither():
-    plain = forecast(STEPS, STEPS**1.2, 1e4)
-    for rate in (1e-5, 0.3):
-        timed = forecast(STEPS, STEPS**1.2, 1e4, rates=np.full(200, rate))
-        assert plain is not None
-        assert timed is not None
-        assert timed.step == pytest.approx(plain.step)
-
-
 def test_the_clock_takes_out_a_warm_up():
     rates = np.minimum(STEPS / 100, 1.0)
     ticks = clock(STEPS, rates)
@@ -58,13 +49,6 @@ def test_a_hole_in_the_record_is_left_out():
     ahead = forecast(STEPS, values, 400.0)
     assert ahead is not None
     assert ahead.step == pytest.approx(400)
-
-
-def test_a_farther_threshold_has_a_wider_interval():
-    near, far = (forecast(STEPS, STEPS, threshold) for threshold in (250.0, 1000.0))
-    assert near is not None
-    assert far is not None
-    assert (near.high - near.low) / near.step < (far.high - far.low) / far.step
 
 
 def test_it_reads_like_a_sentence():
@@ -188,10 +172,3 @@ def test_the_clock_of_a_plan_is_read_both_ways():
 def test_rates_that_are_none_are_refused(rates):
     with pytest.raises((InvalidValueError, ShapeError), match="rate"):
         PlannedRates.of(rates)
-
-
-def test_growth_in_a_run_that_is_watched_from_its_middle_is_forecast():
-    steps = np.arange(10_000.0, 16_001.0, 100.0)
-    ahead = forecast(steps, (steps / 1e3) ** 2, 400.0)
-    assert ahead is not None
-    assert ahead.step == pytest.approx(20_000)

@@ -125,27 +125,6 @@ class Block(nn.Module):
         return x + self.core(q, k, v).transpose(1, 2).flatten(2)
 
 
-def test_a_core_that_blocks_share_is_a_site_for_each_of_them():
-    torch.manual_seed(0)
-    core = Outside()
-    model = nn.Sequential(Block(core), Block(core))
-    x = torch.randn(2, 5, 8)
-    with qkeel.watch(model) as monitor:
-        for _ in range(3):
-            model(x).sum().backward()
-            read = monitor.read()
-            assert [*read] == [site.name for site in monitor.sites]
-    expected = qkeel.find_sites(model, x)
-    assert [site.name for site in monitor.sites] == [site.name for site in expected]
-    assert [site.query[0].parameter for site in monitor.sites] == [
-        "0.qkv.weight",
-        "1.qkv.weight",
-    ]
-    assert [site.callers for site in monitor.sites] == [
-        site.callers for site in expected
-    ]
-
-
 class Unusual(nn.Module):
     """Attention whose module can't be copied."""
 

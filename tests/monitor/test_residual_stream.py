@@ -9,12 +9,11 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from tests.contract.watch.small import batch, small
 from torch import nn
 from torch.nn import functional as F
 
 import qkeel
-from qkeel.records import BLOCK_FIELDS, STAGES
+from qkeel.records import BLOCK_FIELDS
 
 
 class Mixer(nn.Module):
@@ -156,13 +155,6 @@ def test_a_model_without_a_list_of_blocks_is_told_what_was_expected():
             name.partition("/")[0] in BLOCK_FIELDS for name in monitor.history.values
         )
     monitor.remove()
-
-
-def test_blocks_that_are_attention_are_looked_at_as_both_from_the_first_pass_on():
-    model = small()
-    with qkeel.watch(model, stats="all+residual") as monitor:
-        model(batch(0))
-        assert np.all(monitor.sample.heads["finite_stages"] == len(STAGES))
 
 
 def test_what_checkpointing_computes_again_counts_once():

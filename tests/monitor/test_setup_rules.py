@@ -90,15 +90,6 @@ def test_gains_that_move_later_are_no_idle_norm_but_a_logit_above_their_bound_is
     assert alarm.step == 20
 
 
-def test_missing_series_raise_nothing():
-    seen = history(entropy=np.ones((4, 1, 1)))
-    rules = [GainGrowth(), IdleNorm(kind="rms")]
-    rules += [
-        Resolution(dtype="bf16", kernel=k, head_dim=4) for k in ("fused", "eager")
-    ]
-    assert replay(seen, rules) == []
-
-
 def test_the_scale_is_the_factor_on_the_product_of_the_recorded_queries_and_keys():
     d, scale = 64, 0.5
     q, k = 8 * torch.randn(2, 4000, d, dtype=torch.float64)

@@ -1,6 +1,5 @@
 """What a sink writes can be read: at the end, at any instant before it, and never over what was there."""
 
-import json
 import logging
 import shutil
 import warnings
@@ -66,21 +65,6 @@ def test_a_run_comes_back_as_it_was_written(tmp_path):
         summary["max_logit"],
         summary["alarms"],
     ) == (20, 3, 20.0, 1)
-
-
-def test_a_run_stays_where_it_began_when_the_program_changes_its_folder(
-    tmp_path, monkeypatch
-):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / "a")
-    sink = RunDirectorySink("run")
-
-    monkeypatch.chdir(tmp_path / "b")
-    sink.open(about())
-    sink.write(sample(0))
-    assert sink.path == tmp_path / "a" / "run"
-    assert len(RunDirectory(tmp_path / "a" / "run").metrics()) == 1
 
 
 def test_a_record_that_cannot_be_written_is_lost_alone(tmp_path, monkeypatch):
@@ -161,15 +145,6 @@ def test_a_field_that_turns_up_late_keeps_the_records_whole_and_is_told_once(
     assert sorted(text.split()[0] for text in texts) == ["cos_max", "entropy"]
 
 
-def test_fields_of_the_table_may_come_and_go(tmp_path):
-    sink = opened(tmp_path / "watch")
-    sink.write(sample(0))
-    sink.write(sample(1, logit_change_rms=[[0.1] * 3, [0.2] * 2]))
-    change = RunDirectory(tmp_path / "watch").heads().values["logit_change_rms"]
-    assert np.isnan(change[0]).all()
-    assert change[1, 0, 0] == np.float32(0.1)
-
-
 def test_errors_say_what_to_do(tmp_path):
     with pytest.raises(
         InvalidTypeError, match="expected a path for the records, got int"
@@ -182,25 +157,6 @@ def test_errors_say_what_to_do(tmp_path):
         opened(tmp_path / "file" / "watch")
     RunDirectorySink(tmp_path / "never").close(complete=True)
     assert not (tmp_path / "never").exists()
-
-
-def test_json_on_disk_is_standard(tmp_path):
-    sink = opened(tmp_path / "watch")
-    sink.write(sample(0))
-    sink.alarm(alarm(value=float("nan"), severity=Severity.CRITICAL))
-    sink.close(complete=True)
-
-    def refuse(word):
-        raise AssertionError(word)
-
-    for path in (tmp_path / "watch").iterdir():
-        if path.suffix in (".json", ".jsonl"):
-            for line in (
-                [path.read_text()]
-                if path.suffix == ".json"
-                else path.read_text().splitlines()
-            ):
-                json.loads(line, parse_constant=refuse)
 
 
 def test_the_log_gets_samples_and_alarms_by_severity(

@@ -76,19 +76,6 @@ def test_reads_in_the_middle_of_steps_lose_and_repeat_nothing():
     assert whole.active
 
 
-def test_a_read_without_a_phase_prefers_training():
-    model = small()
-    with watch(model) as monitor:
-        model.eval()
-        model(batch(0))
-        model(batch(1))
-        model.train()
-        model(batch(2))
-        assert counts(monitor.read()) == [[10, 10]] * 2
-        assert counts(monitor.read()) == [[20, 20]] * 2
-        assert monitor.read() == {}
-
-
 def test_micro_batches_are_one_big_batch():
     x = batch(0, b=6)
     samples, reads = [], []
@@ -106,32 +93,6 @@ def test_micro_batches_are_one_big_batch():
         np.testing.assert_allclose(
             values, samples[1].heads[name], rtol=2e-4, atol=1e-6, err_msg=name
         )
-
-
-def test_the_loss_that_a_model_returns_is_recorded_as_the_mean_over_micro_batches():
-    class Judged(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = small()
-
-        def forward(self, x):
-            out = self.body(x)
-            return (out - x).square().mean(), out
-
-    model = Judged()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, optimizer) as monitor:
-        losses = []
-        for seed in (0, 1):
-            loss = model(batch(seed))[0]
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        assert monitor.sample is not None
-        assert monitor.sample.values["train_loss"] == pytest.approx(
-            sum(losses) / 2, rel=1e-6
-        )
-        assert monitor.sample.values["lr"] == 0.1
 
 
 @pytest.mark.parametrize(
@@ -455,26 +416,3 @@ def test_statistics_need_no_operator_of_quantised_weights(recwarn):
     assert not recwarn.list
     largest = (q @ k.mT).amax((0, 2, 3)).tolist()
     assert monitor.sample.heads["max_logit"][0] == pytest.approx(largest, rel=1e-5)
-
-
-def test_layers_of_two_forms_in_turns_are_read_in_their_order():
-    torch.manual_seed(0)
-    layers = [nn.MultiheadAttention(8, heads, batch_first=True) for heads in (2, 4, 2)]
-
-    class Turns(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(layers)
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = x + layer(x, x, x, need_weights=False)[0]
-            return x
-
-    model = Turns()
-    with watch(model) as monitor:
-        for _ in range(3):
-            model(torch.randn(2, 5, 8)).sum().backward()
-            read = monitor.read()
-            assert [*read] == ["layers.0", "layers.1", "layers.2"]
-            assert [len(stats.max_logit) for stats in read.values()] == [2, 4, 2]

@@ -21,7 +21,6 @@ from qkeel.spec import (
     Rope,
 )
 
-from .foreign import example, hf
 from .models import VOCAB, assert_same, decoder, snapshot, tokens, train
 
 
@@ -109,23 +108,6 @@ def test_a_scale_is_not_folded_into_a_weight_of_another_layer():
     output = model(tokens())
     assert len(fold(model).kept) == 1
     torch.testing.assert_close(model(tokens()), output, rtol=0, atol=1e-6)
-
-
-def test_sigma_reparam_of_conv1d_is_supported_and_folded():
-    model, x = hf("gpt2", "sdpa"), example("gpt2")
-    plain, names = model(x).logits, list(model.state_dict())
-    qkeel.apply(model, "sigma_reparam:on=attention", batch=x)
-    layer = model.transformer.h[0].attn.c_attn
-    sigma = torch.linalg.matrix_norm(layer.weight.detach(), ord=2)
-    gamma = layer.parametrizations.weight[0].gamma
-    torch.testing.assert_close(gamma.squeeze(), sigma)
-    torch.testing.assert_close(model(x).logits, plain, rtol=0, atol=1e-4)
-    with torch.no_grad():
-        gamma.mul_(2)
-    changed = model(x).logits
-    fold(model)
-    assert torch.equal(model(x).logits, changed)
-    assert list(model.state_dict()) == names
 
 
 SPECS = {

@@ -192,16 +192,6 @@ def test_an_optimizer_that_knows_float32_only_is_probed_in_float32():
     qkeel.apply(model, "lalr", Single(model.parameters(), lr=0.1)).remove()
 
 
-def test_an_optimizer_that_never_moves_is_not_taken_for_linear():
-    class Still(torch.optim.SGD):
-        def step(self, closure=None):  # type: ignore[override]
-            return None
-
-    model = attention(torch.float32)
-    with pytest.raises(RefusedError):
-        qkeel.apply(model, "lalr", Still(model.parameters(), lr=0.1))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_weights_are_refused(dtype):
     model = attention(dtype)

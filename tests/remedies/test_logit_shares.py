@@ -1,7 +1,5 @@
 """The part of γ that each weight of a logit takes: every product takes the whole γ of its head, or none does."""
 
-import itertools
-
 import torch
 from torch import nn
 
@@ -137,28 +135,3 @@ def test_products_that_no_powers_suit_have_none():
         (site((KEYS, ONE)), False),  # roots on weights of one and of two heads
     ):
         assert logit_factors(made, by_group=by_group) is None
-
-
-def test_the_same_rows_of_one_parameter_are_one_weight_and_others_are_not():
-    again, above = weight("q", H), weight("q", H, first=8)
-    for query, names in (
-        ((Q, again), ["q", "k", "k2"]),
-        ((Q, above), ["q", "k", "q", "k2"]),
-    ):
-        shares = logit_factors(
-            site((query[0], K), (query[1], K2), groups=H), by_group=False
-        )
-        assert shares is not None
-        assert sorted(s.weight.parameter for s in shares) == sorted(names)
-        assert all(share.root for share in shares)
-    # Products that have no weight in common do not know of each other.
-    for terms in itertools.permutations([(Q, K), (Q2, KEYS)]):
-        shares = logit_factors(site(*terms), by_group=True)
-        assert shares is not None
-        roots = {share.weight.parameter: share.heads.tolist() for share in shares}
-        assert roots == {
-            "q": [[0], [1], [2], [3]],
-            "k": [[0], [1], [2], [3]],
-            "q2": [[0, 1], [0, 1], [2, 3], [2, 3]],
-            "keys": [[0, 1], [2, 3]],
-        }

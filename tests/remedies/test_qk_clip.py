@@ -17,8 +17,6 @@ from qkeel.sites import Tap
 
 from .models import D_MODEL, attention, trained
 
-TOO_MUCH = 1 + 1e-5
-
 
 def inputs(batch=2, seed=0, dtype=torch.float32):
     return torch.randn(

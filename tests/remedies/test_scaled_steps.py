@@ -225,22 +225,6 @@ def test_biases_keep_the_base_rate_and_so_do_weights_that_were_zero_at_the_start
     torch.testing.assert_close(model.k_proj.weight.detach(), keys)
 
 
-@pytest.mark.parametrize("factor", [0, 0.25, 2])
-def test_qk_lr_is_a_factor_on_the_rate_of_queries_and_keys_only(factor):
-    model, reference = attention(bias=True), attention(bias=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    qk = [reference.q_proj.weight, reference.k_proj.weight]
-    others = [p for p in reference.parameters() if all(p is not w for w in qk)]
-    groups = [{"params": qk, "lr": 0.01 * factor}, {"params": others}]
-    other = torch.optim.AdamW(groups, lr=0.01)
-    with qkeel.apply(model, "qk_lr", optimizer, factor=factor):
-        for grads in gradients(model, 20):
-            step_by(model, optimizer, grads)
-            step_by(reference, other, grads)
-    for name, p in reference.named_parameters():
-        assert (model.get_parameter(name) - p).abs().max() < 1e-13, name
-
-
 def test_the_factors_of_two_remedies_multiply():
     weights = []
     for remedy in (

@@ -1,17 +1,13 @@
 """The weights of one model lie in several optimizers, such as Muon for matrices and AdamW for the rest."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 import qkeel
 from qkeel.autopilot import ActiveRemedies
 from qkeel.nn import Decoder, DecoderConfig
-
-Split = Callable[[Decoder], list[Optimizer]]
 
 
 def model():
@@ -49,30 +45,6 @@ def train(model, optimizers, steps=3):
 def alone(model):
     """What by_layer does, with one optimizer."""
     return [SGD(model.parameters(), lr=0.5)]
-
-
-@pytest.mark.parametrize(("split", "same"), [(by_kind, by_kind), (by_layer, alone)])
-@pytest.mark.parametrize(
-    "remedy",
-    ["qk_clip:threshold=0.05", "lalr:tau=0.5", "qk_lr:factor=0.1", "frozen_qk"],
-)
-def test_a_remedy_for_steps_acts_as_with_the_one_optimizer_that_holds_all_heads(
-    remedy, split, same
-):
-    several, single, without = model(), model(), model()
-    optimizers, others = split(several), same(single)
-    with (
-        qkeel.apply(several, remedy, optimizers) as handle,
-        qkeel.apply(single, remedy, others[0]),
-    ):
-        trained, expected, plain = (
-            train(several, optimizers),
-            train(single, others),
-            train(without, split(without)),
-        )
-        handle.load(handle.state())
-    assert all(torch.equal(trained[name], expected[name]) for name in trained)
-    assert not all(torch.equal(trained[name], plain[name]) for name in trained)
 
 
 def test_new_gains_go_to_the_optimizer_that_holds_gains():
@@ -274,13 +246,6 @@ def test_an_autopilot_clips_biases_that_another_optimizer_holds():
     expected = trained(muon_and_adamw, f"qk_clip:threshold={TAU}")
     for name, p in expected.named_parameters():
         assert torch.equal(model.get_parameter(name), p), name
-
-
-def test_a_frozen_control_freezes_biases_that_another_optimizer_holds():
-    start, frozen = Separate(), trained(muon_and_adamw, "frozen_qk", steps=2)
-    for name, p in start.named_parameters():
-        stays = torch.equal(frozen.get_parameter(name), p)
-        assert stays == (name[0] in "qk"), name
 
 
 def test_what_an_optimizer_without_a_step_holds_is_clipped_before_the_next_pass():

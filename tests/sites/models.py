@@ -16,7 +16,6 @@ from torch.nn.utils.parametrizations import weight_norm
 
 B, T, H, D, M = 3, 5, 4, 8, 32
 SCALE = D**-0.5
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # The name of a weight (a convolution's rows count as rows), its axis, and the indices of
 # each head; one list of all indices if the heads share it.
 Rows = tuple[str, int, Tensor]

@@ -51,41 +51,6 @@ def test_zeroing_a_heads_query_rows_silences_that_head_alone(kind):
             p.copy_(saved[n])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_scaling_every_matrix_of_a_term_by_its_own_factor_scales_the_logit_by_their_product(
-    kind,
-):
-    model = KINDS[kind]()
-    for name, p in model.named_parameters():
-        if name.endswith("bias"):
-            p.zero_()
-    (site,) = find_sites(model)
-    before = maxima(model)
-    for piece in site.query:
-        model.get_parameter(piece.parameter).mul_(2.0)
-    ways = {len(term.query) for term in site.terms}
-    assert len(ways) == 1
-    assert torch.allclose(maxima(model), before * 2.0 ** ways.pop(), rtol=1e-4)
-
-
-def test_the_down_projections_count_only_without_a_norm_on_the_latents():
-    names = {
-        s.parameter
-        for s in (
-            *find_sites(KINDS["mla"]())[0].query,
-            *find_sites(KINDS["mla"]())[0].key,
-        )
-    }
-    assert names == {
-        f"{n}.weight" for n in ("q_down", "q_up", "q_rope", "kv_down", "k_up", "k_rope")
-    }
-    normed = find_sites(KINDS["mla normed"]())[0]
-    assert {s.parameter for s in (*normed.query, *normed.key)} == {
-        f"{n}.weight" for n in ("q_up", "q_rope", "k_up", "k_rope")
-    }
-
-
 def test_sites_come_in_module_order_with_qualified_names():
     sites = find_sites(
         Decoder(DecoderConfig(vocab_size=5, d_model=16, n_layers=3, n_kv_heads=2))

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from tests.each_row import each_row
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import modeling_flash_attention_utils as wrappers
 
 from qkeel import find_sites
@@ -217,31 +216,6 @@ def test_the_rows_of_each_head_are_found():
         (term,) = site.terms
         assert torch.equal(term.query[0].index, torch.arange(H * D).view(H, D))
         assert torch.equal(term.key[0].index, torch.arange(G * D).view(G, D))
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_what_checkpointing_computes_again_is_not_seen_again(reentrant):
-    model, x = (
-        Block(stand_in.flash_attn_func),
-        torch.randn(B, 5, H * D, requires_grad=True),
-    )
-    found: list[str] = []
-    with CaptureMode(model, lambda s: found.append(s.name)):
-        y: Any = checkpoint(model, x, use_reentrant=reentrant)
-        y.sum().backward()
-    assert found == [""]
-    (site,) = find_sites(nn.Sequential(_Checkpointed(model, reentrant)), x)
-    assert site.name == "0.inner"
-    assert len(site.terms) == 1
-
-
-class _Checkpointed(nn.Module):
-    def __init__(self, inner, reentrant):
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 def test_a_wrapper_that_falls_back_to_torch_is_one_attention(

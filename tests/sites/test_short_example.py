@@ -117,26 +117,6 @@ def test_where_padding_comes_first_the_rows_are_whole():
     assert kept(Heads(), mask)[-1] == (2, T)
 
 
-def test_heads_that_are_merged_with_the_batch_are_told_from_it_by_two_rows():
-    class Merged(Heads):
-        def attend(self, x, mask=None):
-            q, k = (
-                p(x).unflatten(-1, (H, D)).permute(2, 0, 1, 3).flatten(0, 1)
-                for p in (self.q, self.k)
-            )
-            return (
-                ((q @ k.mT).softmax(-1) @ k)
-                .unflatten(0, (H, -1))
-                .permute(1, 2, 0, 3)
-                .flatten(2)
-            )
-
-    model = Merged()
-    assert kept(model)[-1] == (2, TOKENS)
-    (site,) = find_sites(model, tokens())
-    assert (site.n_heads, str(site.layout)) == (H, "(h b) t s")
-
-
 def test_a_model_that_depends_on_its_batch_gets_all_of_it():
     def rows(m, x):
         return x[torch.arange(B).flip(0)]
@@ -150,15 +130,6 @@ def parts(*inputs, batch=B):
         name="", module=nn.Identity(), parent=None, batch=batch, inputs=inputs
     )
     return [(part.samples, part.tokens) for part in parts_of_arguments(call)]
-
-
-def test_what_may_be_tokens_or_samples_is_shortened():
-    ids, states = tokens(), torch.randn(B, T, 8)
-    assert parts(ids) == parts(states) == [(SAMPLES, T), (SAMPLES, 0), (0, 0)]
-    # Which of both dimensions is the sequence?
-    assert parts(torch.randn(B, T, T)) == [(SAMPLES, 0), (0, 0)]
-    assert parts(torch.ones(1, TOKENS), batch=1) == [(0, 0)]
-    assert parts(torch.ones(1, T), batch=1) == [(0, T), (0, 0)]
 
 
 def test_off_the_cpu_nothing_is_cut_where_a_number_may_be_the_place_of_a_token():

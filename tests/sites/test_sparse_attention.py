@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.capture.calls import ScoresCall, call_logsumexp
 
 from .sparse_models import (
     DSA,
@@ -67,53 +66,6 @@ def test_statistics_are_those_of_float64_over_the_keys_that_are_reached(
                     )
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_each_branch_has_the_type_that_was_seen(name):
-    model, x = built(name)
-    sites = qkeel.find_sites(model, x)
-    assert {site.name: site.layer_type for site in sites} == MODELS[name][1]
-    assert sites.missed == ()
-    with qkeel.watch(model) as monitor:
-        model(x)
-    assert monitor.sample is not None
-    assert monitor.sample.types == MODELS[name][1]
-
-
-@pytest.mark.parametrize("name", ["csa", "hca"])
-def test_a_sink_column_that_is_written_out_has_a_gate(name):
-    model, x = built(name)
-    with qkeel.watch(model, stats="all+gates") as monitor:
-        model(x)
-    assert monitor.sample is not None
-    heads, truth = monitor.sample.heads, model.a.truth()["a"]  # type: ignore[operator]
-    lse = np.log(np.exp(truth.logits).sum(-1))
-    gates = 1 / (1 + np.exp(truth.sink[:, None] - lse))
-    np.testing.assert_allclose(heads["sink_logit"][0], truth.sink, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(heads["gate_mean"][0], gates.mean((0, 2)), rtol=2e-5)
-    np.testing.assert_allclose(
-        heads["gate_std"][0], gates.std((0, 2)), rtol=1e-4, atol=1e-6
-    )
-    np.testing.assert_allclose(
-        heads["lse_mean"][0], lse.mean((0, 2)), rtol=2e-5, atol=1e-5
-    )
-
-
-def test_a_row_that_sees_one_key_and_a_sink_has_an_entropy():
-    z, sink = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1)
-    call = ScoresCall(
-        spec=qkeel.AttentionSpec(),
-        logits=z,
-        capped=z,
-        hidden=None,
-        q=None,
-        k=None,
-        sink=sink,
-    )
-    stats = qkeel.capture.calls.statistics(call)
-    assert stats.entropy.item() == pytest.approx(np.log(2))
-    assert call_logsumexp(call).item() == 0.0
-
-
 # --- Indexers
 
 
@@ -143,17 +95,6 @@ def test_an_indexers_scores_are_measured_with_its_layer(name):
             )
             assert heads["index_entropy"][0, 0] == pytest.approx(entropy, rel=1e-5)
             assert np.isnan(heads["index_max_logit"][0, 1:]).all()
-
-
-def test_choices_of_blocks_are_seen_too():
-    model, x = built("csa")
-    with qkeel.watch(model) as monitor:
-        model(x)
-    assert [one.name for one in monitor.sites.indexers] == ["a#index"]
-    assert monitor.sample is not None
-    values = monitor.sample.heads["index_max_logit"][0]
-    assert np.isfinite(values).sum() == 1
-    assert "index max" in monitor.table()
 
 
 def test_scores_that_go_into_a_softmax_are_no_indexer():
@@ -190,23 +131,6 @@ def test_a_router_of_experts_is_no_indexer():
             return x + self.experts[best[0]].sum(-2) + self.experts[best[1]].sum(-2)
 
     assert not qkeel.find_sites(Routed(), torch.randn(B, T, M)).indexers
-
-
-def test_remedies_act_on_attention_beside_an_indexer_as_on_any_other():
-    model, x = built("dsa, written out")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [p.detach().clone() for p in (model.a.iq.weight, model.a.ik.weight)]  # type: ignore[union-attr]
-    handle = qkeel.apply(model, "qk_clip:threshold=0.1", optimizer, batch=x)
-    model(x).square().mean().backward()
-    model.a.iq.weight.grad = model.a.ik.weight.grad = None  # type: ignore[union-attr]
-    optimizer.step()
-    with qkeel.watch(model) as monitor:
-        model(x)
-    handle.remove()
-    assert monitor.sample is not None
-    assert monitor.sample.overall("max_logit") < 0.5
-    for old, new in zip(before, (model.a.iq.weight, model.a.ik.weight)):  # type: ignore[union-attr]
-        assert torch.equal(old, new)
 
 
 # --- The models of transformers

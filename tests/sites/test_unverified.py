@@ -137,22 +137,6 @@ def test_positions_that_the_model_gives_to_a_layer_are_no_part_of_its_input():
     assert (site.verified, len(site.terms)) == (True, 2)
 
 
-def stack(*layers):
-    for seed, layer in enumerate(layers):
-        torch.manual_seed(seed)
-        for p in layer.parameters():
-            nn.init.normal_(p, std=0.2)
-    return nn.Sequential(*layers)
-
-
-def test_a_layer_that_is_called_again_and_one_that_shares_its_weights_are_confirmed():
-    layer, other = Heads(), Heads()
-    other.q.weight = layer.q.weight
-    sites = find_sites(stack(layer, layer, other), x())
-    assert [site.verified for site in sites] == [True, True]
-    assert [site.query[0].parameter for site in sites] == ["0.q.weight"] * 2
-
-
 def test_weights_that_are_unknown_are_not_verified_and_own_modules_need_no_search():
     class Sum(nn.Module):
         def forward(self, x):

@@ -1,10 +1,7 @@
 """The type of a layer by the keys that its queries reach."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
 from qkeel.capture.calls import ScoresCall
 from qkeel.capture.visible_sets import VisibleSets, told_apart, visible_sets
@@ -12,7 +9,6 @@ from qkeel.spec import AttentionSpec, SlidingWindow
 from qkeel.spec.call import band_call, make_call
 
 T = 12
-Pairs = Callable[[Tensor, Tensor], Tensor]
 
 
 def pairs(f, s=T):
@@ -128,12 +124,6 @@ def test_padding_changes_no_type(side, name, visible):
         assert visible_sets(call_of(mask, False)).visible == visible
 
 
-def test_a_window_of_some_heads_or_sequences_is_a_window():
-    mask = torch.stack([pairs(causal), pairs(window)])
-    assert visible_sets(call_of(mask[None], False)).visible == "window"
-    assert visible_sets(call_of(mask[:, None], False)).visible == "window"
-
-
 def test_flags_windows_and_packed_sequences_need_no_mask():
     x = torch.randn(1, 2, T, 4)
     plain = make_call(AttentionSpec(), x, x, x)
@@ -152,16 +142,6 @@ def test_flags_windows_and_packed_sequences_need_no_mask():
             make_call(AttentionSpec(position=SlidingWindow(window=4)), x, x, x)
         ).visible
         == "window"
-    )
-
-
-def test_a_window_that_is_longer_than_the_sequence_hides_nothing():
-    x = torch.randn(1, 2, T, 4)
-    assert (
-        visible_sets(
-            make_call(AttentionSpec(position=SlidingWindow(window=T)), x, x, x)
-        ).visible
-        == "full"
     )
 
 
