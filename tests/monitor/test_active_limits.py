@@ -50,11 +50,6 @@ def test_a_head_that_outgrows_its_clip_is_told_with_the_clip():
     assert "with qk_clip:threshold=100 active" in escaping["growth"]
 
 
-def test_a_head_beside_those_that_are_held_is_still_forecast():
-    records = history(CLIPPED, 0.9 * RISING, limits=CLIP)
-    assert raised(records)["forecast 1000"].startswith("b: ")
-
-
 def test_a_cap_bounds_what_enters_the_softmax_and_how_far_it_may_grow():
     records = history(RISING)
     for cap, expected in ((20.0, []), (300.0, ["ceiling 100"])):

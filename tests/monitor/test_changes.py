@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+from tests.attention import Joint, fused_causal
 from torch import nn
 
 import qkeel
@@ -11,29 +11,17 @@ from qkeel.monitor.logit_changes import LogitChanges
 from qkeel.sites.tap import Tap
 
 
-class Attention(nn.Module):
+class Attention(Joint):
     def __init__(self, dropout=0.0):
-        super().__init__()
-        self.qkv, self.out, self.drop = (
-            nn.Linear(16, 48),
-            nn.Linear(16, 16),
-            nn.Dropout(dropout),
-        )
-
-    def heads(self, x):
-        return self.qkv(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
+        super().__init__(fused_causal, 16, 4)
+        self.out, self.drop = nn.Linear(16, 16), nn.Dropout(dropout)
 
     def forward(self, x):
-        q, k, v = self.heads(self.drop(x))
-        return self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            .transpose(1, 2)
-            .flatten(2)
-        )
+        return self.out(super().forward(self.drop(x)))
 
 
 def logits(model, x):
-    q, k, _ = model.heads(x).detach().double()
+    q, k, _ = (y.detach().double() for y in model.heads(x))
     return q @ k.mT / 2
 
 

@@ -6,7 +6,6 @@ import random
 import warnings
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -197,47 +196,3 @@ def test_half_precision_scores_that_overflow_are_said_with_their_size():
         "in the logits of layers.0, which overflow float16: |q| |k| reaches 160,000"
         in meaning
     )
-
-
-class Repeats(nn.Module):
-    """Calls its first layer as often as it is told."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = Two(lambda z, mask: z.softmax(-1)).layers
-
-    def forward(self, x, n):
-        for _ in range(n):
-            x = self.layers[0](x, None)
-        return self.layers[1](x, None)
-
-
-@pytest.mark.parametrize("passes", [[(1, 2)], [(0, 2), (2, 3)], [(0, 4)]])
-def test_a_layer_that_is_left_out_or_called_again_is_judged_by_its_own_calls(passes):
-    torch.manual_seed(0)
-    model, outputs = Repeats(), {0: [], 1: []}
-    for i, layer in enumerate(model.layers):
-        layer.register_forward_hook(
-            lambda _, args, output, i=i: outputs[i].append(output.detach())
-        )
-
-    def take(optimizer, passes):
-        for x in outputs.values():
-            x.clear()
-        for n_times, n_samples in passes:
-            model(torch.randn(n_samples, 5, WIDTH), n_times).square().mean().backward()
-        optimizer.step()
-
-    all_passes = [[(1, 2)], passes]
-    monitor = run(model, [lambda o, p=p: take(o, p) for p in all_passes], "all")
-    assert monitor.sample is not None
-    stages = monitor.sample.heads["finite_stages"]
-    for i, of_layer in outputs.items():
-        value = monitor.sample.values[f"block_output_norm/layers.{i}"]
-        if of_layer:
-            norms = torch.cat([x.norm(dim=-1).flatten() for x in of_layer])
-            assert value == pytest.approx(norms.mean().item(), rel=1e-5)
-            assert (stages[i] == ALL).all()
-        else:
-            assert np.isnan(value)
-            assert np.isnan(stages[i]).all()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.attention import Joint
 from torch import Tensor, nn
 
 from qkeel import watch
@@ -27,21 +28,13 @@ class Config:
     query_pre_attn_scalar: float | None = None
 
 
-class Layer(nn.Module):
+class Layer(Joint):
     def __init__(self):
-        super().__init__()
-        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        super().__init__(m=WIDTH, heads=HEADS)
+        self.o = nn.Linear(WIDTH, WIDTH)
 
-    def forward(
-        self,
-        x,
-        mask,
-        fused,
-        scale,
-        cap,
-        weights,
-    ):
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+    def forward(self, x, mask, fused, scale, cap, weights):
+        q, k, v = self.heads(x)
         if fused and not cap:
             y = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
         else:

@@ -1,6 +1,5 @@
 """A power law is continued exactly; its clock takes out the learning rate's course."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -49,25 +48,6 @@ def test_a_hole_in_the_record_is_left_out():
     ahead = forecast(STEPS, values, 400.0)
     assert ahead is not None
     assert ahead.step == pytest.approx(400)
-
-
-def test_it_reads_like_a_sentence():
-    said = Forecast(
-        threshold=1e4, value=500.0, exponent=1.0, step=2143.2, low=1950.0, high=2340.0
-    )
-    assert (
-        str(said)
-        == "will pass 10,000 at step 2,140 (90 % interval 1,950 to 2,340) if the learning rate stays the same"
-    )
-    known = dataclasses.replace(said, end=5000)
-    assert str(known) == "will pass 10,000 at step 2,140 (90 % interval 1,950 to 2,340)"
-    assert (
-        str(dataclasses.replace(known, high=math.inf))
-        == "will pass 10,000 at step 2,140 (90 % interval 1,950 to never)"
-    )
-    never = dataclasses.replace(known, step=math.inf, high=math.inf)
-    assert str(never) == "will not pass 10,000 within this run"
-    assert never.interval == "90 % interval 1,950 to never"
 
 
 def test_a_forecast_that_says_nothing_names_no_step():

@@ -130,19 +130,6 @@ def test_a_query_and_key_along_the_largest_gain_reach_the_bound(name, stretch):
     assert reached(model, TOKENS).tolist() == pytest.approx([expected] * 4, rel=1e-3)
 
 
-@torch.no_grad()
-def test_a_norm_over_all_heads_gives_each_head_its_own_part_of_the_gain():
-    model = built("olmo2")
-    attention = next(m for n, m in model.named_modules() if n.endswith("self_attn"))
-    query, key = torch.rand(4, 8), torch.rand(2, 8)
-    attention.q_norm.weight.copy_(query.flatten())
-    attention.k_norm.weight.copy_(key.flatten())
-    expected = (
-        8**-0.5 * 32**0.5 * query.amax(1) * (16**0.5 * key.amax(1)).repeat_interleave(2)
-    )
-    assert torch.allclose(bound(model, TOKENS), expected, rtol=1e-5)
-
-
 class Written(nn.Module):
     """Attention by hand, q and k through `norm`."""
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.contract.watch.small import Block, batch, small
+from tests.attention import Attention, written
+from tests.contract.watch.small import batch, small
 from tests.quick import quick
 from torch import nn
 
@@ -24,28 +25,11 @@ class TorchAttention(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
-class Written(Block):
-    def forward(self, x):
-        q, k, v = (
-            f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
-        )
-        return self.o(((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-class Own(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = qkeel.nn.Attention(8, 2)
-
-    def forward(self, x):
-        return self.attention(x)
-
-
 MODELS: dict[str, Any] = {
     "sdpa": small,
     "torch's": TorchAttention,
-    "written": Written,
-    "own": Own,
+    "written": lambda: Attention(written),
+    "own": lambda: nn.Sequential(qkeel.nn.Attention(8, 2)),
 }
 EMPTY = {"no sequences": (0, 5), "no tokens": (2, 0)}
 

@@ -157,23 +157,6 @@ def test_a_model_without_a_list_of_blocks_is_told_what_was_expected():
     monitor.remove()
 
 
-def test_what_checkpointing_computes_again_counts_once():
-    from torch.utils.checkpoint import checkpoint
-
-    class Recomputed(Stack):
-        def forward(self, x):
-            x = self.embed(x)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return self.head(x)
-
-    torch.manual_seed(0)
-    plain = made(Block)
-    again = Recomputed(Block)
-    again.load_state_dict(plain.state_dict())
-    assert watched(again, BATCHES) == watched(plain, BATCHES)
-
-
 def test_blocks_without_attention_are_recorded_under_their_own_name():
     class Dense(Block):
         def forward(self, x):

@@ -1,20 +1,17 @@
 """What a sink writes can be read: at the end, at any instant before it, and never over what was there."""
 
 import logging
-import shutil
 import warnings
 
 import numpy as np
 import pytest
 
 from qkeel.errors import InvalidTypeError, RunDirectoryError
-from qkeel.monitor import History, LoggingSink, RunDirectorySink, Severity
+from qkeel.monitor import LoggingSink, RunDirectorySink, Severity
 from qkeel.records import (
     HEAD_FIELDS,
     RunDirectory,
     RunStatus,
-    disk,
-    fresh_directory,
 )
 
 from .samples import LAYERS, about, alarm, sample
@@ -90,15 +87,6 @@ def test_a_record_that_cannot_be_written_is_lost_alone(tmp_path, monkeypatch):
     ]
 
 
-def test_a_directory_is_claimed_by_its_first_file(tmp_path):
-    assert [
-        fresh_directory(tmp_path / "run", first="events.jsonl").name for _ in range(2)
-    ] == ["run", "run-2"]
-    (tmp_path / "empty").mkdir()
-    assert fresh_directory(tmp_path / "empty", first="events.jsonl").name == "empty"
-    assert not disk.create(tmp_path / "empty" / "events.jsonl")
-
-
 def test_nothing_on_disk_is_written_over(tmp_path):
     paths = [opened(tmp_path / "watch").path for _ in range(3)]
     assert paths == [tmp_path / "watch", tmp_path / "watch-2", tmp_path / "watch-3"]
@@ -110,26 +98,6 @@ def test_nothing_on_disk_is_written_over(tmp_path):
     assert opened(tmp_path / "mine").path == tmp_path / "mine-3"
     (tmp_path / "empty").mkdir()
     assert opened(tmp_path / "empty").path == tmp_path / "empty"
-
-
-def test_killed_at_any_byte_it_can_be_read(tmp_path):
-    sink = opened(tmp_path / "watch", fields=["max_logit", "entropy"])
-    for step in range(3):
-        sink.write(sample(step))
-    sink.alarm(alarm())
-    for name in ("metrics.jsonl", "heads.f32", "events.jsonl"):
-        whole = (tmp_path / "watch" / name).read_bytes()
-        for cut in range(0, len(whole), 7):
-            torn = tmp_path / "torn"
-            shutil.copytree(tmp_path / "watch", torn)
-            (torn / name).write_bytes(whole[:cut])
-            run = RunDirectory(torn)
-            assert run.status is RunStatus.STARTED
-            assert len(History.read(run)) == min(
-                len(run.metrics()), len(run.heads().steps)
-            )
-            run.events()
-            shutil.rmtree(torn)
 
 
 def test_a_field_that_turns_up_late_keeps_the_records_whole_and_is_told_once(

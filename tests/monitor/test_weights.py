@@ -165,18 +165,6 @@ def test_a_steps_weights_are_those_of_the_dense_products(kind):
             )
 
 
-def test_an_eps_beside_the_norm_of_a_matrix_is_compared_with_no_gradient():
-    model = qkeel.nn.Attention(8, 2)
-    x = torch.randn(2, 5, 8)
-    for make, is_compared in ((torch.optim.Muon, False), (torch.optim.RMSprop, True)):
-        optimizer = make(model.parameters())
-        with qkeel.watch(model, optimizer) as monitor:
-            model(x).sum().backward()
-            optimizer.step()
-            assert monitor.sample is not None
-            assert ("grad_over_eps" in monitor.sample.heads) == is_compared
-
-
 @pytest.mark.parametrize("eps", [1e-6, None])
 def test_gradients_are_root_mean_squares_over_a_heads_rows_and_over_eps(
     eps,

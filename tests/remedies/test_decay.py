@@ -108,24 +108,3 @@ def test_other_remedies_do_not_scale_it_in_any_order(order):
                 step_by(model, optimizer, grads)
         results.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results))
-
-
-def test_a_closure_makes_its_gradients_inside_the_step_and_the_decay_is_there_from_the_first():
-    model = attention(torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = model.q_proj.weight.detach().clone()
-    seen = []
-
-    def closure():
-        seen.append(model.q_proj.weight.detach().clone())
-        optimizer.zero_grad()
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        return 0.0
-
-    with qkeel.apply(model, "qk_weight_decay:decay=1", optimizer):
-        optimizer.step(closure)
-    assert torch.equal(
-        seen[0], before
-    )  # the gradients are those of the weights before their decay, as with AdamW
-    assert torch.allclose(model.q_proj.weight, before * 0.9)

@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from tests.attention import Attention
 from tests.each_row import each_row
 from torch import nn
 
@@ -54,25 +55,19 @@ def test_sigma_reparam_is_folded_into_plain_layers(on):
     qkeel.apply(model, "sigma_reparam").remove()  # it is on no site any more
 
 
-class Tied(nn.Module):
+class Tied(Attention):
     """A language model whose head is its embedding, and whose k is computed with the weight of q."""
 
     def __init__(self):
-        super().__init__()
         torch.manual_seed(0)
+        super().__init__(m=16, bias=False)
         self.embedding = nn.Embedding(VOCAB, 16)
         self.head = nn.Linear(16, VOCAB, bias=False)
-        self.q, self.k, self.v = (nn.Linear(16, 16, bias=False) for _ in "qkv")
         self.head.weight, self.k.weight = self.embedding.weight, self.q.weight
         self.again = self.v  # one module under two names shares nothing
 
     def forward(self, x):
-        x = self.embedding(x)
-        qkv = [
-            f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v)
-        ]
-        o = nn.functional.scaled_dot_product_attention(*qkv)
-        return self.head(o.transpose(1, 2).flatten(2))
+        return self.head(super().forward(self.embedding(x)))
 
 
 def test_weights_that_other_layers_share_are_not_folded_and_remove_restores_them():

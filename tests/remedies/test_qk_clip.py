@@ -135,14 +135,6 @@ def test_micro_batches_between_steps_count_together_and_the_next_step_starts_ane
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
-def test_a_weight_that_makes_q_and_k_is_scaled_once():
-    model, x = attention(torch.float64, 4), inputs(dtype=torch.float64)
-    model.k_proj.weight = model.q_proj.weight
-    top = maxima(model, x)[0]
-    clip_once(model, "qk_clip:threshold=0.1", x)
-    assert torch.allclose(maxima(model, x)[0], top.clamp(max=0.1))
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_gains_and_offsets_of_a_gau_are_scaled_by_the_root(bias):
     torch.manual_seed(0)

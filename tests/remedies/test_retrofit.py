@@ -192,19 +192,6 @@ def test_what_is_normed_already_is_refused():
             RetrofitConfig(**options)  # type: ignore[arg-type]
 
 
-def test_a_retrofit_that_fails_half_way_leaves_the_model_as_it_was(llama, monkeypatch):
-    before, balanced = snapshot(llama), Balance.descend
-
-    def broken(self, *args):
-        balanced(self, *args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Balance, "descend", broken)
-    with pytest.raises(KeyboardInterrupt):
-        retrofit(llama, "qk_norm", BATCHES, config=RetrofitConfig(iterations=1))
-    assert_same(before, snapshot(llama))
-
-
 def padded(rows, pad):
     """A batch whose first row starts with padding and whose labels leave out the first tokens of every row."""
     x = text(rows, rows)

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.attention import values
 from tests.sites.models import CASES
 
 import qkeel
@@ -56,7 +57,7 @@ def test_rows_of_queries_and_keys_take_their_share_of_the_step_and_others_all(
 ):
     model, x, masks = made(name)
     plain, _, _ = made(name)
-    old = {n: p.detach().clone() for n, p in model.named_parameters()}
+    old = values(model)
     optimizer = make(model.parameters())
     with qkeel.apply(model, remedy, optimizer, batch=x):
         stepped(model, optimizer)
@@ -78,19 +79,26 @@ def largest(model, x, sites):
     return stats.max_logit
 
 
+@pytest.mark.parametrize("groups", ["query", "group"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_clip_brings_the_largest_logit_of_each_head_to_the_threshold(name):
+def test_a_clip_brings_each_head_or_the_worst_of_a_group_to_the_threshold(name, groups):
     model, x, masks = made(name)
     model.eval()
-    old = {n: p.detach().clone() for n, p in model.named_parameters()}
+    old = values(model)
     sites = [*qkeel.find_sites(model, x)]
     before = largest(model, x, sites)
-    threshold = float(before.mean())
+    tau = float(before.mean())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with qkeel.apply(model, f"qk_clip:threshold={threshold}", optimizer, batch=x):
+    remedy = f"qk_clip:threshold={tau},groups={groups}"
+    with qkeel.apply(model, remedy, optimizer, batch=x):
         model(x).sum().backward()
         optimizer.step()
-    torch.testing.assert_close(largest(model, x, sites), before.clamp_max(threshold))
+    gamma = (tau / before).clamp(max=1)
+    if groups == "group":
+        heads, keys = CASES[name].heads
+        key_of = CASES[name].key_heads or [h * keys // heads for h in range(heads)]
+        gamma = torch.stack([gamma[torch.tensor(key_of) == g].min() for g in key_of])
+    torch.testing.assert_close(largest(model, x, sites), before * gamma)
     for n, p in model.named_parameters():
         others = ~masks.get(n, torch.full_like(p, p.ndim < 2) > 0)
         assert torch.equal(p[others], old[n][others]), n
@@ -99,7 +107,7 @@ def test_a_clip_brings_the_largest_logit_of_each_head_to_the_threshold(name):
 def test_gains_of_norms_on_queries_and_keys_are_frozen_and_those_of_values_are_not():
     model = decoder(spec=qkeel.preset("qwen3"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = values(model)
     with qkeel.apply(model, "frozen_qk", optimizer):
         train(model, optimizer, 3)
     stay = {n for n, p in model.named_parameters() if torch.equal(p, before[n])}

@@ -197,19 +197,6 @@ def test_the_term_that_binds_may_change_between_start_and_now():
     torch.testing.assert_close(rate, (nope / (rope * 1e4)).expand_as(rate))
 
 
-def test_layers_that_share_a_weight_scale_its_step_once_by_all_the_logits_it_makes():
-    a, b = attention(n_kv_heads=4), attention(n_kv_heads=4)
-    b.q_proj.weight = a.q_proj.weight
-    with torch.no_grad():
-        b.k_proj.weight.mul_(5)
-    # The largest partner at the start is layer 1's, now layer 0's, ten times as large.
-    rates = factors(
-        nn.ModuleList([a, b]), {"0.k_proj.weight": 50, "1.k_proj.weight": 2}
-    )
-    assert torch.allclose(rates["0.q_proj.weight"], torch.tensor(0.1).double())
-    assert torch.allclose(rates["1.k_proj.weight"], torch.ones(16).double())
-
-
 def test_biases_keep_the_base_rate_and_so_do_weights_that_were_zero_at_the_start():
     rates = factors(attention(bias=True), {}, "lalr:tau=0.1")
     assert torch.allclose(rates["q_proj.bias"], torch.ones(16).double())

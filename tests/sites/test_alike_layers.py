@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.attention import Joint, fused_causal
 from tests.sites.models import SCALE, D, H, Heads, M, T
 from torch import nn
 
@@ -57,10 +58,10 @@ def verified(sites):
     return [site.verified for site in sites]
 
 
-@pytest.mark.parametrize("heads", [H, 2 * H])
+@pytest.mark.parametrize("heads", [2 * H])
 def test_eight_plain_layers_take_nine_reruns(heads, runs):
     torch.manual_seed(0)
-    model = nn.Sequential(*(Fused(heads) for _ in range(8)))
+    model = nn.Sequential(*(Joint(fused_causal, M, heads) for _ in range(8)))
     assert verified(find_sites(model, x())) == [True] * 8
     assert len(runs) == 9
     assert all(runs.count(str(i)) == 1 for i in range(1, 8))
@@ -87,19 +88,6 @@ def test_a_part_from_other_weights_in_a_later_layer_is_seen():
     sites = find_sites(model, x())
     assert verified(sites) == [True, True, False]
     assert "from other weights" in sites[2].unverified
-
-
-class Fused(nn.Module):
-    """One projection, and torch's function."""
-
-    def __init__(self, heads):
-        super().__init__()
-        self.heads, self.qkv = heads, nn.Linear(M, 3 * M)
-
-    def forward(self, x):
-        parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
-        return y.transpose(1, 2).flatten(2)
 
 
 class Switched(Heads):

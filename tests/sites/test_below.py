@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tests.attention import Joint
 from torch import Tensor, nn
 
@@ -35,10 +34,6 @@ def attention(q, k, v):
     )
 
 
-def fused(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
 # torch.jit.script takes an argument without a type for a tensor.
 def masked_softmax(scores: Tensor, scale: float):
     hidden = torch.ones(scores.size(-2), scores.size(-1)).tril() == 0
@@ -57,19 +52,8 @@ def heads_one_by_one(q, k, v):
 # How to make it, and whether a function mode does not see it.
 WAYS: dict[str, tuple[Callable[[], Attend], bool]] = {
     "script": (lambda: torch.jit.script(attention), True),
-    "fused script": (lambda: torch.jit.script(fused), True),
     "script of the softmax alone": (softmax_in_a_script, True),
-    "vmap over the batch": (lambda: torch.func.vmap(attention), True),
     "vmap over heads": (lambda: heads_one_by_one, True),
-    "vmap of a fused function": (lambda: torch.func.vmap(fused), True),
-    "operator": (
-        lambda: (
-            lambda q, k, v: torch.ops.aten.scaled_dot_product_attention(
-                q, k, v, None, 0.0, True
-            )
-        ),
-        False,
-    ),
     "overload": (
         lambda: (
             lambda q, k, v: torch.ops.aten.scaled_dot_product_attention.default(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from tests.contract.watch.test_functions import opaque
+from torch import nn
 
 from qkeel.capture.calls import statistics
 from qkeel.capture.described import arranged
@@ -23,23 +23,9 @@ from qkeel.errors import (
 from qkeel.functional.statistics import LogitStats
 from qkeel.patching.modes import FaultGuard
 from qkeel.sites import Reading, describe
-from qkeel.spec import AttentionSpec, RMSNorm, Softcap
+from qkeel.spec import AttentionSpec, RMSNorm
 
 B, H, G, T, D = 2, 4, 2, 6, 8
-
-
-@torch.library.custom_op("qkeel_tests::attend", mutates_args=())
-def opaque(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A kernel of one's own: nothing inside is a torch function."""
-    import numpy
-
-    h = q.shape[2]
-    a, b, c = (x.detach().numpy().repeat(h // x.shape[2], axis=2) for x in (q, k, v))
-    z = numpy.einsum("bthd,bshd->bhts", a, b) / math.sqrt(q.shape[-1])
-    z = numpy.where(numpy.tril(numpy.ones(z.shape[-2:])) > 0, z, -numpy.inf)
-    p = numpy.exp(z - z.max(-1, keepdims=True))
-    out = numpy.einsum("bhts,bshd->bthd", p / p.sum(-1, keepdims=True), c)
-    return torch.from_numpy(out.astype("float32"))
 
 
 class Opaque(nn.Module):
@@ -48,10 +34,14 @@ class Opaque(nn.Module):
         self.q_proj = nn.Linear(H * D, H * D)
         self.kv = nn.Linear(H * D, 2 * G * D, bias=False)
 
+    def heads(self, x):
+        q = self.q_proj(x).unflatten(2, (H, D)).transpose(1, 2)
+        return q, *self.kv(x).unflatten(2, (2, G, D)).transpose(1, 3).unbind(2)
+
     def forward(self, x):
-        q = self.q_proj(x).unflatten(2, (H, D))
-        k, v = self.kv(x).unflatten(2, (2, G, D)).unbind(2)
-        return opaque(q, k, v).flatten(2)
+        q, k, v = self.heads(x)
+        k, v = (y.repeat_interleave(H // G, 1) for y in (k, v))
+        return opaque(q, k, v).transpose(1, 2).flatten(2)
 
 
 class Model(nn.Module):
@@ -164,13 +154,10 @@ def test_functions_may_read_q_k_and_the_mask_from_the_arguments_of_the_forward()
 def test_what_is_visible_inside_a_described_module_is_reported_once_as_described():
     class Visible(Opaque):
         def forward(self, x):
-            q = self.q_proj(x).unflatten(2, (H, D)).transpose(1, 2)
-            k, v = self.kv(x).unflatten(2, (2, G, D)).transpose(1, 3).unbind(2)
-            return (
-                F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-                .transpose(1, 2)
-                .flatten(2)
+            y = F.scaled_dot_product_attention(
+                *self.heads(x), is_causal=True, enable_gqa=True
             )
+            return y.transpose(1, 2).flatten(2)
 
     model, x = nn.Sequential(Visible(), Visible()), torch.randn(B, T, H * D)
     how: list[tuple[str, str]] = []
@@ -220,14 +207,6 @@ def test_a_projection_that_all_heads_share_is_one_slice():
     }
     site = describe(Shared(), "", heads=H, **reading)
     assert site.query[0].index.tolist() == [list(range(D))]
-
-
-def test_a_cap_is_part_of_the_spec():
-    model, x = Model(), torch.randn(B, T, H * D)
-    (stats,) = watch(
-        model, [described(model, spec=AttentionSpec(cap=Softcap(0.5)))], x
-    ).values()
-    assert (stats.capped_max_logit < stats.max_logit).all()
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

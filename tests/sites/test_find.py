@@ -7,7 +7,7 @@ from torch.nn.utils import parametrize
 
 import qkeel
 from qkeel import find_sites
-from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
+from qkeel.nn import MLA, Attention
 from qkeel.nn.mla import LatentSizes
 from qkeel.sites import Tap
 
@@ -49,16 +49,6 @@ def test_zeroing_a_heads_query_rows_silences_that_head_alone(kind):
         assert torch.equal(after[others], before[others])
         for n, p in model.named_parameters():
             p.copy_(saved[n])
-
-
-def test_sites_come_in_module_order_with_qualified_names():
-    sites = find_sites(
-        Decoder(DecoderConfig(vocab_size=5, d_model=16, n_layers=3, n_kv_heads=2))
-    )
-    assert [s.name for s in sites] == [f"blocks.{i}.attention" for i in range(3)]
-    assert {(s.n_heads, s.n_kv_heads, s.head_dim) for s in sites} == {(4, 2, 4)}
-    assert sites[1].query[0].parameter == "blocks.1.attention.q_proj.weight"
-    assert find_sites(Attention(16, 4))[0].query[0].parameter == "q_proj.weight"
 
 
 def test_a_parametrized_weight_is_found_under_its_original():

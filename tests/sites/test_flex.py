@@ -170,17 +170,6 @@ def test_a_mask_of_blocks_alone_hides_the_blocks_it_lacks():
     assert stats.max_logit.tolist() == [0]  # q_i · k_i = 1 is hidden
 
 
-def test_the_scale_is_the_one_given():
-    q, k, v = parts("scale")
-    (one,) = seen(
-        Flex(functools.partial(flex_attention, scale=1.0, enable_gqa=True)), q, k, v
-    )
-    (half,) = seen(
-        Flex(functools.partial(flex_attention, scale=0.5, enable_gqa=True)), q, k, v
-    )
-    torch.testing.assert_close(one.max_logit, 2 * half.max_logit)
-
-
 def block(attend):
     """Projections around flex_attention, kept under whatever name."""
     return Joint(functools.partial(attend, enable_gqa=True), H * D, H, groups=G)
@@ -208,29 +197,6 @@ def test_it_is_seen_and_its_rows_are_found_under_every_alias(name):
     assert term.key[0].parameter == "0.qkv.weight"
     assert torch.equal(term.key[0].index, H * D + torch.arange(G * D).view(G, D))
     assert len(seen(model, x)) == 1
-
-
-@pytest.mark.slow
-def test_what_was_compiled_is_neither_compiled_anew_nor_changed():
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    counters.clear()
-    model, x = (
-        block(torch.compile(flex_attention, backend="aot_eager", fullgraph=True)),
-        torch.randn(B, T, H * D),
-    )
-    with torch.no_grad():
-        expected = model(x)
-        before = dict(counters["stats"])
-        found: list[CapturedCall] = []
-        with CaptureMode(model, found.append):
-            assert torch.equal(model(x), expected)
-        assert len(found) == 1
-        assert torch.equal(model(x), expected)
-    assert dict(counters["stats"]) == before
-    assert not counters["graph_break"]
-    torch._dynamo.reset()
 
 
 def code():

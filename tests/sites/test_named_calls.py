@@ -167,17 +167,6 @@ def test_a_model_that_changes_its_way_is_searched_again_at_once(tapped, attend):
         check(model, tap, silent={"1"} if i == 5 and not is_seen else None)
 
 
-def test_a_mode_around_the_model_keeps_the_callbacks(tapped):
-    model = stack(by_name, by_name)
-    tap = tapped(model)
-    for i in PASSES:
-        with ExitStack() as around:
-            if i >= 5:
-                around.enter_context(torch.device("cpu"))  # a mode of torch's own
-            model(batch(i))
-        check(model, tap)
-
-
 def test_a_model_that_goes_to_and_fro_is_lost_in_one_pass_only(tapped):
     model = stack(by_name)
     tap = tapped(model)
@@ -205,23 +194,6 @@ def test_somebody_elses_function_under_the_name_is_read_as_what_it_calls(
             for layer in model:
                 layer.noted = layer.noted * factor
         check(model, tap)
-
-
-def test_two_taps_of_one_model_both_read_its_calls(callbacks):
-    model = stack(by_name, by_name)
-    with Tap(model) as first:
-        model(batch(0))
-        with Tap(model) as second:  # searched everywhere while the first reads names
-            for i in range(7):
-                callbacks.clear()
-                model(batch(i))
-                for tap in (first, second):
-                    stats = {name: x.max_logit for name, x in tap.take("train").items()}
-                    for name, layer in model.named_children():
-                        torch.testing.assert_close(
-                            stats[name], layer.noted.float(), rtol=1e-5, atol=1e-6
-                        )
-            assert not callbacks
 
 
 def test_a_pass_that_fails_gives_the_name_back_and_the_next_is_read(
@@ -284,28 +256,3 @@ def test_functions_that_are_compiled_next_to_attention_go_on(attend, part):
             assert torch.equal(model(batch(i)), expected[i])
             layers = {"0", "1"} if part == "around" else {"0"}
             assert layers <= set(tap.read())
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_what_is_compiled_in_an_observed_pass_holds_torchs_own_function(
-    monkeypatch,
-):
-    # Nobody asks for bounds here, whatever clips other tests have left.
-    monkeypatch.setattr(named_attention, "_users", [0])
-    graphs: list[Any] = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(by_name, backend=backend)
-    model = stack(by_name, compiled)
-    with named_attention.name_held():
-        compiled(*torch.randn(3, 2, 4, 7, 8))
-    with Tap(model):
-        for i in range(6):
-            assert torch.isfinite(model(batch(i))).all()
-    assert graphs
-    called = {node.target for graph in graphs for node in graph.graph.nodes}
-    assert not any("qkeel" in str(target) for target in called)

@@ -75,12 +75,6 @@ def checkpointed(q, k, v):
     return checkpoint(nanogpt, q, k, v, use_reentrant=True)  # type: ignore[return-value]
 
 
-def exp_over_sum(q, k, v):
-    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
-    e = torch.exp(scores - scores.amax(-1, keepdim=True))
-    return (e / e.sum(dim=-1, keepdim=True)) @ v
-
-
 def values_before_the_sum(q, k, v):
     scores = q @ k.mT
     scores -= scores.max(dim=-1, keepdim=True).values.detach()
@@ -104,7 +98,6 @@ WAYS: dict[str, Attend] = {
         with_sink,
         without_softmax,
         checkpointed,
-        exp_over_sum,
         values_before_the_sum,
         softmax_of_the_rest,
     )

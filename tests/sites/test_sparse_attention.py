@@ -16,7 +16,6 @@ import qkeel
 from .sparse_models import (
     DSA,
     B,
-    Compressed,
     M,
     Model,
     Sparse,
@@ -27,8 +26,6 @@ from .sparse_models import (
 MODELS: dict[str, tuple[Callable[[], Sparse], dict[str, str]]] = {
     "dsa, written out": (lambda: DSA(fused=False), {"a": "sparse"}),
     "dsa, fused": (lambda: DSA(fused=True), {"a": "sparse"}),
-    "csa": (lambda: Compressed(m=4, top=2), {"a": "compressed"}),
-    "hca": (lambda: Compressed(m=6, top=None), {"a": "compressed"}),
 }
 
 
@@ -95,24 +92,6 @@ def test_an_indexers_scores_are_measured_with_its_layer(name):
             )
             assert heads["index_entropy"][0, 0] == pytest.approx(entropy, rel=1e-5)
             assert np.isnan(heads["index_max_logit"][0, 1:]).all()
-
-
-def test_scores_that_go_into_a_softmax_are_no_indexer():
-    class Best(nn.Module):
-        """Keys under the fourth largest score of a row are hidden."""
-
-        def __init__(self):
-            super().__init__()
-            self.q, self.k = nn.Linear(M, M), nn.Linear(M, M)
-
-        def forward(self, x):
-            z = self.q(x) @ self.k(x).mT
-            least = z.topk(4, dim=-1).values[..., -1:]
-            return z.masked_fill(z < least, -torch.inf).softmax(-1) @ x
-
-    sites = qkeel.find_sites(Best(), torch.randn(B, T, M))
-    assert [site.layer_type for site in sites] == ["sparse"]
-    assert not sites.indexers
 
 
 def test_a_router_of_experts_is_no_indexer():
@@ -214,38 +193,3 @@ def test_deepseek_v4_of_transformers_is_seen_as_its_own_weights_say(
     expected = index.masked_fill(~reached, -torch.inf).amax().item()
     assert sample.heads["index_max_logit"][1, 0] == pytest.approx(expected, rel=1e-5)
     assert np.isnan(sample.heads["index_max_logit"][[0, 2]]).all()
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_deepseek_v32_of_transformers_is_sparse_and_has_indexers(
-    transformers, implementation
-):
-    config = getattr(transformers, "DeepseekV32Config", None)
-    if config is None:
-        pytest.skip("this version has no DeepSeek-V3.2")
-    settings = config(
-        vocab_size=50, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
-        n_group=1, topk_group=1, kv_lora_rank=8, q_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
-        index_n_heads=2, index_head_dim=8, index_topk=6, first_k_dense_replace=1,
-    )  # fmt: skip
-    settings._attn_implementation = implementation
-    torch.manual_seed(0)
-    model, ids = (
-        transformers.DeepseekV32ForCausalLM(settings),
-        torch.randint(0, 50, (2, 24)),
-    )
-    sites = qkeel.find_sites(model, ids)
-    assert [(site.layer_type, site.origin, site.verified) for site in sites] == 2 * [
-        ("sparse", "latent", True)
-    ]
-    assert [one.name.removesuffix("#index") for one in sites.indexers] == [
-        site.name for site in sites
-    ]
-    short = qkeel.find_sites(model, ids[:, :6])  # every key is among the six best
-    assert [site.layer_type for site in short] == ["latent", "latent"]
-    with qkeel.watch(model, sites=sites, stats="all+chosen") as monitor:
-        for _ in range(3):
-            model(ids)
-            assert monitor.sample is not None
-            assert np.isfinite(monitor.sample.heads["index_entropy"][:, 0]).all()

@@ -9,7 +9,7 @@ from torch import nn
 from qkeel import find_sites
 from qkeel.sites import Tap
 
-from .sums import SUMS, UNKNOWN, H, Sum, T, batch, made, unknown
+from .sums import SUMS, UNKNOWN, H, T, batch, made, unknown
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -56,30 +56,6 @@ def test_a_part_that_is_not_known_is_named_and_statistics_are_right_all_the_same
     torch.testing.assert_close(
         stats.max_logit.double(), model.z.double().amax((0, 2, 3))
     )
-
-
-def test_features_that_two_activations_made_are_no_scores():
-    """Hidden states mixed by coefficients of their own, as Gemma 3n's AltUp has it, go through projections."""
-
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.coefficients, self.attention = (
-                nn.Linear(32, 4),
-                Sum(SUMS["two"][0], "q1", "k1", "q2", "k2"),
-            )
-
-        def forward(self, x):
-            streams = torch.stack([x, x.roll(1, 1)], -1)
-            return self.attention(
-                (streams @ self.coefficients(x).unflatten(-1, (2, 2)))[..., 0]
-            )
-
-    (site,) = find_sites(Mixed(), batch())
-    assert [t.query[0].parameter for t in site.terms] == [
-        "attention.q1.weight",
-        "attention.q2.weight",
-    ]
 
 
 def test_a_table_that_is_read_outside_the_module_is_a_term():

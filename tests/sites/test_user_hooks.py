@@ -286,3 +286,24 @@ def test_hooks_for_saved_tensors_see_the_users_passes_alone():
         return shapes
 
     assert saved(is_watched=True) == saved(is_watched=False)
+
+
+def test_a_hook_that_the_first_pass_registers_is_there_once_after_a_search():
+    class Registering(Layer):
+        is_ready = False
+
+        def forward(self, x):
+            if not self.is_ready:
+                self.is_ready = True
+                self.o.register_forward_hook(
+                    lambda *_: calls.append(1), always_call=True
+                )
+            return super().forward(x)
+
+    model, calls, x = Registering(), [], torch.randn(2, 5, 16)
+    qkeel.find_sites(model, x)
+    assert not model.o._forward_hooks
+    assert not model.o._forward_hooks_always_called
+    calls.clear()
+    model(x)
+    assert calls == [1]

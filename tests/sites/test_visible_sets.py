@@ -124,27 +124,6 @@ def test_padding_changes_no_type(side, name, visible):
         assert visible_sets(call_of(mask, False)).visible == visible
 
 
-def test_flags_windows_and_packed_sequences_need_no_mask():
-    x = torch.randn(1, 2, T, 4)
-    plain = make_call(AttentionSpec(), x, x, x)
-    packed = band_call(plain, cu_seqlens=torch.tensor([0, 5, T]))
-    assert visible_sets(plain) == VisibleSets(visible="full", blocks=False, queries=T)
-    assert visible_sets(packed) == VisibleSets(visible="full", blocks=True, queries=T)
-    assert visible_sets(band_call(plain, window=(3, 0))).visible == "window"
-    assert (
-        visible_sets(
-            band_call(plain, window=(2, 0), cu_seqlens=torch.tensor([0, 5, T]))
-        ).visible
-        == "window"
-    )
-    assert (
-        visible_sets(
-            make_call(AttentionSpec(position=SlidingWindow(window=4)), x, x, x)
-        ).visible
-        == "window"
-    )
-
-
 def test_fewer_keys_than_queries_are_compressed_unless_they_come_of_another_source():
     q, k = torch.randn(1, 2, T, 4), torch.randn(1, 2, 5, 4)
     call = make_call(AttentionSpec(), q, k, k, causal=False)
@@ -176,3 +155,24 @@ def test_chunks_are_windows_where_another_layer_sees_across_them():
     )
     assert told_apart({"a": chunk, "b": whole}) == {"a": "window", "b": "full"}
     assert told_apart({"a": chunk, "b": chunk}) == {"a": "full", "b": "full"}
+
+
+def test_flags_windows_and_packed_sequences_need_no_mask():
+    x = torch.randn(1, 2, T, 4)
+    plain = make_call(AttentionSpec(), x, x, x)
+    packed = band_call(plain, cu_seqlens=torch.tensor([0, 5, T]))
+    assert visible_sets(plain) == VisibleSets(visible="full", blocks=False, queries=T)
+    assert visible_sets(packed) == VisibleSets(visible="full", blocks=True, queries=T)
+    assert visible_sets(band_call(plain, window=(3, 0))).visible == "window"
+    assert (
+        visible_sets(
+            band_call(plain, window=(2, 0), cu_seqlens=torch.tensor([0, 5, T]))
+        ).visible
+        == "window"
+    )
+    assert (
+        visible_sets(
+            make_call(AttentionSpec(position=SlidingWindow(window=4)), x, x, x)
+        ).visible
+        == "window"
+    )

@@ -88,20 +88,6 @@ def test_sites_are_known_again_after_modules_were_wrapped(what):
             assert torch.equal(mine[name], value), name
 
 
-def test_sites_have_the_names_that_a_search_in_the_wrapped_model_finds():
-    model = decoder()
-    early = qkeel.find_sites(model, batch(0))
-    model = wrapped(model, "twice")
-    late = qkeel.find_sites(model, batch(0))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for sites in (early, late):
-        with qkeel.watch(model, optimizer, rules=[], sites=sites) as monitor:
-            assert [site.name for site in monitor.sites] == [site.name for site in late]
-            assert [s.parameter for site in monitor.sites for s in site.query] == [
-                s.parameter for site in late for s in site.query
-            ]
-
-
 def test_a_site_that_is_in_no_wrapper_either_is_refused():
     model = decoder()
     sites = Sites(
