@@ -116,15 +116,6 @@ def test_outlook_continues_the_growth_to_the_end_of_the_schedule():
     )  # not followed
 
 
-def test_outlook_weighs_steps_by_their_planned_rate():
-    rising = PlannedRates.of(np.r_[np.full(100, 0.01), np.full(400, 0.1)])
-    steady = PlannedRates.of(np.full(500, 0.01))
-    linear = 5 + 0.2 * STEPS
-    assert replay(history(linear, planned=steady), [Outlook()]) == []
-    (alarm,) = replay(history(linear, planned=rising), [Outlook()])
-    assert alarm.step == 30
-
-
 def test_entropy_collapse_is_of_a_layer_and_a_fall_of_the_entropy_is_none():
     falling = np.linspace(2.0, 0.02, len(STEPS))
     (alarm,) = replay(history(entropy=falling), [EntropyCollapse()])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.attention import Attention, later, scores
-from torch import Tensor, nn
+from tests.attention import Attention, later
+from torch import nn
 
 import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError, UnknownNameError
@@ -187,44 +187,3 @@ def test_a_threshold_that_is_none_gets_one_clear_error(rule):
     for wrong in ("100", None, True, {"full": "100"}, {"full": {"full": 1.0}}, [100.0]):
         with pytest.raises(InvalidTypeError, match="expected a"):
             rule(threshold=wrong)
-
-
-class Curriculum(Attention):
-    """Attention whose window changes from pass to pass, written in the ways that programs write it."""
-
-    def __init__(self, way):
-        super().__init__(self.in_a_window, 16)
-        self.way, self.window = way, None
-
-    def in_a_window(self, q, k, v):
-        seen = ~later(q, k)
-        if self.window is not None:
-            seen = seen & ~seen.tril(-self.window)
-        if self.way == "by hand":
-            return scores(q, k).masked_fill(~seen, -torch.inf).softmax(-1) @ v
-        mask: Tensor | None = seen
-        if self.way == "added":
-            mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_layer_is_judged_anew_when_its_visible_keys_change(seed):
-    draw = np.random.default_rng(seed)
-    way = ["by hand", "added", "boolean"][seed]
-    torch.manual_seed(seed)
-    model = Curriculum(way)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    window = None
-    with qkeel.watch(model, optimizer) as monitor:
-        for _ in range(12):
-            if draw.random() < 0.4:
-                window = draw.choice([None, 3, 5])
-            model.window = window
-            tokens = int(draw.choice([9, 12]))
-            model(torch.randn(2, tokens, 16)).square().mean().backward()
-            optimizer.step()
-            types = {*monitor.sample.types.values()}
-            # Until a longer sequence shows all keys again, nine tokens may be too few to contradict twelve.
-            if tokens == 12:
-                assert types == {"full" if window is None else "window"}

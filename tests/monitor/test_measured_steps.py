@@ -49,33 +49,6 @@ def test_a_step_that_was_skipped_counts_for_the_next_one():
         assert set(calls.values()) == {3 * 2 * 5}  # of steps 0, 3 and 4
 
 
-def test_the_numbers_of_steps_go_on_where_watching_begins_late_unless_they_are_set():
-    for own in (None, 100):
-        model = small()
-        optimizer = torch.optim.AdamW(model.parameters())
-        for step in range(5):
-            model(batch(step)).square().mean().backward()
-            optimizer.step()
-        with watch(model, optimizer, every=1) as monitor:
-            if own is not None:
-                monitor.steps = own
-            loop(monitor, optimizer, range(3))
-            assert monitor.history.steps.tolist() == (
-                [5, 6, 7] if own is None else [100, 101, 102]
-            )
-
-
-def loop(
-    monitor,
-    optimizer,
-    batches=range(6),
-):
-    for seed in batches:
-        monitor.model(batch(seed)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 class StepsInBackward(torch.optim.Optimizer):
     """As transformers' dummy: every weight has an optimizer, which steps in the backward pass; this one counts."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -132,29 +131,6 @@ def test_every_number_of_every_block_is_that_of_float64(
     found = watched(model, batches)
     for name, values in expected(model, batches).items():
         np.testing.assert_allclose(found[name], values, rtol=3e-5, err_msg=name)
-
-
-def test_a_model_without_a_list_of_blocks_is_told_what_was_expected():
-    model = Mixer(8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = qkeel.watch(model, optimizer, stats="max+residual")
-
-    def step():
-        model(torch.randn(1, 4, 8))[0].sum().backward()
-        optimizer.step()
-
-    with pytest.warns(
-        UserWarning,
-        match="residual stream is not measured: expected blocks in an nn.ModuleList",
-    ):
-        step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step()
-        assert not any(
-            name.partition("/")[0] in BLOCK_FIELDS for name in monitor.history.values
-        )
-    monitor.remove()
 
 
 def test_blocks_without_attention_are_recorded_under_their_own_name():

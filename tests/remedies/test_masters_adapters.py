@@ -11,7 +11,7 @@ from torch import nn
 import qkeel
 from qkeel.errors import RefusedError
 from qkeel.monitor.alarms import hold
-from qkeel.remedies import REMEDIES, head_weights
+from qkeel.remedies import REMEDIES
 from qkeel.sites import Tap
 
 from .foreign import example, hf, out
@@ -301,24 +301,3 @@ def test_dora_is_refused(remedy):
         *(p for n, p in model.named_parameters() if "q_proj" in n or "k_proj" in n),
     ]
     qkeel.apply(model, remedy, torch.optim.AdamW(held), batch=batch()).remove()
-
-
-def test_a_copy_is_known_by_its_values_shape_and_dtype_where_it_is_the_only_one():
-    weight = nn.Parameter(torch.randn(3, 4).bfloat16())
-    copy_ = nn.Parameter(weight.detach().float())
-    near = nn.Parameter(copy_.detach() * (1 + 2**-12))  # rounds to the same bits
-    for held, expected in (
-        ([weight, copy_], weight),
-        ([copy_], copy_),
-        ([near], near),
-        ([copy_, near], None),
-        ([nn.Parameter(copy_.detach().flatten())], None),
-        ([nn.Parameter(copy_.detach() * 1.5)], None),
-    ):
-        assert head_weights.stepped(torch.optim.SGD(held), weight) is expected
-    optimizer = torch.optim.SGD([weight])
-    optimizer.state[weight].update(
-        a=copy_, b=copy_ * 2, c=1, d=near.detach(), e=copy_.double()
-    )
-    assert head_weights.copies_in_state(optimizer, weight) == ("a", "d")
-    assert head_weights.copies_in_state(torch.optim.SGD([weight]), weight) == ()

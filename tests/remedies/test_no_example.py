@@ -1,6 +1,5 @@
 """`qkeel.apply` without an example: on a watched model its sites are known, on another the next pass shows them."""
 
-import pickle
 import types
 import warnings
 
@@ -126,17 +125,6 @@ def test_remedies_on_steps_of_a_watched_model_make_no_pass_at_all(
         train(model, optimizer, 0, 1)
         monkeypatch.setattr(nn.TransformerEncoder, "forward", None)
         assert qkeel.apply(model, "lalr:tau=0.1", optimizer).active
-
-
-def test_taken_off_before_any_pass_nothing_is_ever_changed():
-    plain, model = encoder(), encoder()
-    first, second = adamw(plain), adamw(model)
-    before = pickle.dumps(model)
-    qkeel.apply(model, "qk_norm", second).remove()
-    assert pickle.dumps(model) == before
-    train(plain, first, 0, 2)
-    train(model, second, 0, 2)
-    assert equal(plain, model)
 
 
 def test_what_is_refused_is_refused_in_the_pass_and_the_model_is_as_it_was():

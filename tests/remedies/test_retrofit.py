@@ -18,7 +18,7 @@ from qkeel.remedies.retrofit.outputs import Reference
 from qkeel.sites import find_sites
 
 from .foreign import example, hf
-from .models import assert_same, decoder, snapshot, tokens, train
+from .models import assert_same, snapshot
 
 transformers = pytest.importorskip("transformers")
 VOCAB, LENGTH = 16, 24
@@ -145,20 +145,6 @@ def test_queries_scaled_against_keys_leave_a_model_without_a_norm_as_it_is(
     assert not torch.equal(old, model.get_parameter(weight))
     assert reference.gap().kl < 1e-14
     balance.restore()
-    assert_same(before, snapshot(model))
-
-
-@pytest.mark.parametrize("gain", ["dim", "head"])
-def test_own_models_are_retrofitted_too(gain):
-    model = decoder(n_kv_heads=2)
-    train(model, torch.optim.AdamW(model.parameters(), lr=0.01), 30)
-    model.zero_grad()
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attention.q_proj.weight.mul_(4)
-    before = snapshot(model)
-    with retrofit(model, f"qk_norm:gain={gain}", tokens(8, 12)) as handle:
-        assert handle.report.gap.kl < 0.7 * handle.report.naive.kl
     assert_same(before, snapshot(model))
 
 

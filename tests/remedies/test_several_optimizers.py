@@ -187,22 +187,6 @@ def test_two_optimizers_for_q_and_the_rest_act_as_one_optimizer_of_the_same_kind
             assert not torch.equal(plain.get_parameter(name), p)
 
 
-def test_lalr_takes_query_and_key_weights_of_two_optimizers():
-    def two(model):
-        optimizers = queries_and_rest(model)
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = 1e-4
-        return optimizers
-
-    lalr, plain = (trained(two, remedy) for remedy in ("lalr:tau=0.5", "none"))
-    start = Separate()
-    for name, old in start.named_parameters():
-        step, full = (model.get_parameter(name) - old for model in (lalr, plain))
-        factor = 0.5 if name in ("q.weight", "k.weight") else 1.0
-        # The second optimizer's step is scaled by norms that the first has just changed.
-        torch.testing.assert_close(step, full * factor, rtol=0.02, atol=1e-6, msg=name)
-
-
 def test_an_autopilot_clips_biases_that_another_optimizer_holds():
     model = Separate()
     optimizers = muon_and_adamw(model)

@@ -88,31 +88,3 @@ def test_a_part_from_other_weights_in_a_later_layer_is_seen():
     sites = find_sites(model, x())
     assert verified(sites) == [True, True, False]
     assert "from other weights" in sites[2].unverified
-
-
-class Switched(Heads):
-    """Heads with a bias for each distance, and with another one from a detached query if a switch is on."""
-
-    def __init__(self, number):
-        super().__init__()
-        self.number, self.is_gated = number, False
-
-    def forward(self, x):
-        q, k, v = (y.transpose(1, 2) for y in self.operands(x))
-        distance = torch.arange(float(T)) - torch.arange(float(T))[:, None]
-        z = q @ k.mT * SCALE - distance.abs() / 8
-        if self.is_gated:
-            z = z + q.detach().amax(-1, keepdim=True) * torch.arange(float(T))
-        return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-
-def test_a_switch_makes_another_kind_and_the_number_of_a_layer_does_not(
-    runs,
-):
-    model = nn.Sequential(*(Switched(i) for i in range(4)))
-    assert verified(find_sites(model, x())) == [True] * 4
-    assert [runs.count(str(i)) for i in range(1, 4)] == [1, 1, 1]
-    model[3].is_gated = True
-    sites = find_sites(model, x())
-    assert verified(sites) == [True, True, True, False]
-    assert "from other weights" in sites[3].unverified

@@ -7,11 +7,10 @@ import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
 
-import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
-from tests.attention import Joint, fused_causal, written
+from tests.attention import Joint, fused_causal
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -42,14 +41,6 @@ class Block(Joint):
     def forward(self, x):
         x = x + super().forward(x)
         return x + self.mlp(x)
-
-
-def head_by_head(*qkv):
-    each = [
-        (q @ k.mT * D**-0.5).softmax(-1) @ v
-        for q, k, v in zip(*(y.unbind(1) for y in qkv))
-    ]
-    return torch.stack(each, 1)
 
 
 class Stack(nn.Module):
@@ -168,10 +159,3 @@ def test_a_checkpointed_model_is_searched_as_one_that_is_not_within_the_memory_o
         with most() as step:
             model(x.requires_grad_()).square().mean().backward()
         assert search[0] <= step[0], (kind, search, step)
-
-
-@pytest.mark.parametrize("attend", [written, head_by_head])
-def test_attention_that_is_written_out_in_a_part_is_known(attend):
-    plain = known(Stack(attend=attend), batch())
-    assert len(plain) == LAYERS
-    assert known(Stack(by_function(False), attend), batch()) == plain

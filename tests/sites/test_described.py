@@ -101,25 +101,6 @@ def test_the_rows_of_a_description_are_those_of_its_heads():
     assert torch.equal(after[[0, 2, 3]], before[[0, 2, 3]])
 
 
-LAYOUTS = {
-    "b t (h d)": lambda x: x.transpose(1, 2).flatten(2),
-    "b t (d h)": lambda x: x.permute(0, 2, 3, 1).flatten(2),
-    "t b (h d)": lambda x: x.permute(2, 0, 1, 3).flatten(2),
-    "b h t d": lambda x: x,
-    "b t h d": lambda x: x.transpose(1, 2),
-    "(b h) t d": lambda x: x.flatten(0, 1),
-    "b h d t": lambda x: x.mT,
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_is_brought_into_one(layout):
-    x = torch.randn(B, H, T, D)
-    assert torch.equal(
-        arranged(LAYOUTS[layout](x), Reading(module="q", layout=layout), H), x
-    )
-
-
 def test_functions_may_read_q_k_and_the_mask_from_the_arguments_of_the_forward():
     class Bare(nn.Module):
         def __init__(self):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 import qkeel
 from qkeel import find_sites
@@ -49,18 +48,6 @@ def test_zeroing_a_heads_query_rows_silences_that_head_alone(kind):
         assert torch.equal(after[others], before[others])
         for n, p in model.named_parameters():
             p.copy_(saved[n])
-
-
-def test_a_parametrized_weight_is_found_under_its_original():
-    class Double(nn.Module):
-        def forward(self, w):
-            return 2 * w
-
-    model = nn.Sequential(Attention(16, 4))
-    parametrize.register_parametrization(model[0].q_proj, "weight", Double())
-    name = find_sites(model)[0].query[0].parameter
-    assert name == "0.q_proj.parametrizations.weight.original"
-    assert model.get_parameter(name).shape == (16, 16)
 
 
 def test_sites_found_on_meta_are_those_of_the_model_with_values():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import types
 from typing import Any
@@ -19,7 +18,6 @@ from qkeel import find_sites
 from qkeel.capture.calls import statistics
 from qkeel.capture.intercept import CapturedCall, CaptureMode
 from qkeel.functional.statistics import LogitStats
-from qkeel.spec import AttentionCall
 
 from . import flash_stand_in as stand_in
 
@@ -154,19 +152,6 @@ def test_sequences_packed_without_padding_attend_each_to_itself(name):
         )
     )
     check(stats, pieces(q, k), positional(OPTIONS[name]))
-
-
-def test_a_query_mask_reaches_the_sequences_of_a_packed_call():
-    q, k, ends = lengths()
-    calls: list[AttentionCall] = []
-    with CaptureMode(nn.Identity(), lambda s: calls.append(s.call)):  # type: ignore[arg-type]
-        stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5)
-    mask = torch.ones(1, 9, dtype=torch.bool)
-    mask[0, :3] = False  # the whole first sequence
-    mask[0, 4] = False
-    stats = statistics(dataclasses.replace(calls[0], query_mask=mask))
-    assert stats.n_queries.tolist() == [5] * H
-    assert stats.n_pairs.tolist() == [4 * 5 + 1] * H
 
 
 class Block(Attention):

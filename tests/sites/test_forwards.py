@@ -205,17 +205,6 @@ def test_a_model_that_calls_itself_is_one_pass():
     assert len(log.compiled) == log.ended == 1
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_what_checkpointing_computes_again_is_not_a_pass(reentrant):
-    inner = Net()
-    log = Log(inner)
-    x = X().requires_grad_()
-    torch.utils.checkpoint.checkpoint(
-        inner, x, use_reentrant=reentrant
-    ).sum().backward()
-    assert len(log.compiled) == log.ended == 1
-
-
 def test_a_forked_process_is_not_watched():
     model = Net()
     log = Log(model)

@@ -136,25 +136,6 @@ def test_a_classifier_with_a_copy_of_its_weight_is_not_missed():
     assert ([site.name for site in sites], sites.missed) == ([""], ())
 
 
-def test_the_softmax_of_the_largest_scores_is_missed():
-    class Sparse(Odd):
-        def forward(self, x):
-            q, k, _ = self.heads(x)
-            top = (q @ k.mT).topk(3, -1)
-            return (
-                torch.zeros(2, H, T, T)
-                .scatter(-1, top.indices, top.values.softmax(-1))
-                .sum(1)
-                @ x
-            )
-
-    with pytest.raises(
-        RefusedError,
-        match=r"Seen but not understood: the model itself: .* a selection of the largest",
-    ):
-        find_sites(Sparse(lambda _, z: z), x())
-
-
 def test_a_softmax_over_heads_is_missed():
     class OverHeads(Odd):
         def forward(self, x):

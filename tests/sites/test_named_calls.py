@@ -227,32 +227,3 @@ def test_a_call_that_the_model_kept_from_a_watched_pass_goes_on(tapped):
         check(model, tap)
     tap.remove()
     assert torch.equal(model(batch(1)), stack(by_name, by_name)(batch(1)))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize(
-    ("attend", "part"),
-    [
-        (by_name, "around"),
-        (written_causal, "around"),
-        (by_name, "inside"),
-        (by_reference, "inside"),
-    ],
-)
-def test_functions_that_are_compiled_next_to_attention_go_on(attend, part):
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        torch.relu if part == "around" else attend, backend="eager"
-    )
-    model = stack(attend, attend)
-    model[1].attend = (
-        compiled
-        if part == "inside"
-        else lambda q, k, v: attend(compiled(q), compiled(k), compiled(v))
-    )
-    expected = [model(batch(i)) for i in PASSES]
-    with Tap(model) as tap:
-        for i in PASSES:
-            assert torch.equal(model(batch(i)), expected[i])
-            layers = {"0", "1"} if part == "around" else {"0"}
-            assert layers <= set(tap.read())

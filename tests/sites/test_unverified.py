@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.sites.models import CASES, SCALE, D, H, Heads, Images, M, T
+from tests.sites.models import CASES, SCALE, D, H, Heads, M, T
 from torch import nn
 
 from qkeel import apply, find_sites
@@ -64,24 +64,6 @@ def test_rows_that_do_not_make_the_logits_alone_are_not_changed(name, remedy):
     with pytest.raises(RefusedError):
         apply(model, remedy, optimizer, batch=x())
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
-
-
-class FirstPlace(nn.Module):
-    """RvT's: the class token passes by the convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.project = nn.Conv2d(M, H * D, 1)
-
-    def forward(self, x):
-        return torch.cat((x[:, :, :1], self.project(x[:, :, 1:])), 2)
-
-
-def test_a_place_that_is_not_projected_is_told():
-    model = Images()
-    model.query = FirstPlace()  # type: ignore[assignment]
-    (site,) = find_sites(model, CASES["convolutions"].x())
-    assert "from other weights" in site.unverified
 
 
 @pytest.mark.parametrize("in_graph", [True, False])
