@@ -219,3 +219,23 @@ def test_the_change_by_a_step_is_not_measured_unless_it_is_named():
     assert not {name for name in found if "delta" in name or "update" in name}
     with pytest.raises(InvalidValueError, match="optimizer"):
         qkeel.watch(model, stats="all+updates")
+
+
+def test_a_layer_without_gradients_leaves_those_of_its_likes_as_they_are():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Attention(WIDTH, H) for _ in range(3)]).double()
+    model[1].q_proj.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-6)
+    with qkeel.watch(model, optimizer, stats="max") as monitor:
+        model(X).square().sum().backward()
+        optimizer.step()
+        record = monitor.history.heads
+    for i, layer in enumerate(model):
+        for side, p in (("query", layer.q_proj.weight), ("key", layer.k_proj.weight)):
+            rms = np.full(H, np.nan)
+            if p.grad is not None:
+                rms = p.grad.unflatten(0, (H, -1)).square().mean((1, 2)).sqrt()
+            np.testing.assert_allclose(record[f"{side}_grad_rms"][0, i], rms, rtol=1e-6)
+    over_eps = np.minimum(record["query_grad_rms"], record["key_grad_rms"]) / 1e-6
+    np.testing.assert_allclose(record["grad_over_eps"], over_eps, rtol=1e-6)
+    assert np.isnan(record["grad_over_eps"][0, 1]).all()

@@ -25,13 +25,6 @@ def by_kind(model):
     ]
 
 
-def by_layer(model):
-    """The first block in one optimizer, everything else in the other."""
-    first = list(model.blocks[0].parameters())
-    others = [p for p in model.parameters() if all(p is not q for q in first)]
-    return [SGD(first, lr=0.5), SGD(others, lr=0.5)]
-
-
 def train(model, optimizers, steps=3):
     for step in range(steps):
         tokens = torch.randint(8, (2, 6), generator=torch.Generator().manual_seed(step))
@@ -41,11 +34,6 @@ def train(model, optimizers, steps=3):
             optimizer.step()
             optimizer.zero_grad()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def alone(model):
-    """What by_layer does, with one optimizer."""
-    return [SGD(model.parameters(), lr=0.5)]
 
 
 def warned(record):
@@ -63,21 +51,6 @@ def test_gains_that_no_optimizer_holds_are_told_of_once(
     (message,) = warned(recwarn)
     assert "norm" in message
     assert "3 more" in message  # two gains in two layers
-
-
-@pytest.mark.parametrize("split", [by_kind, alone])
-def test_nothing_is_said_where_some_optimizer_holds_the_gains(split, recwarn):
-    decoder = model()
-    with qkeel.apply(decoder, "qk_norm"):
-        train(decoder, split(decoder), 4)
-    decoder = model()
-    optimizers = split(decoder)
-    with qkeel.apply(decoder, "qk_norm", optimizers):
-        train(decoder, optimizers, 4)
-    other, optimizer = model(), alone(model())
-    with qkeel.apply(other, "qk_norm"):
-        train(model(), optimizer, 4)  # that of another model
-    assert not warned(recwarn)
 
 
 # Weights and biases of one attention layer lie in different optimizers.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 import torch
@@ -208,22 +207,3 @@ def test_a_pass_that_fails_gives_the_name_back_and_the_next_is_read(
             assert F.scaled_dot_product_attention is SDPA
         model(batch(i))
         check(model, tap)
-
-
-def test_a_call_that_the_model_kept_from_a_watched_pass_goes_on(tapped):
-    """A module that imports the name during its forward holds the stand-in."""
-    model = stack(by_name, by_name)
-    held: list[Any] = []
-
-    def attend(q, k, v):
-        if not held:
-            held.append(F.scaled_dot_product_attention)
-        return held[0](q, k, v, is_causal=True)
-
-    model[1].attend = attend
-    tap = tapped(model)
-    for i in PASSES:
-        model(batch(i))
-        check(model, tap)
-    tap.remove()
-    assert torch.equal(model(batch(1)), stack(by_name, by_name)(batch(1)))

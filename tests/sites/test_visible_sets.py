@@ -110,20 +110,6 @@ def test_the_type_is_that_of_the_visible_sets(name, written, monkeypatch):
     )  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(
-    ("name", "visible"),
-    [("causal", "full"), ("all", "full"), ("sliding window", "window")],
-)
-def test_padding_changes_no_type(side, name, visible):
-    kept = PADDED if side == "left" else PADDED.flip(-1)
-    for mask in (
-        kept[:, None, None] & MASKS[name][0],
-        kept[:, None, None] & kept[:, None, :, None] & MASKS[name][0],
-    ):
-        assert visible_sets(call_of(mask, False)).visible == visible
-
-
 def test_fewer_keys_than_queries_are_compressed_unless_they_come_of_another_source():
     q, k = torch.randn(1, 2, T, 4), torch.randn(1, 2, 5, 4)
     call = make_call(AttentionSpec(), q, k, k, causal=False)
