@@ -179,14 +179,14 @@ class Odd(torch.optim.Rprop):
 
 
 def bent(power):
-    """Optimizers that know float32 alone and whose steps grow with the rate to a power; without one they never move."""
+    """Optimizers whose steps grow with the rate to a power; of 1 they know float32 alone, without one they never move."""
 
     class Bent(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure=None):
             for group in self.param_groups:
                 for p in group["params"] if power is not None else ():
-                    assert p.dtype == torch.float32
+                    assert power != 1.0 or p.dtype == torch.float32
                     p.sub_(p.grad, alpha=group["lr"] ** power)
 
     return lambda model: Bent(model.parameters(), lr=0.1)
